@@ -4,16 +4,26 @@ from setuptools import find_packages, setup
 
 STACK = ["torch==2.14.1", "megatron-core==0.19.2", "sglang==0.5.23", "transformers==5.19.0"]
 """The four packages on whose internals megarl relies, as in requirements/*.in."""
-TRANSFORMER_ENGINE = ["transformer-engine[core-cu13]==2.20.2", "nvdlfw-inspect", "onnx", "onnxscript"]
+TRANSFORMER_ENGINE = [
+    "transformer-engine[core-cu13]==2.20.2",
+    "nvdlfw-inspect",
+    "onnx",
+    "onnxscript",
+]
 """Without its torch extension, which launch/build_te.sh compiles."""
 
 setup(
     name="megarl",
     version="0.1.0",
-    description="Megatron-based reinforcement learning for large language models, dense and mixture-of-experts",
+    description=(
+        "Megatron-based reinforcement learning for large language models, dense and"
+        " mixture-of-experts"
+    ),
     license="Apache-2.0",
     python_requires=">=3.12,<3.13",
-    packages=find_packages(include=["megarl", "megarl.*", "checkpoints_tools", "checkpoints_tools.*"]),
+    packages=find_packages(
+        include=["megarl", "megarl.*", "checkpoints_tools", "checkpoints_tools.*"]
+    ),
     package_data={
         "megarl": [
             "recipes/*.yaml",

@@ -1,20 +1,23 @@
-"""Makes faulty training runs, and clean ones, for benchmarks/alarm.py to judge: real roles, tiny policies, one fault each.
+"""Makes faulty training runs, and clean ones, for benchmarks/alarm.py to judge: real
+roles, tiny policies, one fault each.
 
     python -m benchmarks.alarm_faults FOLDER [--only KIND] [--seconds N] [--at-once N]
 
     data ─► models/init ─`megarl sft`─► models/warm ─► a clean run for each precision ─► forks of it: one for each fault
 
-A fork first runs cleanly for OWN steps, so that its pipeline is full again. Then the fault begins, as described in
-alarm_injected/sitecustomize.py; the recipe does not mention it. A run ends when its held-out pass rate has fallen by two
-standard errors in two evaluations in a row, when parity ends it, or AFTER steps after the fault. Clean forks run as long: they
-show how often a pass rate falls by chance.
+A fork first runs cleanly for OWN steps, so that its pipeline is full again. Then the
+fault begins, as described in alarm_injected/sitecustomize.py; the recipe does not
+mention it. A run ends when its held-out pass rate has fallen by two standard errors in
+two evaluations in a row, when parity ends it, or AFTER steps after the fault. Clean
+forks run as long: they show how often a pass rate falls by chance.
 
-FOLDER/labels.csv lists the finished runs. The same command resumes after an interruption; the interrupted run begins anew. With
+FOLDER/labels.csv lists the finished runs. The same command resumes after an
+interruption; the interrupted run begins anew. With
 --seconds no run begins after that time. --at-once: the number of concurrent runs. The exit status is 0 once all runs are done,
 else 1.
 
-The policy has 0.3 million parameters (as in `megarl study corpus`); with experts, it is that of the shipped quickstart-moe.
-Each seed has a precision: 0 fp32, 1 bf16, 2 fp16.
+The policy has 0.3 million parameters (as in `megarl study corpus`); with experts, it is
+that of the shipped quickstart-moe. Each seed has a precision: 0 fp32, 1 bf16, 2 fp16.
 """
 
 import argparse
@@ -44,7 +47,9 @@ DTYPES = ("fp32", "bf16", "fp16")
 FORK, OWN, AFTER = 48, 8, 60
 FAULT = FORK + OWN
 EVERY, PROMPTS = 4, 128
-"""Steps between evaluations, and answers in each: at a pass rate of .7 the standard error is .041, a difference's .057."""
+"""Steps between evaluations, and answers in each: at a pass rate of .7 the standard
+error is .041, a difference's .057.
+"""
 DIGITS = 2
 """Digits of the longest operands. Short problems have short completions."""
 LIMIT_S = 400.0
@@ -52,9 +57,11 @@ COLUMNS = (*alarm.COLUMNS, "fork")
 
 
 class Fault(NamedTuple):
-    """A fault to inject. named: the alarms, or words of a message, that tell the user what is wrong.
+    """A fault to inject. named: the alarms, or words of a message, that tell the user
+    what is wrong.
 
-    moe: whether it needs experts, with routing replay. servers: their number. The kinds are in alarm_injected/sitecustomize.py.
+    moe: whether it needs experts, with routing replay. servers: their number. The kinds
+    are in alarm_injected/sitecustomize.py.
     """
 
     kind: str
@@ -102,7 +109,9 @@ FAULTS = (
 
 
 class Made(NamedTuple):
-    """A run to make. fault: None for a clean fork; forked: False for the clean run from which others are forked."""
+    """A run to make. fault: None for a clean fork; forked: False for the clean run from
+    which others are forked.
+    """
 
     name: str
     seed: int
@@ -113,7 +122,13 @@ class Made(NamedTuple):
     @property
     def parent(self) -> "Made":
         """The clean run from which this one is forked."""
-        return Made(f"{'moe' if self.moe else 'dense'}-{DTYPES[self.seed]}", self.seed, None, self.moe, forked=False)
+        return Made(
+            f"{'moe' if self.moe else 'dense'}-{DTYPES[self.seed]}",
+            self.seed,
+            None,
+            self.moe,
+            forked=False,
+        )
 
     @property
     def label(self) -> dict[str, object]:
@@ -123,12 +138,18 @@ class Made(NamedTuple):
 
 
 def queue() -> Iterator[Made]:
-    """Yield the runs in order: each fault once in one of the precisions, second doses first and experts last; clean runs; each
-    fault in the next precision; …"""
+    """Yield the runs in order: each fault once in one of the precisions, second doses
+    first and experts last; clean runs; each fault in the next precision; …
+    """
     for round_ in range(len(DTYPES)):
         for n, fault in enumerate((*FAULTS[1::2], *FAULTS[::2])):
             if not fault.moe:
-                yield Made(f"{fault.kind}-{fault.dose}-{(round_ + n) % 3}", (round_ + n) % 3, fault, moe=False)
+                yield Made(
+                    f"{fault.kind}-{fault.dose}-{(round_ + n) % 3}",
+                    (round_ + n) % 3,
+                    fault,
+                    moe=False,
+                )
         seed = (round_ + 1) % len(DTYPES)
         yield Made(f"clean-dense-{seed}", seed, None, moe=False)
         for fault in FAULTS:
@@ -139,21 +160,38 @@ def queue() -> Iterator[Made]:
 
 def overrides(folder: Path, made: Made) -> list[str]:
     shared = [
-        *data_and_model(folder, made.moe), f"run.dir={folder}", f"run.name={made.name}", f"run.seed={made.seed}",
-        f"model.dtype={DTYPES[made.seed]}", f"model.moe.routing_replay={str(made.moe).lower()}",
-        "batch.prompts=8", f"evaluation.prompts={PROMPTS}", "evaluation.samples=1",
-    ]  # fmt: skip
+        *data_and_model(folder, made.moe),
+        f"run.dir={folder}",
+        f"run.name={made.name}",
+        f"run.seed={made.seed}",
+        f"model.dtype={DTYPES[made.seed]}",
+        f"model.moe.routing_replay={str(made.moe).lower()}",
+        "batch.prompts=8",
+        f"evaluation.prompts={PROMPTS}",
+        "evaluation.samples=1",
+    ]
     if not made.forked:
-        return [*shared, f"run.steps={FORK}", f"evaluation.every={FORK}", f"checkpoint.every={FORK}"]
+        return [
+            *shared,
+            f"run.steps={FORK}",
+            f"evaluation.every={FORK}",
+            f"checkpoint.every={FORK}",
+        ]
     servers = made.fault.servers if made.fault else 1
     return [
-        *shared, f"run.steps={FAULT + AFTER + 1}", f"evaluation.every={EVERY}", "checkpoint.every=1000",
-        f"run.fork={folder / made.parent.name}@{FORK}", f"resources.servers={servers}",
-    ]  # fmt: skip
+        *shared,
+        f"run.steps={FAULT + AFTER + 1}",
+        f"evaluation.every={EVERY}",
+        "checkpoint.every=1000",
+        f"run.fork={folder / made.parent.name}@{FORK}",
+        f"resources.servers={servers}",
+    ]
 
 
 def prepare(folder: Path, moe: bool) -> None:
-    """Make the data and the fp32 warm start, which all precisions share, unless they exist."""
+    """Make the data and the fp32 warm start, which all precisions share, unless they
+    exist.
+    """
     if not (folder / "data" / "init-moe").exists():  # `write` makes this last
         arithmetic.write(folder / "data", seed=0)
     for part in ("train", "heldout"):
@@ -167,12 +205,24 @@ def prepare(folder: Path, moe: bool) -> None:
     init = folder / "data" / "init-moe" if moe else folder / "models" / "init"
     if not moe:
         save_model(init, SIZES["0.3m"].config(experts=False), seed=0)
-    told = [*data_and_model(folder, moe), f"sft.init={init}", f"sft.data={folder}/data/sft.jsonl", "model.dtype=fp32"]
-    subprocess.run([sys.executable, "-m", "megarl", "sft", f"quickstart{'-moe' * moe}", *told], check=True, cwd=ROOT)
+    told = [
+        *data_and_model(folder, moe),
+        f"sft.init={init}",
+        f"sft.data={folder}/data/sft.jsonl",
+        "model.dtype=fp32",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "megarl", "sft", f"quickstart{'-moe' * moe}", *told],
+        check=True,
+        cwd=ROOT,
+    )
 
 
 def data_and_model(folder: Path, moe: bool) -> list[str]:
-    data = [f"data.tasks.arithmetic.{part}={folder}/data/short-{part}.jsonl" for part in ("train", "heldout")]
+    data = [
+        f"data.tasks.arithmetic.{part}={folder}/data/short-{part}.jsonl"
+        for part in ("train", "heldout")
+    ]
     return [*data, f"model.path={folder}/models/warm{'-moe' * moe}"]
 
 
@@ -180,18 +230,29 @@ class Running:
     """A run in progress."""
 
     def __init__(self, folder: Path, made: Made) -> None:
-        self.made, self._run, self._log = made, RunDir(folder / made.name), folder / f"{made.name}.log"
+        self.made, self._run, self._log = (
+            made,
+            RunDir(folder / made.name),
+            folder / f"{made.name}.log",
+        )
         prepare(folder, made.moe)
         shutil.rmtree(self._run.path, ignore_errors=True)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(INJECTED), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(INJECTED), str(ROOT)]),
+            "OMP_NUM_THREADS": "1",
+        }
         environment[SUPERVISOR] = str(os.getpid())  # the run dies with this process
         if made.fault:
-            environment["ALARM_FAULT"] = f"{made.fault.kind}:{made.fault.dose}:{FAULT}:{self._run.path / 'fault'}"
+            environment["ALARM_FAULT"] = (
+                f"{made.fault.kind}:{made.fault.dose}:{FAULT}:{self._run.path / 'fault'}"
+            )
         recipe = "quickstart-moe" if made.moe else "quickstart"
         command = [sys.executable, "-m", "megarl", "train", recipe, *overrides(folder, made)]
         self._began = time.monotonic()
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=log
+            )
 
     def ended(self) -> bool:
         """Return whether the run has ended; end it if it has done enough."""
@@ -206,7 +267,9 @@ class Running:
         scores = latest_scores(self._run.eval)
         after = [row for row in scores if row["step"] >= FAULT]
         before = [row for row in scores if row["step"] < FAULT]
-        falls = len(after) > 1 and all(alarm.suffers([*before, row], FAULT) is not None for row in after[-2:])
+        falls = len(after) > 1 and all(
+            alarm.suffers([*before, row], FAULT) is not None for row in after[-2:]
+        )
         whole = any(row["step"] == FAULT + AFTER for row in scores)
         return whole or (falls and self.made.fault is not None) or self._run.failure_file.exists()
 
@@ -223,9 +286,13 @@ class Running:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", metavar="KIND", choices=[*dict.fromkeys(f.kind for f in FAULTS), "clean"])
+    parser.add_argument(
+        "--only", metavar="KIND", choices=[*dict.fromkeys(f.kind for f in FAULTS), "clean"]
+    )
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--at-once", type=int, default=1)
     options = parser.parse_args()

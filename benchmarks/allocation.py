@@ -1,10 +1,12 @@
-"""Does `megarl plan --allocate` choose well? Tests it on a grid of tiny runs with equal tokens, by choices from parts of a few.
+"""Does `megarl plan --allocate` choose well? Tests it on a grid of tiny runs with equal
+tokens, by choices from parts of a few.
 
     python -m benchmarks.allocation run DIR [--task N]     makes the grid, or one run of it; resumes after an interruption
     python -m benchmarks.allocation score                  prints the choices, compared with the grid's best cell
 
-All runs are `quickstart` with 0.3 million active parameters, from one warm start, made as for the corpus. A cell is a run of
-P prompts x G rollouts per step, for ROLLOUTS rollouts; it is scored on 2,048 answers each time rollouts have grown by 1.6.
+All runs are `quickstart` with 0.3 million active parameters, from one warm start, made
+as for the corpus. A cell is a run of P prompts x G rollouts per step, for ROLLOUTS
+rollouts; it is scored on 2,048 answers each time rollouts have grown by 1.6.
 """
 
 import argparse
@@ -31,7 +33,17 @@ from megarl.lab.study.plan import StudyTask
 RESULTS = Path("benchmarks/results/allocation.json")
 ROLLOUTS = 10_240
 KIND = "quickstart-0.3m-fp32"
-CELLS = ((8, 4), (32, 16), (16, 8), (8, 16), (32, 4), (8, 8), (16, 16), (32, 8), (16, 4))  # the fitted ones come first
+CELLS = (
+    (8, 4),
+    (32, 16),
+    (16, 8),
+    (8, 16),
+    (32, 4),
+    (8, 8),
+    (16, 16),
+    (32, 8),
+    (16, 4),
+)  # the fitted ones come first
 FITTED = 5
 SHORT = 0.34  # share of the rollouts that is fitted
 FEW, SUBSETS = 3, 30
@@ -44,10 +56,15 @@ def recipes(directory: Path) -> dict[str, Recipe]:
 def _cell(prompts: int, generations: int) -> tuple[str, ...]:
     steps = ROLLOUTS // (prompts * generations)
     return (
-        f"batch.prompts={prompts}", f"sampling.generations={generations}", f"run.steps={steps}",
-        "learner.optimizer.warmup_steps=1", "evaluation.samples=4", f"evaluation.every={steps // 10}",
-        "evaluation.growth=1.6", f"checkpoint.every={steps}",
-    )  # fmt: skip
+        f"batch.prompts={prompts}",
+        f"sampling.generations={generations}",
+        f"run.steps={steps}",
+        "learner.optimizer.warmup_steps=1",
+        "evaluation.samples=4",
+        f"evaluation.every={steps // 10}",
+        "evaluation.growth=1.6",
+        f"checkpoint.every={steps}",
+    )
 
 
 def before(task: StudyTask) -> CommandLines:
@@ -66,14 +83,18 @@ def record(directory: Path) -> None:
         tokens = np.cumsum([0.0, *(row["generated_tokens"] for row in steps)])
         seconds = np.diff([row["training_hours"] for row in steps]) * 1800  # two cores
         prompts, generations = map(int, task.variant.split("x"))
-        scores = [(row["step"], round(row["pass_rate"], 6)) for row in latest_scores(task.rundir.eval)]
+        scores = [
+            (row["step"], round(row["pass_rate"], 6)) for row in latest_scores(task.rundir.eval)
+        ]
         cells.append(
             {
                 "prompts": prompts,
                 "generations": generations,
                 "seconds": round(float(np.median(seconds)), 4),
                 "answers": 2048,
-                "points": [{"step": s, "tokens": int(tokens[s]), "pass_rate": r} for s, r in scores],
+                "points": [
+                    {"step": s, "tokens": int(tokens[s]), "pass_rate": r} for s, r in scores
+                ],
             }
         )
     lines = ",\n".join(f" {json.dumps(cell)}" for cell in cells)
@@ -84,7 +105,9 @@ class GridChoice(NamedTuple):
     """A choice for a budget, and the gains of the grid's cells with that budget."""
 
     chosen: BatchSize
-    inside: int  # cells whose score lies in the predicted interval, widened by the noise of 2,048 answers
+    # cells whose score lies in the predicted interval, widened by the noise of 2,048
+    # answers
+    inside: int
     gains: dict[BatchSize, float]
 
     @property
@@ -92,11 +115,15 @@ class GridChoice(NamedTuple):
         return self.gains[self.chosen] / max(self.gains.values())
 
 
-def judge(cells: Sequence[dict[str, Any]], fitted: Sequence[BatchSize], until: float, fixed: bool) -> GridChoice:
-    """Fit parts of some cells, up to a share of their rollouts, and choose among all cells.
+def judge(
+    cells: Sequence[dict[str, Any]], fitted: Sequence[BatchSize], until: float, fixed: bool
+) -> GridChoice:
+    """Fit parts of some cells, up to a share of their rollouts, and choose among all
+    cells.
 
-    fixed: a step has fixed costs, estimated from the fitted cells, and the budget is the cheapest cell's cost. Otherwise a step
-    costs only its rollouts, and the budget is all of a cell's rollouts.
+    fixed: a step has fixed costs, estimated from the fitted cells, and the budget is
+    the cheapest cell's cost. Otherwise a step costs only its rollouts, and the budget
+    is all of a cell's rollouts.
     """
     runs = {(cell["prompts"], cell["generations"]): cell for cell in cells}
     curves = {batch: _curve(cell) for batch, cell in runs.items()}
@@ -110,15 +137,21 @@ def judge(cells: Sequence[dict[str, Any]], fitted: Sequence[BatchSize], until: f
     start, scores = float(np.mean([curve.r0 for curve in curves.values()])), {}
     for choice in ranked:
         curve, rollouts = curves[choice.batch], np.prod(choice.batch) * choice.steps
-        scores[choice.batch] = float(np.interp(np.log(rollouts), np.log(curve.hours), curve.pass_rate))
+        scores[choice.batch] = float(
+            np.interp(np.log(rollouts), np.log(curve.hours), curve.pass_rate)
+        )
     noise = 1.96 * np.sqrt(0.25 / 2048)
     inside = sum(c.interval[0] - noise <= scores[c.batch] <= c.interval[1] + noise for c in ranked)
-    return GridChoice(ranked[0].batch, inside, {batch: score - start for batch, score in scores.items()})
+    return GridChoice(
+        ranked[0].batch, inside, {batch: score - start for batch, score in scores.items()}
+    )
 
 
 def _curve(cell: dict[str, Any]) -> Curve:
     first, *later = cell["points"]
-    rollouts = np.array([row["step"] * cell["prompts"] * cell["generations"] for row in later], float)
+    rollouts = np.array(
+        [row["step"] * cell["prompts"] * cell["generations"] for row in later], float
+    )
     rates = np.array([row["pass_rate"] for row in later])
     return Curve("", rollouts, rates, first["pass_rate"], "core", answers=cell["answers"])
 
@@ -130,8 +163,14 @@ def score() -> None:
         print(f"\na step costs {'a fixed part and its rollouts' if fixed else 'its rollouts'}")
         best = judge(cells, ran[:FITTED], SHORT, fixed)
         for batch, gain in sorted(best.gains.items(), key=lambda item: -item[1]):
-            print(f"  {batch[0]:>3} x {batch[1]:<3} gain {gain:.3f}{'  chosen' * (batch == best.chosen)}")
-        print(f"  {best.share:.2f} of the best gain; {best.inside} of {len(ran)} scores inside their intervals")
+            print(
+                f"  {batch[0]:>3} x {batch[1]:<3} gain"
+                f" {gain:.3f}{'  chosen' * (batch == best.chosen)}"
+            )
+        print(
+            f"  {best.share:.2f} of the best gain; {best.inside} of {len(ran)} scores inside their"
+            " intervals"
+        )
         some = list(combinations(ran, FEW))
         some = [some[n] for n in np.random.default_rng(0).permutation(len(some))[:SUBSETS]]
         others = [judge(cells, chosen, SHORT, fixed) for chosen in some]
@@ -139,15 +178,19 @@ def score() -> None:
         inside = np.sum([other.inside for other in others]) / (len(ran) * len(others))
         random = np.mean([*best.gains.values()]) / max(best.gains.values())
         print(
-            f"  {len(others)} choices from {FEW} cells: {shares.mean():.2f} of the best gain, at least {shares.min():.2f},"
+            f"  {len(others)} choices from {FEW} cells: {shares.mean():.2f} of the best gain, at"
+            f" least {shares.min():.2f},"
         )
         print(
-            f"  {np.mean(shares >= 0.9):.0%} of them .9 or more; {inside:.0%} of the scores inside; a random cell: {random:.2f}"
+            f"  {np.mean(shares >= 0.9):.0%} of them .9 or more; {inside:.0%} of the scores inside;"
+            f" a random cell: {random:.2f}"
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")
     running.add_argument("directory", type=Path)

@@ -1,12 +1,16 @@
-"""Measures a whole controller with 16,384 requests in flight at 100,000 tokens/s, in CPU seconds a second.
+"""Measures a whole controller with 16,384 requests in flight at 100,000 tokens/s, in
+CPU seconds a second.
 
-    python -m benchmarks.controller [--streams 16384] [--rate 100000] [--seconds 120] [--folder DIR]
+    python -m benchmarks.controller [--streams 16384] [--rate 100000] [--seconds 120]
+    [--folder DIR]
 
-The controller is real, in its own process: prompts, places, streams, grader, tickets, journal, metrics. Servers and learner are
-stand-ins in this process. SERVERS addresses stream made-up tokens in SGLang's format, at a steady rate; the learner takes each
+The controller is real, in its own process: prompts, places, streams, grader, tickets,
+journal, metrics. Servers and learner are stand-ins in this process. SERVERS addresses
+stream made-up tokens in SGLang's format, at a steady rate; the learner takes each
 batch, and publishes, without delay. Half the answers are right.
 
-It prints one line of JSON: `cores` are the CPU seconds a second that the controller used while all streams ran.
+It prints one line of JSON: `cores` are the CPU seconds a second that the controller
+used while all streams ran.
 """
 
 import argparse
@@ -32,7 +36,17 @@ from aiohttp import web
 from benchmarks.scale import CHUNK, address, allow_files
 from megarl.core import recipe as recipes
 from megarl.core.base.link import ControllerLink
-from megarl.core.base.messages import Next, Publish, Published, Reply, Score, Scored, ServerResult, Stop, Train
+from megarl.core.base.messages import (
+    Next,
+    Publish,
+    Published,
+    Reply,
+    Score,
+    Scored,
+    ServerResult,
+    Stop,
+    Train,
+)
 from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
 from megarl.core.base.tokenizer import load_tokenizer
@@ -48,21 +62,31 @@ CHUNKS = (4, 12)
 START_LIMIT_S = 450.0
 """How long the first two steps may take."""
 LOGPROB = -1.2345678
-"""What servers and learner say of each token. If they differed, the controller would stop the run."""
+"""What servers and learner say of each token. If they differed, the controller would
+stop the run.
+"""
 
 
 class StandInServers:
-    """All servers: each request gets a chunk every `every_s` seconds; the last one has an answer that half the time is right.
+    """All servers: each request gets a chunk every `every_s` seconds; the last one has
+    an answer that half the time is right.
 
-    The first `streams` requests are shorter, as if they had been under way for a while. running: requests in flight.
+    The first `streams` requests are shorter, as if they had been under way for a while.
+    running: requests in flight.
     """
 
     def __init__(self, folder: Path, streams: int, every_s: float) -> None:
         self._tokenizer, self._streams, self._every_s = load_tokenizer(folder), streams, every_s
         self.streams, self.version, self.running, self.chunks = streams, 0, 0, 0
         logprobs = [[LOGPROB, i, None] for i in range(CHUNK)]
-        self._about: dict[str, Any] = {"id": "x" * 32, "finish_reason": None, "output_token_logprobs": logprobs}
-        self._thought = _event({"output_ids": self._tokenizer.ids("7" * CHUNK).tolist(), "meta_info": self._about})
+        self._about: dict[str, Any] = {
+            "id": "x" * 32,
+            "finish_reason": None,
+            "output_token_logprobs": logprobs,
+        }
+        self._thought = _event(
+            {"output_ids": self._tokenizer.ids("7" * CHUNK).tolist(), "meta_info": self._about}
+        )
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 30)
@@ -103,7 +127,10 @@ class StandInServers:
         versions = [{"version": str(version), "start": 0, "end": chunks * CHUNK}]
         finish = {"type": "stop", "matched": self._tokenizer.end}
         return _event(
-            {"output_ids": ids, "meta_info": self._about | {"finish_reason": finish, "weight_versions": versions}}
+            {
+                "output_ids": ids,
+                "meta_info": self._about | {"finish_reason": finish, "weight_versions": versions},
+            }
         )
 
     def _scored(self, ids: list[int]) -> dict[str, Any]:
@@ -113,10 +140,17 @@ class StandInServers:
             "input_token_logprobs": scores,
             "weight_version": str(self.version),
         }
-        return {"meta_info": about | {"input_token_ids_logprobs": [None, *([[LOGPROB, 0, None]] for _ in ids[1:])]}}
+        return {
+            "meta_info": (
+                about
+                | {"input_token_ids_logprobs": [None, *([[LOGPROB, 0, None]] for _ in ids[1:])]}
+            )
+        }
 
     async def _loads(self, _: web.Request) -> web.Response:
-        return web.json_response({"timestamp": time.time(), "loads": [{"token_usage": 0.5, "num_waiting_reqs": 0}]})
+        return web.json_response(
+            {"timestamp": time.time(), "loads": [{"token_usage": 0.5, "num_waiting_reqs": 0}]}
+        )
 
     async def _info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": str(self.version)})
@@ -139,9 +173,13 @@ async def serve(servers: StandInServers, port: int) -> None:
 
 
 def learn(rundir: RunDir, servers: StandInServers) -> None:
-    """Be the learner: take batches and publish, until the controller stops; its log says why."""
+    """Be the learner: take batches and publish, until the controller stops; its log
+    says why.
+    """
     endpoints, step, name = rundir.endpoints(), 0, "stand-in"
-    link = ControllerLink(endpoints.controller, endpoints.link, lambda: "", resend_s=5.0, limit_s=600.0)
+    link = ControllerLink(
+        endpoints.controller, endpoints.link, lambda: "", resend_s=5.0, limit_s=600.0
+    )
     while True:
         reply: Reply = decode(link.ask(Next(incarnation=name, step=step, version=step)), Reply)
         match reply:
@@ -149,12 +187,26 @@ def learn(rundir: RunDir, servers: StandInServers) -> None:
                 step += 1
             case Publish():
                 servers.version = reply.version
-                results = tuple(ServerResult(id=server.id, checksum="same") for server in reply.servers)
+                results = tuple(
+                    ServerResult(id=server.id, checksum="same") for server in reply.servers
+                )
                 seconds = {f"{part}_seconds": 0.0 for part in ("pause", "transfer", "resume")}
-                link.ask(Published(incarnation=name, version=reply.version, results=results, bytes_sent=0, **seconds))
+                link.ask(
+                    Published(
+                        incarnation=name,
+                        version=reply.version,
+                        results=results,
+                        bytes_sent=0,
+                        **seconds,
+                    )
+                )
             case Score():
-                scores = tuple(np.full(len(r.tokens) - r.first, LOGPROB, np.float32) for r in reply.rollouts)
-                link.ask(Scored(incarnation=name, version=reply.version, logprobs=scores, against=scores))
+                scores = tuple(
+                    np.full(len(r.tokens) - r.first, LOGPROB, np.float32) for r in reply.rollouts
+                )
+                link.ask(
+                    Scored(incarnation=name, version=reply.version, logprobs=scores, against=scores)
+                )
             case Stop():
                 return
 
@@ -162,15 +214,27 @@ def learn(rundir: RunDir, servers: StandInServers) -> None:
 def recipe_in(folder: Path, streams: int) -> Recipe:
     arithmetic.write(folder / "data", 0)
     save_model(folder / "model", LLAMA | {"max_position_embeddings": 4096}, 0)
-    return recipes.load("quickstart", [
-        f"run.dir={folder}", "run.name=run", "run.steps=100000", f"model.path={folder / 'model'}",
-        f"data.tasks.arithmetic.train={folder / 'data' / 'train.jsonl'}",
-        f"data.tasks.arithmetic.heldout={folder / 'data' / 'heldout.jsonl'}",
-        f"sampling.generations={GENERATIONS}", f"pipeline.k={K}", f"batch.prompts={4 * streams // GENERATIONS // K}",
-        f"length.thinking_tokens=[{CHUNKS[1] * CHUNK},{CHUNKS[1] * CHUNK}]", "length.answer_tokens=64",
-        f"resources.servers={SERVERS}", f"serving.max_running_requests={streams // SERVERS}",
-        "evaluation.every=100000", "evaluation.prompts=1", "evaluation.samples=1",
-    ])  # fmt: skip
+    return recipes.load(
+        "quickstart",
+        [
+            f"run.dir={folder}",
+            "run.name=run",
+            "run.steps=100000",
+            f"model.path={folder / 'model'}",
+            f"data.tasks.arithmetic.train={folder / 'data' / 'train.jsonl'}",
+            f"data.tasks.arithmetic.heldout={folder / 'data' / 'heldout.jsonl'}",
+            f"sampling.generations={GENERATIONS}",
+            f"pipeline.k={K}",
+            f"batch.prompts={4 * streams // GENERATIONS // K}",
+            f"length.thinking_tokens=[{CHUNKS[1] * CHUNK},{CHUNKS[1] * CHUNK}]",
+            "length.answer_tokens=64",
+            f"resources.servers={SERVERS}",
+            f"serving.max_running_requests={streams // SERVERS}",
+            "evaluation.every=100000",
+            "evaluation.prompts=1",
+            "evaluation.samples=1",
+        ],
+    )
 
 
 def measure(folder: Path, streams: int, rate: float, seconds: float) -> dict[str, Any]:
@@ -180,10 +244,20 @@ def measure(folder: Path, streams: int, rate: float, seconds: float) -> dict[str
     rundir.create()
     rundir.recipe.write_text(recipes.dump(recipe))
     port, controller = free_ports(2)
-    keys: dict[str, Any] = {"api_key": "user", "admin_key": "admin", "link": LinkKeys.new(), "rendezvous_port": 0}
+    keys: dict[str, Any] = {
+        "api_key": "user",
+        "admin_key": "admin",
+        "link": LinkKeys.new(),
+        "rendezvous_port": 0,
+    }
     urls = tuple(f"http://{address(server)}:{port}" for server in range(SERVERS))
-    rundir.write_endpoints(Endpoints(session="one", controller=f"tcp://127.0.0.1:{controller}", servers=urls, **keys))
-    for target, arguments in ((lambda: uvloop.run(serve(servers, port)), ()), (learn, (rundir, servers))):
+    rundir.write_endpoints(
+        Endpoints(session="one", controller=f"tcp://127.0.0.1:{controller}", servers=urls, **keys)
+    )
+    for target, arguments in (
+        (lambda: uvloop.run(serve(servers, port)), ()),
+        (learn, (rundir, servers)),
+    ):
         threading.Thread(target=target, args=arguments, daemon=True).start()
     with (rundir.logs / "controller.log").open("wb") as log:
         command = [sys.executable, "-W", "ignore", "-m", "megarl", "rollout", str(rundir.recipe)]
@@ -208,12 +282,22 @@ def _measured(
     while servers.version < 2:
         ended, late = process.poll() is not None, time.monotonic() - begin > START_LIMIT_S
         if ended or late:
-            why = "the controller ended" if ended else f"two steps took longer than {START_LIMIT_S:g} s"
+            why = (
+                "the controller ended"
+                if ended
+                else f"two steps took longer than {START_LIMIT_S:g} s"
+            )
             raise SystemExit(f"{why}: {(rundir.logs / 'controller.log').read_text()[-2000:]}")
         print(f"version {servers.version}, {servers.running} requests in flight", file=sys.stderr)
         time.sleep(1)
     print(f"process {process.pid} is measured", file=sys.stderr)
-    begin, before, chunks, version, flights = time.monotonic(), used(), servers.chunks, servers.version, []
+    begin, before, chunks, version, flights = (
+        time.monotonic(),
+        used(),
+        servers.chunks,
+        servers.version,
+        [],
+    )
     while time.monotonic() - begin < seconds:
         time.sleep(1)
         flights.append(servers.running)
@@ -238,7 +322,12 @@ def main() -> None:
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     allow_files(2 * options.streams)
     with tempfile.TemporaryDirectory() as folder:
-        found = measure((options.folder or Path(folder)).resolve(), options.streams, options.rate, options.seconds)
+        found = measure(
+            (options.folder or Path(folder)).resolve(),
+            options.streams,
+            options.rate,
+            options.seconds,
+        )
     print(json.dumps(found))
 
 

@@ -1,9 +1,12 @@
-"""Measures checkpoints_tools on a synthetic checkpoint of several GB: peak memory, and rate against a copy of the same bytes.
+"""Measures checkpoints_tools on a synthetic checkpoint of several GB: peak memory, and
+rate against a copy of the same bytes.
 
-    python benchmarks/conversion.py --gb 4 --folder /somewhere/with/space [--model llama|llama4] [--tp 2]
+    python benchmarks/conversion.py --gb 4 --folder /somewhere/with/space [--model
+    llama|llama4] [--tp 2]
 
-Each measurement is a process of its own, which reports its peak resident memory; every file is put on disk (fsync) before
-the next measurement. Copies are made before and after the conversions, since disk speed varies; the ratio is to their mean.
+Each measurement is a process of its own, which reports its peak resident memory; every
+file is put on disk (fsync) before the next measurement. Copies are made before and
+after the conversions, since disk speed varies; the ratio is to their mean.
 """
 
 import argparse
@@ -54,7 +57,9 @@ MODELS = {"llama": LLAMA, "llama4": LLAMA4}
 
 
 def synthesise(path: Path, model: str, size: int) -> dict[str, tuple[int, ...]]:
-    """Write random bf16 tensors in files of about 1 GB, with layers up to `size` bytes; return each tensor's shape."""
+    """Write random bf16 tensors in files of about 1 GB, with layers up to `size` bytes;
+    return each tensor's shape.
+    """
     from checkpoints_tools.stored import groups
     from megarl.core.models import family_of
 
@@ -62,7 +67,9 @@ def synthesise(path: Path, model: str, size: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     layers = 2  # an even number, for --pp 2
     while True:
-        (path / "config.json").write_text(json.dumps(MODELS[model] | {"num_hidden_layers": layers}, indent=2))
+        (path / "config.json").write_text(
+            json.dumps(MODELS[model] | {"num_hidden_layers": layers}, indent=2)
+        )
         found = groups(path, family_of(path), "bf16")
         shapes = {name: tensor.shape for group in found for name, tensor in group.tensors.items()}
         total = sum(group.nbytes for group in found)
@@ -87,7 +94,10 @@ def _write(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     for i, names in enumerate(files, 1):
         file = f"model-{i:05}-of-{len(files):05}.safetensors"
         save_file(
-            {n: torch.empty(s, dtype=torch.bfloat16).normal_(generator=generator) for n, s in names.items()},
+            {
+                n: torch.empty(s, dtype=torch.bfloat16).normal_(generator=generator)
+                for n, s in names.items()
+            },
             path / file,
         )
         weight_map.update(dict.fromkeys(names, file))
@@ -96,7 +106,9 @@ def _write(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def copy(source: Path, destination: Path) -> None:
-    """Copy every file, in chunks. A second thread puts written data on disk, as often as in a conversion."""
+    """Copy every file, in chunks. A second thread puts written data on disk, as often
+    as in a conversion.
+    """
     destination.mkdir()
     with ThreadPoolExecutor(1) as disk:
         for path in sorted(source.iterdir()):
@@ -117,7 +129,9 @@ def _settle(path: Path) -> None:
 
 
 def measured(what: str, *arguments: object) -> dict[str, float]:
-    """Return seconds and peak memory of one step in a process of its own; the seconds exclude imports."""
+    """Return seconds and peak memory of one step in a process of its own; the seconds
+    exclude imports.
+    """
     os.sync()
     words = [sys.executable, "-W", "ignore", __file__, "--step", what, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -148,9 +162,13 @@ def step(what: str, arguments: list[str]) -> None:
 
 
 def _peak() -> int:
-    """Return this process's peak memory in bytes. getrusage's figure would include the parent's."""
+    """Return this process's peak memory in bytes. getrusage's figure would include the
+    parent's.
+    """
     status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+    return 1024 * int(
+        next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
+    )
 
 
 def bench(options: argparse.Namespace) -> dict[str, Any]:
@@ -193,9 +211,15 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=4.0, help="of the synthetic checkpoint, in 10^9 bytes")
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="three times as much must be free there")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gb", type=float, default=4.0, help="of the synthetic checkpoint, in 10^9 bytes"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs"), help="three times as much must be free there"
+    )
     parser.add_argument("--model", choices=MODELS, default="llama")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
@@ -208,12 +232,17 @@ def main() -> None:
     result = bench(options)
     RESULTS.parent.mkdir(exist_ok=True)
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps(known | {f"{options.model}-{options.gb:g}": result}, indent=2) + "\n")
-    print(f"{options.model}, {result['bytes'] / 1e9:.2f} GB, largest tensor {result['largest_tensor'] / 1e6:.0f} MB")
+    RESULTS.write_text(
+        json.dumps(known | {f"{options.model}-{options.gb:g}": result}, indent=2) + "\n"
+    )
+    print(
+        f"{options.model}, {result['bytes'] / 1e9:.2f} GB, largest tensor"
+        f" {result['largest_tensor'] / 1e6:.0f} MB"
+    )
     for name, row in result["rows"].items():
         print(
-            f"{name:16} {row['seconds']:7.1f} s {row['MB/s']:7.0f} MB/s  {row['of a copy']:5.2f} of a copy  "
-            f"peak {row['peak'] / 1e6:6.0f} MB (imports {row['imports'] / 1e6:.0f} MB)"
+            f"{name:16} {row['seconds']:7.1f} s {row['MB/s']:7.0f} MB/s  {row['of a copy']:5.2f} of"
+            f" a copy  peak {row['peak'] / 1e6:6.0f} MB (imports {row['imports'] / 1e6:.0f} MB)"
         )
 
 

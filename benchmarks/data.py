@@ -1,10 +1,14 @@
-"""Measures preparing and streaming many prompts: rows per second, and memory against the number of rows.
+"""Measures preparing and streaming many prompts: rows per second, and memory against
+the number of rows.
 
-    nice -n 19 .venv/bin/python benchmarks/data.py --rows 1000000 --out benchmarks/results/data.json
+    nice -n 19 .venv/bin/python benchmarks/data.py --rows 1000000 --out
+    benchmarks/results/data.json
 
-The rows are synthetic word problems of about 400 characters; one in fifty is a repeat, one in a thousand from an evaluation set
-of 500. Each part is measured in a process of its own (peak resident memory of that process), with a tenth of the rows and with
-all of them, to show what grows with the rows. The reference is a bare loop that decodes each line's JSON once.
+The rows are synthetic word problems of about 400 characters; one in fifty is a repeat,
+one in a thousand from an evaluation set of 500. Each part is measured in a process of
+its own (peak resident memory of that process), with a tenth of the rows and with all of
+them, to show what grows with the rows. The reference is a bare loop that decodes each
+line's JSON once.
 """
 
 import argparse
@@ -25,7 +29,9 @@ EVALUATION = 500
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--rows", type=int, default=1_000_000)
     options.add_argument("--out", type=Path)
     options.add_argument("--part", nargs=2, metavar=("NAME", "DIR"), help=argparse.SUPPRESS)
@@ -45,7 +51,9 @@ def main() -> None:
                     stdout=subprocess.PIPE,
                     text=True,
                 )
-                found["parts"].setdefault(part, {})[str(rows)] = json.loads(done.stdout.splitlines()[-1])
+                found["parts"].setdefault(part, {})[str(rows)] = json.loads(
+                    done.stdout.splitlines()[-1]
+                )
                 print(rows, part, found["parts"][part][str(rows)], flush=True)
     if given.out:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -55,7 +63,10 @@ def write(place: Path, rows: int) -> None:
     """Write source.jsonl and evaluation.jsonl."""
     place.mkdir()
     rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(WORDS)]
+    words = [
+        "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9)))
+        for _ in range(WORDS)
+    ]
     evaluation = [" ".join(rng.choices(words, k=60)) for _ in range(EVALUATION)]
     lines(place / "evaluation.jsonl", ({"problem": text} for text in evaluation))
     last = ""
@@ -100,14 +111,22 @@ def prepare(place: Path) -> int:
     against = [str(place / "evaluation.jsonl")]
     quiet = Console(quiet=True)
     done = prepare_files(
-        str(place / "source.jsonl"), place / "out", mapping_of("polaris", {}), 1000, against, "jsonl", quiet
+        str(place / "source.jsonl"),
+        place / "out",
+        mapping_of("polaris", {}),
+        1000,
+        against,
+        "jsonl",
+        quiet,
     )
     print(dict(done.left_out.counts))
     return done.rows
 
 
 def stream(place: Path) -> int:
-    """Survey and stream the prepared rows, as `megarl data inspect` and the start of a run do."""
+    """Survey and stream the prepared rows, as `megarl data inspect` and the start of a
+    run do.
+    """
     from megarl.tasks.data.mappings import own
     from megarl.tasks.data.survey import chosen, survey
 
@@ -115,12 +134,16 @@ def stream(place: Path) -> int:
 
 
 def load(place: Path) -> int:
-    """Load every prompt's tokens to disk, as the start of a run does (a word-level tokenizer: 62 tokens per prompt)."""
+    """Load every prompt's tokens to disk, as the start of a run does (a word-level
+    tokenizer: 62 tokens per prompt).
+    """
     return len(loaded(place))
 
 
 def draw(place: Path) -> int:
-    """Load, make the controller's state for drawing (ids, difficulties, the order of an epoch), and draw every prompt once."""
+    """Load, make the controller's state for drawing (ids, difficulties, the order of an
+    epoch), and draw every prompt once.
+    """
     from megarl.core.base.admission import Admission
     from megarl.core.base.contracts import TaskPrompts
     from megarl.core.controller.draw import mixture_of
@@ -148,19 +171,32 @@ def loaded(place: Path):
     backend = Backend(models.WordLevel({"?": 0, "<unk>": 1}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     found = survey_of(str(place / "out" / "train.jsonl"), own)
-    return load_set(found, lambda row: row.prompt, Tokenizer(backend, 0, place), 2048, "math", "train")[0].prompts
+    return load_set(
+        found, lambda row: row.prompt, Tokenizer(backend, 0, place), 2048, "math", "train"
+    )[0].prompts
 
 
 PARTS = {"reference": reference, "prepare": prepare, "stream": stream, "load": load, "draw": draw}
 
 
 def measure(part: str, place: Path) -> None:
-    """Print one JSON line: rows, wall seconds, CPU seconds (the relevant ones on a shared machine), peak memory."""
+    """Print one JSON line: rows, wall seconds, CPU seconds (the relevant ones on a
+    shared machine), peak memory.
+    """
     begun = time.monotonic()
     rows = PARTS[part](place)
     seconds, cpu = time.monotonic() - begun, time.process_time()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"rows": rows, "wall_s": round(seconds, 1), "cpu_s": round(cpu, 1), "peak_mb": round(peak)}))
+    print(
+        json.dumps(
+            {
+                "rows": rows,
+                "wall_s": round(seconds, 1),
+                "cpu_s": round(cpu, 1),
+                "peak_mb": round(peak),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

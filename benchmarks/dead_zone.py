@@ -1,18 +1,20 @@
-"""How far does a policy move in its first steps in bf16 and in FP32, from the same weights by the same batches?
+"""How far does a policy move in its first steps in bf16 and in FP32, from the same
+weights by the same batches?
 
-    python -m benchmarks.dead_zone RUN --model DIR [--recipe quickstart] [--rates 1e-6 2e-5] [--steps 10]
+    python -m benchmarks.dead_zone RUN --model DIR [--recipe quickstart] [--rates 1e-6
+    2e-5] [--steps 10]
 
-The weights of DIR, with which RUN began, are rounded to bf16. The learner then trains on the
-batches of RUN's journal, without warm-up: in bf16, as any run does with FP32 main weights,
-and in FP32. After each step it scores the rollouts of the first batch.
+The weights of DIR, with which RUN began, are rounded to bf16. The learner then trains
+on the batches of RUN's journal, without warm-up: in bf16, as any run does with FP32
+main weights, and in FP32. After each step it scores the rollouts of the first batch.
 
 changed  share of weights that are another bf16 number than at first; in FP32: rounded
 moved    mean |d|, for d the change of a token's log-prob since the first step
 along    bf16: how much of FP32's movement it makes, <d, d of FP32> / <d of FP32, d of FP32>
 noise    bf16: mean |d - along x d of FP32|, what is not of that movement
 
-FP32 is the reference. In bf16 a weight moves only when its FP32 main weight has come half of
-the way to the next bf16 number, and then it jumps all of it.
+FP32 is the reference. In bf16 a weight moves only when its FP32 main weight has come
+half of the way to the next bf16 number, and then it jumps all of it.
 """
 
 import argparse
@@ -44,7 +46,9 @@ SHOWN = (1, 2, 5, 10, 20, 50, 100)
 
 @dataclass(frozen=True, eq=False)
 class Movement:
-    """How far a policy is from its start. change: of each token's log-prob, [tokens] float32."""
+    """How far a policy is from its start. change: of each token's log-prob, [tokens]
+    float32.
+    """
 
     step: int
     change: np.ndarray
@@ -56,7 +60,10 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--recipe", default="quickstart", help="the run's, if it is another")
     parser.add_argument(
-        "--model", type=Path, required=True, help="Hugging Face directory: the model that RUN began with"
+        "--model",
+        type=Path,
+        required=True,
+        help="Hugging Face directory: the model that RUN began with",
     )
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 2e-5])
     parser.add_argument("--steps", type=int, default=10)
@@ -64,7 +71,10 @@ def main() -> None:
     torch.set_num_threads(1)
     parallel.start(recipes.Model(), seed=0, timeout_s=60)
     batches = first_batches(options.run, options.steps)
-    print(f"{'rate':>8} {'steps':>5} {'dtype':>5} {'changed':>9} {'moved':>9} {'along':>6} {'noise':>9}")
+    print(
+        f"{'rate':>8} {'steps':>5} {'dtype':>5} {'changed':>9} {'moved':>9} {'along':>6}"
+        f" {'noise':>9}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         start = rounded(options.model, Path(folder) / "model")
         for rate in options.rates:
@@ -82,13 +92,19 @@ def show(rate: float, exact: Movement, bf16: Movement) -> None:
     noise = np.abs(bf16.change - along * exact.change).mean()
     for dtype, one, more in (("fp32", exact, ""), ("bf16", bf16, f" {along:6.2f} {noise:9.5f}")):
         moved = np.abs(one.change).mean()
-        print(f"{rate:8g} {one.step:5} {dtype:>5} {one.changed_weights:9.3%} {moved:9.5f}{more}", flush=True)
+        print(
+            f"{rate:8g} {one.step:5} {dtype:>5} {one.changed_weights:9.3%} {moved:9.5f}{more}",
+            flush=True,
+        )
 
 
 def first_batches(run: Path, steps: int) -> list[Batch]:
     journal = JournalReader(RunDir(run).rollouts)
     admission = journal.fold().admission
-    return [Batch(step=step, groups=journal.groups(admission.batch(step) or ())) for step in range(steps)]
+    return [
+        Batch(step=step, groups=journal.groups(admission.batch(step) or ()))
+        for step in range(steps)
+    ]
 
 
 def rounded(model: Path, copy: Path) -> Path:
@@ -109,7 +125,9 @@ def movements(recipe: Recipe, model: Path, batches: Sequence[Batch]) -> Iterator
     """Train on the batches; after each step yield how far the policy is from its start."""
     trainer = Trainer(recipe, model)
     sequences = trainer.sequences(batches[0])
-    scored = tuple(ScoredRollout(tokens=s.tokens, first=int(np.argmax(s.trained))) for s in sequences)
+    scored = tuple(
+        ScoredRollout(tokens=s.tokens, first=int(np.argmax(s.trained))) for s in sequences
+    )
     before = logprobs(trainer, scored)
     start = bf16_weights(trainer)
     for batch in batches:
@@ -120,7 +138,9 @@ def movements(recipe: Recipe, model: Path, batches: Sequence[Batch]) -> Iterator
 
 def logprobs(trainer: Trainer, rollouts: tuple[ScoredRollout, ...]) -> np.ndarray:
     """Return the log-probs of all scored tokens, [tokens] float32."""
-    return np.concatenate(trainer.score(Score(version=trainer.step, rollouts=rollouts, against=0), "").logprobs)
+    return np.concatenate(
+        trainer.score(Score(version=trainer.step, rollouts=rollouts, against=0), "").logprobs
+    )
 
 
 def bf16_weights(trainer: Trainer) -> dict[str, Tensor]:

@@ -1,14 +1,18 @@
-"""Trains tiny twins of Llama 4 Scout and GLM-4.5 with and without balancing of experts: capacity, balancing loss, biases.
+"""Trains tiny twins of Llama 4 Scout and GLM-4.5 with and without balancing of experts:
+capacity, balancing loss, biases.
 
-    python -m benchmarks.expert_balance [--steps 80] [--arms scout scout-aux-1e-3 …] [--out FILE]
+    python -m benchmarks.expert_balance [--steps 80] [--arms scout scout-aux-1e-3 …]
+    [--out FILE]
 
-Scout's twin has Scout's routing: 16 experts in every layer, one per token, by sigmoid, and a shared one; GLM's has 16 with
-biases, 2 per token. Both are trained from random weights on the quickstart's traces, on 4 ranks at TP 2 x PP 2 x EP 2, by the
-learner's own step. Then 256 other traces are scored as servers would do it, which drop no token, and as a learner with each
-capacity factor would: `gap` is the effect of dropping. transformers stands in for the server, as its log-probs are the same.
+Scout's twin has Scout's routing: 16 experts in every layer, one per token, by sigmoid,
+and a shared one; GLM's has 16 with biases, 2 per token. Both are trained from random
+weights on the quickstart's traces, on 4 ranks at TP 2 x PP 2 x EP 2, by the learner's
+own step. Then 256 other traces are scored as servers would do it, which drop no token,
+and as a learner with each capacity factor would: `gap` is the effect of dropping.
+transformers stands in for the server, as its log-probs are the same.
 
-The capacity factor is not a key of the recipe; it is set here without megarl's knowledge. FILE keeps one line per arm, and arms
-in it are not run again.
+The capacity factor is not a key of the recipe; it is set here without megarl's
+knowledge. FILE keeps one line per arm, and arms in it are not run again.
 """
 
 import argparse
@@ -44,20 +48,41 @@ from tests.tiny_scores import scores
 
 RANKS, LAYERS, EXPERTS, HELD_OUT = 4, 4, 16, 256
 TOKENS = 1024
-"""Tokens of a step, which is one micro-batch. Each of the two ranks that share it has 512 of them, 32 per expert."""
+"""Tokens of a step, which is one micro-batch. Each of the two ranks that share it has
+512 of them, 32 per expert.
+"""
 CAPACITIES = (1.0, 1.25, 2.0)
 LAYOUT = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}
 SCOUT = LLAMA4 | {
-    "hidden_size": 80, "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128,
-    "intermediate_size_mlp": 256, "num_local_experts": EXPERTS, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
-}  # fmt: skip
+    "hidden_size": 80,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "intermediate_size_mlp": 256,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+}
 GLM = LLAMA | {
-    "model_type": "glm4_moe", "hidden_size": 80, "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 256, "moe_intermediate_size": 64, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2,
-    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0, "use_qk_norm": False,
+    "model_type": "glm4_moe",
+    "hidden_size": 80,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "use_qk_norm": False,
     "rope_parameters": LLAMA["rope_parameters"] | {"partial_rotary_factor": 0.5},
-}  # fmt: skip
+}
 MODELS = {"scout": SCOUT, "glm": GLM}
 ARMS: dict[str, dict[str, float]] = {
     "scout": {},
@@ -75,17 +100,23 @@ ARMS: dict[str, dict[str, float]] = {
 
 
 class Watched:
-    """Records what a rank's routers do: wanted [layers, experts] tokens, dropped [layers], and the choices of each pass."""
+    """Records what a rank's routers do: wanted [layers, experts] tokens, dropped
+    [layers], and the choices of each pass.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.wanted, self.dropped = torch.zeros(LAYERS, EXPERTS), torch.zeros(LAYERS)
         self.choices: list[Tensor] = []
-        self.routers = [m for c in trainer.policy.chunks for m in c.modules() if isinstance(m, TopKRouter)]
+        self.routers = [
+            m for c in trainer.policy.chunks for m in c.modules() if isinstance(m, TopKRouter)
+        ]
         for router in self.routers:
             router.register_forward_hook(self._see)
 
     @torch.no_grad()
-    def _see(self, router: Any, inputs: tuple[Tensor, Tensor | None], outputs: tuple[Tensor, Tensor]) -> None:
+    def _see(
+        self, router: Any, inputs: tuple[Tensor, Tensor | None], outputs: tuple[Tensor, Tensor]
+    ) -> None:
         map_, padding = outputs[1], inputs[1]  # there is no padding mask outside training
         here = torch.ones(len(map_), dtype=torch.bool) if padding is None else ~padding.reshape(-1)
         if router.topk == 1:  # the choices before tokens were dropped
@@ -100,7 +131,9 @@ class Watched:
 
     @contextmanager
     def with_capacity(self, factor: float | None) -> Iterator[None]:
-        """Limit each expert, during the block, to `factor` times its even share of a rank's tokens in a micro-batch."""
+        """Limit each expert, during the block, to `factor` times its even share of a
+        rank's tokens in a micro-batch.
+        """
         (config,) = {id(router.config): router.config for router in self.routers}.values()
         before, config.moe_expert_capacity_factor = config.moe_expert_capacity_factor, factor
         yield
@@ -124,9 +157,13 @@ class Watched:
         return found
 
 
-def scored(trainer: Trainer, watched: Watched, held_out: list[TrainSequence], factor: float | None) -> dict[str, Any]:
+def scored(
+    trainer: Trainer, watched: Watched, held_out: list[TrainSequence], factor: float | None
+) -> dict[str, Any]:
     """Return log-probs of the held-out traces' learnt tokens, and the routers' choices."""
-    rollouts = tuple(ScoredRollout(s.tokens, int(np.flatnonzero(s.loss_weight)[0])) for s in held_out)
+    rollouts = tuple(
+        ScoredRollout(s.tokens, int(np.flatnonzero(s.loss_weight)[0])) for s in held_out
+    )
     with watched.with_capacity(factor):
         found = trainer.score(Score(version=0, rollouts=rollouts, against=0), "benchmark")
     choices = torch.cat(watched.choices) if watched.choices else None
@@ -134,7 +171,9 @@ def scored(trainer: Trainer, watched: Watched, held_out: list[TrainSequence], fa
 
 
 def gap(server: dict[str, Any], learner: dict[str, Any]) -> dict[str, float]:
-    """Return how far a learner's log-probs and choices are from a server's. outside: share beyond DAPO's ratio bounds."""
+    """Return how far a learner's log-probs and choices are from a server's. outside:
+    share beyond DAPO's ratio bounds.
+    """
     ratio = np.exp(learner["logprobs"] - server["logprobs"])
     size = np.abs(learner["logprobs"] - server["logprobs"])
     found = {
@@ -146,7 +185,9 @@ def gap(server: dict[str, Any], learner: dict[str, Any]) -> dict[str, float]:
         "outside": float(((ratio < 0.8) | (ratio > 1.28)).mean()),
     }
     if server["choices"] is not None:
-        other = torch.tensor([float((server["choices"] != learner["choices"]).sum()), float(len(server["choices"]))])
+        other = torch.tensor(
+            [float((server["choices"] != learner["choices"]).sum()), float(len(server["choices"]))]
+        )
         dist.all_reduce(other)
         found["routed_otherwise"] = float(other[0] / other[1])
     return found
@@ -178,14 +219,26 @@ def run(name: str, settings: dict[str, float], steps: int, folder: Path) -> dict
     seconds = time.monotonic() - begun
     server = scored(trainer, watched, held_out, None)
     row = {
-        "arm": name, **settings, "steps": steps, "seconds": seconds, "loss_trained": float(np.mean(losses[-20:])),
-        "first_20_steps": counted[0], "last_20_steps": counted[-1], "loss": float(-server["logprobs"].mean()),
-        "imbalance": server["imbalance"], "imbalance_max": server["imbalance_max"], "unused": server["unused"],
-    }  # fmt: skip
+        "arm": name,
+        **settings,
+        "steps": steps,
+        "seconds": seconds,
+        "loss_trained": float(np.mean(losses[-20:])),
+        "first_20_steps": counted[0],
+        "last_20_steps": counted[-1],
+        "loss": float(-server["logprobs"].mean()),
+        "imbalance": server["imbalance"],
+        "imbalance_max": server["imbalance_max"],
+        "unused": server["unused"],
+    }
     if name.startswith("scout"):
-        row["learner"] = {str(c): gap(server, scored(trainer, watched, held_out, c)) for c in CAPACITIES}
+        row["learner"] = {
+            str(c): gap(server, scored(trainer, watched, held_out, c)) for c in CAPACITIES
+        }
     hf.save(trainer.policy.chunks, trainer.policy.family, init, folder / f"{name}-trained")
-    model = AutoModelForCausalLM.from_pretrained(folder / f"{name}-trained", attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / f"{name}-trained", attn_implementation="eager"
+    ).eval()
     firsts = [int(np.flatnonzero(s.loss_weight)[0]) for s in held_out]
     theirs = scores(model, [s.tokens for s in held_out])
     served = np.concatenate([each[first - 1 :] for each, first in zip(theirs, firsts, strict=True)])
@@ -216,7 +269,9 @@ def main() -> None:
         for name, config in MODELS.items():
             save_model(Path(folder) / name, config, seed=0)
         arguments = ("world", str(options.steps), folder, str(options.out.resolve()), *left)
-        run_world(RANKS, "benchmarks.expert_balance", *arguments, timeout_s=600 * len(left), fresh=True)
+        run_world(
+            RANKS, "benchmarks.expert_balance", *arguments, timeout_s=600 * len(left), fresh=True
+        )
     print(options.out.read_text(), end="")
 
 

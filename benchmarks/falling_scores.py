@@ -1,15 +1,17 @@
-"""How often is a run called falling that is not, and how many that fall are noticed, when?
+"""How often is a run called falling that is not, and how many that fall are noticed,
+when?
 
     python -m benchmarks.falling_scores [--runs 1000]
 
-Simulated runs of nine evaluations of 120 prompts with two answers each. A prompt's pass rate is
-drawn anew at each evaluation, from a Beta law around the run's score. So two scores near .8 differ
-with a standard error of .043, as between evaluations of a real model (SmolLM2-135M: .042, .045).
-A run is flat, rises as that one did, has its scores, or falls at once after its seventh
-evaluation. `strays`: how far the policy wanders besides, from one evaluation to the next.
+Simulated runs of nine evaluations of 120 prompts with two answers each. A prompt's pass
+rate is drawn anew at each evaluation, from a Beta law around the run's score. So two
+scores near .8 differ with a standard error of .043, as between evaluations of a real
+model (SmolLM2-135M: .042, .045). A run is flat, rises as that one did, has its scores,
+or falls at once after its seventh evaluation. `strays`: how far the policy wanders
+besides, from one evaluation to the next.
 
-The table has the share of runs with an alarm at any evaluation, and at the first and the second
-one after the seventh.
+The table has the share of runs with an alarm at any evaluation, and at the first and
+the second one after the seventh.
 """
 
 import argparse
@@ -48,12 +50,19 @@ def main() -> None:
         alarms = np.array([alarms_of(kind, np.random.default_rng(seed)) for seed in range(runs)])
         after = [BEST + 1, BEST + 2]
         shares = [alarms.any(1).mean(), *alarms[:, after].mean(0)]
-        print(f"| {kind.name} | {kind.strays:g} | " + " | ".join(f"{share:.3f}" for share in shares) + " |", flush=True)
+        print(
+            f"| {kind.name} | {kind.strays:g} | "
+            + " | ".join(f"{share:.3f}" for share in shares)
+            + " |",
+            flush=True,
+        )
 
 
 def kinds() -> list[ScoreCourse]:
     flat = [ScoreCourse(f"flat at {level:g}", np.full(EVALUATIONS, level)) for level in LEVELS]
-    straying = [ScoreCourse("flat at 0.8", np.full(EVALUATIONS, 0.8), strays) for strays in (0.02, 0.04)]
+    straying = [
+        ScoreCourse("flat at 0.8", np.full(EVALUATIONS, 0.8), strays) for strays in (0.02, 0.04)
+    ]
     rising = [ScoreCourse("rising", RISING), ScoreCourse("the recorded scores", RECORDED)]
     falls = [ScoreCourse(f"falls by {fall:g}", falling(fall)) for fall in (0.05, 0.10, 0.15)]
     return [*flat, *straying, *rising, *falls]
@@ -69,13 +78,18 @@ def alarms_of(kind: ScoreCourse, draw: np.random.Generator) -> np.ndarray:
     """Return at which evaluations a simulated run has an alarm, [EVALUATIONS]."""
     scores = simulated(kind, draw)
     steps = [10 * number for number in range(EVALUATIONS)]
-    alarms = [judge(steps[:end], scores[:end], EVALUATIONS) is not None for end in range(1, EVALUATIONS + 1)]
+    alarms = [
+        judge(steps[:end], scores[:end], EVALUATIONS) is not None
+        for end in range(1, EVALUATIONS + 1)
+    ]
     return np.array(alarms)
 
 
 def simulated(kind: ScoreCourse, draw: np.random.Generator) -> np.ndarray:
     """Return pass rates, [EVALUATIONS, PROMPTS]."""
-    course = np.clip(kind.course + draw.normal(0, 1, EVALUATIONS) * kind.strays, 0.001, 0.999)[:, None]
+    course = np.clip(kind.course + draw.normal(0, 1, EVALUATIONS) * kind.strays, 0.001, 0.999)[
+        :, None
+    ]
     chance = draw.beta(CONCENTRATION * course, CONCENTRATION * (1 - course), (EVALUATIONS, PROMPTS))
     return draw.binomial(SAMPLES, chance) / SAMPLES
 

@@ -1,16 +1,17 @@
-"""Does the alarm for a score outside its forecast notice runs that get worse, and does it let the others pass?
+"""Does the alarm for a score outside its forecast notice runs that get worse, and does
+it let the others pass?
 
     python -m benchmarks.falls benchmarks/results/corpus [--curves FOLDER]
 
-Each run is replayed evaluation by evaluation: a forecast from the scores so far, then the
-judgement of the newest, as in a live run. `noticed`: runs with an alarm below the forecast at any
-evaluation; `above`: runs with one above it.
-`fell`: the mean of the last two scores is below the best mean of two in a row, by more than
-three standard errors of their answers, twice over, and by .06 at least.
+Each run is replayed evaluation by evaluation: a forecast from the scores so far, then
+the judgement of the newest, as in a live run. `noticed`: runs with an alarm below the
+forecast at any evaluation; `above`: runs with one above it. `fell`: the mean of the
+last two scores is below the best mean of two in a row, by more than three standard
+errors of their answers, twice over, and by .06 at least.
 
 --curves: other people's runs, points.csv (curve, x, score, answers) and index.csv (name, cls):
-evaluations (cls eval) and noisy short ones (tiny), where the answers behind each score are stated.
-Curves of more than 30 points are averaged to 30.
+evaluations (cls eval) and noisy short ones (tiny), where the answers behind each score
+are stated. Curves of more than 30 points are averaged to 30.
 """
 
 import argparse
@@ -38,10 +39,16 @@ def main() -> None:
     parser.add_argument("records", type=Path)
     parser.add_argument("--curves", type=Path)
     options = parser.parse_args()
-    kinds = {"corpus": [list(read(path).scores) for path in sorted(options.records.glob("*.jsonl.gz"))]}
+    kinds = {
+        "corpus": [list(read(path).scores) for path in sorted(options.records.glob("*.jsonl.gz"))]
+    }
     if options.curves:
         kinds |= curves_of(options.curves)
-    print("| runs | runs, forecasts | fell | of these noticed | of the others noticed | above |\n" + "|---" * 6 + "|")
+    print(
+        "| runs | runs, forecasts | fell | of these noticed | of the others noticed | above |\n"
+        + "|---" * 6
+        + "|"
+    )
     for kind, runs in kinds.items():
         judged = [(fell(scores), replayed(scores)) for scores in runs]
         of_fallen = [found.below for falls, found in judged if falls]
@@ -54,7 +61,9 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Whether an alarm was raised at any evaluation, below or above a forecast, and the number of forecasts."""
+    """Whether an alarm was raised at any evaluation, below or above a forecast, and the
+    number of forecasts.
+    """
 
     below: bool
     above: bool

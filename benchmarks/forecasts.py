@@ -1,18 +1,24 @@
-"""Tests forecasts on real runs: fitted up to some compute, judged at twice and at four times as much.
+"""Tests forecasts on real runs: fitted up to some compute, judged at twice and at four
+times as much.
 
-    python -m benchmarks.forecasts DIR/records [--part open | held-out] [--out FILE.json]
+    python -m benchmarks.forecasts DIR/records [--part open | held-out] [--out
+    FILE.json]
 
-DIR is made by `megarl study corpus`. A run is cut where it has made .3 to .8 of its final gain, and its own score at twice and
-four times the compute of the cut (within a tenth) is predicted. megarl's fit is compared with
+DIR is made by `megarl study corpus`. A run is cut where it has made .3 to .8 of its
+final gain, and its own score at twice and four times the compute of the cut (within a
+tenth) is predicted. megarl's fit is compared with
 
     last value    the score at the cut; its interval has only the noise of the two evaluations
     power law     A − D / C^b, by scipy; interval of the linear approximation
-    least squares the law with R_0 fixed at the score before training, by scipy; interval of the linear approximation
+    least squares the law with R_0 fixed at the score before training, by scipy;
+    interval of the linear approximation
 
-An interval is widened by the noise of the evaluation with which it is compared. The interval score is the mean of its width
-plus 40 times the distance by which the score missed it; lower is better (Gneiting and Raftery 2007). Coverage has a 95 %
-interval from resampling runs, since the cuts of a run are not independent. The last row says how far a run is from the mean of
-the other seeds of its recipe, size, task and type at the predicted compute: no forecast, for those have already been there.
+An interval is widened by the noise of the evaluation with which it is compared. The
+interval score is the mean of its width plus 40 times the distance by which the score
+missed it; lower is better (Gneiting and Raftery 2007). Coverage has a 95 % interval
+from resampling runs, since the cuts of a run are not independent. The last row says how
+far a run is from the mean of the other seeds of its recipe, size, task and type at the
+predicted compute: no forecast, for those have already been there.
 """
 
 import argparse
@@ -60,14 +66,24 @@ def _by_scipy(
         x, y = curve.hours / scale, curve.pass_rate
         r0 = y.min() if curve.r0 is None else curve.r0
         best, covariance = optimize.curve_fit(
-            lambda c, *p: law(c, r0, *p), x, y, np.clip(start, low, high), bounds=(low, high), maxfev=20_000
+            lambda c, *p: law(c, r0, *p),
+            x,
+            y,
+            np.clip(start, low, high),
+            bounds=(low, high),
+            maxfev=20_000,
         )
         step = 1e-5
         here = law(np.array([at / scale]), r0, *best)[0]
         slopes = np.array(
-            [(law(np.array([at / scale]), r0, *(best + step * unit))[0] - here) / step for unit in np.eye(len(best))]
+            [
+                (law(np.array([at / scale]), r0, *(best + step * unit))[0] - here) / step
+                for unit in np.eye(len(best))
+            ]
         )
-        half = stats.t.ppf(0.975, max(1, len(x) - len(best))) * math.sqrt(max(0.0, slopes @ covariance @ slopes))
+        half = stats.t.ppf(0.975, max(1, len(x) - len(best))) * math.sqrt(
+            max(0.0, slopes @ covariance @ slopes)
+        )
         return float(here), float(here - half), float(here + half)
 
     return forecast
@@ -108,7 +124,11 @@ class Judged(NamedTuple):
 
     @property
     def interval_score(self) -> float:
-        return self.high - self.low + 40 * (max(0.0, self.low - self.score) + max(0.0, self.score - self.high))
+        return (
+            self.high
+            - self.low
+            + 40 * (max(0.0, self.low - self.score) + max(0.0, self.score - self.high))
+        )
 
 
 def part_of(curve: Curve, kept: slice | np.ndarray) -> Curve:
@@ -123,7 +143,9 @@ def noise(score: float, curve: Curve) -> float:
 
 
 def origins(run: CorpusRun) -> Iterator[tuple[Curve, float, float, float]]:
-    """Yield for each cut the curve up to it, the factor of compute to the predicted point, the compute there, and its score."""
+    """Yield for each cut the curve up to it, the factor of compute to the predicted
+    point, the compute there, and its score.
+    """
     curve = run.curve
     begin = curve.pass_rate[0] if curve.r0 is None else curve.r0
     gain = curve.pass_rate[-1] - begin
@@ -151,21 +173,40 @@ def judge(runs: list[CorpusRun]) -> dict[str, list[Judged]]:
                 ):  # without a fit, only the last score is known, and any score is possible
                     middle, low, high = float(seen.pass_rate[-1]), 0.0, 1.0
                 one = noise(score, seen)
-                wide_low, wide_high = math.hypot(middle - low, 1.96 * one), math.hypot(high - middle, 1.96 * one)
-                judged[name].append(Judged(run.name, ahead, score, middle, middle - wide_low, middle + wide_high, one))
+                wide_low, wide_high = (
+                    math.hypot(middle - low, 1.96 * one),
+                    math.hypot(high - middle, 1.96 * one),
+                )
+                judged[name].append(
+                    Judged(
+                        run.name, ahead, score, middle, middle - wide_low, middle + wide_high, one
+                    )
+                )
     return judged
 
 
 def between_seeds(runs: list[CorpusRun], ahead: float) -> float:
-    """Return the error, net of noise, of the mean of the other seeds at the compute that is predicted; NaN without any."""
+    """Return the error, net of noise, of the mean of the other seeds at the compute
+    that is predicted; NaN without any.
+    """
     squares = []
     for run in runs:
         same = (run.recipe, run.size, run.task, run.dtype)
-        others = [o.curve for o in runs if o.seed != run.seed and (o.recipe, o.size, o.task, o.dtype) == same]
+        others = [
+            o.curve
+            for o in runs
+            if o.seed != run.seed and (o.recipe, o.size, o.task, o.dtype) == same
+        ]
         for seen, distance, at, score in origins(run):
-            there = [np.interp(at, o.hours, o.pass_rate) for o in others if o.hours[-1] >= at * (1 - NEAR)]
+            there = [
+                np.interp(at, o.hours, o.pass_rate)
+                for o in others
+                if o.hours[-1] >= at * (1 - NEAR)
+            ]
             if distance == ahead and there:
-                squares.append((score - np.mean(there)) ** 2 - noise(score, seen) ** 2 * (1 + 1 / len(there)))
+                squares.append(
+                    (score - np.mean(there)) ** 2 - noise(score, seen) ** 2 * (1 + 1 / len(there))
+                )
     return math.sqrt(max(0.0, float(np.mean(squares)))) if squares else math.nan
 
 
@@ -175,7 +216,8 @@ def row(rows: list[Judged]) -> dict[str, float]:
     inside = [np.array([r.inside for r in rows if r.run == name], float) for name in names]
     rng = np.random.default_rng(0)
     drawn = [
-        np.concatenate([inside[i] for i in rng.integers(len(names), size=len(names))]).mean() for _ in range(RESAMPLES)
+        np.concatenate([inside[i] for i in rng.integers(len(names), size=len(names))]).mean()
+        for _ in range(RESAMPLES)
     ]
     errors = np.array([r.score - r.predicted for r in rows])
     net = (errors**2).mean() - np.mean([r.noise**2 for r in rows])
@@ -196,14 +238,20 @@ def row(rows: list[Judged]) -> dict[str, float]:
 def arguments(
     description: str, parts: tuple[str, ...] = ("open", "held-out")
 ) -> tuple[list[CorpusRun], argparse.Namespace]:
-    """Return the records of the part named on the command line, and the other options. SystemExit if there are none."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Return the records of the part named on the command line, and the other options.
+    SystemExit if there are none.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("records", type=Path)
     parser.add_argument("--part", choices=parts, default="open")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     runs = [read(path) for path in sorted(options.records.glob("*.jsonl.gz"))]
-    runs = [run for run in runs if options.part == "all" or run.held_out == (options.part == "held-out")]
+    runs = [
+        run for run in runs if options.part == "all" or run.held_out == (options.part == "held-out")
+    ]
     if not runs:
         raise SystemExit(f"{options.records}: no records of the {options.part} part")
     return runs, options
@@ -213,17 +261,24 @@ def main() -> None:
     runs, options = arguments(__doc__)
     judged, figures = judge(runs), []
     print(
-        "| ahead | forecast | runs, predictions | inside | RMSE net of noise | median width | interval score |\n"
-        + "|---" * 7
-        + "|"
+        "| ahead | forecast | runs, predictions | inside | RMSE net of noise | median width |"
+        " interval score |\n" + "|---" * 7 + "|"
     )
     for ahead in AHEAD:
         for name, rows in judged.items():
             if at := [r for r in rows if r.ahead == ahead]:
                 f = row(at)
-                inside = f"{f['coverage']:.2f} ({f['coverage_low']:.2f} to {f['coverage_high']:.2f})"
-                shown = f"{f['rmse_net_of_noise']:.4f} | {f['median_width']:.3f} | {f['interval_score']:.3f}"
-                print(f"| {ahead:g} times | {name} | {f['runs']}, {f['predictions']} | {inside} | {shown} |")
+                inside = (
+                    f"{f['coverage']:.2f} ({f['coverage_low']:.2f} to {f['coverage_high']:.2f})"
+                )
+                shown = (
+                    f"{f['rmse_net_of_noise']:.4f} | {f['median_width']:.3f} |"
+                    f" {f['interval_score']:.3f}"
+                )
+                print(
+                    f"| {ahead:g} times | {name} | {f['runs']}, {f['predictions']} | {inside} |"
+                    f" {shown} |"
+                )
                 figures.append({"ahead": ahead, "forecast": name, **f})
         print(f"| {ahead:g} times | the other seeds | | | {between_seeds(runs, ahead):.4f} | | |")
     if options.out:

@@ -1,16 +1,20 @@
-"""How far are a bf16 step's gradients off if data-parallel ranks reduce them in bf16 and not in FP32?
+"""How far are a bf16 step's gradients off if data-parallel ranks reduce them in bf16
+and not in FP32?
 
-    python -m benchmarks.gradient_reduction [--ranks 2] [--microbatches 64] [--tokens 256] [--json]
+    python -m benchmarks.gradient_reduction [--ranks 2] [--microbatches 64] [--tokens
+    256] [--json]
 
-The model and the batch are those of benchmarks/gradients.py, the latter divided among the ranks. megarl adds a rank's
-micro-batches in FP32 and reduces the sums in FP32, which is the reference. Three ways of megatron's reduce in bf16:
+The model and the batch are those of benchmarks/gradients.py, the latter divided among
+the ranks. megarl adds a rank's micro-batches in FP32 and reduces the sums in FP32,
+which is the reference. Three ways of megatron's reduce in bf16:
 
     all in bf16            a rank's micro-batches are added in bf16, too: 2 bytes a parameter less, half of the bytes sent
     sent in bf16           added in FP32, rounded, reduced in bf16: 2 bytes a parameter more, half of the bytes sent
     sent in bf16, summed   the same, but the ranks' parts are added in FP32 and the sum is rounded
     in FP32
 
-A difference is the norm of the difference of all gradients, relative to the reference's norm.
+A difference is the norm of the difference of all gradients, relative to the reference's
+norm.
 """
 
 import argparse
@@ -46,9 +50,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "all in bf16": {"grad_reduce_in_fp32": False},
     "sent in bf16": {"grad_reduce_in_fp32": False, **IN_FP32},
     "sent in bf16, summed in FP32": {
-        "grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True, **IN_FP32,
+        "grad_reduce_in_fp32": False,
+        "reduce_scatter_with_fp32_accumulation": True,
+        **IN_FP32,
     },
-}  # fmt: skip
+}
 """Changes to megatron's DistributedDataParallelConfig; the first is the reference."""
 RESULT = "result.json"
 
@@ -71,7 +77,9 @@ def main() -> None:
 
 
 def measured(ranks: int, microbatches: int, tokens: int) -> dict[str, Any]:
-    """Return how far each way is off, as fractions: of the gradients, and of their norm."""
+    """Return how far each way is off, as fractions: of the gradients, and of their
+    norm.
+    """
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         Qwen3ForCausalLM(Qwen3Config(**SIZES)).to(torch.bfloat16).save_pretrained(folder)
@@ -113,7 +121,9 @@ def sequences(count: int, tokens: int) -> list[TrainSequence]:
     return made
 
 
-def reduced_gradients(model: Path, batch: list[TrainSequence], changes: dict[str, Any]) -> list[Tensor]:
+def reduced_gradients(
+    model: Path, batch: list[TrainSequence], changes: dict[str, Any]
+) -> list[Tensor]:
     """Return this rank's part of each bucket of reduced gradients, in float64."""
     tree = {
         "model": {"path": str(model), "dtype": "bf16"},

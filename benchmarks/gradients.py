@@ -1,9 +1,11 @@
-"""How far are weight gradients of a bf16 step from FP32's, if summed over micro-batches in FP32, or after rounding to bf16?
+"""How far are weight gradients of a bf16 step from FP32's, if summed over micro-batches
+in FP32, or after rounding to bf16?
 
     python -m benchmarks.gradients [--microbatches 64] [--tokens 256] [--json]
 
-Micro-batches go one by one through a Qwen3 of 8 layers with random weights, under the policy's loss. The reference has the same
-weights and batch in FP32 throughout. A difference is the norm of the difference of all layers' weight gradients, relative to
+Micro-batches go one by one through a Qwen3 of 8 layers with random weights, under the
+policy's loss. The reference has the same weights and batch in FP32 throughout. A
+difference is the norm of the difference of all layers' weight gradients, relative to
 the reference's norm. On a CPU bf16 products are summed in FP32, as on a GPU.
 """
 
@@ -24,9 +26,16 @@ from megarl.core.models import parallel
 
 VOCABULARY = 512
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 2048, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
 FUSED = "gradient_accumulation_fusion"
 
 
@@ -43,7 +52,9 @@ def main() -> None:
     if options.json:
         print(json.dumps(row))
         return
-    print(f"{row['layers']} layers, {options.microbatches} micro-batches of {options.tokens} tokens")
+    print(
+        f"{row['layers']} layers, {options.microbatches} micro-batches of {options.tokens} tokens"
+    )
     for name in ("bf16, summed in FP32", "bf16, each rounded", "of which rounding"):
         print(f"{name:22} {row[name]:.3%}")
 
@@ -57,11 +68,18 @@ def measured(model: Path, microbatches: int, tokens: int) -> dict[str, float]:
     behaviour = np.full(tokens, -np.log(VOCABULARY), np.float32)
     batch = [
         TrainSequence(
-            i, 0, draw.integers(0, VOCABULARY, tokens).astype(np.int32), behaviour, weight, 1.0 - 2.0 * (i % 2)
+            i,
+            0,
+            draw.integers(0, VOCABULARY, tokens).astype(np.int32),
+            behaviour,
+            weight,
+            1.0 - 2.0 * (i % 2),
         )
         for i in range(microbatches)
     ]
-    exact, summed, rounded = (gradient(model, batch, *way) for way in (("fp32", True), ("bf16", True), ("bf16", False)))
+    exact, summed, rounded = (
+        gradient(model, batch, *way) for way in (("fp32", True), ("bf16", True), ("bf16", False))
+    )
     length = exact.norm()
     return {
         "layers": SIZES["num_hidden_layers"],
@@ -74,10 +92,20 @@ def measured(model: Path, microbatches: int, tokens: int) -> dict[str, float]:
 
 
 def gradient(model: Path, batch: list[TrainSequence], dtype: str, in_fp32: bool) -> Tensor:
-    """Return the gradients of all layers' linear maps, concatenated, in float64. in_fp32: summed in FP32, as megarl does."""
-    tree = {"model": {"path": str(model), "dtype": dtype}, "learner": {"microbatch_tokens": len(batch[0])}}
+    """Return the gradients of all layers' linear maps, concatenated, in float64.
+    in_fp32: summed in FP32, as megarl does.
+    """
+    tree = {
+        "model": {"path": str(model), "dtype": dtype},
+        "learner": {"microbatch_tokens": len(batch[0])},
+    }
     network = Trainer(recipes.from_tree(tree), model).policy
-    linear = [module for chunk in network.chunks for module in chunk.decoder.modules() if hasattr(module, FUSED)]
+    linear = [
+        module
+        for chunk in network.chunks
+        for module in chunk.decoder.modules()
+        if hasattr(module, FUSED)
+    ]
     for module in linear:
         assert getattr(module, FUSED)
         setattr(module, FUSED, in_fp32)

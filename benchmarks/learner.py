@@ -1,10 +1,14 @@
-"""Measures tokens/s of the learner's step alone, against a plain transformers step on the same batch, in the same run.
+"""Measures tokens/s of the learner's step alone, against a plain transformers step on
+the same batch, in the same run.
 
-    python -m benchmarks.learner [--threads 1] [--steps 5] [--microbatch-tokens 4096] [--fixed] [--json]
+    python -m benchmarks.learner [--threads 1] [--steps 5] [--microbatch-tokens 4096]
+    [--fixed] [--json]
 
-Both train the workload's Llama on the same completions: CISPO, gradient clip, AdamW. The plain step pads a batch to its longest
-sequence, in micro-batches of the same number of padded tokens, and computes the head's logits only for completions, as trainers
-do. Steps alternate, so that other load on the machine affects both. Only real tokens count, those of prompt and completion.
+Both train the workload's Llama on the same completions: CISPO, gradient clip, AdamW.
+The plain step pads a batch to its longest sequence, in micro-batches of the same number
+of padded tokens, and computes the head's logits only for completions, as trainers do.
+Steps alternate, so that other load on the machine affects both. Only real tokens count,
+those of prompt and completion.
 """
 
 import argparse
@@ -34,7 +38,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--microbatch-tokens", type=int, default=4096)
-    parser.add_argument("--fixed", action="store_true", help="completions of one length instead of ragged ones")
+    parser.add_argument(
+        "--fixed", action="store_true", help="completions of one length instead of ragged ones"
+    )
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -44,7 +50,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model"
         make_model(path, work)
-        ours, theirs = megarl_step(path, options.microbatch_tokens), transformers_step(path, options.microbatch_tokens)
+        ours, theirs = (
+            megarl_step(path, options.microbatch_tokens),
+            transformers_step(path, options.microbatch_tokens),
+        )
         seconds: dict[str, list[float]] = {"megarl": [], "transformers": []}
         for step in range(options.steps + 1):
             for name, run in (("megarl", ours), ("transformers", theirs)):
@@ -69,11 +78,15 @@ def main() -> None:
 
 
 def sequences(work: GrpoStepSizes) -> list[TrainSequence]:
-    """Return one step's sequences, with geometric completion lengths cut off at the cap, or the cap for all."""
+    """Return one step's sequences, with geometric completion lengths cut off at the
+    cap, or the cap for all.
+    """
     draw = np.random.default_rng(0)
     lengths = np.full(work.completions, work.max_tokens)
     if work.mean_tokens:
-        lengths = np.minimum(draw.geometric(1 / work.mean_tokens, work.completions), work.max_tokens)
+        lengths = np.minimum(
+            draw.geometric(1 / work.mean_tokens, work.completions), work.max_tokens
+        )
     out = []
     for i, n in enumerate(lengths.tolist()):
         mask = np.arange(work.prompt_tokens + n) >= work.prompt_tokens
@@ -115,7 +128,9 @@ def transformers_step(path: Path, microbatch_tokens: int) -> Callable[[list[Trai
         for part in torch.arange(len(batch)).split(max(1, microbatch_tokens // longest)):
             chosen = [batch[i] for i in part.tolist()]
             ids, behaviour, weight, mask = (padded(column, longest) for column in columns(chosen))
-            logits = model(ids.long(), attention_mask=mask, logits_to_keep=longest - prompt + 1).logits[:, :-1]
+            logits = model(
+                ids.long(), attention_mask=mask, logits_to_keep=longest - prompt + 1
+            ).logits[:, :-1]
             logp = torch.log_softmax(logits, -1).gather(-1, ids[:, prompt:, None].long())[..., 0]
             ratio = (logp.detach() - behaviour[:, prompt:]).exp().clamp(max=CAP)
             loss = -(ratio * weight[:, prompt:] * logp).sum()
@@ -129,7 +144,9 @@ def transformers_step(path: Path, microbatch_tokens: int) -> Callable[[list[Trai
 
 
 def columns(batch: list[TrainSequence]) -> list[list[np.ndarray]]:
-    """Return token ids, behaviour log-probs, advantage x weight, and attention mask, each with one array per sequence."""
+    """Return token ids, behaviour log-probs, advantage x weight, and attention mask,
+    each with one array per sequence.
+    """
     return [
         [s.tokens for s in batch],
         [s.behaviour_logprobs for s in batch],

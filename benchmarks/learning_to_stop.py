@@ -1,9 +1,11 @@
-"""When do `length_fall` and `entropy_fall` fire, with and without the rule that learning is no fault?
+"""When do `length_fall` and `entropy_fall` fire, with and without the rule that
+learning is no fault?
 
     python -m benchmarks.learning_to_stop benchmarks/results/corpus [RUN ...]
 
-Records of clean runs, as they are and with one change from step 90 on, and run directories. A row
-says in how many runs each signal fired `before` the rule, and fires `now`.
+Records of clean runs, as they are and with one change from step 90 on, and run
+directories. A row says in how many runs each signal fired `before` the rule, and fires
+`now`.
 """
 
 import argparse
@@ -22,8 +24,9 @@ NAMES = ("length_fall", "entropy_fall")
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What happens to a clean run. more_right: added to the pass rate. truncated_before:
-    added to the share of answers that are cut off before the change."""
+    """What happens to a clean run. more_right: added to the pass rate.
+    truncated_before: added to the share of answers that are cut off before the change.
+    """
 
     name: str
     length: float = 1.0
@@ -64,7 +67,13 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="*")
     options = parser.parse_args()
     records = [list(read(path).steps) for path in sorted(options.records.glob("*.jsonl.gz"))]
-    print("| runs | " + " | ".join(f"{name}, before | now" for name in NAMES) + " |\n" + "|---" * 5 + "|")
+    print(
+        "| runs | "
+        + " | ".join(f"{name}, before | now" for name in NAMES)
+        + " |\n"
+        + "|---" * 5
+        + "|"
+    )
     for kind in DISTURBANCES:
         show(f"{len(records)} {kind.name}", [[kind.of(row) for row in steps] for steps in records])
     for run in options.runs:
@@ -78,7 +87,9 @@ def show(name: str, runs: Sequence[Sequence[Row]]) -> None:
     print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 
-def fired(runs: Iterable[Sequence[Row]], changed: Callable[[health.Signal], health.Signal]) -> dict[str, int]:
+def fired(
+    runs: Iterable[Sequence[Row]], changed: Callable[[health.Signal], health.Signal]
+) -> dict[str, int]:
     """Return in how many runs each of NAMES fired, with signals changed like that."""
     usual = health.SIGNALS
     health.SIGNALS = tuple(changed(signal) for signal in usual if signal.name in NAMES)  # type: ignore[misc]

@@ -1,10 +1,13 @@
-"""Measures the grader of mathematics beside plain math-verify: verdicts a second, false rights and false wrongs.
+"""Measures the grader of mathematics beside plain math-verify: verdicts a second, false
+rights and false wrongs.
 
     pip install --no-deps --target .bench -r requirements/benchmarks.txt
     PYTHONPATH=.bench python -m benchmarks.math_grading
 
-Both judge the same answers in this process, each once: the tables of tests/unit/tasks/graders, whose verdicts are a teacher's.
-math-verify gets the expected answer in a box. An answer that it does not finish within LIMIT_S of CPU counts as wrong.
+Both judge the same answers in this process, each once: the tables of
+tests/unit/tasks/graders, whose verdicts are a teacher's. math-verify gets the expected
+answer in a box. An answer that it does not finish within LIMIT_S of CPU counts as
+wrong.
 """
 
 import json
@@ -71,11 +74,15 @@ def tally(judge: Judge, forms: list[Form]) -> Tally:
     pairs = list(zip(forms, verdicts, strict=True))
     false_rights = sum(right and not form.right for form, right in pairs)
     false_wrongs = sum(form.right and not right for form, right in pairs)
-    return Tally(len(forms), false_rights, false_wrongs, round(seconds, 3), round(len(forms) / seconds))
+    return Tally(
+        len(forms), false_rights, false_wrongs, round(seconds, 3), round(len(forms) / seconds)
+    )
 
 
 def seconds_of_readable(forms: list[Form]) -> float:
-    """Return the CPU seconds for `readable` of GOLDS expected answers, no two of them the same text."""
+    """Return the CPU seconds for `readable` of GOLDS expected answers, no two of them
+    the same text.
+    """
     golds = list(dict.fromkeys(form.gold for form in forms))
     texts = [golds[n % len(golds)] + " " * (n // len(golds)) for n in range(GOLDS)]
     began = time.process_time()

@@ -1,6 +1,8 @@
-"""`python -m benchmarks.no_overlap serve …`: runs megarl with a server that ends one step before it prepares the next.
+"""`python -m benchmarks.no_overlap serve …`: runs megarl with a server that ends one
+step before it prepares the next.
 
-SGLang calls this disable_overlap_schedule. It is only the reference for measuring overlap, so the recipe has no key for it.
+SGLang calls this disable_overlap_schedule. It is only the reference for measuring
+overlap, so the recipe has no key for it.
 """
 
 import sys

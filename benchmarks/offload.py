@@ -1,11 +1,12 @@
-"""Measures AdamW on the host's cores, as learner.optimizer_offload has it: an optimiser for each
-parameter, in torch's default form for a CPU and fused, in turn.
+"""Measures AdamW on the host's cores, as learner.optimizer_offload has it: an optimiser
+for each parameter, in torch's default form for a CPU and fused, in turn.
 
-    python -m benchmarks.offload [--tensors 300] [--size 400000] [--threads 1] [--repeats 5]
+    python -m benchmarks.offload [--tensors 300] [--size 400000] [--threads 1]
+    [--repeats 5]
 
-Bytes are those that one pass reads and writes: FP32 weight, gradient and two moments are read, all
-but the gradient are written. The last line says by how much the weights of the two differ at most,
-after all steps, in units of the learning rate.
+Bytes are those that one pass reads and writes: FP32 weight, gradient and two moments
+are read, all but the gradient are written. The last line says by how much the weights
+of the two differ at most, after all steps, in units of the learning rate.
 """
 
 import argparse

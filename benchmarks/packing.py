@@ -2,8 +2,9 @@
 
     python -m benchmarks.packing [--seeds 5] [--json FILE]
 
-Sequences are as in ScaleRL: 48 prompts x 16, log-normal, cut off at a context of 16,384. Costs are floating-point operations of
-the real models. Nothing is trained; a case takes a second.
+Sequences are as in ScaleRL: 48 prompts x 16, log-normal, cut off at a context of
+16,384. Costs are floating-point operations of the real models. Nothing is trained; a
+case takes a second.
 """
 
 import argparse
@@ -33,14 +34,18 @@ def main() -> None:
         for one_size in (False, True)
         for ranks in (4, 16)
     ]
-    print("| model | ranks | size | packed by | slowest rank / mean | in step / mean | micro-batches | seconds |")
+    print(
+        "| model | ranks | size | packed by | slowest rank / mean | in step / mean | micro-batches"
+        " | seconds |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         for by in ("tokens", "cost"):
             found = row[by]
             print(
-                f"| {row['model']} | {row['ranks']} | {'one' if row['one_size'] else 'any'} | {by} | {found['slowest']:.4f} | "
-                f"{found['in_step']:.4f} | {found['microbatches']:.0f} | {found['seconds']:.3f} |"
+                f"| {row['model']} | {row['ranks']} | {'one' if row['one_size'] else 'any'} | {by}"
+                f" | {found['slowest']:.4f} | {found['in_step']:.4f} | {found['microbatches']:.0f}"
+                f" | {found['seconds']:.3f} |"
             )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
@@ -52,7 +57,9 @@ def lengths(seed: int) -> list[int]:
 
 
 def measured(model: str, ranks: int, one_size: bool, seeds: int) -> dict:
-    """Return means over seeds. one_size: all micro-batches of a pipeline are as large as the fullest."""
+    """Return means over seeds. one_size: all micro-batches of a pipeline are as large
+    as the fullest.
+    """
     cost = cost_of(architecture.read(model))
     row: dict = {"model": model, "ranks": ranks, "one_size": one_size}
     for name, by in (("tokens", BY_TOKENS), ("cost", cost)):
@@ -61,8 +68,12 @@ def measured(model: str, ranks: int, one_size: bool, seeds: int) -> dict:
     return row
 
 
-def case(tokens: Sequence[int], ranks: int, by: Cost, cost: Cost, one_size: bool) -> dict[str, float]:
-    """Return costs relative to the mean. slowest: of the busiest rank; in_step: of a step whose ranks wait in each round."""
+def case(
+    tokens: Sequence[int], ranks: int, by: Cost, cost: Cost, one_size: bool
+) -> dict[str, float]:
+    """Return costs relative to the mean. slowest: of the busiest rank; in_step: of a
+    step whose ranks wait in each round.
+    """
     begin = time.perf_counter()
     packed = pack(tokens, MICROBATCH, ranks, by, one_size and by is cost)
     seconds = time.perf_counter() - begin

@@ -1,9 +1,11 @@
-"""How much of the requests' common prefixes comes from the servers' caches? Tiny servers, groups of conversations.
+"""How much of the requests' common prefixes comes from the servers' caches? Tiny
+servers, groups of conversations.
 
     python -m benchmarks.prefixes [--servers 4] [--groups 48] [--json FILE]
 
-Each group samples its prompt GENERATIONS times, in TURNS turns of an environment that replies with REPLY tokens, through
-Places, GroupPlaces and Sampler as in a run. Ideally, all tokens that the group has sent or received before are cached.
+Each group samples its prompt GENERATIONS times, in TURNS turns of an environment that
+replies with REPLY tokens, through Places, GroupPlaces and Sampler as in a run. Ideally,
+all tokens that the group has sent or received before are cached.
 
     waiting     the group waits for its first request, as in a run
     at once     all first requests are sent together
@@ -38,7 +40,9 @@ GENERATIONS = 8
 TURNS = 3
 PROMPT, REPLY, LIMIT = 256, 16, 400
 STOP = (0, 1, 2, 3)
-"""A turn ends with one of these or the end token, on average after 26 random tokens from 128."""
+"""A turn ends with one of these or the end token, on average after 26 random tokens
+from 128.
+"""
 
 
 class Counting:
@@ -73,13 +77,19 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         tiny_llama(Path(folder) / "a", max_position_embeddings=1024)
-        recipe = recipes.from_tree({
-            "run": {"name": "run", "dir": folder},
-            "model": {"path": f"{folder}/a", "dtype": "fp32"},
-            "length": {"prompt_tokens": PROMPT, "thinking_tokens": [LIMIT, LIMIT + 1], "answer_tokens": 50},
-            "serving": {"kv_tokens": 32768, "max_running_requests": 32},
-            "resources": {"servers": options.servers},
-        })  # fmt: skip
+        recipe = recipes.from_tree(
+            {
+                "run": {"name": "run", "dir": folder},
+                "model": {"path": f"{folder}/a", "dtype": "fp32"},
+                "length": {
+                    "prompt_tokens": PROMPT,
+                    "thinking_tokens": [LIMIT, LIMIT + 1],
+                    "answer_tokens": 50,
+                },
+                "serving": {"kv_tokens": 32768, "max_running_requests": 32},
+                "resources": {"servers": options.servers},
+            }
+        )
         with own_servers(recipe) as servers:
             found = {
                 name: asyncio.run(share(servers, options.groups, seed, waits))
@@ -91,9 +101,14 @@ def main() -> None:
 
 
 async def share(servers: OwnServers, groups: int, seed: int, waits: bool) -> dict[str, float]:
-    """Return reusable and cached tokens, their ratio, and the seconds. Groups arrive as places become free, as in a full
-    pipeline."""
-    servers, recipe, random = replace(servers), servers.recipe, np.random.default_rng(seed)  # with places of its own
+    """Return reusable and cached tokens, their ratio, and the seconds. Groups arrive as
+    places become free, as in a full pipeline.
+    """
+    servers, recipe, random = (
+        replace(servers),
+        servers.recipe,
+        np.random.default_rng(seed),
+    )  # with places of its own
     places, admission = servers.places, Admission(1000, 8)
     silent: dict[str, Any] = {"decode": lambda tokens: "", "continued": lambda tokens: ""}
     tokenizer: Any = SimpleNamespace(ids=lambda text: np.zeros(0, np.int32), ends=(127,), **silent)
@@ -104,12 +119,22 @@ async def share(servers: OwnServers, groups: int, seed: int, waits: bool) -> dic
         held = GroupPlaces(places, admission, ticket, GENERATIONS)
         if not waits:
             held.cached()
-        prompt = Prompt(id=str(ticket), tokens=random.integers(0, 127, PROMPT, dtype=np.int32), answer="")
+        prompt = Prompt(
+            id=str(ticket), tokens=random.integers(0, 127, PROMPT, dtype=np.int32), answer=""
+        )
         jobs = (
-            Job(prompt, (1, ticket, n), partial(held.take, n), f"{seed}/{ticket}", LIMIT, 1.0, 1.0,
-                started=held.cached)
+            Job(
+                prompt,
+                (1, ticket, n),
+                partial(held.take, n),
+                f"{seed}/{ticket}",
+                LIMIT,
+                1.0,
+                1.0,
+                started=held.cached,
+            )
             for n in range(GENERATIONS)
-        )  # fmt: skip
+        )
         await asyncio.gather(*map(sampler.complete, jobs))
 
     begin, running = time.monotonic(), set()
@@ -124,8 +149,12 @@ async def share(servers: OwnServers, groups: int, seed: int, waits: bool) -> dic
         await client.close()
     uses = places.use.values()
     reusable, cached = sum(use.reusable for use in uses), sum(use.cached for use in uses)
-    return {"reusable_tokens": reusable, "cached_tokens": cached, "share": cached / reusable,
-            "seconds": time.monotonic() - begin}  # fmt: skip
+    return {
+        "reusable_tokens": reusable,
+        "cached_tokens": cached,
+        "share": cached / reusable,
+        "seconds": time.monotonic() - begin,
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Measures bytes per second of passes over weights, and of a publication to a real server, against a bare broadcast of the same
-bytes over the same kind of group.
+"""Measures bytes per second of passes over weights, and of a publication to a real
+server, against a bare broadcast of the same bytes over the same kind of group.
 
-    python -m benchmarks.publication [--layers 12] [--hidden 768] [--experts 0] [--bucket-mb 64] [--repeats 5]
+    python -m benchmarks.publication [--layers 12] [--hidden 768] [--experts 0]
+    [--bucket-mb 64] [--repeats 5]
 
     sum       torch.sum of a bucket of random bytes as floats, over and over
     checksum  base/checksum.py of the same bytes
@@ -12,14 +13,18 @@ bytes over the same kind of group.
     hash      gather, with computation of the expected checksums
     apart     hash, with each expert's tensors summed alone (only with --experts)
     whole     a publication: transfer, the copy's checksums and their comparison, pause, swap, continue
-    transfer  part of whole: hash, broadcast, and the server's loading into its copy, in parallel
+    transfer  part of whole: hash, broadcast, and the server's loading into its copy, in
+    parallel
     pause     part of whole, from the pause to the reply that the server goes on
 
-Then it prints, in MiB, the peak memory of learner and server, and of the server before its first publication.
+Then it prints, in MiB, the peak memory of learner and server, and of the server before
+its first publication.
 
-The rows of a table are repeated in turn, so that other load on the machine affects all of them. The passes run on one thread of
-the CPU. There are one learner rank and one server; gloo without a GPU. With --experts the model is a Qwen3-MoE whose experts
-are so small that calls, not bytes, take the time. --alone: only gather, hash and apart, in CPU seconds, without a server.
+The rows of a table are repeated in turn, so that other load on the machine affects all
+of them. The passes run on one thread of the CPU. There are one learner rank and one
+server; gloo without a GPU. With --experts the model is a Qwen3-MoE whose experts are so
+small that calls, not bytes, take the time. --alone: only gather, hash and apart, in CPU
+seconds, without a server.
 """
 
 import argparse
@@ -72,17 +77,23 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a dense Llama")
     parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--alone", action="store_true", help="the learner's own passes, in CPU seconds")
+    parser.add_argument(
+        "--alone", action="store_true", help="the learner's own passes, in CPU seconds"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.alone:
         with tempfile.TemporaryDirectory() as directory:
-            recipe = make(Path(directory), options.layers, options.hidden, options.experts, options.bucket_mb)
+            recipe = make(
+                Path(directory), options.layers, options.hidden, options.experts, options.bucket_mb
+            )
             learner_alone(recipe, options.repeats)
         return
     passes(options.bucket_mb << 20, options.repeats)
     with tempfile.TemporaryDirectory() as directory:
-        recipe = make(Path(directory), options.layers, options.hidden, options.experts, options.bucket_mb)
+        recipe = make(
+            Path(directory), options.layers, options.hidden, options.experts, options.bucket_mb
+        )
         with served(recipe) as server:
             measure(recipe, server.endpoints, server.process.pid, options.repeats)
 
@@ -110,7 +121,9 @@ def passes(size: int, repeats: int) -> None:
 
 
 def timed(ways: dict[str, Callable[[], int]], repeats: int) -> tuple[dict[str, list[float]], int]:
-    """Return the seconds of each repetition of each way, made in turn, and the bytes of one. The first is not counted."""
+    """Return the seconds of each repetition of each way, made in turn, and the bytes of
+    one. The first is not counted.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
         for name, way in ways.items():
@@ -131,7 +144,9 @@ def show(title: str, seconds: dict[str, list[float]], size: int, standard: str) 
 
 
 def make(directory: Path, layers: int, hidden: int, experts: int, bucket_mb: int) -> Recipe:
-    """Write a random fp32 Llama, or a Qwen3-MoE with this many experts; return a recipe to serve it."""
+    """Write a random fp32 Llama, or a Qwen3-MoE with this many experts; return a recipe
+    to serve it.
+    """
     sizes = {
         "vocab_size": 8192,
         "hidden_size": hidden,
@@ -143,7 +158,11 @@ def make(directory: Path, layers: int, hidden: int, experts: int, bucket_mb: int
         "eos_token_id": None,
     }
     if experts:
-        of_experts = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_WIDTH}
+        of_experts = {
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": EXPERT_WIDTH,
+        }
         config = Qwen3MoeConfig(**sizes, **of_experts, head_dim=64)
         Qwen3MoeForCausalLM(config).save_pretrained(directory / "model")
     else:
@@ -177,7 +196,9 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
             return sent
 
     publisher = Publisher(recipe, endpoints, chunks, family)
-    publisher._transport = Timed(chunks, family, LastSent(1), limit, recipe.weights.timeout_s, links=1)
+    publisher._transport = Timed(
+        chunks, family, LastSent(1), limit, recipe.weights.timeout_s, links=1
+    )
     address = ServerAddress(id=0, url=endpoints.servers[0])
 
     def exported() -> Iterator[tuple[str, Tensor]]:
@@ -195,7 +216,9 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
 
     def hashed() -> int:
         sums = SentChecksums(family.architecture)
-        size = sum(len(bucket.flat) for bucket in buckets(sums.watch(exported()), limit, limit / VIEWS))
+        size = sum(
+            len(bucket.flat) for bucket in buckets(sums.watch(exported()), limit, limit / VIEWS)
+        )
         assert sums.expected()
         return size
 
@@ -220,9 +243,15 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
     seconds, size = timed(ways, repeats)  # the first forms the groups
     seconds |= {"transfer": transfers[1:], "pause": pauses[1:]}
     peer.kill()
-    title = f"{size / 2**20:.0f} MiB in buckets of {recipe.weights.bucket_mb} MiB, {backend()}, medians of {repeats}"
+    title = (
+        f"{size / 2**20:.0f} MiB in buckets of {recipe.weights.bucket_mb} MiB, {backend()}, medians"
+        f" of {repeats}"
+    )
     show(title, seconds, size, "bare")
-    print(f"learner {most(os.getpid())}, server {memory(server)}, before its first publication {before}")
+    print(
+        f"learner {most(os.getpid())}, server {memory(server)}, before its first publication"
+        f" {before}"
+    )
     parallel.stop()
 
 
@@ -264,12 +293,18 @@ def learner_alone(recipe: Recipe, repeats: int) -> None:
 
 def most(process: int) -> int:
     """Return the peak memory of a process in MiB."""
-    (line,) = [line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("VmHWM")]
+    (line,) = [
+        line
+        for line in Path(f"/proc/{process}/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    ]
     return int(line.split()[1]) >> 10
 
 
 def memory(server: int) -> int:
-    """Return the largest peak memory of the server's processes in MiB, that of its scheduler, which owns the model."""
+    """Return the largest peak memory of the server's processes in MiB, that of its
+    scheduler, which owns the model.
+    """
     return max(most(process.pid) for process in psutil.Process(server).children(recursive=True))
 
 
@@ -279,7 +314,9 @@ def broadcast(bucket: Bucket, group: BroadcastGroup) -> int:
 
 
 def receiver(sizes: list[int]) -> tuple[subprocess.Popen[bytes], BroadcastGroup]:
-    """Return a process that receives buffers of these sizes over and over, and the group with it."""
+    """Return a process that receives buffers of these sizes over and over, and the
+    group with it.
+    """
     limit = timedelta(seconds=LIMIT_S)
     store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
     name = f"bare-{uuid.uuid4().hex[:8]}"
@@ -290,9 +327,13 @@ def receiver(sizes: list[int]) -> tuple[subprocess.Popen[bytes], BroadcastGroup]
 
 def receive(name: str, port: int, sizes: list[int]) -> None:
     cuda = torch.cuda.is_available()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # groups are registered with it
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )  # groups are registered with it
     group = BroadcastGroup(name, 1, 2, backend(), ("127.0.0.1", port), LIMIT_S)
-    buffers = [torch.empty(size, dtype=torch.uint8, device="cuda" if cuda else "cpu") for size in sizes]
+    buffers = [
+        torch.empty(size, dtype=torch.uint8, device="cuda" if cuda else "cpu") for size in sizes
+    ]
     while True:
         for buffer in buffers:
             group.wait(group.broadcast(buffer))

@@ -1,4 +1,5 @@
-"""Measures whether data-parallel copies of a learner that send to a server at once use all their network links.
+"""Measures whether data-parallel copies of a learner that send to a server at once use
+all their network links.
 
     python -m benchmarks.publication_links [--mbit 400] [--repeats 5]       as root, on Linux: it makes network namespaces
 
@@ -6,9 +7,11 @@
                                                ╠══ bridge ── a server of two ranks
     learner rank 1, in a namespace ══ MBIT/s ══╝
 
-Each rank has a copy of a Llama of 345 MiB in fp32. Its namespace has one link, whose sending rate `tc` limits. Publications in
-which rank 0 alone sends, and in which each rank sends half, take turns; the server receives over gloo. Printed are medians of
-the seconds of a transfer, and the share of that time for which the bytes would occupy the links in use at their full rate.
+Each rank has a copy of a Llama of 345 MiB in fp32. Its namespace has one link, whose
+sending rate `tc` limits. Publications in which rank 0 alone sends, and in which each
+rank sends half, take turns; the server receives over gloo. Printed are medians of the
+seconds of a transfer, and the share of that time for which the bytes would occupy the
+links in use at their full rate.
 """
 
 import argparse
@@ -51,22 +54,43 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, networks(options.mbit) as spaces:
         recipe = make(Path(directory), 12, 768, BUCKET_MB)
         recipe = recipes.from_tree(
-            {**recipe.model_dump(), "resources": {"server_tensor_parallel": RANKS, "learner_ranks": RANKS}}
+            {
+                **recipe.model_dump(),
+                "resources": {"server_tensor_parallel": RANKS, "learner_ranks": RANKS},
+            }
         )
         with served(recipe, host=SERVER, interface=BRIDGE):
             words = [str(RunDir(recipe.run.path).recipe), str(options.mbit), str(options.repeats)]
             port = str(free_ports(1)[0])
             ranks = [
                 subprocess.Popen(
-                    ["ip", "netns", "exec", space, sys.executable, "-W", "ignore", "-m", __spec__.name, "rank", *words],
-                    env=os.environ | {
-                        "MASTER_ADDR": address(0), "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "megarl0", "RANK": str(rank),
-                        "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1",
+                    [
+                        "ip",
+                        "netns",
+                        "exec",
+                        space,
+                        sys.executable,
+                        "-W",
+                        "ignore",
+                        "-m",
+                        __spec__.name,
+                        "rank",
+                        *words,
+                    ],
+                    env=os.environ
+                    | {
+                        "MASTER_ADDR": address(0),
+                        "MASTER_PORT": port,
+                        "GLOO_SOCKET_IFNAME": "megarl0",
+                        "RANK": str(rank),
+                        "LOCAL_RANK": str(rank),
+                        "WORLD_SIZE": str(RANKS),
+                        "OMP_NUM_THREADS": "1",
                     },
                     preexec_fn=die_with_parent,
                 )
                 for rank, space in enumerate(spaces)
-            ]  # fmt: skip
+            ]
             assert [rank.wait() for rank in ranks] == [0] * RANKS
 
 
@@ -76,7 +100,9 @@ def address(rank: int) -> str:
 
 @contextmanager
 def networks(mbit: int) -> Iterator[list[str]]:
-    """Make a namespace for each rank, connected to the bridge by a link that sends at most `mbit` Mbit/s."""
+    """Make a namespace for each rank, connected to the bridge by a link that sends at
+    most `mbit` Mbit/s.
+    """
     spaces = [f"{BRIDGE}-{rank}" for rank in range(RANKS)]
 
     def run(*words: str, check: bool = True) -> None:
@@ -88,7 +114,19 @@ def networks(mbit: int) -> Iterator[list[str]]:
         run("ip", "link", "set", BRIDGE, "up")
         for rank, space in enumerate(spaces):
             run("ip", "netns", "add", space)
-            run("ip", "link", "add", f"megarl-to-{rank}", "type", "veth", "peer", "name", "megarl0", "netns", space)
+            run(
+                "ip",
+                "link",
+                "add",
+                f"megarl-to-{rank}",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "megarl0",
+                "netns",
+                space,
+            )
             run("ip", "link", "set", f"megarl-to-{rank}", "master", BRIDGE, "up")
             run("ip", "-n", space, "address", "add", f"{address(rank)}/24", "dev", "megarl0")
             for interface in ("lo", "megarl0"):

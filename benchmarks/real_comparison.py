@@ -1,12 +1,13 @@
-"""Measures megarl against TRL's GRPOTrainer on a real pretrained model: `python -m benchmarks.end_to_end --real`.
+"""Measures megarl against TRL's GRPOTrainer on a real pretrained model: `python -m
+benchmarks.end_to_end --real`.
 
     megarl   `megarl train quickstart-real` as it is shipped: one core generates, one trains
     TRL      the same model, prompts, sizes, rate, grader and steps on both cores (trl_real.py)
 
-Of both: tokens generated per second, and seconds of training until the held-out pass rate first
-reaches `SCORE`. Neither counts its start. Evaluations are taken out: TRL stands still meanwhile, so
-all their time is; megarl trains on beside them, so only the share of the cores that they hold is,
-as in `training_hours` of its metrics.
+Of both: tokens generated per second, and seconds of training until the held-out pass
+rate first reaches `SCORE`. Neither counts its start. Evaluations are taken out: TRL
+stands still meanwhile, so all their time is; megarl trains on beside them, so only the
+share of the cores that they hold is, as in `training_hours` of its metrics.
 """
 
 import json
@@ -31,15 +32,21 @@ from megarl.core.base.rundir import Row, RunDir, latest_scores
 from megarl.core.recipe import Recipe
 
 SCORE = 0.5
-"""Held-out pass rate whose time is measured: the model begins below 0.1, and 60 steps teach about 0.8."""
+"""Held-out pass rate whose time is measured: the model begins below 0.1, and 60 steps
+teach about 0.8.
+"""
 UNCOUNTED_STEPS = 3
-"""First steps, which tokens per second leave out: megarl's window fills, and TRL allocates."""
+"""First steps, which tokens per second leave out: megarl's window fills, and TRL
+allocates.
+"""
 LIMIT_S = 7200.0
 """Longest time that a side may take, in seconds."""
 
 
 class TrainingWatch:
-    """Counts the seconds since `start`, without those within `paused`. now: a clock, in seconds."""
+    """Counts the seconds since `start`, without those within `paused`. now: a clock, in
+    seconds.
+    """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -73,7 +80,8 @@ class HeldOutScore:
 class MeasuredTraining:
     """What one side did.
 
-    tokens: generated for each step. ends: seconds of training until the end of each step.
+    tokens: generated for each step. ends: seconds of training until the end of each
+    step.
     """
 
     tokens: tuple[int, ...]
@@ -86,7 +94,9 @@ class MeasuredTraining:
         return sum(self.tokens[UNCOUNTED_STEPS:]) / seconds
 
     def first_at(self, score: float) -> HeldOutScore | None:
-        """Return the first evaluation with at least this pass rate; None if there is none."""
+        """Return the first evaluation with at least this pass rate; None if there is
+        none.
+        """
         for scored in self.scores:
             if scored.pass_rate >= score:
                 return scored
@@ -95,7 +105,9 @@ class MeasuredTraining:
 
 @dataclass(frozen=True)
 class Load:
-    """Processes that wanted a core, a mean over the minute before a side's start and its end."""
+    """Processes that wanted a core, a mean over the minute before a side's start and
+    its end.
+    """
 
     before: float
     after: float
@@ -104,11 +116,14 @@ class Load:
 def compare(steps: int, trl_settings: str, json_file: Path | None) -> None:
     """Train both for so many steps and print a table.
 
-    trl_settings: a JSON object, GRPOConfig's settings that TRL gets besides those of trl_real.py.
-    MegarlError if it is none, or if the model or the questions are not there.
+    trl_settings: a JSON object, GRPOConfig's settings that TRL gets besides those of
+    trl_real.py. MegarlError if it is none, or if the model or the questions are not
+    there.
     """
     if steps <= UNCOUNTED_STEPS:
-        raise MegarlError(f"--steps {steps}: the first {UNCOUNTED_STEPS} are not counted; take more")
+        raise MegarlError(
+            f"--steps {steps}: the first {UNCOUNTED_STEPS} are not counted; take more"
+        )
     chosen = settings_of(trl_settings)
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(Path(folder), steps)
@@ -135,7 +150,9 @@ def compare(steps: int, trl_settings: str, json_file: Path | None) -> None:
             }
             for name, training in trainings.items()
         }
-        packages = {name: version(name) for name in ("torch", "sglang", "megatron-core", "transformers")}
+        packages = {
+            name: version(name) for name in ("torch", "sglang", "megatron-core", "transformers")
+        }
         written = {
             "score": SCORE,
             "steps": steps,
@@ -152,11 +169,15 @@ def settings_of(text: str) -> dict[str, Any]:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
         example = """--trl '{"bf16": false}'"""
-        raise MegarlError(f"--trl {text}: not a JSON object ({error}); write it as in {example}") from None
+        raise MegarlError(
+            f"--trl {text}: not a JSON object ({error}); write it as in {example}"
+        ) from None
 
 
 def recipe_of(folder: Path, steps: int) -> Recipe:
-    """Return the shipped recipe, of which only the place and the number of steps are changed."""
+    """Return the shipped recipe, of which only the place and the number of steps are
+    changed.
+    """
     changes = [f"run.dir={folder}", f"run.steps={steps}"]
     return recipes.load(SHIPPED, changes)
 
@@ -180,7 +201,8 @@ def megarl_training(recipe: Recipe) -> MeasuredTraining:
 def measured(rows: Sequence[Row], scores: Sequence[Row], cores: int) -> MeasuredTraining:
     """Return what a run's metrics.jsonl and eval.jsonl say.
 
-    A step ends when the batch of the next one is handed out, the last with its publication.
+    A step ends when the batch of the next one is handed out, the last with its
+    publication.
     """
     seconds_per_hour = 3600 / cores
     hours = [row["training_hours"] for row in (*rows[1:], scores[-1])]
@@ -188,7 +210,8 @@ def measured(rows: Sequence[Row], scores: Sequence[Row], cores: int) -> Measured
         tokens=tuple(int(row["generated_tokens"]) for row in rows),
         ends=tuple(hour * seconds_per_hour for hour in hours),
         scores=tuple(
-            HeldOutScore(row["step"], row["training_hours"] * seconds_per_hour, row["pass_rate"]) for row in scores
+            HeldOutScore(row["step"], row["training_hours"] * seconds_per_hour, row["pass_rate"])
+            for row in scores
         ),
     )
 
@@ -207,9 +230,14 @@ def table(megarl: MeasuredTraining, trl: MeasuredTraining) -> str:
     lines = [
         "| | megarl | TRL | ratio |",
         "|---|---|---|---|",
-        f"| completion tokens/s | {megarl.tokens_per_second:,.1f} | {trl.tokens_per_second:,.1f} | {speed_ratio:.2f} |",
-        f"| seconds to a held-out pass rate of {SCORE} | {_reached(megarl)} | {_reached(trl)} "
-        f"| {_time_ratio(megarl, trl)} |",
+        (
+            f"| completion tokens/s | {megarl.tokens_per_second:,.1f} |"
+            f" {trl.tokens_per_second:,.1f} | {speed_ratio:.2f} |"
+        ),
+        (
+            f"| seconds to a held-out pass rate of {SCORE} | {_reached(megarl)} | {_reached(trl)} "
+            f"| {_time_ratio(megarl, trl)} |"
+        ),
         f"| seconds of training | {megarl.ends[-1]:,.0f} | {trl.ends[-1]:,.0f} | |",
         f"| held out | {_pass_rates(megarl)} | {_pass_rates(trl)} | |",
     ]
@@ -224,7 +252,9 @@ def _reached(training: MeasuredTraining) -> str:
 
 
 def _time_ratio(megarl: MeasuredTraining, trl: MeasuredTraining) -> str:
-    """Return how many times as long TRL took; if it did not arrive, at least how many times."""
+    """Return how many times as long TRL took; if it did not arrive, at least how many
+    times.
+    """
     ours = megarl.first_at(SCORE)
     theirs = trl.first_at(SCORE)
     if ours is None:

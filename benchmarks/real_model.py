@@ -1,16 +1,18 @@
-"""Runs of `megarl train quickstart-real` as small files, and what they show of how a real model learns and falls.
+"""Runs of `megarl train quickstart-real` as small files, and what they show of how a
+real model learns and falls.
 
     python -m benchmarks.real_model record runs/quickstart-real …
     python -m benchmarks.real_model table
     python -m benchmarks.real_model signals
     python -m benchmarks.real_model predict [--picture docs/pictures/real-prediction]
 
-`record` writes benchmarks/results/real/RUN.jsonl.gz for each run: a line with what its recipe changes
-in the shipped one, then the rows of eval.jsonl and metrics.jsonl. `table` prints a line for each record:
-the held-out score at each evaluation, and means over the last ten steps. `signals` prints which alarms
-each run raised, and when. `predict` fits the first half of the steps of runs that were evaluated
-often enough, each alone and the seeds of one setting together, and compares the laws with what
-came later.
+`record` writes benchmarks/results/real/RUN.jsonl.gz for each run: a line with what its
+recipe changes in the shipped one, then the rows of eval.jsonl and metrics.jsonl.
+`table` prints a line for each record: the held-out score at each evaluation, and means
+over the last ten steps. `signals` prints which alarms each run raised, and when.
+`predict` fits the first half of the steps of runs that were evaluated often enough,
+each alone and the seeds of one setting together, and compares the laws with what came
+later.
 """
 
 import argparse
@@ -44,7 +46,9 @@ OF_THE_PLACE = ("run.name", "run.dir", "run.seed", "run.resume", "model.path", "
 """Keys, or beginnings of keys, that say where a run was made, and not how."""
 NEWEST = 10
 FEWEST_SCORES = 8
-"""Evaluations after training began that a run needs, so that half of its steps has enough for a law."""
+"""Evaluations after training began that a run needs, so that half of its steps has
+enough for a law.
+"""
 COLUMNS = {
     "groups": "groups_in_loss",
     "entropy": "entropy",
@@ -70,7 +74,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("record", "table", "signals", "predict"))
     parser.add_argument("runs", type=Path, nargs="*")
-    parser.add_argument("--picture", type=Path, help="of the laws that `predict` fits, without its suffix")
+    parser.add_argument(
+        "--picture", type=Path, help="of the laws that `predict` fits, without its suffix"
+    )
     options = parser.parse_args()
     if options.what == "record":
         for path in options.runs:
@@ -91,7 +97,13 @@ def record(rundir: RunDir) -> None:
     differing = differences(load(SHIPPED), recipe)
     changed = {key: now for key, _, now in differing if not key.startswith(OF_THE_PLACE)}
     packages = {name: version(name) for name in ("megarl", "torch", "sglang", "megatron-core")}
-    run = RealRun(rundir.path.name, recipe.run.seed, changed, platform.processor() or platform.machine(), packages)
+    run = RealRun(
+        rundir.path.name,
+        recipe.run.seed,
+        changed,
+        platform.processor() or platform.machine(),
+        packages,
+    )
     head = {key: value for key, value in asdict(run).items() if key not in ("scores", "steps")}
     scores = [{"score": _short(row)} for row in latest_scores(rundir.eval)]
     steps = [{"step": _short(row)} for row in latest_rows(rundir.metrics)]
@@ -101,7 +113,9 @@ def record(rundir: RunDir) -> None:
 
 
 def _short(row: Row) -> Row:
-    """Return the row with its numbers rounded to six digits, and without the scores of each prompt."""
+    """Return the row with its numbers rounded to six digits, and without the scores of
+    each prompt.
+    """
     return {
         key: float(f"{value:.6g}") if isinstance(value, float) else value
         for key, value in row.items()
@@ -127,16 +141,22 @@ def table(runs: Sequence[RealRun]) -> str:
         scores = " ".join(f"{row['pass_rate']:.2f}" for row in run.scores)
         newest = [f"{_mean(run.steps[-NEWEST:], column):.2f}" for column in COLUMNS.values()]
         seconds = f"{_mean(run.steps, 'step_seconds'):.1f}"
-        lines.append(f"| {run.name} | {changes} | {run.seed} | {scores} | {' | '.join(newest)} | {seconds} |")
+        lines.append(
+            f"| {run.name} | {changes} | {run.seed} | {scores} | {' | '.join(newest)} | {seconds} |"
+        )
     return "\n".join(lines)
 
 
 def signals(runs: Sequence[RealRun]) -> str:
-    """Return a table in Markdown: for each run its alarms with their first and last steps, and the
-    evaluations that said that the held-out score had fallen, or was below what an earlier forecast
-    allows."""
+    """Return a table in Markdown: for each run its alarms with their first and last
+    steps, and the evaluations that said that the held-out score had fallen, or was
+    below what an earlier forecast allows.
+    """
     lines = [
-        "| run | held out | alarms | said to have fallen at step | said to be below the forecast at step |",
+        (
+            "| run | held out | alarms | said to have fallen at step | said to be below the"
+            " forecast at step |"
+        ),
         "|---|---|---|---|---|",
     ]
     for run in runs:
@@ -145,13 +165,16 @@ def signals(runs: Sequence[RealRun]) -> str:
         fallen = [str(row["step"]) for row in run.scores if row.get(fall.WARNING)]
         below = [str(step) for step in _below_forecast(run.scores)]
         lines.append(
-            f"| {run.name} | {scores} | {alarms} | {' '.join(fallen) or 'never'} | {' '.join(below) or 'never'} |"
+            f"| {run.name} | {scores} | {alarms} | {' '.join(fallen) or 'never'} |"
+            f" {' '.join(below) or 'never'} |"
         )
     return "\n".join(lines)
 
 
 def _below_forecast(scores: Sequence[Row]) -> list[int]:
-    """Return the steps of the evaluations at which a run is said to be below an earlier forecast."""
+    """Return the steps of the evaluations at which a run is said to be below an earlier
+    forecast.
+    """
     steps = []
     for count in range(1, len(scores) + 1):
         departure = lasting_departure(scores[:count])
@@ -162,10 +185,11 @@ def _below_forecast(scores: Sequence[Row]) -> list[int]:
 
 @dataclass(frozen=True)
 class LaterScore:
-    """A score after half of a run's steps, and what a law fitted to the first half says of it.
+    """A score after half of a run's steps, and what a law fitted to the first half says
+    of it.
 
-    before: the last score of the first half; low, high: the 95 % interval of the score, which is
-    the law's and the evaluation's own noise together.
+    before: the last score of the first half; low, high: the 95 % interval of the score,
+    which is the law's and the evaluation's own noise together.
     """
 
     measured: float
@@ -180,12 +204,16 @@ class LaterScore:
 
 
 def curve_of(run: RealRun) -> Curve:
-    """Return the run's scores by step. Hours would not do: other work on the machine stretches them."""
+    """Return the run's scores by step. Hours would not do: other work on the machine
+    stretches them.
+    """
     return curve_of_run(run.name, run.scores, run.steps, run.name, PointColumns(hours="step"))
 
 
 def settings_of(run: RealRun) -> str:
-    """Return what a run changes in the shipped recipe, which seeds of one setting have in common."""
+    """Return what a run changes in the shipped recipe, which seeds of one setting have
+    in common.
+    """
     return ", ".join(f"`{key}={value}`" for key, value in run.changes.items()) or "none"
 
 
@@ -203,8 +231,9 @@ def later_scores(law: Fit, curve: Curve, half: float) -> list[LaterScore]:
 
 
 def predictions(runs: Sequence[RealRun], picture: Path | None) -> str:
-    """Return a table in Markdown: a line for each run and its own law, then one for the seeds of a setting
-    and the law of all of them. Draw the latter if a path is given."""
+    """Return a table in Markdown: a line for each run and its own law, then one for the
+    seeds of a setting and the law of all of them. Draw the latter if a path is given.
+    """
     settings: dict[str, list[RealRun]] = {}
     for run in runs:
         if len(run.scores) > FEWEST_SCORES:
@@ -231,12 +260,20 @@ def predictions(runs: Sequence[RealRun], picture: Path | None) -> str:
             prompts = seeds[0].changes.get("batch.prompts", load(SHIPPED).batch.prompts)
             drawn[f"{prompts} prompts a step"] = (curves, fit(curves, end=fmean(halves)))
     if picture is not None:
-        plot_fits(drawn, picture, until=max(float(c.hours[-1]) for curves, _ in drawn.values() for c in curves))
+        plot_fits(
+            drawn,
+            picture,
+            until=max(float(c.hours[-1]) for curves, _ in drawn.values() for c in curves),
+        )
     return "\n".join(lines)
 
 
 def _prediction_line(
-    name: str, changes: str, fitted: Sequence[Curve], halves: Sequence[float], judged: Sequence[Curve]
+    name: str,
+    changes: str,
+    fitted: Sequence[Curve],
+    halves: Sequence[float],
+    judged: Sequence[Curve],
 ) -> str:
     half = fmean(halves)
     try:
@@ -255,7 +292,10 @@ def _prediction_line(
     inside = f"{sum(score.inside for score in every)} of {len(every)}"
     of_law = fmean(abs(score.measured - score.predicted) for score in every)
     of_last = fmean(abs(score.measured - score.before) for score in every)
-    return f"| {name} | {changes} | {before} | {predicted} | {measured} | {inside} | {of_law:.3f} | {of_last:.3f} |"
+    return (
+        f"| {name} | {changes} | {before} | {predicted} | {measured} | {inside} | {of_law:.3f} |"
+        f" {of_last:.3f} |"
+    )
 
 
 def _spelt(alarm: Alarm) -> str:

@@ -1,9 +1,12 @@
-"""Trains the tiny twin of a shipped recipe for any number of steps, and prints the results.
+"""Trains the tiny twin of a shipped recipe for any number of steps, and prints the
+results.
 
-    python -m benchmarks.recipe_twins scalerl-8b --steps 200 [--directory DIR] [learner.optimizer.lr=1e-3 …]
+    python -m benchmarks.recipe_twins scalerl-8b --steps 200 [--directory DIR]
+    [learner.optimizer.lr=1e-3 …]
 
-The twin, its model and its data are those of tests/recipe_twins.py: the recipe's own algorithm and precision on two CPU cores.
-It prints steps, seconds, pass rates, every metric whose name begins with `parity` (median and largest), and warnings.
+The twin, its model and its data are those of tests/recipe_twins.py: the recipe's own
+algorithm and precision on two CPU cores. It prints steps, seconds, pass rates, every
+metric whose name begins with `parity` (median and largest), and warnings.
 """
 
 import argparse
@@ -22,12 +25,23 @@ from tests.twin_models import write_workplace
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", choices=recipes.shipped(), metavar="RECIPE", help="name of a shipped recipe")
+    parser.add_argument(
+        "recipe", choices=recipes.shipped(), metavar="RECIPE", help="name of a shipped recipe"
+    )
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--directory", type=Path, default=Path("runs/recipe-twins"), help="for models, data and runs")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("runs/recipe-twins"),
+        help="for models, data and runs",
+    )
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE, after the twin's own")
     options = parser.parse_intermixed_args()
-    lengths = (f"run.steps={options.steps}", f"evaluation.every={options.steps}", f"checkpoint.every={options.steps}")
+    lengths = (
+        f"run.steps={options.steps}",
+        f"evaluation.every={options.steps}",
+        f"checkpoint.every={options.steps}",
+    )
     overrides = [*twin(options.recipe), *lengths, *options.overrides]
     recipe = recipes.load(options.recipe, overrides)
     write_workplace(options.directory, [Path(recipe.model.path).name])
@@ -42,8 +56,13 @@ def main() -> int:
 def report(rundir: RunDir, seconds: float) -> None:
     rows, scores = latest_rows(rundir.metrics), latest_rows(rundir.eval)
     print(f"\n{'steps':<32}{len(rows)}")
-    print(f"{'seconds':<32}{seconds:.0f}, {statistics.median(row['step_seconds'] for row in rows):.2f} a step")
-    print(f"{'pass rate, held out':<32}{scores[0]['pass_rate']:.3f} → {scores[-1]['pass_rate']:.3f}")
+    print(
+        f"{'seconds':<32}{seconds:.0f},"
+        f" {statistics.median(row['step_seconds'] for row in rows):.2f} a step"
+    )
+    print(
+        f"{'pass rate, held out':<32}{scores[0]['pass_rate']:.3f} → {scores[-1]['pass_rate']:.3f}"
+    )
     rates, tenth = [row["pass_rate_train"] for row in rows], -(-len(rows) // 10)
     first, last = statistics.mean(rates[:tenth]), statistics.mean(rates[-tenth:])
     print(f"{'pass rate, training, tenths':<32}{first:.3f} → {last:.3f}")

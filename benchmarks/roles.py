@@ -31,27 +31,51 @@ class Served(NamedTuple):
 
 @contextmanager
 def served(
-    recipe: Recipe, module: str = "megarl", limit_s: float | None = None, host: str = "127.0.0.1", interface: str = "lo"
+    recipe: Recipe,
+    module: str = "megarl",
+    limit_s: float | None = None,
+    host: str = "127.0.0.1",
+    interface: str = "lo",
 ) -> Iterator[Served]:
-    """Run `python -m MODULE serve` with the recipe during the block, and yield the server once it is ready. If anything fails
-    meanwhile, the end of its log is printed. host, interface: the address where it listens and that network's interface."""
+    """Run `python -m MODULE serve` with the recipe during the block, and yield the
+    server once it is ready. If anything fails meanwhile, the end of its log is printed.
+    host, interface: the address where it listens and that network's interface.
+    """
     rundir = RunDir(recipe.run.path)
     rundir.create()
     (port,) = free_ports(1)
     url = f"http://{host}:{port}"
     keys = {"api_key": "user", "admin_key": "admin"}
-    endpoints = Endpoints(session="", controller="", servers=(url,), link=LinkKeys.new(), rendezvous_port=0, **keys)
+    endpoints = Endpoints(
+        session="", controller="", servers=(url,), link=LinkKeys.new(), rendezvous_port=0, **keys
+    )
     rundir.write_endpoints(endpoints)
     rundir.recipe.write_text(recipes.dump(recipe))
     file = rundir.logs / "server.log"
     with file.open("wb") as log:
-        command = [sys.executable, "-m", module, "serve", str(rundir.recipe), "--index", "0", "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            module,
+            "serve",
+            str(rundir.recipe),
+            "--index",
+            "0",
+            "--port",
+            str(port),
+        ]
         process = subprocess.Popen(
-            command, env=os.environ | {"GLOO_SOCKET_IFNAME": interface}, stdout=log, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=die_with_parent,
-        )  # fmt: skip
+            command,
+            env=os.environ | {"GLOO_SOCKET_IFNAME": interface},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
     try:
-        yield Served(process, endpoints, wait_ready(url, limit_s or recipe.start_limit_s, process.poll))
+        yield Served(
+            process, endpoints, wait_ready(url, limit_s or recipe.start_limit_s, process.poll)
+        )
     except Exception:
         print(file.read_text(errors="replace")[-6000:])
         raise
@@ -67,7 +91,9 @@ def client_of(endpoints: Endpoints, limit_s: float = REQUEST_LIMIT_S) -> ServerC
 
 
 def trained(recipe: Recipe, limit_s: float = 1800) -> list[Row]:
-    """Run the recipe; return the rows of its metrics. subprocess.TimeoutExpired after so many seconds."""
+    """Run the recipe; return the rows of its metrics. subprocess.TimeoutExpired after
+    so many seconds.
+    """
     rundir = RunDir(recipe.run.path)
     file = rundir.path.parent / f"{recipe.run.name}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -77,8 +103,13 @@ def trained(recipe: Recipe, limit_s: float = 1800) -> list[Row]:
 
 
 def with_trl() -> dict[str, str]:
-    """Return the environment variables with which a process finds TRL, and has both cores."""
-    return {"OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join([str(ROOT / ".bench"), str(ROOT)])}
+    """Return the environment variables with which a process finds TRL, and has both
+    cores.
+    """
+    return {
+        "OMP_NUM_THREADS": "2",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / ".bench"), str(ROOT)]),
+    }
 
 
 def output(command: list[str], environment: dict[str, str], limit_s: float = 1800) -> str:
@@ -87,7 +118,11 @@ def output(command: list[str], environment: dict[str, str], limit_s: float = 180
     subprocess.TimeoutExpired after so many seconds.
     """
     variables = {**os.environ, **environment}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=limit_s)
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=limit_s
+    )
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
     return done.stdout

@@ -1,15 +1,18 @@
-"""Measures the work in one process that grows with servers, tokens and groups, in CPU seconds, for scaling-out.md.
+"""Measures the work in one process that grows with servers, tokens and groups, in CPU
+seconds, for scaling-out.md.
 
     python -m benchmarks.scale [--json FILE] [--streams 16384]
 
     routing     Places: one request finds its place, by the number of servers
     streaming   ServerClient: one chunk of a completion, from a stand-in server in another process: 32 completions in bursts;
-                and --streams concurrent ones, whose chunks come one by one, at RATE tokens/s
+                and --streams concurrent ones, whose chunks come one by one, at RATE
+                tokens/s
     publication Fleet: all calls of a publication to stand-ins, by the number of servers
     load        Fan: all servers are asked for their loads once, as the controller does every 5 s
     journal     one finished group is written, and a batch of them read and encoded for the learner
 
-They are CPU seconds of this process, so that other load matters little; the best of several repeats.
+They are CPU seconds of this process, so that other load matters little; the best of
+several repeats.
 """
 
 import argparse
@@ -57,7 +60,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16384)
     options = parser.parse_args()
     found: dict[str, Any] = {
-        "routing_seconds_a_request": {servers: best(lambda s=servers: routing(s)) for servers in (64, 800, 12800)}
+        "routing_seconds_a_request": {
+            servers: best(lambda s=servers: routing(s)) for servers in (64, 800, 12800)
+        }
     }
     port: Any = multiprocessing.get_context("spawn").Queue()
     stand_in = multiprocessing.get_context("spawn").Process(target=serve, args=(port,), daemon=True)
@@ -79,7 +84,9 @@ def best(measure: Callable[[], float]) -> float:
 
 
 def routing(servers: int) -> float:
-    """Return the CPU seconds of a request. Servers are half full; groups of 16 requests go to the emptiest and stay there."""
+    """Return the CPU seconds of a request. Servers are half full; groups of 16 requests
+    go to the emptiest and stay there.
+    """
 
     async def work() -> float:
         membership = Membership([ServerAddress(i, "") for i in range(servers)])
@@ -108,7 +115,9 @@ def routing(servers: int) -> float:
 
 
 def address(server: int) -> str:
-    """Return a stand-in's address: each has one of the loopback network, all with the same port."""
+    """Return a stand-in's address: each has one of the loopback network, all with the
+    same port.
+    """
     return f"127.0.{1 + server // 200}.{1 + server % 200}"
 
 
@@ -116,7 +125,11 @@ def chunks() -> list[bytes]:
     """Return a chunk of CHUNK tokens, and the last chunk of a request."""
     ids = list(range(100_000, 100_000 + CHUNK))
     logprobs = [[-0.123456 - i / 1000, 100_000 + i, None] for i in range(CHUNK)]
-    meta: dict[str, Any] = {"id": "x" * 32, "finish_reason": None, "output_token_logprobs": logprobs}
+    meta: dict[str, Any] = {
+        "id": "x" * 32,
+        "finish_reason": None,
+        "output_token_logprobs": logprobs,
+    }
     version = [{"version": "0", "start": 0, "end": TOKENS}]
     end = meta | {"finish_reason": {"type": "length"}, "weight_versions": version}
     events = [{"output_ids": ids, "meta_info": about} for about in (meta, end)]
@@ -124,7 +137,9 @@ def chunks() -> list[bytes]:
 
 
 def serve(port: Any) -> None:
-    """Be the stand-ins: stream TOKENS tokens in chunks, as SGLang writes them, relay calls, and answer others at once."""
+    """Be the stand-ins: stream TOKENS tokens in chunks, as SGLang writes them, relay
+    calls, and answer others at once.
+    """
     table = {f"model.layers.{i}.weight": f"{i:016x}" for i in range(PARAMETERS)}
     checksums = json.dumps([{"per_gpu_checksum": "0" * 16, "checksums": table}])
     lines = chunks()
@@ -175,7 +190,9 @@ def serve(port: Any) -> None:
 
 
 def streaming(url: str) -> float:
-    """Return the CPU seconds of a chunk, for 32 concurrent completions of TOKENS tokens."""
+    """Return the CPU seconds of a chunk, for 32 concurrent completions of TOKENS
+    tokens.
+    """
 
     async def work() -> float:
         async with ServerClient(ServerAddress(id=0, url=url), "", "", 600) as client:
@@ -188,9 +205,14 @@ def streaming(url: str) -> float:
 
 
 def sweep(url: str, servers: int) -> float:
-    """Return the CPU seconds for asking all servers for their loads, no two of which are alike."""
+    """Return the CPU seconds for asking all servers for their loads, no two of which
+    are alike.
+    """
     port = int(url.rpartition(":")[2])
-    clients = {i: ServerClient(ServerAddress(i, f"http://{address(i)}:{port}"), "", "", 60.0) for i in range(servers)}
+    clients = {
+        i: ServerClient(ServerAddress(i, f"http://{address(i)}:{port}"), "", "", 60.0)
+        for i in range(servers)
+    }
 
     async def work() -> float:
         begin = time.process_time()
@@ -206,9 +228,13 @@ def sweep(url: str, servers: int) -> float:
 
 
 def streams(count: int) -> dict[str, float]:
-    """Measure two chunks of each of `count` concurrent completions. cores: CPU seconds per second at RATE."""
+    """Measure two chunks of each of `count` concurrent completions. cores: CPU seconds
+    per second at RATE.
+    """
     told: Any = multiprocessing.get_context("spawn").Queue()
-    stand_in = multiprocessing.get_context("spawn").Process(target=stream, args=(told, count), daemon=True)
+    stand_in = multiprocessing.get_context("spawn").Process(
+        target=stream, args=(told, count), daemon=True
+    )
     stand_in.start()
     allow_files(count)
 
@@ -225,14 +251,19 @@ def streams(count: int) -> dict[str, float]:
             await asyncio.gather(*running)
             return time.process_time() - begin
 
-    seconds, took = asyncio.run(work(f"http://127.0.0.1:{told.get(timeout=60)}")), told.get(timeout=60)
+    seconds, took = (
+        asyncio.run(work(f"http://127.0.0.1:{told.get(timeout=60)}")),
+        told.get(timeout=60),
+    )
     stand_in.kill()
     a_chunk, rate = seconds / (2 * count), 2 * count * CHUNK / took
     return {"seconds_a_chunk": a_chunk, "tokens_a_second": rate, "cores": a_chunk * RATE / CHUNK}
 
 
 def stream(told: Any, count: int) -> None:
-    """Be a stand-in that writes a chunk to one request after another, at RATE tokens/s in total."""
+    """Be a stand-in that writes a chunk to one request after another, at RATE tokens/s
+    in total.
+    """
     first, last = (b"%x\r\n%s\r\n" % (len(line), line) for line in chunks())
     allow_files(count)
 
@@ -242,7 +273,9 @@ def stream(told: Any, count: int) -> None:
 
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             head = await reader.readuntil(b"\r\n\r\n")
-            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+            await reader.readexactly(
+                int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            )
             writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
             writers.append(writer)
             if len(writers) == count:
@@ -272,11 +305,25 @@ def allow_files(count: int) -> None:
 
 
 def publication(url: str, servers: int) -> float:
-    """Return the CPU seconds of the calls of a publication to servers that stage its weights."""
+    """Return the CPU seconds of the calls of a publication to servers that stage its
+    weights.
+    """
     port = int(url.rpartition(":")[2])
-    clients = [ServerClient(ServerAddress(i, f"http://{address(i)}:{port}"), "", "", 60.0) for i in range(servers)]
-    calls: list[Call[Any]] = [lambda s: s.served_version(), lambda s: s.stage(1), lambda s: s.receive("group")]
-    calls += [lambda s: s.staged_checksums(), lambda s: s.pause("in_place"), lambda s: s.swap(1), lambda s: s.resume()]
+    clients = [
+        ServerClient(ServerAddress(i, f"http://{address(i)}:{port}"), "", "", 60.0)
+        for i in range(servers)
+    ]
+    calls: list[Call[Any]] = [
+        lambda s: s.served_version(),
+        lambda s: s.stage(1),
+        lambda s: s.receive("group"),
+    ]
+    calls += [
+        lambda s: s.staged_checksums(),
+        lambda s: s.pause("in_place"),
+        lambda s: s.swap(1),
+        lambda s: s.resume(),
+    ]
     begin = time.process_time()
     with closing(Fleet(clients, 0)) as fleet:
         for call in calls:
@@ -286,7 +333,9 @@ def publication(url: str, servers: int) -> float:
 
 
 def journal() -> dict[str, float]:
-    """Return CPU seconds and bytes per group of GENERATIONS rollouts with TOKENS tokens: written, read, encoded."""
+    """Return CPU seconds and bytes per group of GENERATIONS rollouts with TOKENS
+    tokens: written, read, encoded.
+    """
     random = np.random.default_rng(0)
 
     def group(ticket: int) -> Group:
@@ -294,15 +343,24 @@ def journal() -> dict[str, float]:
             tokens = random.integers(0, 128_000, TOKENS, dtype=np.int32)
             logprobs = random.random(TOKENS, dtype=np.float32)
             segment = Segment(tokens=tokens, logprobs=logprobs, weight_version=0, trained=True)
-            return Rollout(sample=sample, segments=(segment,), reward=1.0, correct=True, finish="stop")
+            return Rollout(
+                sample=sample, segments=(segment,), reward=1.0, correct=True, finish="stop"
+            )
 
         prompt = Prompt(id=str(ticket), tokens=np.arange(256, dtype=np.int32), answer="1")
-        return Group(ticket=ticket, prompt=prompt, rollouts=tuple(rollout(i) for i in range(GENERATIONS)))
+        return Group(
+            ticket=ticket, prompt=prompt, rollouts=tuple(rollout(i) for i in range(GENERATIONS))
+        )
 
     groups = [group(i) for i in range(16)]
     with tempfile.TemporaryDirectory() as folder:
         opened = Journal.open(Path(folder) / "rollouts", 16, 8, 1)
-        opened.append(*(Admitted(ticket=g.ticket, task="", prompt_id=g.prompt.id, epoch=0, due=0) for g in groups))
+        opened.append(
+            *(
+                Admitted(ticket=g.ticket, task="", prompt_id=g.prompt.id, epoch=0, due=0)
+                for g in groups
+            )
+        )
         begin = time.process_time()
         for g in groups:
             opened.append(Finished(group=g, time=0.0))

@@ -2,8 +2,9 @@
 
     python -m benchmarks.scaling_out [--json FILE]
 
-As servers are alike, and groups, too, only a part of the two large systems is simulated, with servers and prompts reduced by
-the same factor, and with the training and publication of the whole.
+As servers are alike, and groups, too, only a part of the two large systems is
+simulated, with servers and prompts reduced by the same factor, and with the training
+and publication of the whole.
 """
 
 import argparse
@@ -24,24 +25,56 @@ BASE = ("model.tensor_parallel=2", "model.context_parallel=4", "resources.server
 CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "80": (80, 1, ("resources.servers=48", "resources.learner_ranks=32")),
     "1,024, the same batch": (
-        1024, 1, ("resources.servers=104", "resources.server_tensor_parallel=8", "resources.learner_ranks=192"),
+        1024,
+        1,
+        (
+            "resources.servers=104",
+            "resources.server_tensor_parallel=8",
+            "resources.learner_ranks=192",
+        ),
     ),
-    "1,024": (1024, 16, ("batch.prompts=640", "resources.servers=704", "resources.learner_ranks=320")),
+    "1,024": (
+        1024,
+        16,
+        ("batch.prompts=640", "resources.servers=704", "resources.learner_ranks=320"),
+    ),
     "1,024, servers of 4": (
-        1024, 16,
-        ("batch.prompts=640", "resources.servers=176", "resources.server_tensor_parallel=4", "resources.learner_ranks=320"),
+        1024,
+        16,
+        (
+            "batch.prompts=640",
+            "resources.servers=176",
+            "resources.server_tensor_parallel=4",
+            "resources.learner_ranks=320",
+        ),
     ),
-    "16,384": (16384, 128, ("batch.prompts=10240", "resources.servers=11264", "resources.learner_ranks=5120")),
+    "16,384": (
+        16384,
+        128,
+        ("batch.prompts=10240", "resources.servers=11264", "resources.learner_ranks=5120"),
+    ),
     "16,384, servers of 8": (
-        16384, 128,
-        ("batch.prompts=10240", "resources.servers=1408", "resources.server_tensor_parallel=8", "resources.learner_ranks=5120"),
+        16384,
+        128,
+        (
+            "batch.prompts=10240",
+            "resources.servers=1408",
+            "resources.server_tensor_parallel=8",
+            "resources.learner_ranks=5120",
+        ),
     ),
     "16,384, servers of 8, buckets of 4 GB": (
-        16384, 128,
-        ("batch.prompts=10240", "resources.servers=1408", "resources.server_tensor_parallel=8", "resources.learner_ranks=5120",
-         "weights.bucket_mb=4096"),
+        16384,
+        128,
+        (
+            "batch.prompts=10240",
+            "resources.servers=1408",
+            "resources.server_tensor_parallel=8",
+            "resources.learner_ranks=5120",
+            "weights.bucket_mb=4096",
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def main() -> None:
@@ -49,12 +82,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = {}
-    print("| GPUs | sync s | step s | tokens/s | publishing | learner idle | lag | \n|---|---|---|---|---|---|---|")
+    print(
+        "| GPUs | sync s | step s | tokens/s | publishing | learner idle | lag |"
+        " \n|---|---|---|---|---|---|---|"
+    )
     for name, (gpus, part, keys) in CASES.items():
         row = found[name] = simulated(gpus, part, keys)
         print(
-            f"| {name} | {row['transfer']:.1f} | {row['step_seconds']:.1f} | {row['tokens_per_second']:,.0f} | "
-            f"{row['publishing']:.0%} | {row['learner_idle']:.0%} | {row['lag_mean']:.1f} |",
+            f"| {name} | {row['transfer']:.1f} | {row['step_seconds']:.1f} |"
+            f" {row['tokens_per_second']:,.0f} | {row['publishing']:.0%} |"
+            f" {row['learner_idle']:.0%} | {row['lag_mean']:.1f} |",
             flush=True,
         )
     if options.json:
@@ -65,7 +102,9 @@ def simulated(gpus: int, part: int, keys: tuple[str, ...]) -> dict[str, Any]:
     recipe = load("scalerl-8b", [*BASE, *keys])
     lengths = lognormal(recipe, MEAN, SPREAD)
     work = workload(recipe, lengths, 1.0, 0)
-    problem = PlanningProblem(recipe, architecture.read("llama-3.1-8b"), gpu_named("h100"), gpus, work)
+    problem = PlanningProblem(
+        recipe, architecture.read("llama-3.1-8b"), gpu_named("h100"), gpus, work
+    )
     plan = as_written(problem)
     assert not isinstance(plan, str), plan
     resources = recipe.resources.model_copy(update={"servers": recipe.resources.servers // part})

@@ -1,11 +1,14 @@
-"""How often does `megarl study search` keep the best arm, compared with its own probability, and with halving by last scores?
+"""How often does `megarl study search` keep the best arm, compared with its own
+probability, and with halving by last scores?
 
-`python -m benchmarks.search [--searches N] [--seed N] [--spread S] [--out FILE]`: four arms with one law each. Their curves
-have the errors of real ones: noise of the answers, a misfit of the law, and the luck of a seed. All three are drawn here, by
-code other than the posterior's; their sizes are those of its prior.
+`python -m benchmarks.search [--searches N] [--seed N] [--spread S] [--out FILE]`: four
+arms with one law each. Their curves have the errors of real ones: noise of the answers,
+a misfit of the law, and the luck of a seed. All three are drawn here, by code other
+than the posterior's; their sizes are those of its prior.
 
-`--recorded FOLDER`: uses the runs of a study (`megarl study`) that all went on to the end, for searches among four of its
-variants with all their seeds, halved after a half and after three quarters of the scores. The truth is the last score.
+`--recorded FOLDER`: uses the runs of a study (`megarl study`) that all went on to the
+end, for searches among four of its variants with all their seeds, halved after a half
+and after three quarters of the scores. The truth is the last score.
 """
 
 import argparse
@@ -37,8 +40,9 @@ class ArmLaw(NamedTuple):
 
 
 class Halved(NamedTuple):
-    """The arm with which a way of halving ends. good: whether it has the best A, or one as good; lost: how far its A is below
-    the best; behind: how far its pass rate at END is below the best arm's.
+    """The arm with which a way of halving ends. good: whether it has the best A, or one
+    as good; lost: how far its A is below the best; behind: how far its pass rate at END
+    is below the best arm's.
     """
 
     good: bool
@@ -47,7 +51,9 @@ class Halved(NamedTuple):
 
 
 class Searched(NamedTuple):
-    """A search, by the posterior and by last scores. stated: the stated probability that all rungs kept the best arm."""
+    """A search, by the posterior and by last scores. stated: the stated probability
+    that all rungs kept the best arm.
+    """
 
     stated: float
     posterior: Halved
@@ -56,7 +62,11 @@ class Searched(NamedTuple):
 
 def drawn_law(rng: np.random.Generator, centre: float, spread: float) -> ArmLaw:
     a = float(np.clip(rng.normal(centre, spread), R0 + 0.05, 0.99))
-    return ArmLaw(a, float(np.exp(rng.normal(np.log(1.2), 0.3))), END * float(np.exp(rng.normal(np.log(0.35), 0.5))))
+    return ArmLaw(
+        a,
+        float(np.exp(rng.normal(np.log(1.2), 0.3))),
+        END * float(np.exp(rng.normal(np.log(0.35), 0.5))),
+    )
 
 
 def drawn_curve(rng: np.random.Generator, law: ArmLaw) -> Curve:
@@ -64,7 +74,9 @@ def drawn_curve(rng: np.random.Generator, law: ArmLaw) -> Curve:
     steps = np.array(SCORED, float)
     gain = (law.a - R0) / (1 + (law.mid / steps) ** law.b)
     apart = np.abs(np.subtract.outer(np.log(steps), np.log(steps)))
-    strays = rng.multivariate_normal(np.zeros(len(steps)), (MISFIT * (law.a - R0)) ** 2 * np.exp(-apart / 1.5))
+    strays = rng.multivariate_normal(
+        np.zeros(len(steps)), (MISFIT * (law.a - R0)) ** 2 * np.exp(-apart / 1.5)
+    )
     rates = np.clip(R0 + gain * (1 + rng.normal(0, SEED)) + strays, 0, 1)
     scores, before = rng.binomial(ANSWERS, rates) / ANSWERS, rng.binomial(ANSWERS, R0) / ANSWERS
     return Curve("", steps, scores, before, "core", answers=ANSWERS)
@@ -102,8 +114,8 @@ def simulated(searches: int, seed: int, spread: float) -> list[Searched]:
 
 
 class Recorded(NamedTuple):
-    """A search among recorded runs. good, lost: by the last score, for the posterior and for the scores at the rungs; then the
-    hours spent, and those of all runs.
+    """A search among recorded runs. good, lost: by the last score, for the posterior
+    and for the scores at the rungs; then the hours spent, and those of all runs.
     """
 
     stated: float
@@ -116,13 +128,19 @@ class Recorded(NamedTuple):
 
 
 def recorded(folder: Path, answers: int, searches: int, seed: int) -> list[Recorded]:
-    """Search among random sets of four of a study's variants. answers: the number of which a score is the mean."""
+    """Search among random sets of four of a study's variants. answers: the number of
+    which a score is the mean.
+    """
     runs: dict[str, list[Curve]] = {}
     for file in sorted((folder / "points").glob("*-seed*.csv")):
         (curve,) = read_points(file)
-        runs.setdefault(file.name.rpartition("-seed")[0], []).append(replace(curve, answers=answers))
+        runs.setdefault(file.name.rpartition("-seed")[0], []).append(
+            replace(curve, answers=answers)
+        )
     fours = list(itertools.combinations(sorted(runs), 4))
-    chosen = np.random.default_rng(seed).choice(len(fours), min(searches, len(fours)), replace=False)
+    chosen = np.random.default_rng(seed).choice(
+        len(fours), min(searches, len(fours)), replace=False
+    )
     return [_recorded({arm: runs[arm] for arm in fours[n]}) for n in chosen]
 
 
@@ -130,14 +148,21 @@ def _recorded(runs: dict[str, list[Curve]]) -> Recorded:
     count = min(len(curve.hours) for curves in runs.values() for curve in curves)
     alive, by_score, stated, reached = list(runs), list(runs), 1.0, dict.fromkeys(runs, count)
     for rung in (count // 2, count * 3 // 4):
-        first = {arm: [part_of(curve, slice(rung)) for curve in curves] for arm, curves in runs.items()}
+        first = {
+            arm: [part_of(curve, slice(rung)) for curve in curves] for arm, curves in runs.items()
+        }
         judged = judge({arm: first[arm] for arm in alive})
         kept = [one.arm for one in judged.standings[: (len(alive) + 1) // 2]]
         reached |= {arm: rung for arm in alive if arm not in kept}
         alive, stated = kept, stated * judged.chance(kept)
-        last = {arm: float(np.mean([curve.pass_rate[-1] for curve in first[arm]])) for arm in by_score}
+        last = {
+            arm: float(np.mean([curve.pass_rate[-1] for curve in first[arm]])) for arm in by_score
+        }
         by_score = sorted(last, key=lambda arm: -last[arm])[: (len(by_score) + 1) // 2]
-    end = {arm: float(np.mean([curve.pass_rate[count - 1] for curve in curves])) for arm, curves in runs.items()}
+    end = {
+        arm: float(np.mean([curve.pass_rate[count - 1] for curve in curves]))
+        for arm, curves in runs.items()
+    }
     lost, by = (max(end.values()) - end[arm] for arm in (alive[0], by_score[0]))
     spent, whole = (
         sum(float(curve.hours[steps[arm] - 1]) for arm, curves in runs.items() for curve in curves)
@@ -147,13 +172,21 @@ def _recorded(runs: dict[str, list[Curve]]) -> Recorded:
 
 
 def summary(found: Sequence[Searched]) -> dict[str, float]:
-    """Return means over searches, and the stated and true rates in the less certain half of them and in the other half."""
+    """Return means over searches, and the stated and true rates in the less certain
+    half of them and in the other half.
+    """
     means = {"searches": len(found), "stated": float(np.mean([one.stated for one in found]))}
     for way in ("posterior", "score"):
         values = np.array([getattr(one, way) for one in found], float).mean(0)
-        means |= {f"{way}_{name}": float(value) for name, value in zip(Halved._fields, values, strict=True)}
+        means |= {
+            f"{way}_{name}": float(value)
+            for name, value in zip(Halved._fields, values, strict=True)
+        }
     ordered = sorted(found, key=lambda one: one.stated)
-    for name, half in (("unsure", ordered[: len(found) // 2]), ("sure", ordered[len(found) // 2 :])):
+    for name, half in (
+        ("unsure", ordered[: len(found) // 2]),
+        ("sure", ordered[len(found) // 2 :]),
+    ):
         means[f"{name}_stated"] = float(np.mean([one.stated for one in half]))
         means[f"{name}_good"] = float(np.mean([one.posterior.good for one in half]))
     return means
@@ -174,7 +207,9 @@ def main() -> None:
         means = np.array(found, float).mean(0).tolist()
         result = {"searches": len(found)} | dict(zip(Recorded._fields, means, strict=True))
     else:
-        result = {"spread": given.spread} | summary(simulated(given.searches, given.seed, given.spread))
+        result = {"spread": given.spread} | summary(
+            simulated(given.searches, given.seed, given.spread)
+        )
     text = json.dumps(result, indent=2)
     print(text)
     if given.out:

@@ -1,10 +1,13 @@
-"""Measures tokens/s of one server alone: through ServerClient (streamed, log-probs, versions) and under a bare load.
+"""Measures tokens/s of one server alone: through ServerClient (streamed, log-probs,
+versions) and under a bare load.
 
     python -m benchmarks.server RECIPE [key=value …] [--tokens 128] [--serial] [--json]
 
-The bare load is the cheapest possible client: it gets whole replies, which it does not read. --serial: a second server, whose
-scheduler does not prepare a step during the previous one, has the streamed load, too. All loads are repeated in turn, in one
-run, so that other load on the machine affects all; tokens per second of the server's own CPU time hardly depend on it.
+The bare load is the cheapest possible client: it gets whole replies, which it does not
+read. --serial: a second server, whose scheduler does not prepare a step during the
+previous one, has the streamed load, too. All loads are repeated in turn, in one run, so
+that other load on the machine affects all; tokens per second of the server's own CPU
+time hardly depend on it.
 """
 
 import argparse
@@ -41,20 +44,31 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of a request")
-    parser.add_argument("--serial", action="store_true", help="also a server without SGLang's overlap schedule")
-    parser.add_argument("--json", action="store_true", help="a line of JSON each instead of a table")
+    parser.add_argument(
+        "--serial", action="store_true", help="also a server without SGLang's overlap schedule"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="a line of JSON each instead of a table"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         servers = []
         for module in ("megarl", "benchmarks.no_overlap")[: 1 + options.serial]:
-            recipe = recipes.load(options.recipe, [*options.overrides, f"run.dir={directory}", f"run.name={module}"])
+            recipe = recipes.load(
+                options.recipe, [*options.overrides, f"run.dir={directory}", f"run.name={module}"]
+            )
             server = stack.enter_context(served(recipe, module))
             servers.append((server.endpoints, server.process.pid))
         if not options.json:
             print(f"{options.tokens} tokens a request")
-            print(f"{'load':>10} {'concurrency':>11} {'tokens/s':>9} {'per server CPU-s':>17} {'client CPU':>11}")
+            print(
+                f"{'load':>10} {'concurrency':>11} {'tokens/s':>9} {'per server CPU-s':>17}"
+                f" {'client CPU':>11}"
+            )
         for concurrency in CONCURRENCY:
-            found = asyncio.run(measured(recipe, *servers[0], options.tokens, concurrency, *servers[1:]))
+            found = asyncio.run(
+                measured(recipe, *servers[0], options.tokens, concurrency, *servers[1:])
+            )
             for load, (rate, work, share) in found.items():
                 if options.json:
                     row = {
@@ -65,7 +79,10 @@ def main() -> None:
                     }
                     print(json.dumps(row), flush=True)
                 else:
-                    print(f"{load:>10} {concurrency:>11} {rate:>9.0f} {work:>17.0f} {share:>10.1%}", flush=True)
+                    print(
+                        f"{load:>10} {concurrency:>11} {rate:>9.0f} {work:>17.0f} {share:>10.1%}",
+                        flush=True,
+                    )
 
 
 async def measured(
@@ -76,7 +93,8 @@ async def measured(
     concurrency: int,
     other: tuple[Endpoints, int] | None = None,
 ) -> dict[str, tuple[float, float, float]]:
-    """Return for each load: median tokens/s, tokens per CPU-second of the server, CPU share of the client.
+    """Return for each load: median tokens/s, tokens per CPU-second of the server, CPU
+    share of the client.
 
     other: another server and its process, for the load `serial`.
     """
@@ -96,18 +114,27 @@ async def measured(
 
         async def bare() -> int:
             sampling = {"max_new_tokens": tokens, "ignore_eos": True}
-            body = {"input_ids": prompt().tolist(), "sampling_params": sampling, "return_logprob": True}
-            async with session.post(f"{endpoints.servers[0]}/generate", data=msgspec.json.encode(body)) as reply:
+            body = {
+                "input_ids": prompt().tolist(),
+                "sampling_params": sampling,
+                "return_logprob": True,
+            }
+            async with session.post(
+                f"{endpoints.servers[0]}/generate", data=msgspec.json.encode(body)
+            ) as reply:
                 answer = await reply.read()
                 if reply.status != 200:
                     raise SystemExit(
-                        f"the server refused a request of {PROMPT_TOKENS} + {tokens} tokens: {answer.decode()}"
+                        f"the server refused a request of {PROMPT_TOKENS} + {tokens} tokens:"
+                        f" {answer.decode()}"
                     )
                 return tokens
 
         async def streamed(client: ServerClient) -> int:
             salt = str(generator.integers(1 << 30))
-            return len((await client.generate(prompt(), tokens, cache_salt=salt, ignore_eos=True)).tokens)
+            return len(
+                (await client.generate(prompt(), tokens, cache_salt=salt, ignore_eos=True)).tokens
+            )
 
         loads: dict[str, tuple[Callable[[], Awaitable[int]], int]] = {
             "bare": (bare, pid),
@@ -126,8 +153,12 @@ async def measured(
     return medians
 
 
-async def once(load: Callable[[], Awaitable[int]], concurrency: int, pid: int) -> tuple[float, float, float]:
-    """Return tokens/s, tokens per CPU-second of the server's processes, and CPU-seconds of this process per second."""
+async def once(
+    load: Callable[[], Awaitable[int]], concurrency: int, pid: int
+) -> tuple[float, float, float]:
+    """Return tokens/s, tokens per CPU-second of the server's processes, and CPU-seconds
+    of this process per second.
+    """
     server, client, start = server_cpu(pid), client_cpu(), time.monotonic()
     count = sum(await asyncio.gather(*(load() for _ in range(concurrency))))
     seconds = time.monotonic() - start

@@ -1,15 +1,19 @@
-"""Replays the stop rule `run.stop_when` on recorded runs: what would it have saved, and what would it have forgone?
+"""Replays the stop rule `run.stop_when` on recorded runs: what would it have saved, and
+what would it have forgone?
 
     python -m benchmarks.stopping DIR/records [--part open | held-out] [--out FILE.json]
 
-DIR is made by `megarl study corpus`. After each evaluation of a run the forecast is made from the data until then, and the rule
-is applied as in the controller. A price is a gain in pass rate per whole budget of the run, so `.02` means: stop if the rest
-brings less than .02 times its share of the budget. megarl's rule, with the upper end of the interval, is compared with
+DIR is made by `megarl study corpus`. After each evaluation of a run the forecast is
+made from the data until then, and the rule is applied as in the controller. A price is
+a gain in pass rate per whole budget of the run, so `.02` means: stop if the rest brings
+less than .02 times its share of the budget. megarl's rule, with the upper end of the
+interval, is compared with
 
     point estimate   the same rule with the gain of the best fit
     hindsight        the first evaluation after which the rest really brought less than the price, by the recorded scores
 
-A stop is wrong if the rest brought more than the price and two standard errors of the two evaluations.
+A stop is wrong if the rest brought more than the price and two standard errors of the
+two evaluations.
 """
 
 import json
@@ -31,7 +35,9 @@ Row = dict[str, Any]
 
 
 class EarlyEnd(NamedTuple):
-    """Where a rule ended a run. saved: share of the budget; forgone: the gain in pass rate from the rest."""
+    """Where a rule ended a run. saved: share of the budget; forgone: the gain in pass
+    rate from the rest.
+    """
 
     run: str
     saved: float
@@ -40,11 +46,14 @@ class EarlyEnd(NamedTuple):
 
 
 def rows_of(run: CorpusRun) -> list[Row]:
-    """Return the rows of eval.jsonl, each with the forecast that was possible then. Hours are petaFLOP here.
+    """Return the rows of eval.jsonl, each with the forecast that was possible then.
+    Hours are petaFLOP here.
 
     `gain`: the gain from the rest, by the fitted law alone.
     """
-    scores = [row | {"compute_hours": row["flop"] / 1e15, "compute_unit": "core"} for row in run.scores]
+    scores = [
+        row | {"compute_hours": row["flop"] / 1e15, "compute_unit": "core"} for row in run.scores
+    ]
     rows = [row | forecast(scores[: n + 1], (), scores[-1]["step"]) for n, row in enumerate(scores)]
     for n, row in enumerate(rows):
         if "predicted_hours" in row:
@@ -62,7 +71,9 @@ def point_estimate(row: Row, price: float) -> bool:
     return "gain" in row and row["gain"] < price * (row["predicted_hours"] - row["compute_hours"])
 
 
-def stops(run: CorpusRun, rule: Callable[[Row, float], bool], price: float, rows: list[Row]) -> EarlyEnd:
+def stops(
+    run: CorpusRun, rule: Callable[[Row, float], bool], price: float, rows: list[Row]
+) -> EarlyEnd:
     """Replay one rule. price: gain in pass rate per whole budget."""
     last, budget = rows[-1], rows[-1]["compute_hours"]
     ended = next((row for row in rows[:-1] if rule(row, price / budget)), last)
@@ -74,8 +85,10 @@ def stops(run: CorpusRun, rule: Callable[[Row, float], bool], price: float, rows
 def hindsight(run: CorpusRun, price: float, rows: list[Row]) -> EarlyEnd:
     end = rows[-1]
     worth = {
-        row["step"]: (end["pass_rate"] - row["pass_rate"])
-        < price * (end["compute_hours"] - row["compute_hours"]) / end["compute_hours"]
+        row["step"]: (
+            (end["pass_rate"] - row["pass_rate"])
+            < price * (end["compute_hours"] - row["compute_hours"]) / end["compute_hours"]
+        )
         for row in rows[:-1]
     }
     return stops(run, lambda row, _: worth[row["step"]], price, rows)
@@ -86,9 +99,8 @@ def main() -> None:
     known = [(run, rows_of(run)) for run in runs]
     figures = []
     print(
-        "| price | rule | runs ended early | compute saved, mean | forgone, mean | forgone, most | wrong |\n"
-        + "|---" * 7
-        + "|"
+        "| price | rule | runs ended early | compute saved, mean | forgone, mean | forgone, most |"
+        " wrong |\n" + "|---" * 7 + "|"
     )
     for price in PRICES:
         for name, replay in {

@@ -1,11 +1,14 @@
-"""How well do smaller policies predict a larger one's curve? The largest size of each recipe in the corpus, from the others.
+"""How well do smaller policies predict a larger one's curve? The largest size of each
+recipe in the corpus, from the others.
 
     python -m benchmarks.transfer DIR/records [--part open | all] [--out FILE.json]
 
-DIR is made by `megarl study corpus`; without --part all, held-out runs are neither fitted nor predicted. Runs of a size are
-fitted together, whatever their dtype and seed. Predicted are each score of the largest size in the second half of its compute,
-and A and C_mid of its own fit. The power law is compared with the next smaller size's fit, with C_mid proportional to the size.
-An interval is widened by the noise of the evaluation with which it is compared.
+DIR is made by `megarl study corpus`; without --part all, held-out runs are neither
+fitted nor predicted. Runs of a size are fitted together, whatever their dtype and seed.
+Predicted are each score of the largest size in the second half of its compute, and A
+and C_mid of its own fit. The power law is compared with the next smaller size's fit,
+with C_mid proportional to the size. An interval is widened by the noise of the
+evaluation with which it is compared.
 """
 
 import json
@@ -44,18 +47,31 @@ def judge(recipe: str, curves: dict[float, list[Curve]]) -> Row:
         later = curve.hours >= curve.hours[-1] / 2
         predicted = found.scores(curve.hours[later])
         next_smaller = fits[smaller[-1]](curve.hours[later] * smaller[-1] / largest)
-        for score, (middle, low, high), plain in zip(curve.pass_rate[later], predicted.T, next_smaller, strict=True):
+        for score, (middle, low, high), plain in zip(
+            curve.pass_rate[later], predicted.T, next_smaller, strict=True
+        ):
             one = 1.96 * noise(score, curve)
-            inside = middle - math.hypot(middle - low, one) <= score <= middle + math.hypot(high - middle, one)
+            inside = (
+                middle - math.hypot(middle - low, one)
+                <= score
+                <= middle + math.hypot(high - middle, one)
+            )
             rows.append((score - middle, float(inside), high - low, score - plain))
     errors, inside, widths, plain_errors = np.array(rows).T
     return {
-        "recipe": recipe, "from": smaller, "size": largest, "scores": len(rows), "inside": float(np.mean(inside)),
-        "rmse": float(np.sqrt(np.mean(errors**2))), "median_width": float(np.median(widths)),
+        "recipe": recipe,
+        "from": smaller,
+        "size": largest,
+        "scores": len(rows),
+        "inside": float(np.mean(inside)),
+        "rmse": float(np.sqrt(np.mean(errors**2))),
+        "median_width": float(np.median(widths)),
         "rmse_of_next_smaller": float(np.sqrt(np.mean(plain_errors**2))),
-        "A": [a, a_low, a_high], "own_A": [own.A, *own.A_interval],
-        "C_mid": [c, c_low, c_high], "own_C_mid": [own.C_mid, *own.C_mid_interval],
-    }  # fmt: skip
+        "A": [a, a_low, a_high],
+        "own_A": [own.A, *own.A_interval],
+        "C_mid": [c, c_low, c_high],
+        "own_C_mid": [own.C_mid, *own.C_mid_interval],
+    }
 
 
 def main() -> None:
@@ -64,17 +80,22 @@ def main() -> None:
     for recipe, curves in sizes(runs).items():
         if len(curves) < LEAST:
             ran = {run.name.partition("-seed")[0] for run in runs}
-            lacking = [kind.name for kind in KINDS if kind.recipe == recipe and kind.name not in ran]
+            lacking = [
+                kind.name for kind in KINDS if kind.recipe == recipe and kind.name not in ran
+            ]
             has = f"{len(curves)} of {LEAST} sizes in the {options.part} part"
             print(f"{recipe}: {has}, which has no record of {', '.join(lacking) or 'any other'}")
             continue
         row = judge(recipe, curves)
         sources = ", ".join(f"{n / 1e6:.1f}m" for n in row["from"])
         errors = f"RMSE {row['rmse']:.3f} (next smaller size: {row['rmse_of_next_smaller']:.3f})"
-        ceiling = "A {:.2f} ({:.2f} to {:.2f})".format(*row["A"]) + f", own fit {row['own_A'][0]:.2f}"
+        ceiling = (
+            "A {:.2f} ({:.2f} to {:.2f})".format(*row["A"]) + f", own fit {row['own_A'][0]:.2f}"
+        )
         print(
-            f"{recipe}: {row['size'] / 1e6:.1f}m from {sources}: {row['scores']} scores, {row['inside']:.0%} inside, {errors}, "
-            f"median width {row['median_width']:.3f}; {ceiling}"
+            f"{recipe}: {row['size'] / 1e6:.1f}m from {sources}: {row['scores']} scores,"
+            f" {row['inside']:.0%} inside, {errors}, median width {row['median_width']:.3f};"
+            f" {ceiling}"
         )
         judged.append(row)
     if not judged:

@@ -1,4 +1,5 @@
-"""Measures TRL's GRPOTrainer (`loss_type="cispo"`, CPU) on the benchmark's workload: completion tokens/s, rollout and training.
+"""Measures TRL's GRPOTrainer (`loss_type="cispo"`, CPU) on the benchmark's workload:
+completion tokens/s, rollout and training.
 
     PYTHONPATH=.bench:. python -m benchmarks.trl_grpo MODEL_DIR '{"prompts": 16, …}'     prints one JSON line
 
@@ -38,7 +39,9 @@ class Clock(TrainerCallback):
 
 
 def settings(**others: Any) -> GRPOConfig:
-    """Return ScaleRL's loss on a CPU, with these settings of GRPOConfig too; they take precedence."""
+    """Return ScaleRL's loss on a CPU, with these settings of GRPOConfig too; they take
+    precedence.
+    """
     common = {
         "loss_type": "cispo",
         "epsilon_high": 4.0,
@@ -71,7 +74,9 @@ def main() -> None:
             model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
             reward_funcs=reward,
             processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
-            train_dataset=Dataset.from_dict({"prompt": prompt_texts(work, work.prompts * (work.steps + 1))}),
+            train_dataset=Dataset.from_dict(
+                {"prompt": prompt_texts(work, work.prompts * (work.steps + 1))}
+            ),
             callbacks=[clock],
             args=settings(
                 output_dir=out,
@@ -85,7 +90,14 @@ def main() -> None:
         trainer.train()
     seconds = clock.ends[-1] - clock.ends[work.warmup_steps - 1]
     measured = tokens[work.warmup_steps :]
-    print(json.dumps({"tokens_per_second": sum(measured) / seconds, "tokens_per_step": sum(measured) / len(measured)}))
+    print(
+        json.dumps(
+            {
+                "tokens_per_second": sum(measured) / seconds,
+                "tokens_per_step": sum(measured) / len(measured),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Trains a recipe's model on its questions by TRL's GRPOTrainer, and scores the held-out ones as the recipe says.
+"""Trains a recipe's model on its questions by TRL's GRPOTrainer, and scores the
+held-out ones as the recipe says.
 
     PYTHONPATH=.bench:. python -m benchmarks.trl_real RECIPE.yaml '{"loss_type": "dapo"}'    prints one JSON line
 
-The line is a `MeasuredTraining` (real_comparison.py). The second argument has other settings of
-GRPOConfig, to try them. With `bf16` weights are FP32 and products bf16; without it all is bf16.
+The line is a `MeasuredTraining` (real_comparison.py). The second argument has other
+settings of GRPOConfig, to try them. With `bf16` weights are FP32 and products bf16;
+without it all is bf16.
 """
 
 import asyncio
@@ -61,11 +63,17 @@ class RecipeGrader:
         self._graders = self._runner.run(_graders(recipe, tokenizer))
 
     def grades(self, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> list[Grade]:
-        """Return the grade of each answer: token ids, up to and with the end token if there is one."""
+        """Return the grade of each answer: token ids, up to and with the end token if
+        there is one.
+        """
         return self._runner.run(self._grades(prompts, answers))
 
-    async def _grades(self, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> list[Grade]:
-        asked = [self._grade(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    async def _grades(
+        self, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]
+    ) -> list[Grade]:
+        asked = [
+            self._grade(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)
+        ]
         return list(await asyncio.gather(*asked))
 
     async def _grade(self, prompt: Prompt, answer: Sequence[int]) -> Grade:
@@ -81,10 +89,17 @@ async def _graders(recipe: Recipe, tokenizer: Tokenizer) -> TaskGraders:
 
 
 class HeldOut(TrainerCallback):
-    """Scores the held-out prompts before training, every `evaluation.every` steps and at the end, while the clock is paused."""
+    """Scores the held-out prompts before training, every `evaluation.every` steps and
+    at the end, while the clock is paused.
+    """
 
     def __init__(
-        self, recipe: Recipe, prompts: Sequence[Prompt], ends: Sequence[int], grader: RecipeGrader, clock: Clock
+        self,
+        recipe: Recipe,
+        prompts: Sequence[Prompt],
+        ends: Sequence[int],
+        grader: RecipeGrader,
+        clock: Clock,
     ) -> None:
         self._recipe = recipe
         self._prompts = [prompt for prompt in prompts for _ in range(recipe.evaluation.samples)]
@@ -97,7 +112,12 @@ class HeldOut(TrainerCallback):
         self._score(model, 0, 0.0)
 
     def on_step_end(
-        self, arguments: object, state: TrainerState, *args: Any, model: PreTrainedModel, **kwargs: Any
+        self,
+        arguments: object,
+        state: TrainerState,
+        *args: Any,
+        model: PreTrainedModel,
+        **kwargs: Any,
     ) -> None:
         step = state.global_step
         if step % self._recipe.evaluation.every == 0 or step == state.max_steps:
@@ -110,11 +130,15 @@ class HeldOut(TrainerCallback):
             model.train()
         pass_rate = sum(grade.correct for grade in grades) / len(grades)
         self.scores.append(HeldOutScore(step, seconds, pass_rate))
-        print(f"step {step}: {seconds:.0f} s, held out {pass_rate:.3f}", file=sys.stderr, flush=True)
+        print(
+            f"step {step}: {seconds:.0f} s, held out {pass_rate:.3f}", file=sys.stderr, flush=True
+        )
 
     @torch.no_grad()
     def _answers(self, model: PreTrainedModel) -> list[list[int]]:
-        """Return a sampled answer to each prompt: its token ids, up to and with the end token if there is one."""
+        """Return a sampled answer to each prompt: its token ids, up to and with the end
+        token if there is one.
+        """
         longest = max(len(prompt.tokens) for prompt in self._prompts)
         ids = torch.full((len(self._prompts), longest), self._ends[0])
         mask = torch.zeros_like(ids)
@@ -154,11 +178,15 @@ def conversations(recipe: Recipe) -> dict[str, list[dict[str, str]]]:
     return messages
 
 
-def check_same(prompt: Prompt, conversation: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> None:
+def check_same(
+    prompt: Prompt, conversation: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Raise MegarlError if TRL would show the model other tokens than megarl does."""
     shown = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
     if list(shown) != prompt.tokens.tolist():
-        raise MegarlError(f"prompt {prompt.id!r}: TRL's tokens {shown} are not megarl's {prompt.tokens.tolist()}")
+        raise MegarlError(
+            f"prompt {prompt.id!r}: TRL's tokens {shown} are not megarl's {prompt.tokens.tolist()}"
+        )
 
 
 def train(recipe: Recipe, chosen: Mapping[str, Any]) -> MeasuredTraining:
@@ -179,7 +207,9 @@ def train(recipe: Recipe, chosen: Mapping[str, Any]) -> MeasuredTraining:
         return [grade.reward for grade in grader.grades(asked, completion_ids)]
 
     clock = Clock()
-    held_out = HeldOut(recipe, prompts.heldout[: recipe.evaluation.prompts], ours.ends, grader, clock)
+    held_out = HeldOut(
+        recipe, prompts.heldout[: recipe.evaluation.prompts], ours.ends, grader, clock
+    )
     optimizer = recipe.learner.optimizer
     with tempfile.TemporaryDirectory() as out:
         arguments = settings(
@@ -201,7 +231,9 @@ def train(recipe: Recipe, chosen: Mapping[str, Any]) -> MeasuredTraining:
             model=AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=dtype),
             reward_funcs=reward,
             processing_class=tokenizer,
-            train_dataset=Dataset.from_list([{"question": name, "prompt": conversation_of[name]} for name in by_id]),
+            train_dataset=Dataset.from_list(
+                [{"question": name, "prompt": conversation_of[name]} for name in by_id]
+            ),
             callbacks=[clock, held_out],
             args=arguments,
         )

@@ -1,13 +1,16 @@
-"""Tests `pipeline.window`: real runs limited by their learner, with a full window and with `auto`, in alternating pairs.
+"""Tests `pipeline.window`: real runs limited by their learner, with a full window and
+with `auto`, in alternating pairs.
 
     python -m benchmarks.window [--pairs 5] [--steps 80] [--json FILE]     ten runs of two minutes on two quiet cores
     python -m benchmarks.window --simulate                                 scalerl-8b on 80 H100, two minutes of a core
 
-The workload is that of `workload.py` with prompts four times as long as answers: a server reads a prompt once per group, the
-learner with every answer, so the learner is the bottleneck. Steps count after `WARM_UP`, during which the window fills and
-shrinks, up to the last step for which a full window still draws. The interval is Student's t for the pairs' logarithms; one
-pair has none. Tokens per second depend on the machine's speed during a run and on the lengths that were drawn, too; a narrow
-window costs throughput if the learner waits more, so the time in which it works is compared as well.
+The workload is that of `workload.py` with prompts four times as long as answers: a
+server reads a prompt once per group, the learner with every answer, so the learner is
+the bottleneck. Steps count after `WARM_UP`, during which the window fills and shrinks,
+up to the last step for which a full window still draws. The interval is Student's t for
+the pairs' logarithms; one pair has none. Tokens per second depend on the machine's
+speed during a run and on the lengths that were drawn, too; a narrow window costs
+throughput if the learner waits more, so the time in which it works is compared as well.
 """
 
 import argparse
@@ -44,7 +47,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--json", type=Path, help="write the figures of each run there too")
     parser.add_argument(
-        "--simulate", action="store_true", help="simulate 80 GPUs instead, learner-bound and nearly balanced"
+        "--simulate",
+        action="store_true",
+        help="simulate 80 GPUs instead, learner-bound and nearly balanced",
     )
     options = parser.parse_args()
     if options.simulate:
@@ -57,17 +62,24 @@ def main() -> None:
         for pair in range(options.pairs):
             for window in WINDOWS[:: -1 if pair % 2 else 1]:
                 found[window].append(measured(made(place, options.steps, window, pair)))
-                figures = ", ".join(f"{name} {value:,.3g}" for name, value in found[window][-1].items())
-                print(f"pair {pair}, {window}: {figures}; load {os.getloadavg()[0]:.1f}", flush=True)
+                figures = ", ".join(
+                    f"{name} {value:,.3g}" for name, value in found[window][-1].items()
+                )
+                print(
+                    f"pair {pair}, {window}: {figures}; load {os.getloadavg()[0]:.1f}", flush=True
+                )
     print(table(found))
     if options.json:
         options.json.write_text(
-            json.dumps({"cores": os.cpu_count(), "steps": options.steps, "runs": found}, indent=1) + "\n"
+            json.dumps({"cores": os.cpu_count(), "steps": options.steps, "runs": found}, indent=1)
+            + "\n"
         )
 
 
 def simulate() -> None:
-    print("| servers + learner | window | tokens/s | mean lag | learner idle |\n|---|---|---|---|---|")
+    print(
+        "| servers + learner | window | tokens/s | mean lag | learner idle |\n|---|---|---|---|---|"
+    )
     for servers in (72, 64):
         for window in WINDOWS:
             split = [
@@ -79,11 +91,15 @@ def simulate() -> None:
             ]
             recipe = recipes.load("scalerl-8b", split)
             drawn = workload(recipe, lognormal(recipe, 8000, 0.5), 1.0, 0)
-            posed = PlanningProblem(recipe, architecture.read("llama-3.1-8b"), gpu_named("h100"), 80, drawn)
+            posed = PlanningProblem(
+                recipe, architecture.read("llama-3.1-8b"), gpu_named("h100"), 80, drawn
+            )
             plan = as_written(posed)
             assert not isinstance(plan, str), plan
             found = simulated(posed, plan, 12).summary
-            figures = f"{found.tokens_per_second:,.0f} | {found.lag_mean:.2f} | {found.learner_idle:.1%}"
+            figures = (
+                f"{found.tokens_per_second:,.0f} | {found.lag_mean:.2f} | {found.learner_idle:.1%}"
+            )
             print(f"| {servers} + {80 - servers} | {window} | {figures} |", flush=True)
 
 
@@ -97,14 +113,20 @@ def made(place: Path, steps: int, window: str, pair: int) -> Recipe:
 
 
 def measured(recipe: Recipe) -> dict[str, float]:
-    """Run the recipe; return its figures over the counted steps. Shares and means are over the seconds of these steps."""
+    """Run the recipe; return its figures over the counted steps. Shares and means are
+    over the seconds of these steps.
+    """
     rows = trained(recipe)[WARM_UP : -recipe.pipeline.window_steps]
     seconds = np.array([row["step_seconds"] for row in rows])
-    return {name: float(np.average([row[name] for row in rows], weights=seconds)) for name in FIGURES}
+    return {
+        name: float(np.average([row[name] for row in rows], weights=seconds)) for name in FIGURES
+    }
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Return the geometric mean of the pairs' ratios and its 95 % interval, which is unbounded for one pair."""
+    """Return the geometric mean of the pairs' ratios and its 95 % interval, which is
+    unbounded for one pair.
+    """
     logs = np.log(ratios)
     if len(logs) == 1:
         return math.exp(logs[0]), 0.0, math.inf
@@ -124,7 +146,9 @@ def table(found: dict[str, list[dict[str, float]]]) -> str:
     ]
     for name, found_of in ratios.items():
         mean, low, high = interval(found_of)
-        lines.append(f"\n{name}, auto / full: {mean:.3f} [{low:.3f}, {high:.3f}] over {len(pairs)} pairs")
+        lines.append(
+            f"\n{name}, auto / full: {mean:.3f} [{low:.3f}, {high:.3f}] over {len(pairs)} pairs"
+        )
     return "\n".join(lines)
 
 

@@ -1,7 +1,9 @@
-"""The workload that both sides of the comparison run: a Llama of 3.3M parameters, 128 completions per step.
+"""The workload that both sides of the comparison run: a Llama of 3.3M parameters, 128
+completions per step.
 
-The policy is noise with a fixed chance of ending at every token, so lengths vary as in reinforcement learning (geometric, cut
-off at a cap), and only speed is measured. Both sides get the same model directory, prompts and lengths.
+The policy is noise with a fixed chance of ending at every token, so lengths vary as in
+reinforcement learning (geometric, cut off at a cap), and only speed is measured. Both
+sides get the same model directory, prompts and lengths.
 """
 
 import math
@@ -18,7 +20,9 @@ EOS = 2
 
 @dataclass(frozen=True)
 class GrpoStepSizes:
-    """The sizes of one optimiser step. If `mean_tokens` is None, every completion runs to `max_tokens`."""
+    """The sizes of one optimiser step. If `mean_tokens` is None, every completion runs
+    to `max_tokens`.
+    """
 
     prompts: int = 16
     generations: int = 8
@@ -34,8 +38,9 @@ class GrpoStepSizes:
 
 
 def make_model(path: Path, work: GrpoStepSizes) -> None:
-    """Write an fp32 Llama with 4 layers of width 256 and the words w4 … w1023 as tokens, which ends with probability
-    1/mean_tokens at each token."""
+    """Write an fp32 Llama with 4 layers of width 256 and the words w4 … w1023 as
+    tokens, which ends with probability 1/mean_tokens at each token.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -54,18 +59,25 @@ def make_model(path: Path, work: GrpoStepSizes) -> None:
     model = LlamaForCausalLM(config).float()
     _set_end_probability(model, 1 / work.mean_tokens if work.mean_tokens else 1e-9)
     model.save_pretrained(path)
-    words = {"<pad>": 0, "<s>": 1, "</s>": EOS, "<unk>": 3} | {f"w{i}": i for i in range(4, VOCABULARY)}
+    words = {"<pad>": 0, "<s>": 1, "</s>": EOS, "<unk>": 3} | {
+        f"w{i}": i for i in range(4, VOCABULARY)
+    }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
     ).save_pretrained(path)
 
 
 @torch.no_grad()
 def _set_end_probability(model: LlamaForCausalLM, probability: float) -> None:
-    """Set the probability of the end token. Residual dimension 0 is made a constant 1, to which no layer writes, so that the
-    head can give one token a bias."""
+    """Set the probability of the end token. Residual dimension 0 is made a constant 1,
+    to which no layer writes, so that the head can give one token a bias.
+    """
     model.model.embed_tokens.weight[:, 0] = 1.0
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight[0] = 0

@@ -12,7 +12,8 @@
     verify.py      compares two models: their bits, and their logits
     inspect.py     shows what a directory holds
 
-They use megarl.core.models but nothing of the roles, and need only one process and no GPU.
+They use megarl.core.models but nothing of the roles, and need only one process and no
+GPU.
 """
 
 import logging
@@ -20,7 +21,9 @@ import warnings
 
 
 def silence_libraries() -> None:
-    """Leave out what megatron and torch say while a tool runs: only the tool's own lines are for the user."""
+    """Leave out what megatron and torch say while a tool runs: only the tool's own
+    lines are for the user.
+    """
     warnings.simplefilter("ignore")  # megatron warns of each optional package that is not installed
     logging.basicConfig(level=logging.ERROR)
     # It reports that there is no GPU, and where it found an unused CUDA.

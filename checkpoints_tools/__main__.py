@@ -1,6 +1,8 @@
-"""The command line. Exit status: 0 success; 1 `verify` found a difference; 2 a message on stderr.
+"""The command line. Exit status: 0 success; 1 `verify` found a difference; 2 a message
+on stderr.
 
-Each command imports its part when it runs, so that --help answers at once, without torch.
+Each command imports its part when it runs, so that --help answers at once, without
+torch.
 """
 
 import signal
@@ -20,7 +22,12 @@ from megarl.core.base.process import importing
 INTERRUPTED = 130
 CheckpointPath = Annotated[
     Path,
-    Argument(help="RUN (its latest checkpoint), RUN@STEP, RUN@best (the highest held-out score), or a folder step-N"),
+    Argument(
+        help=(
+            "RUN (its latest checkpoint), RUN@STEP, RUN@best (the highest held-out score), or a"
+            " folder step-N"
+        )
+    ),
 ]
 Destination = Annotated[Path, Argument(help="must not exist; a killed conversion is continued")]
 TensorParallel = Annotated[int, Option("--tp", min=1, metavar="N", help="tensor parallelism")]
@@ -33,14 +40,18 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-conversion = typer.Typer(name="convert", help="Convert a checkpoint into a Hugging Face directory, or back.")
+conversion = typer.Typer(
+    name="convert", help="Convert a checkpoint into a Hugging Face directory, or back."
+)
 app.add_typer(conversion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     silence_libraries()
     try:
-        status: int = app(arguments, prog_name="python -m checkpoints_tools", standalone_mode=False) or 0
+        status: int = (
+            app(arguments, prog_name="python -m checkpoints_tools", standalone_mode=False) or 0
+        )
         if status != INTERRUPTED:
             return status
         message = "stopped; the same command continues from here"
@@ -58,7 +69,12 @@ def megatron_to_hf(
     destination: Destination,
     base: Annotated[
         Path | None,
-        Option(help="directory with the tensors that are not trained (a vision tower); default: its origin"),
+        Option(
+            help=(
+                "directory with the tensors that are not trained (a vision tower); default: its"
+                " origin"
+            )
+        ),
     ] = None,
 ) -> None:
     """Convert a checkpoint into a Hugging Face directory."""
@@ -75,7 +91,9 @@ def hf_to_megatron(
     tp: TensorParallel = 1,
     pp: PipelineParallel = 1,
     ep: ExpertParallel = 1,
-    dtype: Annotated[Literal["bf16", "fp16", "fp32"] | None, Option(help="default: that of the source")] = None,
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None, Option(help="default: that of the source")
+    ] = None,
 ) -> None:
     """Convert a Hugging Face directory into a checkpoint of weights."""
     with importing():
@@ -86,7 +104,9 @@ def hf_to_megatron(
 
 @app.command()
 def dequantize(
-    source: Annotated[Path, Argument(help="Hugging Face directory in FP8 with block scales, or in MXFP4")],
+    source: Annotated[
+        Path, Argument(help="Hugging Face directory in FP8 with block scales, or in MXFP4")
+    ],
     destination: Destination,
 ) -> None:
     """Write a quantised Hugging Face directory in bf16, which learner and servers need."""
@@ -126,7 +146,11 @@ def reshard(
 
 @app.command()
 def verify(
-    a: Path, b: Path, logits: Annotated[int, Option(min=0, metavar="N", help="compare logits of N random prompts")] = 0
+    a: Path,
+    b: Path,
+    logits: Annotated[
+        int, Option(min=0, metavar="N", help="compare logits of N random prompts")
+    ] = 0,
 ) -> int:
     """Compare two models, each in either form."""
     with importing():
@@ -138,7 +162,9 @@ def verify(
 @app.command()
 def inspect(
     directory: Path,
-    tensors: Annotated[bool, Option("--tensors", help="a line for every tensor instead of the tree")] = False,
+    tensors: Annotated[
+        bool, Option("--tensors", help="a line for every tensor instead of the tree")
+    ] = False,
 ) -> None:
     """Show what a checkpoint or a Hugging Face directory holds."""
     with importing():

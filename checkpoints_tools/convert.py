@@ -1,10 +1,12 @@
-"""Converts between distributed checkpoints and Hugging Face directories, and between layouts, without changing a bit.
+"""Converts between distributed checkpoints and Hugging Face directories, and between
+layouts, without changing a bit.
 
     hf_to_megatron   safetensors ──slices──► parameter of a rank ──► its shards      at any layout, from one process
     megatron_to_hf   shards ──► parameter ──► safetensors
     reshard          shards ──► shards of another layout, including the optimiser's
 
-One parameter is in memory at a time. Values are only copied, unless --dtype rounds them.
+One parameter is in memory at a time. Values are only copied, unless --dtype rounds
+them.
 """
 
 import gc
@@ -22,7 +24,15 @@ from checkpoints_tools.layout import WHOLE, Dtype, Parallelism, StoredPart, part
 from checkpoints_tools.partial import PROGRESS, Partial, identity, refuse_existing, writing
 from checkpoints_tools.safetensors_files import Directory, SafetensorsFile
 from checkpoints_tools.shards import OPTIMIZER, Shards, Writer, no_objects, plan_files
-from checkpoints_tools.stored import NEAREST, HuggingFaceTensors, TensorGroup, box_of, check_keys, stored, value_of
+from checkpoints_tools.stored import (
+    NEAREST,
+    HuggingFaceTensors,
+    TensorGroup,
+    box_of,
+    check_keys,
+    stored,
+    value_of,
+)
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.model_directory import open_model
@@ -33,15 +43,23 @@ from megarl.core.models.hf import copy_description, rounded, write_index
 from megarl.core.models.region import Region, check_finite
 
 FILE_BYTES = 4 << 30
-"""Size of a file, and so the most work that a kill can cost. The files of all ranks that are open at once share this size."""
+"""Size of a file, and so the most work that a kill can cost. The files of all ranks
+that are open at once share this size.
+"""
 
 Shard = tuple[str, Sequence[int], Sequence[int], Tensor]
 
 
 def hf_to_megatron(
-    source: Path, destination: Path, layout: Parallelism, dtype: Dtype | None = None, file_bytes: int = FILE_BYTES
+    source: Path,
+    destination: Path,
+    layout: Parallelism,
+    dtype: Dtype | None = None,
+    file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write `destination` as a checkpoint of weights at step 0, sharded as ranks with this layout would shard it."""
+    """Write `destination` as a checkpoint of weights at step 0, sharded as ranks with
+    this layout would shard it.
+    """
     refuse_existing(destination)
     model, family = open_model(source), family_of(source)
     directory = Directory(source, model.tensors)
@@ -51,7 +69,10 @@ def hf_to_megatron(
     if text := rounded(model.tensors, types):
         terminal.say(f"{source}: {text}")
     meta = checkpoint.CheckpointMeta(
-        step=0, version=0, hf_source=str(source.resolve()), model=layout.section(source, dtype).model_dump()
+        step=0,
+        version=0,
+        hf_source=str(source.resolve()),
+        model=layout.section(source, dtype).model_dump(),
     )
 
     def shards(part: StoredPart) -> Iterator[Shard]:
@@ -59,50 +80,81 @@ def hf_to_megatron(
             offsets, sizes = box_of(shard)
             yield shard.key, offsets, shard.global_shape, shard.data.view(sizes)
 
-    with writing(destination, _same("hf-to-megatron", source, layout, dtype, file_bytes)) as partial:
-        _write_checkpoint(partial, wanted, shards, no_objects(), file_bytes // layout.ranks, source, meta)
+    with writing(
+        destination, _same("hf-to-megatron", source, layout, dtype, file_bytes)
+    ) as partial:
+        _write_checkpoint(
+            partial, wanted, shards, no_objects(), file_bytes // layout.ranks, source, meta
+        )
 
 
-def reshard(source: Path, destination: Path, layout: Parallelism, file_bytes: int = FILE_BYTES) -> None:
-    """Write the same checkpoint, including step and optimiser, in the shards of another layout."""
+def reshard(
+    source: Path, destination: Path, layout: Parallelism, file_bytes: int = FILE_BYTES
+) -> None:
+    """Write the same checkpoint, including step and optimiser, in the shards of another
+    layout.
+    """
     what = stored(source)
     if what.meta is None:
-        raise MegarlError(f"{source}: a Hugging Face directory has no shards; use `convert hf-to-megatron`")
+        raise MegarlError(
+            f"{source}: a Hugging Face directory has no shards; use `convert hf-to-megatron`"
+        )
     if what.meta.critic:
         raise MegarlError(
-            f"{what.path}: has a critic, whose shards reshard cannot convert; a run can resume it at any layout"
+            f"{what.path}: has a critic, whose shards reshard cannot convert; a run can resume it"
+            " at any layout"
         )
     refuse_existing(destination)
     shards, wanted = Shards(what.path), parts(what.hf_dir, layout, what.dtype)
     check_keys(shards, wanted)
-    states = sorted({key.split(".", 3)[2] for key in shards.tensors if key.startswith(f"{OPTIMIZER}state.")})
+    states = sorted(
+        {key.split(".", 3)[2] for key in shards.tensors if key.startswith(f"{OPTIMIZER}state.")}
+    )
     carried = {
-        f"{OPTIMIZER}state.{state}.{shard.key}" for state in states for part in wanted for shard in part.shards()
+        f"{OPTIMIZER}state.{state}.{shard.key}"
+        for state in states
+        for part in wanted
+        for shard in part.shards()
     }
-    if lost := sorted(key for key in shards.tensors if key.startswith(OPTIMIZER) and key not in carried):
+    if lost := sorted(
+        key for key in shards.tensors if key.startswith(OPTIMIZER) and key not in carried
+    ):
         raise MegarlError(
-            f"{what.path}: {len(lost)} tensors of the optimiser do not belong to any weight of the model: {lost[0]}, …"
+            f"{what.path}: {len(lost)} tensors of the optimiser do not belong to any weight of the"
+            f" model: {lost[0]}, …"
         )
 
     def read(part: StoredPart) -> Iterator[Shard]:
         for shard in part.shards():
             for key in (shard.key, *(f"{OPTIMIZER}state.{state}.{shard.key}" for state in states)):
                 if key in shards.tensors:
-                    yield key, shard.global_offset, shard.global_shape, shards.read(key, box_of(shard))
+                    yield (
+                        key,
+                        shard.global_offset,
+                        shard.global_shape,
+                        shards.read(key, box_of(shard)),
+                    )
 
     changed = layout.section(what.hf_dir, what.dtype).model_dump()
     kept = {key: what.meta.model[key] for key in ("path", "fp32_head") if key in what.meta.model}
     meta = msgspec.structs.replace(what.meta, model=changed | kept)
-    with writing(destination, _same("reshard", what.path, layout, what.dtype, file_bytes)) as partial:
+    with writing(
+        destination, _same("reshard", what.path, layout, what.dtype, file_bytes)
+    ) as partial:
         limit = file_bytes // layout.ranks
-        _write_checkpoint(partial, wanted, read, shards.objects(), limit, what.hf_dir, meta, 1 + len(states))
+        _write_checkpoint(
+            partial, wanted, read, shards.objects(), limit, what.hf_dir, meta, 1 + len(states)
+        )
 
 
-def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, file_bytes: int = FILE_BYTES) -> None:
+def megatron_to_hf(
+    source: Path, destination: Path, base: Path | None = None, file_bytes: int = FILE_BYTES
+) -> None:
     """Write a checkpoint, without its optimiser, as a Hugging Face directory.
 
-    source: a checkpoint, or a run or its checkpoints directory (for the latest complete one). base: the Hugging Face directory
-    from which tensors that are not trained (a vision tower) are taken; None: the one from which the checkpoint was made.
+    source: a checkpoint, or a run or its checkpoints directory (for the latest complete
+    one). base: the Hugging Face directory from which tensors that are not trained (a
+    vision tower) are taken; None: the one from which the checkpoint was made.
     """
     what = stored(source)
     if what.meta is None:
@@ -110,7 +162,9 @@ def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, fi
     refuse_existing(destination)
     trained = HuggingFaceTensors(what)
     untouched = _untouched(base or Path(what.meta.hf_source), trained.family)
-    tensors = trained.groups + [TensorGroup((), {name: region}) for name, region in untouched.items()]
+    tensors = trained.groups + [
+        TensorGroup((), {name: region}) for name, region in untouched.items()
+    ]
 
     def values(group: TensorGroup) -> Iterator[tuple[str, int, Tensor]]:
         for view, value in trained.views_of(group):
@@ -120,7 +174,9 @@ def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, fi
             if isinstance(shape, Region):
                 yield name, 0, shape.tensor()
 
-    with writing(destination, _same("megatron-to-hf", what.path, WHOLE, what.dtype, file_bytes)) as partial:
+    with writing(
+        destination, _same("megatron-to-hf", what.path, WHOLE, what.dtype, file_bytes)
+    ) as partial:
         write_tensors(partial, tensors, values, file_bytes)
         copy_description(what.hf_dir, partial.path, DTYPES[what.dtype])
         (partial.path / card.FILE).write_text(card.render(what.path, what.meta))
@@ -132,9 +188,11 @@ def write_tensors(
     values: Callable[[TensorGroup], Iterable[tuple[str, int, Tensor]]],
     file_bytes: int,
 ) -> None:
-    """Write the weights of a Hugging Face directory, in files of about `file_bytes`, and their index. A group is never split.
+    """Write the weights of a Hugging Face directory, in files of about `file_bytes`,
+    and their index. A group is never split.
 
-    values: yields (name, entry along dimension 0 of a stacked tensor or 0, values) for all tensors of a group.
+    values: yields (name, entry along dimension 0 of a stacked tensor or 0, values) for
+    all tensors of a group.
     """
     files, total = _planned(tensors, file_bytes), sum(group.nbytes for group in tensors)
     partial.expect("safetensors", total)
@@ -146,14 +204,21 @@ def write_tensors(
         shapes = {tensor: shape for group in members for tensor, shape in group.tensors.items()}
         with closing(SafetensorsFile(partial.unfinished(name), shapes)) as file:
             for group in members:
-                gc.collect()  # views hold memory maps of the source's files, and only this releases some of them
+                # views hold memory maps of the source's files, and only this releases
+                # some of them
+                gc.collect()
                 for tensor, entry, value in values(group):
                     file.write(tensor, value, entry)
                     partial.wrote(name, value.nbytes)
         partial.finish(name, None)
     partial.flush()
     if len(files) > 1:
-        file_of = {tensor: name for name, members in files.items() for group in members for tensor in group.tensors}
+        file_of = {
+            tensor: name
+            for name, members in files.items()
+            for group in members
+            for tensor in group.tensors
+        }
         write_index(partial.path, file_of, total)
 
 
@@ -167,7 +232,9 @@ def _write_checkpoint(
     meta: checkpoint.CheckpointMeta,
     copies: int = 1,
 ) -> None:
-    """Write every part's shards into its rank's files. copies: the number of tensors that each part yields, all of its size."""
+    """Write every part's shards into its rank's files. copies: the number of tensors
+    that each part yields, all of its size.
+    """
     files = plan_files(wanted, copies, file_bytes)
     first = "__0_objects.distcp"
     partial.expect("shards", sum(part.nbytes for part in wanted) * copies)
@@ -182,21 +249,30 @@ def _write_checkpoint(
         writer.complete()
     copy_description(description, partial.path / "hf", DTYPES[meta.model["dtype"]])
     sums = checksums(partial.path)
-    checkpoint.seal(partial.path, meta, {name: value for name, value in sums.items() if name != PROGRESS})
+    checkpoint.seal(
+        partial.path, meta, {name: value for name, value in sums.items() if name != PROGRESS}
+    )
 
 
 def _untouched(base: Path, family: Family) -> dict[str, Region]:
-    """Return the tensors of the original model that are not trained here. MegarlError if they are needed but missing."""
+    """Return the tensors of the original model that are not trained here. MegarlError
+    if they are needed but missing.
+    """
     if not family.elsewhere:
         return {}
     untouched, found = {}, (base / "config.json").is_file()
     if found:
-        untouched = {name: region for name, region in Directory(base).regions.items() if family.passthrough(name)}
-    # transformers drops layers for multi-token prediction, although config.json still mentions them.
+        untouched = {
+            name: region
+            for name, region in Directory(base).regions.items()
+            if family.passthrough(name)
+        }
+    # transformers drops layers for multi-token prediction, although config.json still
+    # mentions them.
     if not untouched and not (found and family.architecture.predicting_layers):
         raise MegarlError(
-            f"{base}: lacks tensors {', '.join(f'{start}*' for start in family.elsewhere)}, which the exported model needs; "
-            "give the original model with --base"
+            f"{base}: lacks tensors {', '.join(f'{start}*' for start in family.elsewhere)}, which"
+            " the exported model needs; give the original model with --base"
         )
     return untouched
 
@@ -213,8 +289,12 @@ def _planned(tensors: Sequence[TensorGroup], file_bytes: int) -> dict[str, list[
         size += group.nbytes
     if len(filled) == 1:
         return {"model.safetensors": filled[0]}
-    return {f"model-{i:05}-of-{len(filled):05}.safetensors": file for i, file in enumerate(filled, 1)}
+    return {
+        f"model-{i:05}-of-{len(filled):05}.safetensors": file for i, file in enumerate(filled, 1)
+    }
 
 
-def _same(command: str, source: Path, layout: Parallelism, dtype: Dtype, file_bytes: int) -> dict[str, object]:
+def _same(
+    command: str, source: Path, layout: Parallelism, dtype: Dtype, file_bytes: int
+) -> dict[str, object]:
     return identity(command, source, layout=astuple(layout), dtype=dtype, file_bytes=file_bytes)

@@ -1,11 +1,13 @@
-"""Makes a Hugging Face directory of a GGUF file, which holds weights, configuration and tokenizer.
+"""Makes a Hugging Face directory of a GGUF file, which holds weights, configuration and
+tokenizer.
 
     FILE ──► transformers' reader (dequantised) ──► what it loses, repaired ──► checks ──► OUT
 
-transformers loses what splits text before the merges (digits one by one, the composed form of
-accents), the decimal epsilon, and rope scaling. The first two are repaired; a file with the last
-is refused. The result is compared with what the `gguf` package reads from the same file: sizes,
-vocabulary, merges, and all values. The whole model is in memory.
+transformers loses what splits text before the merges (digits one by one, the composed
+form of accents), the decimal epsilon, and rope scaling. The first two are repaired; a
+file with the last is refused. The result is compared with what the `gguf` package reads
+from the same file: sizes, vocabulary, merges, and all values. The whole model is in
+memory.
 """
 
 import json
@@ -83,7 +85,9 @@ ROPE_BASE = "rope.freq_base"
 
 
 def import_gguf(source: Path, destination: Path, dtype: str = "bf16") -> None:
-    """Write `destination` in this precision. source: a GGUF file, or a directory with one."""
+    """Write `destination` in this precision. source: a GGUF file, or a directory with
+    one.
+    """
     refuse_existing(destination)
     file = _file(source)
     reader = _opened(file)
@@ -96,7 +100,10 @@ def import_gguf(source: Path, destination: Path, dtype: str = "bf16") -> None:
         _check_tokenizer(file, reader, partial)
         _check_values(file, reader, partial)
         answer = _greedy(partial)
-    terminal.say(f"{destination}: {len(reader.tensors)} tensors, {_types(reader)} rounded to {plain(DTYPES[dtype])}")
+    terminal.say(
+        f"{destination}: {len(reader.tensors)} tensors, {_types(reader)} rounded to"
+        f" {plain(DTYPES[dtype])}"
+    )
     terminal.say(f"{PROMPT!r} continues with {answer!r}")
 
 
@@ -185,7 +192,9 @@ def _write(file: Path, partial: Path, dtype: torch.dtype) -> None:
     named = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
         config = GgufConfig(dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(**named, dtype=dtype, quantization_config=config)
+        model = AutoModelForCausalLM.from_pretrained(
+            **named, dtype=dtype, quantization_config=config
+        )
         tokenizer = AutoTokenizer.from_pretrained(**named)
     except Exception as error:  # transformers' readers fail in many ways
         reason = f"{type(error).__name__}: {error}"
@@ -211,7 +220,9 @@ def _shortest(number: float) -> float:
     return float(str(np.float32(number)))
 
 
-def _repair_tokenizer(reader: gguf.GGUFReader, partial: Path, repair: Callable[[Backend], None]) -> None:
+def _repair_tokenizer(
+    reader: gguf.GGUFReader, partial: Path, repair: Callable[[Backend], None]
+) -> None:
     path = str(partial / "tokenizer.json")
     backend = Backend.from_file(path)
     repair(backend)
@@ -285,8 +296,10 @@ def _check_values(file: Path, reader: gguf.GGUFReader, partial: Path) -> None:
 
 
 def _in_order(name: str, value: torch.Tensor, architecture: Architecture) -> torch.Tensor:
-    """Return q_proj or k_proj with its rows as in transformers. In llama.cpp's order pairs of rows
-    that are rotated together are neighbours; transformers has the first of all pairs first."""
+    """Return q_proj or k_proj with its rows as in transformers. In llama.cpp's order
+    pairs of rows that are rotated together are neighbours; transformers has the first
+    of all pairs first.
+    """
     heads = {"q_proj": architecture.heads, "k_proj": architecture.groups}
     projection = name.split(".")[-2]
     if architecture.name != "LlamaForCausalLM" or projection not in heads:

@@ -1,4 +1,5 @@
-"""Shows what a directory holds: architecture, size, step, recipe, the layout with which it was written, and a tree of tensors.
+"""Shows what a directory holds: architecture, size, step, recipe, the layout with which
+it was written, and a tree of tensors.
 
 decoder                                                    in the tree, equal siblings share one line
   layers.[0-31]
@@ -28,7 +29,9 @@ type Tree = dict[str, Tree | str]
 
 
 def inspect(directory: Path, every_tensor: bool) -> None:
-    """Print what a directory holds, without reading weights. every_tensor: one line for each tensor instead of the tree."""
+    """Print what a directory holds, without reading weights. every_tensor: one line for
+    each tensor instead of the tree.
+    """
     what = stored(directory)
     config = read_config(what.hf_dir)
     terminal.say(what.path)
@@ -36,13 +39,22 @@ def inspect(directory: Path, every_tensor: bool) -> None:
     tensors: Mapping[str, Region | StoredTensor]
     tensors = Directory(what.path).regions if what.meta is None else Shards(what.path).tensors
     if what.meta is not None:
-        layout = {k: v for k, v in what.meta.model.items() if k.endswith("_parallel") and v not in (1, False)}
+        layout = {
+            k: v
+            for k, v in what.meta.model.items()
+            if k.endswith("_parallel") and v not in (1, False)
+        }
         optimizer = {k: v for k, v in tensors.items() if k.startswith(OPTIMIZER)}
         tensors = {k: v for k, v in tensors.items() if k not in optimizer}
-        terminal.say(f"  checkpoint    step {what.meta.step}, weights of version {what.meta.version}")
+        terminal.say(
+            f"  checkpoint    step {what.meta.step}, weights of version {what.meta.version}"
+        )
         terminal.say(f"  made from     {what.meta.hf_source}")
         terminal.say(f"  recipe        {_recipe(what)}")
-        terminal.say(f"  written at    {', '.join(f'{k}={v}' for k, v in layout.items()) or 'one rank per copy'}")
+        terminal.say(
+            "  written at   "
+            f" {', '.join(f'{k}={v}' for k, v in layout.items()) or 'one rank per copy'}"
+        )
         terminal.say(f"  optimiser     {_size(optimizer) if optimizer else 'none'}")
     terminal.say(f"  weights       {_size(tensors)}")
     if what.meta is None and (problem := unusable(what.path)):
@@ -54,8 +66,14 @@ def inspect(directory: Path, every_tensor: bool) -> None:
 
 
 def _described(tensor: Region | StoredTensor) -> str:
-    """Return a tensor's shape, type, size, and file; for a checkpoint, instead of the file, number and shape of its pieces."""
-    where = tensor.path.name if isinstance(tensor, Region) else f"{len(tensor.boxes)} x {list(tensor.boxes[0][1])}"
+    """Return a tensor's shape, type, size, and file; for a checkpoint, instead of the
+    file, number and shape of its pieces.
+    """
+    where = (
+        tensor.path.name
+        if isinstance(tensor, Region)
+        else f"{len(tensor.boxes)} x {list(tensor.boxes[0][1])}"
+    )
     return f"{list(tensor.shape)} {_plain(tensor.dtype)}  {tensor.nbytes / 1e6:,.1f} MB  {where}"
 
 
@@ -82,7 +100,9 @@ def _tree(described: Mapping[str, str]) -> Tree:
 
 
 def _lines(node: Tree, indent: str = "") -> list[str]:
-    """Return the tree's lines. Equal numbered siblings share a line, and a node with one child is joined with it."""
+    """Return the tree's lines. Equal numbered siblings share a line, and a node with
+    one child is joined with it.
+    """
     lines: list[str] = []
     for name, child in _merged(node):
         while isinstance(child, dict) and len(below := _merged(child)) == 1:
@@ -96,13 +116,16 @@ def _lines(node: Tree, indent: str = "") -> list[str]:
 
 
 def _merged(node: Tree) -> list[tuple[str, Tree | str]]:
-    """Return the children. Numbered ones that differ at most in the files of their tensors are merged."""
+    """Return the children. Numbered ones that differ at most in the files of their
+    tensors are merged.
+    """
     kinds: dict[str, list[str]] = {}
     for name, child in node.items():
         same = re.sub(r"[\w.-]+\.safetensors", "", repr(child)) if name.isdigit() else name
         kinds.setdefault(same, []).append(name)
     return [
-        (_ranges(sorted(map(int, names))) if len(names) > 1 else names[0], node[names[0]]) for names in kinds.values()
+        (_ranges(sorted(map(int, names))) if len(names) > 1 else names[0], node[names[0]])
+        for names in kinds.values()
     ]
 
 

@@ -1,11 +1,14 @@
-"""Finds which rank of a layout holds which part of which Megatron tensor, without data, processes or GPUs.
+"""Finds which rank of a layout holds which part of which Megatron tensor, without data,
+processes or GPUs.
 
-    for each rank of the layout:
-        fake process groups  ->  megatron's model on the meta device  ->  its own sharded_state_dict
+    for each rank of the layout: fake process groups  ->  megatron's model on the meta
+        device  ->  its own sharded_state_dict
                                                                                |
-                                 StoredPart(rank, parameter, how it is divided and named)  <-
+                                 StoredPart(rank, parameter, how it is divided and
+                                 named)  <-
 
-So names, offsets and replicas in a converted checkpoint are megatron's own, at any layout, from one process.
+So names, offsets and replicas in a converted checkpoint are megatron's own, at any
+layout, from one process.
 """
 
 import math
@@ -50,12 +53,16 @@ class Parallelism:
 
     @property
     def ranks(self) -> int:
-        """The smallest number of ranks with this layout; they have every shard exactly once."""
+        """The smallest number of ranks with this layout; they have every shard exactly
+        once.
+        """
         return self.pipeline * math.lcm(self.tensor, self.expert * self.expert_tensor)
 
     @property
     def expert_tensor(self) -> int:
-        """Tensor parallelism of experts: with expert parallelism they are whole, else megatron divides them like the rest."""
+        """Tensor parallelism of experts: with expert parallelism they are whole, else
+        megatron divides them like the rest.
+        """
         return self.tensor if self.expert == 1 else 1
 
     def section(self, path: Path, dtype: Dtype) -> Model:
@@ -77,8 +84,9 @@ WHOLE = Parallelism()
 class StoredPart(Shape):
     """The part of one Megatron parameter that one rank stores.
 
-    shape, dtype: of the rank's parameter. name: with layers numbered over the whole model. place: (rank, size) in the group
-    that divides the parameter. entry: megatron's description of how it is stored, without data.
+    shape, dtype: of the rank's parameter. name: with layers numbered over the whole
+    model. place: (rank, size) in the group that divides the parameter. entry:
+    megatron's description of how it is stored, without data.
     """
 
     rank: int
@@ -87,19 +95,27 @@ class StoredPart(Shape):
     entry: ShardedTensor | ShardedTensorFactory
 
     def shards(self, value: Tensor | None = None) -> list[ShardedTensor]:
-        """Return the pieces in which a checkpoint stores it, with the data of `value` if that is given."""
+        """Return the pieces in which a checkpoint stores it, with the data of `value`
+        if that is given.
+        """
         if value is None:
             value = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return list(nested_values([_built(replace(self.entry, data=value))]))
 
     def value(self, read: Callable[[ShardedTensor], Tensor]) -> Tensor:
-        """Return the parameter, assembled from its pieces. read: returns the values of a piece."""
+        """Return the parameter, assembled from its pieces. read: returns the values of
+        a piece.
+        """
         pieces = dict_list_map_outplace(read, _built(self.entry))
-        return self.entry.merge_fn(pieces) if isinstance(self.entry, ShardedTensorFactory) else pieces
+        return (
+            self.entry.merge_fn(pieces) if isinstance(self.entry, ShardedTensorFactory) else pieces
+        )
 
 
 def parts(hf_dir: Path, layout: Parallelism, dtype: Dtype) -> list[StoredPart]:
-    """Return every stored part once, stage by stage. The parts of ranks that share a tensor follow one another."""
+    """Return every stored part once, stage by stage. The parts of ranks that share a
+    tensor follow one another.
+    """
     by_name: dict[str, list[StoredPart]] = {}
     for rank in range(layout.ranks):
         with _pretended(rank, layout):
@@ -112,18 +128,26 @@ def _built(entry: ShardedTensor | ShardedTensorFactory) -> ShardedStateDict | Sh
     return entry.build() if isinstance(entry, ShardedTensorFactory) else entry
 
 
-def _parts_of_rank(hf_dir: Path, layout: Parallelism, dtype: Dtype, rank: int) -> Iterator[StoredPart]:
+def _parts_of_rank(
+    hf_dir: Path, layout: Parallelism, dtype: Dtype, rank: int
+) -> Iterator[StoredPart]:
     (chunk,) = build.build(layout.section(hf_dir, dtype), hf_dir, transformer_engine=False)
     state = checkpoint.model_state([chunk])["model"]
-    for (name, parameter), (key, _) in zip(hf.named_tensors([chunk]), hf.stored_tensors(chunk), strict=True):
-        part = StoredPart(tuple(parameter.shape), parameter.dtype, rank, name, hf.shard_of(name), state[key])
+    for (name, parameter), (key, _) in zip(
+        hf.named_tensors([chunk]), hf.stored_tensors(chunk), strict=True
+    ):
+        part = StoredPart(
+            tuple(parameter.shape), parameter.dtype, rank, name, hf.shard_of(name), state[key]
+        )
         if all(is_main_replica(shard.replica_id) for shard in part.shards()):
             yield part
 
 
 @contextmanager
 def _pretended(rank: int, layout: Parallelism) -> Iterator[None]:
-    """Make the process rank `rank` of a fake world during the block; megatron's tensors then have shapes but no memory."""
+    """Make the process rank `rank` of a fake world during the block; megatron's tensors
+    then have shapes but no memory.
+    """
     after_megatron_import()
     dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
     device = torch.cuda.current_device

@@ -1,12 +1,13 @@
-"""Writes a directory. After a kill it can be continued, and it is never mistaken for a complete one.
+"""Writes a directory. After a kill it can be continued, and it is never mistaken for a
+complete one.
 
     .DST.partial/                left by a killed conversion; the next one with the same identity continues it
         progress.jsonl           the identity, then one line per finished file, with any data that its writer wants to keep
         model-00001-of-….part    a file being written; it is renamed and recorded once it is on disk
     DST                          the same directory, renamed when complete, without progress.jsonl
 
-A second thread puts a file on disk (fsync) while the next one is filled. An error removes the directory; a kill or Ctrl-C
-leaves it, to be continued.
+A second thread puts a file on disk (fsync) while the next one is filled. An error
+removes the directory; a kill or Ctrl-C leaves it, to be continued.
 """
 
 import fcntl
@@ -21,7 +22,14 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
@@ -29,12 +37,15 @@ from megarl.core.base.rundir import mend_jsonl
 
 PROGRESS = "progress.jsonl"
 SETTLE_BYTES = 128 << 20
-"""Bytes after which data are put on disk. Linux itself begins only at a tenth of the memory; the disk is idle until then."""
+"""Bytes after which data are put on disk. Linux itself begins only at a tenth of the
+memory; the disk is idle until then.
+"""
 
 
 class Partial:
-    """A directory being written, created by `writing`. finished: the note (JSON) on each finished file, by name; done: bytes
-    written by this process."""
+    """A directory being written, created by `writing`. finished: the note (JSON) on
+    each finished file, by name; done: bytes written by this process.
+    """
 
     def __init__(self, path: Path, log: TextIO, progress: Progress) -> None:
         self.path = path
@@ -48,7 +59,9 @@ class Partial:
         self._log = log
 
     def begin(self, same: Mapping[str, object]) -> None:
-        """Continue the directory if it was begun with the same identity, else empty it and begin anew."""
+        """Continue the directory if it was begun with the same identity, else empty it
+        and begin anew.
+        """
         first, *rows = self._log.read().splitlines() or [""]
         if first != json.dumps(same):
             for entry in self.path.iterdir():
@@ -72,7 +85,9 @@ class Partial:
         self._progress.advance(self._task, count)
 
     def wrote(self, name: str, count: int) -> None:
-        """Count bytes that were added to `unfinished(name)`. From time to time the second thread puts them on disk."""
+        """Count bytes that were added to `unfinished(name)`. From time to time the
+        second thread puts them on disk.
+        """
         self.done += count
         self._progress.advance(self._task, count)
         self._unsettled += count
@@ -86,7 +101,9 @@ class Partial:
         return self.path / f"{name}.part"
 
     def finish(self, name: str, note: object) -> None:
-        """Put the complete `unfinished(name)` on disk, rename it, and record it with `note`; return before that is done."""
+        """Put the complete `unfinished(name)` on disk, rename it, and record it with
+        `note`; return before that is done.
+        """
         self.flush()
         self._pending = self._disk.submit(self._finish, name, note)
 
@@ -115,20 +132,30 @@ class Partial:
 
 @contextmanager
 def writing(destination: Path, same: Mapping[str, object]) -> Iterator[Partial]:
-    """Yield a directory to write, which appears as `destination` once the block has succeeded. same: the identity (JSON, see
-    `identity`) with which an earlier attempt must have begun to be continued."""
+    """Yield a directory to write, which appears as `destination` once the block has
+    succeeded. same: the identity (JSON, see `identity`) with which an earlier attempt
+    must have begun to be continued.
+    """
     path = destination.with_name(f".{destination.name}.partial")
     console = terminal.console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     begin = time.monotonic()
     try:
         path.mkdir(parents=True, exist_ok=True)
         log = _locked(path)
     except OSError as error:
         raise MegarlError(f"{destination}: cannot be written: {error.strerror}") from None
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not sys.stderr.isatty()) as progress:
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not sys.stderr.isatty()
+    ) as progress:
         try:
-            # It is closed before the directory is removed, since the second thread may be renaming a file in it.
+            # It is closed before the directory is removed, since the second thread may
+            # be renaming a file in it.
             with closing(Partial(path, log, progress)) as partial:
                 partial.begin(same)
                 yield partial
@@ -140,9 +167,14 @@ def writing(destination: Path, same: Mapping[str, object]) -> Iterator[Partial]:
             if not isinstance(error, OSError):
                 raise
             reason = error.strerror or error
-            raise MegarlError(f"{destination}: could not be written (is the disk full?): {reason}") from None
+            raise MegarlError(
+                f"{destination}: could not be written (is the disk full?): {reason}"
+            ) from None
     seconds, megabytes = time.monotonic() - begin, partial.done / 1e6
-    terminal.say(f"{destination}: {megabytes:,.1f} MB written in {seconds:.1f} s ({megabytes / seconds:,.0f} MB/s)")
+    terminal.say(
+        f"{destination}: {megabytes:,.1f} MB written in {seconds:.1f} s ({megabytes / seconds:,.0f}"
+        " MB/s)"
+    )
 
 
 def _settle(path: Path) -> None:
@@ -151,8 +183,9 @@ def _settle(path: Path) -> None:
 
 
 def refuse_existing(destination: Path) -> None:
-    """Raise MegarlError if the destination exists, or cannot be looked for. It is called before a conversion is planned,
-    which may take minutes."""
+    """Raise MegarlError if the destination exists, or cannot be looked for. It is
+    called before a conversion is planned, which may take minutes.
+    """
     try:
         exists = destination.exists()
     except OSError as error:  # such as a name that is too long
@@ -162,8 +195,9 @@ def refuse_existing(destination: Path) -> None:
 
 
 def identity(command: str, source: Path, **settings: object) -> dict[str, object]:
-    """Return the data that must be the same for a killed conversion to be continued, including name, size and time of every
-    source file."""
+    """Return the data that must be the same for a killed conversion to be continued,
+    including name, size and time of every source file.
+    """
     files = sorted(p for p in source.rglob("*") if p.is_file())
     known = [[str(p.relative_to(source)), p.stat().st_size, p.stat().st_mtime_ns] for p in files]
     return {"command": command, "source": str(source.resolve()), "files": known} | settings

@@ -1,12 +1,14 @@
-"""Converts Hugging Face directories from FP8 or MXFP4 to bf16. The stored tensors, and the numbers that they represent:
+"""Converts Hugging Face directories from FP8 or MXFP4 to bf16. The stored tensors, and
+the numbers that they represent:
 
 fp8     NAME E4M3 [rows, columns], NAME_scale_inv a scale per block of it (DeepSeek-V3, arXiv 2412.19437, section 3.3)
         E4M3 * scale
 mxfp4   NAME_blocks U8 [experts, rows, groups, 16], two E2M1 per byte, lower bits first; NAME_scales U8 [experts, rows, groups]
-        E2M1 * 2^(scale - 127) (OCP Microscaling Formats 1.0); NAME [experts, columns, rows] is the transpose of that (gpt-oss)
+        E2M1 * 2^(scale - 127) (OCP Microscaling Formats 1.0); NAME [experts, columns,
+        rows] is the transpose of that (gpt-oss)
 
-Products are rounded to bf16 once. All other tensors are copied bit for bit. One tensor, or one expert of a stacked tensor, is
-in memory at a time.
+Products are rounded to bf16 once. All other tensors are copied bit for bit. One tensor,
+or one expert of a stacked tensor, is in memory at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,21 +35,33 @@ _PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], 1)
 SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 """Types of the scales of FP8 numbers; the last is powers of 2 (`scale_fmt: ue8m0`)."""
 ENDINGS = ("_scale_inv", "_blocks", "_scales")
-QUANTIZED = (torch.uint8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+QUANTIZED = (
+    torch.uint8,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+)
 
 
 class WrittenTensor(NamedTuple):
-    """A tensor to be written. values: yields its entries along dimension 0 one by one, or the whole tensor as the only one."""
+    """A tensor to be written. values: yields its entries along dimension 0 one by one,
+    or the whole tensor as the only one.
+    """
 
     shape: Shape
     values: Callable[[], Iterable[Tensor]]
 
 
 def dequantize(source: Path, destination: Path, file_bytes: int = FILE_BYTES) -> None:
-    """Write the directory `source`, whose weights are FP8 or MXFP4, as `destination` in bf16."""
+    """Write the directory `source`, whose weights are FP8 or MXFP4, as `destination` in
+    bf16.
+    """
     quantization = read_config(source).get("quantization_config")
     if not isinstance(quantization, dict):
-        raise MegarlError(f"{source}: not quantised (no quantization_config in its config.json); use it as it is")
+        raise MegarlError(
+            f"{source}: not quantised (no quantization_config in its config.json); use it as it is"
+        )
     refuse_existing(destination)
     tensors = planned(source, Directory(source).regions, quantization)
 
@@ -56,30 +70,51 @@ def dequantize(source: Path, destination: Path, file_bytes: int = FILE_BYTES) ->
             for entry, value in enumerate(tensors[name].values()):
                 if not value.isfinite().all():
                     raise MegarlError(
-                        f"{source}: {name} is not finite: its numbers or scales are damaged; fetch it again"
+                        f"{source}: {name} is not finite: its numbers or scales are damaged; fetch"
+                        " it again"
                     )
                 yield name, entry, value
 
     with writing(destination, identity("dequantize", source, file_bytes=file_bytes)) as unfinished:
-        write_tensors(unfinished, [TensorGroup((), {name: t.shape}) for name, t in tensors.items()], values, file_bytes)
+        write_tensors(
+            unfinished,
+            [TensorGroup((), {name: t.shape}) for name, t in tensors.items()],
+            values,
+            file_bytes,
+        )
         copy_description(source, unfinished.path, torch.bfloat16)
 
 
-def planned(source: Path, stored: Mapping[str, Region], quantization: dict[str, Any]) -> dict[str, WrittenTensor]:
-    """Return the tensors to write, by name. A MegarlError lists all tensors that do not fit together."""
+def planned(
+    source: Path, stored: Mapping[str, Region], quantization: dict[str, Any]
+) -> dict[str, WrittenTensor]:
+    """Return the tensors to write, by name. A MegarlError lists all tensors that do not
+    fit together.
+    """
     method = quantization.get("quant_method")
     block = quantization.get("weight_block_size") if method == "fp8" else None
     if method == "fp8":
-        if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+        if not (
+            isinstance(block, list)
+            and len(block) == 2
+            and all(isinstance(n, int) and n > 0 for n in block)
+        ):
             raise MegarlError(
-                f"{source}: weight_block_size {block!r} in config.json: only block scales can be converted"
+                f"{source}: weight_block_size {block!r} in config.json: only block scales can be"
+                " converted"
             )
-        pairs = {name: (name, f"{name}_scale_inv") for name, r in stored.items() if r.dtype == torch.float8_e4m3fn}
+        pairs = {
+            name: (name, f"{name}_scale_inv")
+            for name, r in stored.items()
+            if r.dtype == torch.float8_e4m3fn
+        }
     elif method == "mxfp4":
         stacks = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
         pairs = {name: (f"{name}_blocks", f"{name}_scales") for name in stacks}
     else:
-        raise MegarlError(f"{source}: quant_method {method!r} in config.json: only fp8 and mxfp4 can be converted")
+        raise MegarlError(
+            f"{source}: quant_method {method!r} in config.json: only fp8 and mxfp4 can be converted"
+        )
     problems = [] if pairs else [f"no tensor is {method}"]
     made: dict[str, WrittenTensor] = {}
     for name, (numbers, scales) in pairs.items():
@@ -97,7 +132,9 @@ def planned(source: Path, stored: Mapping[str, Region], quantization: dict[str, 
         if region.dtype in QUANTIZED or name.endswith(ENDINGS):
             problems.append(f"{name} has no counterpart")
     if problems:
-        raise MegarlError(f"{source}: weights do not fit quant_method {method} in config.json: {few(problems)}")
+        raise MegarlError(
+            f"{source}: weights do not fit quant_method {method} in config.json: {few(problems)}"
+        )
     return dict(sorted(made.items()))
 
 
@@ -106,9 +143,15 @@ def _untouched(region: Region) -> WrittenTensor:
 
 
 def _misshapen(numbers: Region, scales: Region, block: list[int] | None) -> str:
-    """Return what is wrong with a pair of numbers and scales, or "". block: the block's size for FP8; None for MXFP4."""
+    """Return what is wrong with a pair of numbers and scales, or "". block: the block's
+    size for FP8; None for MXFP4.
+    """
     if block is None:
-        right = len(numbers.shape) == 4 and numbers.shape[3] == 16 and numbers.dtype == scales.dtype == torch.uint8
+        right = (
+            len(numbers.shape) == 4
+            and numbers.shape[3] == 16
+            and numbers.dtype == scales.dtype == torch.uint8
+        )
         wanted = numbers.shape[:-1]
     else:
         right = len(numbers.shape) == 2 and scales.dtype in SCALES
@@ -120,7 +163,9 @@ def _misshapen(numbers: Region, scales: Region, block: list[int] | None) -> str:
 
 
 def _from_fp8(numbers: Region, scales: Region, rows: int, columns: int) -> WrittenTensor:
-    """Multiply E4M3 numbers [.., ..] by the scales of their blocks of `rows` x `columns`."""
+    """Multiply E4M3 numbers [.., ..] by the scales of their blocks of `rows` x
+    `columns`.
+    """
 
     def values() -> Iterator[Tensor]:
         out = torch.empty(numbers.shape, dtype=torch.bfloat16)
@@ -133,7 +178,9 @@ def _from_fp8(numbers: Region, scales: Region, rows: int, columns: int) -> Writt
 
 
 def _from_mxfp4(numbers: Region, scales: Region) -> WrittenTensor:
-    """Multiply numbers [experts, rows, groups, 16] by scales [experts, rows, groups] into [experts, groups * 32, rows]."""
+    """Multiply numbers [experts, rows, groups, 16] by scales [experts, rows, groups]
+    into [experts, groups * 32, rows].
+    """
     experts, rows, groups, _ = numbers.shape
 
     def values() -> Iterator[Tensor]:

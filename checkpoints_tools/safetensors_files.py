@@ -1,8 +1,11 @@
-"""Hugging Face directories: tensors read one at a time by memory map, files written piece by piece.
+"""Hugging Face directories: tensors read one at a time by memory map, files written
+piece by piece.
 
-    file = 8 bytes: length of the header | header: {name: {dtype, shape, data_offsets}} | values
+    file = 8 bytes: length of the header | header: {name: {dtype, shape, data_offsets}}
+    | values
 
-safetensors' own reader maps a whole file and keeps the pages it has touched; its writer needs all tensors of a file in memory.
+safetensors' own reader maps a whole file and keeps the pages it has touched; its writer
+needs all tensors of a file in memory.
 """
 
 import json
@@ -23,8 +26,10 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Directory(Mapping[str, Tensor]):
-    """The tensors of a Hugging Face directory by name, whose values are read on access. tensors:
-    None for all that are stored, as they are stored; the model need not be one that is trained."""
+    """The tensors of a Hugging Face directory by name, whose values are read on access.
+    tensors: None for all that are stored, as they are stored; the model need not be one
+    that is trained.
+    """
 
     def __init__(self, hf_dir: Path, tensors: Mapping[str, TensorInFile] | None = None) -> None:
         self.path = hf_dir
@@ -42,7 +47,9 @@ class Directory(Mapping[str, Tensor]):
 
 
 class SafetensorsFile:
-    """One safetensors file being written. Its header is written first; values can be written in any order."""
+    """One safetensors file being written. Its header is written first; values can be
+    written in any order.
+    """
 
     def __init__(self, path: Path, tensors: Mapping[str, Shape]) -> None:
         self._tensors = tensors
@@ -52,7 +59,11 @@ class SafetensorsFile:
         for name, tensor in tensors.items():
             self._begin[name], end = end, end + tensor.nbytes
             offsets = [self._begin[name], end]
-            header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+            header[name] = {
+                "dtype": NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": offsets,
+            }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._values = 8 + len(text)
@@ -61,7 +72,9 @@ class SafetensorsFile:
         write_all(self._descriptor, torch.frombuffer(beginning, dtype=torch.uint8), 0)
 
     def write(self, name: str, value: Tensor, entry: int = 0) -> None:
-        """Write the values of a tensor, or of its `entry`-th equal part along dimension 0."""
+        """Write the values of a tensor, or of its `entry`-th equal part along dimension
+        0.
+        """
         if NAMES[value.dtype] != NAMES[self._tensors[name].dtype]:
             raise MegarlError(f"{name}: {value.dtype} instead of {self._tensors[name].dtype}")
         write_all(self._descriptor, value, self._values + self._begin[name] + entry * value.nbytes)

@@ -1,10 +1,12 @@
-"""Reads and writes megatron's torch_dist checkpoints, shard by shard, without a process group.
+"""Reads and writes megatron's torch_dist checkpoints, shard by shard, without a process
+group.
 
     .metadata           torch.distributed.checkpoint.metadata.Metadata: the shards of every tensor, and where each lies
     __RANK_N.distcp     shards one after another, each as written by torch.save
 
-Reading finds the values of a shard within its file, checks them against the CRC in torch's archive, and maps them. Writing
-appends shards and records them, and in the end makes .metadata from the records.
+Reading finds the values of a shard within its file, checks them against the CRC in
+torch's archive, and maps them. Writing appends shards and records them, and in the end
+makes .metadata from the records.
 """
 
 import io
@@ -59,8 +61,9 @@ class StoredTensor(Shape):
 
 
 class Shards:
-    """The policy's tensors in a checkpoint directory, by megatron's names, and its other objects as stored bytes. MegarlError
-    if the directory is damaged."""
+    """The policy's tensors in a checkpoint directory, by megatron's names, and its
+    other objects as stored bytes. MegarlError if the directory is damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -92,24 +95,34 @@ class Shards:
         return objects
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Return the values in a box: a view if the box is a shard, else a copy from several, with zeros beyond the tensor's
-        end. MegarlError if the stored values are damaged or incomplete."""
+        """Return the values in a box: a view if the box is a shard, else a copy from
+        several, with zeros beyond the tensor's end. MegarlError if the stored values
+        are damaged or incomplete.
+        """
         stored = self.tensors[key]
         offsets, sizes = box
         if box in stored.boxes:
             return self._shard(key, box)
         out = torch.zeros(sizes, dtype=stored.dtype)
-        wanted = [max(0, min(o + n, end) - o) for o, n, end in zip(offsets, sizes, stored.shape, strict=True)]
+        wanted = [
+            max(0, min(o + n, end) - o)
+            for o, n, end in zip(offsets, sizes, stored.shape, strict=True)
+        ]
         count = 0
         for shard in stored.boxes:
             begin = [max(a, b) for a, b in zip(offsets, shard[0], strict=True)]
             end = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, *shard, strict=True)]
             length = [e - b for b, e in zip(begin, end, strict=True)]
             if min(length, default=1) > 0:
-                out[_slices(begin, offsets, length)] = self._shard(key, shard)[_slices(begin, shard[0], length)]
+                out[_slices(begin, offsets, length)] = self._shard(key, shard)[
+                    _slices(begin, shard[0], length)
+                ]
                 count += math.prod(length)
         if count != math.prod(wanted):
-            raise MegarlError(f"{self.path}: {count} of {math.prod(wanted)} values of {key} at {offsets} are stored")
+            raise MegarlError(
+                f"{self.path}: {count} of {math.prod(wanted)} values of {key} at {offsets} are"
+                " stored"
+            )
         return out
 
     def _shard(self, key: str, box: Box) -> Tensor:
@@ -118,26 +131,39 @@ class Shards:
         path = self.path / info.relative_path
         try:
             with path.open("rb") as file, self._fake:
-                fake = torch.load(_create_file_view(file, info.offset, info.length), weights_only=True)
+                fake = torch.load(
+                    _create_file_view(file, info.offset, info.length), weights_only=True
+                )
         except Exception as error:  # a damaged archive can fail in any way
             raise MegarlError(f"{path}: {key} is unreadable: {error}") from None
         self._check(key, info)
         if tuple(fake.shape) != sizes or not fake.is_contiguous() or fake.storage_offset():
-            raise MegarlError(f"{path}: {key} is stored as {tuple(fake.shape)} {fake.stride()} instead of {sizes}")
-        return Region(sizes, fake.dtype, path, info.offset + fake.untyped_storage()._checkpoint_offset).tensor()
+            raise MegarlError(
+                f"{path}: {key} is stored as {tuple(fake.shape)} {fake.stride()} instead of {sizes}"
+            )
+        return Region(
+            sizes, fake.dtype, path, info.offset + fake.untyped_storage()._checkpoint_offset
+        ).tensor()
 
     def _check(self, key: str, info: _StorageInfo) -> None:
-        """Check an archive against its CRCs, which torch writes but does not read. An archive is checked only once."""
+        """Check an archive against its CRCs, which torch writes but does not read. An
+        archive is checked only once.
+        """
         place = (info.relative_path, info.offset)
         if place in self._checked:
             return
         path = self.path / info.relative_path
-        begin = info.offset - info.offset % mmap.ALLOCATIONGRANULARITY  # zipfile locates the archive from its end
+        begin = (
+            info.offset - info.offset % mmap.ALLOCATIONGRANULARITY
+        )  # zipfile locates the archive from its end
         try:
             with (
                 path.open("rb") as file,
                 _Mapped(
-                    file.fileno(), info.offset + info.length - begin, offset=begin, access=mmap.ACCESS_READ
+                    file.fileno(),
+                    info.offset + info.length - begin,
+                    offset=begin,
+                    access=mmap.ACCESS_READ,
                 ) as part,
                 ZipFile(cast(BinaryIO, part)) as archive,
             ):
@@ -152,12 +178,17 @@ class Shards:
     def _check_files(self) -> None:
         ends: dict[str, int] = {}
         for info in self._places.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+            ends[info.relative_path] = max(
+                ends.get(info.relative_path, 0), info.offset + info.length
+            )
         for name, end in sorted(ends.items()):
             file = self.path / name
             size = file.stat().st_size if file.is_file() else 0
             if size < end:
-                raise MegarlError(f"{file}: has only {size} of {end} bytes; the checkpoint is damaged, use another")
+                raise MegarlError(
+                    f"{file}: has only {size} of {end} bytes; the checkpoint is damaged, use"
+                    " another"
+                )
 
 
 class _Mapped(mmap.mmap):
@@ -179,21 +210,32 @@ class WrittenPiece(msgspec.Struct, array_like=True):
 
 
 class Writer:
-    """Writes shards into files of a directory. parts: the number of parts that each file will get."""
+    """Writes shards into files of a directory. parts: the number of parts that each
+    file will get.
+    """
 
     def __init__(self, partial: Partial, parts: Mapping[str, int]) -> None:
         self.partial = partial
         self._left = dict(parts)
         self._open: dict[str, tuple[io.BufferedWriter, list[WrittenPiece]]] = {}
 
-    def write(self, file: str, tensors: Iterable[tuple[str, Sequence[int], Sequence[int], Tensor]]) -> None:
-        """Write one part. tensors: for each shard its key, its offsets, the shape of the whole tensor, and its values."""
+    def write(
+        self, file: str, tensors: Iterable[tuple[str, Sequence[int], Sequence[int], Tensor]]
+    ) -> None:
+        """Write one part. tensors: for each shard its key, its offsets, the shape of
+        the whole tensor, and its values.
+        """
         stream, entries = self._opened(file)
         for key, offsets, whole, value in tensors:
             stream.write(bytes(-stream.tell() % ALIGNMENT))
             begin = stream.tell()
             _save(value, stream)
-            shard = (tuple(offsets), tuple(value.shape), tuple(whole), str(value.dtype).removeprefix("torch."))
+            shard = (
+                tuple(offsets),
+                tuple(value.shape),
+                tuple(whole),
+                str(value.dtype).removeprefix("torch."),
+            )
             entries.append(WrittenPiece(key, begin, stream.tell(), shard))
             self.partial.wrote(file, stream.tell() - begin)
         self._part_done(file)
@@ -214,23 +256,31 @@ class Writer:
                 stream.close()
 
     def complete(self) -> None:
-        """Write .metadata and metadata.json for all that this process, and killed ones before it, have written."""
+        """Write .metadata and metadata.json for all that this process, and killed ones
+        before it, have written.
+        """
         self.partial.flush()
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         places: dict[MetadataIndex, _StorageInfo] = {}
         for file, note in self.partial.finished.items():
             for entry in msgspec.convert(note, list[WrittenPiece]):
-                info = _StorageInfo(relative_path=file, offset=entry.begin, length=entry.end - entry.begin)
+                info = _StorageInfo(
+                    relative_path=file, offset=entry.begin, length=entry.end - entry.begin
+                )
                 if entry.shard is None:
                     tensors[entry.key] = BytesStorageMetadata()
                     places[MetadataIndex(entry.key)] = info
                     continue
                 offsets, sizes, whole, dtype = entry.shard
                 properties = TensorProperties(dtype=getattr(torch, dtype))
-                tensor = tensors.setdefault(entry.key, TensorStorageMetadata(properties, torch.Size(whole), []))
+                tensor = tensors.setdefault(
+                    entry.key, TensorStorageMetadata(properties, torch.Size(whole), [])
+                )
                 tensor.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
                 places[MetadataIndex(entry.key, offsets)] = info
-        metadata = Metadata(tensors, planner_data=None, storage_data=places, storage_meta=StorageMeta())
+        metadata = Metadata(
+            tensors, planner_data=None, storage_data=places, storage_meta=StorageMeta()
+        )
         _write(self.partial.path / METADATA, pickle.dumps(metadata))
         version = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         _write(self.partial.path / "metadata.json", json.dumps(version).encode())
@@ -249,7 +299,9 @@ class Writer:
 
 
 def plan_files(parts: Iterable[StoredPart], copies: int, limit: int) -> list[str]:
-    """Return the file of each part. A rank's parts fill its files in turn; a new one begins when the last has `limit` bytes."""
+    """Return the file of each part. A rank's parts fill its files in turn; a new one
+    begins when the last has `limit` bytes.
+    """
     number: Counter[int] = Counter()
     filled: Counter[int] = Counter()
     files = []
@@ -270,17 +322,26 @@ def no_objects() -> dict[str, bytes]:
 
 
 def _save(value: Tensor, stream: io.BufferedWriter) -> None:
-    # torch.save writes the whole storage behind a view, so the same memory is wrapped in a storage of its own.
-    alone = torch.from_numpy(value.reshape(-1).view(torch.uint8).numpy()).view(value.dtype).view(value.shape)
+    # torch.save writes the whole storage behind a view, so the same memory is wrapped
+    # in a storage of its own.
+    alone = (
+        torch.from_numpy(value.reshape(-1).view(torch.uint8).numpy())
+        .view(value.dtype)
+        .view(value.shape)
+    )
     try:
         torch.save(alone, stream)
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # torch raises RuntimeError because its archive ends too early
+        if isinstance(
+            error.__context__, OSError
+        ):  # torch raises RuntimeError because its archive ends too early
             raise error.__context__ from None
         raise
 
 
-def _slices(begin: Sequence[int], origin: Sequence[int], length: Sequence[int]) -> tuple[slice, ...]:
+def _slices(
+    begin: Sequence[int], origin: Sequence[int], length: Sequence[int]
+) -> tuple[slice, ...]:
     return tuple(slice(b - o, b - o + n) for b, o, n in zip(begin, origin, length, strict=True))
 
 

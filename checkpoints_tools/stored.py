@@ -1,4 +1,5 @@
-"""Finds the model at a path, and gives its Hugging Face tensors by name, one Megatron parameter at a time.
+"""Finds the model at a path, and gives its Hugging Face tensors by name, one Megatron
+parameter at a time.
 
 Hugging Face tensors  ──views──►  this part's pieces  ──merge──►  parameter  ──►  its shards      (value_of)
 shards  ──►  parameter  ──unmerge──►  views  ──►  Hugging Face tensors, or entries of stacked ones  (TensorGroup)
@@ -36,7 +37,9 @@ NEAREST: dict[str, Dtype] = {
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Megatron parameters and the Hugging Face tensors made from them: one parameter, or a layer's stacked experts."""
+    """Megatron parameters and the Hugging Face tensors made from them: one parameter,
+    or a layer's stacked experts.
+    """
 
     parts: tuple[StoredPart, ...]
     tensors: dict[str, Shape]
@@ -47,13 +50,16 @@ class TensorGroup:
 
 
 def box_of(shard: ShardedTensor) -> Box:
-    """Return the box of a shard within the stored tensor, in the stored tensor's dimensions."""
+    """Return the box of a shard within the stored tensor, in the stored tensor's
+    dimensions.
+    """
     return tuple(shard.global_offset), (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
 
 
 def value_of(part: StoredPart, family: Family, tensors: Directory) -> Tensor:
-    """Return the part's parameter, assembled from Hugging Face tensors. MegarlError if a value
-    is not finite."""
+    """Return the part's parameter, assembled from Hugging Face tensors. MegarlError if
+    a value is not finite.
+    """
     weight = family.weight(part.name)
     views = [(source, tensors[source.name]) for source in weight.sources]
     pieces = [read_view(t, t.shape, s, weight, *part.place) for s, t in views]
@@ -75,7 +81,9 @@ def groups(hf_dir: Path, family: Family, dtype: Dtype) -> list[TensorGroup]:
 
 
 def views(part: StoredPart, family: Family, value: Tensor) -> Iterator[tuple[SourceView, Tensor]]:
-    """Yield the Hugging Face tensors (or experts' entries) of a whole parameter; views of the same one are joined."""
+    """Yield the Hugging Face tensors (or experts' entries) of a whole parameter; views
+    of the same one are joined.
+    """
     weight = family.weight(part.name)
     joined: dict[tuple[str, int | None], list[Tensor]] = {}
     for source, view in zip(weight.sources, weight.unmerge(value), strict=True):
@@ -85,14 +93,18 @@ def views(part: StoredPart, family: Family, value: Tensor) -> Iterator[tuple[Sou
 
 
 def check_keys(shards: Shards, needed: Sequence[StoredPart]) -> None:
-    """Raise MegarlError if the checkpoint lacks any of these parameters, or holds others."""
+    """Raise MegarlError if the checkpoint lacks any of these parameters, or holds
+    others.
+    """
     wanted = {shard.key: shard for part in needed for shard in part.shards()}
     present = {key for key in shards.tensors if not key.startswith(OPTIMIZER)}
     problems = [f"missing {key}" for key in sorted(wanted.keys() - present)]
     problems += [f"not of this model: {key}" for key in sorted(present - wanted.keys())]
     for key in sorted(wanted.keys() & present):
         shape, shard = shards.tensors[key].shape, wanted[key]
-        if shape != tuple(shard.global_shape) and not shard.allow_shape_mismatch:  # a padded vocabulary may differ
+        if (
+            shape != tuple(shard.global_shape) and not shard.allow_shape_mismatch
+        ):  # a padded vocabulary may differ
             problems.append(f"{key} is {list(shape)} instead of {list(shard.global_shape)}")
     if problems:
         raise MegarlError(f"{shards.path}: tensors do not fit its config.json: {few(problems)}")
@@ -101,7 +113,9 @@ def check_keys(shards: Shards, needed: Sequence[StoredPart]) -> None:
 def _group(members: tuple[StoredPart, ...], family: Family) -> TensorGroup:
     tensors: dict[str, Shape] = {}
     for part in members:
-        for source, view in views(part, family, torch.empty(part.shape, dtype=part.dtype, device="meta")):
+        for source, view in views(
+            part, family, torch.empty(part.shape, dtype=part.dtype, device="meta")
+        ):
             stack = () if source.expert is None else (family.architecture.experts,)
             tensors[source.name] = Shape((*stack, *view.shape), view.dtype)
     return TensorGroup(members, tensors)
@@ -109,7 +123,9 @@ def _group(members: tuple[StoredPart, ...], family: Family) -> TensorGroup:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on disk. hf_dir: the directory with configuration and tokenizer. meta: None for a Hugging Face directory."""
+    """A model on disk. hf_dir: the directory with configuration and tokenizer. meta:
+    None for a Hugging Face directory.
+    """
 
     path: Path
     hf_dir: Path
@@ -125,9 +141,11 @@ class StoredModel:
 
 
 def stored(path: Path) -> StoredModel:
-    """Return the model at a path: a Hugging Face directory if it has a config.json, else a checkpoint, or a run's latest.
+    """Return the model at a path: a Hugging Face directory if it has a config.json,
+    else a checkpoint, or a run's latest.
 
-    MegarlError if a file is damaged. Shards are not checked here: `Shards` checks those that it reads.
+    MegarlError if a file is damaged. Shards are not checked here: `Shards` checks those
+    that it reads.
     """
     if (path / "config.json").is_file():
         return StoredModel(path, path, None)
@@ -135,12 +153,16 @@ def stored(path: Path) -> StoredModel:
         raise MegarlError(f"{path}: {advice}")
     folder = checkpoint.find(path)
     meta = checkpoint.read_meta(folder)
-    checkpoint.check(folder, {name: value for name, value in meta.files.items() if not name.endswith(DISTCP)})
+    checkpoint.check(
+        folder, {name: value for name, value in meta.files.items() if not name.endswith(DISTCP)}
+    )
     return StoredModel(folder, folder / "hf", meta)
 
 
 class HuggingFaceTensors(Mapping[str, Tensor]):
-    """A checkpoint's tensors in Hugging Face's format, assembled on access. Those of the last group are cached."""
+    """A checkpoint's tensors in Hugging Face's format, assembled on access. Those of
+    the last group are cached.
+    """
 
     def __init__(self, source: StoredModel) -> None:
         self.family = family_of(source.hf_dir)
@@ -153,7 +175,9 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
     def views_of(self, group: TensorGroup) -> Iterator[tuple[SourceView, Tensor]]:
         """Yield the tensors of a group; for stacked tensors, their entries."""
         for part in group.parts:
-            value = part.value(lambda shard: self._shards.read(shard.key, box_of(shard)).view(shard.local_shape))
+            value = part.value(
+                lambda shard: self._shards.read(shard.key, box_of(shard)).view(shard.local_shape)
+            )
             yield from views(part, self.family, value)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -182,7 +206,9 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
 
 
 def tensors_of(source: StoredModel, everything: bool) -> Mapping[str, Tensor]:
-    """Return tensors by Hugging Face name. everything: include a directory's tensors that are not trained (a vision tower)."""
+    """Return tensors by Hugging Face name. everything: include a directory's tensors
+    that are not trained (a vision tower).
+    """
     if source.meta is not None:
         return HuggingFaceTensors(source)
     if everything:

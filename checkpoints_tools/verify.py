@@ -1,7 +1,9 @@
-"""Checks whether two stored models are the same: names, types, shapes, bits; and, on request, their logits.
+"""Checks whether two stored models are the same: names, types, shapes, bits; and, on
+request, their logits.
 
-Tensors are compared one at a time. Logits need one whole model in memory and are computed in float32: those of a checkpoint
-by megatron, those of a Hugging Face directory by transformers.
+Tensors are compared one at a time. Logits need one whole model in memory and are
+computed in float32: those of a checkpoint by megatron, those of a Hugging Face
+directory by transformers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,13 +24,16 @@ from megarl.core.models.region import is_finite
 SHOWN = 20
 PROMPT_TOKENS = 64
 LOGITS_TOLERANCE = 1e-4
-"""Relative to the largest logit. It allows for float32 operations in another order; bf16 weights are converted exactly."""
+"""Relative to the largest logit. It allows for float32 operations in another order;
+bf16 weights are converted exactly.
+"""
 TIMEOUT_S = 60.0
 
 
 def verify(a: Path, b: Path, prompts: int = 0) -> int:
-    """Return 0 if both are equal and usable, else 1; print the differences and what is wrong.
-    prompts: random prompts whose logits are compared, too."""
+    """Return 0 if both are equal and usable, else 1; print the differences and what is
+    wrong. prompts: random prompts whose logits are compared, too.
+    """
     sides = stored(a), stored(b)
     directories = all(side.meta is None for side in sides)
     left, right = (tensors_of(side, everything=directories) for side in sides)
@@ -37,7 +42,9 @@ def verify(a: Path, b: Path, prompts: int = 0) -> int:
         terminal.say(line)
     if len(differences) > SHOWN:
         terminal.say(f"… and {len(differences) - SHOWN} more")
-    terminal.say(f"{len(differences)} differences" if differences else f"equal: {len(left)} tensors")
+    terminal.say(
+        f"{len(differences)} differences" if differences else f"equal: {len(left)} tensors"
+    )
     problems = {side.path: unusable(side.path) for side in sides if side.meta is None}
     broken = [f"{path}: {problem}" for path, problem in problems.items() if problem]
     broken += _not_finite(a, left) + (_not_finite(b, right) if differences else [])
@@ -55,12 +62,16 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Iterator[str]:
         x, y = a[name], b[name]
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             yield f"{name}: {tuple(x.shape)} {x.dtype} against {tuple(y.shape)} {y.dtype}"
-        elif not torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (x, y))):  # bits: a NaN equals itself
+        elif not torch.equal(
+            *(t.contiguous().view(-1).view(torch.uint8) for t in (x, y))
+        ):  # bits: a NaN equals itself
             yield _difference(name, x, y)
 
 
 def _not_finite(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return a line that names the tensors with values that are NaN or infinite, if there are any."""
+    """Return a line that names the tensors with values that are NaN or infinite, if
+    there are any.
+    """
     names = [name for name in tensors if not is_finite(tensors[name])]
     return [f"{path}: NaN or infinite values in {few(names, ', ')}"] if names else []
 
@@ -76,14 +87,19 @@ def _difference(name: str, x: Tensor, y: Tensor) -> str:
 def _logits_agree(a: StoredModel, b: StoredModel, prompts: int) -> bool:
     vocabulary, other = (in_directory(side.hf_dir).vocabulary for side in (a, b))
     if vocabulary != other:
-        terminal.say(f"logits cannot be compared: the vocabularies have {vocabulary} and {other} tokens")
+        terminal.say(
+            f"logits cannot be compared: the vocabularies have {vocabulary} and {other} tokens"
+        )
         return False
-    tokens = torch.randint(vocabulary, (prompts, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        vocabulary, (prompts, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)
+    )
     x, y = _logits(a, tokens), _logits(b, tokens)
     largest = x.abs().max().item()
     difference = (x - y).abs().max().item()
     terminal.say(
-        f"logits of {prompts} random prompts of {PROMPT_TOKENS} tokens differ by {difference:.3g}, the largest is {largest:.3g}"
+        f"logits of {prompts} random prompts of {PROMPT_TOKENS} tokens differ by {difference:.3g},"
+        f" the largest is {largest:.3g}"
     )
     return difference <= LOGITS_TOLERANCE * max(1.0, largest)
 
@@ -92,7 +108,9 @@ def _logits_agree(a: StoredModel, b: StoredModel, prompts: int) -> bool:
 def _logits(side: StoredModel, tokens: Tensor) -> Tensor:
     """Return logits [prompts, tokens, vocabulary] float32."""
     if side.meta is None:
-        reference = AutoModelForCausalLM.from_pretrained(side.path, dtype=torch.float32, trust_remote_code=False)
+        reference = AutoModelForCausalLM.from_pretrained(
+            side.path, dtype=torch.float32, trust_remote_code=False
+        )
         return torch.cat([reference(prompt[None]).logits for prompt in tokens])
     model = WHOLE.section(side.hf_dir, "fp32")
     parallel.start(model, seed=0, timeout_s=TIMEOUT_S)

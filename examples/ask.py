@@ -1,6 +1,7 @@
 """Asks a model one question by transformers alone, without sampling.
 
-    python examples/ask.py DIRECTORY "What is the capital of France?" ["Reply with a number."]
+    python examples/ask.py DIRECTORY "What is the capital of France?" ["Reply with a
+    number."]
 
 The third argument is the system message; without one the chat template's own is used.
 """
@@ -16,7 +17,9 @@ def main(directory: str, question: str, system: str = "") -> None:
     messages = [{"role": "user", "content": question}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    asked = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     output = model.generate(**asked, max_new_tokens=32, do_sample=False)
     answer = output[0, asked["input_ids"].shape[1] :]
     print(f"{question} {tokenizer.decode(answer, skip_special_tokens=True)}")

@@ -1,9 +1,11 @@
-"""A reward service for `data.services`, with only the standard library. Copy it, and write your own judgement into `scores`.
+"""A reward service for `data.services`, with only the standard library. Copy it, and
+write your own judgement into `scores`.
 
-    REWARD_KEY=secret python examples/reward_server.py --port 8100
-    REWARD_KEY=secret python examples/reward_server.py --port 8100 --classify http://127.0.0.1:30000
+    REWARD_KEY=secret python examples/reward_server.py --port 8100 REWARD_KEY=secret
+    python examples/reward_server.py --port 8100 --classify http://127.0.0.1:30000
 
-By default it compares texts. With --classify it queries a reward model served by SGLang (`python -m sglang.launch_server
+By default it compares texts. With --classify it queries a reward model served by SGLang
+(`python -m sglang.launch_server
 --model-path MODEL --is-embedding`), which gives one number for prompt and completion. Without REWARD_KEY anybody may query it.
 """
 
@@ -20,11 +22,17 @@ CLASSIFY_LIMIT_S = 60.0
 
 
 def scores(items: list[dict[str, str]], classify: str) -> list[float | None]:
-    """Return a number for each item {"task", "prompt", "completion", "answer", "expected"}, or None if it cannot be judged."""
+    """Return a number for each item {"task", "prompt", "completion", "answer",
+    "expected"}, or None if it cannot be judged.
+    """
     if not classify:
-        return [1.0 if item["answer"].strip() == item["expected"].strip() else -1.0 for item in items]
+        return [
+            1.0 if item["answer"].strip() == item["expected"].strip() else -1.0 for item in items
+        ]
     body = json.dumps({"text": [item["prompt"] + item["completion"] for item in items]}).encode()
-    request = urllib.request.Request(f"{classify}/classify", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{classify}/classify", body, {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=CLASSIFY_LIMIT_S) as reply:
         return [found["embedding"][0] for found in json.load(reply)]
 
@@ -56,9 +64,13 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--port", type=int, default=8100)
-    parser.add_argument("--classify", default="", help="URL of an SGLang server with a reward model")
+    parser.add_argument(
+        "--classify", default="", help="URL of an SGLang server with a reward model"
+    )
     options = parser.parse_args()
     Handler.classify = options.classify
     server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)

@@ -1,4 +1,5 @@
-"""Writes questions with answers, one JSON object a line: sums and differences of numbers up to 20.
+"""Writes questions with answers, one JSON object a line: sums and differences of
+numbers up to 20.
 
     python examples/sums.py questions.jsonl
 

@@ -1,4 +1,6 @@
-"""What a notebook imports (docs/scaling.md): `from megarl.scaling.fit import fit`. Modules of megarl/lab/scaling/."""
+"""What a notebook imports (docs/scaling.md): `from megarl.scaling.fit import fit`.
+Modules of megarl/lab/scaling/.
+"""
 
 import sys
 

@@ -1,5 +1,7 @@
-"""For all tests: property tests have no deadline, for the machine may be busy, and the same examples each time; one thread per
-process, because there are many; and the policy that real runs begin with."""
+"""For all tests: property tests have no deadline, for the machine may be busy, and the
+same examples each time; one thread per process, because there are many; and the policy
+that real runs begin with.
+"""
 
 import gc
 import os
@@ -24,15 +26,23 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 settings.register_profile("megarl", deadline=None, derandomize=True)
-settings.register_profile("explore", deadline=None)  # pytest --hypothesis-profile=explore: other examples each time
-settings.register_profile("long", deadline=None, max_examples=3_000, suppress_health_check=list(HealthCheck))
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "megarl"))  # HYPOTHESIS_PROFILE=long: by hand, for minutes
+settings.register_profile(
+    "explore", deadline=None
+)  # pytest --hypothesis-profile=explore: other examples each time
+settings.register_profile(
+    "long", deadline=None, max_examples=3_000, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "megarl")
+)  # HYPOTHESIS_PROFILE=long: by hand, for minutes
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    # Begun in the background by a shell without job control: whoever is started from here would never hear Ctrl-C.
+    # Begun in the background by a shell without job control: whoever is started from
+    # here would never hear Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-    # Begun under nohup: whoever is started from here would never learn that a terminal or a job has gone.
+    # Begun under nohup: whoever is started from here would never learn that a terminal
+    # or a job has gone.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
@@ -40,8 +50,8 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 def workplace(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A folder in which `megarl train quickstart` can run: data, and a policy.
 
-    Its warm start, though short, is long enough that each batch has groups to train. The first worker that needs the
-    folder makes it, and each works in a copy.
+    Its warm start, though short, is long enough that each batch has groups to train.
+    The first worker that needs the folder makes it, and each works in a copy.
     """
     from filelock import FileLock
 
@@ -63,7 +73,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
 
 
 FINISHED = ("test_run.py", "test_eval.py", "test_documentation.py")
-"""Files that look at one run of a minute, the fixture `finished`: one worker has them all."""
+"""Files that look at one run of a minute, the fixture `finished`: one worker has them
+all.
+"""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -80,17 +92,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """While the first worker makes the fixture `workplace` for FINISHED, the others have what needs none. Short tests come
-    last, so that all workers end together.
+    """While the first worker makes the fixture `workplace` for FINISHED, the others
+    have what needs none. Short tests come last, so that all workers end together.
 
-    A test that starts processes and fails is run a second time, because a busy machine can fail it; `make test` does so for at
-    most three tests, and shows each first failure at its end. The GPU benchmark has no plugin for that.
+    A test that starts processes and fails is run a second time, because a busy machine
+    can fail it; `make test` does so for at most three tests, and shows each first
+    failure at its end. The GPU benchmark has no plugin for that.
     """
     again = config.pluginmanager.hasplugin("rerunfailures")
 
     def turn(item: pytest.Item) -> int:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        return 0 if item.path.name in FINISHED else 1 if folder == "parallel" else 3 if folder == "unit" else 2
+        return (
+            0
+            if item.path.name in FINISHED
+            else 1
+            if folder == "parallel"
+            else 3
+            if folder == "unit"
+            else 2
+        )
 
     items.sort(key=turn)
     for item in items:

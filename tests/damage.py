@@ -8,7 +8,9 @@ def cut_in_half(file: Path) -> None:
 
 
 def flip_a_bit(file: Path, within: bytes = b"") -> None:
-    """One in the middle, of the file or of these bytes in it. Done twice the file is as it was."""
+    """One in the middle, of the file or of these bytes in it. Done twice the file is as
+    it was.
+    """
     data = bytearray(file.read_bytes())
     begin = data.index(within)
     data[begin + (len(within) or len(data)) // 2] ^= 1

@@ -1,4 +1,6 @@
-"""A tiny model that can read any text, and a few rows of each suite's set in its published schema, written here."""
+"""A tiny model that can read any text, and a few rows of each suite's set in its
+published schema, written here.
+"""
 
 import base64
 import json
@@ -27,14 +29,27 @@ def byte_llama(path: Path) -> Any:
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
     made.save_pretrained(path)
     return tiny_llama(
-        path, vocab_size=len(vocabulary), max_position_embeddings=POSITIONS, eos_token_id=0, bos_token_id=None
+        path,
+        vocab_size=len(vocabulary),
+        max_position_embeddings=POSITIONS,
+        eos_token_id=0,
+        bos_token_id=None,
     )
 
 
 GSM8K = [
-    {"question": "Ann has 3 apples and buys 4 more. How many has she?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
-    {"question": "A pen costs 2 dollars. What do 6 pens cost?", "answer": "6 * 2 = <<6*2=12>>12\n#### 12"},
-    {"question": "Bo had 1,200 stamps and sold 200. How many are left?", "answer": "1200 - 200\n#### 1,000"},
+    {
+        "question": "Ann has 3 apples and buys 4 more. How many has she?",
+        "answer": "3 + 4 = <<3+4=7>>7\n#### 7",
+    },
+    {
+        "question": "A pen costs 2 dollars. What do 6 pens cost?",
+        "answer": "6 * 2 = <<6*2=12>>12\n#### 12",
+    },
+    {
+        "question": "Bo had 1,200 stamps and sold 200. How many are left?",
+        "answer": "1200 - 200\n#### 1,000",
+    },
 ]
 AIME = [
     {
@@ -55,17 +70,27 @@ AIME = [
     },
 ]
 MATH_500 = [
-    {"problem": "Half of $3$?", "solution": "$\\boxed{\\frac{3}{2}}$", "answer": "\\frac{3}{2}", "subject": "Algebra",
-     "level": 2, "unique_id": "test/algebra/1.json"},
-]  # fmt: skip
+    {
+        "problem": "Half of $3$?",
+        "solution": "$\\boxed{\\frac{3}{2}}$",
+        "answer": "\\frac{3}{2}",
+        "subject": "Algebra",
+        "level": 2,
+        "unique_id": "test/algebra/1.json",
+    },
+]
 HUMANEVAL = [
     {
         "task_id": "HumanEval/0",
-        "prompt": "from typing import List\n\n\ndef largest(xs: List[int]) -> int:\n"
-        "    '''The largest of xs.\n\n    >>> largest([1, 3])\n    3\n    '''\n",
+        "prompt": (
+            "from typing import List\n\n\ndef largest(xs: List[int]) -> int:\n"
+            "    '''The largest of xs.\n\n    >>> largest([1, 3])\n    3\n    '''\n"
+        ),
         "canonical_solution": "    return max(xs)\n",
-        "test": "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate([1, 3]) == 3\n"
-        "    assert candidate([-2]) == -2\n",
+        "test": (
+            "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate([1, 3]) == 3\n"
+            "    assert candidate([-2]) == -2\n"
+        ),
         "entry_point": "largest",
     },
     {
@@ -89,7 +114,10 @@ MBPP = [
         "task_id": 12,
         "prompt": "Write a function to find the root of a number.",  # sanitised
         "source_file": "Benchmark Questions Verification V2.ipynb",
-        "code": "import math\ndef helper(x):\n    return x\ndef root(x):\n    return math.sqrt(helper(x))",
+        "code": (
+            "import math\ndef helper(x):\n    return x\ndef root(x):\n    return"
+            " math.sqrt(helper(x))"
+        ),
         "test_imports": ["import math"],
         "test_list": ["assert math.isclose(root(2), 1.4142135, abs_tol=1e-5)"],
     },
@@ -104,19 +132,34 @@ def _private(tests: Any) -> str:
 
 LIVECODEBENCH = [
     {
-        "question_title": "A+B", "question_content": "Read two numbers and print their sum.", "platform": "atcoder",
-        "question_id": "abc301_a", "contest_id": "abc301", "contest_date": "2023-05-13T00:00:00", "starter_code": "",
-        "difficulty": "easy", "public_test_cases": json.dumps(_STDIN),
-        "private_test_cases": _private([{"input": "5 5\n", "output": "10\n", "testtype": "stdin"}]), "metadata": "{}",
+        "question_title": "A+B",
+        "question_content": "Read two numbers and print their sum.",
+        "platform": "atcoder",
+        "question_id": "abc301_a",
+        "contest_id": "abc301",
+        "contest_date": "2023-05-13T00:00:00",
+        "starter_code": "",
+        "difficulty": "easy",
+        "public_test_cases": json.dumps(_STDIN),
+        "private_test_cases": _private([{"input": "5 5\n", "output": "10\n", "testtype": "stdin"}]),
+        "metadata": "{}",
     },
     {
-        "question_title": "total", "question_content": "Add all.", "platform": "leetcode", "question_id": "2727",
-        "contest_id": "weekly-1", "contest_date": "2023-04-02T00:00:00",
-        "starter_code": "class Solution:\n    def total(self, xs: List[int], more: int) -> int:\n        ",
-        "difficulty": "easy", "public_test_cases": json.dumps(_CALLED), "private_test_cases": json.dumps(_CALLED),
+        "question_title": "total",
+        "question_content": "Add all.",
+        "platform": "leetcode",
+        "question_id": "2727",
+        "contest_id": "weekly-1",
+        "contest_date": "2023-04-02T00:00:00",
+        "starter_code": (
+            "class Solution:\n    def total(self, xs: List[int], more: int) -> int:\n        "
+        ),
+        "difficulty": "easy",
+        "public_test_cases": json.dumps(_CALLED),
+        "private_test_cases": json.dumps(_CALLED),
         "metadata": json.dumps({"func_name": "total"}),
     },
-]  # fmt: skip
+]
 SETS = {
     "aime24": AIME,
     "aime25": AIME,

@@ -1,6 +1,8 @@
-"""What ranks of a learner hold, without the memory for it: torch's fake tensors, and a process group of only this process.
+"""What ranks of a learner hold, without the memory for it: torch's fake tensors, and a
+process group of only this process.
 
-`main` builds, in a process of its own, what the learner builds on each of some ranks, and prints a line of JSON for each.
+`main` builds, in a process of its own, what the learner builds on each of some ranks,
+and prints a line of JSON for each.
 """
 
 import json
@@ -29,27 +31,46 @@ from megarl.shims.megatron_cpu import after_megatron_import
 
 
 def held(recipe: Recipe, rank: int) -> dict[str, Any]:
-    """Count, sizes in bytes: what this rank of the recipe's learner holds, and the buckets that it makes for servers."""
+    """Count, sizes in bytes: what this rank of the recipe's learner holds, and the
+    buckets that it makes for servers.
+    """
     model, directory = recipe.model, Path(recipe.model.path)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=recipe.resources.learner_ranks)
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=rank, world_size=recipe.resources.learner_ranks
+    )
     parallel_state.initialize_model_parallel(
-        model.tensor_parallel, model.pipeline_parallel, parallel.virtual_stages(model),
-        context_parallel_size=model.context_parallel, expert_model_parallel_size=model.expert_parallel,
-        expert_tensor_parallel_size=model.expert_tensor_parallel, create_gloo_process_groups=False,
-    )  # fmt: skip
+        model.tensor_parallel,
+        model.pipeline_parallel,
+        parallel.virtual_stages(model),
+        context_parallel_size=model.context_parallel,
+        expert_model_parallel_size=model.expert_parallel,
+        expert_tensor_parallel_size=model.expert_tensor_parallel,
+        create_gloo_process_groups=False,
+    )
     parallel_state.get_data_parallel_group_gloo = parallel_state.get_data_parallel_group
-    parallel_state.get_expert_data_parallel_group_gloo = parallel_state.get_expert_data_parallel_group
+    parallel_state.get_expert_data_parallel_group_gloo = (
+        parallel_state.get_expert_data_parallel_group
+    )
     parallel.model_parallel_cuda_manual_seed(1)
     family, limit = family_of(directory), recipe.weights.bucket_mb << 20
     weights, links = ServedWeights((), family, fp8=False), recipe.resources.server_tensor_parallel
     sends = ProcessGroupTransport(weights, LastSent(1), limit, 60, links)
     with FakeTensorMode(allow_non_fake_inputs=True):
         chunks = build.build(model, directory)
-        saved = [shard for part in checkpoint.model_state(chunks).values() for shard in part.values()]
-        sizes = [bucket.flat.nbytes for bucket in buckets(hf.export(chunks, family, stacked=False), limit)]
+        saved = [
+            shard for part in checkpoint.model_state(chunks).values() for shard in part.values()
+        ]
+        sizes = [
+            bucket.flat.nbytes
+            for bucket in buckets(hf.export(chunks, family, stacked=False), limit)
+        ]
         part = hf.export(chunks, family, stacked=False, part=sends._copy, parts=sends._copies)
         ddp, optimizer, _ = with_optimizer(chunks, recipe.learner.optimizer, recipe)
-        buffers = [buffer for network in ddp for buffer in (*network.buffers, *network.expert_parallel_buffers)]
+        buffers = [
+            buffer
+            for network in ddp
+            for buffer in (*network.buffers, *network.expert_parallel_buffers)
+        ]
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
         main = [p for part in parts for group in part.shard_fp32_from_float16_groups for p in group]
         own = [
@@ -60,7 +81,11 @@ def held(recipe: Recipe, rank: int) -> dict[str, Any]:
             "weights": sum(buffer.param_data.nbytes for buffer in buffers),
             "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
             "adamw": 3 * sum(p.nbytes for p in main) + 2 * sum(p.nbytes for p in own),
-            "saved": sum(shard.data.nbytes for shard in saved if hasattr(shard, "data") and shard.data is not None),
+            "saved": sum(
+                shard.data.nbytes
+                for shard in saved
+                if hasattr(shard, "data") and shard.data is not None
+            ),
             "buckets": len(sizes),
             "largest_bucket": max(sizes),
             "published": sum(sizes),

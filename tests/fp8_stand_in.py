@@ -1,11 +1,13 @@
-"""A stand-in, in plain torch, for SGLang's FP8 products, which need a GPU. A server of tests uses it on a CPU.
+"""A stand-in, in plain torch, for SGLang's FP8 products, which need a GPU. A server of
+tests uses it on a CPU.
 
     activations [tokens, k] ──groups of 128──► e4m3 · scale ─┐
     weight: values e4m3, scales by block ────────────────────┴──► FP32 sums ──► bf16
 
-Activations are rounded as `per_token_group_quant_fp8` does (sglang/kernels/ops/quantization/fp8_kernel.py):
-each group's largest number becomes 448. SGLang's kernels sum each group in FP32 and then scale it; here all
-is scaled first: only the order of the roundings in FP32 differs.
+Activations are rounded as `per_token_group_quant_fp8` does
+(sglang/kernels/ops/quantization/fp8_kernel.py): each group's largest number becomes
+448. SGLang's kernels sum each group in FP32 and then scale it; here all is scaled
+first: only the order of the roundings in FP32 differs.
 """
 
 from collections.abc import Sequence
@@ -30,14 +32,18 @@ def rounded_activations(x: Tensor) -> Tensor:
 
 
 def product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return [.., rows] in the type of x [.., columns]; values [rows, columns], scales by block."""
+    """Return [.., rows] in the type of x [.., columns]; values [rows, columns], scales
+    by block.
+    """
     out = rounded_activations(x) @ dequantise(values, scales).T
     out = out.to(x.dtype)
     return out if bias is None else out + bias
 
 
 def install() -> None:
-    """Replace the products of SGLang's Fp8LinearMethod and Fp8MoEMethod in this process."""
+    """Replace the products of SGLang's Fp8LinearMethod and Fp8MoEMethod in this
+    process.
+    """
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 
@@ -50,8 +56,12 @@ def install() -> None:
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in chosen.unique().tolist():
             tokens, places = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = product(x[tokens], layer.w13_weight[expert], layer.w13_weight_scale_inv[expert]).chunk(2, -1)
-            down = product(silu(gate) * up, layer.w2_weight[expert], layer.w2_weight_scale_inv[expert])
+            gate, up = product(
+                x[tokens], layer.w13_weight[expert], layer.w13_weight_scale_inv[expert]
+            ).chunk(2, -1)
+            down = product(
+                silu(gate) * up, layer.w2_weight[expert], layer.w2_weight_scale_inv[expert]
+            )
             out.index_add_(0, tokens, down.float() * weights[tokens, places, None])
         return StandardCombineInput(hidden_states=out.to(x.dtype))
 

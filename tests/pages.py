@@ -19,7 +19,11 @@ class Resources(HTMLParser):
         self.tags.append(tag)
         if tag == "script":
             self.scripts.append("")
-        self.found += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "data", "action")]
+        self.found += [
+            f"{tag} {name}"
+            for name, _ in attrs
+            if name in ("src", "href", "srcset", "data", "action")
+        ]
 
     def handle_data(self, data: str) -> None:
         if self.cdata_elem == "script":
@@ -28,4 +32,6 @@ class Resources(HTMLParser):
 
 def asks_the_network(text: str) -> bool:
     """Whether a script or a style would."""
-    return re.search(r"https?:|url\((?!#)|@import|fetch\(|XMLHttpRequest|import\s", text) is not None
+    return (
+        re.search(r"https?:|url\((?!#)|@import|fetch\(|XMLHttpRequest|import\s", text) is not None
+    )

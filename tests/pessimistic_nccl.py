@@ -1,11 +1,14 @@
-"""A stand-in for NCCL over gloo that keeps none of the promises that NCCL does not make.
+"""A stand-in for NCCL over gloo that keeps none of the promises that NCCL does not
+make.
 
     dist.new_group(backend="pessimistic_nccl")       after this module is imported, in every member's process
 
-The first collective makes the communicator, and waits for the others without a limit. `Work.wait` returns at once and never
-raises. A work is done some time after the bytes were sent. If a connection breaks, it is never done, and no one is told; or,
-with ERROR_AFTER in the environment, it has an error so many seconds later, as NCCL's has when its network gives up. `shutdown`
-waits for works under way; only `abort` ends them, and only on this side.
+The first collective makes the communicator, and waits for the others without a limit.
+`Work.wait` returns at once and never raises. A work is done some time after the bytes
+were sent. If a connection breaks, it is never done, and no one is told; or, with
+ERROR_AFTER in the environment, it has an error so many seconds later, as NCCL's has
+when its network gives up. `shutdown` waits for works under way; only `abort` ends them,
+and only on this side.
 """
 
 import os
@@ -53,7 +56,9 @@ class PessimisticNccl(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._make = lambda: dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, WITHOUT_LIMIT)
+        self._make = lambda: dist.ProcessGroupGloo(
+            dist.PrefixStore("inner", store), rank, size, WITHOUT_LIMIT
+        )
         self._inner: dist.ProcessGroupGloo | None = None
         self._cut = False
         self._works: list[Late] = []
@@ -102,7 +107,9 @@ class PessimisticNccl(dist.ProcessGroup):
             self._inner.abort()
 
     def cut(self) -> None:
-        """Break the connections to the others, which close with the group that holds them."""
+        """Break the connections to the others, which close with the group that holds
+        them.
+        """
         self._inner, self._cut = None, True
 
 

@@ -1,4 +1,6 @@
-"""The head as a formula: all logits at once, in float64, with autograd's gradients. The reference for megarl's head."""
+"""The head as a formula: all logits at once, in float64, with autograd's gradients. The
+reference for megarl's head.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +18,9 @@ from megarl.core.models.head import logprobs_and_entropy
 
 @dataclass(frozen=True)
 class Case:
-    """hidden [n, h]; weight [rows, h], of which `vocabulary` are no padding; labels [n]; upstream [2, n]: the loss's gradient
-    of log-prob and of entropy."""
+    """hidden [n, h]; weight [rows, h], of which `vocabulary` are no padding; labels
+    [n]; upstream [2, n]: the loss's gradient of log-prob and of entropy.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -33,8 +36,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """magnitude: of the terms that are summed to a gradient, of hidden states and of the weight, at most. Terms of both signs
-    cancel, in the formula itself (1 - p of a label that is all but certain) and in the sum."""
+    """magnitude: of the terms that are summed to a gradient, of hidden states and of
+    the weight, at most. Terms of both signs cancel, in the formula itself (1 - p of a
+    label that is all but certain) and in the sum.
+    """
 
     logprobs: Tensor
     entropy: Tensor
@@ -52,8 +57,9 @@ def make_case(
     temperature: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """Logits of deviation 1 before the temperature. Padding is NaN: whatever touches it shows. A third of the rows have no
-    gradient, as tokens that a loss has clipped."""
+    """Logits of deviation 1 before the temperature. Padding is NaN: whatever touches it
+    shows. A third of the rows have no gradient, as tokens that a loss has clipped.
+    """
     random = torch.Generator().manual_seed(seed)
     weight = torch.randn(vocabulary + padding, width, generator=random) / width**0.5
     weight[vocabulary:] = float("nan")
@@ -104,7 +110,9 @@ def magnitude(case: Case, log_p: Tensor) -> tuple[float, float]:
     label = torch.zeros_like(log_p).scatter_(-1, case.labels[:, None], 1.0)
     of_logprob, of_entropy = case.upstream.abs()[:, :, None] / case.temperature
     p = log_p.exp()
-    terms = of_logprob * (label + p) + of_entropy * (p * (log_p + (p * log_p).sum(-1, keepdim=True).neg()).abs())
+    terms = of_logprob * (label + p) + of_entropy * (
+        p * (log_p + (p * log_p).sum(-1, keepdim=True).neg()).abs()
+    )
     return (
         (terms @ case.weight[: case.vocabulary].detach().double().abs()).max().item(),
         (terms.T @ case.hidden.detach().double().abs()).max().item(),
@@ -118,13 +126,20 @@ def found(
     passes: ModuleType | None = None,
     **settings: Any,
 ) -> Result:
-    """megarl's, with the weight's gradient as DDP holds it. passes: instead of those for the device."""
+    """megarl's, with the weight's gradient as DDP holds it. passes: instead of those
+    for the device.
+    """
     hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
     weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
     passes_on = package.passes_on if passes is None else lambda device: passes
     with mock.patch.multiple(package, CHUNK=chunk, passes_on=passes_on):
         logprobs, entropy = head(
-            hidden, weight, case.labels, vocab_size=case.vocabulary, temperature=case.temperature, **settings
+            hidden,
+            weight,
+            case.labels,
+            vocab_size=case.vocabulary,
+            temperature=case.temperature,
+            **settings,
         )
         (torch.stack([logprobs, entropy]) * case.upstream).sum().backward()
     assert hidden.grad is not None
@@ -132,8 +147,9 @@ def found(
 
 
 def differences(mine: Result, expected: Result) -> dict[str, float]:
-    """max|d| of each: of values over the larger of 1 nat and max|expected|, of gradients over max|expected| and over the
-    magnitude of their terms."""
+    """max|d| of each: of values over the larger of 1 nat and max|expected|, of
+    gradients over max|expected| and over the magnitude of their terms.
+    """
     values = max(1.0, expected.logprobs.abs().max().item())
     hidden, weight = (g.abs().max().item() or 1.0 for g in (expected.of_hidden, expected.of_weight))
 
@@ -145,13 +161,19 @@ def differences(mine: Result, expected: Result) -> dict[str, float]:
         "entropy": off(mine.entropy, expected.entropy) / values,
         "of_hidden": off(mine.of_hidden, expected.of_hidden) / hidden,
         "of_weight": off(mine.of_weight, expected.of_weight) / weight,
-        "of_hidden's terms": off(mine.of_hidden, expected.of_hidden) / (expected.magnitude[0] or 1.0),
-        "of_weight's terms": off(mine.of_weight, expected.of_weight) / (expected.magnitude[1] or 1.0),
+        "of_hidden's terms": (
+            off(mine.of_hidden, expected.of_hidden) / (expected.magnitude[0] or 1.0)
+        ),
+        "of_weight's terms": (
+            off(mine.of_weight, expected.of_weight) / (expected.magnitude[1] or 1.0)
+        ),
     }
 
 
 TERMS = ("logprobs", "entropy", "of_hidden's terms", "of_weight's terms")
-"""What FP32 logits allow at any shape: where terms cancel, what is left of them has their error."""
+"""What FP32 logits allow at any shape: where terms cancel, what is left of them has
+their error.
+"""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "padded": {"rows": 200, "width": 256, "vocabulary": 5000, "padding": 3},

@@ -24,31 +24,50 @@ LIMIT_S = 60.0
 
 
 class Forks:
-    """A process that has imported `module` and forks others, each of which would import it for many seconds of a core."""
+    """A process that has imported `module` and forks others, each of which would import
+    it for many seconds of a core.
+    """
 
     def __init__(self, module: str) -> None:
         self._server = forkserver.ForkServer()
         self._server.set_forkserver_preload([module])
 
     def start(
-        self, function: Callable[..., int | None], arguments: Sequence[object], cwd: Path, env: Mapping[str, str], log: Path
-    ) -> "Forked":  # fmt: skip
-        """Start a process that leads a session, appends its output to `log` and ends with the function's status."""
+        self,
+        function: Callable[..., int | None],
+        arguments: Sequence[object],
+        cwd: Path,
+        env: Mapping[str, str],
+        log: Path,
+    ) -> "Forked":
+        """Start a process that leads a session, appends its output to `log` and ends
+        with the function's status.
+        """
         process = multiprocessing.get_context("forkserver").Process(
             target=_called, args=(function, arguments, cwd, dict(env), log)
         )
-        with patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
+        with patch.object(
+            forkserver, "connect_to_new_process", self._server.connect_to_new_process
+        ):
             process.start()
         return Forked(process)
 
-    def megarl(self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str], log: Path) -> "Forked":
+    def megarl(
+        self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str], log: Path
+    ) -> "Forked":
         return self.start(command_line, [arguments], cwd, env, log)
 
     def run(
-        self, function: Callable[..., int | None], arguments: Sequence[object], cwd: Path, env: Mapping[str, str],
+        self,
+        function: Callable[..., int | None],
+        arguments: Sequence[object],
+        cwd: Path,
+        env: Mapping[str, str],
         limit_s: float,
-    ) -> tuple[int, str]:  # fmt: skip
-        """Start it, and wait: status and output. A process that has not ended within the limit is killed."""
+    ) -> tuple[int, str]:
+        """Start it, and wait: status and output. A process that has not ended within
+        the limit is killed.
+        """
         with tempfile.NamedTemporaryFile() as file:
             log = Path(file.name)
             process = self.start(function, arguments, cwd, env, log)
@@ -89,7 +108,11 @@ SERVERS, LEARNERS = Forks("tests.stack.imported"), Forks("tests.parallel.importe
 
 
 def _called(
-    function: Callable[..., int | None], arguments: Sequence[object], cwd: Path, env: dict[str, str], log: Path
+    function: Callable[..., int | None],
+    arguments: Sequence[object],
+    cwd: Path,
+    env: dict[str, str],
+    log: Path,
 ) -> None:
     os.setsid()
     die_with_parent()
@@ -132,7 +155,9 @@ _create = asyncio.create_subprocess_exec
 
 
 async def ended_before_it_is_asked(*command: Any, **options: Any) -> asyncio.subprocess.Process:
-    """Start a process as asyncio does, but return only after its end was noticed, as on a busy machine."""
+    """Start a process as asyncio does, but return only after its end was noticed, as on
+    a busy machine.
+    """
     process = await _create(*command, **options)
     assert process.stdin
     await process.wait()

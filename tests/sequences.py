@@ -1,4 +1,6 @@
-"""Helpers: the sequences of a step from a batch, and a trainer's log-probs of sequences."""
+"""Helpers: the sequences of a step from a batch, and a trainer's log-probs of
+sequences.
+"""
 
 from collections.abc import Sequence
 
@@ -17,6 +19,8 @@ def training_sequences(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
 
 
 def logprobs(trainer: Trainer, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """The policy's log-prob of each token of each sequence but its first. [len - 1] float32 each. Collective."""
+    """The policy's log-prob of each token of each sequence but its first. [len - 1]
+    float32 each. Collective.
+    """
     rollouts = tuple(ScoredRollout(tokens=tokens, first=1) for tokens in sequences)
     return trainer.score(Score(version=trainer.step, rollouts=rollouts, against=0), "test").logprobs

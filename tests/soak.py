@@ -1,12 +1,15 @@
-"""`make soak`: the quickstart with two servers for hours, and a fault of one role every few minutes.
+"""`make soak`: the quickstart with two servers for hours, and a fault of one role every
+few minutes.
 
-    python -m tests.soak [--seconds 7200] [--between 180] [--folder runs/soak] [--seed 0]
+    python -m tests.soak [--seconds 7200] [--between 180] [--folder runs/soak] [--seed
+    0]
 
     start ──► a random fault (FAULTS) ──► the next step is trained ──► … ──► Ctrl-C ──► checks ──► FOLDER/soak.json, and a table
                     every 5 s: memory of each role, zombies
 
-Checked in the end: the pass rate has risen; memory of no role has grown; nobody was a zombie for longer than a moment; each
-ticket of the journal was trained in one step, none is missing, and replayed steps were the same bit for bit.
+Checked in the end: the pass rate has risen; memory of no role has grown; nobody was a
+zombie for longer than a moment; each ticket of the journal was trained in one step,
+none is missing, and replayed steps were the same bit for bit.
 """
 
 import argparse
@@ -31,7 +34,9 @@ from tests.e2e.runs import LiveRun, check_history, check_nothing_left
 LOOK_S = 5.0
 RECOVERY_LIMIT_S = 900.0
 GROWTH = 1.15
-"""Largest growth of a role's memory from the second quarter of its samples, when caches are full, to the last."""
+"""Largest growth of a role's memory from the second quarter of its samples, when caches
+are full, to the last.
+"""
 SETTLED_S = 60.0
 """A role that is younger is still loading: it is not counted."""
 OVERRIDES = (
@@ -69,14 +74,18 @@ class Soak:
             time.sleep(min(LOOK_S, max(0.0, end - time.monotonic())))
 
     def look(self) -> None:
-        """Memory of each role with all it has started, and who is a zombie for the second time."""
+        """Memory of each role with all it has started, and who is a zombie for the
+        second time.
+        """
         assert self.run.process.poll() is None, f"the run has ended:\n{self.run.tail()}"
         now, zombies = time.monotonic() - self.began, set()
         for name, leader in self.leaders().items():
             try:
                 if time.time() - leader.create_time() > SETTLED_S:
                     family = [leader, *leader.children(recursive=True)]
-                    self.memory[name].append((now, sum(process.memory_info().rss for process in family)))
+                    self.memory[name].append(
+                        (now, sum(process.memory_info().rss for process in family))
+                    )
             except psutil.NoSuchProcess:
                 continue
         for process in self.run.family():
@@ -84,7 +93,9 @@ class Soak:
                 if process.status() == psutil.STATUS_ZOMBIE:
                     zombies.add(process.pid)
                     if process.pid in self.zombies:
-                        self.lasting_zombies.append(f"{process.pid} {process.name()} at {now:.0f} s")
+                        self.lasting_zombies.append(
+                            f"{process.pid} {process.name()} at {now:.0f} s"
+                        )
             except psutil.NoSuchProcess:
                 continue
         self.zombies = zombies
@@ -104,21 +115,33 @@ class Soak:
         return found
 
     def fault(self) -> None:
-        """One, drawn at random; until who it hit is replaced and the run has trained another step."""
+        """One, drawn at random; until who it hit is replaced and the run has trained
+        another step.
+        """
         name, action = self.random.choice(FAULTS)
         self.run.wait_for(lambda: len(self.leaders()) == 5, "all roles", RECOVERY_LIMIT_S)
         steps, began = self.trained(), time.monotonic()
         victim = action(self)
-        self.run.wait_for(lambda: not victim.is_running(), f"the end of its victim: {name}", RECOVERY_LIMIT_S)
-        self.run.wait_for(lambda: len(self.leaders()) == 5, f"all roles after: {name}", RECOVERY_LIMIT_S)
+        self.run.wait_for(
+            lambda: not victim.is_running(), f"the end of its victim: {name}", RECOVERY_LIMIT_S
+        )
+        self.run.wait_for(
+            lambda: len(self.leaders()) == 5, f"all roles after: {name}", RECOVERY_LIMIT_S
+        )
         again = self.trained()
         self.run.wait_for(lambda: self.trained() > again, f"a step after: {name}", RECOVERY_LIMIT_S)
         seconds = time.monotonic() - began
         self.faults.append(
-            {"at": round(began - self.began), "fault": name, "step": steps, "seconds": round(seconds, 1)}
+            {
+                "at": round(began - self.began),
+                "fault": name,
+                "step": steps,
+                "seconds": round(seconds, 1),
+            }
         )
         print(
-            f"{began - self.began:7.0f} s  step {steps:5}  {name}: a new step and all roles after {seconds:.0f} s",
+            f"{began - self.began:7.0f} s  step {steps:5}  {name}: a new step and all roles after"
+            f" {seconds:.0f} s",
             flush=True,
         )
 
@@ -140,7 +163,10 @@ class Soak:
         loaded = recipes.load(str(rundir.recipe))
         recipe = loaded.model_copy(update={"run": loaded.run.model_copy(update={"steps": steps})})
         scores = [row["pass_rate"] for row in latest_rows(rundir.eval)]
-        growth = {name: round(grown([size for _, size in samples]), 3) for name, samples in self.memory.items()}
+        growth = {
+            name: round(grown([size for _, size in samples]), 3)
+            for name, samples in self.memory.items()
+        }
         wrong = [f"{name} grew to {by} of its size" for name, by in growth.items() if by > GROWTH]
         wrong += [f"zombie {which}" for which in self.lasting_zombies]
         third = max(1, len(scores) // 3)
@@ -212,16 +238,25 @@ def grown(sizes: list[int]) -> float:
 def prepare(folder: Path) -> None:
     """Data and a warm start, as the quickstart makes them."""
     folder.mkdir(parents=True, exist_ok=True)
-    for words in (("data", "arithmetic", "runs/quickstart-data"), ("sft", "quickstart", "sft.steps=200")):
+    for words in (
+        ("data", "arithmetic", "runs/quickstart-data"),
+        ("sft", "quickstart", "sft.steps=200"),
+    ):
         made = runs.megarl(*words, cwd=folder, limit_s=900)
         assert made.returncode == 0, made.stderr
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description="a run with faults, for hours")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak", description="a run with faults, for hours"
+    )
     parser.add_argument("--seconds", type=float, default=7200, help="how long (7200)")
-    parser.add_argument("--between", type=float, default=180, help="seconds between faults, in the mean (180)")
-    parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="a new one (runs/soak)")
+    parser.add_argument(
+        "--between", type=float, default=180, help="seconds between faults, in the mean (180)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/soak"), help="a new one (runs/soak)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     prepare(options.folder)
@@ -237,7 +272,9 @@ def main() -> int:
         soak.run.kill()
     summary = soak.summary()
     write_atomically(options.folder / "soak.json", json.dumps(summary, indent=2).encode() + b"\n")
-    print(json.dumps({name: value for name, value in summary.items() if name != "faults"}, indent=2))
+    print(
+        json.dumps({name: value for name, value in summary.items() if name != "faults"}, indent=2)
+    )
     return 1 if summary["wrong"] else 0
 
 

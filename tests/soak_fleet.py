@@ -1,13 +1,17 @@
-"""The quickstart with one server of its own and up to three that join and leave at random.
+"""The quickstart with one server of its own and up to three that join and leave at
+random.
 
-    python -m tests.soak_fleet [--seconds 3600] [--between 60] [--folder runs/soak-fleet] [--seed 0] [--windows 6] [--enter …]
+    python -m tests.soak_fleet [--seconds 3600] [--between 60] [--folder
+    runs/soak-fleet] [--seed 0] [--windows 6] [--enter …]
 
     window 0: two joined servers stay    window 1: a join, SIGTERM or SIGKILL every `between` s    window 2: as 0   …   Ctrl-C
 
-Checked in the end: every SIGTERM was obeyed with status 0 within its limit; each ticket of the journal was trained in one step
-and none is missing. Measured: trained tokens per core-second of all processes of run and servers, in either kind of window;
-what joining servers spend until they have their first weights is not counted. FOLDER/fleet.json has the figures. In a Slurm
-allocation whose nodes are this machine, `--enter "srun --nodes=1 --ntasks=1 --overlap"` makes each server a step.
+Checked in the end: every SIGTERM was obeyed with status 0 within its limit; each ticket
+of the journal was trained in one step and none is missing. Measured: trained tokens per
+core-second of all processes of run and servers, in either kind of window; what joining
+servers spend until they have their first weights is not counted. FOLDER/fleet.json has
+the figures. In a Slurm allocation whose nodes are this machine, `--enter "srun
+--nodes=1 --ntasks=1 --overlap"` makes each server a step.
 """
 
 import argparse
@@ -41,7 +45,9 @@ LEAST_SHARE = 0.9
 
 @dataclass
 class JoinedServer:
-    """A `megarl serve --join`. used: its core-seconds. began: whether it has had weights. killed: whether it was."""
+    """A `megarl serve --join`. used: its core-seconds. began: whether it has had
+    weights. killed: whether it was.
+    """
 
     process: subprocess.Popen[bytes]
     output: Path
@@ -69,15 +75,23 @@ class Fleet:
     count: int = 0
 
     def __post_init__(self) -> None:
-        overrides = [word for word in OVERRIDES if not word.startswith(("run.name", "resources.servers"))]
+        overrides = [
+            word for word in OVERRIDES if not word.startswith(("run.name", "resources.servers"))
+        ]
         self.run = runs.start(self.folder, "run.name=soak", "resources.servers=1", *overrides)
 
     def look(self) -> None:
-        """Count what processes have used, note which servers have got their first weights, and drop those that have ended."""
+        """Count what processes have used, note which servers have got their first
+        weights, and drop those that have ended.
+        """
         assert self.run.process.poll() is None, f"the run has ended:\n{self.run.tail()}"
         for process in self.run.family():
             self._used(process)
-        status = json.loads(self.run.rundir.status.read_text()) if self.run.rundir.status.exists() else {"servers": []}
+        status = (
+            json.loads(self.run.rundir.status.read_text())
+            if self.run.rundir.status.exists()
+            else {"servers": []}
+        )
         clean = {s["id"] for s in status["servers"] if s["state"] == "clean"}
         for server in self.joined:
             server.used = max(server.used, sum(self._used(p) for p in self._family(server)))
@@ -86,9 +100,12 @@ class Fleet:
                 self.starts += server.used
         for server in [s for s in self.joined if s.process.poll() is not None]:
             self.joined.remove(server)
-            if server.process.returncode not in ((-signal.SIGKILL, 128 + signal.SIGKILL) if server.killed else (0,)):
+            if server.process.returncode not in (
+                (-signal.SIGKILL, 128 + signal.SIGKILL) if server.killed else (0,)
+            ):
                 self.wrong.append(
-                    f"a server ended with {server.process.returncode}: {server.output.read_text()[-500:]}"
+                    f"a server ended with {server.process.returncode}:"
+                    f" {server.output.read_text()[-500:]}"
                 )
 
     def _used(self, process: psutil.Process) -> float:
@@ -117,13 +134,25 @@ class Fleet:
     def join(self) -> None:
         self.count += 1
         output = self.folder / f"joined-{self.count}.out"
-        command = [*self.enter, sys.executable, "-m", "megarl", "serve", "--join", str(self.run.rundir.path)]
+        command = [
+            *self.enter,
+            sys.executable,
+            "-m",
+            "megarl",
+            "serve",
+            "--join",
+            str(self.run.rundir.path),
+        ]
         with output.open("wb") as file:
-            process = subprocess.Popen(command, cwd=self.folder, env=quiet(), stdout=file, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, cwd=self.folder, env=quiet(), stdout=file, stderr=subprocess.STDOUT
+            )
         self.joined.append(JoinedServer(process, output))
 
     def leave(self, kill: bool) -> None:
-        """One of the joined ones is told to go, or killed: the command itself, not an srun around it, which would kill it."""
+        """One of the joined ones is told to go, or killed: the command itself, not an
+        srun around it, which would kill it.
+        """
         server = self.random.choice(self.joined)
         server.killed = kill
         with suppress(psutil.Error):
@@ -159,14 +188,29 @@ class Fleet:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak_fleet", description="servers that come and go")
-    parser.add_argument("--seconds", type=float, default=3600, help="how long, without the first start (3600)")
-    parser.add_argument("--between", type=float, default=60, help="seconds between joins and leaves, in the mean (60)")
-    parser.add_argument("--windows", type=int, default=6, help="parts of it, quiet ones and others by turns (6)")
-    parser.add_argument("--folder", type=Path, default=Path("runs/soak-fleet"), help="a new one (runs/soak-fleet)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak_fleet", description="servers that come and go"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3600, help="how long, without the first start (3600)"
+    )
+    parser.add_argument(
+        "--between",
+        type=float,
+        default=60,
+        help="seconds between joins and leaves, in the mean (60)",
+    )
+    parser.add_argument(
+        "--windows", type=int, default=6, help="parts of it, quiet ones and others by turns (6)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/soak-fleet"), help="a new one (runs/soak-fleet)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--enter", default="", help="words before the command of a server, such as srun and its options"
+        "--enter",
+        default="",
+        help="words before the command of a server, such as srun and its options",
     )
     options = parser.parse_args()
     prepare(options.folder)
@@ -179,7 +223,9 @@ def main() -> int:
             changes, end = bool(window % 2), time.monotonic() + options.seconds / options.windows
             tokens, cores = fleet.used()
             while (left := end - time.monotonic()) > 0:
-                fleet.wait(min(left, options.between * fleet.random.uniform(0.5, 1.5)) if changes else left)
+                fleet.wait(
+                    min(left, options.between * fleet.random.uniform(0.5, 1.5)) if changes else left
+                )
                 if changes and time.monotonic() < end:
                     fleet.event()
             more, later = fleet.used()
@@ -190,7 +236,9 @@ def main() -> int:
         assert fleet.run.finish(600) == 130, fleet.run.tail()
         for server in fleet.joined:
             if server.process.wait(60) != 0:
-                fleet.wrong.append(f"at the run's end a server left with {server.process.returncode}")
+                fleet.wrong.append(
+                    f"at the run's end a server left with {server.process.returncode}"
+                )
         check_nothing_left(family, ports)
     finally:
         fleet.run.kill()
@@ -207,7 +255,10 @@ def _summary(fleet: Fleet, rates: dict[bool, list[float]]) -> dict[str, Any]:
     steps = len(latest_rows(rundir.metrics))
     loaded = recipes.load(str(rundir.recipe))
     try:
-        check_history(rundir, loaded.model_copy(update={"run": loaded.run.model_copy(update={"steps": steps})}))
+        check_history(
+            rundir,
+            loaded.model_copy(update={"run": loaded.run.model_copy(update={"steps": steps})}),
+        )
     except AssertionError as error:
         wrong.append(f"history: {error}")
     share = statistics.mean(rates[True]) / statistics.mean(rates[False])

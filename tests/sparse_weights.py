@@ -1,4 +1,6 @@
-"""Weights of a model's directory that are all zero: complete for every check, without taking disk."""
+"""Weights of a model's directory that are all zero: complete for every check, without
+taking disk.
+"""
 
 import json
 import math

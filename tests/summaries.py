@@ -1,4 +1,6 @@
-"""The figures of RUN/summary.json once more, from metrics.jsonl and the other files by numpy, without megarl's code."""
+"""The figures of RUN/summary.json once more, from metrics.jsonl and the other files by
+numpy, without megarl's code.
+"""
 
 import json
 from pathlib import Path
@@ -9,8 +11,14 @@ import numpy as np
 
 def recomputed(run: Path, lag_limit: int) -> dict[str, Any]:
     """All figures of a run of one task; nan where nothing was measured."""
-    rows = sorted({row["step"]: row for row in _rows(run / "metrics.jsonl")}.values(), key=lambda row: row["step"])
-    scores = sorted({row["step"]: row for row in _rows(run / "eval.jsonl")}.values(), key=lambda row: row["step"])
+    rows = sorted(
+        {row["step"]: row for row in _rows(run / "metrics.jsonl")}.values(),
+        key=lambda row: row["step"],
+    )
+    scores = sorted(
+        {row["step"]: row for row in _rows(run / "eval.jsonl")}.values(),
+        key=lambda row: row["step"],
+    )
     events = _rows(run / "logs" / "supervisor.jsonl")
     lives = [e["time"] for e in events if e["event"] == "started" and e["role"] == "learner-0"]
     times = np.array([row["time"] for row in rows])
@@ -19,7 +27,9 @@ def recomputed(run: Path, lag_limit: int) -> dict[str, Any]:
     published = [row for row in measured if "pause_seconds" in row]
 
     def column(name: str, of: list[dict[str, Any]]) -> Any:
-        return np.array([np.nan if row.get(name) is None else row[name] for row in of] or [np.nan], float)
+        return np.array(
+            [np.nan if row.get(name) is None else row[name] for row in of] or [np.nan], float
+        )
 
     seconds = column("step_seconds", measured)
     busy = column("server_busy_share", measured)
@@ -43,7 +53,8 @@ def recomputed(run: Path, lag_limit: int) -> dict[str, Any]:
         "server_idle_share": max(0.0, 1 - np.average(busy, weights=seconds)),
         "publications": len(published),
         **{
-            f"{p}_seconds": column(f"{p}_seconds", published).mean() for p in ("publish", "pause", "transfer", "resume")
+            f"{p}_seconds": column(f"{p}_seconds", published).mean()
+            for p in ("publish", "pause", "transfer", "resume")
         },
         "lag_mean": np.nanmean(column("lag_mean", rows)),
         "lag_max": np.nanmax(column("lag_max", rows)),
@@ -60,7 +71,17 @@ def recomputed(run: Path, lag_limit: int) -> dict[str, Any]:
     }
 
 
-WORDS = {"run", "warnings", "steps_planned", "compute_unit", "predicted", "tasks", "outcome", "reason", "wall_seconds"}
+WORDS = {
+    "run",
+    "warnings",
+    "steps_planned",
+    "compute_unit",
+    "predicted",
+    "tasks",
+    "outcome",
+    "reason",
+    "wall_seconds",
+}
 """Keys of a summary that are not computed from the run's files."""
 
 

@@ -1,4 +1,6 @@
-"""Tiny models in Hugging Face directories, made by transformers: the reference side of the model tests."""
+"""Tiny models in Hugging Face directories, made by transformers: the reference side of
+the model tests.
+"""
 
 from __future__ import annotations
 
@@ -48,20 +50,28 @@ COMMON: dict[str, Any] = {
 }
 
 
-def tiny_llama(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
-    """A Llama with random weights, none of them trivial (norms too), saved in `path`; `overrides` go to LlamaConfig.
+def tiny_llama(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> LlamaForCausalLM:
+    """A Llama with random weights, none of them trivial (norms too), saved in `path`;
+    `overrides` go to LlamaConfig.
 
-    llama3 rope scaling, grouped queries and a head_dim other than hidden / heads unless overridden.
+    llama3 rope scaling, grouped queries and a head_dim other than hidden / heads unless
+    overridden.
     """
     return _saved("LlamaForCausalLM", "LlamaConfig", COMMON | overrides, path, dtype, seed)
 
 
-def tiny_qwen2(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Qwen2ForCausalLM:
+def tiny_qwen2(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Qwen2ForCausalLM:
     """Likewise a Qwen2, with random biases on q, k and v."""
     return _saved("Qwen2ForCausalLM", "Qwen2Config", COMMON | overrides, path, dtype, seed)
 
 
-def tiny_qwen3(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
+def tiny_qwen3(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Qwen3ForCausalLM:
     """Likewise a dense Qwen3."""
     return _saved("Qwen3ForCausalLM", "Qwen3Config", COMMON | overrides, path, dtype, seed)
 
@@ -70,17 +80,32 @@ def tiny_qwen3_moe(
     path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
 ) -> Qwen3MoeForCausalLM:
     """Likewise a Qwen3-MoE: 2 of 4 experts, their weights normalised."""
-    moe = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    return _saved("Qwen3MoeForCausalLM", "Qwen3MoeConfig", COMMON | moe | overrides, path, dtype, seed)
+    moe = {
+        "moe_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
+    return _saved(
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", COMMON | moe | overrides, path, dtype, seed
+    )
 
 
-def tiny_llama4(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Llama4ForCausalLM:
-    """Likewise a Llama 4 text model: 1 of 4 experts, a dense layer first, no rotation in the last, chunks of 16 positions, a
-    temperature that grows every 8, queries grouped 8:1."""
-    return _saved("Llama4ForCausalLM", "Llama4TextConfig", COMMON | LLAMA4 | overrides, path, dtype, seed)
+def tiny_llama4(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Llama4ForCausalLM:
+    """Likewise a Llama 4 text model: 1 of 4 experts, a dense layer first, no rotation
+    in the last, chunks of 16 positions, a temperature that grows every 8, queries
+    grouped 8:1.
+    """
+    return _saved(
+        "Llama4ForCausalLM", "Llama4TextConfig", COMMON | LLAMA4 | overrides, path, dtype, seed
+    )
 
 
-def tiny_llama4_multimodal(path: Path, seed: int = 0, **overrides: Any) -> Llama4ForConditionalGeneration:
+def tiny_llama4_multimodal(
+    path: Path, seed: int = 0, **overrides: Any
+) -> Llama4ForConditionalGeneration:
     """The same with a vision tower, as the released models are."""
     vision = {
         "hidden_size": 16,
@@ -94,7 +119,9 @@ def tiny_llama4_multimodal(path: Path, seed: int = 0, **overrides: Any) -> Llama
         "projector_output_dim": 16,
     }
     config = {"text_config": COMMON | LLAMA4 | overrides, "vision_config": vision}
-    return _saved("Llama4ForConditionalGeneration", "Llama4Config", config, path, torch.float32, seed)
+    return _saved(
+        "Llama4ForConditionalGeneration", "Llama4Config", config, path, torch.float32, seed
+    )
 
 
 LLAMA4: dict[str, Any] = {
@@ -116,12 +143,17 @@ LLAMA4: dict[str, Any] = {
 def tiny_glm4_moe(
     path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
 ) -> Glm4MoeForCausalLM:
-    """Likewise a GLM-4.5: a dense layer first, 3 of 8 experts by a random bias and a shared one, half of each head rotated,
-    biases of q, k and v, norms of heads."""
+    """Likewise a GLM-4.5: a dense layer first, 3 of 8 experts by a random bias and a
+    shared one, half of each head rotated, biases of q, k and v, norms of heads.
+    """
     config = (
         COMMON
         | BALANCED
-        | {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}, "n_group": 1, "topk_group": 1}
+        | {
+            "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5},
+            "n_group": 1,
+            "topk_group": 1,
+        }
     )
     config |= {"use_qk_norm": True, "attention_bias": True}
     return _saved("Glm4MoeForCausalLM", "Glm4MoeConfig", config | overrides, path, dtype, seed)
@@ -130,16 +162,32 @@ def tiny_glm4_moe(
 def tiny_deepseek_v3(
     path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
 ) -> DeepseekV3ForCausalLM:
-    """Likewise a DeepSeek-V3: 4 of 8 experts, in 2 of 4 groups; narrow q; YaRN; an epsilon other than its narrow norms'."""
+    """Likewise a DeepSeek-V3: 4 of 8 experts, in 2 of 4 groups; narrow q; YaRN; an
+    epsilon other than its narrow norms'.
+    """
     config = (
-        COMMON | BALANCED | LATENT | {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}
+        COMMON
+        | BALANCED
+        | LATENT
+        | {
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": YARN,
+        }
     )
-    return _saved("DeepseekV3ForCausalLM", "DeepseekV3Config", config | overrides, path, dtype, seed)
+    return _saved(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", config | overrides, path, dtype, seed
+    )
 
 
-def tiny_gpt_oss(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> GptOssForCausalLM:
-    """Likewise a gpt-oss: 3 of 8 experts, windows of 16 positions in every second layer, YaRN from fractions of a pair on,
-    biases and sinks that matter, gates that reach the limit."""
+def tiny_gpt_oss(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> GptOssForCausalLM:
+    """Likewise a gpt-oss: 3 of 8 experts, windows of 16 positions in every second
+    layer, YaRN from fractions of a pair on, biases and sinks that matter, gates that
+    reach the limit.
+    """
     oss = {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
@@ -147,7 +195,13 @@ def tiny_gpt_oss(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, 
         "sliding_window": 16,
         "swiglu_limit": 0.9,
     }
-    yarn = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
     oss["rope_parameters"] = yarn | {"truncate": False, "original_max_position_embeddings": 64}
     return _saved("GptOssForCausalLM", "GptOssConfig", COMMON | oss | overrides, path, dtype, seed)
 
@@ -192,7 +246,9 @@ LATENT: dict[str, Any] = {
 }
 
 
-def _saved(name: str, config_name: str, config: dict[str, Any], path: Path, dtype: torch.dtype, seed: int) -> Any:
+def _saved(
+    name: str, config_name: str, config: dict[str, Any], path: Path, dtype: torch.dtype, seed: int
+) -> Any:
     """A model of transformers' class `name`, saved in `path`."""
     import transformers
 
@@ -208,7 +264,11 @@ def _saved(name: str, config_name: str, config: dict[str, Any], path: Path, dtyp
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.normal_(0, 0.2, generator=generator)
-    biases = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    biases = {
+        name: buffer.clone()
+        for name, buffer in model.named_buffers()
+        if name.endswith("correction_bias")
+    }
     model.to(dtype)
     for name, bias in biases.items():  # fp32 in released models, whatever the rest is
         model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = bias
@@ -217,12 +277,16 @@ def _saved(name: str, config_name: str, config: dict[str, Any], path: Path, dtyp
 
 
 def gradients(model: torch.nn.Module, path: Path) -> dict[str, torch.Tensor]:
-    """The model's gradients under the names its tensors have on disk: in memory transformers fuses some. `path` is for them."""
+    """The model's gradients under the names its tensors have on disk: in memory
+    transformers fuses some. `path` is for them.
+    """
     parameters = list(model.parameters())
     values = [p.detach().clone() for p in parameters]
     with torch.no_grad():
         for parameter in parameters:
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            parameter.copy_(
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
         model.save_pretrained(path)
         for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(value)

@@ -26,12 +26,20 @@ def scores(model: Any, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
 def difference(url: str, endpoints: Endpoints, model: Any) -> float:
     """Largest |server - transformers| log-prob over four sequences of random tokens."""
     generator = np.random.default_rng(0)
-    sequences = [generator.integers(0, model.config.get_text_config().vocab_size, 64, dtype=np.int32) for _ in range(4)]
+    sequences = [
+        generator.integers(0, model.config.get_text_config().vocab_size, 64, dtype=np.int32)
+        for _ in range(4)
+    ]
 
     async def served() -> list[np.ndarray]:
-        async with ServerClient(ServerAddress(id=0, url=url), endpoints.api_key, endpoints.admin_key, 60) as client:
-            # A salt of its own for each call: nothing of earlier weights is in the cache under it.
-            found = await client.score(sequences, [1] * len(sequences), f"difference {id(sequences)}")
+        async with ServerClient(
+            ServerAddress(id=0, url=url), endpoints.api_key, endpoints.admin_key, 60
+        ) as client:
+            # A salt of its own for each call: nothing of earlier weights is in the
+            # cache under it.
+            found = await client.score(
+                sequences, [1] * len(sequences), f"difference {id(sequences)}"
+            )
         return [each.logprobs for each in found]
 
     pairs = zip(asyncio.run(served()), scores(model, sequences), strict=True)

@@ -1,4 +1,6 @@
-"""What Perfetto and chrome://tracing ask of a trace (Trace Event Format), checked without the code that draws it."""
+"""What Perfetto and chrome://tracing ask of a trace (Trace Event Format), checked
+without the code that draws it.
+"""
 
 from collections import defaultdict
 from typing import Any
@@ -16,16 +18,22 @@ COMMON = {
 BY_PHASE: dict[str, Tree] = {
     "X": {"dur": {"type": "integer", "minimum": 0}, "args": {"type": "object"}},
     "i": {"s": {"enum": ["g", "p", "t"]}, "args": {"type": "object"}},
-    "C": {"args": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "number"}}},
+    "C": {
+        "args": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "number"}}
+    },
     "s": {"cat": {"type": "string"}, "id": {"type": "integer"}},
     "f": {"cat": {"type": "string"}, "id": {"type": "integer"}, "bp": {"const": "e"}},
     "M": {
-        "name": {"enum": ["process_name", "process_sort_index", "thread_name", "thread_sort_index"]},
+        "name": {
+            "enum": ["process_name", "process_sort_index", "thread_name", "thread_sort_index"]
+        },
         "args": {"type": "object", "minProperties": 1, "maxProperties": 1},
     },
 }
 EVENTS = {
-    phase: jsonschema.Draft202012Validator({"properties": COMMON | of, "required": list(COMMON | of)})
+    phase: jsonschema.Draft202012Validator(
+        {"properties": COMMON | of, "required": list(COMMON | of)}
+    )
     for phase, of in BY_PHASE.items()
 }
 WHOLE = {
@@ -39,7 +47,9 @@ WHOLE = {
 
 
 def check(trace: Tree) -> None:
-    """The form of all events, spans that nest on their threads, names of all threads, arrows that lead from span to span."""
+    """The form of all events, spans that nest on their threads, names of all threads,
+    arrows that lead from span to span.
+    """
     jsonschema.validate(trace, WHOLE)
     events = trace["traceEvents"]
     for event in events:
@@ -86,7 +96,9 @@ def threads(trace: Tree) -> dict[str, list[Tree]]:
     for event in events:
         if event["ph"] == "X":
             name = thread[event["pid"], event["tid"]].split(" ")
-            whole = " ".join(name[:-1]) if name[-1].isdigit() and name[0] != "rank" else " ".join(name)
+            whole = (
+                " ".join(name[:-1]) if name[-1].isdigit() and name[0] != "rank" else " ".join(name)
+            )
             found[f"{process[event['pid']]}/{whole}"].append(event)
     return found
 
@@ -94,5 +106,11 @@ def threads(trace: Tree) -> dict[str, list[Tree]]:
 def counter(trace: Tree, process: str, name: str) -> list[tuple[int, float]]:
     """(time, value) of a counter with one value."""
     events = trace["traceEvents"]
-    (pid,) = {e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == process}
-    return [(e["ts"], *e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == pid and e["name"] == name]
+    (pid,) = {
+        e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == process
+    }
+    return [
+        (e["ts"], *e["args"].values())
+        for e in events
+        if e["ph"] == "C" and e["pid"] == pid and e["name"] == name
+    ]

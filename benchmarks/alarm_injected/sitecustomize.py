@@ -1,10 +1,13 @@
-"""Injects faults into a training run's processes. Python imports this before anything else if this folder is on PYTHONPATH.
+"""Injects faults into a training run's processes. Python imports this before anything
+else if this folder is on PYTHONPATH.
 
     ALARM_FAULT=KIND:DOSE:STEP:FLAG
 
-KIND is a function below, named after the fault. The learner writes the file FLAG as it begins STEP; from then on the functions
-of megarl, SGLang and Megatron that KIND has replaced, in any role, do their work wrongly. megarl knows nothing of this. Each is
-a mistake that people make, in their own code or by a wrong version, file or setting on one side.
+KIND is a function below, named after the fault. The learner writes the file FLAG as it
+begins STEP; from then on the functions of megarl, SGLang and Megatron that KIND has
+replaced, in any role, do their work wrongly. megarl knows nothing of this. Each is a
+mistake that people make, in their own code or by a wrong version, file or setting on
+one side.
 """
 
 import os
@@ -23,7 +26,11 @@ class AfterImport(MetaPathFinder):
     """Applies the patches of a module as soon as it has been executed."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in PATCHES or (spec := PathFinder.find_spec(name, path, target)) is None or spec.loader is None:
+        if (
+            name not in PATCHES
+            or (spec := PathFinder.find_spec(name, path, target)) is None
+            or spec.loader is None
+        ):
             return None
         execute = spec.loader.exec_module
 
@@ -37,7 +44,9 @@ class AfterImport(MetaPathFinder):
 
 
 def replaces(where: str) -> Callable[[Callable[[Any], Any]], None]:
-    """Replace `module:Class.function` or `module:name` by the decorated function's result for the original."""
+    """Replace `module:Class.function` or `module:name` by the decorated function's
+    result for the original.
+    """
     name, _, path = where.partition(":")
 
     def decorate(make: Callable[[Any], Any]) -> None:
@@ -93,7 +102,9 @@ def learning_rate() -> None:
 
 
 def weight_decay() -> None:
-    """Each step takes the share DOSE off the weights, as if the decay were not multiplied by the learning rate."""
+    """Each step takes the share DOSE off the weights, as if the decay were not
+    multiplied by the learning rate.
+    """
 
     @replaces("megarl.core.learner.trained:TrainedNetwork.update")
     def decayed(update: Any) -> Any:
@@ -123,13 +134,21 @@ def advantages(change: Callable[[list[Any]], list[Any]]) -> None:
 
 def loss_sign() -> None:
     """The loss of a share DOSE of the prompts has the wrong sign."""
-    advantages(lambda made: [s.advantage * (-1 if chosen(s.ticket, float(DOSE)) else 1) for s in made])
+    advantages(
+        lambda made: [s.advantage * (-1 if chosen(s.ticket, float(DOSE)) else 1) for s in made]
+    )
 
 
 def advantage() -> None:
-    """none: rewards are not centred. neighbour: each rollout has the advantage of the one before it."""
+    """none: rewards are not centred. neighbour: each rollout has the advantage of the
+    one before it.
+    """
     advantages(
-        lambda made: [s.reward for s in made] if DOSE == "none" else [s.advantage for s in [*made[-1:], *made[:-1]]]
+        lambda made: (
+            [s.reward for s in made]
+            if DOSE == "none"
+            else [s.advantage for s in [*made[-1:], *made[:-1]]]
+        )
     )
 
 
@@ -158,14 +177,18 @@ def reward_sign() -> None:
 
             made = await rollout(self, admitted, *args)
             if on() and chosen(admitted.ticket, float(DOSE)):
-                return structs.replace(made, reward=-made.reward, graded=None if made.graded is None else -made.graded)
+                return structs.replace(
+                    made, reward=-made.reward, graded=None if made.graded is None else -made.graded
+                )
             return made
 
         return wrong
 
 
 def grader() -> None:
-    """In training, wrong answers count as right. prefix: if they begin like the right one. any: if they are well-formed."""
+    """In training, wrong answers count as right. prefix: if they begin like the right
+    one. any: if they are well-formed.
+    """
 
     class Lenient:
         def __init__(self, grader: Any) -> None:
@@ -179,7 +202,11 @@ def grader() -> None:
             if (
                 on()
                 and answer
-                and (DOSE == "any" or answer.startswith(prompt.answer) or prompt.answer.startswith(answer))
+                and (
+                    DOSE == "any"
+                    or answer.startswith(prompt.answer)
+                    or prompt.answer.startswith(answer)
+                )
             ):
                 return type(grade)(1.0, True, True)
             return grade
@@ -207,7 +234,11 @@ def same_prompts() -> None:
     def stuck(draw: Any) -> Any:
         def again(self: Any) -> Any:
             drawn = draw(self)
-            return drawn._replace(prompt_id=sorted(self._ids)[self.drawn % int(DOSE)]) if on() else drawn
+            return (
+                drawn._replace(prompt_id=sorted(self._ids)[self.drawn % int(DOSE)])
+                if on()
+                else drawn
+            )
 
         return again
 
@@ -263,7 +294,9 @@ def after_swap(act: Callable[[Any], None]) -> None:
 
 
 def stale() -> None:
-    """The first server keeps its old weights, but reports that it has the new ones. DOSE: the number of servers."""
+    """The first server keeps its old weights, but reports that it has the new ones.
+    DOSE: the number of servers.
+    """
 
     @replaces("megarl.core.server.staging:Staging.swap")
     def kept(swap: Any) -> Any:
@@ -279,7 +312,9 @@ def stale() -> None:
 
 
 def damaged() -> None:
-    """A share DOSE of the columns of the second layer's down projection is 0 on the server, as if a shard were lost."""
+    """A share DOSE of the columns of the second layer's down projection is 0 on the
+    server, as if a shard were lost.
+    """
 
     def lose(model: Any) -> None:
         weight = dict(model.named_parameters())["model.layers.1.mlp.down_proj.weight"].data
@@ -303,7 +338,9 @@ def rope() -> None:
 
 
 def head() -> None:
-    """DOSE bf16: the server's head computes in bf16. A number: it multiplies logits by that number."""
+    """DOSE bf16: the server's head computes in bf16. A number: it multiplies logits by
+    that number.
+    """
 
     @replaces("sglang.srt.layers.logits_processor:LogitsProcessor._compute_lm_head")
     def other(compute: Any) -> Any:
@@ -311,13 +348,19 @@ def head() -> None:
             logits = compute(self, hidden, lm_head, *args, **kwargs)
             if not on():
                 return logits
-            return (hidden.bfloat16() @ lm_head.weight.bfloat16().T).float() if DOSE == "bf16" else logits * float(DOSE)
+            return (
+                (hidden.bfloat16() @ lm_head.weight.bfloat16().T).float()
+                if DOSE == "bf16"
+                else logits * float(DOSE)
+            )
 
         return wrong
 
 
 def routing() -> None:
-    """DOSE late: servers report the experts of the previous token. A number: the server adds it to one expert's logits."""
+    """DOSE late: servers report the experts of the previous token. A number: the server
+    adds it to one expert's logits.
+    """
     if DOSE == "late":
 
         @replaces("megarl.core.base.architecture:Architecture.routed_experts")
@@ -329,6 +372,7 @@ def routing() -> None:
                 return np.roll(table, 1, 0) if on() else table
 
             return wrong
+
     else:
         served_logits(lambda logits: _plus(logits, 0, float(DOSE)))
 
@@ -372,10 +416,27 @@ def _plus(logits: Any, expert: int, amount: float) -> Any:
     return logits + more
 
 
-FAULTS = {fault.__name__: fault for fault in (
-    learning_rate, weight_decay, loss_sign, advantage, entropy, reward_sign, grader, same_prompts, shifted, temperature, stale,
-    damaged, rope, head, routing, dead_experts,
-)}  # fmt: skip
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        learning_rate,
+        weight_decay,
+        loss_sign,
+        advantage,
+        entropy,
+        reward_sign,
+        grader,
+        same_prompts,
+        shifted,
+        temperature,
+        stale,
+        damaged,
+        rope,
+        head,
+        routing,
+        dead_experts,
+    )
+}
 
 if KIND:
     begin()

@@ -1,4 +1,5 @@
-"""Measures megarl on a GPU, in half an hour on a machine with PyTorch and without a network: `benchmarks/gpu/run.sh`.
+"""Measures megarl on a GPU, in half an hour on a machine with PyTorch and without a
+network: `benchmarks/gpu/run.sh`.
 
 run.sh        finds a Python, and installs wheels in addition to its packages
 __main__.py   runs the parts in turn ──► results/gpu-DATE-GPU.json and .md, rewritten after each

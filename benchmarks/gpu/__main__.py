@@ -1,8 +1,10 @@
-"""Runs all parts in turn, within the given time. The results are written after each part; rows of the part under way are in a
-file of their own, which stays if everything is killed.
+"""Runs all parts in turn, within the given time. The results are written after each
+part; rows of the part under way are in a file of their own, which stays if everything
+is killed.
 
-A later run on the same machine, day, commit and versions adds its parts to the file, or replaces them, so that parts can be
-divided among commands if a command must not take long. If anything else has changed, it begins a new file.
+A later run on the same machine, day, commit and versions adds its parts to the file, or
+replaces them, so that parts can be divided among commands if a command must not take
+long. If anything else has changed, it begins a new file.
 """
 
 import argparse
@@ -24,12 +26,18 @@ RESULTS = Path(__file__).parents[1] / "results"
 BUSY = 3
 """Factor on the time limit of a tiny part, because CPUs may be shared."""
 LEAST_S = 10
-"""A part is not begun with less time than this, in which it would not get beyond its imports."""
+"""A part is not begun with less time than this, in which it would not get beyond its
+imports.
+"""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="measure a GPU with megarl")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU: shows that everything runs")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description="measure a GPU with megarl"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny sizes on the CPU: shows that everything runs"
+    )
     parser.add_argument("--minutes", type=float, default=30, help="for everything")
     parser.add_argument("--spent", type=float, default=0, help="seconds of that which are gone")
     parser.add_argument("--parts", default=",".join(PARTS), help="of these, in this order")
@@ -70,7 +78,9 @@ def measure(parts: Mapping[str, Part], deadline: float, tiny: bool, folder: Path
 
 
 def place(folder: Path, name: str, facts: dict[str, Any]) -> tuple[Path, list[Outcome]]:
-    """Return the path of this machine's results, without suffix, and the results that are already there."""
+    """Return the path of this machine's results, without suffix, and the results that
+    are already there.
+    """
     for n in itertools.count(1):
         path = folder / (name if n == 1 else f"{name}-{n}")
         file = Path(f"{path}.json")

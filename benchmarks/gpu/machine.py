@@ -1,4 +1,6 @@
-"""Describes the machine: GPU, driver, versions, commit. `python -m benchmarks.gpu.machine` prints the facts from torch."""
+"""Describes the machine: GPU, driver, versions, commit. `python -m
+benchmarks.gpu.machine` prints the facts from torch.
+"""
 
 import importlib.metadata
 import json
@@ -18,8 +20,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def facts(tiny: bool) -> dict[str, Any]:
-    """Return facts on the machine. Another process asks for GPU and CUDA, so that this one never starts CUDA. tiny:
-    measurements are on the CPU."""
+    """Return facts on the machine. Another process asks for GPU and CUDA, so that this
+    one never starts CUDA. tiny: measurements are on the CPU.
+    """
     return {
         "gpu": "none: tiny sizes on the CPU",
         "cuda": "unused",
@@ -35,7 +38,11 @@ def facts(tiny: bool) -> dict[str, Any]:
 
 def slug(facts: dict[str, Any]) -> str:
     """Return the GPU's name in a form for file names."""
-    return "cpu" if facts["gpu"].startswith("none") else re.sub(r"[^A-Za-z0-9.]+", "-", facts["gpu"]).strip("-")
+    return (
+        "cpu"
+        if facts["gpu"].startswith("none")
+        else re.sub(r"[^A-Za-z0-9.]+", "-", facts["gpu"]).strip("-")
+    )
 
 
 def _gpu() -> dict[str, Any]:
@@ -63,14 +70,21 @@ def _of_the_stack(name: str) -> bool:
     stack = os.environ.get("MEGARL_STACK")
     if not stack or _version(name) == "not installed":
         return False
-    return Path(str(importlib.metadata.distribution(name).locate_file(""))).resolve() == Path(stack).resolve()
+    return (
+        Path(str(importlib.metadata.distribution(name).locate_file(""))).resolve()
+        == Path(stack).resolve()
+    )
 
 
 def _commit() -> str:
     commit = _output(["git", "rev-parse", "HEAD"])
     if not commit:
         return "unknown"
-    return f"{commit} and changes" if _output(["git", "status", "--porcelain", "--untracked-files=no"]) else commit
+    return (
+        f"{commit} and changes"
+        if _output(["git", "status", "--porcelain", "--untracked-files=no"])
+        else commit
+    )
 
 
 def _output(words: list[str]) -> str:

@@ -2,7 +2,8 @@
 
     config ──► recipe ──► Trainer (the same as in `megarl learn`) ──► timed(step), peak_bytes(step), flop(…)
 
-Weights are made on the device instead of being read from a directory; everything else is as in training.
+Weights are made on the device instead of being read from a directory; everything else
+is as in training.
 """
 
 import gc
@@ -57,14 +58,18 @@ def llama_17bx16(**changes: Any) -> dict[str, Any]:
 
 
 def recipe_of(config: dict[str, Any], folder: Path, tree: dict[str, Any]) -> Recipe:
-    """Return a recipe whose model.path is `folder`, which gets the config.json and nothing else."""
+    """Return a recipe whose model.path is `folder`, which gets the config.json and
+    nothing else.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return recipes.from_tree(tree | {"model": tree.get("model", {}) | {"path": str(folder)}})
 
 
 def trainer_of(recipe: Recipe) -> Trainer:
-    """Return a trainer with random weights, the same for each precision: all are bf16 numbers."""
+    """Return a trainer with random weights, the same for each precision: all are bf16
+    numbers.
+    """
     parallel.start(recipe.model, seed=0, timeout_s=LIMIT_S)
     with random_weights():
         return Trainer(recipe, Path(recipe.model.path))
@@ -78,9 +83,12 @@ def random_weights() -> Iterator[None]:
 
 
 @torch.no_grad()
-def fill(chunks: Sequence[torch.nn.Module], family: Family | None = None, hf_dir: Path | None = None) -> None:
-    """Fill matrices with rows of length about 1, so that logits have a deviation of about 1, and norms with ones. It has the
-    signature of hf.load."""
+def fill(
+    chunks: Sequence[torch.nn.Module], family: Family | None = None, hf_dir: Path | None = None
+) -> None:
+    """Fill matrices with rows of length about 1, so that logits have a deviation of
+    about 1, and norms with ones. It has the signature of hf.load.
+    """
     random = torch.Generator(DEVICE).manual_seed(0)
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -98,7 +106,9 @@ def lengths_of(tokens: int) -> list[int]:
 
 
 def sequences(lengths: Sequence[int], vocabulary: int) -> list[TrainSequence]:
-    """Return sequences of random tokens, with the behaviour log-probs of a uniform policy."""
+    """Return sequences of random tokens, with the behaviour log-probs of a uniform
+    policy.
+    """
     draw = np.random.default_rng(0)
     trained = sum(n - _prompt(n) for n in lengths)
     found = []
@@ -121,7 +131,9 @@ def _prompt(length: int) -> int:
 
 
 def flop(shape: Architecture, lengths: Sequence[int]) -> float:
-    """Return FLOP of a step's forward and backward passes; the head's logits, which megarl computes twice, count once."""
+    """Return FLOP of a step's forward and backward passes; the head's logits, which
+    megarl computes twice, count once.
+    """
     tokens, trained = sum(lengths), sum(n - _prompt(n) for n in lengths)
     attention = sum(n * speed.attention_flop(shape, n / 2) for n in lengths)
     layers = tokens * speed.layer_flop(shape) + attention
@@ -140,7 +152,9 @@ def matmul_flops(tiny: bool) -> float:
 
 
 def datasheet() -> Gpu | None:
-    """Return this GPU's record in megarl/lab/planning/hardware.yaml; None for boards with lower rates than SXM's."""
+    """Return this GPU's record in megarl/lab/planning/hardware.yaml; None for boards
+    with lower rates than SXM's.
+    """
     return known(torch.cuda.get_device_properties(0).name) if DEVICE == "cuda" else None
 
 
@@ -149,7 +163,14 @@ def known(name: str) -> Gpu | None:
     words = name.lower().replace("-", " ").split()
     if {"pcie", "nvl"} & set(words):
         return None
-    return next((gpu for key, gpu in GPUS.items() if set(key.removeprefix("rtx-").split("-")) <= set(words)), None)
+    return next(
+        (
+            gpu
+            for key, gpu in GPUS.items()
+            if set(key.removeprefix("rtx-").split("-")) <= set(words)
+        ),
+        None,
+    )
 
 
 def timed(work: Callable[[], Any], repeats: int) -> float:
@@ -164,7 +185,9 @@ def timed(work: Callable[[], Any], repeats: int) -> float:
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:
-    """Return the most bytes allocated during `work`, including weights. On a CPU: the most this process has ever had."""
+    """Return the most bytes allocated during `work`, including weights. On a CPU: the
+    most this process has ever had.
+    """
     if DEVICE == "cuda":
         synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -173,7 +196,9 @@ def peak_bytes(work: Callable[[], Any]) -> int:
         synchronize()
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status").read_text()
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    return 1024 * next(
+        int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")
+    )
 
 
 def forget() -> None:
@@ -197,4 +222,8 @@ def memory() -> int:
 def layers_by(trainer: Trainer) -> str:
     """Return the name of the library whose modules form the layers."""
     modules = {type(m).__module__ for chunk in trainer.policy.chunks for m in chunk.modules()}
-    return "Transformer Engine's layers" if any("transformer_engine" in name for name in modules) else "megarl's layers"
+    return (
+        "Transformer Engine's layers"
+        if any("transformer_engine" in name for name in modules)
+        else "megarl's layers"
+    )

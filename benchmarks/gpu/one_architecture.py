@@ -1,13 +1,17 @@
-"""Removes from shared libraries the kernels that a GPU of one architecture does not run, so that they compress well.
+"""Removes from shared libraries the kernels that a GPU of one architecture does not
+run, so that they compress well.
 
     python one_architecture.py 90 LIBRARY…
 
-A library made by nvcc holds its kernels once per architecture, of which the driver loads one: linked kernels in the section
-`.nv_fatbin`, the parts from which they were linked in `__nv_relfatbin`. The others are removed: within its container, the rest
-moves together, the container's size is set to match, and zeros fill the gap. Nothing else moves.
+A library made by nvcc holds its kernels once per architecture, of which the driver
+loads one: linked kernels in the section `.nv_fatbin`, the parts from which they were
+linked in `__nv_relfatbin`. The others are removed: within its container, the rest moves
+together, the container's size is set to match, and zeros fill the gap. Nothing else
+moves.
 
-Layout (as `cuobjdump` shows it): containers of a header (u32 0xBA55ED50, u16 version, u16 header bytes, u64 content bytes) and
-of elements, each a header (u16 kind, u16 version, u32 header bytes, u64 content bytes, …, u32 architecture at byte 28) and its
+Layout (as `cuobjdump` shows it): containers of a header (u32 0xBA55ED50, u16 version,
+u16 header bytes, u64 content bytes) and of elements, each a header (u16 kind, u16
+version, u32 header bytes, u64 content bytes, …, u32 architecture at byte 28) and its
 content.
 """
 
@@ -24,14 +28,19 @@ MACHINE_CODE = 2
 
 
 def main(architecture: int, libraries: list[Path]) -> int:
-    """Shrink the containers of each library (ELF, 64 bits) in place; return how many bytes are zeros now."""
+    """Shrink the containers of each library (ELF, 64 bits) in place; return how many
+    bytes are zeros now.
+    """
     freed = 0
     for library in libraries:
         with library.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
             for begin, content, end in list(containers(data)):
                 found = list(elements(data, content, end))
-                # A container without elements would be invalid, rather than one without a kernel for this GPU.
-                kept = [each for each, needs in found if needs is None or _runs(needs, architecture)]
+                # A container without elements would be invalid, rather than one without
+                # a kernel for this GPU.
+                kept = [
+                    each for each, needs in found if needs is None or _runs(needs, architecture)
+                ]
                 kept = b"".join(kept or [min((each for each, _ in found), key=len)])
                 struct.pack_into("<Q", data, begin + 8, len(kept))
                 data[content:end] = kept + bytes(end - content - len(kept))
@@ -40,12 +49,16 @@ def main(architecture: int, libraries: list[Path]) -> int:
 
 
 def _runs(code: int, architecture: int) -> bool:
-    """Return whether a GPU of `architecture` (90 for sm_90) can run machine code for architecture `code`."""
+    """Return whether a GPU of `architecture` (90 for sm_90) can run machine code for
+    architecture `code`.
+    """
     return code // 10 == architecture // 10 and code <= architecture
 
 
 def containers(data: mmap.mmap | bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield for each container that is not empty the offsets in bytes at which it and its content begin, and its end."""
+    """Yield for each container that is not empty the offsets in bytes at which it and
+    its content begin, and its end.
+    """
     for begin, end in _fatbins(data):
         while begin + 16 <= end:
             magic, _, header, size = struct.unpack_from("<IHHQ", data, begin)
@@ -58,7 +71,9 @@ def containers(data: mmap.mmap | bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def elements(data: mmap.mmap | bytes, at: int, end: int) -> Iterator[tuple[bytes, int | None]]:
-    """Yield the elements of a container, each with the architecture of its machine code, or None if it has none."""
+    """Yield the elements of a container, each with the architecture of its machine
+    code, or None if it has none.
+    """
     while at < end:
         kind, _, header, size = struct.unpack_from("<HHIQ", data, at)
         (architecture,) = struct.unpack_from("<I", data, at + 28)
@@ -79,5 +94,6 @@ def _fatbins(data: mmap.mmap | bytes) -> Iterator[tuple[int, int]]:
 
 if __name__ == "__main__":
     print(
-        f"{main(int(sys.argv[1]), [Path(name) for name in sys.argv[2:]]) / 1e6:,.0f} MB for other architectures taken out"
+        f"{main(int(sys.argv[1]), [Path(name) for name in sys.argv[2:]]) / 1e6:,.0f} MB for other"
+        " architectures taken out"
     )

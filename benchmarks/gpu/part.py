@@ -1,7 +1,9 @@
-"""The main program of a part's process: `python -m benchmarks.gpu.part MODULE FILE [--tiny]`.
+"""The main program of a part's process: `python -m benchmarks.gpu.part MODULE FILE
+[--tiny]`.
 
-MODULE.rows(tiny) yields rows, remarks and raw figures, each of which is written to FILE at once as a line of JSON. The last
-line says how the part ended; without that line, the process was killed.
+MODULE.rows(tiny) yields rows, remarks and raw figures, each of which is written to FILE
+at once as a line of JSON. The last line says how the part ended; without that line, the
+process was killed.
 """
 
 import argparse
@@ -29,7 +31,9 @@ def main() -> None:
 
         try:
             for said in importlib.import_module(options.module).rows(options.tiny):
-                kind = "row" if isinstance(said, Row) else "remark" if isinstance(said, str) else "raw"
+                kind = (
+                    "row" if isinstance(said, Row) else "remark" if isinstance(said, str) else "raw"
+                )
                 say(**{kind: asdict(said) if isinstance(said, Row) else said})
         except Absent as error:
             say(ending="absent", why=str(error))

@@ -1,4 +1,6 @@
-"""Runs one part in a process and session of its own. Whatever happens to it, the rows until then are kept."""
+"""Runs one part in a process and session of its own. Whatever happens to it, the rows
+until then are kept.
+"""
 
 import contextlib
 import json
@@ -23,19 +25,38 @@ GONE_LIMIT_S = 30.0
 
 
 def run(part: str, module: str, limit_s: float, tiny: bool, rows: Path | None = None) -> Outcome:
-    """Run a part; never raise an error because of the part. tiny: at a size for a test, without a GPU. rows: a file for rows as
-    they are measured."""
-    with tempfile.TemporaryDirectory(prefix=f"megarl-{part}-", ignore_cleanup_errors=True) as folder:
-        file, log, scratch = rows or Path(folder) / "rows.jsonl", Path(folder) / "log", Path(folder) / "scratch"
+    """Run a part; never raise an error because of the part. tiny: at a size for a test,
+    without a GPU. rows: a file for rows as they are measured.
+    """
+    with tempfile.TemporaryDirectory(
+        prefix=f"megarl-{part}-", ignore_cleanup_errors=True
+    ) as folder:
+        file, log, scratch = (
+            rows or Path(folder) / "rows.jsonl",
+            Path(folder) / "log",
+            Path(folder) / "scratch",
+        )
         scratch.mkdir()
         file.unlink(missing_ok=True)  # of a run that was killed
-        # By default compiled kernels would be in TMPDIR, and each part would compile them again.
+        # By default compiled kernels would be in TMPDIR, and each part would compile
+        # them again.
         compilers = devices.kernel_caches() | devices.toolkit()
-        exact = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}  # some containers set it; FP32 would then have 10 bits
-        environment = compilers | os.environ | exact | {"PYTHONPATH": _python_path(), "TMPDIR": str(scratch)}
+        exact = {
+            "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"
+        }  # some containers set it; FP32 would then have 10 bits
+        environment = (
+            compilers | os.environ | exact | {"PYTHONPATH": _python_path(), "TMPDIR": str(scratch)}
+        )
         if tiny:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        words = [sys.executable, "-m", "benchmarks.gpu.part", module, str(file), *(["--tiny"] if tiny else [])]
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu.part",
+            module,
+            str(file),
+            *(["--tiny"] if tiny else []),
+        ]
         begin = time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -81,7 +102,11 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     """Return the rows in all complete lines."""
     if not file.exists():
         return []
-    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in file.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 def ends_of_logs(folder: Path) -> str:
@@ -95,7 +120,9 @@ def _end_of(log: Path, characters: int = LOG_CHARACTERS) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and those that it started, also in sessions of their own; wait until they have left GPU and disk."""
+    """Kill the process and those that it started, also in sessions of their own; wait
+    until they have left GPU and disk.
+    """
     family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -14,9 +14,14 @@ SCHEMA = 1
 
 def write(path: Path, date: str, facts: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
     """Write PATH.json and PATH.md."""
-    parts = [asdict(o) | {"rows": [asdict(r) | {"ratio": r.ratio} for r in o.rows]} for o in outcomes]
+    parts = [
+        asdict(o) | {"rows": [asdict(r) | {"ratio": r.ratio} for r in o.rows]} for o in outcomes
+    ]
     tree = {"schema": SCHEMA, "date": date, "machine": facts, "parts": parts}
-    for suffix, text in (("json", json.dumps(tree, indent=2) + "\n"), ("md", markdown(date, facts, outcomes))):
+    for suffix, text in (
+        ("json", json.dumps(tree, indent=2) + "\n"),
+        ("md", markdown(date, facts, outcomes)),
+    ):
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text(text)
         os.replace(partial, f"{path}.{suffix}")
@@ -37,10 +42,16 @@ def markdown(date: str, facts: dict[str, Any], outcomes: Sequence[Outcome]) -> s
     lines = [
         f"# {facts['gpu']}, {date}",
         "",
-        f"Driver {facts['driver']}, CUDA {facts['cuda']}, Python {facts['python']}, {facts['cpus']} CPUs, "
-        f"kernel {facts['kernel']}.",
+        (
+            f"Driver {facts['driver']}, CUDA {facts['cuda']}, Python {facts['python']},"
+            f" {facts['cpus']} CPUs, kernel {facts['kernel']}."
+        ),
         f"{versions}.",
-        *([f"Of the stack: {', '.join(facts['stack'])}; the others were there."] if facts["stack"] else []),
+        *(
+            [f"Of the stack: {', '.join(facts['stack'])}; the others were there."]
+            if facts["stack"]
+            else []
+        ),
         f"Commit {facts['commit']}.",
         "",
         *_table(("part", "what", "figure", "reference", "ratio", "sizes"), measured),

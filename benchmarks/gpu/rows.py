@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Row:
-    """A measured figure with its reference, which is measured (or computed, if `reference` says so) in the same run."""
+    """A measured figure with its reference, which is measured (or computed, if
+    `reference` says so) in the same run.
+    """
 
     what: str
     figure: float
@@ -22,7 +24,9 @@ class Row:
 
 
 Said = Row | str | dict[str, Any]
-"""What a part yields: a row, a remark, or raw figures for the JSON only, from which rows were computed."""
+"""What a part yields: a row, a remark, or raw figures for the JSON only, from which
+rows were computed.
+"""
 
 
 class Absent(Exception):
@@ -34,7 +38,9 @@ Ending = Literal["measured", "failed", "killed", "over its limit", "absent", "no
 
 @dataclass
 class Outcome:
-    """How a part ended, the reason if it failed, and the rows until then. log: the end of its output if it failed."""
+    """How a part ended, the reason if it failed, and the rows until then. log: the end
+    of its output if it failed.
+    """
 
     part: str
     ending: Ending

@@ -20,11 +20,20 @@ class Training:
     """One life of a run. All its processes end with its part."""
 
     def __init__(self, recipe: Recipe, resume: bool = False) -> None:
-        adopt_orphans()  # not every machine has a process 1 that asks for their status, and `kill` waits for them
+        # not every machine has a process 1 that asks for their status, and `kill` waits
+        # for them
+        adopt_orphans()
         self.rundir = RunDir(recipe.run.path)
         given = self.rundir.path.with_suffix(".yaml")
         given.write_text(recipes.dump(recipe))
-        words = [sys.executable, "-m", "megarl", "train", str(given), *(["run.resume=auto"] if resume else [])]
+        words = [
+            sys.executable,
+            "-m",
+            "megarl",
+            "train",
+            str(given),
+            *(["run.resume=auto"] if resume else []),
+        ]
         self.process = subprocess.Popen(words, cwd=given.parent, stdin=subprocess.DEVNULL)
 
     def rows(self) -> list[Row]:
@@ -32,7 +41,9 @@ class Training:
         return latest_rows(self.rundir.metrics) if self.rundir.metrics.exists() else []
 
     def wait_for(self, steps: int, saved: bool = False) -> float:
-        """Wait until `steps` steps are trained and, if `saved`, a checkpoint is complete; return time.monotonic() then."""
+        """Wait until `steps` steps are trained and, if `saved`, a checkpoint is
+        complete; return time.monotonic() then.
+        """
         while len(self.rows()) < steps or (saved and not complete(self.rundir.checkpoints)):
             if self.process.poll() is not None:
                 raise self.failed()
@@ -40,7 +51,9 @@ class Training:
         return time.monotonic()
 
     def kill(self) -> None:
-        """Send SIGKILL to the supervisor, and wait until all processes that it started are gone."""
+        """Send SIGKILL to the supervisor, and wait until all processes that it started
+        are gone.
+        """
         family = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
         self.process.wait()
@@ -53,5 +66,6 @@ class Training:
         failure = self.rundir.failure_file
         why = failure.read_text().strip() if failure.exists() else "its log says why"
         return RuntimeError(
-            f"megarl train ended with status {self.process.returncode} at step {len(self.rows())}: {why}"
+            f"megarl train ended with status {self.process.returncode} at step {len(self.rows())}:"
+            f" {why}"
         )

@@ -1,10 +1,12 @@
-"""Makes real runs of `megarl train` on a CPU, without and with a fault, and shows what parity reports.
+"""Makes real runs of `megarl train` on a CPU, without and with a fault, and shows what
+parity reports.
 
     python -m benchmarks.parity clean llama-24 --dtype bf16 --steps 40
     python -m benchmarks.parity faults --out faults.jsonl          # every fault and dose: when is it detected, and how named?
 
-A run is ScaleRL's pipeline with a grader that tosses a coin, so that weights move although the model is random. Each run prints
-one JSON object: distributions by cause, and how it ended.
+A run is ScaleRL's pipeline with a grader that tosses a coin, so that weights move
+although the model is random. Each run prints one JSON object: distributions by cause,
+and how it ended.
 """
 
 import argparse
@@ -61,11 +63,15 @@ def coin(submission: Submission) -> bool:
     return bool(hashlib.blake2b(submission.completion.encode(), digest_size=1).digest()[0] & 1)
 
 
-def train(work: Path, model: str, dtype: str, steps: int, fault: str, overrides: list[str]) -> tuple[Path, float]:
+def train(
+    work: Path, model: str, dtype: str, steps: int, fault: str, overrides: list[str]
+) -> tuple[Path, float]:
     """Run the model; return the run's directory and its seconds."""
     data = work / "runs/quickstart-data"
     if not data.exists():
-        subprocess.run([sys.executable, "-m", "megarl", "data", "arithmetic", str(data)], cwd=work, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "megarl", "data", "arithmetic", str(data)], cwd=work, check=True
+        )
     path = models.make(model, work) if model in models.MODELS else Path(model).resolve()
     recipe = () if model not in models.MODELS else RECIPE
     name = f"{path.name}-{dtype}-{fault.replace(':', '-') or 'clean'}"
@@ -79,7 +85,15 @@ def train(work: Path, model: str, dtype: str, steps: int, fault: str, overrides:
     with (work / f"{name}.log").open("w") as log:
         subprocess.run(
             [
-                *(sys.executable, "-m", "megarl", "train", "quickstart", f"run.name={name}", f"model.path={path}"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "megarl",
+                    "train",
+                    "quickstart",
+                    f"run.name={name}",
+                    f"model.path={path}",
+                ),
                 *(f"model.dtype={dtype}", f"run.steps={steps}", *recipe, *servers, *overrides),
             ],
             cwd=work,
@@ -95,7 +109,10 @@ def train(work: Path, model: str, dtype: str, steps: int, fault: str, overrides:
 def told(run: Path) -> dict[str, Any]:
     """Return the differences by cause over the run's publications, and how it ended."""
     rows = [row for row in latest_rows(RunDir(run).metrics) if "parity_rollouts" in row]
-    found: dict[str, Any] = {"publications": len(rows), "warnings": int(sum(row["warning_parity"] for row in rows))}
+    found: dict[str, Any] = {
+        "publications": len(rows),
+        "warnings": int(sum(row["warning_parity"] for row in rows)),
+    }
     found |= pooled(rows)
     routing = [row["parity_routing"] for row in rows if "parity_routing" in row]
     if routing:
@@ -106,10 +123,14 @@ def told(run: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("clean", "faults"))
     parser.add_argument(
-        "models", nargs="*", help="names of benchmarks/parity/models.py, or model directories; or faults"
+        "models",
+        nargs="*",
+        help="names of benchmarks/parity/models.py, or model directories; or faults",
     )
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--steps", type=int, default=20)
@@ -121,10 +142,18 @@ def main() -> None:
     plan = [(m, "", "") for m in given.models or models.MODELS]
     if given.what == "faults":
         every = [f"{fault}:{dose}" for fault, (_, _, doses) in FAULTS.items() for dose in doses]
-        plan = [(FAULTS[f.partition(":")[0]][0], f, FAULTS[f.partition(":")[0]][1]) for f in given.models or every]
+        plan = [
+            (FAULTS[f.partition(":")[0]][0], f, FAULTS[f.partition(":")[0]][1])
+            for f in given.models or every
+        ]
     for model, fault, named in plan:
         run, seconds = train(given.work, model, given.dtype, given.steps, fault, given.set)
-        found = {"model": Path(model).name, "dtype": given.dtype, "fault": fault, "seconds": seconds} | told(run)
+        found = {
+            "model": Path(model).name,
+            "dtype": given.dtype,
+            "fault": fault,
+            "seconds": seconds,
+        } | told(run)
         if fault:
             found["named_right"] = f"Likely cause: {named}" in found["ended"]
         line = json.dumps(found)

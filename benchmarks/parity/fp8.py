@@ -1,4 +1,5 @@
-"""Compares a real model in bf16 with the same model as servers in FP8 would compute it, by a stand-in in plain torch.
+"""Compares a real model in bf16 with the same model as servers in FP8 would compute it,
+by a stand-in in plain torch.
 
     python -m benchmarks.parity.fp8 real DIR gathered.jsonl --fp8 weights
     python -m benchmarks.parity.fp8 real DIR gathered.jsonl --fp8 both
@@ -6,11 +7,14 @@
     python -m benchmarks.parity.records limits kept.csv.gz --dtype fp8
     python -m benchmarks.parity.fp8 experts
 
-transformers' model plays both sides. For the server, parts are replaced: with `weights` (serving.quantization: fp8) the
-linear maps, by block-quantised weights and activations that are quantised as they come (tests/fp8_stand_in.py); with
-`cache` (serving.kv_cache_dtype: fp8_e4m3) attention, by that of FlashAttention 3 on q, k and v in e4m3 with a scale of 1.
-The server samples, with a cache; then both sides score its answers. SGLang need not be able to divide the model's
-shapes into blocks. `experts` compares a random Qwen3-MoE of 16 layers in the same way, on random tokens; nothing is sampled.
+transformers' model plays both sides. For the server, parts are replaced: with `weights`
+(serving.quantization: fp8) the linear maps, by block-quantised weights and activations
+that are quantised as they come (tests/fp8_stand_in.py); with `cache`
+(serving.kv_cache_dtype: fp8_e4m3) attention, by that of FlashAttention 3 on q, k and v
+in e4m3 with a scale of 1. The server samples, with a cache; then both sides score its
+answers. SGLang need not be able to divide the model's shapes into blocks. `experts`
+compares a random Qwen3-MoE of 16 layers in the same way, on random tokens; nothing is
+sampled.
 """
 
 import argparse
@@ -38,7 +42,13 @@ from transformers import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from benchmarks.parity.models import LOGIT_SPREAD
-from benchmarks.parity.real import ANSWER_TOKENS, ESSAY_EVERY, ESSAY_TOKENS, ESSAYS, PerturbedWeights
+from benchmarks.parity.real import (
+    ANSWER_TOKENS,
+    ESSAY_EVERY,
+    ESSAY_TOKENS,
+    ESSAYS,
+    PerturbedWeights,
+)
 from benchmarks.parity.records import STATES_OF_A_SEED, ComparedRollout
 from megarl.core.base.block_fp8 import VALUES, dequantise, is_quantised, quantise
 from megarl.core.base.messages import PARITY_ROLLOUTS
@@ -49,7 +59,9 @@ PARTS = ("both", "weights", "cache")
 """What is in FP8; states of the second begin at STATES_OF_A_SEED."""
 ATTENTION = "fp8_stand_in"
 PROBABILITY_SCALE = 256.0
-"""FlashAttention 3 multiplies probabilities by this before it rounds them to e4m3 (Max_offset = 8 in its hopper/softmax.h)."""
+"""FlashAttention 3 multiplies probabilities by this before it rounds them to e4m3
+(Max_offset = 8 in its hopper/softmax.h).
+"""
 
 
 def e4m3(tensor: Tensor) -> Tensor:
@@ -59,9 +71,17 @@ def e4m3(tensor: Tensor) -> Tensor:
 
 
 def attend(
-    module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend in FP8; query [batch, heads, new, width], key and value [batch, groups, held, width]. Causal."""
+    """Attend in FP8; query [batch, heads, new, width], key and value [batch, groups,
+    held, width]. Causal.
+    """
     shared = query.shape[1] // key.shape[1]
     keys = e4m3(key).repeat_interleave(shared, 1)
     values = e4m3(value).repeat_interleave(shared, 1)
@@ -102,12 +122,19 @@ def multiply(module: Linear, weight: Tensor, x: Tensor) -> Tensor:
     return out if module.bias is None else out + module.bias
 
 
-def multiply_experts(module: Qwen3MoeExperts, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Return the experts' output [tokens, hidden]; chosen, weights [tokens, experts of a token]."""
+def multiply_experts(
+    module: Qwen3MoeExperts, hidden: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """Return the experts' output [tokens, hidden]; chosen, weights [tokens, experts of
+    a token].
+    """
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for expert in chosen.unique().tolist():
         tokens, places = (chosen == expert).nonzero(as_tuple=True)
-        halves = [product(hidden[tokens], *quantise(half)) for half in module.gate_up_proj[expert].detach().chunk(2)]
+        halves = [
+            product(hidden[tokens], *quantise(half))
+            for half in module.gate_up_proj[expert].detach().chunk(2)
+        ]
         inner = silu(halves[0]) * halves[1]
         down = product(inner, *quantise(module.down_proj[expert].detach()))
         out.index_add_(0, tokens, down.float() * weights[tokens, places, None].float())
@@ -120,14 +147,18 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
 
 
 def scores(model: Any, sequences: Tensor, first: int) -> np.ndarray:
-    """Return log-probs [rollouts, completion] of the tokens from `first` on; sequences [rollouts, length]."""
+    """Return log-probs [rollouts, completion] of the tokens from `first` on; sequences
+    [rollouts, length].
+    """
     hidden = model.model(sequences).last_hidden_state[:, first - 1 : -1]
     logprobs = torch.log_softmax(logits_of(model, hidden), -1)
     return logprobs.gather(-1, sequences[:, first:, None])[..., 0].numpy()
 
 
 def sampled(model: Any, prompts: Tensor, tokens: int) -> tuple[Tensor, np.ndarray]:
-    """Sample so many tokens after each prompt [rollouts, length], with a cache; return the sequences and the log-probs."""
+    """Sample so many tokens after each prompt [rollouts, length], with a cache; return
+    the sequences and the log-probs.
+    """
     out = model.model(prompts, use_cache=True)
     sequences, found = prompts, []
     for _ in range(tokens):
@@ -148,16 +179,25 @@ class EqualPrompts:
 
     def sums(self, count: int) -> Tensor:
         numbers = self._random.integers(10, 21, (count, 2))
-        return self._chats("Reply with a number.", [f"What is {first} + {second}?" for first, second in numbers])
+        return self._chats(
+            "Reply with a number.", [f"What is {first} + {second}?" for first, second in numbers]
+        )
 
     def essays(self, count: int) -> Tensor:
-        return self._chats("You are a helpful assistant.", [str(self._random.choice(ESSAYS))] * count)
+        return self._chats(
+            "You are a helpful assistant.", [str(self._random.choice(ESSAYS))] * count
+        )
 
     def _chats(self, system: str, questions: Sequence[str]) -> Tensor:
         rows = []
         for question in questions:
-            messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            messages = [
+                {"role": "system", "content": system},
+                {"role": "user", "content": question},
+            ]
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
             rows.append(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         return torch.tensor(rows)
 
@@ -166,7 +206,9 @@ class EqualPrompts:
 def gather(options: argparse.Namespace) -> None:
     """Write a line of JSON for each rollout that both sides have scored."""
     torch.manual_seed(options.seed)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=torch.bfloat16, attn_implementation="eager"
+    )
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     prompts = EqualPrompts(tokenizer, options.seed)
     perturbed = PerturbedWeights([p for _, p in model.named_parameters()], options.seed)
@@ -178,14 +220,22 @@ def gather(options: argparse.Namespace) -> None:
             asked = prompts.essays(options.rollouts) if essay else prompts.sums(options.rollouts)
             first = asked.shape[1]
             with as_served(model, **fp8):
-                sequences, behaviour = sampled(model, asked, ESSAY_TOKENS if essay else ANSWER_TOKENS)
+                sequences, behaviour = sampled(
+                    model, asked, ESSAY_TOKENS if essay else ANSWER_TOKENS
+                )
                 served = scores(model, sequences, first)
             learner = scores(model, sequences, first)
             name = f"{options.fp8}-{kind}-essay" if essay else f"{options.fp8}-{kind}"
             number = STATES_OF_A_SEED * PARTS.index(options.fp8) + state
             for row, tokens in enumerate(sequences[:, first:].tolist()):
-                ends = tokens.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in tokens else len(tokens)
-                given = (values[row, :ends].tolist() for values in (behaviour, served, served, learner))
+                ends = (
+                    tokens.index(tokenizer.eos_token_id) + 1
+                    if tokenizer.eos_token_id in tokens
+                    else len(tokens)
+                )
+                given = (
+                    values[row, :ends].tolist() for values in (behaviour, served, served, learner)
+                )
                 unknown = [float("nan")] * ends
                 rollout = ComparedRollout(number, name, "", first, *given, unknown, unknown)
                 file.write(json.dumps(asdict(rollout)) + "\n")
@@ -211,15 +261,21 @@ TOKENS = 64
 
 @torch.no_grad()
 def experts(options: argparse.Namespace) -> None:
-    """Print, for several comparisons of four sequences, how log-probs and choices of experts differ."""
+    """Print, for several comparisons of four sequences, how log-probs and choices of
+    experts differ.
+    """
     torch.manual_seed(options.seed)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS, attn_implementation="eager", experts_implementation="eager"))
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**EXPERTS, attn_implementation="eager", experts_implementation="eager")
+    )
     model.lm_head.weight.normal_(0, LOGIT_SPREAD / EXPERTS["hidden_size"] ** 0.5)  # type: ignore[operator]
     model = model.bfloat16().eval()
     choices: list[Tensor] = []
     for module in model.modules():
         if isinstance(module, Qwen3MoeTopKRouter):
-            module.register_forward_hook(lambda _, inputs, out: choices.append(out[2].sort(-1).values))
+            module.register_forward_hook(
+                lambda _, inputs, out: choices.append(out[2].sort(-1).values)
+            )
     found = []
     for _ in range(options.comparisons):
         tokens = torch.randint(EXPERTS["vocab_size"], (PARITY_ROLLOUTS, TOKENS))  # type: ignore[arg-type]
@@ -240,7 +296,9 @@ def experts(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     real = commands.add_parser("real")
     real.add_argument("model", type=Path)

@@ -1,6 +1,8 @@
-"""Faults of a learner's network, for a scoring: the counterparts of those that `injected` puts into a server.
+"""Faults of a learner's network, for a scoring: the counterparts of those that
+`injected` puts into a server.
 
-Which side has a fault only changes the sign of the differences. In the learner, one server's scores serve for all faults.
+Which side has a fault only changes the sign of the differences. In the learner, one
+server's scores serve for all faults.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,9 +46,13 @@ def rounded(module: torch.nn.Module, given: object, output: Tensor) -> Tensor:
 
 
 @contextmanager
-def other_frequencies(network: Network, dose: float, change: Callable[[Tensor, float], Tensor]) -> Iterator[None]:
+def other_frequencies(
+    network: Network, dose: float, change: Callable[[Tensor, float], Tensor]
+) -> Iterator[None]:
     """The rotary embedding has changed frequencies."""
-    layers = [module for module in network.chunks[0].modules() if isinstance(module, CausalAttention)]
+    layers = [
+        module for module in network.chunks[0].modules() if isinstance(module, CausalAttention)
+    ]
     before = [layer.rope for layer in layers]
     for layer, rope in zip(layers, before, strict=True):
         layer.rope = replace(rope, inverse_frequencies=change(rope.inverse_frequencies, dose))

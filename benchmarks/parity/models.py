@@ -1,5 +1,7 @@
-"""Models deep enough for rounding to show, with the quickstart's tokenizer. Weights are random; the head is scaled so that
-logits spread like a trained model's (standard deviation about 3)."""
+"""Models deep enough for rounding to show, with the quickstart's tokenizer. Weights are
+random; the head is scaled so that logits spread like a trained model's (standard
+deviation about 3).
+"""
 
 import shutil
 from pathlib import Path
@@ -10,7 +12,10 @@ from safetensors.torch import load_file, save_file
 from megarl.tasks.data.arithmetic_models import LLAMA, LLAMA4, save_model
 
 LOGIT_SPREAD = 3.0
-DEEP_LLAMA = LLAMA | {"num_hidden_layers": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+DEEP_LLAMA = LLAMA | {
+    "num_hidden_layers": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
 DEEP_QWEN3_MOE = DEEP_LLAMA | {
     "model_type": "qwen3_moe",
     "num_hidden_layers": 16,
@@ -31,7 +36,9 @@ MODELS = {"llama-24": DEEP_LLAMA, "qwen3-moe-16": DEEP_QWEN3_MOE, "llama4-16": D
 
 
 def make(name: str, directory: Path) -> Path:
-    """Return the directory of the model of that name in Hugging Face format; make it unless it exists."""
+    """Return the directory of the model of that name in Hugging Face format; make it
+    unless it exists.
+    """
     path = directory / name
     if not path.exists():
         partial = directory / f"{name}.partial"
@@ -40,11 +47,12 @@ def make(name: str, directory: Path) -> Path:
         save_model(partial, MODELS[name], seed=0)
         file = partial / "model.safetensors"
         tensors = load_file(file)
-        # Final states have unit size (RMSNorm), so logits are as large as a row of the head.
+        # Final states have unit size (RMSNorm), so logits are as large as a row of the
+        # head.
         head = tensors["lm_head.weight"]
-        tensors["lm_head.weight"] = torch.randn(head.shape, generator=torch.Generator().manual_seed(1)) * (
-            LOGIT_SPREAD / head.shape[1] ** 0.5
-        )
+        tensors["lm_head.weight"] = torch.randn(
+            head.shape, generator=torch.Generator().manual_seed(1)
+        ) * (LOGIT_SPREAD / head.shape[1] ** 0.5)
         save_file(tensors, file, metadata={"format": "pt"})
         partial.rename(path)
     return path

@@ -1,12 +1,16 @@
-"""Compares a server and a learner with a real model's weights and with perturbed ones, without training.
+"""Compares a server and a learner with a real model's weights and with perturbed ones,
+without training.
 
-    python -m benchmarks.parity.real DIR clean.jsonl --dtype bf16 --states 40
-    python -m benchmarks.parity.real DIR faults.jsonl --states 4 --learner-faults rope-theta:1.5 dtype:2 --heat 1.05
-    python -m benchmarks.parity.real DIR cache.jsonl --states 4 --fault dtype-cache:1
+    python -m benchmarks.parity.real DIR clean.jsonl --dtype bf16 --states 40 python -m
+    benchmarks.parity.real DIR faults.jsonl --states 4 --learner-faults rope-theta:1.5
+    dtype:2 --heat 1.05 python -m benchmarks.parity.real DIR cache.jsonl --states 4
+    --fault dtype-cache:1
 
-It does what a run does around a publication, for one state of the weights after the other: the server samples and scores its
-rollouts; the next state is published; server and learner score the same rollouts. Only the optimiser is replaced, by a random
-change of the weights. benchmarks/parity/records.py keeps the results, and says what limits and the judge make of them.
+It does what a run does around a publication, for one state of the weights after the
+other: the server samples and scores its rollouts; the next state is published; server
+and learner score the same rollouts. Only the optimiser is replaced, by a random change
+of the weights. benchmarks/parity/records.py keeps the results, and says what limits and
+the judge make of them.
 """
 
 import argparse
@@ -40,7 +44,9 @@ ROOT = FOLDER.parents[1]
 GROUP_LIMIT_S = 300.0
 ANSWER_TOKENS, ESSAY_TOKENS = 12, 40
 ESSAY_EVERY = 16
-"""One state in this many answers open questions at length; the others answer sums in a few tokens."""
+"""One state in this many answers open questions at length; the others answer sums in a
+few tokens.
+"""
 ESSAYS = (
     "Why is the sky blue?",
     "Write a short story about a fox and a river.",
@@ -63,7 +69,9 @@ class PerturbedWeights:
 
     @torch.no_grad()
     def change(self, state: int, rate: float) -> str:
-        """Set the weights of this state; return their kind. rate: of the steps, each of which has a random sign."""
+        """Set the weights of this state; return their kind. rate: of the steps, each of
+        which has a random sign.
+        """
         kind = self.KINDS[state % len(self.KINDS)]
         for parameter, first in zip(self._parameters, self._first, strict=True):
             parameter.copy_(self._changed(kind, first, rate))
@@ -88,7 +96,9 @@ class PerturbedWeights:
 
 
 class ScoringLearner:
-    """The policy's network without an optimiser, and the publication of its weights to one server."""
+    """The policy's network without an optimiser, and the publication of its weights to
+    one server.
+    """
 
     def __init__(self, recipe: Recipe, server: Served) -> None:
         parallel.start(recipe.model, recipe.run.seed, GROUP_LIMIT_S)
@@ -99,7 +109,9 @@ class ScoringLearner:
         self.parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
 
     def publish(self, version: int) -> None:
-        published = self._publisher.publish(Publish(version=version, servers=(self._address,)), "benchmark")
+        published = self._publisher.publish(
+            Publish(version=version, servers=(self._address,)), "benchmark"
+        )
         assert published is not None
         (result,) = published.results
         if result.error:
@@ -113,9 +125,16 @@ class ScoringLearner:
         with LEARNER_FAULTS[name](self._network, float(dose)):
             return self.score(*given)
 
-    def score(self, sequences: Sequence[np.ndarray], firsts: Sequence[int], against: int) -> list[np.ndarray]:
-        """Return log-probs [completion, 2] for each sequence: of its tokens, and of the token `against`."""
-        rows = [unrewarded(i, tokens, first) for i, (tokens, first) in enumerate(zip(sequences, firsts, strict=True))]
+    def score(
+        self, sequences: Sequence[np.ndarray], firsts: Sequence[int], against: int
+    ) -> list[np.ndarray]:
+        """Return log-probs [completion, 2] for each sequence: of its tokens, and of the
+        token `against`.
+        """
+        rows = [
+            unrewarded(i, tokens, first)
+            for i, (tokens, first) in enumerate(zip(sequences, firsts, strict=True))
+        ]
         found = self._network.ask(rows, self._network.scoring_head(against), shape=(2,))
         return [values[first:] for values, first in zip(found, firsts, strict=True)]
 
@@ -125,7 +144,11 @@ def recipe_of(model: Path, work: Path, dtype: str) -> Recipe:
         {
             "run": {"name": f"real-{dtype}-{os.getpid()}", "dir": str(work)},
             "model": {"path": str(model.resolve()), "dtype": dtype},
-            "length": {"prompt_tokens": 100, "thinking_tokens": [1, 1], "answer_tokens": ESSAY_TOKENS},
+            "length": {
+                "prompt_tokens": 100,
+                "thinking_tokens": [1, 1],
+                "answer_tokens": ESSAY_TOKENS,
+            },
             "learner": {"microbatch_tokens": 2048},
             "serving": {"kv_tokens": 16384, "max_running_requests": 64},
             "weights": {"bucket_mb": 64, "timeout_s": 600},
@@ -149,7 +172,9 @@ class Prompts:
 
     def _chat(self, system: str, question: str) -> np.ndarray:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         return np.int32(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -169,13 +194,19 @@ class SampledAnswer:
 async def sample(
     client: ServerClient, prompts: Sequence[np.ndarray], limit: int, end: int, heat: float
 ) -> list[SampledAnswer]:
-    """Let the server sample an answer to each prompt, and then score it. heat: the temperature."""
+    """Let the server sample an answer to each prompt, and then score it. heat: the
+    temperature.
+    """
     asked = [
-        client.generate(p, limit, temperature=heat, stop_token_ids=[end], cache_salt=f"{os.urandom(8).hex()}")
+        client.generate(
+            p, limit, temperature=heat, stop_token_ids=[end], cache_salt=f"{os.urandom(8).hex()}"
+        )
         for p in prompts
     ]
     answers = await asyncio.gather(*asked)
-    sequences = [np.concatenate([p, answer.tokens]) for p, answer in zip(prompts, answers, strict=True)]
+    sequences = [
+        np.concatenate([p, answer.tokens]) for p, answer in zip(prompts, answers, strict=True)
+    ]
     scored = await score(client, sequences, [len(p) for p in prompts], end)
     return [SampledAnswer(*each) for each in zip(prompts, answers, scored, strict=True)]
 
@@ -183,7 +214,9 @@ async def sample(
 async def score(
     client: ServerClient, sequences: Sequence[np.ndarray], firsts: Sequence[int], against: int
 ) -> list[Prefill]:
-    """Let the server score the completions, each in a request of its own, as a run's controller does."""
+    """Let the server score the completions, each in a request of its own, as a run's
+    controller does.
+    """
     asked = [
         client.score([tokens], [first], os.urandom(8).hex(), against=against)
         for tokens, first in zip(sequences, firsts, strict=True)
@@ -192,13 +225,17 @@ async def score(
 
 
 def gather(options: argparse.Namespace) -> None:
-    """Write a line of JSON for each rollout that both sides have scored, and for each fault."""
+    """Write a line of JSON for each rollout that both sides have scored, and for each
+    fault.
+    """
     start_with(options.fault)
     recipe = recipe_of(options.model, options.work, options.dtype)
     with served(recipe) as server, options.gathered.open("a") as file:
         learner = ScoringLearner(recipe, server)
         weights = PerturbedWeights(learner.parameters, options.seed)
-        gathering = Gathering(server, learner, AutoTokenizer.from_pretrained(options.model), options)
+        gathering = Gathering(
+            server, learner, AutoTokenizer.from_pretrained(options.model), options
+        )
         for state in range(options.states + 1):
             kind = weights.change(state, options.rate)
             learner.publish(state)
@@ -211,10 +248,16 @@ def gather(options: argparse.Namespace) -> None:
 
 
 class Gathering:
-    """The rollouts of the newest state of the weights, and their comparison at the next."""
+    """The rollouts of the newest state of the weights, and their comparison at the
+    next.
+    """
 
     def __init__(
-        self, server: Served, learner: ScoringLearner, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace
+        self,
+        server: Served,
+        learner: ScoringLearner,
+        tokenizer: PreTrainedTokenizerBase,
+        options: argparse.Namespace,
     ) -> None:
         self._server = server
         self._learner = learner
@@ -229,18 +272,27 @@ class Gathering:
         self._kind = ""
 
     def sample(self, state: int, kind: str) -> None:
-        """Sample rollouts with the weights of a state, at temperature 1 and, if asked for, once more at another."""
+        """Sample rollouts with the weights of a state, at temperature 1 and, if asked
+        for, once more at another.
+        """
         essay = state % ESSAY_EVERY == ESSAY_EVERY - 1
         limit = ESSAY_TOKENS if essay else ANSWER_TOKENS
         self._state = state
         self._kind = f"{kind}-essay" if essay else kind
         for heat in {1.0, self._heat}:
-            asked = [self._prompts.essay() if essay else self._prompts.sum() for _ in range(self._rollouts)]
-            self._sampled[heat] = asyncio.run(with_client(self._server, sample, asked, limit, self._end, heat))
+            asked = [
+                self._prompts.essay() if essay else self._prompts.sum()
+                for _ in range(self._rollouts)
+            ]
+            self._sampled[heat] = asyncio.run(
+                with_client(self._server, sample, asked, limit, self._end, heat)
+            )
         say(f"state {state} ({self._kind}): {self._rollouts} rollouts", flush=True)
 
     def compared(self) -> Iterator[ComparedRollout]:
-        """Let both sides score the newest rollouts with the weights that they have now, the learner with each fault."""
+        """Let both sides score the newest rollouts with the weights that they have now,
+        the learner with each fault.
+        """
         for heat, rollouts in self._sampled.items():
             sequences = [each.tokens for each in rollouts]
             given = sequences, [len(each.prompt) for each in rollouts], self._end
@@ -251,7 +303,9 @@ class Gathering:
                 for each in zip(rollouts, by_server, by_learner, strict=True):
                     yield self._rollout(name, *each)
 
-    def _rollout(self, fault: str, sampled: SampledAnswer, served: Prefill, learner: np.ndarray) -> ComparedRollout:
+    def _rollout(
+        self, fault: str, sampled: SampledAnswer, served: Prefill, learner: np.ndarray
+    ) -> ComparedRollout:
         return ComparedRollout(
             state=self._state,
             kind=self._kind,
@@ -276,20 +330,26 @@ def numbers(values: np.ndarray) -> list[float]:
 
 
 def start_with(fault: str) -> None:
-    """Have the server that will be started started with a fault, NAME:DOSE (benchmarks/parity/injected); none if empty."""
+    """Have the server that will be started started with a fault, NAME:DOSE
+    (benchmarks/parity/injected); none if empty.
+    """
     if fault:
         os.environ["PARITY_FAULT"] = fault
         os.environ["PYTHONPATH"] = f"{FOLDER / 'injected'}{os.pathsep}{ROOT}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("gathered", type=Path)
     parser.add_argument("--dtype", default="bf16", choices=UNITS)
     parser.add_argument("--fault", default="", help="of the server, NAME:DOSE")
     parser.add_argument("--learner-faults", nargs="*", default=[], help="NAME:DOSE each")
-    parser.add_argument("--heat", type=float, default=1.0, help="sample once more at this temperature")
+    parser.add_argument(
+        "--heat", type=float, default=1.0, help="sample once more at this temperature"
+    )
     parser.add_argument("--states", type=int, default=40)
     parser.add_argument("--rollouts", type=int, default=32)
     parser.add_argument("--rate", type=float, default=2e-5, help="how far a step moves a weight")

@@ -1,11 +1,14 @@
-"""Recorded comparisons of a real model: what is kept of them, what follows for the limits, and how a run would have ended.
+"""Recorded comparisons of a real model: what is kept of them, what follows for the
+limits, and how a run would have ended.
 
-    python -m benchmarks.parity.records keep clean.jsonl benchmarks/results/parity/real-bf16.csv.gz
-    python -m benchmarks.parity.records limits benchmarks/results/parity/real-bf16.csv.gz
-    python -m benchmarks.parity.records judge faults.jsonl
+    python -m benchmarks.parity.records keep clean.jsonl
+    benchmarks/results/parity/real-bf16.csv.gz python -m benchmarks.parity.records
+    limits benchmarks/results/parity/real-bf16.csv.gz python -m
+    benchmarks.parity.records judge faults.jsonl
 
-The first file of `keep`, and that of `judge`, is what benchmarks/parity/real.py wrote. `keep` leaves the differences of each
-token; `limits` draws comparisons of several sizes from them; `judge` gives the comparisons of four rollouts each to the judge.
+The first file of `keep`, and that of `judge`, is what benchmarks/parity/real.py wrote.
+`keep` leaves the differences of each token; `limits` draws comparisons of several sizes
+from them; `judge` gives the comparisons of four rollouts each to the judge.
 """
 
 import argparse
@@ -33,13 +36,16 @@ from megarl.core.weights.parity import (
 )
 
 STATES_OF_A_SEED = 1000
-"""Numbers of states that are kept for each seed, so that files of several seeds can be joined."""
+"""Numbers of states that are kept for each seed, so that files of several seeds can be
+joined.
+"""
 
 
 @dataclass(frozen=True)
 class ComparedRollout:
-    """A rollout's scores by both sides: log-probs [tokens] as in `RolloutScores`. state: the number of the weights that sampled
-    it; kind: how they were made."""
+    """A rollout's scores by both sides: log-probs [tokens] as in `RolloutScores`.
+    state: the number of the weights that sampled it; kind: how they were made.
+    """
 
     state: int
     kind: str
@@ -78,11 +84,27 @@ def read(file: Path) -> list[ComparedRollout]:
 
 
 def keep(options: argparse.Namespace) -> None:
-    """Write, for each rollout, the differences of its tokens, their log-probs and how many of its logits lie on the grid."""
+    """Write, for each rollout, the differences of its tokens, their log-probs and how
+    many of its logits lie on the grid.
+    """
     unit = UNITS[options.dtype]
-    with gzip.GzipFile(options.kept, "wb", mtime=0) as packed, io.TextIOWrapper(packed, newline="\n") as file:
+    with (
+        gzip.GzipFile(options.kept, "wb", mtime=0) as packed,
+        io.TextIOWrapper(packed, newline="\n") as file,
+    ):
         rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(("state", "kind", "first", "logprob", "kernels", "decode", "served_grid", "learner_grid"))
+        rows.writerow(
+            (
+                "state",
+                "kind",
+                "first",
+                "logprob",
+                "kernels",
+                "decode",
+                "served_grid",
+                "learner_grid",
+            )
+        )
         for rollout in read(options.gathered):
             scores = rollout.scores()
             columns = [integers(scores.learner, LOGPROB_UNIT)]
@@ -98,7 +120,9 @@ def integers(values: np.ndarray, unit: float) -> str:
 
 
 def on_grid(gap: np.ndarray, dtype: str) -> str:
-    """Return how many differences of logits lie on the grid of bf16 numbers, and of how many."""
+    """Return how many differences of logits lie on the grid of bf16 numbers, and of how
+    many.
+    """
     if dtype in ("fp32", "fp8"):
         return ""
     steps = grid_steps(gap, dtype)
@@ -116,7 +140,9 @@ class KeptRollout:
     differences: dict[str, np.ndarray]
 
     def scores(self, scale: float = 1.0, tokens: int | None = None) -> RolloutScores:
-        """Return scores with these differences, times `scale`, of the first `tokens` tokens; gaps are unknown."""
+        """Return scores with these differences, times `scale`, of the first `tokens`
+        tokens; gaps are unknown.
+        """
         logprob = self.logprob[:tokens]
         apart = {cause: scale * each[:tokens] for cause, each in self.differences.items()}
         count = len(logprob)
@@ -140,13 +166,19 @@ def kept(file: Path, dtype: str) -> list[KeptRollout]:
     with gzip.open(file, "rt") as lines:
         for row in csv.DictReader(lines):
             logprob = LOGPROB_UNIT * np.array(row["logprob"].split(), np.float64)
-            differences = {cause: UNITS[dtype] * np.array(row[cause].split(), np.float64) for cause in LIMITED}
-            found.append(KeptRollout(int(row["state"]), row["kind"], int(row["first"]), logprob, differences))
+            differences = {
+                cause: UNITS[dtype] * np.array(row[cause].split(), np.float64) for cause in LIMITED
+            }
+            found.append(
+                KeptRollout(int(row["state"]), row["kind"], int(row["first"]), logprob, differences)
+            )
     return found
 
 
 def comparisons(rollouts: Sequence[KeptRollout]) -> list[list[KeptRollout]]:
-    """Return the rollouts of each comparison: PARITY_ROLLOUTS of one state of the weights."""
+    """Return the rollouts of each comparison: PARITY_ROLLOUTS of one state of the
+    weights.
+    """
     by_state: dict[int, list[KeptRollout]] = {}
     for rollout in rollouts:
         by_state.setdefault(rollout.state, []).append(rollout)
@@ -157,10 +189,14 @@ def comparisons(rollouts: Sequence[KeptRollout]) -> list[list[KeptRollout]]:
     return found
 
 
-def drawn(rollouts: Sequence[KeptRollout], cause: str, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return means and medians [DRAWS] of |difference| over `tokens` tokens. Each draw takes a state of the weights, and then
-    rollouts of this state, with replacement, until there are enough tokens: tokens of one answer, and answers of one policy,
-    are alike, and so they are in a run."""
+def drawn(
+    rollouts: Sequence[KeptRollout], cause: str, tokens: int, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return means and medians [DRAWS] of |difference| over `tokens` tokens. Each draw
+    takes a state of the weights, and then rollouts of this state, with replacement,
+    until there are enough tokens: tokens of one answer, and answers of one policy, are
+    alike, and so they are in a run.
+    """
     by_state: dict[int, list[np.ndarray]] = {}
     for rollout in rollouts:
         by_state.setdefault(rollout.state, []).append(np.abs(rollout.differences[cause]))
@@ -186,7 +222,9 @@ TOKENS = (32, 64, 128, 256, 1024)
 
 
 def beyond(values: np.ndarray, limit: float) -> float:
-    """Return the probability of more than `limit`, by the gamma distribution with the mean and variance of the values."""
+    """Return the probability of more than `limit`, by the gamma distribution with the
+    mean and variance of the values.
+    """
     return float(gamma_of(values).sf(limit))
 
 
@@ -214,14 +252,19 @@ def limits(options: argparse.Namespace) -> None:
                 quantile = gamma_of(values).ppf(1 - RATE)
                 far = f"{quantile:.3g} at {RATE:g}, largest drawn {values.max():.3g}"
                 chance = f"limit {limit:.3g} at {beyond(values, limit):.1e}"
-                say(f"  {tokens:5} tokens, {name:6}: {values.mean():.3g} ± {values.std():.2g}; {far}; {chance}")
+                say(
+                    f"  {tokens:5} tokens, {name:6}: {values.mean():.3g} ± {values.std():.2g};"
+                    f" {far}; {chance}"
+                )
 
 
 def measurements(rollouts: Sequence[ComparedRollout], server: int = 0) -> list[Measurement]:
     """Return the rollouts as a run's comparisons, PARITY_ROLLOUTS each."""
     found = []
     for at in range(0, len(rollouts) - PARITY_ROLLOUTS + 1, PARITY_ROLLOUTS):
-        scores = RolloutScores.joined([each.scores(server) for each in rollouts[at : at + PARITY_ROLLOUTS]])
+        scores = RolloutScores.joined(
+            [each.scores(server) for each in rollouts[at : at + PARITY_ROLLOUTS]]
+        )
         found.append(Measurement(len(found) + 1, scores, PARITY_ROLLOUTS))
     return found
 
@@ -235,7 +278,9 @@ def judge(options: argparse.Namespace) -> None:
 
 
 def judged(given: Sequence[Measurement], dtype: str) -> dict[str, object]:
-    """Return how many comparisons were warned of, after which one the run ended, and the message."""
+    """Return how many comparisons were warned of, after which one the run ended, and
+    the message.
+    """
     one = ParityJudge(dtype, False, True, True)
     warned = 0
     for count, measurement in enumerate(given, 1):
@@ -247,7 +292,9 @@ def judged(given: Sequence[Measurement], dtype: str) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     keeping = commands.add_parser("keep")
     keeping.add_argument("gathered", type=Path)

@@ -1,4 +1,5 @@
-"""The command line. Every command is a thin function that imports its part when it runs, so that `--help` answers at once.
+"""The command line. Every command is a thin function that imports its part when it
+runs, so that `--help` answers at once.
 
 parameters.py  parameters that several commands share
 data.py        `megarl data`
@@ -22,7 +23,13 @@ from megarl.cli import data, scaling
 from megarl.cli import parameters as p
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import bind_no_threads, dump_no_core, importing, raise_limits, start_logging
+from megarl.core.base.process import (
+    bind_no_threads,
+    dump_no_core,
+    importing,
+    raise_limits,
+    start_logging,
+)
 from megarl.run.process import die_with_supervisor, have_streams
 
 if TYPE_CHECKING:
@@ -31,7 +38,9 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit status: 0 success, 1 failure, 2 a message to the user on stderr, 130 interrupted."""
+    """Run a command; return its exit status: 0 success, 1 failure, 2 a message to the
+    user on stderr, 130 interrupted.
+    """
     have_streams()
     die_with_supervisor()
     raise_limits()
@@ -48,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _misused(error: typer.TyperException) -> str:
-    """Return a line that says what is wrong with the command line, and where to find help."""
+    """Return a line that says what is wrong with the command line, and where to find
+    help.
+    """
     from pydantic import ValidationError
 
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
@@ -56,16 +67,24 @@ def _misused(error: typer.TyperException) -> str:
         given = repr(error.__cause__.errors()[0]["input"])
         message += "" if given in message else f", not {given}"
     context: typer.Context | None = getattr(error, "ctx", None)
-    return message + (f"{'' if message.endswith('?') else '.'} See `{context.command_path} --help`" if context else "")
+    return message + (
+        f"{'' if message.endswith('?') else '.'} See `{context.command_path} --help`"
+        if context
+        else ""
+    )
 
 
 LASTING = ("train", "sft", "eval", "serve", "rollout", "learn", "study")
-"""Commands that do more than print. A BrokenPipeError in them means undone work: Python raises this class also for ESHUTDOWN,
-the error that Lustre returns to a client that it has evicted."""
+"""Commands that do more than print. A BrokenPipeError in them means undone work: Python
+raises this class also for ESHUTDOWN, the error that Lustre returns to a client that it
+has evicted.
+"""
 
 
 class _Commands(TyperGroup):
-    """All commands. Those that print succeed even if their reader leaves early, as in `megarl recipes show x | head`."""
+    """All commands. Those that print succeed even if their reader leaves early, as in
+    `megarl recipes show x | head`.
+    """
 
     def invoke(self, ctx: Any) -> object:
         try:
@@ -112,8 +131,11 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _top(
-    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")] = False,
-) -> None:  # fmt: skip
+    version: Annotated[
+        bool,
+        Option("--version", callback=_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
     """Reinforcement learning with Megatron-Core and SGLang."""
 
 
@@ -122,8 +144,10 @@ def train(
     recipe: p.RecipeName,
     overrides: p.Overrides,
     dry_run: p.DryRun = False,
-    plan: Annotated[str | None, Option(metavar="GPU", help="divide this machine's GPUs as `megarl plan` does")] = None,
-) -> int:  # fmt: skip
+    plan: Annotated[
+        str | None, Option(metavar="GPU", help="divide this machine's GPUs as `megarl plan` does")
+    ] = None,
+) -> int:
     """Train a policy: start, watch and restart all roles."""
     from megarl.lab import preflight
     from megarl.lab.dry_run import brief, warnings
@@ -144,7 +168,9 @@ def train(
 
 
 def write_report(rundir: "RunDir") -> None:
-    """Write RUN/report.html and RUN/reward.png. The import comes only here, so that a run of weeks does not hold matplotlib."""
+    """Write RUN/report.html and RUN/reward.png. The import comes only here, so that a
+    run of weeks does not hold matplotlib.
+    """
     from megarl.lab.report.report import write_report
 
     write_report(rundir)
@@ -177,15 +203,21 @@ def _dry_run(
     checked: Callable[["Recipe"], str],
     brief: "Callable[[Recipe, str], Iterator[tuple[str, str]]] | None" = None,
 ) -> int:
-    """Show on stdout what would start and what differs from the base, on stderr warnings and that it is
-    ready; return 0. MegarlError if it cannot start. brief: lines on a run of `megarl train`."""
+    """Show on stdout what would start and what differs from the base, on stderr
+    warnings and that it is ready; return 0. MegarlError if it cannot start. brief:
+    lines on a run of `megarl train`.
+    """
     from megarl.lab.dry_run import changes, warnings
 
     try:
         starts = checked(recipe)
     except MegarlError as error:
         raise MegarlError(f"before this can start: {error}") from None
-    lines = [f"{heading:<8} {text}" for heading, text in brief(recipe, starts)] if brief is not None else []
+    lines = (
+        [f"{heading:<8} {text}" for heading, text in brief(recipe, starts)]
+        if brief is not None
+        else []
+    )
     base, changed = changes(name, recipe)
     lines.append(f"differs from {base}:" if changed else f"as {base}")
     lines += [f"  {change}" for change in changed]
@@ -203,52 +235,94 @@ def _dry_run(
 def plan(
     recipe: p.RecipeName,
     overrides: p.Overrides,
-    gpus: Annotated[int | None, Option(min=1, help="how many there are, generators and trainers together")] = None,
-    gpu: Annotated[str | None, Option(help="which: a name in megarl/lab/planning/hardware.yaml, such as h100")] = None,
+    gpus: Annotated[
+        int | None, Option(min=1, help="how many there are, generators and trainers together")
+    ] = None,
+    gpu: Annotated[
+        str | None, Option(help="which: a name in megarl/lab/planning/hardware.yaml, such as h100")
+    ] = None,
     model_config: p.ModelConfig = None,
-    mean_tokens: Annotated[float | None, Option(help="mean length of a completion; else half of the longest")] = None,
+    mean_tokens: Annotated[
+        float | None, Option(help="mean length of a completion; else half of the longest")
+    ] = None,
     spread: Annotated[float, Option(help="standard deviation of the lengths' logarithm")] = 0.5,
-    lengths: Annotated[Path | None, Option(metavar="RUN", help="instead: lengths from this run's journal")] = None,
+    lengths: Annotated[
+        Path | None, Option(metavar="RUN", help="instead: lengths from this run's journal")
+    ] = None,
     measured: Annotated[
-        Path | None, Option(metavar="RUN", help="instead of GPUs: the speeds of this run of a few steps")
+        Path | None,
+        Option(metavar="RUN", help="instead of GPUs: the speeds of this run of a few steps"),
     ] = None,
     trained_share: Annotated[float, Option(help="share of groups with variance")] = 1.0,
-    simulate: Annotated[bool, Option("--simulate", help="run the pipeline in virtual time, and draw it")] = False,
+    simulate: Annotated[
+        bool, Option("--simulate", help="run the pipeline in virtual time, and draw it")
+    ] = False,
     steps: Annotated[int, Option(min=1, help="steps of --simulate")] = 20,
     out: Annotated[Path, Option(help="picture of --simulate")] = Path("plan.png"),
     price: p.Price = None,
     as_json: p.Json = False,
     allocate: Annotated[
-        float | None, Option(metavar="HOURS", help="choose batch and steps for this many device-hours")
+        float | None,
+        Option(metavar="HOURS", help="choose batch and steps for this many device-hours"),
     ] = None,
-    curves: Annotated[str, Option(metavar="RUN,RUN", help="with --allocate: short runs that differ in batch")] = "",
-    answers: Annotated[int | None, Option(min=1, help="with --allocate: prompts that the budget also answers")] = None,
+    curves: Annotated[
+        str, Option(metavar="RUN,RUN", help="with --allocate: short runs that differ in batch")
+    ] = "",
+    answers: Annotated[
+        int | None, Option(min=1, help="with --allocate: prompts that the budget also answers")
+    ] = None,
 ) -> int:
-    """Say what a recipe needs on N GPUs, and how fast it will be; or, from a run of a few steps, how long it
-    will take on this machine; or how to spend a budget."""
+    """Say what a recipe needs on N GPUs, and how fast it will be; or, from a run of a
+    few steps, how long it will take on this machine; or how to spend a budget.
+    """
     from megarl.lab.planning.command import main, problem, work
 
     if measured is not None:
         from megarl.lab.planning.measured import main as by_measurement
 
-        if gpus is not None or gpu is not None or allocate is not None or simulate or lengths is not None:
-            raise MegarlError("--measured takes only --mean-tokens and --json beside it: it has the speeds of a run")
+        if (
+            gpus is not None
+            or gpu is not None
+            or allocate is not None
+            or simulate
+            or lengths is not None
+        ):
+            raise MegarlError(
+                "--measured takes only --mean-tokens and --json beside it: it has the speeds of"
+                " a run"
+            )
         return by_measurement(_load(recipe, overrides), measured, mean_tokens, as_json)
     if (gpus is None) != (gpu is None) or (gpus is None and allocate is None):
         either = "give both --gpus N and --gpu NAME: the GPUs to plan for"
-        raise MegarlError(f"{either}; or --measured RUN, a run of a few steps on this machine, with or without GPUs")
+        raise MegarlError(
+            f"{either}; or --measured RUN, a run of a few steps on this machine, with or without"
+            " GPUs"
+        )
     loaded = _load(recipe, overrides)
     posed = None
     if gpus is not None and gpu is not None:
-        posed = problem(loaded, gpus, gpu, model_config, work(loaded, mean_tokens, spread, lengths, trained_share))
+        posed = problem(
+            loaded,
+            gpus,
+            gpu,
+            model_config,
+            work(loaded, mean_tokens, spread, lengths, trained_share),
+        )
     if allocate is not None:
         from megarl.lab.planning import allocate as allocation
 
         if simulate or price is not None:
-            raise MegarlError("--allocate takes neither --simulate nor --price: its budget is in hours")
+            raise MegarlError(
+                "--allocate takes neither --simulate nor --price: its budget is in hours"
+            )
         if not curves:
-            raise MegarlError("--allocate needs --curves RUN,RUN…: short runs of two or more batches, with evaluations")
-        return allocation.main(loaded, allocate, [Path(run) for run in curves.split(",")], answers, posed, as_json)
+            raise MegarlError(
+                "--allocate needs --curves RUN,RUN…: short runs of two or more batches, with"
+                " evaluations"
+            )
+        return allocation.main(
+            loaded, allocate, [Path(run) for run in curves.split(",")], answers, posed, as_json
+        )
     if curves or answers:
         raise MegarlError(f"{'--curves' if curves else '--answers'} needs --allocate HOURS")
     assert posed is not None
@@ -261,25 +335,48 @@ def submit(
     overrides: p.Overrides,
     nodes: Annotated[int, Option(min=1)],
     gpus_per_node: Annotated[int, Option(min=0, help="0: nodes without GPUs")] = 8,
-    gpu: Annotated[str, Option(help="a name of `megarl plan`: adds its estimates, and its layout if needed")] = "",
+    gpu: Annotated[
+        str, Option(help="a name of `megarl plan`: adds its estimates, and its layout if needed")
+    ] = "",
     model_config: p.ModelConfig = None,
-    time: Annotated[str, Option(help="time limit of the job, after which it is requeued")] = "24:00:00",
+    time: Annotated[
+        str, Option(help="time limit of the job, after which it is requeued")
+    ] = "24:00:00",
     partition: str | None = None,
     account: str | None = None,
     container: Literal["none", "pyxis", "apptainer"] = "none",
     image: Annotated[str, Option(help="image of the container")] = "",
     mounts: Annotated[
-        str, Option(metavar="A,B", help="folders that the container sees; with --kubernetes CLAIM:/folder")
+        str,
+        Option(
+            metavar="A,B", help="folders that the container sees; with --kubernetes CLAIM:/folder"
+        ),
     ] = "",
-    kubernetes: Annotated[bool, Option("--kubernetes", help="write a JobSet for Kubernetes instead")] = False,
+    kubernetes: Annotated[
+        bool, Option("--kubernetes", help="write a JobSet for Kubernetes instead")
+    ] = False,
     price: p.Price = None,
-    out: Annotated[Path | None, Option(help="path of the script; else run.dir/run.name.sbatch")] = None,
+    out: Annotated[
+        Path | None, Option(help="path of the script; else run.dir/run.name.sbatch")
+    ] = None,
     yes: Annotated[bool, Option("--yes", help="submit it")] = False,
 ) -> int:
     """Write a Slurm batch script, or a Kubernetes JobSet, for a recipe, and submit it."""
     from megarl.lab.submit import JobOptions, main
 
-    slurm = nodes, gpus_per_node, gpu, model_config, time, partition, account, container, image, mounts, price
+    slurm = (
+        nodes,
+        gpus_per_node,
+        gpu,
+        model_config,
+        time,
+        partition,
+        account,
+        container,
+        image,
+        mounts,
+        price,
+    )
     return main(JobOptions(recipe, overrides, *slurm, kubernetes), out, yes)
 
 
@@ -293,7 +390,9 @@ def status(run: p.RunDirectory) -> int:
 
 @app.command()
 def health(run: p.RunDirectory) -> int:
-    """Judge a run by its metrics: which signals left their course, since when, and what to do. Exit status 1: one is off."""
+    """Judge a run by its metrics: which signals left their course, since when, and what
+    to do. Exit status 1: one is off.
+    """
     from megarl.run.status import health
 
     return health(run)
@@ -306,7 +405,9 @@ def logs(
         str, Option(help="server, server-3, teacher, learner, learner-0, controller or supervisor")
     ] = "learner-0",
     lines: Annotated[int, Option("-n", min=1, metavar="LINES", help="lines of each file")] = 20,
-    follow: Annotated[bool, Option("-f", "--follow", help="follow until the run has ended")] = False,
+    follow: Annotated[
+        bool, Option("-f", "--follow", help="follow until the run has ended")
+    ] = False,
 ) -> int:
     """Show what the processes of a run wrote."""
     from megarl.run.logs import main
@@ -324,7 +425,9 @@ def report(run: p.RunDirectory) -> int:
 
 @app.command()
 def metrics(
-    name: Annotated[str, Argument(metavar="NAME", show_default=False, help="only names that contain this")] = "",
+    name: Annotated[
+        str, Argument(metavar="NAME", show_default=False, help="only names that contain this")
+    ] = "",
 ) -> int:
     """Explain the metrics of metrics.jsonl."""
     from megarl.core.telemetry.names import explained
@@ -339,9 +442,13 @@ def metrics(
 def trace(
     run: p.RunDirectory,
     steps: Annotated[int, Option(min=1, help="how many of the last steps")] = 20,
-    output: Annotated[Path | None, Option(help="JSON, compressed if it ends in .gz; else RUN/trace.json.gz")] = None,
+    output: Annotated[
+        Path | None, Option(help="JSON, compressed if it ends in .gz; else RUN/trace.json.gz")
+    ] = None,
 ) -> int:
-    """Write where the time of a run's last steps went, for Perfetto. Also while it runs."""
+    """Write where the time of a run's last steps went, for Perfetto. Also while it
+    runs.
+    """
     from megarl.lab.report.trace import main
 
     return main(run, steps, output)
@@ -350,9 +457,15 @@ def trace(
 @app.command()
 def export(
     run: p.RunDirectory,
-    directory: Annotated[Path, Argument(help="must not exist; an export that was killed is continued")],
-    step: Annotated[int | None, Option(min=0, help="of this checkpoint; else of the newest")] = None,
-    base: Annotated[Path | None, Option(help="the original model, for tensors that are not trained")] = None,
+    directory: Annotated[
+        Path, Argument(help="must not exist; an export that was killed is continued")
+    ],
+    step: Annotated[
+        int | None, Option(min=0, help="of this checkpoint; else of the newest")
+    ] = None,
+    base: Annotated[
+        Path | None, Option(help="the original model, for tensors that are not trained")
+    ] = None,
 ) -> int:
     """Write the trained policy of a run as a Hugging Face directory."""
     from megarl.core.base.rundir import RunDir, checkpoint_of
@@ -369,11 +482,19 @@ def export(
 @app.command("eval")
 def evaluate(
     overrides: p.Overrides,
-    model: Annotated[str, Option(help="a Hugging Face directory, RUN (newest checkpoint), RUN@STEP or RUN@best")],
+    model: Annotated[
+        str, Option(help="a Hugging Face directory, RUN (newest checkpoint), RUN@STEP or RUN@best")
+    ],
     suite: Annotated[str, Option(metavar="NAME[,NAME]", help=p.SUITES)],
-    samples: Annotated[int | None, Option(help="answers a prompt; else as many as the suite says")] = None,
-    limit: Annotated[int | None, Option(help="prompts of each suite, chosen by hash; else all")] = None,
-    data: Annotated[str | None, Option(help="rows of the one suite, instead of its set on the hub")] = None,
+    samples: Annotated[
+        int | None, Option(help="answers a prompt; else as many as the suite says")
+    ] = None,
+    limit: Annotated[
+        int | None, Option(help="prompts of each suite, chosen by hash; else all")
+    ] = None,
+    data: Annotated[
+        str | None, Option(help="rows of the one suite, instead of its set on the hub")
+    ] = None,
     out: Annotated[Path | None, Option(help="else runs/evaluations/MODEL")] = None,
 ) -> int:
     """Score a model or a run's checkpoint on suites. It starts servers of its own."""
@@ -385,7 +506,8 @@ def evaluate(
 @app.command()
 def doctor(
     models: Annotated[
-        list[Path] | None, Argument(metavar="[MODEL]...", help="directories: can agents use their chat templates?")
+        list[Path] | None,
+        Argument(metavar="[MODEL]...", help="directories: can agents use their chat templates?"),
     ] = None,
 ) -> int:
     """Say what this machine can run, and what to do about what it cannot."""
@@ -398,20 +520,31 @@ def doctor(
 def serve(
     recipe: p.RecipeOrNone,
     overrides: p.Overrides,
-    index: Annotated[int | None, Option(min=0, help="which of the recipe's servers this is, from 0")] = None,
+    index: Annotated[
+        int | None, Option(min=0, help="which of the recipe's servers this is, from 0")
+    ] = None,
     port: Annotated[int | None, Option(min=1, max=65_535)] = None,
     teacher: Annotated[bool, Option("--teacher", help="serve the recipe's teacher")] = False,
-    join: Annotated[Path | None, Option(metavar="RUN", help="instead: be one more server of this run")] = None,
-    interface: Annotated[str, Option(help="with --join: network interface to listen on; else run.interface")] = "",
+    join: Annotated[
+        Path | None, Option(metavar="RUN", help="instead: be one more server of this run")
+    ] = None,
+    interface: Annotated[
+        str, Option(help="with --join: network interface to listen on; else run.interface")
+    ] = "",
 ) -> int:
-    """Role: one SGLang server. With --join: one more for a run that is under way, until SIGTERM or the run's end."""
+    """Role: one SGLang server. With --join: one more for a run that is under way, until
+    SIGTERM or the run's end.
+    """
     from megarl.core.server.launch import main
 
     if join is not None:
         from megarl.run import join as joining
 
         if recipe is not None or teacher:
-            raise MegarlError(f"--join takes the run's recipe and serves its policy; leave out {recipe or '--teacher'}")
+            raise MegarlError(
+                "--join takes the run's recipe and serves its policy; leave out"
+                f" {recipe or '--teacher'}"
+            )
         if index is None or port is None:
             return joining.main(join, interface)
         _, loaded, endpoints = joining.opened(join)
@@ -422,7 +555,11 @@ def serve(
     loaded = _load(recipe, overrides)
     last = (loaded.teachers if teacher else loaded.resources.servers) - 1
     if index > last:
-        numbers = "the recipe has no teacher" if last < 0 else f"the recipe's servers are numbered from 0 to {last}"
+        numbers = (
+            "the recipe has no teacher"
+            if last < 0
+            else f"the recipe's servers are numbered from 0 to {last}"
+        )
         raise MegarlError(f"--index: {index}, and {numbers}")
     main(loaded, index, port, teacher=teacher)
     return 0
@@ -452,12 +589,17 @@ def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     prompts = load_tasks(loaded, tokenizer)
     check_unchanged(loaded, prompts)
     graders = partial(TaskGraders, loaded, tokenizer.decode)
-    environments, agents = partial(TaskEnvironments, loaded, tokenizer), partial(TaskAgents, loaded, tokenizer)
+    environments, agents = (
+        partial(TaskEnvironments, loaded, tokenizer),
+        partial(TaskAgents, loaded, tokenizer),
+    )
     tasks = Tasks(prompts, graders, environments, agents)
     questions = questions_of(loaded, prompts, tokenizer)
 
     async def run() -> int:
-        return await Controller(loaded, tokenizer, tasks, questions, forecast, watch, serve_controller).run()
+        return await Controller(
+            loaded, tokenizer, tasks, questions, forecast, watch, serve_controller
+        ).run()
 
     return uvloop.run(run())
 
@@ -471,7 +613,9 @@ def learn(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     loaded = _load(recipe, overrides)
     if loaded.resources.learner_ranks > 1 and not is_rank():
         at = RunDir(loaded.run.path).endpoints()
-        become_torchrun(loaded.resources.learner_ranks, at.rendezvous_port, at.rendezvous_host, at.learner_nodes)
+        become_torchrun(
+            loaded.resources.learner_ranks, at.rendezvous_port, at.rendezvous_host, at.learner_nodes
+        )
     with importing():
         from megarl.core.learner.main import main
         from megarl.lab.monitoring.metrics import MetricsWriter
@@ -489,7 +633,10 @@ def _recipes(context: typer.Context) -> int:
     from megarl.core.recipe import load, shipped
     from megarl.run.devices import needed
 
-    name, count = Column("name", style="bold", no_wrap=True), Column("GPUs", justify="right", no_wrap=True)
+    name, count = (
+        Column("name", style="bold", no_wrap=True),
+        Column("GPUs", justify="right", no_wrap=True),
+    )
     table = Table(name, count, Column("what", ratio=1), box=None, padding=(0, 1), pad_edge=False)
     for shown, file in shipped().items():
         recipe = load(shown)
@@ -511,14 +658,24 @@ def show_recipe(recipe: p.RecipeName, overrides: p.Overrides) -> int:
 @recipes.command("new")
 def new_recipe(
     model: Annotated[Path, Option(help="Hugging Face directory")],
-    data: Annotated[str, Option(metavar="SOURCE", help="prompts with answers: a file, a folder or hub:…")],
+    data: Annotated[
+        str, Option(metavar="SOURCE", help="prompts with answers: a file, a folder or hub:…")
+    ],
     column: p.Column,
     mapping: p.Mapping = "",
-    heldout: Annotated[str, Option(metavar="SOURCE", help="prompts never trained on; else a fifth, at most 120")] = "",
-    grader: Annotated[str, Option(help="what says which answers are right; else by the answers")] = "",
+    heldout: Annotated[
+        str, Option(metavar="SOURCE", help="prompts never trained on; else a fifth, at most 120")
+    ] = "",
+    grader: Annotated[
+        str, Option(help="what says which answers are right; else by the answers")
+    ] = "",
     system: Annotated[str, Option(help="system message before each prompt")] = "",
-    gpus: Annotated[int | None, Option(min=1, help="GPUs of 80 GB of another machine; else this machine's")] = None,
-    out: Annotated[Path | None, Option(metavar="FILE", help="write it there; else print it")] = None,
+    gpus: Annotated[
+        int | None, Option(min=1, help="GPUs of 80 GB of another machine; else this machine's")
+    ] = None,
+    out: Annotated[
+        Path | None, Option(metavar="FILE", help="write it there; else print it")
+    ] = None,
 ) -> int:
     """Write a recipe for your model and your questions on this machine."""
     from megarl.lab.new_recipe import Asked, new
@@ -531,52 +688,87 @@ def loo(
     recipe: p.RecipeName,
     overrides: p.Overrides,
     beside: p.Beside = "",
-    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.TaskIndex = None, dry_run: p.DryRun = False,
-) -> int:  # fmt: skip
+    seeds: p.Seeds = "0,1,2",
+    directory: p.StudyDirectory = "",
+    task: p.TaskIndex = None,
+    dry_run: p.DryRun = False,
+) -> int:
     """Leave one out: run variants of a recipe that revert one ScaleRL part each."""
     return run_study("loo", recipe, overrides, beside, seeds, directory, task, dry_run)
 
 
 @study.command("run")
 def run_study(
-    file: Annotated[str, Argument(metavar="study", help="name of a shipped study, or a file of variants")],
+    file: Annotated[
+        str, Argument(metavar="study", help="name of a shipped study, or a file of variants")
+    ],
     recipe: p.RecipeName,
     overrides: p.Overrides,
     beside: p.Beside = "",
-    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.TaskIndex = None, dry_run: p.DryRun = False,
-) -> int:  # fmt: skip
-    """Run the variants of a recipe that a study names: axes, curriculum, forward, kl, loo, value-precision, or yours."""
+    seeds: p.Seeds = "0,1,2",
+    directory: p.StudyDirectory = "",
+    task: p.TaskIndex = None,
+    dry_run: p.DryRun = False,
+) -> int:
+    """Run the variants of a recipe that a study names: axes, curriculum, forward, kl,
+    loo, value-precision, or yours.
+    """
     from megarl.lab.study.main import StudyOptions, run_variants
 
     others = [name for name in beside.split(",") if name]
-    return run_variants(file, recipe, others, StudyOptions(seeds, directory, task, dry_run, overrides))
+    return run_variants(
+        file, recipe, others, StudyOptions(seeds, directory, task, dry_run, overrides)
+    )
 
 
 @study.command("compare")
 def compare_recipes(
-    words: Annotated[list[str], Argument(metavar="recipe", help=p.RECIPES, autocompletion=p.recipe_names)],
-    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.TaskIndex = None, dry_run: p.DryRun = False,
-) -> int:  # fmt: skip
+    words: Annotated[
+        list[str], Argument(metavar="recipe", help=p.RECIPES, autocompletion=p.recipe_names)
+    ],
+    seeds: p.Seeds = "0,1,2",
+    directory: p.StudyDirectory = "",
+    task: p.TaskIndex = None,
+    dry_run: p.DryRun = False,
+) -> int:
     """Run and compare several recipes."""
     from megarl.lab.study.main import StudyOptions, compare
 
-    recipes, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    recipes, overrides = (
+        [word for word in words if "=" not in word],
+        [word for word in words if "=" in word],
+    )
     return compare(recipes, StudyOptions(seeds, directory, task, dry_run, overrides))
 
 
 @study.command("search")
 def search_recipes(
-    words: Annotated[list[str], Argument(metavar="recipe", help=p.RECIPES, autocompletion=p.recipe_names)],
+    words: Annotated[
+        list[str], Argument(metavar="recipe", help=p.RECIPES, autocompletion=p.recipe_names)
+    ],
     vary: Annotated[list[str], p.repeated("KEY=A,B", "arms with each of these values")],
-    seeds: p.Seeds = "0", directory: p.StudyDirectory = "", task: p.TaskIndex = None, dry_run: p.DryRun = False,
-    rungs: Annotated[str, Option(help="steps at which half of the arms are dropped; else run.steps / 2, / 4 …")] = "",
-    branch: Annotated[int, Option(min=0, help="all arms continue from step N of the first; 0: each starts by itself")] = 0,
-) -> int:  # fmt: skip
-    """Find the best of several recipes: the better half goes on, judged by the asymptotes predicted from scores."""
+    seeds: p.Seeds = "0",
+    directory: p.StudyDirectory = "",
+    task: p.TaskIndex = None,
+    dry_run: p.DryRun = False,
+    rungs: Annotated[
+        str, Option(help="steps at which half of the arms are dropped; else run.steps / 2, / 4 …")
+    ] = "",
+    branch: Annotated[
+        int,
+        Option(min=0, help="all arms continue from step N of the first; 0: each starts by itself"),
+    ] = 0,
+) -> int:
+    """Find the best of several recipes: the better half goes on, judged by the
+    asymptotes predicted from scores.
+    """
     from megarl.lab.study.main import StudyOptions
     from megarl.lab.study.search import SearchOptions, search
 
-    recipes, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    recipes, overrides = (
+        [word for word in words if "=" not in word],
+        [word for word in words if "=" in word],
+    )
     options = StudyOptions(seeds, directory, task, dry_run, overrides)
     return search(recipes, options, SearchOptions(vary, rungs, branch))
 
@@ -584,8 +776,11 @@ def search_recipes(
 @study.command()
 def corpus(
     overrides: p.Overrides,
-    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.TaskIndex = None, dry_run: p.DryRun = False,
-) -> int:  # fmt: skip
+    seeds: p.Seeds = "0,1,2",
+    directory: p.StudyDirectory = "",
+    task: p.TaskIndex = None,
+    dry_run: p.DryRun = False,
+) -> int:
     """Make many small runs to judge forecasts by, in hours of two cores."""
     from megarl.lab.study.main import StudyOptions, corpus
 
@@ -603,7 +798,9 @@ def study_results(directory: Path) -> int:
 @rollouts.command("show")
 def show_rollouts(
     run: p.RunDirectory,
-    ticket: Annotated[int | None, Option(min=0, help="all rollouts of this ticket, token by token")] = None,
+    ticket: Annotated[
+        int | None, Option(min=0, help="all rollouts of this ticket, token by token")
+    ] = None,
     step: Annotated[int | None, Option(min=0, help="the groups that this step trains")] = None,
     limit: Annotated[int, Option(min=1, help="how many groups, or rollouts of a ticket")] = 20,
     as_json: p.Json = False,
@@ -620,9 +817,13 @@ def show_rollouts(
 
 @answers.command()
 def curve(
-    out: Annotated[list[Path], Argument(help="output of megarl eval, RUN/evaluations/step-N, or RUN")],
+    out: Annotated[
+        list[Path], Argument(help="output of megarl eval, RUN/evaluations/step-N, or RUN")
+    ],
     suite: p.SuiteName = None,
-    picture: Annotated[Path | None, Option(help="a PNG; else curve-SUITE.png in the first `out`")] = None,
+    picture: Annotated[
+        Path | None, Option(help="a PNG; else curve-SUITE.png in the first `out`")
+    ] = None,
 ) -> int:
     """Draw score against tokens generated: best of n by majority, reward, oracle."""
     from megarl.lab.evaluation.curve import main
@@ -635,9 +836,13 @@ def compare_answers(
     out_a: Annotated[Path, Argument(help="output of megarl eval, or RUN/evaluations/step-N")],
     out_b: Annotated[Path, Argument(help="the same for the other model")],
     suite: p.SuiteName = None,
-    page: Annotated[Path | None, Option("-o", "--page", help="HTML; else compare-SUITE.html in `out_b`")] = None,
+    page: Annotated[
+        Path | None, Option("-o", "--page", help="HTML; else compare-SUITE.html in `out_b`")
+    ] = None,
 ) -> int:
-    """Compare two models on the same prompts: a table, and a page to read their answers side by side."""
+    """Compare two models on the same prompts: a table, and a page to read their answers
+    side by side.
+    """
     from megarl.lab.evaluation.compare import main
 
     return main(out_a, out_b, suite, page)

@@ -1,4 +1,6 @@
-"""The commands of `megarl data`. Everything that is slow to import is imported when a command runs."""
+"""The commands of `megarl data`. Everything that is slow to import is imported when a
+command runs.
+"""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,13 +16,20 @@ app = typer.Typer(name="data", help="Look at prompt sets, prepare them, make the
 
 @app.command()
 def inspect(
-    source: Annotated[str, Argument(help="prompts or traces (a file, hub:…) or a recipe", autocompletion=p.recipe_names)],
+    source: Annotated[
+        str,
+        Argument(
+            help="prompts or traces (a file, hub:…) or a recipe", autocompletion=p.recipe_names
+        ),
+    ],
     overrides: p.Overrides,
     column: p.Column,
     mapping: p.Mapping = "",
-    tokenizer: Annotated[Path | None, Option(help="count tokens with the tokenizer of this model")] = None,
+    tokenizer: Annotated[
+        Path | None, Option(help="count tokens with the tokenizer of this model")
+    ] = None,
     samples: Annotated[int, Option(min=0, help="rows shown of each set")] = 3,
-) -> int:  # fmt: skip
+) -> int:
     """Show lengths, difficulties, answer types and samples."""
     from megarl.lab.inspection.data import inspect
 
@@ -29,14 +38,23 @@ def inspect(
 
 @app.command()
 def prepare(
-    source: Annotated[str, Argument(metavar="SOURCE", help="a file, pattern, folder, or hub:ORG/NAME:CONFIG:SPLIT")],
-    out: Annotated[Path, Argument(metavar="DIR", help="folder for train, heldout, report.json, removed.jsonl")],
+    source: Annotated[
+        str,
+        Argument(metavar="SOURCE", help="a file, pattern, folder, or hub:ORG/NAME:CONFIG:SPLIT"),
+    ],
+    out: Annotated[
+        Path, Argument(metavar="DIR", help="folder for train, heldout, report.json, removed.jsonl")
+    ],
     column: p.Column,
     against: Annotated[list[str], p.repeated("SOURCE", "evaluation set whose prompts are removed")],
     mapping: p.Mapping = "",
-    heldout: Annotated[int, Option(min=0, metavar="N", help="rows to hold out, chosen by hash")] = 0,
-    form: Annotated[Literal["jsonl", "parquet", "arrow"], Option("--format", help="format of the files")] = "jsonl",
-) -> int:  # fmt: skip
+    heldout: Annotated[
+        int, Option(min=0, metavar="N", help="rows to hold out, chosen by hash")
+    ] = 0,
+    form: Annotated[
+        Literal["jsonl", "parquet", "arrow"], Option("--format", help="format of the files")
+    ] = "jsonl",
+) -> int:
     """Clean, split and decontaminate a source into the project's own rows."""
 
     from megarl.lab.inspection.data import reader

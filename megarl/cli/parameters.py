@@ -26,30 +26,48 @@ RecipeName = Annotated[str, Argument(help=RECIPE, autocompletion=recipe_names)]
 RecipeOrNone = Annotated[
     str | None,
     Argument(
-        metavar="RECIPE", default_factory=lambda: None, show_default=False, help=RECIPE, autocompletion=recipe_names
+        metavar="RECIPE",
+        default_factory=lambda: None,
+        show_default=False,
+        help=RECIPE,
+        autocompletion=recipe_names,
     ),
 ]
 Overrides = Annotated[
     list[str],
-    Argument(metavar="key=value", default_factory=list, show_default=False, help="such as model.tensor_parallel=2"),
+    Argument(
+        metavar="key=value",
+        default_factory=list,
+        show_default=False,
+        help="such as model.tensor_parallel=2",
+    ),
 ]
 DryRun = Annotated[bool, Option("--dry-run", help="show what would run, and start nothing")]
 RunDirectory = Annotated[Path, Argument(help="run directory")]
 Json = Annotated[bool, Option("--json", help="print JSON")]
-Price = Annotated[float | None, Option(min=0, help="price of a GPU-hour: also say what all steps cost")]
-ModelConfig = Annotated[str | None, Option(help="config.json, or a name such as llama-3.1-8b; else that of model.path")]
+Price = Annotated[
+    float | None, Option(min=0, help="price of a GPU-hour: also say what all steps cost")
+]
+ModelConfig = Annotated[
+    str | None, Option(help="config.json, or a name such as llama-3.1-8b; else that of model.path")
+]
 
 SUITES = (
-    "aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, arc-easy, arc-challenge, hellaswag, a suite or task of "
-    "the run, RUN:TASK (held out of that run), or a YAML file"
+    "aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, arc-easy, arc-challenge,"
+    " hellaswag, a suite or task of the run, RUN:TASK (held out of that run), or a YAML file"
 )
 
 # For studies.
-Beside = Annotated[str, Option("--with", metavar="A,B", help="more recipes to run beside the variants")]
+Beside = Annotated[
+    str, Option("--with", metavar="A,B", help="more recipes to run beside the variants")
+]
 Seeds = Annotated[str, Option(help="values of run.seed")]
-StudyDirectory = Annotated[str, Option("--dir", help="the study's directory; else runs/studies/KIND-RECIPE")]
+StudyDirectory = Annotated[
+    str, Option("--dir", help="the study's directory; else runs/studies/KIND-RECIPE")
+]
 TaskIndex = Annotated[
-    int | None, Option(min=0, help="run this one alone, such as $SLURM_ARRAY_TASK_ID, and make no table")
+    int | None,
+    Option(min=0, help="run this one alone, such as $SLURM_ARRAY_TASK_ID, and make no table"),
 ]
 
 # For answers.
@@ -64,19 +82,30 @@ Column = Annotated[list[str], repeated("FIELD=COLUMN", COLUMN)]
 # For points of learning curves, their fits and pictures.
 POINTS = "a run directory, or a table of points (CSV, JSON, Parquet)"
 Points = Annotated[str, Argument(help=POINTS)]
-AllPoints = Annotated[list[Path], Argument(metavar="points", help=f"{POINTS}, each; the first is the reference")]
+AllPoints = Annotated[
+    list[Path], Argument(metavar="points", help=f"{POINTS}, each; the first is the reference")
+]
 SIZED = f"{POINTS}, each of a policy with N active parameters; for RUN alone, N is its model's"
 SizedPoints = Annotated[list[str], Argument(metavar="N=points…", help=SIZED)]
-R0 = Annotated[float | None, Option("--r0", help="pass rate before training, if the points have none")]
+R0 = Annotated[
+    float | None, Option("--r0", help="pass rate before training, if the points have none")
+]
 FROM = "leave out points before these hours; else before 1,500 GPU-hours, or a shorter first epoch"
 Start = Annotated[float | None, Option("--from", metavar="H", help=FROM)]
 Until = Annotated[float | None, Option(metavar="H", help="leave out points after these hours")]
 FormName = Literal["sigmoid", "logistic", "power"]
 GridName = Annotated[Literal["free", "paper"], Option(help="A in 0 … 1, or 0.450, 0.455 … 0.800")]
 Seed = Annotated[int | None, Option(min=0, help="only this seed of the file")]
-HoursColumn = Annotated[str | None, Option(help="column of the compute; else gpu_hours or compute_hours")]
-SCORE = "column of the score, such as pass_rate/math; else pass_rate, or for a run what evaluation.forecast names"
+HoursColumn = Annotated[
+    str | None, Option(help="column of the compute; else gpu_hours or compute_hours")
+]
+SCORE = (
+    "column of the score, such as pass_rate/math; else pass_rate, or for a run what"
+    " evaluation.forecast names"
+)
 ScoreColumn = Annotated[str | None, Option(help=SCORE)]
-PICTURE = Option("-o", "--output", metavar="BASE", help="draw BASE.png, .svg, .html and related pictures")
+PICTURE = Option(
+    "-o", "--output", metavar="BASE", help="draw BASE.png, .svg, .html and related pictures"
+)
 DrawTo = Annotated[float | None, Option("--to", metavar="H", help="draw curves to this many hours")]
 PublishedNames = Annotated[list[str], repeated("NAME", "also draw this published fit")]

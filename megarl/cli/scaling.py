@@ -1,4 +1,6 @@
-"""The commands of `megarl scaling`. Everything that is slow to import is imported when a command runs."""
+"""The commands of `megarl scaling`. Everything that is slow to import is imported when
+a command runs.
+"""
 
 import json
 import math
@@ -25,10 +27,17 @@ app = typer.Typer(name="scaling", help="What a run will reach, from its evaluati
 
 @app.command()
 def fit(
-    points: p.Points, r0: p.R0 = None, start: p.Start = None, until: p.Until = None, form: p.FormName = "sigmoid",
-    grid: p.GridName = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None, score_column: p.ScoreColumn = None,
+    points: p.Points,
+    r0: p.R0 = None,
+    start: p.Start = None,
+    until: p.Until = None,
+    form: p.FormName = "sigmoid",
+    grid: p.GridName = "free",
+    seed: p.Seed = None,
+    hours_column: p.HoursColumn = None,
+    score_column: p.ScoreColumn = None,
     as_json: p.Json = False,
-) -> int:  # fmt: skip
+) -> int:
     """Fit A, B and C_mid of a run, with 95 % intervals."""
     from megarl.lab.scaling import tables
     from megarl.lab.scaling.fit import fit
@@ -49,12 +58,23 @@ def fit(
 
 @app.command()
 def extrapolate(
-    points: p.Points, r0: p.R0 = None, start: p.Start = None, until: p.Until = None, form: p.FormName = "sigmoid",
-    grid: p.GridName = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None, score_column: p.ScoreColumn = None,
+    points: p.Points,
+    r0: p.R0 = None,
+    start: p.Start = None,
+    until: p.Until = None,
+    form: p.FormName = "sigmoid",
+    grid: p.GridName = "free",
+    seed: p.Seed = None,
+    hours_column: p.HoursColumn = None,
+    score_column: p.ScoreColumn = None,
     as_json: p.Json = False,
-    to: Annotated[float | None, Option(metavar="H", help="predict the pass rate at this many hours")] = None,
-    reach: Annotated[float | None, Option(metavar="R", help="or the hours at which this pass rate is reached")] = None,
-) -> int:  # fmt: skip
+    to: Annotated[
+        float | None, Option(metavar="H", help="predict the pass rate at this many hours")
+    ] = None,
+    reach: Annotated[
+        float | None, Option(metavar="R", help="or the hours at which this pass rate is reached")
+    ] = None,
+) -> int:
     """Predict the score at some compute, or the compute of a score."""
     import numpy as np
 
@@ -77,7 +97,9 @@ def extrapolate(
         score, low, high = (float(part[0]) for part in (there.pass_rate, there.low, there.high))
         record = {"hours": to, "pass_rate": score, "interval": [low, high]}
         at = amount(to, fitted.unit)
-        text = f"At {at} the fit predicts a pass rate of {score:.3f} (95 %: {low:.3f} to {high:.3f})."
+        text = (
+            f"At {at} the fit predicts a pass rate of {score:.3f} (95 %: {low:.3f} to {high:.3f})."
+        )
     elif reach is not None:
         reached = hours_to(fitted, reach)
         hours = [h if math.isfinite(h) else None for h in (reached.hours, *reached.interval)]
@@ -87,7 +109,9 @@ def extrapolate(
         record["later"] = asdict(later)
         text += "\n" + tables.later(fitted, later)
     if as_json:
-        terminal.say(json.dumps(record | {"unit": fitted.unit, "warnings": warnings}, allow_nan=False))
+        terminal.say(
+            json.dumps(record | {"unit": fitted.unit, "warnings": warnings}, allow_nan=False)
+        )
     else:
         tables.say(fitted, text, warnings)
     return 0
@@ -95,14 +119,29 @@ def extrapolate(
 
 @app.command()
 def compare(
-    points: p.AllPoints, published: p.PublishedNames, r0: p.R0 = None, start: p.Start = None, until: p.Until = None,
-    form: p.FormName = "sigmoid", grid: p.GridName = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None,
-    score_column: p.ScoreColumn = None, to: p.DrawTo = None, as_json: p.Json = False,
+    points: p.AllPoints,
+    published: p.PublishedNames,
+    r0: p.R0 = None,
+    start: p.Start = None,
+    until: p.Until = None,
+    form: p.FormName = "sigmoid",
+    grid: p.GridName = "free",
+    seed: p.Seed = None,
+    hours_column: p.HoursColumn = None,
+    score_column: p.ScoreColumn = None,
+    to: p.DrawTo = None,
+    as_json: p.Json = False,
     output: Annotated[Path | None, p.PICTURE] = None,
     ceiling: Annotated[
-        float | None, Option(min=0.01, max=1, metavar="A", help="compare B of all runs at this A; left out: at their mean A")
+        float | None,
+        Option(
+            min=0.01,
+            max=1,
+            metavar="A",
+            help="compare B of all runs at this A; left out: at their mean A",
+        ),
     ] = None,
-) -> int:  # fmt: skip
+) -> int:
     """Say which run has the higher ceiling, and which is quicker."""
     from megarl.lab.scaling import tables
     from megarl.lab.scaling.compare import compare
@@ -114,7 +153,10 @@ def compare(
     comparison = compare(runs, **_how(r0, start, until, form, grid) | {"ceiling": ceiling})
     if as_json:
         terminal.say(
-            json.dumps({"runs": comparison.rows(), "verdict": comparison.verdict.splitlines()}, allow_nan=False)
+            json.dumps(
+                {"runs": comparison.rows(), "verdict": comparison.verdict.splitlines()},
+                allow_nan=False,
+            )
         )
     else:
         tables.show(tables.compared(comparison))
@@ -124,19 +166,33 @@ def compare(
                 terminal.say(f"warning: {entry.name}: {warning}")
     if output:
         own = {entry.name: entry.fit for entry in comparison.entries if entry.fit}
-        _draw(output, to, published, runs, comparison, own | comparison.comparable if len(own) > 1 else {})
+        _draw(
+            output,
+            to,
+            published,
+            runs,
+            comparison,
+            own | comparison.comparable if len(own) > 1 else {},
+        )
     return 0
 
 
 @app.command()
 def transfer(
     points: p.SizedPoints,
-    size: Annotated[float, Option(metavar="N", help="active parameters of the policy that is predicted")],
+    size: Annotated[
+        float, Option(metavar="N", help="active parameters of the policy that is predicted")
+    ],
     to: Annotated[list[float], p.repeated("H", "predict its pass rate at this many hours")],
-    r0: Annotated[float | None, Option("--r0", help="its pass rate before training; else by a power law too")] = None,
-    start: p.Start = None, until: p.Until = None, hours_column: p.HoursColumn = None, score_column: p.ScoreColumn = None,
+    r0: Annotated[
+        float | None, Option("--r0", help="its pass rate before training; else by a power law too")
+    ] = None,
+    start: p.Start = None,
+    until: p.Until = None,
+    hours_column: p.HoursColumn = None,
+    score_column: p.ScoreColumn = None,
     as_json: p.Json = False,
-) -> int:  # fmt: skip
+) -> int:
     """Predict A, B and C_mid of a larger policy from smaller ones."""
     import numpy as np
 
@@ -156,23 +212,40 @@ def transfer(
     said = [*doubts(fits, size, r0)]
     if as_json:
         record: dict[str, object] = {}
-        for key, (middle, low, high) in zip(("A", "B", "C_mid", "R_0"), found.intervals.T.tolist(), strict=True):
+        for key, (middle, low, high) in zip(
+            ("A", "B", "C_mid", "R_0"), found.intervals.T.tolist(), strict=True
+        ):
             record |= {key: middle, f"{key}_interval": [low, high]}
         each = zip(to, scores.T.tolist(), strict=True)
         later = [{"hours": h, "pass_rate": m, "interval": [a, b]} for h, (m, a, b) in each]
-        terminal.say(json.dumps(record | {"scores": later, "unit": unit, "warnings": said}, allow_nan=False))
+        terminal.say(
+            json.dumps(record | {"scores": later, "unit": unit, "warnings": said}, allow_nan=False)
+        )
         return 0
     tables.show(tables.fits([(f"{n:.3g} parameters", one) for n, one in fits.items()]))
-    terminal.say(tables.transferred(size, found, to, scores, unit), *(f"warning: {text}" for text in said), sep="\n")
+    terminal.say(
+        tables.transferred(size, found, to, scores, unit),
+        *(f"warning: {text}" for text in said),
+        sep="\n",
+    )
     return 0
 
 
 @app.command()
 def plot(
-    points: p.AllPoints, published: p.PublishedNames, r0: p.R0 = None, start: p.Start = None, until: p.Until = None,
-    form: p.FormName = "sigmoid", grid: p.GridName = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None,
-    score_column: p.ScoreColumn = None, to: p.DrawTo = None, output: Annotated[Path, p.PICTURE] = Path("scaling"),
-) -> int:  # fmt: skip
+    points: p.AllPoints,
+    published: p.PublishedNames,
+    r0: p.R0 = None,
+    start: p.Start = None,
+    until: p.Until = None,
+    form: p.FormName = "sigmoid",
+    grid: p.GridName = "free",
+    seed: p.Seed = None,
+    hours_column: p.HoursColumn = None,
+    score_column: p.ScoreColumn = None,
+    to: p.DrawTo = None,
+    output: Annotated[Path, p.PICTURE] = Path("scaling"),
+) -> int:
     """Draw points, fits and what they predict, as PNG, SVG and interactive HTML."""
     from megarl.lab.scaling.compare import compare
 
@@ -188,10 +261,15 @@ def plot(
 
 @app.command()
 def slices(
-    run: p.RunDirectory, start: p.Start = None, until: p.Until = None, hours_column: p.HoursColumn = None,
+    run: p.RunDirectory,
+    start: p.Start = None,
+    until: p.Until = None,
+    hours_column: p.HoursColumn = None,
     as_json: p.Json = False,
-    output: Annotated[Path | None, Option("-o", "--output", metavar="BASE", help="draw BASE.png and .svg")] = None,
-) -> int:  # fmt: skip
+    output: Annotated[
+        Path | None, Option("-o", "--output", metavar="BASE", help="draw BASE.png and .svg")
+    ] = None,
+) -> int:
     """Fit the parts of a run: by task, difficulty, objective and pass@n."""
     from megarl.lab.scaling import tables
     from megarl.lab.scaling.points import unit_name
@@ -215,11 +293,13 @@ def slices(
 @app.command("published")
 def show_published(
     as_json: p.Json = False,
-    synthetic: Annotated[str | None, Option(metavar="NAME", help="print a CSV of noisy points of this fit instead")] = None,
+    synthetic: Annotated[
+        str | None, Option(metavar="NAME", help="print a CSV of noisy points of this fit instead")
+    ] = None,
     hours: Annotated[float, Option(help="compute of the synthetic run")] = 16_000,
     evaluations: Annotated[int, Option(min=1, help="evaluations of the synthetic run")] = 32,
     seeds: Annotated[int, Option(min=1, help="synthetic runs")] = 1,
-) -> int:  # fmt: skip
+) -> int:
     """Show the fits of ScaleRL's paper."""
     import msgspec
     import numpy as np
@@ -233,8 +313,8 @@ def show_published(
         _check_hours("--hours", hours)
         law, compute = law_named(synthetic), np.linspace(hours / evaluations, hours, evaluations)
         about = (
-            f"SYNTHETIC, no run: drawn from the published fit {law.name} with the noise of {SAMPLES:,} samples; "
-            f"R_0 = {law.r0:g} is read off its figure 1"
+            f"SYNTHETIC, no run: drawn from the published fit {law.name} with the noise of"
+            f" {SAMPLES:,} samples; R_0 = {law.r0:g} is read off its figure 1"
         )
         print(csv_of([points_of(law, compute, seed) for seed in range(seeds)], about), end="")
         return 0
@@ -259,7 +339,9 @@ def _check_hours(option: str, *given: float | None) -> None:
             raise MegarlError(f"{option} is {hours:g}; it is compute in hours, finite and above 0")
 
 
-def _read(source: str | Path, seed: int | None, hours_column: str | None, score_column: str | None) -> list["Curve"]:
+def _read(
+    source: str | Path, seed: int | None, hours_column: str | None, score_column: str | None
+) -> list["Curve"]:
     from megarl.lab.scaling.points import PointColumns, read_points
 
     curves = read_points(source, PointColumns(hours_column, score_column))
@@ -271,7 +353,9 @@ def _read(source: str | Path, seed: int | None, hours_column: str | None, score_
 
 
 def _named(sources: Sequence[Path], *which: Any) -> dict[str, list["Curve"]]:
-    """Read the curves of all sources by name; sources with the same name go by their paths. which: as in `_read`."""
+    """Read the curves of all sources by name; sources with the same name go by their
+    paths. which: as in `_read`.
+    """
     from megarl.lab.scaling.table_files import name_of
 
     names = [name_of(source) if source.is_file() else source.resolve().name for source in sources]
@@ -281,15 +365,23 @@ def _named(sources: Sequence[Path], *which: Any) -> dict[str, list["Curve"]]:
     }
 
 
-def _how(r0: float | None, start: float | None, until: float | None, form: str, grid: "Grid") -> "FitOptions":
+def _how(
+    r0: float | None, start: float | None, until: float | None, form: str, grid: "Grid"
+) -> "FitOptions":
     return {"r0": r0, "start": start, "end": until, "form": form, "grid": grid}
 
 
 def _draw(
-    base: Path, to: float | None, published: Sequence[str], runs: dict[str, list["Curve"]], comparison: "RunComparison",
+    base: Path,
+    to: float | None,
+    published: Sequence[str],
+    runs: dict[str, list["Curve"]],
+    comparison: "RunComparison",
     efficiency: "Mapping[str, Fit]",
-) -> None:  # fmt: skip
-    """Draw all pictures. efficiency: the fits in the efficiency plot, which is left out if there are none."""
+) -> None:
+    """Draw all pictures. efficiency: the fits in the efficiency plot, which is left out
+    if there are none.
+    """
     from megarl.lab.scaling.plot import plot_efficiency, plot_fits
     from megarl.lab.scaling.published import law_named
 

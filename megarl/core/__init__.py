@@ -1,4 +1,5 @@
-"""The parts of a run. Each line imports only those above it, never tasks, run, lab or cli.
+"""The parts of a run. Each line imports only those above it, never tasks, run, lab or
+cli.
 
 base/        types, messages, admission, run directory, processes, contracts with tasks
 recipe/      one YAML file, one typed tree

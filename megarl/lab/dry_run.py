@@ -1,4 +1,5 @@
-"""What `megarl train --dry-run` shows of a run that can start, and the warnings of both.
+"""What `megarl train --dry-run` shows of a run that can start, and the warnings of
+both.
 
 brief      model, data, a prompt as the model sees it, lengths, layout: a line each
 changes    the keys in which a recipe differs from its base
@@ -24,18 +25,25 @@ from megarl.tasks.data.sources import Unreadable, stream
 SHOWN_PROMPT = 400
 """Characters shown of a prompt."""
 BUSY = 3.0
-"""Running processes and threads for each core from which a machine is called busy. A warm start that has just ended,
-which uses all cores, leaves 1 to 2 in the load average."""
+"""Running processes and threads for each core from which a machine is called busy. A
+warm start that has just ended, which uses all cores, leaves 1 to 2 in the load average.
+"""
 NAMED_SECTIONS = ("data.tasks", "data.services", "evaluation.suites")
 
 
 def brief(recipe: Recipe, starts: str) -> Iterator[tuple[str, str]]:
-    """Yield (heading, text) for each line. starts: the processes, as the checks name them.
-    The inputs must have been checked."""
+    """Yield (heading, text) for each line. starts: the processes, as the checks name
+    them. The inputs must have been checked.
+    """
     tokenizer = load_tokenizer(recipe.model.path)
     tasks = load_tasks(recipe, tokenizer)
     yield "model", _model(recipe)
-    yield "data", "; ".join(_counted(name, recipe.data.tasks[name], prompts) for name, prompts in tasks.items())
+    yield (
+        "data",
+        "; ".join(
+            _counted(name, recipe.data.tasks[name], prompts) for name, prompts in tasks.items()
+        ),
+    )
     for name, prompts in tasks.items():
         shown = tokenizer.decode(prompts.train[0].tokens)[:SHOWN_PROMPT]
         yield "prompt", f"{name}, {recipe.data.tasks[name].template}: {shown!r}"
@@ -50,19 +58,27 @@ def _model(recipe: Recipe) -> str:
 
 
 def _counted(name: str, task: Task, prompts: TaskPrompts) -> str:
-    return f"{name}: {len(prompts.train):,} to train on, {len(prompts.heldout):,} held out, grader {task.grader}"
+    return (
+        f"{name}: {len(prompts.train):,} to train on, {len(prompts.heldout):,} held out, grader"
+        f" {task.grader}"
+    )
 
 
 def _lengths(recipe: Recipe, tasks: dict[str, TaskPrompts]) -> str:
     """Return the lengths of prompts beside their limit, and the limits of completions."""
     length = recipe.length
     lengths = [len(prompt.tokens) for prompts in tasks.values() for prompt in prompts.train]
-    prompts = f"prompts of {min(lengths):,} to {max(lengths):,} tokens (limit {length.prompt_tokens:,})"
+    prompts = (
+        f"prompts of {min(lengths):,} to {max(lengths):,} tokens (limit {length.prompt_tokens:,})"
+    )
     thinking = "no thinking"
     if length.thinking_tokens[1]:
         mark = f" up to {length.end_of_thinking!r}" if length.end_of_thinking else ""
         thinking = f"{length.thinking_tokens[1]:,} of thinking{mark}"
-    return f"{prompts}, completions of {length.completion_tokens:,}: {thinking}, {length.answer_tokens:,} of answer"
+    return (
+        f"{prompts}, completions of {length.completion_tokens:,}: {thinking},"
+        f" {length.answer_tokens:,} of answer"
+    )
 
 
 def _work(recipe: Recipe) -> str:
@@ -72,12 +88,16 @@ def _work(recipe: Recipe) -> str:
     if devices.gpus():
         return steps
     threads = recipe.resources.threads
-    return f"{threads} thread{'s' * (threads != 1)} each on {len(os.sched_getaffinity(0))} cores, {steps}"
+    return (
+        f"{threads} thread{'s' * (threads != 1)} each on {len(os.sched_getaffinity(0))} cores,"
+        f" {steps}"
+    )
 
 
 def changes(name: str, recipe: Recipe) -> tuple[str, list[str]]:
-    """Return the name of the base of a recipe, and a line for each key in which it differs; a line
-    for a task or suite that only one of them has."""
+    """Return the name of the base of a recipe, and a line for each key in which it
+    differs; a line for a task or suite that only one of them has.
+    """
     base, under = base_of(name)
     lines: dict[str, None] = {}
     for key, old, new in differences(under, recipe):
@@ -105,27 +125,42 @@ def _named(recipe: Recipe, section: str) -> dict[str, Any]:
 
 
 def warnings(recipe: Recipe) -> Iterator[str]:
-    """Yield what will most likely make a run useless or slow, with what to do. The inputs must have been checked."""
+    """Yield what will most likely make a run useless or slow, with what to do. The
+    inputs must have been checked.
+    """
     tokenizer = load_tokenizer(recipe.model.path)
     source = template_source(Path(recipe.model.path))
     for name, task in recipe.data.tasks.items():
         is_raw_by_default = task.template == "raw" and "template" not in task.model_fields_set
         if source and is_raw_by_default and not task.agent and not _is_marked(task, tokenizer):
-            what = f"{recipe.model.path} has a chat template, and the prompts are given without it (template: raw)"
-            yield f"data.tasks.{name}.template: {what}; set template: chat, or template: raw if that is meant"
+            what = (
+                f"{recipe.model.path} has a chat template, and the prompts are given without it"
+                " (template: raw)"
+            )
+            yield (
+                f"data.tasks.{name}.template: {what}; set template: chat, or template: raw if that"
+                " is meant"
+            )
     end = recipe.length.end_of_thinking.strip()
     is_token = tokenizer.backend.token_to_id(end) is not None
     if end and end not in source and not is_token and not recipe.sft.data:
         what = f"neither the chat template nor the vocabulary of {recipe.model.path} has {end!r}"
-        cure = "if it does not think, set length.end_of_thinking='' length.control=none length.thinking_tokens=[0,0]"
+        cure = (
+            "if it does not think, set length.end_of_thinking='' length.control=none"
+            " length.thinking_tokens=[0,0]"
+        )
         yield f"length.end_of_thinking: {what}, so that no answer may ever be found; {cure}"
     if not devices.gpus():
         yield from _busy(recipe)
 
 
 def _is_marked(task: Task, tokenizer: Tokenizer) -> bool:
-    """Return whether the first prompt has special tokens in it, such as a chat template's."""
-    special = {id for id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
+    """Return whether the first prompt has special tokens in it, such as a chat
+    template's.
+    """
+    special = {
+        id for id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special
+    }
     read = mapping_of(task.mapping, task.columns)
     for _, raw in stream(task.train):
         if isinstance(raw, Unreadable):
@@ -138,11 +173,20 @@ def _is_marked(task: Task, tokenizer: Tokenizer) -> bool:
 
 
 def _busy(recipe: Recipe) -> Iterator[str]:
-    """Warn of a machine whose cores have other work: roles of several threads wait for each other's slowest thread."""
+    """Warn of a machine whose cores have other work: roles of several threads wait for
+    each other's slowest thread.
+    """
     cores = len(os.sched_getaffinity(0))
     load = os.getloadavg()[0]
     if load <= BUSY * cores:
         return
-    what = f"the machine is busy: {load:.0f} processes want its {cores} cores (load average of a minute)"
-    cure = "; with other work beside it resources.threads=1 is faster" if recipe.resources.threads > 1 else ""
+    what = (
+        f"the machine is busy: {load:.0f} processes want its {cores} cores (load average of a"
+        " minute)"
+    )
+    cure = (
+        "; with other work beside it resources.threads=1 is faster"
+        if recipe.resources.threads > 1
+        else ""
+    )
     yield f"resources: {what}, so the run will take several times as long{cure}"

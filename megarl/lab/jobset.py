@@ -1,12 +1,14 @@
-"""The manifest of a run on Kubernetes: a JobSet with as many pods as a Slurm job would have nodes.
+"""The manifest of a run on Kubernetes: a JobSet with as many pods as a Slurm job would
+have nodes.
 
     pod `first`     megarl train, which starts the roles in all pods (run/pods.py)
     pods `others`   wait for roles
 
-Every pod has all GPUs of a node and the same folders. When `megarl train` succeeds, the run is
-over, and when it gives up (GIVEN_UP), so is the JobSet. When any pod is preempted, loses its node
-or fails otherwise, JobSet makes all pods again, and the run goes on from its last checkpoint.
-JobSet's fields: its api/jobset/v1alpha2/jobset_types.go.
+Every pod has all GPUs of a node and the same folders. When `megarl train` succeeds, the
+run is over, and when it gives up (GIVEN_UP), so is the JobSet. When any pod is
+preempted, loses its node or fails otherwise, JobSet makes all pods again, and the run
+goes on from its last checkpoint. JobSet's fields: its
+api/jobset/v1alpha2/jobset_types.go.
 """
 
 import posixpath
@@ -22,11 +24,16 @@ from megarl.run.pods import CONTAINER, FIRST, JOBSET, OF_JOBSET, OTHERS
 from megarl.run.srun import PODS
 
 GRACE_S = 600
-"""Time from a pod's SIGTERM to its end: `megarl train` saves within 540 s (run/train.py)."""
+"""Time from a pod's SIGTERM to its end: `megarl train` saves within 540 s
+(run/train.py).
+"""
 MOST_RESTARTS = 100
-"""Restarts of all pods. A run gives up by itself after six starts without a new step."""
+"""Restarts of all pods. A run gives up by itself after six starts without a new step.
+"""
 GIVEN_UP = (1, 2)
-"""Statuses with which `megarl train` ends for good: the run has failed, or cannot start so."""
+"""Statuses with which `megarl train` ends for good: the run has failed, or cannot start
+so.
+"""
 INTERFACE = "eth0"
 """A pod's network in Kubernetes."""
 LONGEST_NAME = 40
@@ -41,11 +48,15 @@ USER = 1001
 
 
 class Quoting(yaml.SafeDumper):
-    """Quotes texts, too, that other readers of YAML than Python's take for numbers or for yes and no."""
+    """Quotes texts, too, that other readers of YAML than Python's take for numbers or
+    for yes and no.
+    """
 
 
 Quoting.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^[yYnN]$"), list("yYnN"))
-Quoting.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[0-9]+[eE][0-9]+$"), list("0123456789"))
+Quoting.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[0-9]+[eE][0-9]+$"), list("0123456789")
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,9 @@ class Mount:
 
 @dataclass(frozen=True)
 class PodSettings:
-    """What all pods of a run have. mounts: the first one's folder is where commands run."""
+    """What all pods of a run have. mounts: the first one's folder is where commands
+    run.
+    """
 
     image: str
     gpus: int
@@ -66,8 +79,9 @@ class PodSettings:
 
 
 def read_mounts(text: str) -> tuple[Mount, ...]:
-    """Read `CLAIM:/place,…`. MegarlError if a part is not of this form, if two have one place, or if
-    there is none."""
+    """Read `CLAIM:/place,…`. MegarlError if a part is not of this form, if two have one
+    place, or if there is none.
+    """
     mounts: list[Mount] = []
     for part in filter(None, map(str.strip, text.split(","))):
         claim, _, place = part.partition(":")
@@ -77,17 +91,24 @@ def read_mounts(text: str) -> tuple[Mount, ...]:
         taken = ["/", SHARED_MEMORY, *(mount.place for mount in mounts)]
         if posixpath.normpath(place) in map(posixpath.normpath, taken):
             raise MegarlError(
-                f"--mounts: {part!r}: there is something else at {place} in the pods; choose another place"
+                f"--mounts: {part!r}: there is something else at {place} in the pods; choose"
+                " another place"
             )
         mounts.append(Mount(claim, place))
     if not mounts:
-        need = "the PersistentVolumeClaim with models, data and runs, such as --mounts shared:/shared"
-        raise MegarlError(f"--kubernetes needs {need}; all pods must be able to write it (ReadWriteMany)")
+        need = (
+            "the PersistentVolumeClaim with models, data and runs, such as --mounts shared:/shared"
+        )
+        raise MegarlError(
+            f"--kubernetes needs {need}; all pods must be able to write it (ReadWriteMany)"
+        )
     return tuple(mounts)
 
 
 def object_name(run: str) -> str:
-    """Return a run's name as Kubernetes takes it. MegarlError if it cannot be made into one."""
+    """Return a run's name as Kubernetes takes it. MegarlError if it cannot be made into
+    one.
+    """
     name = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
     if len(name) > LONGEST_NAME or not NAME.fullmatch(name):
         rule = f"at most {LONGEST_NAME} letters, digits and dashes, the first a letter"
@@ -95,9 +116,12 @@ def object_name(run: str) -> str:
     return name
 
 
-def manifest(name: str, nodes: int, settings: PodSettings, command: Sequence[str], comments: Sequence[str]) -> str:
-    """Return the documents for `kubectl create -f`: the JobSet, and the account with which its
-    first pod may start roles in the others. command: that of `megarl train`."""
+def manifest(
+    name: str, nodes: int, settings: PodSettings, command: Sequence[str], comments: Sequence[str]
+) -> str:
+    """Return the documents for `kubectl create -f`: the JobSet, and the account with
+    which its first pod may start roles in the others. command: that of `megarl train`.
+    """
     jobs = [_replicated_job(FIRST, 1, settings, command, nodes, name)]
     if nodes > 1:
         waiting = ["python", "-m", "megarl.run.pods", "wait"]
@@ -156,7 +180,8 @@ def _replicated_job(
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": GRACE_S,
         "automountServiceAccountToken": job == FIRST,
-        # Else our command would be the first process, which SIGTERM does not end before it has a handler for it.
+        # Else our command would be the first process, which SIGTERM does not end before
+        # it has a handler for it.
         "shareProcessNamespace": True,
         "securityContext": {"fsGroup": USER},
         "containers": [_container(settings, command, nodes)],
@@ -178,11 +203,15 @@ def _replicated_job(
 
 def _container(settings: PodSettings, command: Sequence[str], nodes: int) -> dict[str, Any]:
     label = {"fieldRef": {"fieldPath": f"metadata.labels['{OF_JOBSET}']"}}
-    mounts = [{"name": f"claim-{i}", "mountPath": mount.place} for i, mount in enumerate(settings.mounts)]
+    mounts = [
+        {"name": f"claim-{i}", "mountPath": mount.place} for i, mount in enumerate(settings.mounts)
+    ]
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": settings.image,
-        "command": [word.replace("$", "$$") for word in command],  # "$(NAME)" would be a variable, and "$$" a "$"
+        "command": [
+            word.replace("$", "$$") for word in command
+        ],  # "$(NAME)" would be a variable, and "$$" a "$"
         "workingDir": settings.mounts[0].place,
         "env": [{"name": PODS, "value": str(nodes)}, {"name": JOBSET, "valueFrom": label}],
         "volumeMounts": [{"name": "shm", "mountPath": SHARED_MEMORY}, *mounts],
@@ -193,8 +222,11 @@ def _container(settings: PodSettings, command: Sequence[str], nodes: int) -> dic
 
 
 def _volumes(mounts: Sequence[Mount]) -> list[Mapping[str, Any]]:
-    """Return the pods' volumes. NCCL and SGLang need more shared memory than the usual 64 MiB."""
+    """Return the pods' volumes. NCCL and SGLang need more shared memory than the usual
+    64 MiB.
+    """
     claims = [
-        {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": mount.claim}} for i, mount in enumerate(mounts)
+        {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": mount.claim}}
+        for i, mount in enumerate(mounts)
     ]
     return [{"name": "shm", "emptyDir": {"medium": "Memory"}}, *claims]

@@ -1,10 +1,12 @@
-"""`megarl recipes new --model DIR --data FILE`: a short recipe for a model, a set of questions and this machine.
+"""`megarl recipes new --model DIR --data FILE`: a short recipe for a model, a set of
+questions and this machine.
 
     config, template, vocabulary ──► KnownModel ─┐
     rows, as the model will see them ──► KnownData ├─► keys with their reasons ──► YAML, which `train --dry-run` takes
     cores, GPUs ──────────────────► Machine ─────┘
 
-It has no base, so that no task is inherited. Everything it leaves out is ScaleRL's default.
+It has no base, so that no task is inherited. Everything it leaves out is ScaleRL's
+default.
 """
 
 import math
@@ -33,7 +35,9 @@ from megarl.tasks.data.prompts import EncodedRow, Render, renderer, rows_with_to
 from megarl.tasks.data.survey import FAULTS, survey_of
 
 NATIVE_BF16_FROM = 50e6
-"""Parameters from which a CPU with bf16 products trains in bf16; smaller models are quick enough in fp32."""
+"""Parameters from which a CPU with bf16 products trains in bf16; smaller models are
+quick enough in fp32.
+"""
 RATES = (
     (20e6, 2.0e-4, "as the quickstart's model of 1M"),
     (1e9, 3.0e-5, "as quickstart-real, 135M"),
@@ -42,9 +46,12 @@ RATES = (
 )
 """(most parameters, learning rate, why)."""
 STATE_BYTES = 18
-"""Bytes a parameter takes in a learner: weights, FP32 gradients, FP32 weights and the two moments of AdamW."""
+"""Bytes a parameter takes in a learner: weights, FP32 gradients, FP32 weights and the
+two moments of AdamW.
+"""
 GPU_SHARE = 0.7
-"""Most of a GPU's memory that the learner's state may take; activations need the rest."""
+"""Most of a GPU's memory that the learner's state may take; activations need the rest.
+"""
 ASSUMED_GPU_BYTES = 80e9
 """Memory of a GPU of another machine (--gpus)."""
 MOST_RANKS = 16
@@ -52,16 +59,21 @@ MOST_HELD_OUT = 120
 THINK_END = "</think>"
 MARKS = {"<|channel|>final": "<|channel|>final<|message|>", THINK_END: THINK_END}
 """What a chat template mentions ──► the end of thinking of such a model."""
-INTERRUPTIONS = {"<|channel|>final<|message|>": "<|end|><|start|>assistant<|channel|>final<|message|>"}
-"""How a trace is interrupted, where the default phrase does not end with the model's end of thinking."""
+INTERRUPTIONS = {
+    "<|channel|>final<|message|>": "<|end|><|start|>assistant<|channel|>final<|message|>"
+}
+"""How a trace is interrupted, where the default phrase does not end with the model's
+end of thinking.
+"""
 VAGUE_NAMES = ("train", "data", "questions", "prompts")
 TREE_WIDTH = 44
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """What a recipe depends on. end_of_thinking: empty if it does not think. interruption: the phrase that
-    interrupts it; empty for the default."""
+    """What a recipe depends on. end_of_thinking: empty if it does not think.
+    interruption: the phrase that interrupts it; empty for the default.
+    """
 
     path: Path
     parameters: int
@@ -72,7 +84,9 @@ class KnownModel:
 
 @dataclass(frozen=True)
 class KnownData:
-    """A set of prompts. lengths in tokens: prompts with their template, questions without, expected answers."""
+    """A set of prompts. lengths in tokens: prompts with their template, questions
+    without, expected answers.
+    """
 
     rows: int
     held_out: int  # of these rows
@@ -118,7 +132,9 @@ class RecipeKey:
 
 def new(model: Path, asked: Asked, gpus: int | None, out: Path | None) -> int:
     """Write the recipe to `out`, or print it. gpus: of another machine; None: this one.
-    MegarlError if model or data cannot be read, or the model is too large for the machine."""
+    MegarlError if model or data cannot be read, or the model is too large for the
+    machine.
+    """
     if out is not None:
         _check_out(out)
     read_config(model)  # MegarlError if there is none, with what to do about a GGUF file
@@ -146,15 +162,21 @@ def _check_out(out: Path) -> None:
         raise MegarlError(f"--out: {out.parent}: no such directory")
 
 
-def entries_of(model: KnownModel, data: KnownData, asked: Asked, machine: Machine) -> Iterator[RecipeKey]:
-    """Yield the keys of the recipe. MegarlError if the model is too large for the machine."""
+def entries_of(
+    model: KnownModel, data: KnownData, asked: Asked, machine: Machine
+) -> Iterator[RecipeKey]:
+    """Yield the keys of the recipe. MegarlError if the model is too large for the
+    machine.
+    """
     yield from _of_task(model, data, asked)
     yield from _of_lengths(model, data, machine)
     yield from _of_machine(model, data, machine)
 
 
 def known_model(path: Path, tokenizer: Tokenizer) -> KnownModel:
-    """Return what is to be known of a model; of one without weights, by its config.json alone."""
+    """Return what is to be known of a model; of one without weights, by its config.json
+    alone.
+    """
     has_weights = any(path.glob("*.safetensors*"))
     count = parameters(path) if has_weights else architecture.read(str(path)).parameters
     source = template_source(path)
@@ -163,8 +185,10 @@ def known_model(path: Path, tokenizer: Tokenizer) -> KnownModel:
 
 
 def _end_of_thinking(template: str, tokenizer: Tokenizer) -> str:
-    """Return what ends the thinking: by the chat template, or without one by the vocabulary. A model may have
-    the token and not think: the template of such a model does not mention it."""
+    """Return what ends the thinking: by the chat template, or without one by the
+    vocabulary. A model may have the token and not think: the template of such a model
+    does not mention it.
+    """
     if template:
         return next((end for mark, end in MARKS.items() if mark in template), "")
     is_token = tokenizer.backend.token_to_id(THINK_END) is not None
@@ -195,7 +219,9 @@ def another_machine(gpus: int) -> Machine:
 
 
 def known_data(model: KnownModel, tokenizer: Tokenizer, asked: Asked) -> KnownData:
-    """Read all rows, as the model will see them. MegarlError if they cannot be used, or none can."""
+    """Read all rows, as the model will see them. MegarlError if they cannot be used, or
+    none can.
+    """
     rows = Rows(template="chat", system=asked.system) if model.is_chat else Rows()
     render = renderer(rows, tokenizer)
     encoded = _encoded(asked.data, asked, render, tokenizer)
@@ -210,7 +236,9 @@ def known_data(model: KnownModel, tokenizer: Tokenizer, asked: Asked) -> KnownDa
 
 
 def _encoded(source: str, asked: Asked, render: Render, tokenizer: Tokenizer) -> list[EncodedRow]:
-    """Read a set as a run of the recipe will, which refuses faults in rows that the user can correct."""
+    """Read a set as a run of the recipe will, which refuses faults in rows that the
+    user can correct.
+    """
     read = reader(asked.mapping, asked.columns)
     surveyed = survey_of(source, read, refuse=FAULTS if read is own else frozenset())
     return list(rows_with_tokens(surveyed, render, tokenizer, MOST_TOKENS))
@@ -220,7 +248,9 @@ def _held_out(asked: Asked, rows: int) -> int:
     """Return how many of the rows are to be held out: none if another set is.
     MegarlError if too few are left, or none is held out."""
     if rows < 2 and not asked.heldout:
-        raise MegarlError(f"{asked.data}: only one question; at least two are needed, as one is held out")
+        raise MegarlError(
+            f"{asked.data}: only one question; at least two are needed, as one is held out"
+        )
     if not asked.heldout:
         return max(1, min(MOST_HELD_OUT, rows // 5))
     if not re.fullmatch(r"[-+]?[0-9]+", asked.heldout):
@@ -228,7 +258,9 @@ def _held_out(asked: Asked, rows: int) -> int:
     count = int(asked.heldout)
     if not 1 <= count < rows:
         what = f"{count} of the {rows:,} rows of {asked.data} cannot be held out"
-        raise MegarlError(f"--heldout: {what}; give a number from 1 to {rows - 1:,}, or another set")
+        raise MegarlError(
+            f"--heldout: {what}; give a number from 1 to {rows - 1:,}, or another set"
+        )
     return count
 
 
@@ -260,7 +292,9 @@ def _of_task(model: KnownModel, data: KnownData, asked: Asked) -> Iterator[Recip
     else:
         yield RecipeKey(f"{task}.heldout", asked.heldout)
     yield RecipeKey(
-        f"{task}.grader", data.grader, "" if asked.grader else "by the answers in the file; yours: module:function"
+        f"{task}.grader",
+        data.grader,
+        "" if asked.grader else "by the answers in the file; yours: module:function",
     )
     if asked.mapping:
         yield RecipeKey(f"{task}.mapping", asked.mapping)
@@ -273,15 +307,19 @@ def _of_task(model: KnownModel, data: KnownData, asked: Asked) -> Iterator[Recip
 
 
 def _of_lengths(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
-    """Yield limits of prompts and completions. What a model writes is not known before it writes:
-    the answer's limit is that of the longest question, or four times the longest expected answer.
-    MegarlError if all prompts are longer than their limit."""
+    """Yield limits of prompts and completions. What a model writes is not known before
+    it writes: the answer's limit is that of the longest question, or four times the
+    longest expected answer. MegarlError if all prompts are longer than their limit.
+    """
     most = 2048 if machine.gpus else 512
     longest = max(data.prompts)
     limit = min(most, _rounded(longest, 8))
     left_out = sum(length > limit for length in data.prompts)
     if left_out == len(data.prompts):
-        what = f"all {left_out:,} prompts have more than {limit:,} tokens, the shortest {min(data.prompts):,}"
+        what = (
+            f"all {left_out:,} prompts have more than {limit:,} tokens, the shortest"
+            f" {min(data.prompts):,}"
+        )
         raise MegarlError(f"--data: {what}; shorten the questions or --system")
     why = f"the longest has {longest:,}" + (f"; {left_out:,} are left out" if left_out else "")
     answer = min(most, max(16, _rounded(max(4 * data.longest_answer, data.longest_question), 16)))
@@ -289,7 +327,9 @@ def _of_lengths(model: KnownModel, data: KnownData, machine: Machine) -> Iterato
     if not model.end_of_thinking:
         yield RecipeKey("length.control", "none")
         yield RecipeKey(
-            "length.end_of_thinking", "", "the chat template knows none" if model.is_chat else "a base model"
+            "length.end_of_thinking",
+            "",
+            "the chat template knows none" if model.is_chat else "a base model",
         )
         yield RecipeKey("length.thinking_tokens", [0, 0], "it does not think")
     else:
@@ -299,7 +339,9 @@ def _of_lengths(model: KnownModel, data: KnownData, machine: Machine) -> Iterato
         if model.interruption:
             yield RecipeKey("length.interruption", model.interruption)
         yield RecipeKey(
-            "length.thinking_tokens", [budget - budget // 8, budget], "raise it where memory and time allow"
+            "length.thinking_tokens",
+            [budget - budget // 8, budget],
+            "raise it where memory and time allow",
         )
     yield RecipeKey("length.answer_tokens", answer, "raise it if many answers are truncated")
 
@@ -321,13 +363,17 @@ def _of_machine(model: KnownModel, data: KnownData, machine: Machine) -> Iterato
 
 
 def _on_cpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
-    """Yield one server and one learner that share the cores. Sizes are those of a run of a 135M
-    model on two cores, which made a step of 96 rollouts in ten seconds."""
+    """Yield one server and one learner that share the cores. Sizes are those of a run
+    of a 135M model on two cores, which made a step of 96 rollouts in ten seconds.
+    """
     needed = (STATE_BYTES + 4) * model.parameters
     if needed > machine.memory:
         has = f"this machine has no GPU and {machine.memory / 1e9:.0f} GB of memory"
         takes = f"the state of learner and server alone takes {needed / 1e9:.0f} GB"
-        raise MegarlError(f"--model: {model.path}: {takes}, and {has}; take a smaller model, or plan with --gpus N")
+        raise MegarlError(
+            f"--model: {model.path}: {takes}, and {has}; take a smaller model, or plan with"
+            " --gpus N"
+        )
     native = machine.bf16 and model.parameters >= NATIVE_BF16_FROM
     why = f"this CPU computes it with {machine.bf16}" if native else "this CPU would emulate bf16"
     if machine.bf16 and not native:
@@ -336,11 +382,15 @@ def _on_cpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[Re
     steps = min(100, max(20, -(-data.trained // prompts)))
     yield RecipeKey("model.dtype", "bf16" if native else "fp32", why)
     threads = max(min(2, machine.cores), machine.cores // 2)
-    yield RecipeKey("resources.threads", threads, f"for each of server and learner, of {machine.cores} cores")
+    yield RecipeKey(
+        "resources.threads", threads, f"for each of server and learner, of {machine.cores} cores"
+    )
     yield RecipeKey("run.steps", steps, "at least 20, at most 100; else one pass over the prompts")
     yield from _batch(prompts, 8, 2)
     yield RecipeKey("learner.optimizer.warmup_steps", 3)
-    yield RecipeKey("learner.optimizer.schedule", "linear", "falls to 0 at the last step; ScaleRL's is constant")
+    yield RecipeKey(
+        "learner.optimizer.schedule", "linear", "falls to 0 at the last step; ScaleRL's is constant"
+    )
     yield RecipeKey("learner.microbatch_tokens", 2048)
     yield RecipeKey("serving.kv_tokens", 65_536, "what fits is not known on a CPU")
     yield RecipeKey("serving.max_running_requests", prompts * 8)
@@ -357,7 +407,11 @@ def _on_one_gpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterato
     yield RecipeKey("weights.bucket_mb", 128)
     yield RecipeKey("serving.memory_fraction", 0.25)
     yield RecipeKey("serving.max_running_requests", 64)
-    yield RecipeKey("run.steps", min(400, max(40, -(-data.trained // prompts))), "about one pass over the prompts")
+    yield RecipeKey(
+        "run.steps",
+        min(400, max(40, -(-data.trained // prompts))),
+        "about one pass over the prompts",
+    )
     yield from _batch(prompts, 8, 8)
     yield RecipeKey("learner.optimizer.warmup_steps", 20)
     yield RecipeKey("learner.microbatch_tokens", 8192)
@@ -370,19 +424,28 @@ def _on_gpus(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[R
     _check_state(model, machine, parallel)
     quarter = 1 << int(math.log2(max(1, machine.gpus // 4)))
     ranks = max(parallel, min(MOST_RANKS, quarter))
-    served_by = next(size for size in (1, 2, 4, 8, 16) if 2 * model.parameters / size < machine.gpu_bytes / 2)
+    served_by = next(
+        size for size in (1, 2, 4, 8, 16) if 2 * model.parameters / size < machine.gpu_bytes / 2
+    )
     servers = (machine.gpus - ranks) // served_by
     if servers < 1:
-        what = f"{ranks} GPUs for the learner and {served_by} for a server are more than {machine.gpus}"
+        what = (
+            f"{ranks} GPUs for the learner and {served_by} for a server are more than"
+            f" {machine.gpus}"
+        )
         raise MegarlError(f"--model: {model.path}: {what}; take a smaller model or more GPUs")
     yield RecipeKey(
-        "model.tensor_parallel", parallel, "the least that holds the state; `megarl plan` finds the fastest"
+        "model.tensor_parallel",
+        parallel,
+        "the least that holds the state; `megarl plan` finds the fastest",
     )
     yield RecipeKey("resources.learner_ranks", ranks)
     yield RecipeKey("resources.servers", servers)
     yield RecipeKey("resources.server_tensor_parallel", served_by)
     yield RecipeKey("run.steps", 400)
-    yield from _batch(48, 16, 8)  # a prompt may be drawn again: a small set is no reason for another batch
+    yield from _batch(
+        48, 16, 8
+    )  # a prompt may be drawn again: a small set is no reason for another batch
 
 
 def _fits(model: KnownModel, machine: Machine, parallel: int) -> bool:
@@ -394,12 +457,18 @@ def _check_state(model: KnownModel, machine: Machine, parallel: int) -> None:
     if not _fits(model, machine, parallel):
         state = STATE_BYTES * model.parameters / 1e9
         have = f"{parallel} GPUs of {machine.gpu_bytes / 1e9:.0f} GB do not hold it"
-        advice = "take a smaller model or more GPUs; `megarl plan` tries pipeline and expert parallelism"
-        raise MegarlError(f"--model: {model.path}: the learner's state takes {state:.0f} GB, and {have}; {advice}")
+        advice = (
+            "take a smaller model or more GPUs; `megarl plan` tries pipeline and expert parallelism"
+        )
+        raise MegarlError(
+            f"--model: {model.path}: the learner's state takes {state:.0f} GB, and {have}; {advice}"
+        )
 
 
 def _batch(prompts: int, generations: int, k: int) -> Iterator[RecipeKey]:
-    yield RecipeKey("batch.prompts", prompts, f"x {generations} = {prompts * generations} rollouts a step")
+    yield RecipeKey(
+        "batch.prompts", prompts, f"x {generations} = {prompts * generations} rollouts a step"
+    )
     yield RecipeKey("sampling.generations", generations)
     yield RecipeKey("pipeline.k", k, "most steps by which a trained token may be old")
 
@@ -435,14 +504,18 @@ def _text(model: KnownModel, asked: Asked, entries: Sequence[RecipeKey]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _lines(key: str, value: Any, dotted: str, reasons: Mapping[str, str], indent: str = "") -> Iterator[str]:
+def _lines(
+    key: str, value: Any, dotted: str, reasons: Mapping[str, str], indent: str = ""
+) -> Iterator[str]:
     """Yield the lines of one key, with its reason as a comment."""
     if isinstance(value, dict) and dotted not in reasons:
         yield f"{indent}{key}:"
         for below, inner in value.items():
             yield from _lines(below, inner, f"{dotted}.{below}", reasons, f"{indent}  ")
         return
-    shown = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").rstrip()
+    shown = (
+        yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").rstrip()
+    )
     line = f"{indent}{key}: {shown}"
     why = reasons.get(dotted, "")
     yield f"{line:<{TREE_WIDTH}}  # {why}" if why else line

@@ -1,9 +1,11 @@
-"""Shared by pages and figures: single-file HTML pages that open offline, and the style of all figures.
+"""Shared by pages and figures: single-file HTML pages that open offline, and the style
+of all figures.
 
-A page's template lies beside the module that fills it, and the page has its data in a script. Templates are
-`string.Template`s: `$name` is replaced, and a literal dollar sign would be `$$` (there is none). Whatever stands in a page is
-`Markup`, made by `Markup("<b>{}</b>").format(text)`, which escapes the text: models and strangers wrote it. The first figure
-imports matplotlib, which takes no text for mathematics.
+A page's template lies beside the module that fills it, and the page has its data in a
+script. Templates are `string.Template`s: `$name` is replaced, and a literal dollar sign
+would be `$$` (there is none). Whatever stands in a page is `Markup`, made by
+`Markup("<b>{}</b>").format(text)`, which escapes the text: models and strangers wrote
+it. The first figure imports matplotlib, which takes no text for mathematics.
 """
 
 import io
@@ -26,15 +28,21 @@ if TYPE_CHECKING:
 
 
 def embedded(data: object) -> Markup:
-    """Encode JSON for a <script>. Whatever a model wrote, nothing in it can close the script or open a comment."""
+    """Encode JSON for a <script>. Whatever a model wrote, nothing in it can close the
+    script or open a comment.
+    """
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))
 
 
 def write_page(template: Path, target: Path, **parts: str | Markup) -> None:
     """Write a page, completely or not at all. Parts that are not Markup are escaped."""
-    page = string.Template(template.read_text()).substitute({name: escape(part) for name, part in parts.items()})
-    write_atomically(target, page.encode(errors="replace"))  # JSON can hold half a surrogate pair, which is not UTF-8
+    page = string.Template(template.read_text()).substitute(
+        {name: escape(part) for name, part in parts.items()}
+    )
+    write_atomically(
+        target, page.encode(errors="replace")
+    )  # JSON can hold half a surrogate pair, which is not UTF-8
 
 
 BLUE, ORANGE, GREEN, RED, GREY = "#2563a8", "#d1701f", "#2e8b57", "#b8323f", "#8a8f98"
@@ -65,9 +73,17 @@ STYLE = {
 
 @contextmanager
 def drawing(
-    size: tuple[float, float], rows: int = 1, columns: int = 1, *, title: str = "", sharex: bool = False, sharey: bool = False
-) -> Iterator[tuple["Figure", list["Axes"]]]:  # fmt: skip
-    """Yield a new figure of `size` inches, and its axes in reading order. The style applies only inside the block."""
+    size: tuple[float, float],
+    rows: int = 1,
+    columns: int = 1,
+    *,
+    title: str = "",
+    sharex: bool = False,
+    sharey: bool = False,
+) -> Iterator[tuple["Figure", list["Axes"]]]:
+    """Yield a new figure of `size` inches, and its axes in reading order. The style
+    applies only inside the block.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -75,7 +91,10 @@ def drawing(
         figure = Figure(figsize=size, layout="constrained")
         if title:
             figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
-        yield figure, list(figure.subplots(rows, columns, sharex=sharex, sharey=sharey, squeeze=False).flat)
+        yield (
+            figure,
+            list(figure.subplots(rows, columns, sharex=sharex, sharey=sharey, squeeze=False).flat),
+        )
 
 
 FEW_DECADES = 2.0
@@ -83,7 +102,8 @@ FEW_DECADES = 2.0
 
 
 def logarithmic(axes: "Axes") -> None:
-    """Make the x axis logarithmic, with plain numbers as labels. Call it when the data is drawn.
+    """Make the x axis logarithmic, with plain numbers as labels. Call it when the data
+    is drawn.
 
     Matplotlib's own labels are formulas, which are off (STYLE).
     """
@@ -100,7 +120,9 @@ def logarithmic(axes: "Axes") -> None:
 
 
 def _spell_out(figure: "Figure") -> None:
-    """Spell out control characters in all texts of a figure: no font draws them, and no SVG may have them."""
+    """Spell out control characters in all texts of a figure: no font draws them, and no
+    SVG may have them.
+    """
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
@@ -109,7 +131,9 @@ def _spell_out(figure: "Figure") -> None:
 
 
 def rendered(figure: "Figure", kind: str, dpi: int = 130) -> bytes:
-    """Return the figure as a PNG or an SVG file. The SVG has no date, so that the same figure gives the same file."""
+    """Return the figure as a PNG or an SVG file. The SVG has no date, so that the same
+    figure gives the same file.
+    """
     _spell_out(figure)
     data = io.BytesIO()
     figure.savefig(data, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None)

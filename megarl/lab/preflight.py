@@ -1,11 +1,13 @@
-"""Reads all inputs of `megarl train` and `megarl sft` before anything starts; a MegarlError says how to correct a fault.
+"""Reads all inputs of `megarl train` and `megarl sft` before anything starts; a
+MegarlError says how to correct a fault.
 
     model.path ──► config.json, tokenizer, weights ──────────────────────────────┐
     data.tasks ──► prompts as the model sees them, with answers ─────────────────┼─► fingerprints (run/checks.py)
     evaluation.suites ──► questions, which a resumed run may change
 
-Files of up to WHOLE bytes are hashed completely. Of larger ones (shards of weights) only the size and BLOCKS blocks are hashed,
-spread evenly from the first byte to the last, so that a fingerprint of a terabyte of weights takes only seconds.
+Files of up to WHOLE bytes are hashed completely. Of larger ones (shards of weights)
+only the size and BLOCKS blocks are hashed, spread evenly from the first byte to the
+last, so that a fingerprint of a terabyte of weights takes only seconds.
 """
 
 import logging
@@ -45,24 +47,40 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def check_inputs(recipe: Recipe) -> Fingerprints:
-    """Check that all inputs that the recipe names exist and can be read; return their fingerprints."""
+    """Check that all inputs that the recipe names exist and can be read; return their
+    fingerprints.
+    """
     from megarl.tasks.agents.registry import TaskAgents  # these import aiohttp
     from megarl.tasks.environments.registry import TaskEnvironments
     from megarl.tasks.graders.grader import check_graders
 
     path = recipe.model.path
-    advice = f"download one (`hf download ORG/NAME --local-dir {path or 'DIR'}`) or give the path of one you have"
+    advice = (
+        f"download one (`hf download ORG/NAME --local-dir {path or 'DIR'}`) or give the path of one"
+        " you have"
+    )
     if path and recipe.sft.init:
-        advice += "; if the warm start writes it, run `megarl sft` with this recipe first (`make quickstart` does)"
+        advice += (
+            "; if the warm start writes it, run `megarl sft` with this recipe first (`make"
+            " quickstart` does)"
+        )
     _check_model("model.path", path, advice)
     if not recipe.data.tasks:
-        raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
+        raise MegarlError(
+            "data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout:"
+            " FILE}"
+        )
     _check_sources(recipe)
     tokenizer = load_tokenizer(path)
     if recipe.length.control == "interruption":
-        tokenizer.ids(recipe.length.interruption)  # MegarlError if it has what tokenizer or model lacks
+        tokenizer.ids(
+            recipe.length.interruption
+        )  # MegarlError if it has what tokenizer or model lacks
     check_graders(recipe)  # in this process, since the controller inherits its environment
-    for made in (TaskEnvironments, TaskAgents):  # they check the user's classes and functions as they are made
+    for made in (
+        TaskEnvironments,
+        TaskAgents,
+    ):  # they check the user's classes and functions as they are made
         made(recipe, tokenizer)
     if recipe.loss.kind not in LOSSES:
         check_own_loss(recipe)
@@ -73,19 +91,27 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
 
 
 def check_all(recipe: Recipe) -> str:
-    """Run all checks of `megarl train`, except those on other nodes of a Slurm job; return a text on what it would start."""
+    """Run all checks of `megarl train`, except those on other nodes of a Slurm job;
+    return a text on what it would start.
+    """
     return checks.check_start(recipe, check_inputs(recipe), host_bytes(recipe))
 
 
 def host_bytes(recipe: Recipe) -> HostBytes:
-    """Return the host memory that a learner rank and a server on GPUs like this machine's use, according to `megarl plan`."""
+    """Return the host memory that a learner rank and a server on GPUs like this
+    machine's use, according to `megarl plan`.
+    """
     shape, ranks = architecture.read(recipe.model.path), recipe.resources.server_tensor_parallel
     of_gpu = memory.server(recipe, shape, devices.memory())
-    return HostBytes(memory.learner(recipe, shape, microbatch_tokens=1, microbatches=1).host, of_gpu.host * ranks)
+    return HostBytes(
+        memory.learner(recipe, shape, microbatch_tokens=1, microbatches=1).host, of_gpu.host * ranks
+    )
 
 
 def check_sft(recipe: Recipe) -> str:
-    """Check that the inputs of `megarl sft` exist and that its ranks fit; return a text on what it would start."""
+    """Check that the inputs of `megarl sft` exist and that its ranks fit; return a text
+    on what it would start.
+    """
     made = f"`megarl data arithmetic {Path(recipe.sft.init).parent}` makes the quickstart's"
     _check_model("sft.init", recipe.sft.init, f"give one to start from ({made})", served=False)
     if wrong := sources.problem(recipe.sft.data):
@@ -100,13 +126,18 @@ def check_sft(recipe: Recipe) -> str:
         why = f"{ranks} ranks, and this machine, on which the warm start runs, has {here} GPUs"
         raise MegarlError(f"resources.learner_ranks: {why}; set resources.learner_ranks={here}")
     if not here:
-        checks.check_cpu(recipe, recipe.sft.init, {"learner ranks": ranks}, len(os.sched_getaffinity(0)))
-    return f"{ranks} rank{'s' * (ranks != 1)}, {min(here, ranks)} GPU{'s' * (min(here, ranks) != 1)}"
+        checks.check_cpu(
+            recipe, recipe.sft.init, {"learner ranks": ranks}, len(os.sched_getaffinity(0))
+        )
+    return (
+        f"{ranks} rank{'s' * (ranks != 1)}, {min(here, ranks)} GPU{'s' * (min(here, ranks) != 1)}"
+    )
 
 
 def _check_model(key: str, path: str, advice: str = "", served: bool = True) -> None:
-    """Check that a model exists, is what its config.json says, and that its tokenizer can be
-    loaded. served: whether SGLang is to load it, too."""
+    """Check that a model exists, is what its config.json says, and that its tokenizer
+    can be loaded. served: whether SGLang is to load it, too.
+    """
     if not path or not os.path.isfile(Path(path) / "config.json"):
         text = f"{key}: {path!r} is not a Hugging Face model directory (no config.json in it)"
         advice = gguf_advice(Path(path)) or advice
@@ -122,27 +153,45 @@ def _check_model(key: str, path: str, advice: str = "", served: bool = True) -> 
 
 
 def _check_sources(recipe: Recipe) -> None:
-    """Check that the sources of prompts exist, and that the model has a chat template that fits if a task needs one."""
+    """Check that the sources of prompts exist, and that the model has a chat template
+    that fits if a task needs one.
+    """
     tasks = recipe.data.tasks.items()
     named = [(f"data.tasks.{name}.train", task.train) for name, task in tasks]
-    named += [(f"data.tasks.{name}.heldout", task.heldout) for name, task in tasks if isinstance(task.heldout, str)]
-    named += [(f"evaluation.suites.{name}.data", suite.data) for name, suite in recipe.evaluation.suites.items()]
+    named += [
+        (f"data.tasks.{name}.heldout", task.heldout)
+        for name, task in tasks
+        if isinstance(task.heldout, str)
+    ]
+    named += [
+        (f"evaluation.suites.{name}.data", suite.data)
+        for name, suite in recipe.evaluation.suites.items()
+    ]
     named += [("data.decontaminate", source) for source in recipe.data.decontaminate]
     for key, source in named:
         if wrong := sources.problem(source):
             if is_gym(source):
                 raise MegarlError(f"{key}: {wrong}")
             raise MegarlError(
-                f"{key}: {wrong}; give prompts as JSONL, JSON, CSV, Parquet or Arrow{_or_else(key, source)}"
+                f"{key}: {wrong}; give prompts as JSONL, JSON, CSV, Parquet or"
+                f" Arrow{_or_else(key, source)}"
             )
     for name, rows in recipe.sampled.items():
         if rows.template == "chat":
-            chat, end = load_chat(recipe.model.path, rows.template_options), recipe.length.end_of_thinking.strip()
+            chat, end = (
+                load_chat(recipe.model.path, rows.template_options),
+                recipe.length.end_of_thinking.strip(),
+            )
             asked: list[Message] = [{"role": "user", "content": "?"}]
             if end and not rows.agent and chat.render(asked).rstrip().endswith(end):
                 key = f"{'data.tasks' if name in recipe.data.tasks else 'evaluation.suites'}.{name}.template_options"
-                what = f"the prompts end with {end} already, so that all completions would count as having no answer"
-                raise MegarlError(f"{key}: {what}; set length.end_of_thinking='' and length.control=none")
+                what = (
+                    f"the prompts end with {end} already, so that all completions would count as"
+                    " having no answer"
+                )
+                raise MegarlError(
+                    f"{key}: {what}; set length.end_of_thinking='' and length.control=none"
+                )
 
 
 def _or_else(key: str, source: str) -> str:
@@ -156,25 +205,34 @@ def _or_else(key: str, source: str) -> str:
 
 
 def check_teacher(recipe: Recipe) -> None:
-    """Check that the teacher exists, and that each token id stands for the same text as in the policy's vocabulary."""
+    """Check that the teacher exists, and that each token id stands for the same text as
+    in the policy's vocabulary.
+    """
     _check_model("teacher.path", recipe.teacher.path)
-    of_policy, of_teacher = (load_tokenizer(p).backend.get_vocab() for p in (recipe.model.path, recipe.teacher.path))
+    of_policy, of_teacher = (
+        load_tokenizer(p).backend.get_vocab() for p in (recipe.model.path, recipe.teacher.path)
+    )
     if other := sorted(of_policy.items() ^ of_teacher.items(), key=lambda token: token[1]):
         text, number = other[0]
-        has, lacks = ("policy", "teacher") if of_policy.get(text) == number else ("teacher", "policy")
+        has, lacks = (
+            ("policy", "teacher") if of_policy.get(text) == number else ("teacher", "policy")
+        )
         raise MegarlError(
-            f"teacher.path: its tokens are not those of model.path: {number} is {text!r} for the {has} and not for the {lacks} "
-            f"({len(other)} such differences in tokenizer.json); only a teacher with the same vocabulary can score its tokens"
+            f"teacher.path: its tokens are not those of model.path: {number} is {text!r} for the"
+            f" {has} and not for the {lacks} ({len(other)} such differences in tokenizer.json);"
+            " only a teacher with the same vocabulary can score its tokens"
         )
 
 
 def check_own_loss(recipe: Recipe) -> None:
-    """Check that a user's loss is usable, in another process, since this needs torch, and importing may do anything."""
+    """Check that a user's loss is usable, in another process, since this needs torch,
+    and importing may do anything.
+    """
     from megarl.tasks.graders.functions import import_problem  # imports aiohttp
 
     code = (
-        "import sys; from megarl.core.recipe import Loss; from megarl.core.algorithm.losses.own import own; "
-        "own(Loss.model_validate_json(sys.argv[1], strict=False))"
+        "import sys; from megarl.core.recipe import Loss; from megarl.core.algorithm.losses.own"
+        " import own; own(Loss.model_validate_json(sys.argv[1], strict=False))"
     )
     if said := import_problem(code, recipe.loss.model_dump_json()):
         told = said.partition("MegarlError: ")[2]
@@ -182,7 +240,9 @@ def check_own_loss(recipe: Recipe) -> None:
 
 
 def read_inputs(recipe: Recipe) -> Fingerprints:
-    """Return fingerprints of all inputs that determine the run's steps. MegarlError if one cannot be read."""
+    """Return fingerprints of all inputs that determine the run's steps. MegarlError if
+    one cannot be read.
+    """
     architecture.read(recipe.model.path)
     tokenizer = load_tokenizer(recipe.model.path)
     path = Path(recipe.model.path)
@@ -200,17 +260,23 @@ def read_inputs(recipe: Recipe) -> Fingerprints:
     fingerprints |= of_prompts(tasks)
     questions = {}
     for name, suite in recipe.evaluation.suites.items():
-        suite_data = suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
+        suite_data = suites.load(
+            name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate
+        )
         if isinstance(suite_data.questions, Sampled):
             questions[name] = suite_data.questions
     check_answers(recipe, tasks, questions)
     return fingerprints
 
 
-def check_answers(recipe: Recipe, tasks: Mapping[str, TaskPrompts], questions: Mapping[str, Sampled]) -> None:
-    """Log how many answers the grader `math` cannot read. MegarlError if `data.unreadable` refuses them.
+def check_answers(
+    recipe: Recipe, tasks: Mapping[str, TaskPrompts], questions: Mapping[str, Sampled]
+) -> None:
+    """Log how many answers the grader `math` cannot read. MegarlError if
+    `data.unreadable` refuses them.
 
-    Held-out prompts and suites are only counted: without them a score would be another score.
+    Held-out prompts and suites are only counted: without them a score would be another
+    score.
     """
     policy = recipe.data.unreadable
     for name, prompts in tasks.items():
@@ -233,7 +299,9 @@ def _check_set(name: str, prompts: Sequence[Prompt], policy: str) -> None:
 
 
 def check_unchanged(recipe: Recipe, tasks: Mapping[str, TaskPrompts]) -> None:
-    """Raise MegarlError if prompts have changed since the run was started; a controller that starts again reads them again."""
+    """Raise MegarlError if prompts have changed since the run was started; a controller
+    that starts again reads them again.
+    """
     rundir = RunDir(recipe.run.path)
     if rundir.fingerprints.exists():
         checks.check_inputs(rundir, of_prompts(tasks), "start a run of another name")
@@ -249,7 +317,9 @@ def of_prompts(tasks: Mapping[str, TaskPrompts]) -> dict[str, str]:
 
 
 def _hash_files(paths: Iterable[Path]) -> str:
-    """Hash the name, size and contents of those files that exist; of a large file, a sample of its contents."""
+    """Hash the name, size and contents of those files that exist; of a large file, a
+    sample of its contents.
+    """
     return suites.digest_of(part for path in paths for part in _sample(path))
 
 

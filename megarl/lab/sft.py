@@ -1,10 +1,13 @@
-"""`megarl sft`: a supervised warm start with the learner's own step: cross-entropy on the tokens that the model should write.
+"""`megarl sft`: a supervised warm start with the learner's own step: cross-entropy on
+the tokens that the model should write.
 
 sft.data ──► traces ──shuffled epochs──► batches of sft.batch_tokens ──► Trainer.train_step ──► model.path (Hugging Face)
                                                                               │ ▲
-                                           model.path.unfinished/  checkpoints, and the settings used for them
+                                           model.path.unfinished/  checkpoints, and the
+                                           settings used for them
 
-On a signal it finishes the step, saves and exits with 128 + signal. The same command continues with the same steps.
+On a signal it finishes the step, saves and exits with 128 + signal. The same command
+continues with the same steps.
 """
 
 import json
@@ -44,14 +47,20 @@ from megarl.tasks.data.traces import MAX_TOKENS, Trace, load_traces
 
 log = logging.getLogger(__name__)
 SETTINGS, TRACES = "settings.json", "traces.digest"
-RANKS_LIMIT_S = 600.0  # for a collective; a rank waits for another at most as long as that takes to read the data
+# for a collective; a rank waits for another at most as long as that takes to read the
+# data
+RANKS_LIMIT_S = 600.0
 
 
 def main(recipe: Recipe) -> int:
-    """Train the model in sft.init and write it to model.path. Return 0, or 128 + the signal that ended the training."""
+    """Train the model in sft.init and write it to model.path. Return 0, or 128 + the
+    signal that ended the training.
+    """
     output = Path(recipe.model.path)
     if output.exists():
-        raise MegarlError(f"model.path: {output} exists already; name another, or remove it to train it again")
+        raise MegarlError(
+            f"model.path: {output} exists already; name another, or remove it to train it again"
+        )
     unfinished = output.with_name(f"{output.name}.unfinished")
     settings = {  # these must stay the same until the warm start ends
         "sft": recipe.sft.model_dump(mode="json"),
@@ -61,7 +70,9 @@ def main(recipe: Recipe) -> int:
     begun_with = json.loads(file.read_text()) if (file := unfinished / SETTINGS).exists() else None
     if complete(unfinished) and begun_with != settings:
         advice = "remove it to start over, or name another model.path"
-        raise MegarlError(f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); {advice}")
+        raise MegarlError(
+            f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); {advice}"
+        )
     if not is_rank() and devices.gpus():
         os.environ |= kernel_order(recipe, devices.capabilities())
         os.environ |= devices.kernel_caches() | devices.temporary_folder()
@@ -77,7 +88,11 @@ def main(recipe: Recipe) -> int:
 def run(recipe: Recipe, unfinished: Path) -> int:
     outlive_screen()
     # No other role is running yet, so the learner can use all cores.
-    torch.set_num_threads(max(recipe.resources.threads, len(os.sched_getaffinity(0)) // recipe.resources.learner_ranks))
+    torch.set_num_threads(
+        max(
+            recipe.resources.threads, len(os.sched_getaffinity(0)) // recipe.resources.learner_ranks
+        )
+    )
     parallel.start(recipe.model, recipe.run.seed, RANKS_LIMIT_S)
     if dist.get_rank() == 0:
         start_logging("warm start")
@@ -85,16 +100,29 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     trainer = Trainer(recipe, init, supervised=True)
     checkpoints = Checkpoints(unfinished, 1, trainer, init)
     checkpoints.load_latest()
-    most = min(MAX_TOKENS, in_directory(init).context)  # a model has no trained positions beyond its context
+    most = min(
+        MAX_TOKENS, in_directory(init).context
+    )  # a model has no trained positions beyond its context
     traces = load_traces(sft.data, load_tokenizer(init), recipe.data.decontaminate, most)
     check_same(traces, unfinished, trainer.step)
     tokens = sum(len(trace.tokens) for trace in traces)
     passes = sft.steps * sft.batch_tokens / tokens
-    log.info("the traces have %d tokens, and sft.steps=%d go through them about %.3g times", tokens, sft.steps, passes)
+    log.info(
+        "the traces have %d tokens, and sft.steps=%d go through them about %.3g times",
+        tokens,
+        sft.steps,
+        passes,
+    )
     longest = max(len(trace.tokens) for trace in traces)
     microbatch_size.settle(trainer, longest, sft.batch_tokens, unfinished / "microbatch.json")
     with stop_requests() as stop_request:
-        asked = train(trainer, batches(traces, sft.batch_tokens, recipe.run.seed), checkpoints, recipe, stop_request)
+        asked = train(
+            trainer,
+            batches(traces, sft.batch_tokens, recipe.run.seed),
+            checkpoints,
+            recipe,
+            stop_request,
+        )
         if not asked:
             trainer.policy.gather_weights()
             hf.save(trainer.policy.chunks, trainer.policy.family, init, Path(recipe.model.path))
@@ -105,21 +133,40 @@ def run(recipe: Recipe, unfinished: Path) -> int:
 
 
 def check_same(traces: Sequence[Trace], unfinished: Path, step: int) -> None:
-    """Raise MegarlError if a warm start that goes on at `step` was begun with other traces. Else note what these are."""
-    file, now = unfinished / TRACES, digest_of(part.tobytes() for t in traces for part in (t.tokens, t.learnt))
+    """Raise MegarlError if a warm start that goes on at `step` was begun with other
+    traces. Else note what these are.
+    """
+    file, now = (
+        unfinished / TRACES,
+        digest_of(part.tobytes() for t in traces for part in (t.tokens, t.learnt)),
+    )
     if step and file.exists() and file.read_text() != now:
         advice = "put back what was there, or remove the directory to start over"
-        raise MegarlError(f"{unfinished}: a warm start with other traces (sft.data) was begun there; {advice}")
+        raise MegarlError(
+            f"{unfinished}: a warm start with other traces (sft.data) was begun there; {advice}"
+        )
     if dist.get_rank() == 0:
         write_atomically(file, now.encode())
 
 
 def train(
-    trainer: Trainer, source: Iterator[list[TrainSequence]], checkpoints: Checkpoints, recipe: Recipe, stop_request: StopRequest
-) -> int:  # fmt: skip
-    """Run the remaining steps, with a progress bar on rank 0; return 0, or the signal on which all ranks saved and stopped."""
+    trainer: Trainer,
+    source: Iterator[list[TrainSequence]],
+    checkpoints: Checkpoints,
+    recipe: Recipe,
+    stop_request: StopRequest,
+) -> int:
+    """Run the remaining steps, with a progress bar on rank 0; return 0, or the signal
+    on which all ranks saved and stopped.
+    """
     now = TextColumn("{task.fields[now]}")
-    columns = (TextColumn("warm start"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), now)
+    columns = (
+        TextColumn("warm start"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        now,
+    )
     begun, steps = trainer.step, recipe.sft.steps
     losses: list[float] = []
     others = dist.get_rank() != 0
@@ -132,9 +179,14 @@ def train(
             speed = sum(map(len, batch)) / (time.monotonic() - begin)
             progress.update(task, advance=1, now=f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s")
             if trainer.skipped_in_row >= MOST_SKIPPED:
-                what = "loss or gradient was not finite; look at sft.init, lower sft.optimizer.lr or set another model.dtype"
+                what = (
+                    "loss or gradient was not finite; look at sft.init, lower sft.optimizer.lr or"
+                    " set another model.dtype"
+                )
                 first = trainer.step - MOST_SKIPPED + 1
-                raise MegarlError(f"steps {first} to {trainer.step} of {steps} were skipped: {what}")
+                raise MegarlError(
+                    f"steps {first} to {trainer.step} of {steps} were skipped: {what}"
+                )
             checkpoints.poll()
             asked = max(gathered(stop_request.signal))
             due = asked or trainer.step % recipe.checkpoint.every == 0 or checkpoints.failures
@@ -142,18 +194,29 @@ def train(
                 checkpoints.save()
             if asked and trainer.step < steps:
                 checkpoints.finish()
-                say(f"warm start: saved after step {trainer.step} of {steps}; the same command continues")
+                say(
+                    f"warm start: saved after step {trainer.step} of {steps}; the same command"
+                    " continues"
+                )
                 return asked
         checkpoints.poll(blocking=True)  # one that could not be written is no longer needed
         if skipped := trainer.scaler_skipped_steps:
-            say(f"warm start: {skipped} of {steps} updates were skipped, scaled gradients overflowed")
-        say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token in steps {begun + 1} to {steps}")
+            say(
+                f"warm start: {skipped} of {steps} updates were skipped, scaled gradients"
+                " overflowed"
+            )
+        say(
+            f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token in steps"
+            f" {begun + 1} to {steps}"
+        )
     return 0
 
 
 def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[list[TrainSequence]]:
-    """Yield endless batches of at most `batch_tokens` tokens (or one longer trace), the same on all ranks. Each epoch has its
-    own order. The weight of a learnt token is one over the number of learnt tokens in its batch."""
+    """Yield endless batches of at most `batch_tokens` tokens (or one longer trace), the
+    same on all ranks. Each epoch has its own order. The weight of a learnt token is one
+    over the number of learnt tokens in its batch.
+    """
     batch: list[Trace] = []
     tokens = 0
     shuffled = (np.random.default_rng([seed, epoch]).permutation(len(traces)) for epoch in count())
@@ -169,8 +232,12 @@ def _sequences(traces: Sequence[Trace]) -> list[TrainSequence]:
     weight = np.float32(1 / sum(int(t.learnt.sum()) for t in traces))
     return [
         TrainSequence(
-            ticket=i, sample=0, tokens=t.tokens, behaviour_logprobs=np.zeros(len(t.tokens), np.float32),
-            loss_weight=t.learnt * weight, advantage=0.0,
+            ticket=i,
+            sample=0,
+            tokens=t.tokens,
+            behaviour_logprobs=np.zeros(len(t.tokens), np.float32),
+            loss_weight=t.learnt * weight,
+            advantage=0.0,
         )
         for i, t in enumerate(traces)
-    ]  # fmt: skip
+    ]

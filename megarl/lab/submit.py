@@ -1,4 +1,5 @@
-"""`megarl submit RECIPE --nodes N`: writes a batch script for a recipe, with estimates by `megarl plan`; submits it on request.
+"""`megarl submit RECIPE --nodes N`: writes a batch script for a recipe, with estimates
+by `megarl plan`; submits it on request.
 
 recipe ─► does it fit N nodes? ──yes──► as written ─┐
                  └─no, and --gpu is given ─► plan ───┴─► placement, estimates ─► #SBATCH lines ─► FILE ─► sbatch
@@ -29,8 +30,10 @@ SUBMIT_LIMIT_S = 60.0
 
 
 class JobOptions(NamedTuple):
-    """The options of the command. gpu: the kind of GPU, "" if none is named; mounts: separated by commas; price: that of a
-    GPU-hour; kubernetes: a JobSet instead of a Slurm job."""
+    """The options of the command. gpu: the kind of GPU, "" if none is named; mounts:
+    separated by commas; price: that of a GPU-hour; kubernetes: a JobSet instead of a
+    Slurm job.
+    """
 
     recipe: str
     overrides: Sequence[str]
@@ -49,7 +52,9 @@ class JobOptions(NamedTuple):
 
 
 class ChosenLayout(NamedTuple):
-    """The layout to submit. recipe: with the plan's changes, listed in `overrides`; figures: lines on placement and speed."""
+    """The layout to submit. recipe: with the plan's changes, listed in `overrides`;
+    figures: lines on placement and speed.
+    """
 
     recipe: Recipe
     overrides: tuple[str, ...]
@@ -57,10 +62,14 @@ class ChosenLayout(NamedTuple):
 
 
 def main(job: JobOptions, out: Path | None, submitted: bool) -> int:
-    """Write the script or manifest to `out` (default: in run.dir) and print it; if `submitted`, submit it. Return the exit
-    status."""
+    """Write the script or manifest to `out` (default: in run.dir) and print it; if
+    `submitted`, submit it. Return the exit status.
+    """
     if not job.kubernetes and not LIBRARY.is_file():
-        raise MegarlError(f"{LIBRARY} is missing: batch scripts need megarl's source, installed by `pip install -e .`")
+        raise MegarlError(
+            f"{LIBRARY} is missing: batch scripts need megarl's source, installed by `pip install"
+            " -e .`"
+        )
     check_container(job)
     chosen = choose(load(job.recipe, job.overrides), job)
     suffix = "yaml" if job.kubernetes else "sbatch"
@@ -72,42 +81,62 @@ def main(job: JobOptions, out: Path | None, submitted: bool) -> int:
     terminal.say(text)
     if not submitted:
         terminal.say(
-            f"{file} is written, nothing is submitted: `{shlex.join(program)} {file}`, or the same with --yes",
+            f"{file} is written, nothing is submitted: `{shlex.join(program)} {file}`, or the same"
+            " with --yes",
             file=sys.stderr,
         )
         return 0
     return submit(program, file)
 
 
-IMAGES = {"pyxis": "registry.example.org#team/megarl:1 or /shared/megarl.sqsh", "apptainer": "/shared/megarl.sif"}
+IMAGES = {
+    "pyxis": "registry.example.org#team/megarl:1 or /shared/megarl.sqsh",
+    "apptainer": "/shared/megarl.sif",
+}
 """Examples of an image, by the container."""
 
 
 def check_container(job: JobOptions) -> None:
-    """Raise MegarlError for a container without an image, with which the job would end when it starts, and the reverse."""
+    """Raise MegarlError for a container without an image, with which the job would end
+    when it starts, and the reverse.
+    """
     if job.kubernetes:
-        slurms = {"--container": job.container != "none", "--partition": job.partition, "--account": job.account}
+        slurms = {
+            "--container": job.container != "none",
+            "--partition": job.partition,
+            "--account": job.account,
+        }
         for option in (name for name, given in slurms.items() if given):
-            raise MegarlError(f"{option} is Slurm's, and --kubernetes writes no Slurm job; leave it out")
+            raise MegarlError(
+                f"{option} is Slurm's, and --kubernetes writes no Slurm job; leave it out"
+            )
         if not job.image:
             raise MegarlError(
-                "--kubernetes needs --image, such as registry.example.org/team/megarl:1 (docs/cluster.md)"
+                "--kubernetes needs --image, such as registry.example.org/team/megarl:1"
+                " (docs/cluster.md)"
             )
         return
     if job.container in IMAGES and not job.image:
         example = IMAGES[job.container]
-        raise MegarlError(f"--container {job.container} needs --image, such as {example} (docs/cluster.md)")
+        raise MegarlError(
+            f"--container {job.container} needs --image, such as {example} (docs/cluster.md)"
+        )
     if job.image and job.container not in IMAGES:
         raise MegarlError(
-            f"--image {job.image} is of no use without --container {' or '.join(IMAGES)}, or --kubernetes"
+            f"--image {job.image} is of no use without --container {' or '.join(IMAGES)}, or"
+            " --kubernetes"
         )
 
 
 def submit(command: Sequence[str], file: Path) -> int:
-    """Hand the file to a command such as `sbatch`. MegarlError if that is not there, does not answer, or refuses it."""
+    """Hand the file to a command such as `sbatch`. MegarlError if that is not there,
+    does not answer, or refuses it.
+    """
     program = command[0]
     try:
-        done = subprocess.run([*command, str(file)], capture_output=True, text=True, timeout=SUBMIT_LIMIT_S)
+        done = subprocess.run(
+            [*command, str(file)], capture_output=True, text=True, timeout=SUBMIT_LIMIT_S
+        )
     except FileNotFoundError:
         raise MegarlError(f"there is no {program} here; submit {file} where there is one") from None
     except subprocess.TimeoutExpired:
@@ -120,10 +149,14 @@ def submit(command: Sequence[str], file: Path) -> int:
 
 
 def choose(recipe: Recipe, job: JobOptions) -> ChosenLayout:
-    """Return the recipe as written if it fits (with --gpu, its memory too), else, with --gpu, the best plan, or MegarlError."""
+    """Return the recipe as written if it fits (with --gpu, its memory too), else, with
+    --gpu, the best plan, or MegarlError.
+    """
     per_node = job.gpus_per_node
     if not per_node:
-        return ChosenLayout(recipe, (), ("nodes without GPUs: the placement is found when the job starts",))
+        return ChosenLayout(
+            recipe, (), ("nodes without GPUs: the placement is found when the job starts",)
+        )
     gpus = tuple(map(str, range(per_node)))
     nodes = [Node(f"node {i + 1}", f"{i}", "", "", gpus, 0, 0, ()) for i in range(job.nodes)]
     try:
@@ -131,18 +164,28 @@ def choose(recipe: Recipe, job: JobOptions) -> ChosenLayout:
     except MegarlError as error:
         placed, misfit = {}, str(error)
     idle = len(nodes) * per_node - needed(recipe)
-    spare = (f"{idle} GPUs have nothing to do; `megarl plan` has layouts for all of them",) if idle else ()
+    spare = (
+        (f"{idle} GPUs have nothing to do; `megarl plan` has layouts for all of them",)
+        if idle
+        else ()
+    )
     if not job.gpu:
         if misfit:
-            raise MegarlError(f"{misfit}\n--gpu NAME has `megarl plan` choose a layout for {job.nodes} nodes")
+            raise MegarlError(
+                f"{misfit}\n--gpu NAME has `megarl plan` choose a layout for {job.nodes} nodes"
+            )
         return ChosenLayout(recipe, (), (*described(placed, nodes), *spare))
-    problem = command.problem(recipe, len(nodes) * per_node, job.gpu, job.model_config, command.work(recipe))
+    problem = command.problem(
+        recipe, len(nodes) * per_node, job.gpu, job.model_config, command.work(recipe)
+    )
     if refused := refusal(problem):
         raise MegarlError(f"--gpu: no such run starts on {job.gpu}: {refused}")
     if not misfit:
         written = as_written(problem)
         if isinstance(written, Plan):
-            return ChosenLayout(recipe, (), (*described(placed, nodes), *spare, *_figures(written, job.price)))
+            return ChosenLayout(
+                recipe, (), (*described(placed, nodes), *spare, *_figures(written, job.price))
+            )
         misfit = written
     for plan in search(problem).plans:
         try:
@@ -152,17 +195,26 @@ def choose(recipe: Recipe, job: JobOptions) -> ChosenLayout:
         why = f"the layout is the plan's; as written it does not fit: {misfit}"
         figures = (why, *described(placed, nodes), *_figures(plan, job.price))
         return ChosenLayout(plan.recipe, tuple(show.overrides(plan)), figures)
-    nothing = f"no layout fits {job.nodes} nodes of {per_node} GPUs; `megarl plan` says why each is refused"
+    nothing = (
+        f"no layout fits {job.nodes} nodes of {per_node} GPUs; `megarl plan` says why each is"
+        " refused"
+    )
     raise MegarlError(f"as written: {misfit}\n{nothing}")
 
 
 def _figures(plan: Plan, price: float | None) -> tuple[str, ...]:
     likely = show.in_short(show.likely(plan.step_seconds))
     return (
-        f"a step takes {plan.step_seconds:.1f} s (likely {likely}), training {plan.train_seconds:.1f} "
-        f"({show.error('training')}), generating {plan.generate_seconds:.1f} ({show.error('generation')}); "
-        f"{plan.tokens_per_second:,.0f} tokens/s; {show.NEARER}; {show.LIKELY}",
-        f"the learner needs {plan.learner.total / GB:.0f} GB a GPU; a server holds {plan.server.kv_tokens:,.0f} tokens",
+        (
+            f"a step takes {plan.step_seconds:.1f} s (likely {likely}), training"
+            f" {plan.train_seconds:.1f} ({show.error('training')}), generating"
+            f" {plan.generate_seconds:.1f} ({show.error('generation')});"
+            f" {plan.tokens_per_second:,.0f} tokens/s; {show.NEARER}; {show.LIKELY}"
+        ),
+        (
+            f"the learner needs {plan.learner.total / GB:.0f} GB a GPU; a server holds"
+            f" {plan.server.kv_tokens:,.0f} tokens"
+        ),
         show.cost(plan, price),
     )
 
@@ -170,11 +222,26 @@ def _figures(plan: Plan, price: float | None) -> tuple[str, ...]:
 def script(chosen: ChosenLayout, job: JobOptions) -> str:
     recipe = chosen.recipe
     settings = {
-        "job-name": recipe.run.name, "nodes": job.nodes, "ntasks-per-node": 1, "gpus-per-node": job.gpus_per_node or None,
-        "exclusive": "", "mem": "0", "time": job.time, "partition": job.partition, "account": job.account,
-        "output": "%x-%j.out", "open-mode": "append", "requeue": "", "no-kill": "", "signal": "B:USR1@600",
-    }  # fmt: skip
-    lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in settings.items() if value is not None]
+        "job-name": recipe.run.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": job.gpus_per_node or None,
+        "exclusive": "",
+        "mem": "0",
+        "time": job.time,
+        "partition": job.partition,
+        "account": job.account,
+        "output": "%x-%j.out",
+        "open-mode": "append",
+        "requeue": "",
+        "no-kill": "",
+        "signal": "B:USR1@600",
+    }
+    lines = [
+        f"#SBATCH --{name}{f'={value}' if value else ''}"
+        for name, value in settings.items()
+        if value is not None
+    ]
     name = str(Path(job.recipe).resolve()) if job.recipe.endswith((".yaml", ".yml")) else job.recipe
     variables = {"CONTAINER": job.container, "IMAGE": job.image, "MOUNTS": job.mounts}
     exports = [f"export {key}={shlex.quote(value)}" for key, value in variables.items() if value]
@@ -192,7 +259,9 @@ def written_by(job: JobOptions) -> str:
 
 
 def kubernetes_manifest(chosen: ChosenLayout, job: JobOptions) -> str:
-    """Return the manifest. A recipe that is a file keeps its path, which is one in the pods."""
+    """Return the manifest. A recipe that is a file keeps its path, which is one in the
+    pods.
+    """
     settings = jobset.PodSettings(job.image, job.gpus_per_node, jobset.read_mounts(job.mounts))
     name = jobset.object_name(chosen.recipe.run.name)
     command = ["megarl", *train(job.recipe, jobset.INTERFACE, chosen, job)]
@@ -201,7 +270,9 @@ def kubernetes_manifest(chosen: ChosenLayout, job: JobOptions) -> str:
 
 
 def train(recipe: str, interface: str, chosen: ChosenLayout, job: JobOptions) -> list[str]:
-    """Return the words of `megarl train`. interface: the network, where the recipe names none."""
+    """Return the words of `megarl train`. interface: the network, where the recipe
+    names none.
+    """
     words = ["train", recipe, "run.resume=auto"]
     if not chosen.recipe.run.interface:
         words.append(f"run.interface={interface}")

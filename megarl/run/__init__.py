@@ -1,4 +1,5 @@
-"""`megarl train`: the supervisor and the role processes. Nothing here imports a role, a task or the lab.
+"""`megarl train`: the supervisor and the role processes. Nothing here imports a role, a
+task or the lab.
 
 train.py      starts and watches the roles, restarts them, ends the run with an exit status
 checks.py     validates where and how a run starts                   prepare.py   writes the files that the roles read first

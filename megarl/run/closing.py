@@ -1,6 +1,8 @@
-"""The end of a run: summary and report on disk, and information for the user on the screen.
+"""The end of a run: summary and report on disk, and information for the user on the
+screen.
 
-The causes of a failure come last, where the user looks first: a table of roles that died, then the end of the relevant log.
+The causes of a failure come last, where the user looks first: a table of roles that
+died, then the end of the relevant log.
 """
 
 import json
@@ -31,7 +33,9 @@ WriteReport = Callable[[RunDir], None]
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How the run ended: all steps done, stopped on request, to be resumed elsewhere, or failed. role: whose log says why."""
+    """How the run ended: all steps done, stopped on request, to be resumed elsewhere,
+    or failed. role: whose log says why.
+    """
 
     kind: Literal["finished", "stopped", "elsewhere", "failed"]
     reason: str
@@ -40,7 +44,9 @@ class RunEnd:
 
 @dataclass(frozen=True)
 class Death:
-    """A role's abnormal end. time: since the epoch; problem: the last line of its log that looks like a problem."""
+    """A role's abnormal end. time: since the epoch; problem: the last line of its log
+    that looks like a problem.
+    """
 
     role: Role
     nodes: Sequence[str]
@@ -59,7 +65,9 @@ def closing(
     wall_s: float,
     write_report: WriteReport | None,
 ) -> None:
-    """Write summary and report; show how the run ended. begins: as in `log_of`. write_report: None if its job must end soon."""
+    """Write summary and report; show how the run ended. begins: as in `log_of`.
+    write_report: None if its job must end soon.
+    """
     values: Row = {}
     with _attempt(rundir.summary):
         values = summary.summarise(recipe, rundir) | {
@@ -71,7 +79,9 @@ def closing(
     if write_report is not None:
         with _attempt(rundir.report):
             write_report(rundir)
-    with suppress(OSError, MegarlError):  # a file that cannot be read must not change the exit status
+    with suppress(
+        OSError, MegarlError
+    ):  # a file that cannot be read must not change the exit status
         if values:
             console.print(summary.render(values, rundir))
         if deaths and outcome.kind in ("failed", "elsewhere"):
@@ -83,13 +93,16 @@ def closing(
         terminal.say(f"\nmegarl: {outcome.reason}; see {rundir.logs}", file=sys.stderr)
     elif outcome.kind == "elsewhere":
         terminal.say(
-            f"\nmegarl: {outcome.reason}; its checkpoint is kept; start it again on other nodes", file=sys.stderr
+            f"\nmegarl: {outcome.reason}; its checkpoint is kept; start it again on other nodes",
+            file=sys.stderr,
         )
 
 
 @contextmanager
 def _attempt(path: Path) -> Iterator[None]:
-    """Report any error on stderr and go on: the run is over, and its exit status decides whether its job is requeued."""
+    """Report any error on stderr and go on: the run is over, and its exit status
+    decides whether its job is requeued.
+    """
     try:
         yield
     except Exception as error:
@@ -98,18 +111,30 @@ def _attempt(path: Path) -> Iterator[None]:
 
 
 def causes(deaths: Sequence[Death]) -> Table:
-    """Return a table of the roles that died: when, where and how, and the last problem in each log."""
+    """Return a table of the roles that died: when, where and how, and the last problem
+    in each log.
+    """
     left = len(deaths) - MOST_DEATHS_SHOWN
-    title = "what died" if left <= 0 else f"what died last ({left} before that are in logs/supervisor.jsonl)"
+    title = (
+        "what died"
+        if left <= 0
+        else f"what died last ({left} before that are in logs/supervisor.jsonl)"
+    )
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2), pad_edge=False)
     for name in ("when", "role", "node", "how"):
         table.add_column(name, no_wrap=True)
     table.add_column("the last problem in its log", overflow="fold")
     for death in deaths[-MOST_DEATHS_SHOWN:]:
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(death.time))
-        table.add_row(when, death.role.name, ",".join(death.nodes), death.how, death.problem or "none")
+        table.add_row(
+            when, death.role.name, ",".join(death.nodes), death.how, death.problem or "none"
+        )
     return table
 
 
 def how(status: int) -> str:
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    return (
+        f"was killed by {signal.Signals(-status).name}"
+        if status < 0
+        else f"ended with status {status}"
+    )

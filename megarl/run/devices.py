@@ -1,4 +1,5 @@
-"""Which GPUs this machine has, how fast its networks are, and where kernels that are compiled here are kept.
+"""Which GPUs this machine has, how fast its networks are, and where kernels that are
+compiled here are kept.
 
 It asks `nvidia-smi` and the operating system, so the supervisor need not import torch.
 """
@@ -25,9 +26,11 @@ NAME = re.compile(r"\d+$|GPU-|MIG-")
 
 
 def gpus() -> tuple[str, ...]:
-    """Return GPU names for CUDA_VISIBLE_DEVICES: its present value if set, else all of nvidia-smi's; empty without a GPU. For
-    CUDA the value ends at the first word that names none, such as -1 and Slurm's NoDevFiles. UUIDs of whole GPUs, which some
-    sites set, become numbers: SGLang takes only these in a server of several GPUs."""
+    """Return GPU names for CUDA_VISIBLE_DEVICES: its present value if set, else all of
+    nvidia-smi's; empty without a GPU. For CUDA the value ends at the first word that
+    names none, such as -1 and Slurm's NoDevFiles. UUIDs of whole GPUs, which some sites
+    set, become numbers: SGLang takes only these in a server of several GPUs.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return _asked("index")
@@ -39,18 +42,24 @@ def gpus() -> tuple[str, ...]:
 
 
 def driver() -> str:
-    """Return the version of NVIDIA's driver, such as 580.65.06; empty where there is none."""
+    """Return the version of NVIDIA's driver, such as 580.65.06; empty where there is
+    none.
+    """
     versions = _asked("driver_version")
     return versions[0] if versions else ""
 
 
 def capabilities() -> frozenset[str]:
-    """Return the compute capabilities of this machine's GPUs, such as 9.0; empty where there are none."""
+    """Return the compute capabilities of this machine's GPUs, such as 9.0; empty where
+    there are none.
+    """
     return frozenset(_asked("compute_cap"))
 
 
 def kinds() -> tuple[str, ...]:
-    """Return the different names of this machine's GPUs, such as NVIDIA GB200; empty where there are none."""
+    """Return the different names of this machine's GPUs, such as NVIDIA GB200; empty
+    where there are none.
+    """
     return tuple(sorted(set(_asked("name"))))
 
 
@@ -60,17 +69,23 @@ def memory() -> float:
 
 
 CPU_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm's BF16 instructions"}
-"""Flags of a CPU that multiplies matrices in bf16, the fastest first, and what it is called."""
+"""Flags of a CPU that multiplies matrices in bf16, the fastest first, and what it is
+called.
+"""
 CPU_INFO = Path("/proc/cpuinfo")
 
 
 def bf16_on_cpu() -> str:
-    """Return by what this machine's CPU multiplies in bf16; empty if it must emulate it in fp32."""
+    """Return by what this machine's CPU multiplies in bf16; empty if it must emulate it
+    in fp32.
+    """
     try:
         lines = CPU_INFO.read_text().splitlines()
     except OSError:
         return ""
-    flags = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
+    flags = {
+        word for line in lines if line.startswith(("flags", "Features")) for word in line.split()
+    }
     return next((name for flag, name in CPU_FLAGS.items() if flag in flags), "")
 
 
@@ -83,7 +98,11 @@ def _asked(what: str) -> tuple[str, ...]:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except subprocess.TimeoutExpired:
         return ()
-    return tuple(line.strip() for line in listed.stdout.splitlines() if line.strip()) if listed.returncode == 0 else ()
+    return (
+        tuple(line.strip() for line in listed.stdout.splitlines() if line.strip())
+        if listed.returncode == 0
+        else ()
+    )
 
 
 def needed(recipe: Recipe) -> int:
@@ -105,28 +124,41 @@ CACHES = (
     "QUACK_CACHE_DIR",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
 )
-"""The last three are by default in /tmp/USER, which anybody can make first, and compiled code there is run unseen."""
+"""The last three are by default in /tmp/USER, which anybody can make first, and
+compiled code there is run unseen.
+"""
 
 
 def kernel_caches() -> dict[str, str]:
-    """Return variables that keep compiled kernels in a folder of this node; those that are set already are left out.
+    """Return variables that keep compiled kernels in a folder of this node; those that
+    are set already are left out.
 
-    By default kernels are in the home directory. On a cluster that is one network file system, where all servers would compile
-    the same kernels at the same time, or that compute nodes cannot write: then no server would start, even on a CPU. Empty if
-    there is no folder that only we can write to: with another, we would run others' code.
+    By default kernels are in the home directory. On a cluster that is one network file
+    system, where all servers would compile the same kernels at the same time, or that
+    compute nodes cannot write: then no server would start, even on a CPU. Empty if
+    there is no folder that only we can write to: with another, we would run others'
+    code.
     """
     for folder in _kernel_folders():
         with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             stats = folder.lstat()
-            if stat.S_ISDIR(stats.st_mode) and stats.st_uid == os.getuid() and not stats.st_mode & 0o022:
-                return {name: str(folder / name.lower()) for name in CACHES if name not in os.environ}
+            if (
+                stat.S_ISDIR(stats.st_mode)
+                and stats.st_uid == os.getuid()
+                and not stats.st_mode & 0o022
+            ):
+                return {
+                    name: str(folder / name.lower()) for name in CACHES if name not in os.environ
+                }
     return {}
 
 
 def _kernel_folders() -> Iterator[Path]:
-    """Yield the folder for temporary files, unless nothing may be executed there, and one of this node's in the home directory:
-    torch's default is in /tmp, whoever made it."""
+    """Yield the folder for temporary files, unless nothing may be executed there, and
+    one of this node's in the home directory: torch's default is in /tmp, whoever made
+    it.
+    """
     temporary = Path(tempfile.gettempdir())
     if not os.statvfs(temporary).f_flag & os.ST_NOEXEC:
         yield temporary / f"megarl-kernels-{os.getuid()}"
@@ -134,17 +166,24 @@ def _kernel_folders() -> Iterator[Path]:
 
 
 def search_path() -> dict[str, str]:
-    """Return a PATH that ends with the folder of this Python's programs. One is ninja, by which SGLang compiles kernels, and
-    megarl may be called by its path, from an environment that nobody has activated."""
-    return {"PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])}
+    """Return a PATH that ends with the folder of this Python's programs. One is ninja,
+    by which SGLang compiles kernels, and megarl may be called by its path, from an
+    environment that nobody has activated.
+    """
+    return {
+        "PATH": os.pathsep.join(
+            [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
+        )
+    }
 
 
 TOOLKIT = Path("/usr/local/cuda")
 
 
 def toolkit() -> dict[str, str]:
-    """Return CUDA_HOME, where nothing sets it and PATH has nvcc by a link or a script: SGLang would look for CUDA's libraries
-    above the folder of that, and no kernel could be linked.
+    """Return CUDA_HOME, where nothing sets it and PATH has nvcc by a link or a script:
+    SGLang would look for CUDA's libraries above the folder of that, and no kernel could
+    be linked.
     """
     nvcc = shutil.which("nvcc")
     if nvcc is None or "CUDA_HOME" in os.environ or "CUDA_PATH" in os.environ:
@@ -155,23 +194,36 @@ def toolkit() -> dict[str, str]:
 
 
 LONGEST_TEMPORARY = 70
-"""Sockets of SGLang and multiprocessing lie up to 37 characters deeper, and their paths have at most 107."""
+"""Sockets of SGLang and multiprocessing lie up to 37 characters deeper, and their paths
+have at most 107.
+"""
 
 
 def temporary_folder() -> dict[str, str]:
-    """Return TMPDIR for a role, if the present value is of no use here: a folder that the container or the node does not have,
-    where nvcc would fail, or a path too long for sockets."""
+    """Return TMPDIR for a role, if the present value is of no use here: a folder that
+    the container or the node does not have, where nvcc would fail, or a path too long
+    for sockets.
+    """
     if "TMPDIR" not in os.environ:
         return {}
-    usable = tempfile.gettempdir()  # the first of TMPDIR, /tmp and others in which a file can be written
+    usable = (
+        tempfile.gettempdir()
+    )  # the first of TMPDIR, /tmp and others in which a file can be written
     return {"TMPDIR": usable if len(os.fsencode(usable)) <= LONGEST_TEMPORARY else "/tmp"}
 
 
 def networks() -> Mapping[str, int]:
-    """Return the known speeds, in Mb/s, of network interfaces that are up and have an IPv4 address, except loopback."""
-    up = {name: stats.speed for name, stats in psutil.net_if_stats().items() if stats.isup and stats.speed > 0}
+    """Return the known speeds, in Mb/s, of network interfaces that are up and have an
+    IPv4 address, except loopback.
+    """
+    up = {
+        name: stats.speed
+        for name, stats in psutil.net_if_stats().items()
+        if stats.isup and stats.speed > 0
+    }
     addresses = psutil.net_if_addrs()
     return {
-        name: speed for name, speed in up.items()
+        name: speed
+        for name, speed in up.items()
         if any(a.family == 2 and not a.address.startswith("127.") for a in addresses.get(name, ()))
-    }  # fmt: skip
+    }

@@ -1,4 +1,5 @@
-"""A run that begins at a step of another, its parent: `run.fork=PARENT@STEP`, with another loss, batch, or other keys.
+"""A run that begins at a step of another, its parent: `run.fork=PARENT@STEP`, with
+another loss, batch, or other keys.
 
     PARENT/recipe.yaml                      ──copy──────────► RUN/parent/recipe.yaml
     its newest checkpoint up to STEP        ──hard links────► RUN/checkpoints if it is STEP's, else RUN/parent/checkpoints,
@@ -6,7 +7,8 @@
     metrics.jsonl, eval.jsonl               ──rows to STEP──► the same files of RUN
     the draws of the batches before STEP    ──snapshot──────► RUN/rollouts/000000.journal, written last
 
-Hard links survive the parent's pruning. With the snapshot, the run resumes like any other; nothing else knows of forks.
+Hard links survive the parent's pruning. With the snapshot, the run resumes like any
+other; nothing else knows of forks.
 """
 
 import os
@@ -17,7 +19,16 @@ from msgspec.structs import replace
 
 from megarl.core.base.admission import Admission
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import Row, RunDir, complete, latest_rows, parsed, step_folder, step_of, write_atomically
+from megarl.core.base.rundir import (
+    Row,
+    RunDir,
+    complete,
+    latest_rows,
+    parsed,
+    step_folder,
+    step_of,
+    write_atomically,
+)
 from megarl.core.journal import file
 from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Session, State
@@ -33,17 +44,34 @@ def check(recipe: Recipe) -> None:
     parent, made = RunDir.opened(path), {row["step"] for row in latest_rows(RunDir(path).metrics)}
     if step - 1 not in made:
         advice = "give one that it made"
-        raise MegarlError(f"run.fork: {path} has made {max(made, default=-1) + 1} steps, not {step}; {advice}")
+        raise MegarlError(
+            f"run.fork: {path} has made {max(made, default=-1) + 1} steps, not {step}; {advice}"
+        )
     if step >= recipe.run.steps:
-        raise MegarlError(f"run.steps: {recipe.run.steps}, and the fork begins after step {step}; give it more steps")
-    before, start, reader = load(str(parent.recipe)), _start(parent, step), JournalReader(parent.rollouts)
+        raise MegarlError(
+            f"run.steps: {recipe.run.steps}, and the fork begins after step {step}; give it more"
+            " steps"
+        )
+    before, start, reader = (
+        load(str(parent.recipe)),
+        _start(parent, step),
+        JournalReader(parent.rollouts),
+    )
     if recipe.has_critic and not before.has_critic:
-        raise MegarlError(f"batch.centring: critic, and {path} has none; keep its centring, or start a new run")
+        raise MegarlError(
+            f"batch.centring: critic, and {path} has none; keep its centring, or start a new run"
+        )
     there = ", ".join(str(step_of(kept)) for kept in complete(parent.checkpoints)) or "none"
-    replays = f"steps {start} to {step - 1} have to be replayed; undo that, or fork at a checkpoint (there: {there})"
+    replays = (
+        f"steps {start} to {step - 1} have to be replayed; undo that, or fork at a checkpoint"
+        f" (there: {there})"
+    )
     for key, old, new in differences(before, recipe):
         if key in ("run.seed", "model.dtype") or (key, new) == THAWED:
-            raise MegarlError(f"{key}: {old!r} in {parent.recipe}, {new!r} now; a fork keeps it, so undo the change")
+            raise MegarlError(
+                f"{key}: {old!r} in {parent.recipe}, {new!r} now; a fork keeps it, so undo the"
+                " change"
+            )
         of_layout = key == "resources.learner_ranks" or key.endswith("_parallel")
         if start < step and of_layout:
             raise MegarlError(f"{key}: {old!r} in {parent.recipe}, {new!r} now, and {replays}")
@@ -53,13 +81,19 @@ def check(recipe: Recipe) -> None:
         oldest = max(start, law.forgotten // law.prompts_per_batch)
         needed = {ticket for s in range(oldest, step) for ticket in law.batch(s) or ()}
         if start < oldest or needed.difference(reader.finished()):
-            raise MegarlError(f"run.fork: {parent.rollouts} no longer has all the groups needed, and {replays}")
+            raise MegarlError(
+                f"run.fork: {parent.rollouts} no longer has all the groups needed, and {replays}"
+            )
 
 
 def begin(recipe: Recipe, rundir: RunDir) -> None:
-    """Write the files that the run begins with, unless it has begun. After a crash here, the next start writes them again."""
+    """Write the files that the run begins with, unless it has begun. After a crash
+    here, the next start writes them again.
+    """
     path, step = recipe.run.forked
-    if any(rundir.rollouts.glob("*.journal")) or any(row["step"] >= step for row in latest_rows(rundir.metrics)):
+    if any(rundir.rollouts.glob("*.journal")) or any(
+        row["step"] >= step for row in latest_rows(rundir.metrics)
+    ):
         return
     parent = RunDir(path)
     start, rows = _start(parent, step), {row["step"]: row for row in latest_rows(parent.metrics)}
@@ -70,11 +104,18 @@ def begin(recipe: Recipe, rundir: RunDir) -> None:
         where = (rundir if start == step else rundir.parent).checkpoints
         _link(step_folder(parent.checkpoints, start), step_folder(where, start))
         if not complete(where):
-            raise MegarlError(f"run.fork: the checkpoint of step {start} was removed meanwhile; start again")
+            raise MegarlError(
+                f"run.fork: the checkpoint of step {start} was removed meanwhile; start again"
+            )
     if start < step:
         _link(parent.rollouts, rundir.parent.rollouts)
-    for source, target, end in ((parent.metrics, rundir.metrics, step), (parent.eval, rundir.eval, step + 1)):
-        lines = source.read_text(errors="replace").splitlines(keepends=True) if source.exists() else []
+    for source, target, end in (
+        (parent.metrics, rundir.metrics, step),
+        (parent.eval, rundir.eval, step + 1),
+    ):
+        lines = (
+            source.read_text(errors="replace").splitlines(keepends=True) if source.exists() else []
+        )
         kept = [line for line in lines if (parsed(line) or {}).get("step", end) < end]
         write_atomically(target, "".join(kept).encode())
     state = _forked(JournalReader(parent.rollouts).before(step), recipe, rows[step - 1])
@@ -84,8 +125,10 @@ def begin(recipe: Recipe, rundir: RunDir) -> None:
 
 
 def _forked(state: State, recipe: Recipe, last: Row) -> State:
-    """Return the state that a fork begins with. state: the parent's, without later draws; last: metrics of its last step. The
-    parent's tickets are counted as if its batches had the fork's size: D(g) of the next ticket is the fork's first step."""
+    """Return the state that a fork begins with. state: the parent's, without later
+    draws; last: metrics of its last step. The parent's tickets are counted as if its
+    batches had the fork's size: D(g) of the next ticket is the fork's first step.
+    """
     pipeline, step = recipe.pipeline, last["step"] + 1
     law = recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps
     before, first = recipe.batch.prompts * step, state.admission.next_ticket
@@ -93,8 +136,12 @@ def _forked(state: State, recipe: Recipe, last: Row) -> State:
         state,
         admission=Admission(*law, next_ticket=first, forgotten=before),
         published_version=-1,
-        evaluations={version: score for version, score in state.evaluations.items() if version <= step},
-        session=Session(session=recipe.run.fork, time=0.0, devices=0, compute_unit=last["compute_unit"]),
+        evaluations={
+            version: score for version, score in state.evaluations.items() if version <= step
+        },
+        session=Session(
+            session=recipe.run.fork, time=0.0, devices=0, compute_unit=last["compute_unit"]
+        ),
         earlier_sessions=(),
         last_time=0.0,
         earlier_hours=last["compute_hours"],
@@ -105,8 +152,12 @@ def _forked(state: State, recipe: Recipe, last: Row) -> State:
 
 
 def _start(parent: RunDir, step: int) -> int:
-    """Return the step of the newest checkpoint up to `step`; 0 if there is none, which means the initial model."""
-    return max((kept for kept in map(step_of, complete(parent.checkpoints)) if kept <= step), default=0)
+    """Return the step of the newest checkpoint up to `step`; 0 if there is none, which
+    means the initial model.
+    """
+    return max(
+        (kept for kept in map(step_of, complete(parent.checkpoints)) if kept <= step), default=0
+    )
 
 
 def _link(source: Path, target: Path) -> None:
@@ -122,4 +173,6 @@ def _link(source: Path, target: Path) -> None:
     try:
         shutil.copytree(source, target, copy_function=link, ignore=shutil.ignore_patterns("lock"))
     except (OSError, shutil.Error) as error:
-        raise MegarlError(f"run.fork: {source} cannot be linked or copied, or was removed meanwhile: {error}") from None
+        raise MegarlError(
+            f"run.fork: {source} cannot be linked or copied, or was removed meanwhile: {error}"
+        ) from None

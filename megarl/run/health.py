@@ -1,16 +1,20 @@
-"""Health: whether a run behaves normally, judged from its rows of metrics alone, and what to do if it does not.
+"""Health: whether a run behaves normally, judged from its rows of metrics alone, and
+what to do if it does not.
 
     row ─► each signal's value ─┬─ has a limit from theory:  mean of the last RECENT values beyond it ────────────┐
                                 └─ its own past is the norm: robust z ─► CUSUM above THRESHOLD ───────────────────┴─► Alarm
 
-A CUSUM (Page 1954) adds up the amounts by which z exceeds DRIFT: three steps far off raise an alarm, and so do many that are a
-little off; one or two outliers, as in gradients, do not. z is the distance to the median of earlier values, in robust
-deviations: the larger of the deviation of all earlier values and of those on the bad side, and at least `noise`. The earlier
-values exclude the newest GAP, so that a change does not hide itself; the others follow the run's slow trend. During an alarm
-the earlier values are not updated, for at most RELEARN values; then the new values become the norm.
+A CUSUM (Page 1954) adds up the amounts by which z exceeds DRIFT: three steps far off
+raise an alarm, and so do many that are a little off; one or two outliers, as in
+gradients, do not. z is the distance to the median of earlier values, in robust
+deviations: the larger of the deviation of all earlier values and of those on the bad
+side, and at least `noise`. The earlier values exclude the newest GAP, so that a change
+does not hide itself; the others follow the run's slow trend. During an alarm the
+earlier values are not updated, for at most RELEARN values; then the new values become
+the norm.
 
-Thresholds were fixed on clean runs, before any faulty one was seen (docs/monitoring.md#health). Nothing here is random, and
-nothing ends a run.
+Thresholds were fixed on clean runs, before any faulty one was seen
+(docs/monitoring.md#health). Nothing here is random, and nothing ends a run.
 """
 
 import math
@@ -26,28 +30,42 @@ from megarl.core.weights import parity
 from megarl.run.scores import READ
 
 RECENT, FIRST = 5, 3
-"""A limit judges the mean of this many newest values; the second number is enough for the first judgement."""
+"""A limit judges the mean of this many newest values; the second number is enough for
+the first judgement.
+"""
 QUIET = 20
-"""An alarm of a limit ends when this many values in a row are within it: where values stay near the limit, the mean crosses it
-again and again, which would be dozens of alarms."""
+"""An alarm of a limit ends when this many values in a row are within it: where values
+stay near the limit, the mean crosses it again and again, which would be dozens of
+alarms.
+"""
 WINDOW, GAP, FEWEST = 30, 5, 10
-"""Number of earlier values that form the norm, of newest values not yet among them, and of values needed to judge."""
+"""Number of earlier values that form the norm, of newest values not yet among them, and
+of values needed to judge.
+"""
 DRIFT, CLIP, THRESHOLD = 2.0, 5.0, 7.0
-"""In deviations: the distance that does not count, the largest that does, and the sum that raises an alarm."""
+"""In deviations: the distance that does not count, the largest that does, and the sum
+that raises an alarm.
+"""
 RELEARN = 100
 UNJUDGED, MOST = 0.05, 0.5
 """Shares of answers above which a cause of only wrong answers is named."""
 LEARNS = 0.05
-"""By how much more of the answers must be right, or end in time, for a fall of length or entropy to count as learning."""
+"""By how much more of the answers must be right, or end in time, for a fall of length
+or entropy to count as learning.
+"""
 GROUPS = 8
 """The fewest groups by whose tokens sampling is judged."""
 MEMORY = 1000
-"""Number of newest rows from which a judgement is the same as from all: what is older has left every norm."""
+"""Number of newest rows from which a judgement is the same as from all: what is older
+has left every norm.
+"""
 MOVES = 10
 """Number of newest steps by whose movement `progress` is judged."""
 
 Measure = Callable[[Row, str], float]
-"""A signal's value in a row; the second argument is "/TASK", or empty for the whole batch. KeyError: not measured there."""
+"""A signal's value in a row; the second argument is "/TASK", or empty for the whole
+batch. KeyError: not measured there.
+"""
 
 
 def log(least: float) -> Callable[[float], float]:
@@ -59,13 +77,17 @@ def logit(least: float) -> Callable[[float], float]:
 
 
 class Signal(NamedTuple):
-    """A quantity that is watched, judged by `limit` if it has one, else against its own past.
+    """A quantity that is watched, judged by `limit` if it has one, else against its own
+    past.
 
-    meaning, remedy: for the alarm's text. rises: whether high values are bad. noise: the smallest deviation, after `scale`.
-    tasks: each task is also judged by itself. prompts: after an epoch of WINDOW steps or more the norm is forgotten, because
-    the next epoch draws other prompts (no-positive-resampling). steady: learning does not change it fast, so that values
-    which add to the sum join the norm only once the sum is back at 0. always: abnormal only while every value since the first
-    is beyond the limit. learning: no alarm is raised while the policy learns (`Health._learns`); the new course is the norm.
+    meaning, remedy: for the alarm's text. rises: whether high values are bad. noise:
+    the smallest deviation, after `scale`. tasks: each task is also judged by itself.
+    prompts: after an epoch of WINDOW steps or more the norm is forgotten, because the
+    next epoch draws other prompts (no-positive-resampling). steady: learning does not
+    change it fast, so that values which add to the sum join the norm only once the sum
+    is back at 0. always: abnormal only while every value since the first is beyond the
+    limit. learning: no alarm is raised while the policy learns (`Health._learns`); the
+    new course is the norm.
     """
 
     name: str
@@ -85,8 +107,10 @@ class Signal(NamedTuple):
 
 @dataclass(frozen=True)
 class Alarm:
-    """A signal that was abnormal from step `since` to step `until` (None: it still is), noticed at step `raised`. name: of the
-    signal and, if there are several tasks, of the task: pass_rate_fall/math."""
+    """A signal that was abnormal from step `since` to step `until` (None: it still is),
+    noticed at step `raised`. name: of the signal and, if there are several tasks, of
+    the task: pass_rate_fall/math.
+    """
 
     name: str
     since: int
@@ -100,38 +124,49 @@ def metric(name: str) -> Measure:
 
 
 def _drift(row: Row, _: str) -> float:
-    """Return how far the policy moves per step: |learner - behaviour| of a token, divided by its lag in steps."""
+    """Return how far the policy moves per step: |learner - behaviour| of a token,
+    divided by its lag in steps.
+    """
     return row["trained_logprob_diff"] / row["lag_mean"] if row["lag_mean"] >= 0.5 else math.nan
 
 
 def _surprise(row: Row, _: str) -> float:
-    """Return how unlikely trained tokens are, as a multiple of their entropy: 1 if the policy sampled them and all are trained.
-    Where most groups have no variance, the few that are trained are those with unlikely mistakes: their mean says little."""
+    """Return how unlikely trained tokens are, as a multiple of their entropy: 1 if the
+    policy sampled them and all are trained. Where most groups have no variance, the few
+    that are trained are those with unlikely mistakes: their mean says little.
+    """
     return row["surprise"] / row["entropy"] if row["groups_in_loss"] >= GROUPS else math.nan
 
 
 def _all_wrong(row: Row, task: str) -> float:
-    """Return 1 if all answers are wrong and get the same grade, so that nothing is learnt; else 0."""
+    """Return 1 if all answers are wrong and get the same grade, so that nothing is
+    learnt; else 0.
+    """
     return float(row["pass_rate_train" + task] == 0 and row["zero_variance_share" + task] == 1)
 
 
 def _why_all_wrong(row: Row, task: str) -> str:
-    """Return what the step's metrics say about answers that are all wrong: the grader, the end of thinking, or the template."""
+    """Return what the step's metrics say about answers that are all wrong: the grader,
+    the end of thinking, or the template.
+    """
     causes = []
     unjudged = row.get("grader_error_rate" + task, 0.0)
     malformed = row.get("format_error_rate" + task, 0.0)
     truncated = row.get("truncation_rate" + task, 0.0)
     if unjudged > UNJUDGED:
-        causes.append(f"the grader, which fails or cannot read the data's answers in {unjudged:.0%} ({_LOG})")
+        causes.append(
+            f"the grader, which fails or cannot read the data's answers in {unjudged:.0%} ({_LOG})"
+        )
     if malformed > MOST:
         causes.append(
-            f"the end of thinking: {malformed:.0%} have no length.end_of_thinking with an answer after it; does the model "
-            "write it? length.end_of_thinking= with length.control=none is for models that do not think"
+            f"the end of thinking: {malformed:.0%} have no length.end_of_thinking with an answer"
+            " after it; does the model write it? length.end_of_thinking= with length.control=none"
+            " is for models that do not think"
         )
     if truncated > MOST:
         causes.append(
-            f"the template: {truncated:.0%} are cut off before they end; does the model know it (template: chat, or raw)? "
-            "Or length.answer_tokens is too small"
+            f"the template: {truncated:.0%} are cut off before they end; does the model know it"
+            " (template: chat, or raw)? Or length.answer_tokens is too small"
         )
     if not causes:
         causes.append("the grader, or the data's answers: most answers do end, and are well formed")
@@ -144,77 +179,276 @@ def _imbalance(row: Row, _: str) -> float:
     return math.exp(sum(layers) / len(layers)) if layers else math.nan
 
 
-LOG, LOG_LOGIT, LOG_MEDIAN, LOG_ROUTING, LOGIT = log(1e-12), log(1e-5), log(1e-6), log(1e-3), logit(0.05)
+LOG, LOG_LOGIT, LOG_MEDIAN, LOG_ROUTING, LOGIT = (
+    log(1e-12),
+    log(1e-5),
+    log(1e-6),
+    log(1e-3),
+    logit(0.05),
+)
 _SIDES = "servers and learner compute different models"
 _CALMER = "lower learner.optimizer.lr or grad_clip, and fork from an earlier step (run.fork)"
 _LOG = "see megarl logs RUN --role controller"
-_EXPERTS = "raise model.moe.aux_loss, or model.moe.bias_update_rate where routers have biases (docs/models.md)"
+_EXPERTS = (
+    "raise model.moe.aux_loss, or model.moe.bias_update_rate where routers have biases"
+    " (docs/models.md)"
+)
 _SAMPLER = "compare temperature, top-p and top-k of servers with sampling.temperature"
 
 SIGNALS = (
     # Against a limit.
-    Signal("all_wrong", _all_wrong, "every answer since the first is wrong, with the same grade: nothing is learnt", "",
-           limit=0.5, tasks=True, always=True),
-    Signal("truncation", metric("truncation_rate"), "answers are cut off: above 10 % training destabilises",
-           "raise length.answer_tokens", limit=0.1),
-    Signal("sample_size", metric("effective_sample_size"), "few tokens decide the step: the policy has moved far from the "
-           "policies that generated", "lower pipeline.k or the learning rate", rises=False, limit=0.1),
-    Signal("malformed", metric("format_error_rate"), "most answers are malformed and count as wrong: no "
-           "length.end_of_thinking with an answer after it", "a model that was never trained to write it needs a warm start "
-           "(megarl sft), or length.end_of_thinking= with length.control=none", limit=0.5),
-    Signal("cut_tokens", lambda row, _: row["capped_share"] if "capped_share" in row else row["clipped_share"], "most trained "
-           "tokens are cut at the cap, or have no gradient", "lower pipeline.k or the learning rate", limit=0.75),
-    Signal("grader_errors", metric("grader_error_rate"), "graders fail, or cannot judge", _LOG, limit=0.05),
-    Signal("grader_timeouts", metric("grader_timeout_rate"), "gradings run out of time and count as wrong",
-           "read which answers do (megarl rollouts show RUN --step N): endless programs, or a slow grader", limit=0.25),
-    Signal("void", lambda row, _: row["void_groups"] / (row["void_groups"] + row["groups_in_loss"]),
-           "groups are lost before training", _LOG, limit=0.25),
-    Signal("no_variance", lambda row, _: math.nan if "kl_teacher" in row else row["zero_variance_share"], "nearly all groups "
-           "have equal rewards: little is learnt", "take harder or easier prompts", limit=0.95),
-    Signal("not_finite", metric("skipped"), "loss or gradient is not finite, and the step skipped", "see bad-rollouts.jsonl",
-           limit=0.0),
-    Signal("reward_sign", metric("reward_gap"), "wrong answers get more reward than right ones", "look at the task's graders "
-           "and their weights", rises=False, limit=0.0, tasks=True),
-    Signal("advantages", metric("advantage_fit"), "advantages do not follow rewards: what is learnt is not what is rewarded",
-           "look at batch.advantage, the critic, and code of your own", rises=False, limit=0.1),
-    Signal("progress", metric("progress_errors"), "the policy moves against its advantages: something else moves it, or "
-           "steps are too large", "compare learner.optimizer with the run's earlier steps, and look at code of your own",
-           rises=False, limit=-2.5),
-    Signal("parity", metric("warning_parity"), f"a limit of parity is broken again and again: {_SIDES}", _LOG, limit=0.35),
-    Signal("replay", metric("routing_replayed"), "routers do not take the experts that servers recorded",
-           "compare model.moe.routing_replay with what servers return", rises=False, limit=0.5),
-    Signal("learning_rate", metric("lr_change"), "the learning rate has jumped", "compare learner.optimizer with the run's "
-           "earlier steps", limit=2.0),
+    Signal(
+        "all_wrong",
+        _all_wrong,
+        "every answer since the first is wrong, with the same grade: nothing is learnt",
+        "",
+        limit=0.5,
+        tasks=True,
+        always=True,
+    ),
+    Signal(
+        "truncation",
+        metric("truncation_rate"),
+        "answers are cut off: above 10 % training destabilises",
+        "raise length.answer_tokens",
+        limit=0.1,
+    ),
+    Signal(
+        "sample_size",
+        metric("effective_sample_size"),
+        "few tokens decide the step: the policy has moved far from the policies that generated",
+        "lower pipeline.k or the learning rate",
+        rises=False,
+        limit=0.1,
+    ),
+    Signal(
+        "malformed",
+        metric("format_error_rate"),
+        "most answers are malformed and count as wrong: no "
+        "length.end_of_thinking with an answer after it",
+        "a model that was never trained to write it needs a warm start "
+        "(megarl sft), or length.end_of_thinking= with length.control=none",
+        limit=0.5,
+    ),
+    Signal(
+        "cut_tokens",
+        lambda row, _: row["capped_share"] if "capped_share" in row else row["clipped_share"],
+        "most trained tokens are cut at the cap, or have no gradient",
+        "lower pipeline.k or the learning rate",
+        limit=0.75,
+    ),
+    Signal(
+        "grader_errors",
+        metric("grader_error_rate"),
+        "graders fail, or cannot judge",
+        _LOG,
+        limit=0.05,
+    ),
+    Signal(
+        "grader_timeouts",
+        metric("grader_timeout_rate"),
+        "gradings run out of time and count as wrong",
+        "read which answers do (megarl rollouts show RUN --step N): endless programs, or a slow"
+        " grader",
+        limit=0.25,
+    ),
+    Signal(
+        "void",
+        lambda row, _: row["void_groups"] / (row["void_groups"] + row["groups_in_loss"]),
+        "groups are lost before training",
+        _LOG,
+        limit=0.25,
+    ),
+    Signal(
+        "no_variance",
+        lambda row, _: math.nan if "kl_teacher" in row else row["zero_variance_share"],
+        "nearly all groups have equal rewards: little is learnt",
+        "take harder or easier prompts",
+        limit=0.95,
+    ),
+    Signal(
+        "not_finite",
+        metric("skipped"),
+        "loss or gradient is not finite, and the step skipped",
+        "see bad-rollouts.jsonl",
+        limit=0.0,
+    ),
+    Signal(
+        "reward_sign",
+        metric("reward_gap"),
+        "wrong answers get more reward than right ones",
+        "look at the task's graders and their weights",
+        rises=False,
+        limit=0.0,
+        tasks=True,
+    ),
+    Signal(
+        "advantages",
+        metric("advantage_fit"),
+        "advantages do not follow rewards: what is learnt is not what is rewarded",
+        "look at batch.advantage, the critic, and code of your own",
+        rises=False,
+        limit=0.1,
+    ),
+    Signal(
+        "progress",
+        metric("progress_errors"),
+        "the policy moves against its advantages: something else moves it, or steps are too large",
+        "compare learner.optimizer with the run's earlier steps, and look at code of your own",
+        rises=False,
+        limit=-2.5,
+    ),
+    Signal(
+        "parity",
+        metric("warning_parity"),
+        f"a limit of parity is broken again and again: {_SIDES}",
+        _LOG,
+        limit=0.35,
+    ),
+    Signal(
+        "replay",
+        metric("routing_replayed"),
+        "routers do not take the experts that servers recorded",
+        "compare model.moe.routing_replay with what servers return",
+        rises=False,
+        limit=0.5,
+    ),
+    Signal(
+        "learning_rate",
+        metric("lr_change"),
+        "the learning rate has jumped",
+        "compare learner.optimizer with the run's earlier steps",
+        limit=2.0,
+    ),
     # Against their own past.
-    Signal("sampled_hot", _surprise, "tokens are less likely than entropy allows: "
-           "servers sample at a higher temperature", _SAMPLER, noise=0.15, scale=LOG),
-    Signal("sampled_cold", _surprise, "tokens are more likely than entropy allows: "
-           "servers sample at a lower temperature", _SAMPLER, rises=False, noise=0.15, scale=LOG),
+    Signal(
+        "sampled_hot",
+        _surprise,
+        "tokens are less likely than entropy allows: servers sample at a higher temperature",
+        _SAMPLER,
+        noise=0.15,
+        scale=LOG,
+    ),
+    Signal(
+        "sampled_cold",
+        _surprise,
+        "tokens are more likely than entropy allows: servers sample at a lower temperature",
+        _SAMPLER,
+        rises=False,
+        noise=0.15,
+        scale=LOG,
+    ),
     Signal("kernels", metric("parity_logit/kernels"), _SIDES, "", noise=0.2, scale=LOG_LOGIT),
     Signal("kernels_median", metric("parity_p50/kernels"), _SIDES, "", noise=0.5, scale=LOG_MEDIAN),
-    Signal("decode", metric("parity_logit/decode"), "servers sample with other log-probs than they score with",
-           "compare kernels and cache precision (kv_cache_dtype) of decoding and prefill", noise=0.3, scale=LOG_LOGIT),
-    Signal("routing", metric("parity_routing"), "servers and learner choose different experts",
-           "compare router weights, biases and their precision", noise=0.5, scale=LOG_ROUTING),
-    Signal("imbalance", _imbalance, "tokens crowd on fewer experts", _EXPERTS, noise=0.05, scale=LOG),
-    Signal("unused_experts", metric("expert_unused_share"), "experts get no tokens any more", _EXPERTS, noise=0.05),
-    Signal("drift", _drift, "the policy moves further in a step than it did", _CALMER, noise=0.5, scale=LOG,
-           steady=True),
-    Signal("grad_norm", metric("grad_norm"), "gradients have grown: a step may break the policy", _CALMER, noise=0.4,
-           scale=LOG, steady=True),
-    Signal("entropy_rise", metric("entropy"), "the policy loses what it knew", _CALMER, noise=0.15, scale=LOG, prompts=True),
-    Signal("entropy_fall", metric("entropy"), "the policy collapses onto few answers", f"{READ}; {_CALMER}", rises=False,
-           noise=0.4, scale=LOG, prompts=True, learning=True),
-    Signal("pass_rate_fall", metric("pass_rate_train"), "the policy gets worse, or the grader judges differently",
-           f"{READ}, and fork from an earlier step (run.fork)", rises=False, noise=0.3, scale=LOGIT, tasks=True,
-           prompts=True),
-    Signal("pass_rate_jump", metric("pass_rate_train"), "no policy learns that fast: the grader judges differently, or is "
-           "exploited", READ, noise=0.6, scale=LOGIT, tasks=True, prompts=True),
-    Signal("length_rise", metric("completion_tokens_mean"), "answers grow", READ, noise=0.05, scale=LOG, prompts=True),
-    Signal("length_fall", metric("completion_tokens_mean"), "answers shrink", READ, rises=False, noise=0.05, scale=LOG,
-           prompts=True, learning=True),
-)  # fmt: skip
-"""All signals. docs/monitoring.md has a table of them, which tests/unit/run/test_health.py compares with this one."""
+    Signal(
+        "decode",
+        metric("parity_logit/decode"),
+        "servers sample with other log-probs than they score with",
+        "compare kernels and cache precision (kv_cache_dtype) of decoding and prefill",
+        noise=0.3,
+        scale=LOG_LOGIT,
+    ),
+    Signal(
+        "routing",
+        metric("parity_routing"),
+        "servers and learner choose different experts",
+        "compare router weights, biases and their precision",
+        noise=0.5,
+        scale=LOG_ROUTING,
+    ),
+    Signal(
+        "imbalance", _imbalance, "tokens crowd on fewer experts", _EXPERTS, noise=0.05, scale=LOG
+    ),
+    Signal(
+        "unused_experts",
+        metric("expert_unused_share"),
+        "experts get no tokens any more",
+        _EXPERTS,
+        noise=0.05,
+    ),
+    Signal(
+        "drift",
+        _drift,
+        "the policy moves further in a step than it did",
+        _CALMER,
+        noise=0.5,
+        scale=LOG,
+        steady=True,
+    ),
+    Signal(
+        "grad_norm",
+        metric("grad_norm"),
+        "gradients have grown: a step may break the policy",
+        _CALMER,
+        noise=0.4,
+        scale=LOG,
+        steady=True,
+    ),
+    Signal(
+        "entropy_rise",
+        metric("entropy"),
+        "the policy loses what it knew",
+        _CALMER,
+        noise=0.15,
+        scale=LOG,
+        prompts=True,
+    ),
+    Signal(
+        "entropy_fall",
+        metric("entropy"),
+        "the policy collapses onto few answers",
+        f"{READ}; {_CALMER}",
+        rises=False,
+        noise=0.4,
+        scale=LOG,
+        prompts=True,
+        learning=True,
+    ),
+    Signal(
+        "pass_rate_fall",
+        metric("pass_rate_train"),
+        "the policy gets worse, or the grader judges differently",
+        f"{READ}, and fork from an earlier step (run.fork)",
+        rises=False,
+        noise=0.3,
+        scale=LOGIT,
+        tasks=True,
+        prompts=True,
+    ),
+    Signal(
+        "pass_rate_jump",
+        metric("pass_rate_train"),
+        "no policy learns that fast: the grader judges differently, or is exploited",
+        READ,
+        noise=0.6,
+        scale=LOGIT,
+        tasks=True,
+        prompts=True,
+    ),
+    Signal(
+        "length_rise",
+        metric("completion_tokens_mean"),
+        "answers grow",
+        READ,
+        noise=0.05,
+        scale=LOG,
+        prompts=True,
+    ),
+    Signal(
+        "length_fall",
+        metric("completion_tokens_mean"),
+        "answers shrink",
+        READ,
+        rises=False,
+        noise=0.05,
+        scale=LOG,
+        prompts=True,
+        learning=True,
+    ),
+)
+"""All signals. docs/monitoring.md has a table of them, which
+tests/unit/run/test_health.py compares with this one.
+"""
 
 
 class _Limited:
@@ -223,7 +457,10 @@ class _Limited:
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
         self._newest: deque[float] = deque(maxlen=RECENT)
-        self._off, self._quiet = False, 0  # quiet: how many of the newest values in a row are within the limit
+        self._off, self._quiet = (
+            False,
+            0,
+        )  # quiet: how many of the newest values in a row are within the limit
         self.since, self.seen = 0, ""
 
     def add(self, step: int, value: float) -> bool:
@@ -246,7 +483,9 @@ class _Limited:
 
 
 class _Always:
-    """A signal that is abnormal only while each value since the first is beyond its limit."""
+    """A signal that is abnormal only while each value since the first is beyond its
+    limit.
+    """
 
     def __init__(self, signal: Signal) -> None:
         self._limit = signal.limit
@@ -305,7 +544,9 @@ class _Course:
         self._sum, self._alarmed = 0.0, False
 
     def _norm(self) -> tuple[float, float, float] | None:
-        """Return the usual value, measured and scaled, and the deviation; None while there are too few values."""
+        """Return the usual value, measured and scaled, and the deviation; None while
+        there are too few values.
+        """
         signal = self._signal
         earlier = sorted(self._past[:-GAP])
         if (count := len(earlier)) < FEWEST:
@@ -317,14 +558,18 @@ class _Course:
 
 
 class Health:
-    """The judgement on a run so far; `add` its rows in order. history: all alarms, in order; alarms: those that last."""
+    """The judgement on a run so far; `add` its rows in order. history: all alarms, in
+    order; alarms: those that last.
+    """
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self.step = -1
         self.history: list[Alarm] = []
         self._open: dict[str, int] = {}  # indices in the history, of alarms that last
         self._judges: dict[tuple[str, str], _Always | _Limited | _Course] = {}
-        self._learnt: deque[Row] = deque(maxlen=WINDOW + GAP)  # newest rows, by which `_learns` judges
+        self._learnt: deque[Row] = deque(
+            maxlen=WINDOW + GAP
+        )  # newest rows, by which `_learns` judges
         self._before: Row = {}
         self._epoch_began = 0
         self._compared: Row = {}
@@ -334,7 +579,9 @@ class Health:
 
     @property
     def alarms(self) -> list[Alarm]:
-        """Alarms that last, in order; first that every answer is wrong, which explains others."""
+        """Alarms that last, in order; first that every answer is wrong, which explains
+        others.
+        """
         lasting = [self.history[number] for number in sorted(self._open.values())]
         return sorted(lasting, key=lambda alarm: not alarm.name.startswith("all_wrong"))
 
@@ -362,17 +609,28 @@ class Health:
                 row["progress_errors"] = fmean(self._moves) / error
         self._before = row
         self._learnt.append(row)
-        tasks = ["", *(name.removeprefix("pass_rate_train") for name in row if name.startswith("pass_rate_train/"))]
+        tasks = [
+            "",
+            *(
+                name.removeprefix("pass_rate_train")
+                for name in row
+                if name.startswith("pass_rate_train/")
+            ),
+        ]
         for signal in SIGNALS:
             for task in tasks if signal.tasks else tasks[:1]:
-                with suppress(KeyError, ArithmeticError, ValueError):  # not measured, or not a valid number
+                with suppress(
+                    KeyError, ArithmeticError, ValueError
+                ):  # not measured, or not a valid number
                     if math.isfinite(value := signal.value(row, task)):
                         self._judge(signal, task, value)
 
     def _learns(self, since: int) -> bool:
-        """Return whether more answers are right than before this step, or more end in time.
+        """Return whether more answers are right than before this step, or more end in
+        time.
 
-        A policy that learns to stop writes shorter answers, and one that learns is surer of them.
+        A policy that learns to stop writes shorter answers, and one that learns is
+        surer of them.
         """
         more_right = _risen(self._learnt, "pass_rate_train", since) > LEARNS
         more_end = _risen(self._learnt, "truncation_rate", since) < -LEARNS
@@ -391,7 +649,10 @@ class Health:
             self._open[name] = len(self.history)
             remedy = signal.remedy or _LOG
             if signal.name in ("parity", "kernels", "kernels_median") and self._compared:
-                remedy = f"likely cause: {parity.named_cause(self._compared, routing='routing' in self._open)}"
+                remedy = (
+                    "likely cause:"
+                    f" {parity.named_cause(self._compared, routing='routing' in self._open)}"
+                )
             if signal.name == "all_wrong":
                 remedy = _why_all_wrong(self._before, task)
             text = f"{name.replace('_', ' ')} ({judge.seen}): {signal.meaning}; {remedy}"
@@ -407,9 +668,11 @@ def _judge_of(signal: Signal) -> _Always | _Limited | _Course:
 
 
 def _risen(rows: Iterable[Row], name: str, since: int) -> float:
-    """Return how far the mean of a metric's newest values since a step is above that of its values before.
+    """Return how far the mean of a metric's newest values since a step is above that of
+    its values before.
 
-    It counts only what is more than twice the standard error, from the scatter of all; else it is 0.
+    It counts only what is more than twice the standard error, from the scatter of all;
+    else it is 0.
     """
     known = [row for row in rows if math.isfinite(row.get(name, math.nan))]
     newest = [row[name] for row in known if row["step"] >= since][-RECENT:]

@@ -1,13 +1,15 @@
-"""`megarl serve --join RUN`: an additional server for a run, from another shell, Slurm job or machine that sees its directory.
+"""`megarl serve --join RUN`: an additional server for a run, from another shell, Slurm
+job or machine that sees its directory.
 
     checks ─► Join ─► Joined(5) ─► `megarl serve --join RUN --index 5 --port P`, a process that dies with this one
               Join again every BEAT_S ─► Stop, or RUN/summary.json: the run has ended ──► exit 0
     SIGTERM ─► Leave, repeated ─► Ack: its requests continue elsewhere ────────────────► exit 0, within LEAVE_LIMIT_S anyway
 
-If a run was told to stop, or lost a node, the server joins it again once it is resumed, wherever that is: its new
-endpoints and keys are in the run directory.
+If a run was told to stop, or lost a node, the server joins it again once it is resumed,
+wherever that is: its new endpoints and keys are in the run directory.
 
-Whoever can read RUN/endpoints.json has the keys to join. The server listens on loopback, or on the network that the run names.
+Whoever can read RUN/endpoints.json has the keys to join. The server listens on
+loopback, or on the network that the run names.
 """
 
 import json
@@ -26,7 +28,17 @@ from megarl.core.base import terminal
 from megarl.core.base.errors import Interrupted, MegarlError
 from megarl.core.base.hf_files import read_json
 from megarl.core.base.link import ControllerLink
-from megarl.core.base.messages import Ack, FromServer, Join, Joined, Leave, Refused, Reply, Stop, Wait
+from megarl.core.base.messages import (
+    Ack,
+    FromServer,
+    Join,
+    Joined,
+    Leave,
+    Refused,
+    Reply,
+    Stop,
+    Wait,
+)
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.base.types import decode
 from megarl.core.journal.journal import JournalReader
@@ -41,19 +53,27 @@ from megarl.run.restart import Role
 
 BEAT_S, TICK_S = 2.0, 0.2
 JOIN_LIMIT_S = 20.0
-"""Time limit from the first request to the first answer. A controller that was just started takes some seconds."""
+"""Time limit from the first request to the first answer. A controller that was just
+started takes some seconds.
+"""
 SILENT_LIMIT_S = 120.0
 """How long the controller may be silent later; its restart takes less."""
 LEAVE_LIMIT_S = 20.0
-"""Time limit from the request to end to the exit. Slurm kills all processes 30 s after its SIGTERM (KillWait)."""
+"""Time limit from the request to end to the exit. Slurm kills all processes 30 s after
+its SIGTERM (KillWait).
+"""
 FOLLOW_LIMIT_S = 1800.0
-"""How long servers, which hold GPUs, wait for a run that was told to stop and is in the queue again."""
+"""How long servers, which hold GPUs, wait for a run that was told to stop and is in the
+queue again.
+"""
 
 
 def main(run: Path, interface: str) -> int:
-    """Join a run. Return the exit status: 0 when the run ends, or on SIGTERM or Ctrl-C; 138 on SIGUSR1, after which a Slurm job
-    is requeued. interface: the network interface to listen on; empty: the run's. MegarlError, before a server starts, if it
-    cannot join."""
+    """Join a run. Return the exit status: 0 when the run ends, or on SIGTERM or Ctrl-C;
+    138 on SIGUSR1, after which a Slurm job is requeued. interface: the network
+    interface to listen on; empty: the run's. MegarlError, before a server starts, if it
+    cannot join.
+    """
     adopt_orphans()
     with stop_requests() as asked:
         life = serve(run, interface, asked)
@@ -63,16 +83,22 @@ def main(run: Path, interface: str) -> int:
 
 
 def serve(run: Path, interface: str, asked: StopRequest) -> str:
-    """Join the run and serve it until it ends or this server is asked to end. Return the name of the run's present life."""
+    """Join the run and serve it until it ends or this server is asked to end. Return
+    the name of the run's present life.
+    """
     rundir, recipe, endpoints = opened(run)
     width = recipe.resources.server_tensor_parallel
     node = listening(recipe, endpoints, interface, 1 + len(endpoints.servers))
     if bool(node.gpus) != bool(endpoints.gpus) or (endpoints.gpus and len(node.gpus) < width):
         gpus = f"{width} GPUs (resources.server_tensor_parallel)"
         needs = gpus if endpoints.gpus else "CPUs (CUDA_VISIBLE_DEVICES= hides GPUs)"
-        raise MegarlError(f"a server of this run needs {needs}, and this machine shows {len(node.gpus)} GPUs")
+        raise MegarlError(
+            f"a server of this run needs {needs}, and this machine shows {len(node.gpus)} GPUs"
+        )
     urls = {port: f"http://{node.address}:{port}" for port in node.ports}
-    port = next(port for port, url in urls.items() if url not in endpoints.servers)  # these may be down for a moment
+    port = next(
+        port for port, url in urls.items() if url not in endpoints.servers
+    )  # these may be down for a moment
     role = task(recipe, rundir, Role("server"), port, Place((node,), node.gpus[:width]))
     join = ("-m", "megarl", "serve", "--join", str(rundir.path))
     words = (*join, "--interface", interface, "--port", str(port), "--index")
@@ -83,9 +109,13 @@ def serve(run: Path, interface: str, asked: StopRequest) -> str:
 
 
 def resumed(rundir: RunDir, life: str, asked: StopRequest) -> bool:
-    """Return True once the run has a new life with a controller; False if it ends for good, or after FOLLOW_LIMIT_S."""
+    """Return True once the run has a new life with a controller; False if it ends for
+    good, or after FOLLOW_LIMIT_S.
+    """
     terminal.say(
-        f"megarl: if the run goes on within {FOLLOW_LIMIT_S / 60:g} minutes, this server joins it again", flush=True
+        f"megarl: if the run goes on within {FOLLOW_LIMIT_S / 60:g} minutes, this server joins it"
+        " again",
+        flush=True,
     )
     until = time.monotonic() + FOLLOW_LIMIT_S
     while not asked.count and time.monotonic() < until:
@@ -101,19 +131,31 @@ def resumed(rundir: RunDir, life: str, asked: StopRequest) -> bool:
 
 
 def opened(run: Path) -> tuple[RunDir, Recipe, Endpoints]:
-    """Return directory, recipe and endpoints of a live run. The recipe has the directory's path on this machine."""
+    """Return directory, recipe and endpoints of a live run. The recipe has the
+    directory's path on this machine.
+    """
     path = run.resolve()
     rundir = RunDir.opened(path)
     if rundir.summary.exists():
         raise MegarlError(f"{run}: this run has ended ({rundir.summary} exists); resume it first")
-    recipe = load(str(rundir.recipe), [f"run.dir={json.dumps(str(path.parent))}", f"run.name={json.dumps(path.name)}"])
+    recipe = load(
+        str(rundir.recipe),
+        [f"run.dir={json.dumps(str(path.parent))}", f"run.name={json.dumps(path.name)}"],
+    )
     endpoints = rundir.endpoints()
     JournalReader(rundir.rollouts).begun()  # raises for another schema
     if recipe.resources.colocate or recipe.weights.transport == "cuda_ipc":
-        key = "resources.colocate=true" if recipe.resources.colocate else "weights.transport=cuda_ipc"
-        raise MegarlError(f"{run}: no server can join a run with {key}, whose servers share the learner's GPUs")
+        key = (
+            "resources.colocate=true" if recipe.resources.colocate else "weights.transport=cuda_ipc"
+        )
+        raise MegarlError(
+            f"{run}: no server can join a run with {key}, whose servers share the learner's GPUs"
+        )
     if not Path(recipe.model.path).exists():
-        raise MegarlError(f"model.path: {recipe.model.path} is not here; start in the folder where the run was started")
+        raise MegarlError(
+            f"model.path: {recipe.model.path} is not here; start in the folder where the run was"
+            " started"
+        )
     return rundir, recipe, endpoints
 
 
@@ -121,14 +163,21 @@ def listening(recipe: Recipe, endpoints: Endpoints, interface: str, ports: int =
     """Return this machine with its address on the run's network, and free ports there."""
     controller = str(urlsplit(endpoints.controller).hostname)
     if controller == LOOPBACK and interface not in ("", OF_SLURM):
-        raise MegarlError(f"--interface: the run listens only on loopback; start it with run.interface={interface}")
+        raise MegarlError(
+            "--interface: the run listens only on loopback; start it with"
+            f" run.interface={interface}"
+        )
     return here(ports, interface or recipe.run.interface, controller)
 
 
 class Guest:
-    """A server that joins a run, and its conversation with the controller. role: its command, without the id it will get."""
+    """A server that joins a run, and its conversation with the controller. role: its
+    command, without the id it will get.
+    """
 
-    def __init__(self, endpoints: Endpoints, role: RoleCommand, url: str, asked: StopRequest) -> None:
+    def __init__(
+        self, endpoints: Endpoints, role: RoleCommand, url: str, asked: StopRequest
+    ) -> None:
         self._role, self._asked, self._began = role, asked, time.monotonic()
         self._address, self._endpoints_file = endpoints.controller, role.rundir.endpoints_file
         self._written = self._endpoints_file.stat().st_mtime_ns
@@ -136,11 +185,17 @@ class Guest:
         self._launcher = LocalLauncher()
         self._process: RunningRole | None = None
         self.link = ControllerLink(
-            self._address, endpoints.link, self._why_end, resend_s=JOIN_LIMIT_S, limit_s=JOIN_LIMIT_S
+            self._address,
+            endpoints.link,
+            self._why_end,
+            resend_s=JOIN_LIMIT_S,
+            limit_s=JOIN_LIMIT_S,
         )
 
     def stay(self) -> None:
-        """Join, serve, leave. MegarlError if the controller refuses or is silent, or the server ends by itself."""
+        """Join, serve, leave. MegarlError if the controller refuses or is silent, or
+        the server ends by itself.
+        """
         why = ""
         try:
             while not why:
@@ -158,10 +213,15 @@ class Guest:
                 self._launcher.sweep([])
         if status is not None:
             log = self._role.log()
-            raise MegarlError(f"server {self._join.server} {how(status)}: {last_problem(log) or 'see its log'} ({log})")
+            raise MegarlError(
+                f"server {self._join.server} {how(status)}: {last_problem(log) or 'see its log'}"
+                f" ({log})"
+            )
 
     def _beat(self) -> str:
-        """Announce the server to the controller, and start it the first time. Return a reason to end, or "" to go on."""
+        """Announce the server to the controller, and start it the first time. Return a
+        reason to end, or "" to go on.
+        """
         try:
             reply = self._say(self._join)
         except Interrupted as ended:
@@ -184,19 +244,27 @@ class Guest:
     def _start(self, server: int) -> None:
         arguments = (*self._role.arguments, str(server))
         self._role = replace(self._role, role=Role("server", server), arguments=arguments)
-        # Slurm sends SIGTERM to all processes of a step at once, but the server must go on until its requests have left.
+        # Slurm sends SIGTERM to all processes of a step at once, but the server must go
+        # on until its requests have left.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._process = self._launcher.start(self._role)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        terminal.say(f"megarl: server {server} starts at {self._join.url}; its log: {self._role.log()}", flush=True)
+        terminal.say(
+            f"megarl: server {server} starts at {self._join.url}; its log: {self._role.log()}",
+            flush=True,
+        )
         self.link.limit_s = SILENT_LIMIT_S
 
     def _leave(self) -> None:
-        """Ask to leave until the controller agrees, LEAVE_LIMIT_S has passed, a second signal comes, or the run ends."""
+        """Ask to leave until the controller agrees, LEAVE_LIMIT_S has passed, a second
+        signal comes, or the run ends.
+        """
         until = time.monotonic() + LEAVE_LIMIT_S
-        self.link.interrupted = lambda: "asked twice" if self._asked.count > 1 or time.monotonic() > until else ""
+        self.link.interrupted = lambda: (
+            "asked twice" if self._asked.count > 1 or time.monotonic() > until else ""
+        )
         with suppress(MegarlError, Interrupted):
             while not isinstance(self._say(Leave(life=self._join.life)), Ack | Stop):
                 time.sleep(TICK_S)
@@ -212,7 +280,10 @@ class Guest:
         if self._process and self._process.status() is not None:
             return "the server has ended"
         with suppress(OSError):  # a shared file system may be away for a while
-            if self._role.rundir.summary.exists() or self._endpoints_file.stat().st_mtime_ns != self._written:
+            if (
+                self._role.rundir.summary.exists()
+                or self._endpoints_file.stat().st_mtime_ns != self._written
+            ):
                 return "the run has ended"
         return ""
 
@@ -220,10 +291,24 @@ class Guest:
         """Return a text that says why the controller has not answered."""
         at, address = urlsplit(self._address), f"{self._address}, named in {self._endpoints_file}"
         try:
-            socket.create_connection((str(at.hostname), int(at.port or 0)), JOIN_LIMIT_S / 4).close()
+            socket.create_connection(
+                (str(at.hostname), int(at.port or 0)), JOIN_LIMIT_S / 4
+            ).close()
         except ConnectionRefusedError:
-            other = ", or it is on another machine and has no run.interface" if at.hostname == LOOPBACK else ""
-            return f"nobody listens at {address}: the run has ended, or its controller is down{other}"
+            other = (
+                ", or it is on another machine and has no run.interface"
+                if at.hostname == LOOPBACK
+                else ""
+            )
+            return (
+                f"nobody listens at {address}: the run has ended, or its controller is down{other}"
+            )
         except OSError as error:
-            return f"this machine does not reach the run's controller at {address} ({error}): are they on one network?"
-        return f"the controller at {address}, does not answer: the keys in that file are not its own, or it hangs"
+            return (
+                f"this machine does not reach the run's controller at {address} ({error}): are they"
+                " on one network?"
+            )
+        return (
+            f"the controller at {address}, does not answer: the keys in that file are not its own,"
+            " or it hangs"
+        )

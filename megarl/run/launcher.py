@@ -1,8 +1,10 @@
-"""How a role is started, watched and ended. `Launcher` is the interface; `LocalLauncher` starts processes on this machine,
-srun.py's launcher starts steps of a Slurm job.
+"""How a role is started, watched and ended. `Launcher` is the interface;
+`LocalLauncher` starts processes on this machine, srun.py's launcher starts steps of a
+Slurm job.
 
-Each role leads its own session: Ctrl-C in the terminal reaches only the supervisor, and `kill` reaches all of the role's
-processes through their group. Roles end with the supervisor, however it ends (`megarl.run.process.die_with_supervisor`).
+Each role leads its own session: Ctrl-C in the terminal reaches only the supervisor, and
+`kill` reaches all of the role's processes through their group. Roles end with the
+supervisor, however it ends (`megarl.run.process.die_with_supervisor`).
 """
 
 import os
@@ -28,36 +30,51 @@ from megarl.run.process import remove_abandoned_shared_memory, remove_shared_mem
 from megarl.run.restart import NodeState, Role
 
 KILL_LIMIT_S = 30.0
-"""If a killed process still exists after this time, it hangs in the kernel (a driver); nothing more can be done about it."""
+"""If a killed process still exists after this time, it hangs in the kernel (a driver);
+nothing more can be done about it.
+"""
 Still = Literal["stopped", "unheard"]
-"""Why a role is stuck: one of its processes is stopped, or its node has stopped reporting."""
+"""Why a role is stuck: one of its processes is stopped, or its node has stopped
+reporting.
+"""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 ALIKE = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""Variables on which learner and servers must agree if they share a node; a user's own values are kept. NCCL reads a peer's
-memory by its own setting and fails, or hangs, if the peer's differs; its default is 1, and SGLang sets 0 in its processes."""
+"""Variables on which learner and servers must agree if they share a node; a user's own
+values are kept. NCCL reads a peer's memory by its own setting and fails, or hangs, if
+the peer's differs; its default is 1, and SGLang sets 0 in its processes.
+"""
 ALIKE_IN_A_RACK = ALIKE | {"NCCL_CUMEM_ENABLE": "1"}
-"""The same for GPUs of RACK: with 0, NVLink would end at the machine ("MNNVL requires cuMem", NCCL's
-src/mnnvl.cc at 5067397; by itself NCCL then uses it between machines, src/init.cc). SGLang sets 1 for a
-server on several such nodes (_set_envs_and_config in its entrypoints/engine.py)."""
+"""The same for GPUs of RACK: with 0, NVLink would end at the machine ("MNNVL requires
+cuMem", NCCL's src/mnnvl.cc at 5067397; by itself NCCL then uses it between machines,
+src/init.cc). SGLang sets 1 for a server on several such nodes (_set_envs_and_config in
+its entrypoints/engine.py).
+"""
 RACK = ("GB200", "GB300")
 """Parts of the names of GPUs whose NVLink connects the machines of a rack."""
 ORDER = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""Kernels start in the order of their calls, so that those that send are not behind those that compute.
-SGLang sets 8 for itself."""
+"""Kernels start in the order of their calls, so that those that send are not behind
+those that compute. SGLang sets 8 for itself.
+"""
 NEEDS_NO_ORDER = 10
 """Major compute capability, Blackwell's, from which megatron does without ORDER."""
 PINNED = "pinned_max_round_threshold_mb"
-"""From this size on, torch rounds pinned memory up to whole MiB; by default it rounds up to a power of two, which would make a
-server's copy of its weights up to 1.6 times as large."""
+"""From this size on, torch rounds pinned memory up to whole MiB; by default it rounds
+up to a power of two, which would make a server's copy of its weights up to 1.6 times as
+large.
+"""
 EXPANDABLE = "expandable_segments"
-"""Without it, a learner's memory is soon in pieces that its next micro-batch does not fit: no two have the same size. It is not
-set with weights.transport=cuda_ipc, which cannot share such memory (checks.py)."""
+"""Without it, a learner's memory is soon in pieces that its next micro-batch does not
+fit: no two have the same size. It is not set with weights.transport=cuda_ipc, which
+cannot share such memory (checks.py).
+"""
 COMMANDS = {"server": "serve", "teacher": "serve", "controller": "rollout", "learner": "learn"}
 
 
 @dataclass(frozen=True)
 class RoleCommand:
-    """The command of a role. arguments: those of `python`. environment: variables that differ from ours (None: unset)."""
+    """The command of a role. arguments: those of `python`. environment: variables that
+    differ from ours (None: unset).
+    """
 
     role: Role
     arguments: tuple[str, ...]
@@ -66,7 +83,9 @@ class RoleCommand:
     rundir: RunDir
 
     def log(self, n: int = 0) -> Path:
-        """Return the role's log on its n-th node. Further ranks there have their own (`megarl.core.base.process.log_to`)."""
+        """Return the role's log on its n-th node. Further ranks there have their own
+        (`megarl.core.base.process.log_to`).
+        """
         rank = self.role.index if self.role.serves else n * self.place.ranks
         return self.rundir.log(self.role.kind, self.place.nodes[n].name, rank)
 
@@ -81,7 +100,9 @@ class RunningRole(Protocol):
         """Ask it to end."""
 
     def kill(self) -> None:
-        """Kill the role and everything it started; also clean up after a dead role. Return without waiting."""
+        """Kill the role and everything it started; also clean up after a dead role.
+        Return without waiting.
+        """
 
     def wait_gone(self) -> None:
         """Wait after `kill` until the role is gone, for at most KILL_LIMIT_S."""
@@ -95,16 +116,22 @@ class RunningRole(Protocol):
 
 class Launcher(Protocol):
     def survey(self, ports: int) -> tuple[Node, ...]:
-        """Return the available nodes in the order of the allocation, each with this many free ports."""
+        """Return the available nodes in the order of the allocation, each with this
+        many free ports.
+        """
 
     def start(self, task: RoleCommand) -> RunningRole: ...
 
     def sweep(self, running: Sequence[RunningRole]) -> None:
-        """Kill processes that dead roles have left, except those that belong to `running`."""
+        """Kill processes that dead roles have left, except those that belong to
+        `running`.
+        """
 
 
 def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) -> RoleCommand:
-    """Build the command that runs the role with the resolved recipe. port: only for roles that serve."""
+    """Build the command that runs the role with the resolved recipe. port: only for
+    roles that serve.
+    """
     arguments = ["-m", "megarl", COMMANDS[role.kind], str(rundir.recipe)]
     if role.serves:
         arguments += ["--index", str(role.index), "--port", str(port)]
@@ -115,15 +142,29 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         **{name: os.environ.get(name, value) for name, value in alike(place.nodes).items()},
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        "OMP_THREAD_LIMIT": None,  # one below `threads`: SGLang's server dies at the first token on a CPU
-        # A thread that waits for the others of its role sleeps. One that spins keeps another role from its core.
+        # one below `threads`: SGLang's server dies at the first token on a CPU
+        "OMP_THREAD_LIMIT": None,
+        # A thread that waits for the others of its role sleeps. One that spins keeps
+        # another role from its core.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
-        "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),  # nvidia-smi's, and Slurm's
-        **(_allocator(role.kind == "learner" and recipe.weights.transport != "cuda_ipc") if place.gpus else {}),
-        **(kernel_order(recipe, place.capabilities) if role.kind == "learner" and place.gpus else {}),
-        "LD_BIND_NOW": None,  # Transformer Engine has symbols that only some libraries bring, and could not be imported
+        "CUDA_DEVICE_ORDER": os.environ.get(
+            "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+        ),  # nvidia-smi's, and Slurm's
+        **(
+            _allocator(role.kind == "learner" and recipe.weights.transport != "cuda_ipc")
+            if place.gpus
+            else {}
+        ),
+        **(
+            kernel_order(recipe, place.capabilities)
+            if role.kind == "learner" and place.gpus
+            else {}
+        ),
+        # Transformer Engine has symbols that only some libraries bring, and could not
+        # be imported
+        "LD_BIND_NOW": None,
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": None,  # else every role compiles all its imports at each start
     }
@@ -138,11 +179,13 @@ def alike(nodes: Sequence[Node]) -> dict[str, str]:
 
 
 def kernel_order(recipe: Recipe, capabilities: Collection[str]) -> dict[str, str]:
-    """Return ORDER if a learner on GPUs of these compute capabilities ("9.0"; none: unknown) needs it.
+    """Return ORDER if a learner on GPUs of these compute capabilities ("9.0"; none:
+    unknown) needs it.
 
-    Megatron requires it with tensor or context parallelism, before Blackwell (validate_args in its
-    training/arguments.py). Where it is not needed, exchanges of experts and of gradients would wait for
-    kernels beside which they could run."""
+    Megatron requires it with tensor or context parallelism, before Blackwell
+    (validate_args in its training/arguments.py). Where it is not needed, exchanges of
+    experts and of gradients would wait for kernels beside which they could run.
+    """
     exchanges = recipe.model.tensor_parallel > 1 or recipe.model.context_parallel > 1
     majors = [int(capability.partition(".")[0]) for capability in capabilities]
     before = not majors or min(majors) < NEEDS_NO_ORDER
@@ -150,7 +193,9 @@ def kernel_order(recipe: Recipe, capabilities: Collection[str]) -> dict[str, str
 
 
 def _allocator(expandable: bool) -> dict[str, str]:
-    """Return torch's settings for memory allocation: the user's, and `PINNED` and perhaps `EXPANDABLE` if they lack them."""
+    """Return torch's settings for memory allocation: the user's, and `PINNED` and
+    perhaps `EXPANDABLE` if they lack them.
+    """
     said = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     ours = {PINNED: "1"} | ({EXPANDABLE: "True"} if expandable else {})
     lacking = [f"{key}:{value}" for key, value in ours.items() if key not in said]
@@ -158,7 +203,9 @@ def _allocator(expandable: bool) -> dict[str, str]:
 
 
 class LocalLauncher:
-    """Starts processes on this machine. Call `start` from a thread that outlives the roles: they die with it."""
+    """Starts processes on this machine. Call `start` from a thread that outlives the
+    roles: they die with it.
+    """
 
     def __init__(self, interface: str = "") -> None:
         self._interface = interface
@@ -172,16 +219,27 @@ class LocalLauncher:
         own = {SUPERVISOR: str(os.getpid()), NODE: node.name, NODE_RANK: str(n)}
         own |= {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": f"={node.interface}"}
         if task.role.kind != "controller":  # its prompts take a large disk
-            own |= devices.kernel_caches() | devices.search_path() | devices.toolkit() | devices.temporary_folder()
+            own |= (
+                devices.kernel_caches()
+                | devices.search_path()
+                | devices.toolkit()
+                | devices.temporary_folder()
+            )
         remove_abandoned_shared_memory()
         with writing(task.log(n)):
             task.log(n).parent.mkdir(parents=True, exist_ok=True)
             log = task.log(n).open("ab", buffering=0)
-            log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(task.arguments)}\n".encode())
+            log.write(
+                f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(task.arguments)}\n".encode()
+            )
         with log:
             process = subprocess.Popen(
                 [sys.executable, *task.arguments],
-                env={k: v for k, v in {**os.environ, **task.environment, **own}.items() if v is not None},
+                env={
+                    k: v
+                    for k, v in {**os.environ, **task.environment, **own}.items()
+                    if v is not None
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -190,7 +248,9 @@ class LocalLauncher:
         return LocalProcess(process, whole=task.role.kind == "learner")
 
     def sweep(self, running: Sequence[RunningRole]) -> None:
-        """Kill processes that left their role's session: orphans become our children (`megarl.run.process.adopt_orphans`)."""
+        """Kill processes that left their role's session: orphans become our children
+        (`megarl.run.process.adopt_orphans`).
+        """
         mine = [process.pid for process in running]
         orphans = [child for child in psutil.Process().children() if child.pid not in mine]
         family = [process for orphan in orphans for process in (orphan, *_descendants(orphan))]
@@ -201,8 +261,10 @@ class LocalLauncher:
 
 
 class LocalProcess:
-    """A session leader and everything it started. whole: all descendants belong to the role, even in sessions of their own (as
-    torchrun's ranks, unlike a grader's programs)."""
+    """A session leader and everything it started. whole: all descendants belong to the
+    role, even in sessions of their own (as torchrun's ranks, unlike a grader's
+    programs).
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], whole: bool) -> None:
         self._process, self._whole = process, whole
@@ -220,7 +282,9 @@ class LocalProcess:
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # the group's number stays taken while any of its processes lives
+            os.killpg(
+                self.pid, signal.SIGKILL
+            )  # the group's number stays taken while any of its processes lives
 
     def wait_gone(self) -> None:
         with suppress(subprocess.TimeoutExpired):
@@ -233,7 +297,9 @@ class LocalProcess:
             leader = psutil.Process(self.pid)
             for process in (leader, *_descendants(leader)):
                 with suppress(psutil.NoSuchProcess, ProcessLookupError):
-                    if process.status() in STOPPED and (self._whole or os.getsid(process.pid) == self.pid):
+                    if process.status() in STOPPED and (
+                        self._whole or os.getsid(process.pid) == self.pid
+                    ):
                         return "stopped"
         return None
 

@@ -17,7 +17,9 @@ KINDS = ("server", "teacher", "learner", "controller")
 
 
 def main(run: Path, role: str, count: int, follow: bool) -> int:
-    """Print the last `count` lines of each file; with `follow`, go on until the run has ended."""
+    """Print the last `count` lines of each file; with `follow`, go on until the run has
+    ended.
+    """
     rundir = RunDir.opened(run)
     tails: dict[Path, Tail] = {}
     begin = -count
@@ -31,7 +33,9 @@ def main(run: Path, role: str, count: int, follow: bool) -> int:
             lines = tails[file].lines()[begin:] if follow else last_lines(file, count)
             where = f"{file.parent.name} {file.stem}: " if len(files) > 1 else ""
             for line in lines:
-                shown = sentence(line) if file.suffix == ".jsonl" else where + terminal.uncoloured(line)
+                shown = (
+                    sentence(line) if file.suffix == ".jsonl" else where + terminal.uncoloured(line)
+                )
                 terminal.say(shown, flush=True)
         if ended or not follow:
             return 0
@@ -40,7 +44,9 @@ def main(run: Path, role: str, count: int, follow: bool) -> int:
 
 
 def logs_of(rundir: RunDir, role: str) -> list[Path]:
-    """Return the role's existing log files, the most recently written one last. MegarlError for an unknown role."""
+    """Return the role's existing log files, the most recently written one last.
+    MegarlError for an unknown role.
+    """
     kind, _, index = role.partition("-")
     if role == "supervisor":
         files = [rundir.supervisor]
@@ -48,12 +54,16 @@ def logs_of(rundir: RunDir, role: str) -> list[Path]:
         logs = rundir.logs.glob(f"{kind}/*.{index or '*'}.log")
         files = sorted(logs, key=lambda log: (log.stat().st_mtime, log.name))
     else:
-        raise MegarlError(f"--role: {role!r} is none of {', '.join(KINDS)}, supervisor, server-N and learner-N")
+        raise MegarlError(
+            f"--role: {role!r} is none of {', '.join(KINDS)}, supervisor, server-N and learner-N"
+        )
     return [log for log in files if log.exists()]
 
 
 def sentence(line: str) -> str:
-    """Format a supervisor event as a sentence: when, who, what, details. Other lines are returned unchanged."""
+    """Format a supervisor event as a sentence: when, who, what, details. Other lines
+    are returned unchanged.
+    """
     try:
         row = json.loads(line)
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.pop("time")))

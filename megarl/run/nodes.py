@@ -1,4 +1,5 @@
-"""A node's resources for a run: address, GPUs, cores, memory and free ports, determined on the node itself.
+"""A node's resources for a run: address, GPUs, cores, memory and free ports, determined
+on the node itself.
 
 one machine        here(…)
 a Slurm job        `python -m megarl.run.nodes …` in a step over all nodes ─► lines of JSON ─► Nodes
@@ -24,14 +25,18 @@ from megarl.run.process import free_ports
 LOOPBACK = "127.0.0.1"
 DISCARD = 9
 OF_SLURM = "slurm"
-"""Used in place of an interface's name: the interface by which Slurm reaches the node."""
+"""Used in place of an interface's name: the interface by which Slurm reaches the node.
+"""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node. `name` is Slurm's, or this machine's. Roles listen on `address`, which belongs to network interface `interface`.
-    gpus: names for CUDA_VISIBLE_DEVICES. memory: all that we may use, in bytes. ports: free ones. host: the machine's name,
-    which several nodes of a test may share. kinds, capabilities: of its GPUs, such as NVIDIA GB200 and 10.0."""
+    """A node. `name` is Slurm's, or this machine's. Roles listen on `address`, which
+    belongs to network interface `interface`. gpus: names for CUDA_VISIBLE_DEVICES.
+    memory: all that we may use, in bytes. ports: free ones. host: the machine's name,
+    which several nodes of a test may share. kinds, capabilities: of its GPUs, such as
+    NVIDIA GB200 and 10.0.
+    """
 
     name: str
     host: str
@@ -53,7 +58,11 @@ def here(ports: int, interface: str, peer: str = "") -> Node:
         name=os.environ.get("SLURMD_NODENAME", host),
         host=host,
         address=address,
-        interface=next(n for n, known in psutil.net_if_addrs().items() if any(a.address == address for a in known)),
+        interface=next(
+            n
+            for n, known in psutil.net_if_addrs().items()
+            if any(a.address == address for a in known)
+        ),
         gpus=devices.gpus(),
         cores=len(os.sched_getaffinity(0)),
         memory=memory(),
@@ -67,15 +76,19 @@ CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def memory() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or less by a limit of its control groups. Slurm
-    kills processes of a job that exceed its --mem, and a container engine those of a container."""
+    """Return the bytes of memory that this process may use: the machine's, or less by a
+    limit of its control groups. Slurm kills processes of a job that exceed its --mem,
+    and a container engine those of a container.
+    """
     limits = [psutil.virtual_memory().total]
     with suppress(OSError):
         for line in CGROUP.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            group, name = ("memory", "memory.limit_in_bytes") if controllers else (".", "memory.max")
+            group, name = (
+                ("memory", "memory.limit_in_bytes") if controllers else (".", "memory.max")
+            )
             ours = CGROUPS / group / path.lstrip("/")
             for folder in (ours, *ours.parents):
                 with suppress(OSError, ValueError):  # not there, or "max"
@@ -84,9 +97,11 @@ def memory() -> int:
 
 
 def address_of(interface: str, peer: str = "") -> str:
-    """Return the address of this interface or, for OF_SLURM, of the one that Slurm uses; loopback without a name or a job.
-    peer: an address on Slurm's network; in a step it is known anyway. MegarlError if there is no such interface with an IPv4
-    address."""
+    """Return the address of this interface or, for OF_SLURM, of the one that Slurm
+    uses; loopback without a name or a job. peer: an address on Slurm's network; in a
+    step it is known anyway. MegarlError if there is no such interface with an IPv4
+    address.
+    """
     supervisor = peer or os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")  # in steps
     if not interface or (interface == OF_SLURM and not supervisor):
         return LOOPBACK
@@ -104,11 +119,15 @@ def address_of(interface: str, peer: str = "") -> str:
         if entry.family == socket.AF_INET:
             return entry.address
     what = f"not a network interface with an IPv4 address of {socket.gethostname()}"
-    raise MegarlError(f"run.interface: {interface!r} is {what}, which has {', '.join(sorted(known))}")
+    raise MegarlError(
+        f"run.interface: {interface!r} is {what}, which has {', '.join(sorted(known))}"
+    )
 
 
 GPUS_A_LINE, PORTS_A_LINE = 12, 64
-"""These keep a line below 1,024 bytes, even with UUIDs as names of GPUs: srun interleaves longer lines of several nodes."""
+"""These keep a line below 1,024 bytes, even with UUIDs as names of GPUs: srun
+interleaves longer lines of several nodes.
+"""
 
 
 def told(node: Node) -> Iterator[bytes]:
@@ -121,18 +140,24 @@ def told(node: Node) -> Iterator[bytes]:
 
 
 def gathered(lines: Iterable[str]) -> dict[str, Node]:
-    """Decode the lines of several nodes and return the nodes by name. Other lines, of a site's prologue, are skipped."""
+    """Decode the lines of several nodes and return the nodes by name. Other lines, of a
+    site's prologue, are skipped.
+    """
     nodes: dict[str, Node] = {}
     for line in lines:
         with suppress(msgspec.MsgspecError):
             part = msgspec.json.decode(line, type=Node)
             known = nodes.setdefault(part.name, replace(part, gpus=(), ports=()))
-            nodes[part.name] = replace(known, gpus=known.gpus + part.gpus, ports=known.ports + part.ports)
+            nodes[part.name] = replace(
+                known, gpus=known.gpus + part.gpus, ports=known.ports + part.ports
+            )
     return nodes
 
 
 def main(arguments: list[str]) -> int:
-    """Print this node as JSON if it sees the run directory and can import megarl. arguments: COUNT INTERFACE RUN."""
+    """Print this node as JSON if it sees the run directory and can import megarl.
+    arguments: COUNT INTERFACE RUN.
+    """
     count, interface, run = arguments
     try:
         if not (Path(run) / ".lock").exists():
@@ -144,7 +169,8 @@ def main(arguments: list[str]) -> int:
             sys.stdout.buffer.flush()  # each in one write: lines of nodes do not mix
     except MegarlError as error:
         terminal.say(
-            f"megarl: node {os.environ.get('SLURMD_NODENAME', socket.gethostname())}: {error}", file=sys.stderr
+            f"megarl: node {os.environ.get('SLURMD_NODENAME', socket.gethostname())}: {error}",
+            file=sys.stderr,
         )
         return 2
     return 0

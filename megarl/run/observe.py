@@ -1,12 +1,14 @@
-"""The state of a run from its files: the supervisor reads them as they grow, `megarl status` once.
+"""The state of a run from its files: the supervisor reads them as they grow, `megarl
+status` once.
 
 RUN/status.json (controller) ─┐
 RUN/metrics.jsonl (learner) ──┼─► Observer.look() ─► the live view, the restart policy, the watch
 RUN/eval.jsonl (controller) ──┤
 RUN/logs/*/*.log (all) ───────┘
 
-Lines of logs have no reliable times, so only problems logged while an Observer looks count as present ones: the live view of
-`megarl train` shows the last of them. `megarl status` shows the last one that has a time (status.py).
+Lines of logs have no reliable times, so only problems logged while an Observer looks
+count as present ones: the live view of `megarl train` shows the last of them. `megarl
+status` shows the last one that has a time (status.py).
 """
 
 import os
@@ -26,7 +28,9 @@ from megarl.run.health import MEMORY, Health
 from megarl.run.restart import Role
 
 PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
-PEER_LOST = re.compile(r"^(?!megarl: ).*(Connection (reset|closed) by peer|ncclRemoteError|Watchdog caught collective)")
+PEER_LOST = re.compile(
+    r"^(?!megarl: ).*(Connection (reset|closed) by peer|ncclRemoteError|Watchdog caught collective)"
+)
 """What a rank says when another one has ended."""
 OF_SLURM = re.compile(r"^(srun|slurmstepd\S*): error")
 TAIL_BYTES = 64 << 10
@@ -36,15 +40,19 @@ RECENT = 20
 
 
 class Tail:
-    """Reads a growing file: only complete lines since the last call. An unfinished last line is left for a later call."""
+    """Reads a growing file: only complete lines since the last call. An unfinished last
+    line is left for a later call.
+    """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
         self.offset = offset
 
     def lines(self) -> list[str]:
-        """Return complete lines since the last call, without line ends; bytes that are not UTF-8 are replaced. Empty while the
-        file is missing or cannot be read; a later call then returns its lines."""
+        """Return complete lines since the last call, without line ends; bytes that are
+        not UTF-8 are replaced. Empty while the file is missing or cannot be read; a
+        later call then returns its lines.
+        """
         added: list[str] = []
         try:
             with opened(self.path) as file:
@@ -67,7 +75,9 @@ class Tail:
 
 
 class ServerStatus(msgspec.Struct, kw_only=True):
-    """A server's state. busy_share: share of the time during which it had requests running."""
+    """A server's state. busy_share: share of the time during which it had requests
+    running.
+    """
 
     id: int
     state: str = "starting"
@@ -87,7 +97,9 @@ class TicketStatus(msgspec.Struct, kw_only=True):
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """Part of RUN/status.json. phase: the learner's last command (train, replay, publish, score, wait, stop), or starting."""
+    """Part of RUN/status.json. phase: the learner's last command (train, replay,
+    publish, score, wait, stop), or starting.
+    """
 
     time: float
     step: int = 0
@@ -102,7 +114,9 @@ class Status(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class LoggedProblem:
-    """A log line that looks like a problem. time: when it was read; steps_made: steps of this life by then."""
+    """A log line that looks like a problem. time: when it was read; steps_made: steps
+    of this life by then.
+    """
 
     log: Path
     text: str
@@ -111,9 +125,11 @@ class LoggedProblem:
 
 
 class Observer:
-    """Everything known of a run. `rows` (the RECENT newest), `pass_rates` in training and `evaluations`, all by step, come from
-    all its lives, the rest from this life. compared: the row of the newest step before which servers and learner were compared;
-    empty before the first. steps_made: steps of this life that no earlier row has."""
+    """Everything known of a run. `rows` (the RECENT newest), `pass_rates` in training
+    and `evaluations`, all by step, come from all its lives, the rest from this life.
+    compared: the row of the newest step before which servers and learner were compared;
+    empty before the first. steps_made: steps of this life that no earlier row has.
+    """
 
     def __init__(self, rundir: RunDir) -> None:
         self._rundir = rundir
@@ -141,13 +157,17 @@ class Observer:
     def look(self) -> None:
         """Read what was added to the files."""
         new, newest = by_step(self._metrics.new()), max(self.rows, default=-1)
-        self.steps_made += sum(step > newest for step in new)  # a learner that replays steps has made no progress
+        self.steps_made += sum(
+            step > newest for step in new
+        )  # a learner that replays steps has made no progress
         for step, row in sorted(new.items()):
             self._take(row)
             if step > self.health.step:  # a replayed step is the same again
                 self.health.add(row)
         self.evaluations |= scores(self._eval.new())
-        with suppress(OSError, msgspec.DecodeError):  # not written yet, or malformed: keep the last one
+        with suppress(
+            OSError, msgspec.DecodeError
+        ):  # not written yet, or malformed: keep the last one
             status = msgspec.json.decode(contents(self._rundir.status), type=Status)
             if self.status is None or status.time != self.status.time:
                 self._changed = time.monotonic()
@@ -166,7 +186,9 @@ class Observer:
             self.compared = row
 
     def _look_at_logs(self) -> None:
-        """Read what was added to logs. Those of all lives are there, so only those that have grown are opened."""
+        """Read what was added to logs. Those of all lives are there, so only those that
+        have grown are opened.
+        """
         sizes: dict[str, int] = {}
         with suppress(OSError):
             sizes = _sizes(self._rundir.logs)
@@ -176,11 +198,15 @@ class Observer:
             tail = self._logs[path]
             for line in tail.lines() if size > tail.offset else ():
                 if PROBLEM.search(line):
-                    self._problem = LoggedProblem(tail.path, line.strip(), time.time(), self.steps_made)
+                    self._problem = LoggedProblem(
+                        tail.path, line.strip(), time.time(), self.steps_made
+                    )
 
     @property
     def problem(self) -> str:
-        """The last problem in the logs; empty once its role has recovered: a step was made since, and a server is clean."""
+        """The last problem in the logs; empty once its role has recovered: a step was
+        made since, and a server is clean.
+        """
         if (last := self._problem) is None:
             return ""
         kind, rank = last.log.parent.name, last.log.stem.rpartition(".")[2]
@@ -188,11 +214,17 @@ class Observer:
         if kind == "server":
             known = self.status is not None and self.status.time > last.time
             servers = self.status.servers if self.status and known else []
-            well = well and known and all(s.state.startswith("clean") for s in servers if str(s.id) == rank)
+            well = (
+                well
+                and known
+                and all(s.state.startswith("clean") for s in servers if str(s.id) == rank)
+            )
         return "" if well else f"{kind} {last.log.stem}: {last.text}"
 
     def joined(self, own: int) -> list[ServerStatus]:
-        """Return the working servers that have joined. own: the number of the run's own servers."""
+        """Return the working servers that have joined. own: the number of the run's own
+        servers.
+        """
         servers = self.status.servers if self.status else []
         return [s for s in servers if s.id >= own and s.state in ("clean", "publishing")]
 
@@ -204,7 +236,9 @@ class Observer:
 
     @property
     def status_age(self) -> float:
-        """Seconds since another status was seen, by this machine's clock: the controller's may be another."""
+        """Seconds since another status was seen, by this machine's clock: the
+        controller's may be another.
+        """
         return time.monotonic() - self._changed if self.status else 0.0
 
     @property
@@ -226,12 +260,16 @@ class Observer:
 def _sizes(logs: Path) -> dict[str, int]:
     """Return how long each log of a role is."""
     folders = [folder.path for folder in os.scandir(logs) if folder.is_dir()]
-    found = (file for folder in folders for file in os.scandir(folder) if file.name.endswith(".log"))
+    found = (
+        file for folder in folders for file in os.scandir(folder) if file.name.endswith(".log")
+    )
     return {file.path: file.stat().st_size for file in found}
 
 
 def log_sizes(rundir: RunDir, role: Role) -> dict[Path, int]:
-    """Return the sizes of the role's logs on all nodes and ranks: the offsets at which a life that starts now begins."""
+    """Return the sizes of the role's logs on all nodes and ranks: the offsets at which
+    a life that starts now begins.
+    """
     sizes: dict[Path, int] = {}
     with suppress(OSError):
         for log in _logs(rundir, role):
@@ -239,16 +277,22 @@ def log_sizes(rundir: RunDir, role: Role) -> dict[Path, int]:
     return sizes
 
 
-def log_of(rundir: RunDir, role: Role, begins: Mapping[Path, int] = MappingProxyType({})) -> Path | None:
-    """Return the log that says why `role` ended, if any: of its logs the newest with a problem, else the newest. That another
-    rank was lost is a problem only if no log has its own. begins: the offsets at which its last life began in each log
-    (`log_sizes`); logs without new lines are left out."""
+def log_of(
+    rundir: RunDir, role: Role, begins: Mapping[Path, int] = MappingProxyType({})
+) -> Path | None:
+    """Return the log that says why `role` ended, if any: of its logs the newest with a
+    problem, else the newest. That another rank was lost is a problem only if no log has
+    its own. begins: the offsets at which its last life began in each log (`log_sizes`);
+    logs without new lines are left out.
+    """
 
     def telling(log: Path) -> tuple[bool, bool, float]:
         problem = last_problem(log, begins.get(log, 0))
         return bool(problem) and not PEER_LOST.search(problem), bool(problem), log.stat().st_mtime
 
-    added = (log for log in _logs(rundir, role) if log not in begins or log.stat().st_size > begins[log])
+    added = (
+        log for log in _logs(rundir, role) if log not in begins or log.stat().st_size > begins[log]
+    )
     return max(added, key=telling, default=None)
 
 
@@ -257,10 +301,15 @@ def _logs(rundir: RunDir, role: Role) -> Iterator[Path]:
 
 
 def last_problem(log: Path, begin: int = 0) -> str:
-    """Return the last problem near the end of a log; empty if there is none. That a peer was lost counts only without others,
-    and Slurm's messages come last. begin: see `last_lines`."""
+    """Return the last problem near the end of a log; empty if there is none. That a
+    peer was lost counts only without others, and Slurm's messages come last. begin: see
+    `last_lines`.
+    """
     lines = last_lines(log, begin=begin)[::-1]
-    problems = sorted((line for line in lines if PROBLEM.search(line)), key=lambda line: bool(PEER_LOST.search(line)))
+    problems = sorted(
+        (line for line in lines if PROBLEM.search(line)),
+        key=lambda line: bool(PEER_LOST.search(line)),
+    )
     problems += (line for line in lines if OF_SLURM.search(line))
     return problems[0].strip() if problems else ""
 

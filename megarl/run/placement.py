@@ -8,9 +8,11 @@
 
 A server lies within a node. If it has more GPUs than a node, it takes whole nodes.
 
-With resources.colocate the servers share the learner's GPUs, all on one node: server 0 has those of the first ranks.
+With resources.colocate the servers share the learner's GPUs, all on one node: server 0
+has those of the first ranks.
 
-A slot is a GPU or, if no node has one, `resources.threads` cores. A single node without GPUs takes every role regardless.
+A slot is a GPU or, if no node has one, `resources.threads` cores. A single node without
+GPUs takes every role regardless.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,9 @@ from megarl.run.restart import Role, RoleKind
 
 @dataclass(frozen=True)
 class Place:
-    """Where a role runs. gpus: the role's GPUs on each of its nodes, empty without GPUs. ranks: the learner's on each node."""
+    """Where a role runs. gpus: the role's GPUs on each of its nodes, empty without
+    GPUs. ranks: the learner's on each node.
+    """
 
     nodes: tuple[Node, ...]
     gpus: tuple[str, ...] = ()
@@ -34,15 +38,22 @@ class Place:
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """The compute capabilities of its nodes' GPUs, such as 9.0; empty if they are not known."""
+        """The compute capabilities of its nodes' GPUs, such as 9.0; empty if they are
+        not known.
+        """
         return frozenset(each for node in self.nodes for each in node.capabilities)
 
 
 def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
-    """Place servers from the front, the learner at the end, the controller on the first node. MegarlError if they don't fit."""
+    """Place servers from the front, the learner at the end, the controller on the first
+    node. MegarlError if they don't fit.
+    """
     resources = recipe.resources
     some = any(node.gpus for node in nodes)
-    slots = [list(node.gpus) if some else [""] * max(1, node.cores // resources.threads) for node in nodes]
+    slots = [
+        list(node.gpus) if some else [""] * max(1, node.cores // resources.threads)
+        for node in nodes
+    ]
     if len(nodes) == 1 and not nodes[0].gpus:
         slots = [["" for _ in range(needed(recipe))]]
     free = [list(of_node) for of_node in slots]
@@ -51,7 +62,9 @@ def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
     learner = _learner(resources.learner_ranks, nodes, free)
     placed = {Role("learner"): learner}
     if resources.colocate:
-        return placed | _colocated(recipe, learner) | {Role("controller"): Place((learner.nodes[0],))}
+        return (
+            placed | _colocated(recipe, learner) | {Role("controller"): Place((learner.nodes[0],))}
+        )
     placed |= _servers(recipe, nodes, slots, free)
     if recipe.teachers:
         placed |= _servers(recipe.teacher_recipe, nodes, slots, free, "teacher")
@@ -62,8 +75,9 @@ def _colocated(recipe: Recipe, learner: Place) -> dict[Role, Place]:
     """Place the servers on the learner's GPUs."""
     if len(learner.nodes) > 1:
         raise MegarlError(
-            f"resources.colocate: {recipe.resources.learner_ranks} learner ranks take {len(learner.nodes)} nodes, and only "
-            "GPUs of one are shared; lower resources.learner_ranks, or set resources.colocate=false"
+            f"resources.colocate: {recipe.resources.learner_ranks} learner ranks take"
+            f" {len(learner.nodes)} nodes, and only GPUs of one are shared; lower"
+            " resources.learner_ranks, or set resources.colocate=false"
         )
     width = recipe.resources.server_tensor_parallel
     return {
@@ -73,23 +87,36 @@ def _colocated(recipe: Recipe, learner: Place) -> dict[Role, Place]:
 
 
 def place_servers(recipe: Recipe, node: Node) -> dict[Role, Place]:
-    """Place an evaluation's servers, alone on one machine. MegarlError if they do not fit."""
+    """Place an evaluation's servers, alone on one machine. MegarlError if they do not
+    fit.
+    """
     count, width = recipe.resources.servers, recipe.resources.server_tensor_parallel
     if node.gpus and len(node.gpus) < count * width:
         raise MegarlError(
-            f"resources: {count} servers x {width} GPUs need {count * width}, and {len(node.gpus)} are visible "
-            f"({','.join(node.gpus)}); lower resources.servers or resources.server_tensor_parallel, or set "
-            "CUDA_VISIBLE_DEVICES= to serve a tiny model on the CPU"
+            f"resources: {count} servers x {width} GPUs need {count * width}, and {len(node.gpus)}"
+            f" are visible ({','.join(node.gpus)}); lower resources.servers or"
+            " resources.server_tensor_parallel, or set CUDA_VISIBLE_DEVICES= to serve a tiny model"
+            " on the CPU"
         )
     slots = list(node.gpus) or [""] * (count * width)
     return _servers(recipe, [node], [slots], [list(slots)])
 
 
 def _servers(
-    recipe: Recipe, nodes: Sequence[Node], slots: list[list[str]], free: list[list[str]], kind: RoleKind = "server"
+    recipe: Recipe,
+    nodes: Sequence[Node],
+    slots: list[list[str]],
+    free: list[list[str]],
+    kind: RoleKind = "server",
 ) -> dict[Role, Place]:
-    """Place servers on the first free GPUs of all `slots`, and remove these from `free`."""
-    servers, width, size = recipe.resources.servers, recipe.resources.server_tensor_parallel, max(map(len, slots))
+    """Place servers on the first free GPUs of all `slots`, and remove these from
+    `free`.
+    """
+    servers, width, size = (
+        recipe.resources.servers,
+        recipe.resources.server_tensor_parallel,
+        max(map(len, slots)),
+    )
     key, count, placed = f"resources.{kind}_tensor_parallel", max(1, width // size), {}
     if width > size and width % size:
         what = f"such a server takes whole nodes; use a multiple of {size}"
@@ -101,9 +128,10 @@ def _servers(
             found = [n for n in found if free[n] == free[found[0]]]
         if len(found) < count:
             raise MegarlError(
-                f"resources: {kind} {i} of {servers} finds no {'node' if count == 1 else f'{count} nodes'} with "
-                f"{width // count} free GPUs (free: {_counts(nodes, free)}); it lies within a node or on whole ones: choose "
-                f"{key} so that it divides a node's GPUs, or ask for more nodes"
+                f"resources: {kind} {i} of {servers} finds no"
+                f" {'node' if count == 1 else f'{count} nodes'} with {width // count} free GPUs"
+                f" (free: {_counts(nodes, free)}); it lies within a node or on whole ones: choose"
+                f" {key} so that it divides a node's GPUs, or ask for more nodes"
             )
         gpus = free[found[0]][: width // count]
         for n in found[:count]:
@@ -113,7 +141,9 @@ def _servers(
 
 
 def _learner(ranks: int, nodes: Sequence[Node], free: list[list[str]]) -> Place:
-    """Place the learner on the last GPUs of the last node, or on whole nodes from the end."""
+    """Place the learner on the last GPUs of the last node, or on whole nodes from the
+    end.
+    """
     width = len(free[-1])
     if ranks <= width:
         taken = [free[-1].pop() for _ in range(ranks)]
@@ -121,8 +151,9 @@ def _learner(ranks: int, nodes: Sequence[Node], free: list[list[str]]) -> Place:
     count = ranks // width if width else 0
     if not count or ranks % width or any(slots != free[-1] for slots in free[-count:]):
         raise MegarlError(
-            f"resources.learner_ranks: {ranks} ranks take whole nodes, and the last nodes have "
-            f"{', '.join(str(len(slots)) for slots in free)} GPUs each; use a multiple of a node's, on nodes with equally many"
+            f"resources.learner_ranks: {ranks} ranks take whole nodes, and the last nodes have"
+            f" {', '.join(str(len(slots)) for slots in free)} GPUs each; use a multiple of a"
+            " node's, on nodes with equally many"
         )
     gpus = _named(free[-1])
     for slots in free[-count:]:
@@ -136,18 +167,30 @@ def _named(slots: Sequence[str]) -> tuple[str, ...]:
 
 def _too_few(recipe: Recipe, nodes: Sequence[Node], free: Sequence[Sequence[str]]) -> str:
     resources = recipe.resources
-    servers = "" if resources.colocate else f"{resources.servers} servers x {resources.server_tensor_parallel} GPUs + "
+    servers = (
+        ""
+        if resources.colocate
+        else f"{resources.servers} servers x {resources.server_tensor_parallel} GPUs + "
+    )
     if recipe.teachers:
         servers += f"{recipe.teachers} teachers x {resources.teacher_tensor_parallel} GPUs + "
-    need = f"resources: {servers}{resources.learner_ranks} learner ranks need {needed(recipe)} GPUs, and "
+    need = (
+        f"resources: {servers}{resources.learner_ranks} learner ranks need {needed(recipe)} GPUs,"
+        " and "
+    )
     lower = "lower resources.servers, resources.server_tensor_parallel or resources.learner_ranks"
     if len(nodes) == 1:
         visible = ",".join(nodes[0].gpus)
         return (
-            f"{need}{len(nodes[0].gpus)} are visible ({visible}); {lower}, share them (resources.colocate=true "
-            "weights.transport=cuda_ipc), or set CUDA_VISIBLE_DEVICES= to run a tiny model on the CPU"
+            f"{need}{len(nodes[0].gpus)} are visible ({visible}); {lower}, share them"
+            " (resources.colocate=true weights.transport=cuda_ipc), or set CUDA_VISIBLE_DEVICES="
+            " to run a tiny model on the CPU"
         )
-    what = "GPUs" if any(node.gpus for node in nodes) else f"slots of resources.threads={resources.threads} cores"
+    what = (
+        "GPUs"
+        if any(node.gpus for node in nodes)
+        else f"slots of resources.threads={resources.threads} cores"
+    )
     has = f"{sum(map(len, free))} {what} ({_counts(nodes, free)})"
     return f"{need}the allocation has {has}; ask for more nodes, or {lower}"
 
@@ -167,7 +210,9 @@ def described(placed: Mapping[Role, Place], nodes: Sequence[Node]) -> list[str]:
             elif where.ranks == 1:
                 lines[node.name].append(role.name)
             else:
-                lines[node.name].append(f"learner ranks {n * where.ranks}-{(n + 1) * where.ranks - 1}")
+                lines[node.name].append(
+                    f"learner ranks {n * where.ranks}-{(n + 1) * where.ranks - 1}"
+                )
     for name, indices in servers.items():
         if indices:
             lines[name].append(listed(indices))

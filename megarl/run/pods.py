@@ -1,11 +1,13 @@
-"""Roles in the pods of a Kubernetes JobSet: steps as in a Slurm job (srun.py), by `kubectl exec`.
+"""Roles in the pods of a Kubernetes JobSet: steps as in a Slurm job (srun.py), by
+`kubectl exec`.
 
     first pod   megarl train ─► python -m megarl.run.pods step POD … -- COMMAND      acts as srun
                                        └─► kubectl exec -i POD -- env … COMMAND      one for each pod
     other pods  python -m megarl.run.pods wait                                       until it is ended
 
-`megarl submit --kubernetes` writes the JobSet (lab/jobset.py), which sets PODS and JOBSET. A pod is
-a node, and has its name. COMMAND is step.py, which ends by itself when nobody answers it any more.
+`megarl submit --kubernetes` writes the JobSet (lab/jobset.py), which sets PODS and
+JOBSET. A pod is a node, and has its name. COMMAND is step.py, which ends by itself when
+nobody answers it any more.
 """
 
 import os
@@ -32,22 +34,29 @@ CONTAINER = "megarl"
 OF_JOBSET = "jobset.sigs.k8s.io/jobset-name"
 REPLICATED_JOB = "jobset.sigs.k8s.io/replicatedjob-name"
 INDEX = "batch.kubernetes.io/job-completion-index"
-"""Labels of a pod: JobSet's (its api/jobset/v1alpha2/jobset_types.go) and Kubernetes'."""
+"""Labels of a pod: JobSet's (its api/jobset/v1alpha2/jobset_types.go) and Kubernetes'.
+"""
 FIRST, OTHERS = "first", "others"
-"""Names of the JobSet's replicated jobs: the pod that runs `megarl train`, and the other pods."""
+"""Names of the JobSet's replicated jobs: the pod that runs `megarl train`, and the
+other pods.
+"""
 POLL_S = 2.0
 STEP_MODULE = "megarl.run.step"
 KILLED = 128 + signal.SIGTERM
 LEAVE_S = 8.0
-"""Time limit for a command's end in its pod, once it is told to by the end of its input. SRUN_LIMIT_S is longer."""
+"""Time limit for a command's end in its pod, once it is told to by the end of its
+input. SRUN_LIMIT_S is longer.
+"""
 
 
 class PodLauncher(SrunLauncher):
     """Starts roles in the pods of the JobSet that we run in."""
 
     def names(self) -> list[str]:
-        """Return the pods' names, the first one's first, once all of them run. There is no time limit, since
-        after a preemption nodes may be free hours later; every SURVEY_LIMIT_S it says what it waits for."""
+        """Return the pods' names, the first one's first, once all of them run. There is
+        no time limit, since after a preemption nodes may be free hours later; every
+        SURVEY_LIMIT_S it says what it waits for.
+        """
         wanted = int(os.environ[PODS])
         began = time.monotonic()
         said = began
@@ -76,12 +85,16 @@ class PodStep(SrunStep):
 
     @staticmethod
     def is_lost_at(code: int) -> bool:
-        """Return whether the step may go on: kubectl fails, too, when only its connection has ended."""
+        """Return whether the step may go on: kubectl fails, too, when only its
+        connection has ended.
+        """
         return code != 0
 
     def node_state(self) -> NodeState:
-        """Return "down" if a pod of the step is gone or ends, "silent" if not all have reported. We are in a
-        pod, so an answer without any is none: Kubernetes could not be asked."""
+        """Return "down" if a pod of the step is gone or ends, "silent" if not all have
+        reported. We are in a pod, so an answer without any is none: Kubernetes could
+        not be asked.
+        """
         known = pods_of(os.environ[JOBSET])
         running = {pod["metadata"]["name"] for pod in known if runs(pod)}
         if known and not set(self.names) <= running:
@@ -90,7 +103,9 @@ class PodStep(SrunStep):
 
 
 def pods_of(jobset: str) -> list[dict[str, Any]]:
-    """Return the JobSet's pods as Kubernetes describes them; none if it does not answer."""
+    """Return the JobSet's pods as Kubernetes describes them; none if it does not
+    answer.
+    """
     words = ["kubectl", "get", "pods", f"--selector={OF_JOBSET}={jobset}", "--output=json"]
     try:
         done = subprocess.run(words, capture_output=True, timeout=ASK_LIMIT_S, check=True)
@@ -114,8 +129,10 @@ def order(pod: Mapping[str, Any]) -> tuple[bool, int]:
 
 
 def run_in_pods(names: Sequence[str], command: Sequence[str]) -> int:
-    """Act as `srun --kill-on-bad-exit`: run the command in each pod, pass our input on to all, and
-    their lines to our output. Return the first status that is not 0; then the others are ended."""
+    """Act as `srun --kill-on-bad-exit`: run the command in each pod, pass our input on
+    to all, and their lines to our output. Return the first status that is not 0; then
+    the others are ended.
+    """
     processes = [_started(name, command) for name in names]
     told_to_end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
@@ -143,7 +160,9 @@ def _started(name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def _first_bad_status(processes: Sequence[subprocess.Popen[bytes]], told_to_end: threading.Event) -> int:
+def _first_bad_status(
+    processes: Sequence[subprocess.Popen[bytes]], told_to_end: threading.Event
+) -> int:
     """Wait until all have ended, or one badly, or we are told to end."""
     while not told_to_end.wait(0.1):
         statuses = [process.poll() for process in processes]
@@ -187,9 +206,11 @@ def _close(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def wait() -> int:
-    """Keep this pod alive until it is ended. A role that runs in it then may still save, within the pod's
-    grace period: learner and controller are told to. Return KILLED: with 0, Kubernetes would take a pod that
-    is preempted to have done its work, and nobody would make another."""
+    """Keep this pod alive until it is ended. A role that runs in it then may still
+    save, within the pod's grace period: learner and controller are told to. Return
+    KILLED: with 0, Kubernetes would take a pod that is preempted to have done its work,
+    and nobody would make another.
+    """
     told_to_end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
     told_to_end.wait()
@@ -204,7 +225,9 @@ def wait() -> int:
 def is_step(process: psutil.Process) -> bool:
     """Return whether a process is a step of our JobSet."""
     try:
-        return STEP_MODULE in process.cmdline() and process.environ().get(JOBSET) == os.environ[JOBSET]
+        return (
+            STEP_MODULE in process.cmdline() and process.environ().get(JOBSET) == os.environ[JOBSET]
+        )
     except psutil.Error:
         return False
 

@@ -1,10 +1,12 @@
-"""Writes the files that the roles read first: RUN/recipe.yaml, RUN/endpoints.json and, for Prometheus, RUN/prometheus/:
+"""Writes the files that the roles read first: RUN/recipe.yaml, RUN/endpoints.json and,
+for Prometheus, RUN/prometheus/:
 
     targets.json     file_sd: the addresses of controller, learner and servers, with labels `run`, `role` and `server`
     key              the key that these expect (mode 0600), new at each start
     prometheus.yml   a configuration that uses both: `prometheus --config.file=RUN/prometheus/prometheus.yml`
 
-Prometheus rereads the first two by itself, so it follows a resumed run to its new ports.
+Prometheus rereads the first two by itself, so it follows a resumed run to its new
+ports.
 """
 
 import json
@@ -35,9 +37,15 @@ scrape_configs:
 
 
 def prepare(
-    recipe: Recipe, rundir: RunDir, placed: Mapping[Role, Place], fingerprints: Fingerprints, resumed: bool
+    recipe: Recipe,
+    rundir: RunDir,
+    placed: Mapping[Role, Place],
+    fingerprints: Fingerprints,
+    resumed: bool,
 ) -> Endpoints:
-    """Write the files that the roles read first. The recipe gets `resume: auto`, so that a restarted role resumes."""
+    """Write the files that the roles read first. The recipe gets `resume: auto`, so
+    that a restarted role resumes.
+    """
     rundir.create()
     if not resumed:  # journals left by a start that made no step, perhaps with another batch size
         for file in rundir.rollouts.glob("[0-9]*.journal"):
@@ -57,7 +65,9 @@ def prepare(
 
 
 def _spent(rundir: RunDir) -> float:
-    """Return the device-hours in the status that the last life left or, if it left none, those that it began with."""
+    """Return the device-hours in the status that the last life left or, if it left
+    none, those that it began with.
+    """
     for file, name in ((rundir.status, "compute_hours"), (rundir.endpoints_file, "spent")):
         with suppress(OSError, ValueError, TypeError, KeyError):
             return float(json.loads(contents(file))[name])
@@ -65,7 +75,9 @@ def _spent(rundir: RunDir) -> float:
 
 
 def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
-    """Choose the addresses on which roles listen, with ports that were free on their nodes, and new keys."""
+    """Choose the addresses on which roles listen, with ports that were free on their
+    nodes, and new keys.
+    """
     free = {node.name: iter(node.ports) for where in placed.values() for node in where.nodes}
 
     controller, learner = Role("controller"), Role("learner")
@@ -82,9 +94,15 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
     return Endpoints(
         session=uuid.uuid4().hex,
         controller=f"tcp://{address(controller)}",
-        servers=tuple(f"http://{address(Role('server', i))}" for i in range(recipe.resources.servers)),
+        servers=tuple(
+            f"http://{address(Role('server', i))}" for i in range(recipe.resources.servers)
+        ),
         teachers=tuple(f"http://{address(Role('teacher', i))}" for i in range(recipe.teachers)),
-        meetings={role.name: meeting(role) for role, of in placed.items() if role.serves and len(of.nodes) > 1},
+        meetings={
+            role.name: meeting(role)
+            for role, of in placed.items()
+            if role.serves and len(of.nodes) > 1
+        },
         api_key=secrets.token_hex(16),
         admin_key=secrets.token_hex(16),
         link=LinkKeys.new(),
@@ -99,17 +117,27 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
 
 
 def write_targets(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
-    """Write RUN/prometheus/; if this run exports no metrics, remove that of an earlier life."""
+    """Write RUN/prometheus/; if this run exports no metrics, remove that of an earlier
+    life.
+    """
     if not recipe.monitor.prometheus:
         shutil.rmtree(rundir.prometheus, ignore_errors=True)
         return
     labelled = [
         (endpoints.controller_metrics, {"role": "controller"}),
         (endpoints.learner_metrics, {"role": "learner"}),
-        *((urlsplit(url).netloc, {"role": "server", "server": str(n)}) for n, url in enumerate(endpoints.servers)),
-        *((urlsplit(url).netloc, {"role": "teacher", "server": str(n)}) for n, url in enumerate(endpoints.teachers)),
+        *(
+            (urlsplit(url).netloc, {"role": "server", "server": str(n)})
+            for n, url in enumerate(endpoints.servers)
+        ),
+        *(
+            (urlsplit(url).netloc, {"role": "teacher", "server": str(n)})
+            for n, url in enumerate(endpoints.teachers)
+        ),
     ]
-    targets = [{"targets": [at], "labels": {"run": recipe.run.name} | labels} for at, labels in labelled]
+    targets = [
+        {"targets": [at], "labels": {"run": recipe.run.name} | labels} for at, labels in labelled
+    ]
     rundir.prometheus.mkdir(exist_ok=True)
     write_atomically(rundir.prometheus / "key", endpoints.metrics_key.encode(), mode=0o600)
     write_atomically(rundir.prometheus / "targets.json", json.dumps(targets, indent=1).encode())

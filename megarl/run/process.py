@@ -1,8 +1,10 @@
-"""A command's own process and its machine: death with the supervisor, survival of a lost screen, one command at a time per
-directory, free ports, and signals that ask a command to save and end; these are counted instead of ending it.
+"""A command's own process and its machine: death with the supervisor, survival of a
+lost screen, one command at a time per directory, free ports, and signals that ask a
+command to save and end; these are counted instead of ending it.
 
-Slurm sends signals more than once: to all processes of a job, while the batch script forwards its own; or for the time limit
-and then for a preemption. So only the first counts, except that Ctrl-C always does, since a person presses it.
+Slurm sends signals more than once: to all processes of a job, while the batch script
+forwards its own; or for the time limit and then for a preemption. So only the first
+counts, except that Ctrl-C always does, since a person presses it.
 """
 
 import ctypes
@@ -23,7 +25,14 @@ from types import FrameType
 import psutil
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.locks import holder, host_named, lock_file, name_holder, open_lock_file, unknown_holder
+from megarl.core.base.locks import (
+    holder,
+    host_named,
+    lock_file,
+    name_holder,
+    open_lock_file,
+    unknown_holder,
+)
 from megarl.core.base.process import SUPERVISOR, die_with_parent, shared_memory_mark
 from megarl.core.base.rundir import writing
 
@@ -31,8 +40,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_supervisor() -> None:
-    """Make a role or rank die with its supervisor or torchrun, even if that is dead already. Call it before anything slow."""
-    supervisor = os.environ.pop(SUPERVISOR, None)  # not for its own children: their parent is this process
+    """Make a role or rank die with its supervisor or torchrun, even if that is dead
+    already. Call it before anything slow.
+    """
+    supervisor = os.environ.pop(
+        SUPERVISOR, None
+    )  # not for its own children: their parent is this process
     if supervisor is not None:
         die_with_parent()
         if os.getppid() != int(supervisor):
@@ -40,12 +53,16 @@ def die_with_supervisor() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make processes that a dead role leaves children of this process, which can then find and kill them. Linux only."""
+    """Make processes that a dead role leaves children of this process, which can then
+    find and kill them. Linux only.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def have_streams() -> None:
-    """Open /dev/null for a closed stdin, stdout or stderr; otherwise the next opened file would get its number."""
+    """Open /dev/null for a closed stdin, stdout or stderr; otherwise the next opened
+    file would get its number.
+    """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
@@ -57,7 +74,9 @@ def have_streams() -> None:
 
 
 def outlive_screen() -> None:
-    """From now on, discard output if writing it fails, so that a closed pager, a dead `tee` or a full disk ends no run."""
+    """From now on, discard output if writing it fails, so that a closed pager, a dead
+    `tee` or a full disk ends no run.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
@@ -65,7 +84,10 @@ def outlive_screen() -> None:
         stream.flush()
         buffer = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
         lasting = io.TextIOWrapper(
-            buffer, stream.encoding, "replace", line_buffering=stream.line_buffering or stream.write_through
+            buffer,
+            stream.encoding,
+            "replace",
+            line_buffering=stream.line_buffering or stream.write_through,
         )  # write_through (PYTHONUNBUFFERED) would stop at our buffer
         setattr(sys, name, lasting)
         setattr(sys, f"__{name}__", lasting)
@@ -91,32 +113,43 @@ def remove_shared_memory(session: int) -> None:
 
 
 def remove_abandoned_shared_memory() -> None:
-    """Remove the shared memory of all sessions that have ended, such as those of roles whose supervisor was killed."""
+    """Remove the shared memory of all sessions that have ended, such as those of roles
+    whose supervisor was killed.
+    """
     alive = set()
     for pid in psutil.pids():
         with suppress(ProcessLookupError):
             alive.add(os.getsid(pid))
     named = re.compile(shared_memory_mark(r"(\d+)"))
-    found = {int(match[1]) for path in Path("/dev/shm").iterdir() if (match := named.search(path.name))}
+    found = {
+        int(match[1]) for path in Path("/dev/shm").iterdir() if (match := named.search(path.name))
+    }
     for session in found - alive:
         with suppress(PermissionError):  # another user's
             remove_shared_memory(session)
 
 
 BEAT_S = 5.0
-"""Interval at which the holder of a lock sets the time of its file, for other nodes, which may not see the lock (Lustre with
-localflock, NFS with nolock)."""
+"""Interval at which the holder of a lock sets the time of its file, for other nodes,
+which may not see the lock (Lustre with localflock, NFS with nolock).
+"""
 LONG_AGO_S = 600.0
-"""A lock file of another node whose time is older than this was left behind; nobody waits to see whether it is still set."""
+"""A lock file of another node whose time is older than this was left behind; nobody
+waits to see whether it is still set.
+"""
 
 
 @contextmanager
 def lock(folder: Path, command: str, key: str) -> Iterator[None]:
-    """Lock the folder, so that only one `command` works there; the kernel unlocks it when we die. key: the option's name."""
+    """Lock the folder, so that only one `command` works there; the kernel unlocks it
+    when we die. key: the option's name.
+    """
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.fdopen(open_lock_file(path), "rb+", buffering=0)  # unbuffered, so that closing it writes nothing
+        file = os.fdopen(
+            open_lock_file(path), "rb+", buffering=0
+        )  # unbuffered, so that closing it writes nothing
     except OSError as error:
         raise MegarlError(f"{key}: cannot write in {folder}: {error.strerror}") from None
     with file:
@@ -128,7 +161,9 @@ def lock(folder: Path, command: str, key: str) -> Iterator[None]:
         except BlockingIOError:
             known = holder(file.fileno())
             if not known:
-                raise MegarlError(f"{folder}: {unknown_holder(path)}, or give another {key}") from None
+                raise MegarlError(
+                    f"{folder}: {unknown_holder(path)}, or give another {key}"
+                ) from None
             what = f"another `{command}` ({known}) is at work there; end it, or give another {key}"
             raise MegarlError(f"{folder}: {what}") from None
         except OSError as error:
@@ -153,7 +188,9 @@ def _beat(path: Path, over: threading.Event) -> None:
 
 
 def _beats(path: Path) -> bool:
-    """Return whether a process on another node still sets the time of this file. Both nodes' clocks hardly matter."""
+    """Return whether a process on another node still sets the time of this file. Both
+    nodes' clocks hardly matter.
+    """
     first = path.stat().st_mtime
     end = time.monotonic() + (3 * BEAT_S if time.time() - first < LONG_AGO_S else 0)
     while time.monotonic() < end:
@@ -168,9 +205,11 @@ LOWEST_PORT, PORTS_WANTED = 10_000, 5_000
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Return this many distinct ports of `host`, an address of this machine, on which nobody is listening. They are below those
-    that the kernel gives to outgoing connections, so that none of these takes one before it is used. They are drawn at random,
-    so that runs that look at the same time find different ones."""
+    """Return this many distinct ports of `host`, an address of this machine, on which
+    nobody is listening. They are below those that the kernel gives to outgoing
+    connections, so that none of these takes one before it is used. They are drawn at
+    random, so that runs that look at the same time find different ones.
+    """
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     last = first_outgoing if first_outgoing > LOWEST_PORT + PORTS_WANTED else 65_536
     found: list[int] = []
@@ -180,11 +219,16 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         with socket.socket() as s, suppress(OSError):
             s.bind((host, port))
             found.append(port)
-    raise MegarlError(f"{host}: of the ports {LOWEST_PORT} to {last} only {len(found)} are free; {count} are needed")
+    raise MegarlError(
+        f"{host}: of the ports {LOWEST_PORT} to {last} only {len(found)} are free; {count} are"
+        " needed"
+    )
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that ask to end. Batch scripts make Slurm send SIGUSR1 before a job's end (`#SBATCH --signal`)."""
+"""Signals that ask to end. Batch scripts make Slurm send SIGUSR1 before a job's end
+(`#SBATCH --signal`).
+"""
 MAKE_ROOM = (signal.SIGTERM, signal.SIGUSR1)
 """Signals to a job that has to end now and will be resumed later."""
 
@@ -204,7 +248,9 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Count Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal (unless under `nohup`) instead of ending."""
+    """Count Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal (unless under `nohup`)
+    instead of ending.
+    """
     request = StopRequest()
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     numbers = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]

@@ -7,16 +7,20 @@
     learner left (0) ──► the run ends
     learner or controller left RUN/failure (train.py) ──► the run ends as failed
     too many deaths  ──► the run ends as failed     too many within minutes, or without a step between them; a server is
-                         dropped instead while there are others, once a step was made or if servers have joined
+                         dropped instead while there are others, once a step was made or
+                         if servers have joined
     a message        ──► before the first step the run fails (for servers: once all have sent one); later, at the second
-                         message; but while there are other servers, that server is dropped instead
+                         message; but while there are other servers, that server is
+                         dropped instead
     node is down     ──► its servers are dropped, and the run goes on with the others; without its last server, the learner or
-                         the controller it cannot go on: the run ends, to be started again on other nodes
+                         the controller it cannot go on: the run ends, to be started
+                         again on other nodes
 
-A role's exit statuses: 0 for an orderly exit; 2 for one error message to the user (`MegarlError`); anything else is a crash.
-A second try after a message is worthwhile only if the run has made a step since the role's last message: a timeout may not
-occur again, but bad input stays bad. A message from one of several servers may be its node's fault (a port, a file, a full
-GPU).
+A role's exit statuses: 0 for an orderly exit; 2 for one error message to the user
+(`MegarlError`); anything else is a crash. A second try after a message is worthwhile
+only if the run has made a step since the role's last message: a timeout may not occur
+again, but bad input stays bad. A message from one of several servers may be its node's
+fault (a port, a file, a full GPU).
 """
 
 from dataclasses import dataclass
@@ -26,18 +30,24 @@ MESSAGE_STATUS = 2
 """Exit status of a role that ended with a `MegarlError`."""
 MOST_DEATHS = 5
 WINDOW_S = 900.0
-"""Time window for counting deaths of one role. More than `MOST_DEATHS` end the run, since it would not recover. Deaths since
-the run's last step count, however far apart they are: a large model may run for minutes before each death."""
+"""Time window for counting deaths of one role. More than `MOST_DEATHS` end the run,
+since it would not recover. Deaths since the run's last step count, however far apart
+they are: a large model may run for minutes before each death.
+"""
 LONGEST_DELAY_S = 30.0
 
 NodeState = Literal["up", "silent", "down"]
-"""State of a dead role's node. silent: the role was started there and nothing was heard from it."""
+"""State of a dead role's node. silent: the role was started there and nothing was heard
+from it.
+"""
 RoleKind = Literal["server", "teacher", "controller", "learner"]
 
 
 @dataclass(frozen=True, order=True)
 class Role:
-    """A supervised process. The learner counts as one: torchrun ends all its ranks when one dies."""
+    """A supervised process. The learner counts as one: torchrun ends all its ranks when
+    one dies.
+    """
 
     kind: RoleKind
     index: int = 0
@@ -93,20 +103,36 @@ Reaction = Restart | GiveUp | Drop | Elsewhere | Done | Nothing
 
 
 class RestartPolicy:
-    """Tracks deaths by role and the number of servers left, and decides how to react to each death."""
+    """Tracks deaths by role and the number of servers left, and decides how to react to
+    each death.
+    """
 
-    def __init__(self, servers: int, most_deaths: int = MOST_DEATHS, window_s: float = WINDOW_S) -> None:
+    def __init__(
+        self, servers: int, most_deaths: int = MOST_DEATHS, window_s: float = WINDOW_S
+    ) -> None:
         self.servers = servers
         self.most_deaths = most_deaths
         self.window_s = window_s
-        self._deaths: dict[Role, list[tuple[float, int]]] = {}  # time, and number of steps made by then
+        self._deaths: dict[
+            Role, list[tuple[float, int]]
+        ] = {}  # time, and number of steps made by then
         self._steps_at_message: dict[Role, int] = {}
         self._unable: set[Role] = set()  # servers that sent a message before the first step
         self._joined = 0
 
-    def died(self, role: Role, status: int, at: float, steps: int, node: NodeState = "up", joined: int = 0) -> Reaction:
-        """Decide after `role` ended with `status` (negative: a signal) at `at` seconds, `steps` steps after the start. joined:
-        number of working servers that this run did not start."""
+    def died(
+        self,
+        role: Role,
+        status: int,
+        at: float,
+        steps: int,
+        node: NodeState = "up",
+        joined: int = 0,
+    ) -> Reaction:
+        """Decide after `role` ended with `status` (negative: a signal) at `at` seconds,
+        `steps` steps after the start. joined: number of working servers that this run
+        did not start.
+        """
         self._joined = joined
         if status == 0 and role.kind == "learner":
             return Done()
@@ -116,7 +142,9 @@ class RestartPolicy:
             return self._without_node(role)
         if status == MESSAGE_STATUS and (decision := self._message(role, steps)):
             return decision
-        earlier = [(t, s) for t, s in self._deaths.get(role, []) if at - t < self.window_s or s == steps]
+        earlier = [
+            (t, s) for t, s in self._deaths.get(role, []) if at - t < self.window_s or s == steps
+        ]
         self._deaths[role] = [*earlier, (at, steps)]
         count = len(earlier) + 1
         if count <= self.most_deaths:
@@ -125,10 +153,14 @@ class RestartPolicy:
             return self._without_node(role)
         if (steps or joined) and self._can_drop(role):
             return Drop(role, "it keeps dying")
-        return GiveUp(role, f"{role.name} died {count} times within {(at - earlier[0][0]) / 60:.0f} minutes")
+        return GiveUp(
+            role, f"{role.name} died {count} times within {(at - earlier[0][0]) / 60:.0f} minutes"
+        )
 
     def _message(self, role: Role, steps: int) -> Reaction | None:
-        """Decide after an exit with an error message. Return None if a second try is worthwhile."""
+        """Decide after an exit with an error message. Return None if a second try is
+        worthwhile.
+        """
         again = self._steps_at_message.get(role) == steps
         self._steps_at_message[role] = steps
         if role.kind == "server" and not steps:

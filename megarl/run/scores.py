@@ -19,14 +19,20 @@ NEWEST = 20
 OVER = "warning_overoptimisation"
 """A column of eval.jsonl, or the prefix of one per task if there are several."""
 READ = "read what the policy writes now (megarl rollouts show RUN --step N)"
-FORK = "fork from an earlier step (run.fork) at a lower or falling rate (learner.optimizer.schedule=linear)"
+FORK = (
+    "fork from an earlier step (run.fork) at a lower or falling rate"
+    " (learner.optimizer.schedule=linear)"
+)
 
 FEW_GROUPS = 0.5
 LOW_ENTROPY = 0.1
 SMALL_SAMPLE = 0.8
-"""Below these, the share of groups in the loss, the entropy in nats and the effective sample size are named beside a fall."""
+"""Below these, the share of groups in the loss, the entropy in nats and the effective
+sample size are named beside a fall.
+"""
 OFTEN_CLIPPED = 0.5
-"""Above this share of steps whose gradient was clipped, norms are named beside a fall."""
+"""Above this share of steps whose gradient was clipped, norms are named beside a fall.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,16 +44,20 @@ class ScoreWarning:
 
 
 def best_of(evaluations: Sequence[Row], name: str = PASS_RATE) -> Row:
-    """Return the evaluation with the highest score, of equal ones the first; empty if none has it."""
+    """Return the evaluation with the highest score, of equal ones the first; empty if
+    none has it.
+    """
     scored = [row for row in evaluations if name in row]
     return max(scored, key=lambda row: row[name], default={})
 
 
-def score_warnings(evaluations: Sequence[Row], steps: Sequence[Row], grad_clip: float) -> list[ScoreWarning]:
+def score_warnings(
+    evaluations: Sequence[Row], steps: Sequence[Row], grad_clip: float
+) -> list[ScoreWarning]:
     """Return what the newest of a run's evaluations, given in order of steps, warns of.
 
-    steps: the run's rows of metrics.jsonl in order, at least the NEWEST ones. grad_clip: of its
-    recipe, to say how many gradients were clipped.
+    steps: the run's rows of metrics.jsonl in order, at least the NEWEST ones.
+    grad_clip: of its recipe, to say how many gradients were clipped.
     """
     if not evaluations:
         return []
@@ -57,7 +67,9 @@ def score_warnings(evaluations: Sequence[Row], steps: Sequence[Row], grad_clip: 
     for name in newest:
         if name.startswith(fall.WARNING) and newest[name]:
             task = name.removeprefix(fall.WARNING)
-            warnings.append(ScoreWarning("fall of the held-out score", _fall_text(evaluations, task, signs)))
+            warnings.append(
+                ScoreWarning("fall of the held-out score", _fall_text(evaluations, task, signs))
+            )
     departure = lasting_departure(evaluations)
     if departure is not None and departure.below:
         warnings.append(ScoreWarning("fall below the forecast", _below_text(departure)))
@@ -72,7 +84,9 @@ def newest_words(count: int) -> str:
 
 
 def signs_beside(steps: Sequence[Row], grad_clip: float) -> str:
-    """Return what these steps show of the states in which runs got worse; a sentence that names none if they show none."""
+    """Return what these steps show of the states in which runs got worse; a sentence
+    that names none if they show none.
+    """
     signs = list(_signs(steps, grad_clip))
     where = newest_words(len(steps))
     if not signs:
@@ -94,11 +108,16 @@ def _signs(steps: Sequence[Row], grad_clip: float) -> Iterator[str]:
     clipped = [float(norm > grad_clip) for norm in _finite(steps, "grad_norm")]
     if clipped and fmean(clipped) > OFTEN_CLIPPED:
         norm = _mean(steps, "grad_norm")
-        yield f"gradients clipped in {fmean(clipped):.0%} of the steps (norm {norm:.1f} on average, clipped at {grad_clip:g})"
+        yield (
+            f"gradients clipped in {fmean(clipped):.0%} of the steps (norm {norm:.1f} on average,"
+            f" clipped at {grad_clip:g})"
+        )
 
 
 def _mean(steps: Sequence[Row], name: str) -> float:
-    """Return a metric's mean over the steps that have it; NaN, which is below no limit, if none has."""
+    """Return a metric's mean over the steps that have it; NaN, which is below no limit,
+    if none has.
+    """
     values = _finite(steps, name)
     return fmean(values) if values else math.nan
 
@@ -113,26 +132,29 @@ def _fall_text(evaluations: Sequence[Row], task: str, signs: str) -> str:
     name = PASS_RATE + task
     best = best_of(evaluations, name)
     return (
-        f"{_scored(name)}: the score has fallen by {newest[f'fall{task}']:.3f} ± {newest[f'fall_error{task}']:.3f} since step "
-        f"{newest[f'fall_since{task}']:g}, on the same prompts; it is {newest[name]:.3f} at step {newest['step']}, and was "
-        f"{best[name]:.3f} at its best, step {best['step']}. The policy gets worse. {signs}. {READ.capitalize()}; take the "
-        f"best checkpoint (checkpoint.keep_best), or {FORK}"
+        f"{_scored(name)}: the score has fallen by {newest[f'fall{task}']:.3f} ±"
+        f" {newest[f'fall_error{task}']:.3f} since step {newest[f'fall_since{task}']:g}, on the"
+        f" same prompts; it is {newest[name]:.3f} at step {newest['step']}, and was"
+        f" {best[name]:.3f} at its best, step {best['step']}. The policy gets worse. {signs}."
+        f" {READ.capitalize()}; take the best checkpoint (checkpoint.keep_best), or {FORK}"
     )
 
 
 def _below_text(departure: Departure) -> str:
     return (
-        f"{_scored(departure.name)}: the score has fallen to {departure.score:.3f} at step {departure.step}, "
-        f"and that before was as low; by the forecast of step {departure.forecast_step} it would stay at "
-        f"{departure.bound:.3f} or above. The policy gets worse: {READ}, {FORK}"
+        f"{_scored(departure.name)}: the score has fallen to {departure.score:.3f} at step"
+        f" {departure.step}, and that before was as low; by the forecast of step"
+        f" {departure.forecast_step} it would stay at {departure.bound:.3f} or above. The policy"
+        f" gets worse: {READ}, {FORK}"
     )
 
 
 def _above_text(departure: Departure) -> str:
     return (
-        f"{_scored(departure.name)}: the score has risen to {departure.score:.3f} at step {departure.step}, "
-        f"and that before was as high; by the forecast of step {departure.forecast_step} it would stay at "
-        f"{departure.bound:.3f} or below. The policy has learnt something new, or exploits its grader: {READ}"
+        f"{_scored(departure.name)}: the score has risen to {departure.score:.3f} at step"
+        f" {departure.step}, and that before was as high; by the forecast of step"
+        f" {departure.forecast_step} it would stay at {departure.bound:.3f} or below. The policy"
+        f" has learnt something new, or exploits its grader: {READ}"
     )
 
 
@@ -141,8 +163,14 @@ def _scored(name: str) -> str:
 
 
 def overoptimised(evaluation: Row) -> list[str]:
-    """Return the warnings of overoptimisation in a row of eval.jsonl; empty if there are none."""
-    return [_overoptimised(evaluation, name) for name in evaluation if name.startswith(OVER) and evaluation[name]]
+    """Return the warnings of overoptimisation in a row of eval.jsonl; empty if there
+    are none.
+    """
+    return [
+        _overoptimised(evaluation, name)
+        for name in evaluation
+        if name.startswith(OVER) and evaluation[name]
+    ]
 
 
 def _overoptimised(row: Row, warning: str) -> str:
@@ -150,7 +178,8 @@ def _overoptimised(row: Row, warning: str) -> str:
     names = "trusted_fall", "proxy_rise", "trusted_peak_step"
     fallen, rise, step = (row.get(name + task, math.nan) for name in names)
     return (
-        f"{task[1:] or 'held out'}: the trusted score has fallen by {fallen:.3f} since step {step:g} while the reward rose by "
-        f"{rise:.3f}: the policy exploits the reward. Stop, keep the checkpoint nearest to that step, read what has changed "
-        f"(megarl answers compare) and repair the grader, or keep the policy closer to its start (reference)"
+        f"{task[1:] or 'held out'}: the trusted score has fallen by {fallen:.3f} since step"
+        f" {step:g} while the reward rose by {rise:.3f}: the policy exploits the reward. Stop, keep"
+        " the checkpoint nearest to that step, read what has changed (megarl answers compare) and"
+        " repair the grader, or keep the policy closer to its start (reference)"
     )

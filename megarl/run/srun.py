@@ -1,11 +1,13 @@
-"""Steps of a Slurm job: one per role, on the role's nodes. Steps overlap: placement.py, not Slurm, assigns the GPUs.
+"""Steps of a Slurm job: one per role, on the role's nodes. Steps overlap: placement.py,
+not Slurm, assigns the GPUs.
 
     srun --nodelist=node3 … python -m megarl.run.step TASK         step.py, which starts the role on the node
       stdin   held open by the supervisor: it closes when the supervisor dies, however it dies, and then the step ends
       stdout  reports, each of which is acknowledged        stderr  srun's own messages, to the role's log
 
-MEGARL_STEP_OPTIONS has further options for srun (`--container-image=…`), MEGARL_STEP_COMMAND the words before `-m` (`apptainer
-exec … python`; default: this Python). launch/slurm/common.sh sets both.
+MEGARL_STEP_OPTIONS has further options for srun (`--container-image=…`),
+MEGARL_STEP_COMMAND the words before `-m` (`apptainer exec … python`; default: this
+Python). launch/slurm/common.sh sets both.
 """
 
 import logging
@@ -41,35 +43,67 @@ START_LIMIT_S = 900.0
 """Time limit from srun's start to the step's first report."""
 SILENT_S = 3 * BEAT_S
 SRUN_LIMIT_S = 10.0
-"""Time limit from SIGTERM to srun until its end. Then it is killed, while Slurm goes on ending the step."""
+"""Time limit from SIGTERM to srun until its end. Then it is killed, while Slurm goes on
+ending the step.
+"""
 ASK_LIMIT_S = 30.0
 UNKNOWN_STATUS = 1
 DESERTED_S = UNANSWERED * BEAT_S + 5.0
-"""How long a step without its srun goes on after its last report, until it notices that nobody acknowledges it."""
+"""How long a step without its srun goes on after its last report, until it notices that
+nobody acknowledges it.
+"""
 BROKEN_STATES = ("down", "fail", "unknown", "future", "power")
 """Prefixes of Slurm's states of nodes that run nothing."""
 
 
 OF_THE_JOB = (
-    "SLURM_CPUS_PER_GPU", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_THREADS_PER_CORE",
-    "SLURM_HINT", "SLURM_EXACT", "SLURM_EXCLUSIVE", "SLURM_DISTRIBUTION", "SLURM_DIST_PLANESIZE", "SLURM_NTASKS_PER_CORE",
-    "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_GPU", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET",
-    "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU",
-    "SLURM_MEM_PER_NODE", "SLURM_MEM_BIND", "SLURM_LABELIO",
-)  # fmt: skip
-"""Options of `sbatch`, or of the job in which it was called, that srun would take from the environment; launch/slurm/common.sh
-removes the same. A step has all that its job has on a node, and some of these would give it one core (--hint=nomultithread
-implies --exact), one GPU, or end srun, such as two of SLURM_MEM_PER_…. Labels of its output would hide the reports."""
+    "SLURM_CPUS_PER_GPU",
+    "SLURM_CPUS_PER_TASK",
+    "SRUN_CPUS_PER_TASK",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_THREADS_PER_CORE",
+    "SLURM_HINT",
+    "SLURM_EXACT",
+    "SLURM_EXCLUSIVE",
+    "SLURM_DISTRIBUTION",
+    "SLURM_DIST_PLANESIZE",
+    "SLURM_NTASKS_PER_CORE",
+    "SLURM_NTASKS_PER_SOCKET",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_SOCKET",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_GPU_BIND",
+    "SLURM_TRES_BIND",
+    "SLURM_MEM_PER_CPU",
+    "SLURM_MEM_PER_GPU",
+    "SLURM_MEM_PER_NODE",
+    "SLURM_MEM_BIND",
+    "SLURM_LABELIO",
+)
+"""Options of `sbatch`, or of the job in which it was called, that srun would take from
+the environment; launch/slurm/common.sh removes the same. A step has all that its job
+has on a node, and some of these would give it one core (--hint=nomultithread implies
+--exact), one GPU, or end srun, such as two of SLURM_MEM_PER_…. Labels of its output
+would hide the reports.
+"""
 
 
 LAUNCHER = "MEGARL_LAUNCHER"
-"""Environment variable. local: processes here; srun: steps of a job; auto (default): steps if several nodes or a container."""
+"""Environment variable. local: processes here; srun: steps of a job; auto (default):
+steps if several nodes or a container.
+"""
 PODS = "MEGARL_PODS"
-"""Environment variable of a Kubernetes JobSet's pods: how many there are. With it, `auto` is the launcher of pods.py."""
+"""Environment variable of a Kubernetes JobSet's pods: how many there are. With it,
+`auto` is the launcher of pods.py.
+"""
 
 
 def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
-    """Return the launcher that MEGARL_LAUNCHER asks for. MegarlError if it asks for a Slurm job and there is none."""
+    """Return the launcher that MEGARL_LAUNCHER asks for. MegarlError if it asks for a
+    Slurm job and there is none.
+    """
     kind = os.environ.get(LAUNCHER, "auto")
     if kind not in ("auto", "local", "srun"):
         raise MegarlError(f"{LAUNCHER}: {kind!r} is not a launcher; set auto, local or srun")
@@ -79,13 +113,26 @@ def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
         return PodLauncher(rundir, recipe.run.interface)
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "0"))
     if (parts := int(os.environ.get("SLURM_HET_SIZE", "1"))) > 1 and kind != "local":
-        log.warning("this Slurm job has %d parts (--het-group): the run uses the nodes of one part alone", parts)
+        log.warning(
+            "this Slurm job has %d parts (--het-group): the run uses the nodes of one part alone",
+            parts,
+        )
     if kind == "srun" and not nodes:
         advice = "see launch/slurm/ and `megarl submit`, or set local"
-        raise MegarlError(f"{LAUNCHER}: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here); {advice}")
+        raise MegarlError(
+            f"{LAUNCHER}: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here);"
+            f" {advice}"
+        )
     if kind == "srun" or (kind == "auto" and nodes and (nodes > 1 or STEP_COMMAND in os.environ)):
-        if missing := [program for program in ("srun", "scontrol", "squeue", "sinfo") if shutil.which(program) is None]:
-            where = "`megarl train` runs on the host, the roles in the container (launch/slurm/common.sh)"
+        if missing := [
+            program
+            for program in ("srun", "scontrol", "squeue", "sinfo")
+            if shutil.which(program) is None
+        ]:
+            where = (
+                "`megarl train` runs on the host, the roles in the container"
+                " (launch/slurm/common.sh)"
+            )
             lacks = f"{', '.join(missing)} cannot be found, which steps of a Slurm job need"
             raise MegarlError(f"{LAUNCHER}: {lacks}; {where}")
         return SrunLauncher(rundir, recipe.run.interface)
@@ -103,11 +150,16 @@ class SrunLauncher:
         """Return the names of the job's nodes, in its order."""
         names = hosts(os.environ["SLURM_JOB_NODELIST"])
         if not names:
-            raise MegarlError(f"scontrol does not know the nodes {os.environ['SLURM_JOB_NODELIST']}; is Slurm down?")
+            raise MegarlError(
+                f"scontrol does not know the nodes {os.environ['SLURM_JOB_NODELIST']}; is Slurm"
+                " down?"
+            )
         if len(names) > 1 and not self._interface:
             need = "roles on several nodes need the network on which they trust each other"
             named = f"its name (`ip -4 address` on a node lists them), or {OF_SLURM!r}"
-            raise MegarlError(f"run.interface: {need}: {named} for the one by which Slurm reaches the nodes")
+            raise MegarlError(
+                f"run.interface: {need}: {named} for the one by which Slurm reaches the nodes"
+            )
         self._gpus = gpus_of_a_node()
         return names
 
@@ -116,19 +168,27 @@ class SrunLauncher:
         return command(names, step, arguments, self._gpus)
 
     def survey(self, ports: int) -> tuple[Node, ...]:
-        """Ask every node for its resources. MegarlError, naming the node, if one does not answer or cannot take part."""
+        """Ask every node for its resources. MegarlError, naming the node, if one does
+        not answer or cannot take part.
+        """
         names = self.names()
         arguments = ("-m", "megarl.run.nodes", str(ports), self._interface, str(self._rundir.path))
         try:
             done = subprocess.run(
-                self.words(names, "survey", arguments), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                timeout=SURVEY_LIMIT_S, env=environment(),
-            )  # fmt: skip
+                self.words(names, "survey", arguments),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=SURVEY_LIMIT_S,
+                env=environment(),
+            )
         except subprocess.TimeoutExpired:
             late = f"did not all answer within {SURVEY_LIMIT_S:g} s; see `scontrol show node`"
             raise MegarlError(f"the nodes {', '.join(names)} {late}") from None
         answers = gathered(done.stdout.splitlines())
-        missing = [name for name in names if name not in answers or len(answers[name].ports) < ports]
+        missing = [
+            name for name in names if name not in answers or len(answers[name].ports) < ports
+        ]
         if done.returncode or missing:
             said = f"no complete answer from {', '.join(missing) or 'none'}:\n{done.stderr.strip()}"
             raise MegarlError(f"a step over the job's nodes failed; {said}")
@@ -166,7 +226,9 @@ class SrunStep:
 
     @staticmethod
     def is_lost_at(code: int) -> bool:
-        """Return whether the step may go on after its process has ended with this status: killed by a signal."""
+        """Return whether the step may go on after its process has ended with this
+        status: killed by a signal.
+        """
         return code < 0
 
     def __init__(self, process: subprocess.Popen[bytes], names: Sequence[str]) -> None:
@@ -193,9 +255,11 @@ class SrunStep:
         return set(self._reports) >= set(self.names)
 
     def status(self) -> int | None:
-        """Return the status that the nodes report or, if one did not, srun's: 137 for a killed step, but 0 if its node is lost.
-        An srun that was killed, or failed to start the step, may leave the step running. The role counts as running until that
-        step must have ended by itself, so that there are never two."""
+        """Return the status that the nodes report or, if one did not, srun's: 137 for a
+        killed step, but 0 if its node is lost. An srun that was killed, or failed to
+        start the step, may leave the step running. The role counts as running until
+        that step must have ended by itself, so that there are never two.
+        """
         code = self._process.poll()
         if code is None:
             return None
@@ -207,17 +271,25 @@ class SrunStep:
             return MESSAGE_STATUS  # the others died because this one ended
         if any(reported) or len(reported) == len(self.names):
             return next((status for status in reported if status), 0)
-        heard = max((at for at, r in reports if r.status is None), default=self._over) if self.answered else self._over
+        heard = (
+            max((at for at, r in reports if r.status is None), default=self._over)
+            if self.answered
+            else self._over
+        )
         if (self.is_lost_at(code) or not self.answered) and time.monotonic() - heard < DESERTED_S:
             return None
         return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code or UNKNOWN_STATUS
 
     def still(self) -> Still | None:
-        """Return "stopped" if a process is stopped anywhere, "unheard" if a node has been silent for too long."""
+        """Return "stopped" if a process is stopped anywhere, "unheard" if a node has
+        been silent for too long.
+        """
         now = time.monotonic()
         if self._process.poll() is not None:
             return None  # `status` waits for its end
-        alive = [(at, report) for at, report in list(self._reports.values()) if report.status is None]
+        alive = [
+            (at, report) for at, report in list(self._reports.values()) if report.status is None
+        ]
         if any(report.stopped for _, report in alive):
             return "stopped"
         late = not self.answered and now - self._started > START_LIMIT_S
@@ -240,7 +312,9 @@ class SrunStep:
             self._process.send_signal(signal.SIGTERM)
 
     def wait_gone(self) -> None:
-        """Wait for srun, then kill it: a step on a lost node never ends, so neither does its srun."""
+        """Wait for srun, then kill it: a step on a lost node never ends, so neither
+        does its srun.
+        """
         try:
             self._process.wait(max(0.0, self._killed + SRUN_LIMIT_S - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -251,9 +325,11 @@ class SrunStep:
             self._process.stdin.close()
 
     def node_state(self) -> NodeState:
-        """Return "down" if Slurm has lost a node of the step, "silent" if not all nodes have reported, else "up". Slurm removes
-        a lost node from the job, but not at once; until then it is silent. Even if it is up again by now, it is no longer
-        ours."""
+        """Return "down" if Slurm has lost a node of the step, "silent" if not all nodes
+        have reported, else "up". Slurm removes a lost node from the job, but not at
+        once; until then it is silent. Even if it is up again by now, it is no longer
+        ours.
+        """
         held = _output(["squeue", "-h", "-j", our_job(), "-o", "%N"]).strip()
         ours = hosts(held) if held else self.names
         states = _output(["sinfo", "-h", "-n", ",".join(self.names), "-o", "%T"]).splitlines()
@@ -263,23 +339,43 @@ class SrunStep:
 
 
 def gpus_of_a_node() -> list[str]:
-    """Return srun's option for a node's GPUs if the job asked for those of all nodes together (`sbatch --gpus`), since a step
-    would ask for as many by default. Each node is taken to have as many as the first one."""
+    """Return srun's option for a node's GPUs if the job asked for those of all nodes
+    together (`sbatch --gpus`), since a step would ask for as many by default. Each node
+    is taken to have as many as the first one.
+    """
     here = os.environ.get("SLURM_GPUS_ON_NODE")
-    if not here or not re.search(r"TresPerJob=\S*gpu", _output(["scontrol", "show", "job", our_job()])):
+    if not here or not re.search(
+        r"TresPerJob=\S*gpu", _output(["scontrol", "show", "job", our_job()])
+    ):
         return []
     return [f"--gpus-per-node={here}"]
 
 
-def command(names: Sequence[str], step: str, arguments: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-    """Build the srun command: a task per node, shared with other steps, whatever the batch script says. more: options."""
+def command(
+    names: Sequence[str], step: str, arguments: Sequence[str], more: Sequence[str] = ()
+) -> list[str]:
+    """Build the srun command: a task per node, shared with other steps, whatever the
+    batch script says. more: options.
+    """
     python = shlex.split(os.environ.get(STEP_COMMAND, "")) or [sys.executable]
     return [
-        "srun", f"--job-name={step}", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1",
-        f"--nodelist={','.join(names)}", "--overlap", "--mem=0", "--cpu-bind=none", "--export=ALL", "--input=all",
+        "srun",
+        f"--job-name={step}",
+        f"--nodes={len(names)}",
+        f"--ntasks={len(names)}",
+        "--ntasks-per-node=1",
+        f"--nodelist={','.join(names)}",
+        "--overlap",
+        "--mem=0",
+        "--cpu-bind=none",
+        "--export=ALL",
+        "--input=all",
         "--kill-on-bad-exit=1",  # for the learner's nodes; a step on one node has no other task
-        *more, *shlex.split(os.environ.get(STEP_OPTIONS, "")), *python, *arguments,
-    ]  # fmt: skip
+        *more,
+        *shlex.split(os.environ.get(STEP_OPTIONS, "")),
+        *python,
+        *arguments,
+    ]
 
 
 def environment() -> dict[str, str]:
@@ -288,11 +384,16 @@ def environment() -> dict[str, str]:
 
 
 def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Return the nodes, with distinct ports, after checking that they can reach each other."""
+    """Return the nodes, with distinct ports, after checking that they can reach each
+    other.
+    """
     if len({node.host for node in nodes}) > 1:
         for node in nodes:
             if node.address.startswith("127."):
-                advice = "name the network interface with run.interface (`ip -4 address` on a node lists them)"
+                advice = (
+                    "name the network interface with run.interface (`ip -4 address` on a node lists"
+                    " them)"
+                )
                 why = f"its address is {node.address}, which no other node can reach"
                 raise MegarlError(f"node {node.name}: {why}; {advice}")
     taken: set[tuple[str, int]] = set()
@@ -305,8 +406,10 @@ def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def our_job() -> str:
-    """Return our job as squeue names it. One task of an array has the array's own id as SLURM_JOB_ID, with which squeue lists
-    the nodes of all tasks, in lines that are no list of hosts."""
+    """Return our job as squeue names it. One task of an array has the array's own id as
+    SLURM_JOB_ID, with which squeue lists the nodes of all tasks, in lines that are no
+    list of hosts.
+    """
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
 
@@ -317,13 +420,17 @@ def hosts(listed: str) -> list[str]:
 
 
 def is_broken(state: str) -> bool:
-    """Return whether this is Slurm's state of a node that runs nothing (`down`, `down*`, `failing`); a draining one works."""
+    """Return whether this is Slurm's state of a node that runs nothing (`down`,
+    `down*`, `failing`); a draining one works.
+    """
     return state.strip().lower().startswith(BROKEN_STATES)
 
 
 def _output(words: Sequence[str]) -> str:
     """Return the output of a Slurm command; empty if it fails or does not answer."""
     try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=ASK_LIMIT_S, check=True).stdout
+        return subprocess.run(
+            words, capture_output=True, text=True, timeout=ASK_LIMIT_S, check=True
+        ).stdout
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
         return ""

@@ -1,4 +1,5 @@
-"""`megarl status RUN`: the state of a run from its files alone, on any machine that sees them, while it lives or afterwards.
+"""`megarl status RUN`: the state of a run from its files alone, on any machine that
+sees them, while it lives or afterwards.
 
 RUN/summary.json exists ──► the closing summary         otherwise ──► the live view at this moment
 
@@ -25,7 +26,9 @@ from megarl.run.scores import NEWEST, score_warnings
 from megarl.run.view import Frame, RoleView, clock, render, roles_after
 
 DEAD_S = 60.0
-"""A live controller writes its status each second, and its restart takes less than this."""
+"""A live controller writes its status each second, and its restart takes less than
+this.
+"""
 WARNED = re.compile(r"(\S+ \S+),\d+ (.*?) (?:WARNING|ERROR|CRITICAL) megarl\.\S+: (.*)")
 """A line of a role's log: when, who, what."""
 
@@ -38,7 +41,9 @@ def main(run: Path) -> int:
         try:
             console.print(summary.render(values, rundir))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise MegarlError(f"{rundir.summary}: not what a run writes at its end ({error!r}); remove it") from None
+            raise MegarlError(
+                f"{rundir.summary}: not what a run writes at its end ({error!r}); remove it"
+            ) from None
         _show_kept(rundir)
         return 0
     recipe, observer = load(str(rundir.recipe)), Observer(rundir)
@@ -49,7 +54,18 @@ def main(run: Path) -> int:
     foot = f"at {time.strftime('%H:%M:%S', time.localtime(now))}"
     if now - last > DEAD_S:
         foot = f"nothing written for {clock(now - last)}: it seems dead; run.resume=auto resumes it"
-    console.print(render(Frame(recipe, observer, max(0.0, now - began), roles, problem=problem_of(rundir), foot=foot)))
+    console.print(
+        render(
+            Frame(
+                recipe,
+                observer,
+                max(0.0, now - began),
+                roles,
+                problem=problem_of(rundir),
+                foot=foot,
+            )
+        )
+    )
     _show_kept(rundir)
     return 0
 
@@ -66,18 +82,28 @@ def _show_kept(rundir: RunDir) -> None:
 
 
 def problem_of(rundir: RunDir) -> str:
-    """Return the newest warning or failure that roles and supervisor have written down with its time; empty without any."""
+    """Return the newest warning or failure that roles and supervisor have written down
+    with its time; empty without any.
+    """
     problems: list[str] = []
     for line in Tail(rundir.supervisor).lines():
         event = parsed(line) or {}
-        if event.get("event") in ("hung", "dropped") or (event.get("event") == "ended" and event.get("status")):
+        if event.get("event") in ("hung", "dropped") or (
+            event.get("event") == "ended" and event.get("status")
+        ):
             problems.append(sentence(line))
     newest = max(reversed(problems), default="", key=_when)
-    for written, log in sorted(((log.stat().st_mtime, log) for log in rundir.logs.glob("*/*.log")), reverse=True):
+    for written, log in sorted(
+        ((log.stat().st_mtime, log) for log in rundir.logs.glob("*/*.log")), reverse=True
+    ):
         if time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)) < _when(newest):
-            break  # nor has any other log a newer one: of a run that was started often there are thousands
+            # nor has any other log a newer one: of a run that was started often there
+            # are thousands
+            break
         lines = last_lines(log, count=1000)
-        problems = [" ".join(warned.groups()) for line in lines if (warned := WARNED.fullmatch(line))]
+        problems = [
+            " ".join(warned.groups()) for line in lines if (warned := WARNED.fullmatch(line))
+        ]
         newest = max([newest, *reversed(problems)], key=_when)
     return newest
 
@@ -87,7 +113,9 @@ def _when(problem: str) -> str:
 
 
 def health(run: Path) -> int:
-    """Print every alarm with its steps, and what evaluations warn of. Return 1 if any of them lasts, else 0."""
+    """Print every alarm with its steps, and what evaluations warn of. Return 1 if any
+    of them lasts, else 0.
+    """
     rundir = RunDir.opened(run)
     judged = Health()
     newest: deque[Row] = deque(maxlen=NEWEST)
@@ -100,13 +128,20 @@ def health(run: Path) -> int:
     grad_clip = load(str(rundir.recipe)).learner.optimizer.grad_clip
     warnings = score_warnings(latest_scores(rundir.eval), list(newest), grad_clip)
     terminal.say("".join(f"{warning.text}\n" for warning in warnings), end="")
-    lasting = [alarm.name for alarm in judged.alarms] + list(dict.fromkeys(warning.name for warning in warnings))
-    terminal.say(f"{judged.step + 1} steps, {len(judged.history)} alarms; now: {', '.join(lasting) or 'healthy'}")
+    lasting = [alarm.name for alarm in judged.alarms] + list(
+        dict.fromkeys(warning.name for warning in warnings)
+    )
+    terminal.say(
+        f"{judged.step + 1} steps, {len(judged.history)} alarms; now:"
+        f" {', '.join(lasting) or 'healthy'}"
+    )
     return int(bool(lasting))
 
 
 def roles_of(rundir: RunDir) -> tuple[dict[Role, RoleView], float]:
-    """Return the present states of the run's roles, and when this life began, from the supervisor's log."""
+    """Return the present states of the run's roles, and when this life began, from the
+    supervisor's log.
+    """
     events = list(rundir.events())
     life = [event for event in events if event.session == events[-1].session]
     return roles_after(life), life[0].time if life else time.time()

@@ -1,13 +1,16 @@
-"""Runs in a step of a Slurm job: starts the role with the local launcher, and acts for the supervisor on the node.
+"""Runs in a step of a Slurm job: starts the role with the local launcher, and acts for
+the supervisor on the node.
 
     supervisor ── stdin ──► srun ──► "terminate" ──► SIGTERM to the role; "heard": a report has arrived
     supervisor ◄─ stdout ── srun ◄── Report, a line of JSON: every BEAT_S, and when the role has ended
 
-The whole role is killed when stdin ends (the supervisor has died), or after UNANSWERED unacknowledged reports in a row: srun,
-slurmd or the network between them is gone, and Slurm may be unable to end the step. The supervisor gives up such a step a
-little later (watch.py), so that a role never runs twice.
+The whole role is killed when stdin ends (the supervisor has died), or after UNANSWERED
+unacknowledged reports in a row: srun, slurmd or the network between them is gone, and
+Slurm may be unable to end the step. The supervisor gives up such a step a little later
+(watch.py), so that a role never runs twice.
 
-Slurm carries both streams, so no port is opened and nobody else can listen. The role's own output goes to its log.
+Slurm carries both streams, so no port is opened and nobody else can listen. The role's
+own output goes to its log.
 """
 
 import os
@@ -27,13 +30,17 @@ from megarl.run.process import adopt_orphans
 BEAT_S = 5.0
 TICK_S = 0.2
 UNANSWERED = 8
-"""A count, not a time: after a suspension by Slurm the last answer is old, but the supervisor is alive."""
+"""A count, not a time: after a suspension by Slurm the last answer is old, but the
+supervisor is alive.
+"""
 STDIN = 0
 TERMINATE, HEARD = b"terminate", b"heard"
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """A report from one node of a step. stopped: a process of the role is stopped. status: set once the role has ended."""
+    """A report from one node of a step. stopped: a process of the role is stopped.
+    status: set once the role has ended.
+    """
 
     node: str
     stopped: bool = False
@@ -41,16 +48,19 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def encoded(task: RoleCommand) -> str:
-    """Encode the task as the argument of `main`, without its nodes' GPUs and ports: with them, the task of a large run exceeds
-    the 128 KiB of an argument."""
+    """Encode the task as the argument of `main`, without its nodes' GPUs and ports:
+    with them, the task of a large run exceeds the 128 KiB of an argument.
+    """
     nodes = tuple(replace(node, gpus=(), ports=()) for node in task.place.nodes)
     task = replace(task, place=replace(task.place, nodes=nodes))
     return msgspec.json.encode(task, enc_hook=lambda rundir: str(rundir.path)).decode()
 
 
 def place_of(name: str, task: RoleCommand) -> int:
-    """Return the place of the node `name` among those of the role. SLURM_PROCID can be another number: Slurm sorts the nodes of
-    a job by name, and those of a step as its configuration or the network's topology does."""
+    """Return the place of the node `name` among those of the role. SLURM_PROCID can be
+    another number: Slurm sorts the nodes of a job by name, and those of a step as its
+    configuration or the network's topology does.
+    """
     return [node.name for node in task.place.nodes].index(name)
 
 
@@ -69,7 +79,9 @@ class Orders(threading.Thread):
 
     def run(self) -> None:
         rest = b""
-        while said := os.read(STDIN, 1024):  # a thread blocked in a file object would keep Python from exiting
+        while said := os.read(
+            STDIN, 1024
+        ):  # a thread blocked in a file object would keep Python from exiting
             *words, rest = (rest + said).split(b"\n")
             self.unanswered = 0
             if TERMINATE in words:
@@ -78,10 +90,16 @@ class Orders(threading.Thread):
 
 
 def main(argument: str) -> int:
-    """Run until the role or the supervisor has ended. Return the role's exit status in a shell's form."""
+    """Run until the role or the supervisor has ended. Return the role's exit status in
+    a shell's form.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # ignores Slurm's signals; the role would inherit SIG_IGN
-    task = msgspec.json.decode(argument, type=RoleCommand, dec_hook=lambda _, path: RunDir(Path(path)))
+        signal.signal(
+            number, lambda *_: None
+        )  # ignores Slurm's signals; the role would inherit SIG_IGN
+    task = msgspec.json.decode(
+        argument, type=RoleCommand, dec_hook=lambda _, path: RunDir(Path(path))
+    )
     n = place_of(os.environ["SLURMD_NODENAME"], task)
     adopt_orphans()
     launcher = LocalLauncher()

@@ -1,4 +1,5 @@
-"""The results of a run: RUN/summary.json, and the closing summary in the terminal. Also works for an unfinished run.
+"""The results of a run: RUN/summary.json, and the closing summary in the terminal. Also
+works for an unfinished run.
 
 metrics.jsonl, eval.jsonl, logs/supervisor.jsonl ──► summarise() ──► dict ──► render()
 """
@@ -22,14 +23,21 @@ from megarl.run.scores import NEWEST, best_of, newest_words, score_warnings
 
 
 def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> Row:
-    """Compute figures over all lives of the run; None for those not measured. rows: of metrics.jsonl, if they are known."""
-    rows, evaluations = latest_rows(rundir.metrics) if rows is None else rows, latest_scores(rundir.eval)
+    """Compute figures over all lives of the run; None for those not measured. rows: of
+    metrics.jsonl, if they are known.
+    """
+    rows, evaluations = (
+        latest_rows(rundir.metrics) if rows is None else rows,
+        latest_scores(rundir.eval),
+    )
     lived = steady(rows, rundir)
     events = [event.event for event in rundir.events()]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
     best = best_of(evaluations)
     seconds = _total(lived, "step_seconds")
-    known = [row for row in lived if _finite([row], "server_busy_share")]  # a step counts by its time
+    known = [
+        row for row in lived if _finite([row], "server_busy_share")
+    ]  # a step counts by its time
     busy_seconds = math.fsum(row["server_busy_share"] * row["step_seconds"] for row in known)
     busy = _ratio(busy_seconds, _total(known, "step_seconds"))
     publishing = [row for row in lived if "transfer_seconds" in row]
@@ -52,7 +60,9 @@ def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> 
         "tokens_per_second": _ratio(_total(lived, "generated_tokens"), seconds),
         "step_seconds": _ratio(seconds, float(len(lived))),
         "learner_idle_share": _ratio(_total(lived, "wait_seconds"), seconds),
-        "server_idle_share": None if busy is None else max(0.0, 1.0 - busy),  # a measured share can be a hair above one
+        "server_idle_share": (
+            None if busy is None else max(0.0, 1.0 - busy)
+        ),  # a measured share can be a hair above one
         "publications": len(publishing),
         **{
             f"{part}_seconds": mean(publishing, f"{part}_seconds")
@@ -65,11 +75,17 @@ def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> 
         "parity_mean_max": _largest(rows, "parity_mean/kernels"),
         "parity_publications": sum("parity_mean/kernels" in row for row in rows),
         "versions_per_rollout": mean(rows, "versions_per_rollout"),
-        **{name: mean(rows[-NEWEST:], name) for name in ("truncation_rate", "interruption_rate", "format_error_rate")},
+        **{
+            name: mean(rows[-NEWEST:], name)
+            for name in ("truncation_rate", "interruption_rate", "format_error_rate")
+        },
         "void_groups": _total(rows, "void_groups"),
         "warnings": [
             *(alarm.text for alarm in Health(rows[-MEMORY:]).alarms),
-            *(warning.text for warning in score_warnings(evaluations, rows, recipe.learner.optimizer.grad_clip)),
+            *(
+                warning.text
+                for warning in score_warnings(evaluations, rows, recipe.learner.optimizer.grad_clip)
+            ),
         ],
         "restarts": events.count("restart"),
         "tasks": _by_task(recipe, rows, evaluations),
@@ -96,7 +112,9 @@ def _by_task(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> dict[st
 
 
 def steady(rows: list[Row], rundir: RunDir) -> list[Row]:
-    """Return the rows of normally timed steps: neither replayed nor the first in a learner's life, which includes its start."""
+    """Return the rows of normally timed steps: neither replayed nor the first in a
+    learner's life, which includes its start.
+    """
     starts = [e.time for e in rundir.events() if e.event == "started" and e.role == "learner-0"]
     times = sorted(_finite(rows, "time"))
     first = {times[i] for start in starts if (i := bisect.bisect(times, start)) < len(times)}
@@ -136,7 +154,10 @@ def lines(v: Row) -> Iterable[tuple[str, str]]:
         best = t.get("pass_rate_best")
         if best is not None and best != t["pass_rate_after"]:
             heldout += f" (best {best:.3f})"
-        trained = f"training {show(t['pass_rate_train'], '.3f')} · {show(t['completion_tokens'], ',.0f')} tokens"
+        trained = (
+            f"training {show(t['pass_rate_train'], '.3f')} · {show(t['completion_tokens'], ',.0f')}"
+            " tokens"
+        )
         yield f"  {task}", f"{heldout} · {trained} · truncated {show(t['truncation_rate'], '.1%')}"
     if v["predicted"]:
         yield "predicted", v["predicted"]
@@ -144,16 +165,49 @@ def lines(v: Row) -> Iterable[tuple[str, str]]:
         return
     averaged = newest_words(v.get("newest_steps", NEWEST))
     yield "pass rate, training", f"{show(v['pass_rate_train'], '.3f')} ({averaged})"
-    yield "speed", f"{show(v['tokens_per_second'], ',.0f')} tokens/s · {show(v['step_seconds'], '.2f')} s a step"
-    yield "idle", f"servers {show(v['server_idle_share'], '.0%')} · learner {show(v['learner_idle_share'], '.0%')}"
-    parts = " · ".join(f"{part} {show(v[f'{part}_seconds'], '.3f')}" for part in ("pause", "transfer", "resume"))
-    yield "publication", f"{show(v['publish_seconds'], '.3f')} s each of {v.get('publications', '–')} ({parts})"
-    yield "lag", f"largest {show(v['lag_max'], '.0f')} of {v['lag_limit']} · mean {show(v['lag_mean'], '.2f')}"
+    yield (
+        "speed",
+        (
+            f"{show(v['tokens_per_second'], ',.0f')} tokens/s · {show(v['step_seconds'], '.2f')} s"
+            " a step"
+        ),
+    )
+    yield (
+        "idle",
+        (
+            f"servers {show(v['server_idle_share'], '.0%')} · learner"
+            f" {show(v['learner_idle_share'], '.0%')}"
+        ),
+    )
+    parts = " · ".join(
+        f"{part} {show(v[f'{part}_seconds'], '.3f')}" for part in ("pause", "transfer", "resume")
+    )
+    yield (
+        "publication",
+        f"{show(v['publish_seconds'], '.3f')} s each of {v.get('publications', '–')} ({parts})",
+    )
+    yield (
+        "lag",
+        (
+            f"largest {show(v['lag_max'], '.0f')} of {v['lag_limit']} · mean"
+            f" {show(v['lag_mean'], '.2f')}"
+        ),
+    )
     yield "servers vs learner", _parity(v)
-    rates = (("truncated", "truncation_rate"), ("interrupted", "interruption_rate"), ("malformed", "format_error_rate"))
-    yield "answers", " · ".join(f"{word} {show(v[key], '.1%')}" for word, key in rates) + f" ({averaged})"
+    rates = (
+        ("truncated", "truncation_rate"),
+        ("interrupted", "interruption_rate"),
+        ("malformed", "format_error_rate"),
+    )
+    yield (
+        "answers",
+        " · ".join(f"{word} {show(v[key], '.1%')}" for word, key in rates) + f" ({averaged})",
+    )
     if v["restarts"] or v["void_groups"]:
-        yield "mishaps", f"{v['restarts']} restarts of a role · {show(v['void_groups'], '.0f')} void groups"
+        yield (
+            "mishaps",
+            f"{v['restarts']} restarts of a role · {show(v['void_groups'], '.0f')} void groups",
+        )
 
 
 def _scores(v: Row) -> str:
@@ -161,7 +215,11 @@ def _scores(v: Row) -> str:
     told = [f"{show(v['pass_rate_before'], '.3f')} (step {v['pass_rate_before_step']})"]
     if v["pass_rate_before_step"] == v["pass_rate_after_step"]:
         return f"{told[0]}, not scored since"
-    if v.get("pass_rate_best_step") not in (None, v["pass_rate_before_step"], v["pass_rate_after_step"]):
+    if v.get("pass_rate_best_step") not in (
+        None,
+        v["pass_rate_before_step"],
+        v["pass_rate_after_step"],
+    ):
         told.append(f"best {v['pass_rate_best']:.3f} (step {v['pass_rate_best_step']})")
     told.append(f"{show(v['pass_rate_after'], '.3f')} (step {v['pass_rate_after_step']})")
     return " → ".join(told)
@@ -174,14 +232,21 @@ def _parity(v: Row) -> str:
     if v["parity_mean_max"] == 0:
         return f"same bits at {v['parity_publications']} publications"
     differ = f"log-probs differ by {show(v['parity_mean'], '.1e')} on average"
-    return f"{differ}, {show(v['parity_mean_max'], '.1e')} at the worst of {v['parity_publications']} publications"
+    return (
+        f"{differ}, {show(v['parity_mean_max'], '.1e')} at the worst of {v['parity_publications']}"
+        " publications"
+    )
 
 
 def _places(values: Row, rundir: RunDir) -> Iterable[tuple[str, str]]:
-    """Yield where the run's files are, and the commands that export it and go on with it."""
+    """Yield where the run's files are, and the commands that export it and go on with
+    it.
+    """
     if rundir.report.exists():
         yield "report", f"{rundir.report}  (one file, opens offline; picture {rundir.picture.name})"
-    run, tensorboard, export = (quote(str(path)) for path in (rundir.path, rundir.tensorboard, rundir.path / "hf"))
+    run, tensorboard, export = (
+        quote(str(path)) for path in (rundir.path, rundir.tensorboard, rundir.path / "hf")
+    )
     yield "TensorBoard", f"tensorboard --logdir {tensorboard}"
     yield "metrics", f"{rundir.metrics}, {rundir.eval.name}, {rundir.summary.name}"
     yield "rollouts", f"megarl rollouts show {run}"
@@ -196,7 +261,9 @@ def _places(values: Row, rundir: RunDir) -> Iterable[tuple[str, str]]:
 
 
 def _continuing(values: Row, rundir: RunDir) -> str:
-    """Return the command that goes on with the run; of a finished one, for as many steps again."""
+    """Return the command that goes on with the run; of a finished one, for as many
+    steps again.
+    """
     command = f"megarl train {quote(str(rundir.recipe))} run.resume=auto"
     if values["outcome"] != "finished":
         return command

@@ -1,7 +1,9 @@
-"""The live view: renders the state from `Observer` and supervisor, as a rich renderable or as one plain line for logs.
+"""The live view: renders the state from `Observer` and supervisor, as a rich renderable
+or as one plain line for logs.
 
-`render` and `line` are pure: they turn a `Frame` into text, and neither read nor remember anything. `Screen` shows frames: as a
-live picture in a terminal, otherwise as plain lines.
+`render` and `line` are pure: they turn a `Frame` into text, and neither read nor
+remember anything. `Screen` shows frames: as a live picture in a terminal, otherwise as
+plain lines.
 """
 
 import math
@@ -29,12 +31,20 @@ from megarl.run.scores import best_of, newest_words, score_warnings
 from megarl.run.summary import grid, mean, show
 
 BARS = "▁▂▃▄▅▆▇█"
-STYLES = {"lost": "red", "dropped": "red", "restarting": "yellow", "starting": "yellow", "unknown": "yellow"}
+STYLES = {
+    "lost": "red",
+    "dropped": "red",
+    "restarting": "yellow",
+    "starting": "yellow",
+    "unknown": "yellow",
+}
 
 
 @dataclass(frozen=True)
 class RoleView:
-    """The state of a role to show. state: running, restarting, dropped or ended. seconds: since it started. nodes: where."""
+    """The state of a role to show. state: running, restarting, dropped or ended.
+    seconds: since it started. nodes: where.
+    """
 
     state: str
     seconds: float
@@ -59,7 +69,9 @@ def roles_after(events: Iterable[SupervisorEvent]) -> dict[Role, RoleView]:
 
 @dataclass(frozen=True)
 class Frame:
-    """Everything that one picture shows. stopping: progress of ending the run, if it is ending. problem: the last one."""
+    """Everything that one picture shows. stopping: progress of ending the run, if it is
+    ending. problem: the last one.
+    """
 
     recipe: Recipe
     observer: Observer
@@ -77,10 +89,16 @@ def render(frame: Frame) -> RenderableType:
         parts += [Text(), grid(_numbers(frame))]
     parts += [Text(), _processes(frame)]
     if frame.problem:
-        parts.append(Text(f"last problem: {frame.problem}", style="red", overflow="ellipsis", no_wrap=True))
+        parts.append(
+            Text(f"last problem: {frame.problem}", style="red", overflow="ellipsis", no_wrap=True)
+        )
     foot = Text(frame.stopping or frame.foot, style="bold yellow" if frame.stopping else "dim")
     return Panel(
-        Group(*parts), title=Text(f"megarl · {frame.recipe.run.path}"), subtitle=foot, width=100, padding=(0, 1)
+        Group(*parts),
+        title=Text(f"megarl · {frame.recipe.run.path}"),
+        subtitle=foot,
+        width=100,
+        padding=(0, 1),
     )
 
 
@@ -90,7 +108,9 @@ def line(frame: Frame) -> str:
     parts = [f"[{clock(frame.elapsed_s)}]", frame.stopping or phase(frame)]
     if observer.rows:
         parts.append(f"step {row['step'] + 1}/{frame.recipe.run.steps}")
-        parts.append(f"train {show(recent(observer, 'pass_rate_train'), ',.2f')} ({_averaged(observer)})")
+        parts.append(
+            f"train {show(recent(observer, 'pass_rate_train'), ',.2f')} ({_averaged(observer)})"
+        )
     if observer.evaluations:
         parts.append(f"held-out {_held_out(observer)}")
     if dropped := sum(view.state == "dropped" for view in frame.roles.values()):
@@ -105,7 +125,9 @@ def line(frame: Frame) -> str:
 
 
 def phase(frame: Frame) -> str:
-    """Return what the run is doing: starting (and what it waits for), replaying, or the learner's last command."""
+    """Return what the run is doing: starting (and what it waits for), replaying, or the
+    learner's last command.
+    """
     status = frame.observer.status
     restarting = [role.name for role, view in frame.roles.items() if view.state == "restarting"]
     if restarting:
@@ -124,12 +146,18 @@ def phase(frame: Frame) -> str:
         "wait": f"the learner waits at step {status.step}",
         "stop": "the learner saves and exits",
     }
-    evaluating = f" · evaluating version {', '.join(map(str, status.evaluating))}" if status.evaluating else ""
+    evaluating = (
+        f" · evaluating version {', '.join(map(str, status.evaluating))}"
+        if status.evaluating
+        else ""
+    )
     return doing.get(status.phase, status.phase) + evaluating
 
 
 def ending(status: Status | None) -> str:
-    """Return what a run does that is asked to stop. status: the controller's, None before its first."""
+    """Return what a run does that is asked to stop. status: the controller's, None
+    before its first.
+    """
     if status is None or status.phase == "starting":
         return "roles are still starting, and end once they have"
     return "the learner finishes its step and saves"
@@ -146,7 +174,10 @@ def warnings(frame: Frame) -> list[str]:
         messages.append(observer.status.parity)
     if observer.latest.get("groups_in_loss") == 0 and not frame.recipe.all_groups_teach:
         complete = ", of which one is complete" if frame.recipe.batch.truncated == "drop" else ""
-        messages.append(f"no group of the last step had right and wrong answers{complete}: nothing was learnt from it")
+        messages.append(
+            f"no group of the last step had right and wrong answers{complete}: nothing was learnt"
+            " from it"
+        )
     return messages
 
 
@@ -159,17 +190,23 @@ def _held_out(observer: Observer) -> str:
     """Return the last score and, if it was higher before, the best one, for a line."""
     last = observer.scored
     best = best_of(observer.scores)
-    higher = f" (best {best['pass_rate']:.2f} at {best['step']})" if best["step"] != last["step"] else ""
+    higher = (
+        f" (best {best['pass_rate']:.2f} at {best['step']})" if best["step"] != last["step"] else ""
+    )
     return f"{last['pass_rate']:.2f} at {last['step']}{higher}"
 
 
 def recent(observer: Observer, name: str) -> float | None:
-    """Return a metric's mean over the last `observe.RECENT` steps that have it, without those replayed after a crash."""
+    """Return a metric's mean over the last `observe.RECENT` steps that have it, without
+    those replayed after a crash.
+    """
     return mean([row for row in observer.rows.values() if not row.get("replay")], name)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw `values` as at most `width` bars, averaging neighbours, on a scale from 0 to 1."""
+    """Draw `values` as at most `width` bars, averaging neighbours, on a scale from 0 to
+    1.
+    """
     count = min(width, len(values))
     bars = []
     for i in range(count):
@@ -193,7 +230,11 @@ def _progress(frame: Frame) -> RenderableType:
     bar.add_column(ratio=1)
     bar.add_column(no_wrap=True, justify="right")
     seconds = recent(frame.observer, "step_seconds")
-    left = f"{seconds:.1f} s a step · {clock(seconds * (total - done))} left · " if seconds and done < total else ""
+    left = (
+        f"{seconds:.1f} s a step · {clock(seconds * (total - done))} left · "
+        if seconds and done < total
+        else ""
+    )
     bar.add_row(
         Text(f"step {done}/{total}", style="bold"),
         ProgressBar(total=total, completed=done),
@@ -219,7 +260,11 @@ def _numbers(frame: Frame) -> Iterator[tuple[str, str]]:
     step = recent(observer, "step_seconds") or math.nan
     shares = [
         f"{word} {show(value / step, '.0%')}"
-        for name, word in (("train_seconds", "trains"), ("wait_seconds", "waits"), ("publish_seconds", "publishes"))
+        for name, word in (
+            ("train_seconds", "trains"),
+            ("wait_seconds", "waits"),
+            ("publish_seconds", "publishes"),
+        )
         if (value := recent(observer, name)) is not None
     ]
     yield "tokens/s", show(recent(observer, "tokens_per_second"))
@@ -229,7 +274,10 @@ def _numbers(frame: Frame) -> Iterator[tuple[str, str]]:
     yield "learner", " · ".join(shares) or "–"
     yield "publication", f"{show(row.get('publish_seconds'), ',.2f')} s"
     yield "server − learner", _parity(observer.compared)
-    yield "entropy · grad norm", f"{show(row.get('entropy'), ',.3f')} · {show(row.get('grad_norm'), ',.3f')}"
+    yield (
+        "entropy · grad norm",
+        f"{show(row.get('entropy'), ',.3f')} · {show(row.get('grad_norm'), ',.3f')}",
+    )
     if observer.status is not None:
         t = observer.status.tickets
         text = f"{t.running} being generated · {t.window} of {t.window_limit} in the window"
@@ -252,12 +300,20 @@ def _scores(evaluations: Sequence[Row]) -> str:
 
 
 def _parity(row: Row) -> str:
-    """Return the mean and 99th percentile of the log-prob difference at equal weights, then the means for other causes."""
+    """Return the mean and 99th percentile of the log-prob difference at equal weights,
+    then the means for other causes.
+    """
     if row.get("parity_mean/kernels") is None:
         return "–"
-    tail = f" (99 %: {show(row.get('parity_p99/kernels'), '.1e')})" if row["parity_mean/kernels"] else ""
+    tail = (
+        f" (99 %: {show(row.get('parity_p99/kernels'), '.1e')})"
+        if row["parity_mean/kernels"]
+        else ""
+    )
     causes = ("decode", "stale_kv", "staleness")
-    means = {cause: mean for cause in causes if (mean := row.get(f"parity_mean/{cause}")) is not None}
+    means = {
+        cause: mean for cause in causes if (mean := row.get(f"parity_mean/{cause}")) is not None
+    }
     others = [f"{cause.replace('_kv', ' KV')} {show(mean, '.1e')}" for cause, mean in means.items()]
     if row.get("parity_routing") is not None:
         others.append(f"experts {row['parity_routing']:.1%}")
@@ -276,10 +332,14 @@ def _task(observer: Observer, task: str) -> str:
 
 def _processes(frame: Frame) -> RenderableType:
     several = len({node for view in frame.roles.values() for node in view.nodes}) > 1
-    table = Table(box=None, padding=(0, 1), collapse_padding=several, header_style="dim", pad_edge=False)
+    table = Table(
+        box=None, padding=(0, 1), collapse_padding=several, header_style="dim", pad_edge=False
+    )
     where = ("node",) if several else ()
     for name in ("role", *where, "state", "weights", "requests", "tok/s", "busy", "up", "restarts"):
-        table.add_column(name, justify="left" if name in ("role", "node", "state") else "right", no_wrap=True)
+        table.add_column(
+            name, justify="left" if name in ("role", "node", "state") else "right", no_wrap=True
+        )
     status = frame.observer.status
     servers = {s.id: s for s in status.servers} if status else {}
     others = (Role("server", i) for i in servers if i >= frame.recipe.resources.servers)
@@ -291,9 +351,18 @@ def _processes(frame: Frame) -> RenderableType:
             state = server.state
             if not state.startswith("starting"):
                 version = str(server.version) if server.version >= 0 else "–"
-                cells = [version, str(server.running), show(server.tokens_per_second), show(server.busy_share, ".0%")]
+                cells = [
+                    version,
+                    str(server.running),
+                    show(server.tokens_per_second),
+                    show(server.busy_share, ".0%"),
+                ]
         elif view.state == "running":
-            state = "up" if status and (role.kind == "controller" or status.phase != "starting") else "starting"
+            state = (
+                "up"
+                if status and (role.kind == "controller" or status.phase != "starting")
+                else "starting"
+            )
         style = STYLES.get(state.split("(")[0], "")
         table.add_row(
             f"{role.name} (joined)" if role in joined else role.name,
@@ -307,11 +376,15 @@ def _processes(frame: Frame) -> RenderableType:
 
 
 LINE_S, JOB_LINE_S = 10.0, 60.0
-"""Seconds between lines of non-interactive output, and of a Slurm job's output, which grows for weeks."""
+"""Seconds between lines of non-interactive output, and of a Slurm job's output, which
+grows for weeks.
+"""
 
 
 class Screen:
-    """Shows a picture in a terminal, within the context `live`; otherwise prints a line at intervals, and each warning once."""
+    """Shows a picture in a terminal, within the context `live`; otherwise prints a line
+    at intervals, and each warning once.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -323,7 +396,9 @@ class Screen:
     def show(self, frame: Frame) -> None:
         if self.live:
             self.live.update(render(frame), refresh=True)
-        elif frame.elapsed_s - self._last >= self._every or bool(frame.stopping) != bool(self._stopping):
+        elif frame.elapsed_s - self._last >= self._every or bool(frame.stopping) != bool(
+            self._stopping
+        ):
             self._last, self._stopping = frame.elapsed_s, frame.stopping
             terminal.say(line(frame), flush=True)
             for warning in warnings(frame):

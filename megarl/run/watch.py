@@ -1,4 +1,5 @@
-"""Finds roles that are alive but stuck, by the signs of life expected from each, and how long these may be missing.
+"""Finds roles that are alive but stuck, by the signs of life expected from each, and
+how long these may be missing.
 
     a process of a role is stopped (SIGSTOP, a debugger)          STOPPED_S
     the node of a role has stopped reporting                      STOPPED_S
@@ -6,7 +7,8 @@
     the controller says a server is lost and its process lives    LOST_S
     the same, but it has not come up since it was started         Recipe.start_limit_s
 
-A learner's silence proves nothing (a step may be long); its own collective timeouts end it.
+A learner's silence proves nothing (a step may be long); its own collective timeouts end
+it.
 """
 
 from collections.abc import Mapping
@@ -20,10 +22,14 @@ STOPPED_S = 30.0
 SILENT_S = 120.0
 LOST_S = 120.0
 MISSED_S = 30.0
-"""After this time the controller has noticed that a server died, except during a publication to it."""
+"""After this time the controller has noticed that a server died, except during a
+publication to it.
+"""
 OLD_S = 10.0
-"""Age at which status.json counts as old; it is written each second. The controller's silence counts from when we first saw the
-file old, not from its time: after a machine's sleep files are old, but no controller hangs."""
+"""Age at which status.json counts as old; it is written each second. The controller's
+silence counts from when we first saw the file old, not from its time: after a machine's
+sleep files are old, but no controller hangs.
+"""
 
 COMPLAINTS = {
     "stopped": "has been stopped",
@@ -40,7 +46,11 @@ class Watch:
     """Remembers when each role began to look stuck."""
 
     def __init__(
-        self, start_s: float, stopped_s: float = STOPPED_S, silent_s: float = SILENT_S, lost_s: float = LOST_S
+        self,
+        start_s: float,
+        stopped_s: float = STOPPED_S,
+        silent_s: float = SILENT_S,
+        lost_s: float = LOST_S,
     ) -> None:
         self._limits = {"silent": silent_s, "lost": lost_s, "starting": start_s}
         self._limits |= dict.fromkeys(("stopped", "unheard"), stopped_s)
@@ -49,15 +59,24 @@ class Watch:
         self._seen: dict[Role, Literal["away", "there"]] = {}  # the server's state since its start
 
     def hung(
-        self, still: Mapping[Role, Still], status: Status | None, status_age: float, running: set[Role], at: float
+        self,
+        still: Mapping[Role, Still],
+        status: Status | None,
+        status_age: float,
+        running: set[Role],
+        at: float,
     ) -> dict[Role, str]:
-        """Return the roles of `running` to kill at time `at` in seconds, and why. status_age: age of status.json in seconds."""
+        """Return the roles of `running` to kill at time `at` in seconds, and why.
+        status_age: age of status.json in seconds.
+        """
         complaints: set[tuple[Role, str]] = set(still.items())
         if status is not None and status_age > OLD_S:
             complaints.add((Role("controller"), "silent"))
         elif status is not None:
             away = self._look(status, at)
-            complaints |= {(role, "lost" if self._seen[role] == "there" else "starting") for role in away}
+            complaints |= {
+                (role, "lost" if self._seen[role] == "there" else "starting") for role in away
+            }
         complaints = {c for c in complaints if c[0] in running}
         self._since = {c: self._since.get(c, at) for c in complaints}
         return {
@@ -73,7 +92,9 @@ class Watch:
         self._seen.pop(role, None)
 
     def _look(self, status: Status, at: float) -> list[Role]:
-        """Return the servers that are away. A restarted one seems present at first, until the controller notices its death."""
+        """Return the servers that are away. A restarted one seems present at first,
+        until the controller notices its death.
+        """
         away = []
         for server in status.servers:
             role = Role("server", server.id)

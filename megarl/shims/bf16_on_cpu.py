@@ -1,9 +1,12 @@
-"""Products of bf16 numbers with FP32 sums on a CPU, by its bf16 instructions where it has them.
+"""Products of bf16 numbers with FP32 sums on a CPU, by its bf16 instructions where it
+has them.
 
-On a CPU torch has no product of bf16 inputs with an FP32 result, so the inputs are converted to FP32. oneDNN may round the
-inputs of an FP32 product to bf16 and multiply them by the CPU's bf16 instructions (AVX512-BF16, AMX), which sum in FP32.
-That rounding changes nothing in numbers that were bf16 before: only the order of the sum differs, and numbers below 1e-38
-count as 0. Without these instructions oneDNN would imitate them more slowly than FP32, so nothing is switched on there.
+On a CPU torch has no product of bf16 inputs with an FP32 result, so the inputs are
+converted to FP32. oneDNN may round the inputs of an FP32 product to bf16 and multiply
+them by the CPU's bf16 instructions (AVX512-BF16, AMX), which sum in FP32. That rounding
+changes nothing in numbers that were bf16 before: only the order of the sum differs, and
+numbers below 1e-38 count as 0. Without these instructions oneDNN would imitate them
+more slowly than FP32, so nothing is switched on there.
 """
 
 from collections.abc import Iterator
@@ -15,7 +18,9 @@ import torch
 from torch import Tensor
 
 HEAD_COLUMNS = 4096
-"""Columns of a head (rows of its weight) that are converted to FP32 at a time: they fit into the CPU's cache."""
+"""Columns of a head (rows of its weight) that are converted to FP32 at a time: they fit
+into the CPU's cache.
+"""
 
 _one_at_a_time = RLock()
 
@@ -28,10 +33,13 @@ def has_instructions() -> bool:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Multiply FP32 matrices whose numbers are all bf16 ones by the CPU's bf16 instructions.
+    """Multiply FP32 matrices whose numbers are all bf16 ones by the CPU's bf16
+    instructions.
 
-    The switch is the whole process's: threads take turns, and what it was before is restored, also after an error. A product
-    of other FP32 numbers that another thread computes meanwhile would be rounded; no role of megarl has such a thread."""
+    The switch is the whole process's: threads take turns, and what it was before is
+    restored, also after an error. A product of other FP32 numbers that another thread
+    computes meanwhile would be rounded; no role of megarl has such a thread.
+    """
     if not has_instructions():
         yield
         return
@@ -45,8 +53,10 @@ def exact_products() -> Iterator[None]:
 
 
 def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the FP32 logits [n, V] of hidden [n, h] and a head's weight [V, h], both bf16. No FP32 copy of the whole weight
-    is made, which for a small batch would take longer than the product."""
+    """Return the FP32 logits [n, V] of hidden [n, h] and a head's weight [V, h], both
+    bf16. No FP32 copy of the whole weight is made, which for a small batch would take
+    longer than the product.
+    """
     wide = hidden.float()
     logits = wide.new_empty(len(hidden), len(weight))
     with exact_products():

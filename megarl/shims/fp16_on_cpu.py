@@ -1,9 +1,12 @@
-"""fp16 matrix products and attention on a CPU, for learner and server; with a GPU, this module does nothing.
+"""fp16 matrix products and attention on a CPU, for learner and server; with a GPU, this
+module does nothing.
 
-A CPU without fp16 units computes them 5 to 20 times slower than FP32. A product of two fp16 numbers is exact in FP32, so
-converting both factors to FP32, multiplying, and rounding the sums to fp16 once gives the result of a tensor core, up to the
-order of the sum. Attention is computed in FP32 as a whole: its probabilities stay FP32; a GPU's kernels round them to fp16 for
-the second product. Everything else (norms, activations, sums of micro-batches, communication) is torch's own fp16.
+A CPU without fp16 units computes them 5 to 20 times slower than FP32. A product of two
+fp16 numbers is exact in FP32, so converting both factors to FP32, multiplying, and
+rounding the sums to fp16 once gives the result of a tensor core, up to the order of the
+sum. Attention is computed in FP32 as a whole: its probabilities stay FP32; a GPU's
+kernels round them to fp16 for the second product. Everything else (norms, activations,
+sums of micro-batches, communication) is torch's own fp16.
 """
 
 from collections.abc import Callable
@@ -28,16 +31,22 @@ def install() -> None:
 
 
 def _in_fp32(name: str) -> Callable[..., object]:
-    """Wrap torch's kernel so that fp16 tensors are converted to FP32, and its results rounded to fp16."""
+    """Wrap torch's kernel so that fp16 tensors are converted to FP32, and its results
+    rounded to fp16.
+    """
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def widened(keys: object, *args: object, **options: object) -> object:
         if not any(isinstance(a, Tensor) and a.dtype == torch.float16 for a in args):
             return kernel.call_boxed(keys, *args, **options)
-        result = kernel.call_boxed(keys, *map(_wide, args), **{k: _wide(v) for k, v in options.items()})
+        result = kernel.call_boxed(
+            keys, *map(_wide, args), **{k: _wide(v) for k, v in options.items()}
+        )
         if isinstance(result, Tensor):
             return result.half()
-        if name == ATTENTION:  # the second result, which the backward pass gets again, is FP32 in torch's kernel too
+        if (
+            name == ATTENTION
+        ):  # the second result, which the backward pass gets again, is FP32 in torch's kernel too
             return result[0].half(), result[1]
         return tuple(gradient.half() for gradient in result)
 

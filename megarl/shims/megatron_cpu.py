@@ -4,11 +4,11 @@
     import megatron.core
     after_megatron_import()   once after it: its own tensors are made on the CPU, and its optimiser accepts torch's Adam state
 
-With a GPU, only six things are corrected: the import of DeepEP, AdamW's state before its first step,
-the memory of an offloaded AdamW, the support for torch's AdamW, routers' logits, and norms that are
-recomputed without Transformer Engine. The changes are
-global to the process, so a server never shares one with a learner. The comment on each change says
-what failed when it was left out.
+With a GPU, only six things are corrected: the import of DeepEP, AdamW's state before
+its first step, the memory of an offloaded AdamW, the support for torch's AdamW,
+routers' logits, and norms that are recomputed without Transformer Engine. The changes
+are global to the process, so a server never shares one with a learner. The comment on
+each change says what failed when it was left out.
 """
 
 import ctypes
@@ -34,45 +34,57 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 def run_on_cpu() -> None:
     """Redirect the torch.cuda names that megatron-core uses to the CPU. Idempotent."""
-    # With a GPU, too. megatron expects at most an ImportError of it, but in the GPU stack's
-    # (sgl-deep-ep 0.1.2.post1, deep_ep/__init__.py) an assertion fails where there is no CUDA toolkit
-    # (find_cuda_home) or NCCL is not that of its wheel (check_nccl_so). Even imported it is of no use:
-    # megatron asks for deep_ep.utils.EventOverlap, which it has elsewhere.
+    # With a GPU, too. megatron expects at most an ImportError of it, but in the GPU
+    # stack's (sgl-deep-ep 0.1.2.post1, deep_ep/__init__.py) an assertion fails where
+    # there is no CUDA toolkit (find_cuda_home) or NCCL is not that of its wheel
+    # (check_nccl_so). Even imported it is of no use: megatron asks for
+    # deep_ep.utils.EventOverlap, which it has elsewhere.
     sys.modules.setdefault("deep_ep", None)  # type: ignore[arg-type]
     if torch.cuda.is_available() or isinstance(torch.cuda.default_generators, _Generators):
         return
-    # glibc maps new memory for each large tensor, and every page faults: 7 % of a step's CPU time. Now 1 GiB is kept for reuse.
+    # glibc maps new memory for each large tensor, and every page faults: 7 % of a
+    # step's CPU time. Now 1 GiB is kept for reuse.
     libc = ctypes.CDLL(None)
     for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
         libc.mallopt(option, 1 << 30)
-    # Transformer Engine's AdamW and norms, which megatron uses if they are installed, need a GPU ("no NVIDIA driver").
+    # Transformer Engine's AdamW and norms, which megatron uses if they are installed,
+    # need a GPU ("no NVIDIA driver").
     sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
-    # This package is in the GPU stack. Without a driver it raises an OSError, where megatron expects at most an ImportError.
+    # This package is in the GPU stack. Without a driver it raises an OSError, where
+    # megatron expects at most an ImportError.
     sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
-    # megatron hands small functions (fused activations, routing) to torch.compile: on a CPU a run of the C++ compiler in
-    # every process, and a failure where there is none.
+    # megatron hands small functions (fused activations, routing) to torch.compile: on a
+    # CPU a run of the C++ compiler in every process, and a failure where there is none.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    # The CUDA generator is the CPU's: megatron saves, forks and restores it around tensor-parallel regions.
+    # The CUDA generator is the CPU's: megatron saves, forks and restores it around
+    # tensor-parallel regions.
     torch.cuda.default_generators = _Generators()
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    # Without these two nothing fails: states and seeds are queued for the start of a GPU, never set, and the queue grows.
+    # Without these two nothing fails: states and seeds are queued for the start of a
+    # GPU, never set, and the queue grows.
     torch.cuda._lazy_call = lambda callback, **_: callback()
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(int(seed)) and None
     # For the constructors of all layers; without: "no NVIDIA driver", or TypeError.
     torch.cuda.current_device = lambda: CPU
     # For the pipeline schedules' barriers and the checkpoint writer.
     torch.cuda.synchronize = lambda *_, **__: None
-    # Gradient reduction asks for its stream. CPU work is synchronous: there is one stream, and nothing to wait for.
+    # Gradient reduction asks for its stream. CPU work is synchronous: there is one
+    # stream, and nothing to wait for.
     stream = _Stream()
     torch.cuda.current_stream = lambda *_, **__: stream
-    # The dispatcher of tokens to experts copies token counts from the GPU on a stream of its own.
+    # The dispatcher of tokens to experts copies token counts from the GPU on a stream
+    # of its own.
     torch.cuda.Stream = _Stream
     torch.Tensor.cuda = lambda self, *_, **__: self
-    # The distributed optimiser tells parameters apart by the text 'torch.cuda.FloatTensor'.
+    # The distributed optimiser tells parameters apart by the text
+    # 'torch.cuda.FloatTensor'.
     name_or_cast = torch.Tensor.type
-    torch.Tensor.type = lambda self, *a, **k: name_or_cast(self, *a, **k) if a or k else _TypeName(name_or_cast(self))
-    # Even disabled, torch.compile imports the whole compiler when megatron uses it as a decorator: 2 CPU-seconds per process.
+    torch.Tensor.type = lambda self, *a, **k: (
+        name_or_cast(self, *a, **k) if a or k else _TypeName(name_or_cast(self))
+    )
+    # Even disabled, torch.compile imports the whole compiler when megatron uses it as a
+    # decorator: 2 CPU-seconds per process.
     compiler, torch.compile = torch.compile, _not_compiled
     import megatron.core.jit  # noqa: F401
 
@@ -81,8 +93,10 @@ def run_on_cpu() -> None:
 
 @functools.cache
 def after_megatron_import() -> None:
-    """Make megatron's own tensors on the CPU, make its distributed optimiser work with torch.optim.AdamW (which it uses if no
-    fused Adam is installed), and correct its routers' logits. Idempotent."""
+    """Make megatron's own tensors on the CPU, make its distributed optimiser work with
+    torch.optim.AdamW (which it uses if no fused Adam is installed), and correct its
+    routers' logits. Idempotent.
+    """
     from megatron.core import utils
     from megatron.core.dist_checkpointing import exchange_utils
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -105,10 +119,22 @@ def after_megatron_import() -> None:
         _own_step_for_each_parameter(DistributedOptimizer)
     if cuda:
         return
-    # These modules build tensors with device="cuda". Only they get the changed factories: transformers, which compares torch's
-    # factories by identity while it loads a model, would otherwise silently leave rotary frequencies uninitialised.
-    on_cpu = _Overlay(torch, **{name: _made_on_cpu(getattr(torch, name)) for name in ("tensor", "zeros", "empty_like")})
-    for module in (clip_grads, grad_scaler, optimizer, schedules, param_and_grad_buffer, utils, exchange_utils):
+    # These modules build tensors with device="cuda". Only they get the changed
+    # factories: transformers, which compares torch's factories by identity while it
+    # loads a model, would otherwise silently leave rotary frequencies uninitialised.
+    on_cpu = _Overlay(
+        torch,
+        **{name: _made_on_cpu(getattr(torch, name)) for name in ("tensor", "zeros", "empty_like")},
+    )
+    for module in (
+        clip_grads,
+        grad_scaler,
+        optimizer,
+        schedules,
+        param_and_grad_buffer,
+        utils,
+        exchange_utils,
+    ):
         module.torch = on_cpu
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
         setattr(param_and_grad_buffer, name, _unless_alone(getattr(param_and_grad_buffer, name)))
@@ -117,17 +143,23 @@ def after_megatron_import() -> None:
     )  # loading a checkpoint makes room for others' parts
     token_dispatcher.maybe_move_tensor_to_cpu = _already_on_cpu
     random._get_share_storage = lambda: _copy_storage
-    # If expert tensor parallelism divides experts, each rank has another number of tokens, but gloo requires equal numbers
-    # ("invalid tensor size").
-    mappings.torch = _Overlay(torch, distributed=_Overlay(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter))
+    # If expert tensor parallelism divides experts, each rank has another number of
+    # tokens, but gloo requires equal numbers ("invalid tensor size").
+    mappings.torch = _Overlay(
+        torch, distributed=_Overlay(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
+    )
 
 
 def _unless_alone(collective: Callable[..., object]) -> Callable[..., object]:
-    """Return a collective over gradients or weights that does nothing on a rank whose part is the whole. gloo would copy all of
-    it and back: 4 bytes a parameter for gradients, and the weight's type for weights. One that is to be waited for is left."""
+    """Return a collective over gradients or weights that does nothing on a rank whose
+    part is the whole. gloo would copy all of it and back: 4 bytes a parameter for
+    gradients, and the weight's type for weights. One that is to be waited for is left.
+    """
 
     @functools.wraps(collective)
-    def among_several(output: torch.Tensor, given: torch.Tensor, *args: object, **kwargs: object) -> object:
+    def among_several(
+        output: torch.Tensor, given: torch.Tensor, *args: object, **kwargs: object
+    ) -> object:
         whole = output.data_ptr() == given.data_ptr() and output.numel() == given.numel()
         if whole and not kwargs.get("async_op"):
             return None
@@ -137,16 +169,21 @@ def _unless_alone(collective: Callable[..., object]) -> Callable[..., object]:
 
 
 def _logits_by(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a replacement for megatron's router_gating_linear, which passes two kinds of input to Transformer Engine 2.20 that
-    Transformer Engine silently computes wrongly:
+    """Return a replacement for megatron's router_gating_linear, which passes two kinds
+    of input to Transformer Engine 2.20 that Transformer Engine silently computes
+    wrongly:
 
     a bias            has the model's type, but cuBLASLt reads it in the output's, float32: Transformer Engine sets the bias's
-                      type only for FP8 and FP4. Two bf16 numbers are read as one, and other experts are chosen.
+                      type only for FP8 and FP4. Two bf16 numbers are read as one, and
+                      other experts are chosen.
     float32 factors   are rounded to TF32, which keeps 10 of 23 bits of mantissa.
     """
 
     def router_gating_linear(
-        inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, router_dtype: torch.dtype
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        router_dtype: torch.dtype,
     ) -> torch.Tensor:
         if inp.dtype == router_dtype:
             return F.linear(inp, weight, bias)
@@ -159,14 +196,17 @@ def _logits_by(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 def _own_step_for_each_parameter(optimizer_class: "type[DistributedOptimizer]") -> None:
     """Make loading restore a separate `step` for each parameter.
 
-    A fused Adam keeps `step` in the parameter group, torch's in each parameter's state, and megatron restores the former.
-    Without this, loading an optimiser fails (KeyError: 'step'). If only the key is added, resuming is silently wrong: all
+    A fused Adam keeps `step` in the parameter group, torch's in each parameter's state,
+    and megatron restores the former. Without this, loading an optimiser fails
+    (KeyError: 'step'). If only the key is added, resuming is silently wrong: all
     parameters share ONE `step` tensor, which AdamW increments once for each of them.
     """
     original = optimizer_class._set_main_param_and_optimizer_states
 
     @torch.no_grad()
-    def restore(self: "DistributedOptimizer", model_param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+    def restore(
+        self: "DistributedOptimizer", model_param: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
         group, index = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
         if "step" in state:
@@ -178,11 +218,13 @@ def _own_step_for_each_parameter(optimizer_class: "type[DistributedOptimizer]") 
 
 
 def _state_before_first_step(optimizer_class: "type[DistributedOptimizer]") -> None:
-    """Make the state that an Adam lacks before its first step. Without: loading fails (AssertionError) and, with a fused Adam,
-    so does even the checkpoint of a run that has only skipped steps (KeyError: 'exp_avg').
+    """Make the state that an Adam lacks before its first step. Without: loading fails
+    (AssertionError) and, with a fused Adam, so does even the checkpoint of a run that
+    has only skipped steps (KeyError: 'exp_avg').
 
-    torch's Adam counts steps for each parameter, a fused one in its group. An offloaded optimiser consists of several, and
-    keeps a copy of their state together with the FP32 weights.
+    torch's Adam counts steps for each parameter, a fused one in its group. An offloaded
+    optimiser consists of several, and keeps a copy of their state together with the
+    FP32 weights.
     """
     original = optimizer_class.state_dict
 
@@ -203,28 +245,41 @@ def make_moments(optimizer: "DistributedOptimizer") -> None:
             for parameter in group["params"]:
                 state = part.state[parameter] = {}  # in the order of torch's
                 if isinstance(part, torch.optim.AdamW):
-                    state["step"] = torch.zeros((), device=parameter.device if group.get("fused") else CPU)
+                    state["step"] = torch.zeros(
+                        (), device=parameter.device if group.get("fused") else CPU
+                    )
                 state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
     if parts:
         optimizer.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def _copies_of_shards_only(optimizer_class: "type[HybridDeviceOptimizer]") -> None:
-    """Make an offloaded optimiser copy only what it will update: this rank's shards, never whole parameters. megatron makes it
-    twice, first with whole parameters, and reads only that one's settings. Without: each rank also has FP32 copies of its whole
-    stage, on the host for the offloaded share and on the GPU for the rest, until Python collects a cycle."""
+    """Make an offloaded optimiser copy only what it will update: this rank's shards,
+    never whole parameters. megatron makes it twice, first with whole parameters, and
+    reads only that one's settings. Without: each rank also has FP32 copies of its whole
+    stage, on the host for the offloaded share and on the GPU for the rest, until Python
+    collects a cycle.
+    """
     original = optimizer_class._init_sub_optimizers
 
     def make_parts(self: "HybridDeviceOptimizer") -> None:
-        if not any(isinstance(p, torch.nn.Parameter) for group in self.param_groups for p in group["params"]):
+        if not any(
+            isinstance(p, torch.nn.Parameter)
+            for group in self.param_groups
+            for p in group["params"]
+        ):
             original(self)
 
     optimizer_class._init_sub_optimizers = make_parts
 
 
-def _recomputed_without_transformer_engine(checkpoint_class: "type[CheckpointWithoutOutput]") -> None:
-    """Make megatron's recomputation of a single output (learner.recompute=light) ask for FP8 only where there is Transformer
-    Engine. It takes `fp8=False` for yes. Without: NameError."""
+def _recomputed_without_transformer_engine(
+    checkpoint_class: "type[CheckpointWithoutOutput]",
+) -> None:
+    """Make megatron's recomputation of a single output (learner.recompute=light) ask
+    for FP8 only where there is Transformer Engine. It takes `fp8=False` for yes.
+    Without: NameError.
+    """
     original = checkpoint_class.__init__
 
     def make(self: "CheckpointWithoutOutput", fp8: object = False) -> None:
@@ -235,32 +290,43 @@ def _recomputed_without_transformer_engine(checkpoint_class: "type[CheckpointWit
 
 
 def _copy_storage(emptied: torch.Tensor, recomputed: torch.Tensor) -> None:
-    """Fill the storage of a tensor whose memory was given back, and so all views of it. megatron lets it share the other's by
-    C++, which each process compiles in its first backward pass: a minute on a CPU."""
+    """Fill the storage of a tensor whose memory was given back, and so all views of it.
+    megatron lets it share the other's by C++, which each process compiles in its first
+    backward pass: a minute on a CPU.
+    """
     storage = emptied.untyped_storage()
     storage.resize_(recomputed.untyped_storage().nbytes())
     storage.copy_(recomputed.untyped_storage())
 
 
 def _to_their_parameters(hybrid: "HybridDeviceOptimizer") -> None:
-    """Replace HybridDeviceOptimizer._move_new_state_to_right_device, which moves what was loaded, but does not copy what is
-    there already, and recognises offloaded optimisers by a class other than torch's. Without: a resumed rank keeps the moments
-    of its whole stage in host memory, since its own are views of them. With torch's AdamW, if only a share is offloaded, the
-    rest's moments are loaded into host memory, and its step fails."""
+    """Replace HybridDeviceOptimizer._move_new_state_to_right_device, which moves what
+    was loaded, but does not copy what is there already, and recognises offloaded
+    optimisers by a class other than torch's. Without: a resumed rank keeps the moments
+    of its whole stage in host memory, since its own are views of them. With torch's
+    AdamW, if only a share is offloaded, the rest's moments are loaded into host memory,
+    and its step fails.
+    """
     for optimizer in hybrid.sub_optimizers:
         for parameter, state in optimizer.state.items():
             state["master_param"] = parameter
-            loaded = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v is not parameter}
+            loaded = {
+                k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v is not parameter
+            }
             state |= {k: v.to(parameter.device, copy=True) for k, v in loaded.items()}
 
 
 def _already_on_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
-    """Replace maybe_move_tensor_to_cpu, which converts only tensors that it moves, so none here. Without: the exchange of
-    tokens between expert-parallel ranks gets tensors as sizes (TypeError)."""
+    """Replace maybe_move_tensor_to_cpu, which converts only tensors that it moves, so
+    none here. Without: the exchange of tokens between expert-parallel ranks gets
+    tensors as sizes (TypeError).
+    """
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-def _all_gather(pieces: Sequence[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _all_gather(
+    pieces: Sequence[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup
+) -> None:
     """Gather pieces of different lengths, padded to the longest in transit."""
     longest = max(len(piece) for piece in pieces)
     padded = torch.cat([mine, mine.new_zeros(longest - len(mine), *mine.shape[1:])])
@@ -270,8 +336,12 @@ def _all_gather(pieces: Sequence[torch.Tensor], mine: torch.Tensor, group: dist.
         piece.copy_(whole[: len(piece)])
 
 
-def _reduce_scatter(mine: torch.Tensor, pieces: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Sum pieces of different lengths over ranks, all pieces together, and keep this rank's."""
+def _reduce_scatter(
+    mine: torch.Tensor, pieces: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> None:
+    """Sum pieces of different lengths over ranks, all pieces together, and keep this
+    rank's.
+    """
     whole = torch.cat(list(pieces))
     dist.all_reduce(whole, group=group)
     mine.copy_(whole.split([len(piece) for piece in pieces])[group.rank()])
@@ -306,7 +376,9 @@ class _TypeName(str):
     """'torch.FloatTensor', which also equals 'torch.cuda.FloatTensor'."""
 
     def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other) is True or "torch.cuda." + self.removeprefix("torch.") == other
+        return (
+            str.__eq__(self, other) is True or "torch.cuda." + self.removeprefix("torch.") == other
+        )
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -314,7 +386,9 @@ class _TypeName(str):
     __hash__ = str.__hash__
 
 
-def _not_compiled(function: Callable[..., object] | None = None, **_: object) -> Callable[..., object]:
+def _not_compiled(
+    function: Callable[..., object] | None = None, **_: object
+) -> Callable[..., object]:
     return function if function is not None else _not_compiled
 
 

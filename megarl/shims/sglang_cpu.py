@@ -1,23 +1,30 @@
-"""Changes that SGLang needs on a machine without a GPU; with one, this module does nothing.
+"""Changes that SGLang needs on a machine without a GPU; with one, this module does
+nothing.
 
     install()             before the first import of sglang
     patch()               after it, before its first process
 
-1. `install` provides a stand-in for `sgl_kernel`, of which no CPU build exists. SGLang imports names from it unconditionally,
-   but without AMX its CPU path never calls them (norms, attention, rotary embedding and mixture of experts are plain torch
-   there; the names are for speculative decoding). The stand-in has every name; a call raises. A real build takes precedence.
-2. Processes are forked instead of spawned. SGLang spawns because CUDA does not survive a fork; without CUDA, a fork avoids
-   importing everything again (about 10 CPU-seconds and 0.8 GB per process).
-3. Chosen experts (enable_return_routed_experts) are kept in ordinary memory, which SGLang would register with CUDA.
+1. `install` provides a stand-in for `sgl_kernel`, of which no CPU build exists. SGLang
+   imports names from it unconditionally, but without AMX its CPU path never calls them
+   (norms, attention, rotary embedding and mixture of experts are plain torch there; the
+   names are for speculative decoding). The stand-in has every name; a call raises. A
+   real build takes precedence.
+2. Processes are forked instead of spawned. SGLang spawns because CUDA does not survive
+   a fork; without CUDA, a fork avoids importing everything again (about 10 CPU-seconds
+   and 0.8 GB per process).
+3. Chosen experts (enable_return_routed_experts) are kept in ordinary memory, which
+   SGLang would register with CUDA.
 4. Attention decodes requests together (sglang_cpu_attention.py).
-5. Memory can be released (/release_memory_occupation). SGLang then synchronises torch's device, which for the CUDA build is
-   CUDA even without a GPU.
-6. The FP32 head of bf16 weights is converted in pieces (bf16_on_cpu.py); SGLang converts all of it for each token that it
-   decodes, which took more than half of a step with a vocabulary of 49,152.
-7. Tokens are sampled with one random number a row. torch.multinomial draws one for each token of the vocabulary: for 96 rows of
-   49,152 tokens that takes 140 ms of a core, two thirds of a decode step of a model of 135 million parameters.
-8. `install` makes torch.compile return its function: launch.py disables it, but each use would still import the compiler (1 to
-   2 CPU-seconds).
+5. Memory can be released (/release_memory_occupation). SGLang then synchronises torch's
+   device, which for the CUDA build is CUDA even without a GPU.
+6. The FP32 head of bf16 weights is converted in pieces (bf16_on_cpu.py); SGLang
+   converts all of it for each token that it decodes, which took more than half of a
+   step with a vocabulary of 49,152.
+7. Tokens are sampled with one random number a row. torch.multinomial draws one for each
+   token of the vocabulary: for 96 rows of 49,152 tokens that takes 140 ms of a core,
+   two thirds of a decode step of a model of 135 million parameters.
+8. `install` makes torch.compile return its function: launch.py disables it, but each
+   use would still import the compiler (1 to 2 CPU-seconds).
 """
 
 import importlib.machinery
@@ -68,16 +75,21 @@ def patch() -> None:
         multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = prepare_then_fork
-    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, device, pin_memory, allocator: allocator.allocate(
-        dims, dtype=dtype, device=device
+    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, device, pin_memory, allocator: (
+        allocator.allocate(dims, dtype=dtype, device=device)
     )
     ATTENTION_BACKENDS["torch_native"] = BatchedDecode
     torch.get_device_module = lambda device=None: module_of(device or "cpu")
 
 
 def _convert_heads_in_pieces() -> None:
-    """Compute FP32 logits of bf16 weights by head_product. Heads with an adapter, or quantized, stay SGLang's. Idempotent."""
-    from sglang.srt.layers.logits_processor import LogitsProcessor, should_apply_lm_head_quant_method
+    """Compute FP32 logits of bf16 weights by head_product. Heads with an adapter, or
+    quantized, stay SGLang's. Idempotent.
+    """
+    from sglang.srt.layers.logits_processor import (
+        LogitsProcessor,
+        should_apply_lm_head_quant_method,
+    )
 
     from megarl.shims.bf16_on_cpu import head_product
 
@@ -86,7 +98,9 @@ def _convert_heads_in_pieces() -> None:
         return
 
     @wraps(whole)
-    def logits(self: Any, hidden: torch.Tensor, head: Any, *args: Any, **options: Any) -> torch.Tensor:
+    def logits(
+        self: Any, hidden: torch.Tensor, head: Any, *args: Any, **options: Any
+    ) -> torch.Tensor:
         weight: Any = getattr(head, "weight", None)
         adapted = hasattr(head, "set_lora")
         quantized = should_apply_lm_head_quant_method(head, getattr(head, "quant_method", None))
@@ -100,10 +114,12 @@ def _convert_heads_in_pieces() -> None:
 
 
 def sample_rows(probabilities: Tensor) -> Tensor:
-    """Draw one column from each row, with a probability proportional to its value: first a block of columns, then one of it.
+    """Draw one column from each row, with a probability proportional to its value:
+    first a block of columns, then one of it.
 
-    probabilities: [rows, columns] FP32, not negative; the sum of a row is above 0, and need not be 1.
-    Returns [rows] of int32. Running sums are FP64, so that rare tokens are as frequent as they should be.
+    probabilities: [rows, columns] FP32, not negative; the sum of a row is above 0, and
+    need not be 1. Returns [rows] of int32. Running sums are FP64, so that rare tokens
+    are as frequent as they should be.
     """
     rows = len(probabilities)
     blocks = pad(probabilities, (0, -probabilities.shape[1] % BLOCK)).view(rows, -1, BLOCK)
@@ -116,8 +132,8 @@ def sample_rows(probabilities: Tensor) -> Tensor:
 def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Choose an index for each row, and return what is left of its random number.
 
-    weights: [rows, n]; uniform: [rows, 1] FP64 in [0, 1). Returns the indices [rows], and a number in
-    [0, 1) for each row [rows, 1] that is independent of the index.
+    weights: [rows, n]; uniform: [rows, 1] FP64 in [0, 1). Returns the indices [rows],
+    and a number in [0, 1) for each row [rows, 1] that is independent of the index.
     """
     upper = weights.to(torch.float64).cumsum(dim=-1)
     total = upper[:, -1:]
@@ -130,14 +146,18 @@ def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _replace_multinomial() -> None:
-    """Have SGLang's sampler of plain torch use sample_rows, but where requests have seeds of their own. Idempotent."""
+    """Have SGLang's sampler of plain torch use sample_rows, but where requests have
+    seeds of their own. Idempotent.
+    """
     from sglang.srt.layers import sampler
 
     theirs = sampler.sampling_from_probs_torch
     if theirs.__module__ == __name__:
         return
 
-    def sampled(probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def sampled(
+        probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         if sampling_seed is None:
             return sample_rows(probs)
         return theirs(probs, sampling_seed=sampling_seed, positions=positions)
@@ -145,7 +165,9 @@ def _replace_multinomial() -> None:
     sampler.sampling_from_probs_torch = sampled
 
 
-def _not_compiled(function: Callable[..., object] | None = None, **_: object) -> Callable[..., object]:
+def _not_compiled(
+    function: Callable[..., object] | None = None, **_: object
+) -> Callable[..., object]:
     return function if function is not None else _not_compiled
 
 

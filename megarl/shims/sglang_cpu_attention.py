@@ -1,12 +1,15 @@
-"""SGLang's attention on a CPU, with requests decoded together instead of one after the other.
+"""SGLang's attention on a CPU, with requests decoded together instead of one after the
+other.
 
     requests by length   ─►  batches, each padded to its longest  ─►  one masked SDPA for each
     200 190 188 | 150 131 | 60
 
-The stock backend (`torch_native`) loops over the requests in Python in every layer, which took 63 % of a server's time with
-180 requests of a small model. Here, everything that depends only on the lengths is made once per step and shared by all layers.
-Only plain decoding is replaced, and attention with sinks (gpt-oss) and their windows, which the stock backend lacks; the rest
-is SGLang's. Nothing here runs on a machine with a GPU.
+The stock backend (`torch_native`) loops over the requests in Python in every layer,
+which took 63 % of a server's time with 180 requests of a small model. Here, everything
+that depends only on the lengths is made once per step and shared by all layers. Only
+plain decoding is replaced, and attention with sinks (gpt-oss) and their windows, which
+the stock backend lacks; the rest is SGLang's. Nothing here runs on a machine with a
+GPU.
 """
 
 from typing import Any, NamedTuple
@@ -18,12 +21,16 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor
 
 FILL = 0.8
-"""A request shorter than this share of its batch's longest begins a new batch: a compromise between padding and calls."""
+"""A request shorter than this share of its batch's longest begins a new batch: a
+compromise between padding and calls.
+"""
 
 
 class DecodeBatch(NamedTuple):
-    """Requests of similar length. requests [n]: their indices. slots [n * longest]: the place of each of their tokens in the
-    cache (any place, for padding). mask [n, 1, 1, longest]: which slots are not padding."""
+    """Requests of similar length. requests [n]: their indices. slots [n * longest]: the
+    place of each of their tokens in the cache (any place, for padding). mask [n, 1, 1,
+    longest]: which slots are not padding.
+    """
 
     requests: Tensor
     slots: Tensor
@@ -31,7 +38,9 @@ class DecodeBatch(NamedTuple):
 
 
 def batches(lengths: Tensor, slots_of: Tensor) -> list[DecodeBatch]:
-    """Divide requests into batches. lengths [requests]: tokens in the cache, at least 1. slots_of: [requests, ≥ longest]."""
+    """Divide requests into batches. lengths [requests]: tokens in the cache, at least
+    1. slots_of: [requests, ≥ longest].
+    """
     ordered, order = lengths.sort(descending=True)
     starts, longest = [], int(ordered[0])
     for i, n in enumerate(ordered.tolist()):
@@ -43,7 +52,9 @@ def batches(lengths: Tensor, slots_of: Tensor) -> list[DecodeBatch]:
         n = lengths[requests]
         longest = int(n[0])
         slots = slots_of[requests, :longest].long().flatten()
-        out.append(DecodeBatch(requests, slots, (torch.arange(longest) < n[:, None])[:, None, None]))
+        out.append(
+            DecodeBatch(requests, slots, (torch.arange(longest) < n[:, None])[:, None, None])
+        )
     return out
 
 
@@ -56,14 +67,20 @@ def decode(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attend from a new token of each request. query [requests, heads, head_dim]; keys, values [slots, kv_heads, head_dim];
-    sinks [heads]; window: number of earlier tokens that it attends to; None: all."""
+    """Attend from a new token of each request. query [requests, heads, head_dim]; keys,
+    values [slots, kv_heads, head_dim]; sinks [heads]; window: number of earlier tokens
+    that it attends to; None: all.
+    """
     out = torch.empty_like(query)
     groups, width = keys.shape[1:]
     for part in parts:
         n, longest = len(part.requests), part.mask.shape[-1]
-        k, v = (t.index_select(0, part.slots).view(n, longest, groups, width).transpose(1, 2) for t in (keys, values))
-        # The queries of a key-value group are rows of one product, so keys and values need not be repeated.
+        k, v = (
+            t.index_select(0, part.slots).view(n, longest, groups, width).transpose(1, 2)
+            for t in (keys, values)
+        )
+        # The queries of a key-value group are rows of one product, so keys and values
+        # need not be repeated.
         q = query[part.requests].view(n, groups, -1, width)
         mask = part.mask
         if window is not None:
@@ -76,9 +93,13 @@ def decode(
     return out
 
 
-def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, sinks: Tensor) -> Tensor:
-    """Attend with an additional score that has no value, sinks [heads, 1 or queries]. q, k, v [batch, heads, .., head_dim];
-    mask: which keys a query attends to. Only the scores' log-sum-exp is needed for this (core/models/attention.py)."""
+def attend_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, sinks: Tensor
+) -> Tensor:
+    """Attend with an additional score that has no value, sinks [heads, 1 or queries].
+    q, k, v [batch, heads, .., head_dim]; mask: which keys a query attends to. Only the
+    scores' log-sum-exp is needed for this (core/models/attention.py).
+    """
     added = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, scores = kernel(q, k, v, attn_mask=added, scale=scale)
@@ -107,7 +128,13 @@ class BatchedDecode(TorchNativeAttnBackend):
             self._longest = int(forward_batch.seq_lens.max())
 
     def _run_sdpa_forward_decode(
-        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: object, **options: Any
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *rest: object,
+        **options: Any,
     ) -> Tensor:
         same = query.dtype == k_cache.dtype and query.shape[-1] == v_cache.shape[-1]
         window = options["sliding_window_size"]
@@ -116,7 +143,9 @@ class BatchedDecode(TorchNativeAttnBackend):
             options = {"scale": options["scaling"], "sinks": self._sinks, "window": window}
             return output.copy_(decode(query, k_cache, v_cache, self._batches, **options))
         if self._batches is None or not same or (window is not None and self._longest > window):
-            return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *rest, **options)
+            return super()._run_sdpa_forward_decode(
+                query, output, k_cache, v_cache, *rest, **options
+            )
         return output.copy_(decode(query, k_cache, v_cache, self._batches, options["scaling"]))
 
     def _run_sdpa_forward_extend(
@@ -133,21 +162,40 @@ class BatchedDecode(TorchNativeAttnBackend):
         *rest: object,
         **options: Any,
     ) -> Tensor:
-        """Attend from query [tokens, heads, head_dim]: `new` tokens of each request. lengths: those plus the ones `before`."""
+        """Attend from query [tokens, heads, head_dim]: `new` tokens of each request.
+        lengths: those plus the ones `before`.
+        """
         if self._sinks is None:
             return super()._run_sdpa_forward_extend(
-                query, output, k_cache, v_cache, req_to_token, requests, lengths, before, new, *rest, **options
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                requests,
+                lengths,
+                before,
+                new,
+                *rest,
+                **options,
             )
         window, shared = options["sliding_window_size"], query.shape[1] // k_cache.shape[1]
         sizes = new.tolist()
-        parts = zip(requests, lengths.tolist(), query.split(sizes), output.split(sizes), strict=True)
+        parts = zip(
+            requests, lengths.tolist(), query.split(sizes), output.split(sizes), strict=True
+        )
         for request, length, q, out in parts:
             slots = req_to_token[request, :length].long()
-            k, v = (t[slots].repeat_interleave(shared, 1).transpose(0, 1)[None] for t in (k_cache, v_cache))
+            k, v = (
+                t[slots].repeat_interleave(shared, 1).transpose(0, 1)[None]
+                for t in (k_cache, v_cache)
+            )
             mask = torch.ones(len(q), length, dtype=torch.bool).tril(length - len(q))
             if window is not None:
                 mask = mask.triu(length - len(q) - window)
             q = q.transpose(0, 1)[None]
-            attended = attend_with_sinks(q, k, v, mask[None, None], options["scaling"], self._sinks[:, None])
+            attended = attend_with_sinks(
+                q, k, v, mask[None, None], options["scaling"], self._sinks[:, None]
+            )
             out.copy_(attended[0].transpose(0, 1))
         return output

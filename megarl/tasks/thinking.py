@@ -24,7 +24,9 @@ class MarkedBlock:
     end: int
 
 
-def blocks(text: str, opening: re.Pattern[str], closing: Mapping[str, str]) -> Iterator[MarkedBlock]:
+def blocks(
+    text: str, opening: re.Pattern[str], closing: Mapping[str, str]
+) -> Iterator[MarkedBlock]:
     """Yield the closed blocks of a text, in time linear in its length.
 
     closing: the closing mark, by the beginning of an opening mark.
@@ -45,14 +47,18 @@ def blocks(text: str, opening: re.Pattern[str], closing: Mapping[str, str]) -> I
 
 
 def opening_of(end_of_thinking: str) -> str:
-    """Return the mark that opens thinking: `<think>` for `</think>`; "" if there is none."""
+    """Return the mark that opens thinking: `<think>` for `</think>`; "" if there is
+    none.
+    """
     mark = end_of_thinking.strip()
     opening = mark.replace("/", "", 1)
     return "" if opening == mark else opening
 
 
 def is_opened(text: str, end_of_thinking: str, prompt: str = "") -> bool:
-    """Return whether a turn begins with thinking for certain. prompt: the text before it."""
+    """Return whether a turn begins with thinking for certain. prompt: the text before
+    it.
+    """
     opening = opening_of(end_of_thinking)
     if not opening:
         return False
@@ -62,10 +68,11 @@ def is_opened(text: str, end_of_thinking: str, prompt: str = "") -> bool:
 def without_thinking(
     text: str, end_of_thinking: str, prompt: str = "", calls: Iterable[tuple[int, int]] = ()
 ) -> tuple[str, str] | None:
-    """Return the thinking at the beginning of a turn, and the rest; None if none ends there.
+    """Return the thinking at the beginning of a turn, and the rest; None if none ends
+    there.
 
-    prompt: the text before the turn. calls: the places of calls, as (begin, end). An empty
-    end_of_thinking means: no thinking.
+    prompt: the text before the turn. calls: the places of calls, as (begin, end). An
+    empty end_of_thinking means: no thinking.
     """
     at = text.find(end_of_thinking) if end_of_thinking else -1
     if at >= 0 and not is_opened(text, end_of_thinking, prompt):

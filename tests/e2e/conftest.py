@@ -34,7 +34,10 @@ def finished(workplace: Path) -> Iterator[LiveRun]:
         run.kill()
 
 
-SCORE = "megarl eval --model runs/quickstart --suite arithmetic --samples 4 --limit 100 --out runs/scored"
+SCORE = (
+    "megarl eval --model runs/quickstart --suite arithmetic --samples 4 --limit 100 --out"
+    " runs/scored"
+)
 EXPORT = "megarl export runs/quickstart exported"
 """Commands of README.md, whose output several tests look at."""
 
@@ -42,7 +45,9 @@ EXPORT = "megarl export runs/quickstart exported"
 @pytest.fixture(scope="session")
 def quickstart(finished: LiveRun) -> Path:
     """The folder in which runs/quickstart is the finished run."""
-    (finished.cwd / "runs" / "quickstart").symlink_to(finished.rundir.path, target_is_directory=True)
+    (finished.cwd / "runs" / "quickstart").symlink_to(
+        finished.rundir.path, target_is_directory=True
+    )
     return finished.cwd
 
 

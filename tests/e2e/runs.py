@@ -1,4 +1,6 @@
-"""Real runs of the quickstart at a smaller size, and what can be read from what they leave."""
+"""Real runs of the quickstart at a smaller size, and what can be read from what they
+leave.
+"""
 
 import json
 import os
@@ -41,13 +43,17 @@ SMALL = (
     "evaluation.samples=2",
     "checkpoint.every=4",
     "batch.prompts=12",
-    "pipeline.k=3",  # so that most batches are generated while weights change, however long the learner takes to come up,
+    # so that most batches are generated while weights change, however long the learner
+    # takes to come up,
+    "pipeline.k=3",
     "serving.max_running_requests=64",  # and one after another
 )
 """Overrides of the quickstart: one minute."""
 
 
-def megarl(*arguments: str, cwd: Path, limit_s: float = RUN_LIMIT_S) -> subprocess.CompletedProcess[str]:
+def megarl(
+    *arguments: str, cwd: Path, limit_s: float = RUN_LIMIT_S
+) -> subprocess.CompletedProcess[str]:
     """Run the command line as a user does."""
     return subprocess.run(
         [sys.executable, "-m", "megarl", *arguments],
@@ -61,13 +67,16 @@ def megarl(*arguments: str, cwd: Path, limit_s: float = RUN_LIMIT_S) -> subproce
 
 def warm_start(recipe: str, *overrides: str, cwd: Path) -> None:
     """`megarl sft`, in a process that has imported it."""
-    status, said = LEARNERS.run(command_line, [["sft", recipe, *overrides]], cwd, quiet(), RUN_LIMIT_S)
+    status, said = LEARNERS.run(
+        command_line, [["sft", recipe, *overrides]], cwd, quiet(), RUN_LIMIT_S
+    )
     assert status == 0, said
 
 
 def quiet() -> dict[str, str]:
-    """This environment with wide output, a thread for each process (a warm start would take all cores), and bytecode kept:
-    without it every role compiles all it imports."""
+    """This environment with wide output, a thread for each process (a warm start would
+    take all cores), and bytecode kept: without it every role compiles all it imports.
+    """
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"COLUMNS": "120", "OMP_THREAD_LIMIT": "1"}
 
@@ -91,8 +100,12 @@ class LiveRun:
     def rundir(self) -> RunDir:
         return RunDir(self.cwd / self.recipe.run.path)
 
-    def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = START_LIMIT_S) -> None:
-        """Until it holds; an error with the run's last output if it does not within the limit."""
+    def wait_for(
+        self, condition: Callable[[], bool], what: str, limit_s: float = START_LIMIT_S
+    ) -> None:
+        """Until it holds; an error with the run's last output if it does not within the
+        limit.
+        """
         end = time.monotonic() + limit_s
         while not condition():
             assert self.process.poll() is None, f"the run ended before {what}:\n{self.tail()}"
@@ -108,10 +121,15 @@ class LiveRun:
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the run did not end within {limit_s:g} s:\n{self.tail()}") from None
+            raise AssertionError(
+                f"the run did not end within {limit_s:g} s:\n{self.tail()}"
+            ) from None
 
     def tail(self) -> str:
-        logs = [f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in self.rundir.logs.glob("*/*.log")]
+        logs = [
+            f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}"
+            for log in self.rundir.logs.glob("*/*.log")
+        ]
         return "\n".join([self.output.read_text(errors="replace")[-3000:], *logs])
 
     def roles(self) -> dict[str, psutil.Process]:
@@ -141,13 +159,17 @@ class LiveRun:
         return [int(url.rsplit(":", 1)[1]) for url in urls if url]
 
     def scraped(self) -> dict[str, str]:
-        """What Prometheus is told now, by role: it finds addresses and key in RUN/prometheus."""
+        """What Prometheus is told now, by role: it finds addresses and key in
+        RUN/prometheus.
+        """
         key = (self.rundir.prometheus / "key").read_text()
         found = {}
         for target in json.loads((self.rundir.prometheus / "targets.json").read_text()):
             url = f"http://{target['targets'][0]}/metrics"
             asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
-            found[target["labels"]["role"]] = urllib.request.urlopen(asked, timeout=30).read().decode()
+            found[target["labels"]["role"]] = (
+                urllib.request.urlopen(asked, timeout=30).read().decode()
+            )
         return found
 
     def kill(self) -> None:
@@ -173,34 +195,49 @@ def start(cwd: Path, *overrides: str, recipe: str = "quickstart") -> LiveRun:
 
 
 def batches(rundir: RunDir, recipe: Recipe, steps: int | None = None) -> list[tuple[Group, ...]]:
-    """What each step trained, from the journal: the tickets that were not removed, in order, `batch.prompts` a step."""
+    """What each step trained, from the journal: the tickets that were not removed, in
+    order, `batch.prompts` a step.
+    """
     reader, size = JournalReader(rundir.rollouts), recipe.batch.prompts
     removed = {r.ticket for r in reader.replay() if isinstance(r, Removed)}
-    admitted = sorted(r.ticket for r in reader.replay() if isinstance(r, Admitted) and r.ticket not in removed)
+    admitted = sorted(
+        r.ticket for r in reader.replay() if isinstance(r, Admitted) and r.ticket not in removed
+    )
     finished = {r.group.ticket: r.group for r in reader.replay() if isinstance(r, Finished)}
     wanted = range(recipe.run.steps if steps is None else steps)
-    return [tuple(finished[t] for t in admitted[step * size : (step + 1) * size]) for step in wanted]
+    return [
+        tuple(finished[t] for t in admitted[step * size : (step + 1) * size]) for step in wanted
+    ]
 
 
 def check_draws(rundir: RunDir, recipe: Recipe, cwd: Path) -> list[Admitted]:
-    """Every prompt was drawn as by a mixture that was never interrupted, from the results before it; all admissions."""
+    """Every prompt was drawn as by a mixture that was never interrupted, from the
+    results before it; all admissions.
+    """
     prompts = {}
     tokenizer = load_tokenizer(cwd / recipe.model.path)
     for name, task in recipe.data.tasks.items():
         train = load_prompts(cwd / task.train, tokenizer, recipe.length.prompt_tokens, name)
         prompts[name] = TaskPrompts(train, [])
-    mixture = mixture_of(recipe, prompts, State(Admission(recipe.batch.prompts, recipe.pipeline.max_lag)))
+    mixture = mixture_of(
+        recipe, prompts, State(Admission(recipe.batch.prompts, recipe.pipeline.max_lag))
+    )
     admitted: dict[int, Admitted] = {}
     for record in JournalReader(rundir.rollouts).replay():
         match record:
             case Admitted():
                 task, drawn = mixture.draw()
-                assert (task, drawn) == (record.task, (record.prompt_id, record.epoch, record.reset, record.pool))
+                assert (task, drawn) == (
+                    record.task,
+                    (record.prompt_id, record.epoch, record.reset, record.pool),
+                )
                 admitted[record.ticket] = record
             case Finished(group=group) if not group.void:
                 mixture.observe(group.prompt.task, group.prompt.id, group.pass_rate)
             case Removed(pass_rate=float(pass_rate)):
-                mixture.observe(admitted[record.ticket].task, admitted[record.ticket].prompt_id, pass_rate)
+                mixture.observe(
+                    admitted[record.ticket].task, admitted[record.ticket].prompt_id, pass_rate
+                )
     return list(admitted.values())
 
 
@@ -209,7 +246,9 @@ def publications(rundir: RunDir) -> list[PublishedVersion]:
 
 
 def check_history(rundir: RunDir, recipe: Recipe) -> None:
-    """Each ticket trained in exactly one step of the surviving history, within the lag, and replays bit for bit the same."""
+    """Each ticket trained in exactly one step of the surviving history, within the lag,
+    and replays bit for bit the same.
+    """
     trained = batches(rundir, recipe)
     tickets = [group.ticket for groups in trained for group in groups]
     assert len(tickets) == len(set(tickets)) == recipe.run.steps * recipe.batch.prompts
@@ -218,7 +257,9 @@ def check_history(rundir: RunDir, recipe: Recipe) -> None:
     for row, groups in zip(rows, trained, strict=True):
         statistics = batch_statistics(Batch(step=row["step"], groups=groups))
         for name in ("generated_tokens", "pass_rate_train", "lag_max", "lag_mean"):
-            assert row[name] == statistics[name], f"step {row['step']} did not train the journal's batch: {name}"
+            assert row[name] == statistics[name], (
+                f"step {row['step']} did not train the journal's batch: {name}"
+            )
         for group in groups:
             for rollout in group.rollouts:
                 assert row["step"] - int(rollout.versions.min()) <= recipe.pipeline.k
@@ -226,11 +267,15 @@ def check_history(rundir: RunDir, recipe: Recipe) -> None:
     for row in read_jsonl(rundir.metrics):
         before = first.setdefault(row["step"], row)
         for name in ("loss", "grad_norm", "entropy", "ratio_mean", "tokens_trained"):
-            assert row.get(name) == before.get(name), f"step {row['step']} replayed differently: {name}"
+            assert row.get(name) == before.get(name), (
+                f"step {row['step']} replayed differently: {name}"
+            )
 
 
 def check_nothing_left(family: list[psutil.Process], ports: list[int]) -> None:
-    """No process of the run, nobody on its ports, and no shared memory, within a few seconds."""
+    """No process of the run, nobody on its ports, and no shared memory, within a few
+    seconds.
+    """
     check_ended(family, ports)
     check_no_shared_memory(family)
 
@@ -243,13 +288,19 @@ def check_ended(family: list[psutil.Process], ports: list[int]) -> None:
 
 
 def check_no_shared_memory(family: list[psutil.Process]) -> None:
-    left = [(p, file) for p in family for file in Path("/dev/shm").glob(f"*{shared_memory_mark(p.pid)}*")]
+    left = [
+        (p, file)
+        for p in family
+        for file in Path("/dev/shm").glob(f"*{shared_memory_mark(p.pid)}*")
+    ]
     # An older file is of another process that had the same number.
     assert not [file for p, file in left if file.stat().st_mtime >= p.create_time() - 1]
 
 
 def check_parity(rundir: RunDir, limit: float = 1e-4) -> list[dict[str, Any]]:
-    """Servers and learner were compared, agreed within `limit` on average each time, and nobody was warned; the rows."""
+    """Servers and learner were compared, agreed within `limit` on average each time,
+    and nobody was warned; the rows.
+    """
     rows = [row for row in latest_rows(rundir.metrics) if "parity_rollouts" in row]
     assert rows
     assert all(row["parity_mean/kernels"] < limit and not row["warning_parity"] for row in rows)
@@ -257,7 +308,9 @@ def check_parity(rundir: RunDir, limit: float = 1e-4) -> list[dict[str, Any]]:
 
 
 def warnings(rundir: RunDir) -> Counter[str]:
-    """What the controller, the learner and the servers warn of, `role: LEVEL module: text`, and how often."""
+    """What the controller, the learner and the servers warn of, `role: LEVEL module:
+    text`, and how often.
+    """
     found: Counter[str] = Counter()
     for log in rundir.logs.glob("*/*.log"):
         for line in log.read_text(errors="replace").splitlines():

@@ -1,7 +1,9 @@
-"""Real, unmodified harnesses, each in its own environment, against a real run: `make test-agents`.
+"""Real, unmodified harnesses, each in its own environment, against a real run: `make
+test-agents`.
 
-The policy writes a word of random letters and ends: no harness gets a call that it can run. So each asks twice, or as often as
-it accepts messages without a call, and what it sends back is what was written.
+The policy writes a word of random letters and ends: no harness gets a call that it can
+run. So each asks twice, or as often as it accepts messages without a call, and what it
+sends back is what was written.
 """
 
 import json
@@ -33,7 +35,9 @@ PROGRAMS = Path(__file__).parents[1] / "harnesses" / "programs.py"
 TURNS = {"mini-swe-agent": 3, "verifiers": 1, "crewai": 1}
 """Answers of a session, by harness; of the others two."""
 PATHS = {"mini-swe-agent": 3}
-"""Paths of a session; of the others one. An answer without a command is left out of the conversation when it is told so."""
+"""Paths of a session; of the others one. An answer without a command is left out of the
+conversation when it is told so.
+"""
 GROUPS = {
     "clients": ("openai", "anthropic", "openai-agents"),
     "frameworks": ("pydantic-ai", "mini-swe-agent", "verifiers"),
@@ -47,7 +51,9 @@ def odd(submission):
 
 
 def write_policy(folder: Path) -> None:
-    """A model that looks at the last token alone: letters follow anything, and the end follows letters one time in seven."""
+    """A model that looks at the last token alone: letters follow anything, and the end
+    follows letters one time in seven.
+    """
     tokenizer = tokenizer_of(folder, QWEN)
     model = tiny_qwen3(
         folder,
@@ -72,11 +78,15 @@ def write_policy(folder: Path) -> None:
     tokenizer_of(folder, QWEN)
 
 
-def write_recipe(folder: Path, name: str, agents: dict[str, object], **sections: dict[str, object]) -> Path:
+def write_recipe(
+    folder: Path, name: str, agents: dict[str, object], **sections: dict[str, object]
+) -> Path:
     """agents: by task."""
     (folder / "chance.py").write_text(GRADER)
     (folder / "prompts.jsonl").write_text(
-        "\n".join(f'{{"id": "{n}", "prompt": "What is {n} + 1?", "answer": "{n + 1}"}}' for n in range(20))
+        "\n".join(
+            f'{{"id": "{n}", "prompt": "What is {n} + 1?", "answer": "{n + 1}"}}' for n in range(20)
+        )
     )
     (folder / "policy").mkdir()
     write_policy(folder / "policy")
@@ -85,7 +95,12 @@ def write_recipe(folder: Path, name: str, agents: dict[str, object], **sections:
         "base": "quickstart",
         "run": {"name": name, "steps": 2},  # servers and learner are compared before the second
         "model": {"path": "policy"},
-        "data": {"tasks": {"arithmetic": None} | {task: rows | {"agent": agent} for task, agent in agents.items()}},
+        "data": {
+            "tasks": (
+                {"arithmetic": None}
+                | {task: rows | {"agent": agent} for task, agent in agents.items()}
+            )
+        },
         "length": {
             "prompt_tokens": 24_000,
             "thinking_tokens": [190, 190],
@@ -133,7 +148,9 @@ def test_harnesses_as_they_are_are_trained(group: str, tmp_path: Path) -> None:
             paths = paths_of(rollout.segments, rollout.paths, ticket.prompt.tokens)
             assert len(paths) == PATHS.get(MODES[mode][0], 1), f"{mode}: a conversation is one path"
             written = sum(len(s.tokens) for s in rollout.segments if s.trained)
-            assert sum(int(path.trained.sum()) for path in paths) == written > 0, "each token is trained, once"
+            assert sum(int(path.trained.sum()) for path in paths) == written > 0, (
+                "each token is trained, once"
+            )
             tokens[mode] += written
             for path in paths:
                 assert (path.logprobs[path.trained] <= 0).all()
@@ -148,7 +165,10 @@ def test_harnesses_as_they_are_are_trained(group: str, tmp_path: Path) -> None:
 
 def common(one: list[int], other: list[int]) -> int:
     """How many tokens at their beginnings are the same."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
 def test_a_users_own_agent_learns(workplace: Path) -> None:
@@ -158,7 +178,9 @@ def test_a_users_own_agent_learns(workplace: Path) -> None:
     source = (PROGRAMS.parents[2] / "megarl" / "tasks" / "agents" / "calculator.py").read_text()
     (workplace / "my_agent.py").write_text(source)
     mine = ("run.name=mine", "data.tasks.products.agent=my_agent:solve")
-    run = runs.start(workplace, *mine, "run.steps=20", "evaluation.samples=4", recipe="quickstart-agent")
+    run = runs.start(
+        workplace, *mine, "run.steps=20", "evaluation.samples=4", recipe="quickstart-agent"
+    )
     try:
         assert run.finish(900) == 0, run.tail()
     finally:
@@ -171,8 +193,12 @@ def test_a_users_own_agent_learns(workplace: Path) -> None:
 
 
 @pytest.mark.faults
-def test_what_the_servers_saw_is_what_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten thousand requests, with weights published in the midst of them, and both ends of them killed."""
+def test_what_the_servers_saw_is_what_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten thousand requests, with weights published in the midst of them, and both ends
+    of them killed.
+    """
     seen = tmp_path / "seen"
     seen.mkdir()
     for name, value in with_faults(INJECT_SEEN=str(seen)).items():
@@ -214,29 +240,43 @@ def test_what_the_servers_saw_is_what_is_trained(tmp_path: Path, monkeypatch: py
     for ticket in (t for batch in batches(run.rundir, run.recipe) for t in batch):
         for rollout in ticket.rollouts:
             for path in paths_of(rollout.segments, rollout.paths, ticket.prompt.tokens):
-                tokens, edges = path.tokens.tolist(), np.flatnonzero(np.diff(path.trained, prepend=False, append=False))
+                tokens, edges = (
+                    path.tokens.tolist(),
+                    np.flatnonzero(np.diff(path.trained, prepend=False, append=False)),
+                )
                 for begin, end in edges.reshape(-1, 2).tolist():
                     turns, at = turns + 1, begin
                     while at < end:
                         made = sampled[tuple(tokens[:at])]
                         own, length = max(
-                            ((m, common(m, tokens[at:end])) for m in made), key=itemgetter(1), default=([], 0)
+                            ((m, common(m, tokens[at:end])) for m in made),
+                            key=itemgetter(1),
+                            default=([], 0),
                         )
-                        assert length, f"{ticket.ticket}.{rollout.sample}: no server made this, from what it was sent"
-                        # One that lost its server goes on elsewhere, behind the last token that came from there.
+                        assert length, (
+                            f"{ticket.ticket}.{rollout.sample}: no server made this, from what it"
+                            " was sent"
+                        )
+                        # One that lost its server goes on elsewhere, behind the last
+                        # token that came from there.
                         assert length == len(own) or rollout.retries
                         made.remove(own)  # each is trained once
                         at += length
                     assert at == end
             across += len({s.weight_version for s in rollout.segments if s.trained}) > 1
             for one, after in pairwise(rollout.segments):
-                midst += one.trained and after.trained and one.weight_version != after.weight_version
+                midst += (
+                    one.trained and after.trained and one.weight_version != after.weight_version
+                )
     rows = runs.latest_rows(run.rundir.metrics)
     cached = [
         row["cached_prompt_share"] for row in rows if "cached_prompt_share" in row
     ]  # not in steps that were replayed
     requests = turns + sum(map(len, sampled.values()))
-    print(f"{requests} requests, {turns} trained turns, {midst} across versions, {across} such sessions; {cached=}")
+    print(
+        f"{requests} requests, {turns} trained turns, {midst} across versions, {across} such"
+        f" sessions; {cached=}"
+    )
     assert turns >= 5000
     assert across > 10
     assert midst > 0

@@ -1,4 +1,6 @@
-"""On-policy distillation in a real run: a tiny student comes nearer to its teacher, although teacher and learner are killed."""
+"""On-policy distillation in a real run: a tiny student comes nearer to its teacher,
+although teacher and learner are killed.
+"""
 
 from pathlib import Path
 
@@ -57,8 +59,12 @@ def test_a_student_approaches_its_teacher_over_two_deaths(workplace: Path) -> No
     groups = [g for step in batches(run.rundir, run.recipe) for g in step]
     assert not [g.void for g in groups if g.void]
     rollouts = [r for g in groups for r in g.rollouts]
-    assert all(r.teacher_logprobs is not None and len(r.teacher_logprobs) == len(r.tokens) for r in rollouts)
+    assert all(
+        r.teacher_logprobs is not None and len(r.teacher_logprobs) == len(r.tokens)
+        for r in rollouts
+    )
     apart = [row["kl_teacher"] for row in latest_rows(run.rundir.metrics)]
     print("kl_teacher", *(f"{x:.3f}" for x in apart))
-    # Not the last steps: at this rate and lag it may rise again (docs/distillation.md). Of four runs the weakest had 0.86.
+    # Not the last steps: at this rate and lag it may rise again (docs/distillation.md).
+    # Of four runs the weakest had 0.86.
     assert np.mean(apart[7:10]) < 0.95 * np.mean(apart[:3])

@@ -1,4 +1,6 @@
-"""Every command in README.md and docs/ is run here as written, or is the subject of a test of its own."""
+"""Every command in README.md and docs/ is run here as written, or is the subject of a
+test of its own.
+"""
 
 import os
 import re
@@ -15,7 +17,11 @@ from tests.e2e.runs import quiet
 from tests.processes import LEARNERS, command_line
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 LIMIT_S = 200.0
 TESTED_ELSEWHERE = {
     "make setup": "every test runs in what it makes",
@@ -32,20 +38,30 @@ TESTED_ELSEWHERE = {
     "make quickstart-moe": "its three commands: test_run_moe.py",
     "megarl train quickstart-tasks": "test_run_tasks.py",
     "make quickstart-tools": "its three commands: test_run_tools.py",
-    "megarl train quickstart-tools run.name=without-tools \"data.tasks.products.environment=''\"": "the same",
+    "megarl train quickstart-tools run.name=without-tools \"data.tasks.products.environment=''\"": (
+        "the same"
+    ),
     "make quickstart-agent": "its three commands: test_agents.py",
     "cp megarl/tasks/agents/calculator.py my_agent.py": "the same",
-    'make quickstart-agent ARGS="run.name=mine data.tasks.products.agent=my_agent:solve"': "the same",
+    'make quickstart-agent ARGS="run.name=mine data.tasks.products.agent=my_agent:solve"': (
+        "the same"
+    ),
     "make bench": "a benchmark",
     'make soak ARGS="--seconds 900"': "hours; benchmarks/faults.md says what was run",
     "megarl plan scalerl-8b --gpus 80 --gpu h100 --model-config llama-3.1-8b --mean-tokens 8000 --simulate --out plan.png": (
         "minutes of simulation; tests/unit/lab/planning/test_plan.py simulates a smaller one"
     ),
-    "megarl study loo quickstart --with grpo-tiny,dapo-tiny --seeds 0,1,2 run.steps=80": "tests/e2e/test_study.py",
+    "megarl study loo quickstart --with grpo-tiny,dapo-tiny --seeds 0,1,2 run.steps=80": (
+        "tests/e2e/test_study.py"
+    ),
     "megarl study compare quickstart grpo-tiny dapo-tiny --seeds 0,1 run.steps=80": "the same",
-    "megarl study results runs/studies/loo-quickstart": "tests/unit/lab/study/test_study_results.py",
+    "megarl study results runs/studies/loo-quickstart": (
+        "tests/unit/lab/study/test_study_results.py"
+    ),
     "megarl train quickstart run.resume=auto": "tests/e2e/test_faults.py",
-    "tensorboard --logdir runs/quickstart/tensorboard": "test_run.py reads the same files by tensorboard's reader",
+    "tensorboard --logdir runs/quickstart/tensorboard": (
+        "test_run.py reads the same files by tensorboard's reader"
+    ),
 }
 
 
@@ -57,7 +73,9 @@ def commands(page: Path) -> list[str]:
 
 
 def to_run() -> list[str]:
-    """The commands of all pages, each once, in the order of the pages: later ones need what earlier ones wrote."""
+    """The commands of all pages, each once, in the order of the pages: later ones need
+    what earlier ones wrote.
+    """
     found: dict[str, None] = {}
     for page in PAGES:
         for command in commands(page):
@@ -76,7 +94,9 @@ def place(quickstart: Path, scored: str, exported: Path) -> Path:
 @pytest.mark.stack
 @pytest.mark.parametrize("command", to_run())
 def test_command(command: str, place: Path) -> None:
-    """It exits with 0. One of megarl's runs in a process that has imported megarl; one that needs a shell is given one."""
+    """It exits with 0. One of megarl's runs in a process that has imported megarl; one
+    that needs a shell is given one.
+    """
     words = shlex.split(command)
     if words[0] == "megarl" and ">" not in words:
         status, said = LEARNERS.run(command_line, [words[1:]], place, quiet(), LIMIT_S)
@@ -102,7 +122,9 @@ def test_the_commands_are_found() -> None:
 
 
 def test_metrics_that_the_pages_name_exist() -> None:
-    """`megarl metrics` explains all of them; docs/run-directory.md names those to look at first."""
+    """`megarl metrics` explains all of them; docs/run-directory.md names those to look
+    at first.
+    """
     table = (ROOT / "docs" / "run-directory.md").read_text().partition("Worth a look first")[2]
     named = re.findall(r"`(\w+)(?:/\w+)?`", table)
     assert len(named) > 15

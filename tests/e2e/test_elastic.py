@@ -1,4 +1,6 @@
-"""Whole runs whose fleet changes: the run's own server goes for good, and a server joins from another machine's network."""
+"""Whole runs whose fleet changes: the run's own server goes for good, and a server
+joins from another machine's network.
+"""
 
 import json
 import os
@@ -24,11 +26,24 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @contextmanager
-def joined(run: LiveRun, *words: str, enter: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
+def joined(
+    run: LiveRun, *words: str, enter: tuple[str, ...] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
     """`megarl serve --join` of this run, in the namespace that `enter` enters."""
-    command = [*enter, sys.executable, "-m", "megarl", "serve", "--join", str(run.rundir.path), *words]
+    command = [
+        *enter,
+        sys.executable,
+        "-m",
+        "megarl",
+        "serve",
+        "--join",
+        str(run.rundir.path),
+        *words,
+    ]
     with (run.cwd / "joined.out").open("ab") as file:
-        process = subprocess.Popen(command, cwd=run.cwd, env=quiet(), stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=run.cwd, env=quiet(), stdout=file, stderr=subprocess.STDOUT
+        )
     try:
         yield process
     finally:
@@ -45,7 +60,9 @@ def check_end(run: LiveRun) -> None:
 
 
 def state(run: LiveRun, server: int) -> str:
-    status = json.loads(run.rundir.status.read_text()) if run.rundir.status.exists() else {"servers": []}
+    status = (
+        json.loads(run.rundir.status.read_text()) if run.rundir.status.exists() else {"servers": []}
+    )
     return next((str(s["state"]) for s in status["servers"] if s["id"] == server), "")
 
 
@@ -62,7 +79,9 @@ def test_a_run_whose_own_server_is_gone_goes_on_with_one_that_has_joined(workpla
             own.wait(20)
             with socket.create_server(("127.0.0.1", port)):  # it cannot start again
                 said = run.output.read_text
-                run.wait_for(lambda: "the run goes on with the other 1 servers" in said(), "its drop")
+                run.wait_for(
+                    lambda: "the run goes on with the other 1 servers" in said(), "its drop"
+                )
                 before = run.steps()
                 run.wait_for(lambda: run.steps() >= before + 2, "steps without it")
                 check_end(run)
@@ -72,14 +91,18 @@ def test_a_run_whose_own_server_is_gone_goes_on_with_one_that_has_joined(workpla
         run.kill()
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="only root can make network namespaces")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="only root can make network namespaces"
+)
 def test_a_server_joins_from_another_machine_and_leaves(
     workplace: Path,
     networks: list[Network],  # noqa: F811
 ) -> None:
     here, there = networks
     shutil.rmtree(workplace / "runs" / "two", ignore_errors=True)
-    run = runs.start(workplace, "run.name=two", *SMALL, "run.steps=9999", f"run.interface={here.interface}")
+    run = runs.start(
+        workplace, "run.name=two", *SMALL, "run.steps=9999", f"run.interface={here.interface}"
+    )
     try:
         run.wait_for(lambda: run.steps() >= 1, "a step")
         with joined(run, enter=there.enter) as lost:
@@ -93,7 +116,9 @@ def test_a_server_joins_from_another_machine_and_leaves(
             assert state(run, 1) == ""
         check_end(run)
         url = f"http://{there.address}:"
-        assert any(server.startswith(url) for made in publications(run.rundir) for server in made.servers)
+        assert any(
+            server.startswith(url) for made in publications(run.rundir) for server in made.servers
+        )
         assert "is not a network interface" in (workplace / "joined.out").read_text()
     finally:
         run.kill()

@@ -1,4 +1,6 @@
-"""`megarl eval` as a user runs it: a tiny model on a real server, rows of published schemas; then a run's checkpoint."""
+"""`megarl eval` as a user runs it: a tiny model on a real server, rows of published
+schemas; then a run's checkpoint.
+"""
 
 import json
 import math
@@ -38,7 +40,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 def evaluate(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     data = [f"evaluation.suites.{name}.data={name}.jsonl" for name in ("gsm8k", "humaneval")]
-    return megarl("eval", "--model", "model", "--suite", "gsm8k,humaneval", *more, *data, cwd=folder)
+    return megarl(
+        "eval", "--model", "model", "--suite", "gsm8k,humaneval", *more, *data, cwd=folder
+    )
 
 
 def greedy(model: Any, folder: Path, answer: Answer) -> str:
@@ -46,7 +50,9 @@ def greedy(model: Any, folder: Path, answer: Answer) -> str:
     tokenizer = load_tokenizer(folder / "model")
     prompt = torch.tensor([tokenizer.ids(answer.prompt).tolist()])
     with torch.no_grad():
-        out = model.generate(prompt, max_new_tokens=32, do_sample=False, pad_token_id=0)[0, prompt.shape[1] :].numpy()
+        out = model.generate(prompt, max_new_tokens=32, do_sample=False, pad_token_id=0)[
+            0, prompt.shape[1] :
+        ].numpy()
     ended = (out == tokenizer.end).nonzero()[0]
     return tokenizer.decode(out[: ended[0]] if len(ended) else out)
 
@@ -60,7 +66,10 @@ def test_greedy_answers_are_those_of_transformers_and_a_second_command_asks_what
     assert [
         line for line in first.stderr.splitlines() if "functools.cache" not in line
     ] == []  # Python 3.12.1 is warned of
-    before = {name: (folder / "greedy" / name / "answers.jsonl").read_bytes() for name in ("gsm8k", "humaneval")}
+    before = {
+        name: (folder / "greedy" / name / "answers.jsonl").read_bytes()
+        for name in ("gsm8k", "humaneval")
+    }
     second = evaluate(folder, "--samples", "2", "--out", "greedy", *GREEDY)
     assert second.returncode == 0, second.stderr
     for row in ("prompts × answers", "3 × 2", "mean@k", "pass@2", "truncated", "entropy"):
@@ -69,7 +78,9 @@ def test_greedy_answers_are_those_of_transformers_and_a_second_command_asks_what
         suite = SuiteDir(folder / "greedy", name)
         assert suite.answers.read_bytes().startswith(rows), "what was there stays"
         answers = suite.read_answers()
-        assert len(answers) == len(suite.answers.read_text().splitlines()) == 2 * len(SETS[name]), "nothing asked twice"
+        assert len(answers) == len(suite.answers.read_text().splitlines()) == 2 * len(SETS[name]), (
+            "nothing asked twice"
+        )
         for answer in answers:
             assert answer.completion == greedy(model, folder, answer)
             assert not answer.correct
@@ -79,10 +90,14 @@ def test_greedy_answers_are_those_of_transformers_and_a_second_command_asks_what
         assert (result.suite, result.model, result.samples) == (name, "model", 2)
         assert (result.metrics["n_prompts"], result.metrics["pass_rate"]) == (len(SETS[name]), 0.0)
         assert result.metrics["truncation_rate"] == sum(a.truncated for a in answers) / len(answers)
-    assert not list((folder / "greedy").glob(".servers/endpoints.json")), "keys of servers that are gone"
+    assert not list((folder / "greedy").glob(".servers/endpoints.json")), (
+        "keys of servers that are gone"
+    )
 
 
-def test_nothing_is_started_where_nothing_is_to_be_asked_or_it_would_be_mixed(place: tuple[Path, Any]) -> None:
+def test_nothing_is_started_where_nothing_is_to_be_asked_or_it_would_be_mixed(
+    place: tuple[Path, Any],
+) -> None:
     """After the test above: all is answered; then other settings."""
     folder, _ = place
     (logs,) = (folder / "greedy" / ".servers" / "logs" / "server").iterdir()
@@ -110,11 +125,23 @@ def command_of(out: str, samples: int) -> list[str]:
         "--samples",
         str(samples),
     ]
-    return [*command, "--data", "gsm8k.jsonl", "--out", out, *LENGTHS, "serving.max_running_requests=4"]
+    return [
+        *command,
+        "--data",
+        "gsm8k.jsonl",
+        "--out",
+        out,
+        *LENGTHS,
+        "serving.max_running_requests=4",
+    ]
 
 
-def interrupted(folder: Path, out: str, samples: int, sent: signal.Signals) -> tuple[int, bytes, bytes]:
-    """Send it a signal after 20 answers: exit status, standard error and answers. None of its processes is left."""
+def interrupted(
+    folder: Path, out: str, samples: int, sent: signal.Signals
+) -> tuple[int, bytes, bytes]:
+    """Send it a signal after 20 answers: exit status, standard error and answers. None
+    of its processes is left.
+    """
     process = subprocess.Popen(
         command_of(out, samples),
         cwd=folder,
@@ -161,7 +188,12 @@ def test_the_same_command_goes_on_after_kill_9(place: tuple[Path, Any]) -> None:
         file.write(whole[: whole.index(b"\n") // 2])
     begun = len(suite.answers.read_bytes())
     done = subprocess.run(
-        command_of("killed", 40), cwd=folder, env=quiet(), capture_output=True, text=True, timeout=400
+        command_of("killed", 40),
+        cwd=folder,
+        env=quiet(),
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -173,14 +205,18 @@ def test_the_same_command_goes_on_after_kill_9(place: tuple[Path, Any]) -> None:
 
 
 def test_a_runs_checkpoint_on_its_own_task(finished: LiveRun, scored: str) -> None:
-    """The score that the run itself wrote for this version is near; a run's own evaluations have the same files."""
+    """The score that the run itself wrote for this version is near; a run's own
+    evaluations have the same files.
+    """
     run, step = finished.rundir.path, finished.recipe.run.steps
     assert f"@{step}" in scored
     out = finished.cwd / "runs" / "scored"
     result = SuiteDir(out, "arithmetic").read_result()
     in_run = {row["step"]: row for row in latest_rows(finished.rundir.eval)}[step]
     both = (result.metrics, in_run)
-    widths = [(scores["pass_rate_high"] - scores["pass_rate_low"]) / 2 for scores in both]  # two standard errors
+    widths = [
+        (scores["pass_rate_high"] - scores["pass_rate_low"]) / 2 for scores in both
+    ]  # two standard errors
     assert abs(result.metrics["pass_rate"] - in_run["pass_rate"]) <= 2 * math.hypot(*widths)
     assert not (out / ".servers" / "model").exists(), "the exported weights"
 
@@ -207,11 +243,29 @@ def test_a_runs_checkpoint_on_its_own_task(finished: LiveRun, scored: str) -> No
         (("--model", "nowhere", "--suite", "gsm8k"), "neither a Hugging Face directory"),
         (("--model", "model", "--suite", "gsm9k"), "'gsm9k' is not one of"),
         (("--model", "model", "--suite", "mine.yaml"), "'mine.yaml' is not a file"),
-        (("--model", "model", "--suite", "gsm8k", "--data", "none.jsonl"), "'none.jsonl' is not a file"),
-        (("--model", "model", "--suite", "gsm8k", "--samples", "0"), "samples: input should be greater"),
-        (("--model", "model", "--suite", "gsm8k,mbpp", "--data", "gsm8k.jsonl"), "--data: is for one suite"),
         (
-            ("--model", "model", "--suite", "gsm8k", "--data", "gsm8k.jsonl", "--out", "gsm8k.jsonl"),
+            ("--model", "model", "--suite", "gsm8k", "--data", "none.jsonl"),
+            "'none.jsonl' is not a file",
+        ),
+        (
+            ("--model", "model", "--suite", "gsm8k", "--samples", "0"),
+            "samples: input should be greater",
+        ),
+        (
+            ("--model", "model", "--suite", "gsm8k,mbpp", "--data", "gsm8k.jsonl"),
+            "--data: is for one suite",
+        ),
+        (
+            (
+                "--model",
+                "model",
+                "--suite",
+                "gsm8k",
+                "--data",
+                "gsm8k.jsonl",
+                "--out",
+                "gsm8k.jsonl",
+            ),
             "--out: cannot write",
         ),
     ],

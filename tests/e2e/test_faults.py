@@ -1,4 +1,6 @@
-"""kill -9 of each role of a real run, in the middle of its work: the run goes on, and its history is as if nothing had been."""
+"""kill -9 of each role of a real run, in the middle of its work: the run goes on, and
+its history is as if nothing had been.
+"""
 
 import itertools
 import os
@@ -15,7 +17,14 @@ import pytest
 from megarl.core import recipe as recipes
 from megarl.core.base.rundir import latest_rows, step_of
 from tests.e2e import runs
-from tests.e2e.runs import SMALL, LiveRun, check_ended, check_history, check_no_shared_memory, check_nothing_left
+from tests.e2e.runs import (
+    SMALL,
+    LiveRun,
+    check_ended,
+    check_history,
+    check_no_shared_memory,
+    check_nothing_left,
+)
 from tests.faults.injection import with_faults
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
@@ -29,7 +38,9 @@ def start(workplace: Path) -> Iterator[Start]:
     started: list[LiveRun] = []
 
     def begin(name: str, *overrides: str) -> LiveRun:
-        started.append(runs.start(workplace, f"run.name={name}", *SMALL, "run.steps=16", *overrides))
+        started.append(
+            runs.start(workplace, f"run.name={name}", *SMALL, "run.steps=16", *overrides)
+        )
         return started[-1]
 
     yield begin
@@ -41,7 +52,8 @@ def check_whole(run: LiveRun) -> None:
     recipe = recipes.load(str(run.rundir.recipe))
     check_history(run.rundir, recipe)
     scored = [row["step"] for row in latest_rows(run.rundir.eval)]
-    # Due at 0, 5, 10, 15 and 16. One that was lost with its server or controller is made up for at the next version published.
+    # Due at 0, 5, 10, 15 and 16. One that was lost with its server or controller is
+    # made up for at the next version published.
     assert (scored[0], scored[-1]) == (0, 16)
     assert len(scored) == 5
     assert all(a <= b <= a + 4 for a, b in zip((5, 10, 15), scored[1:4], strict=True))
@@ -59,11 +71,15 @@ OVERRIDES = (
     "length.stages=[{until_step: 8, thinking_tokens: [24, 30]}]",
     "journal.keep=checkpoints",
 )
-"""What has to survive with a role: the draws of a controller, the batches a learner replays."""
+"""What has to survive with a role: the draws of a controller, the batches a learner
+replays.
+"""
 
 
 def test_killed_roles_are_restarted(start: Start, workplace: Path) -> None:
-    """At random moments after the first checkpoint, so that a learner has steps to replay."""
+    """At random moments after the first checkpoint, so that a learner has steps to
+    replay.
+    """
     run = start("kill", *OVERRIDES)
     family: list[psutil.Process] = []
     for role, step in (("serve", 5), ("learn", 7), ("rollout", 10)):
@@ -86,7 +102,9 @@ def test_killed_roles_are_restarted(start: Start, workplace: Path) -> None:
     for group in groups:
         for r in group.rollouts:
             first_leg = r.tokens[: r.trained.tolist().index(False)] if r.interrupted else r.tokens
-            assert len(first_leg) <= (30 if due[group.ticket] < 8 else 48) + (0 if r.interrupted else 8)
+            assert len(first_leg) <= (30 if due[group.ticket] < 8 else 48) + (
+                0 if r.interrupted else 8
+            )
 
 
 VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {
@@ -105,7 +123,9 @@ def test_a_stopped_role_is_replaced(start: Start, role: str, record_property: An
     run.wait_for(lambda: run.steps() >= 5, "step 5", runs.RUN_LIMIT_S)
     family, ports = run.family(), run.ports()
     leader = run.roles()[role]
-    victim = next(process for process in (leader, *leader.children(recursive=True)) if VICTIMS[role](process))
+    victim = next(
+        process for process in (leader, *leader.children(recursive=True)) if VICTIMS[role](process)
+    )
     victim.send_signal(signal.SIGSTOP)
     stopped = time.monotonic()
     run.wait_for(lambda: not victim.is_running(), "the end of the stopped process", 120)
@@ -113,7 +133,9 @@ def test_a_stopped_role_is_replaced(start: Start, role: str, record_property: An
     run.wait_for(lambda: role in run.roles(), f"a new {role}")
     family += run.family()
     trained = run.steps()
-    run.wait_for(lambda: run.steps() > trained or run.process.poll() == 0, "a step", runs.RUN_LIMIT_S)
+    run.wait_for(
+        lambda: run.steps() > trained or run.process.poll() == 0, "a step", runs.RUN_LIMIT_S
+    )
     record_property("seconds until a new step", round(time.monotonic() - stopped, 1))
     assert run.finish() == 0, run.tail()
     assert runs.summary(run.rundir)["restarts"] == 1
@@ -154,7 +176,9 @@ def test_interrupt_saves_and_leaves_nothing(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_learner_of_two_ranks_that_is_told_to_make_room_saves(start: Start) -> None:
-    """SIGTERM to torchrun and its ranks, as Slurm sends it ahead of a preemption: not to the supervisor."""
+    """SIGTERM to torchrun and its ranks, as Slurm sends it ahead of a preemption: not
+    to the supervisor.
+    """
     run = start("make-room", "resources.learner_ranks=2")
     run.wait_for(lambda: run.steps() >= 5, "step 5", runs.RUN_LIMIT_S)
     family, ports = run.family(), run.ports()
@@ -166,7 +190,11 @@ def test_a_learner_of_two_ranks_that_is_told_to_make_room_saves(start: Start) ->
     assert run.finish(120) == 128 + signal.SIGTERM, run.tail()
     check_nothing_left(family, ports)
     summary = runs.summary(run.rundir)
-    assert (summary["outcome"], summary["reason"], summary["restarts"]) == ("stopped", "as asked", 0)
+    assert (summary["outcome"], summary["reason"], summary["restarts"]) == (
+        "stopped",
+        "as asked",
+        0,
+    )
     saved = max(step_of(p) for p in run.rundir.checkpoints.iterdir())
     assert saved == run.steps()
 
@@ -176,7 +204,11 @@ def test_no_process_is_left_when_a_role_cannot_start(start: Start) -> None:
     run = start("broken", "model.dtype=bf16", "model.fp8=blockwise")
     assert run.finish() == 1
     assert "learner-0" in run.output.read_text(errors="replace")
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(run.rundir.recipe) in (p.info["cmdline"] or [])]
+    assert not [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if str(run.rundir.recipe) in (p.info["cmdline"] or [])
+    ]
 
 
 HANGING = """
@@ -198,8 +230,10 @@ def grade(submission):
 def test_the_clock_jumps_and_the_grader_hangs(
     start: Start, workplace: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
-    """An hour ahead, then two hours back, in all processes of the run: nobody is taken for dead, nothing waits, and the compute
-    that is counted is what was held. Answers that hang are wrong and counted; the run goes on."""
+    """An hour ahead, then two hours back, in all processes of the run: nobody is taken
+    for dead, nothing waits, and the compute that is counted is what was held. Answers
+    that hang are wrong and counted; the run goes on.
+    """
     offset = workplace / "offset"
     offset.write_text("0")
     (workplace / "hanging.py").write_text(HANGING)
@@ -217,10 +251,15 @@ def test_the_clock_jumps_and_the_grader_hangs(
     assert (summary["outcome"], summary["restarts"]) == ("finished", 0)
     check_history(run.rundir, recipes.load(str(run.rundir.recipe)))
     rows = latest_rows(run.rundir.metrics)
-    assert max(b["time"] - a["time"] for a, b in itertools.pairwise(rows)) > 3000, "the clock did jump"
+    assert max(b["time"] - a["time"] for a, b in itertools.pairwise(rows)) > 3000, (
+        "the clock did jump"
+    )
     hours = [row["compute_hours"] for row in rows]
     assert hours == sorted(hours)
     held = sum(row["step_seconds"] for row in rows) / 3600 * (os.cpu_count() or 1)
     assert 0.5 * held < hours[-1] < 1.5 * held + 0.1
     (log,) = run.rundir.logs.glob("controller/*.log")
-    assert log.read_text().count("a grading process hung and is replaced; the answer counts as wrong") == 2
+    assert (
+        log.read_text().count("a grading process hung and is replaced; the answer counts as wrong")
+        == 2
+    )

@@ -1,4 +1,6 @@
-"""A real fork, at a step between two checkpoints of a finished run, with another loss and batch, killed and resumed."""
+"""A real fork, at a step between two checkpoints of a finished run, with another loss
+and batch, killed and resumed.
+"""
 
 from pathlib import Path
 
@@ -17,7 +19,13 @@ STEP, PROMPTS, STEPS = 9, 8, 14
 
 def test_fork(finished: LiveRun, workplace: Path) -> None:
     assert STEP not in map(step_of, complete(finished.rundir.checkpoints))
-    words = (*SMALL, f"run.steps={STEPS}", "run.name=forked", f"run.fork=runs/whole@{STEP}", "run.resume=auto")
+    words = (
+        *SMALL,
+        f"run.steps={STEPS}",
+        "run.name=forked",
+        f"run.fork=runs/whole@{STEP}",
+        "run.resume=auto",
+    )
     words += ("loss.kind=clip", f"batch.prompts={PROMPTS}")
     run = runs.start(workplace, *words)
     try:
@@ -33,7 +41,9 @@ def test_fork(finished: LiveRun, workplace: Path) -> None:
     rundir, recipe = again.rundir, recipes.load(str(again.rundir.recipe))
     rows = latest_rows(rundir.metrics)
     assert [row["step"] for row in rows] == list(range(STEPS))
-    ours, parents = (path.read_text().splitlines()[:STEP] for path in (rundir.metrics, finished.rundir.metrics))
+    ours, parents = (
+        path.read_text().splitlines()[:STEP] for path in (rundir.metrics, finished.rundir.metrics)
+    )
     assert ours == parents
     hours = [row["compute_hours"] for row in rows]
     assert hours == sorted(hours)
@@ -41,10 +51,13 @@ def test_fork(finished: LiveRun, workplace: Path) -> None:
     assert scored[:2] == [0, 5]
     assert scored[-1] == STEPS
 
-    # Its own batches: of its size, in order, each ticket once, within the lag; none of the parent's later tickets.
+    # Its own batches: of its size, in order, each ticket once, within the lag; none of
+    # the parent's later tickets.
     records = list(JournalReader(rundir.rollouts).replay())
     drawn = [record for record in records if isinstance(record, Admitted)]
-    groups = {record.group.ticket: record.group for record in records if isinstance(record, Finished)}
+    groups = {
+        record.group.ticket: record.group for record in records if isinstance(record, Finished)
+    }
     for n, record in enumerate(drawn[: (STEPS - STEP) * PROMPTS]):
         assert record.due == STEP + n // PROMPTS
         versions = [r.versions.min() for r in groups[record.ticket].rollouts]
@@ -59,4 +72,6 @@ def test_fork(finished: LiveRun, workplace: Path) -> None:
     before = [g for groups in batches(finished.rundir, original, STEP) for g in groups]
     assert drawn[0].ticket == max(g.ticket for g in before) + 1
     assert {r.epoch for r in drawn} == {g.epoch for g in before} == {0}
-    assert not {r.prompt_id for r in drawn} & {g.prompt.id for g in before}, "no prompt twice in an epoch"
+    assert not {r.prompt_id for r in drawn} & {g.prompt.id for g in before}, (
+        "no prompt twice in an epoch"
+    )

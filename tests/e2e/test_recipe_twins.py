@@ -1,7 +1,8 @@
-"""Every shipped recipe trains: its tiny twin by `megarl train`, in the recipe's own precision, from start to checkpoint.
+"""Every shipped recipe trains: its tiny twin by `megarl train`, in the recipe's own
+precision, from start to checkpoint.
 
-Three of them are in the gate (a dense policy and experts in bf16, and fp16), with the smallest evaluation and one checkpoint;
-the others are in `make test-recipes`.
+Three of them are in the gate (a dense policy and experts in bf16, and fp16), with the
+smallest evaluation and one checkpoint; the others are in `make test-recipes`.
 """
 
 import contextlib
@@ -20,9 +21,14 @@ from tests.twin_models import write_workplace
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
-HARMLESS = ("no answer to", "connections without the learner's key", "programs are graded by Python 3.12")
-"""Warnings of a run beside which others run: a role of one of them may knock at a port that was its own controller's before;
-and the one about Python 3.12.0 and 3.12.1."""
+HARMLESS = (
+    "no answer to",
+    "connections without the learner's key",
+    "programs are graded by Python 3.12",
+)
+"""Warnings of a run beside which others run: a role of one of them may knock at a port
+that was its own controller's before; and the one about Python 3.12.0 and 3.12.1.
+"""
 
 GATE = ("scalerl-17bx16",)
 OTHERS = sorted(recipes.shipped().keys() - set(GATE))
@@ -32,7 +38,9 @@ FP16 = ("model.dtype=fp16", "run.name=scalerl-1gpu-fp16")
 
 @pytest.fixture(scope="session")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models and prompts of the twins that are tested. Each run has a directory of its own in it."""
+    """Models and prompts of the twins that are tested. Each run has a directory of its
+    own in it.
+    """
     return tmp_path_factory.mktemp("twins")
 
 
@@ -71,7 +79,9 @@ def check_run(workplace: Path, name: str, *overrides: str) -> None:
         run.kill()
     check_nothing_left(family, ports)
     assert summary(run.rundir)["outcome"] == "finished"
-    told = [text for text in warnings(run.rundir) if not any(harmless in text for harmless in HARMLESS)]
+    told = [
+        text for text in warnings(run.rundir) if not any(harmless in text for harmless in HARMLESS)
+    ]
     assert not told
     check_steps(run)
     check_publications(run)
@@ -80,13 +90,21 @@ def check_run(workplace: Path, name: str, *overrides: str) -> None:
 
 
 def check_steps(run: LiveRun) -> None:
-    """Each step has a row of finite numbers; there was a gradient, and no token was older than the recipe allows."""
+    """Each step has a row of finite numbers; there was a gradient, and no token was
+    older than the recipe allows.
+    """
     rows, recipe = latest_rows(run.rundir.metrics), run.recipe
     assert [row["step"] for row in rows] == list(range(recipe.run.steps))
-    warmup = recipe.critic.warmup_steps if recipe.has_critic else 0  # the policy is not trained in these
+    warmup = (
+        recipe.critic.warmup_steps if recipe.has_critic else 0
+    )  # the policy is not trained in these
     trained = [row for row in rows[warmup:] if not row["empty"]]
     assert trained, "zero variance has emptied every step"
-    assert all(math.isfinite(row[key]) for row in trained for key in ("loss", "grad_norm", "ratio_mean", "entropy"))
+    assert all(
+        math.isfinite(row[key])
+        for row in trained
+        for key in ("loss", "grad_norm", "ratio_mean", "entropy")
+    )
     assert not recipe.has_critic or all(math.isfinite(row["value_loss"]) for row in rows)
     assert any(row["grad_norm"] > 0 for row in trained)
     assert max(row["lag_max"] for row in rows) <= recipe.pipeline.lag_limit
@@ -102,7 +120,9 @@ def check_steps(run: LiveRun) -> None:
 
 
 def check_publications(run: LiveRun) -> None:
-    """Every server got the last version, and each that it was up for; no publication failed."""
+    """Every server got the last version, and each that it was up for; no publication
+    failed.
+    """
     recipe = run.recipe
     published: dict[int, set[str]] = {}
     for record in publications(run.rundir):
@@ -110,7 +130,9 @@ def check_publications(run: LiveRun) -> None:
     assert published.keys() >= {0, recipe.run.steps}
     counts = [len(published[version]) for version in sorted(published)]
     held = recipe.evaluation_servers  # an evaluation keeps its version on them
-    assert min(counts[1:]) >= recipe.resources.servers - held, published  # one may come up after the first version
+    assert min(counts[1:]) >= recipe.resources.servers - held, (
+        published
+    )  # one may come up after the first version
     assert counts[-1] == recipe.resources.servers, published
 
 
@@ -122,8 +144,13 @@ def check_evaluations(run: LiveRun) -> None:
 
 
 def check_checkpoint(run: LiveRun) -> None:
-    """The last checkpoint can be read, and its policy is a Hugging Face directory again."""
+    """The last checkpoint can be read, and its policy is a Hugging Face directory
+    again.
+    """
     exported = run.rundir.path / "policy"
     with contextlib.chdir(run.cwd):  # the model is named from there
-        assert checkpoints_tools(["convert", "megatron-to-hf", str(run.rundir.path), str(exported)]) == 0
+        assert (
+            checkpoints_tools(["convert", "megatron-to-hf", str(run.rundir.path), str(exported)])
+            == 0
+        )
     assert (exported / "config.json").exists()

@@ -1,5 +1,7 @@
-"""A real run of a tiny Llama 4, of a tiny DeepSeek-V3 whose routers' biases move, and of a tiny gpt-oss: experts divided over
-two ranks, and the learner takes the experts that the server chose."""
+"""A real run of a tiny Llama 4, of a tiny DeepSeek-V3 whose routers' biases move, and
+of a tiny gpt-oss: experts divided over two ranks, and the learner takes the experts
+that the server chose.
+"""
 
 from pathlib import Path
 
@@ -55,8 +57,10 @@ GPT_OSS = LLAMA | {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "sliding_window": 16,  # shorter than most sequences
-    "rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "truncate": False}
-    | {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 256},
+    "rope_parameters": (
+        {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "truncate": False}
+        | {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 256}
+    ),
 }
 
 
@@ -78,7 +82,10 @@ def test_deepseek_learns_with_moving_biases(workplace: Path) -> None:
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     before = load_file(workplace / "runs/deepseek-sft/model.safetensors")[bias]
     converted = workplace / "converted"
-    assert convert(["convert", "megatron-to-hf", str(workplace / "runs/deepseek"), str(converted)]) == 0
+    assert (
+        convert(["convert", "megatron-to-hf", str(workplace / "runs/deepseek"), str(converted)])
+        == 0
+    )
     moved = (load_file(converted / "model.safetensors")[bias] - before).abs()
     assert 0 < moved.max() <= 4 * 0.01 + 1e-6, "four steps of 0.01"
 
@@ -87,12 +94,21 @@ def test_deepseek_learns_with_moving_biases(workplace: Path) -> None:
 def test_gpt_oss_learns(workplace: Path) -> None:
     folder = workplace / "runs/quickstart-data/init-gpt-oss"
     save_model(folder, GPT_OSS, seed=0)
-    check_run(workplace, [f"sft.init={folder}", "model.path=runs/gpt-oss-sft", "run.name=gpt-oss"], layers=4, chosen=2)
+    check_run(
+        workplace,
+        [f"sft.init={folder}", "model.path=runs/gpt-oss-sft", "run.name=gpt-oss"],
+        layers=4,
+        chosen=2,
+    )
     sinks = "model.layers.1.self_attn.sinks"
     before = load_file(folder / "model.safetensors")[sinks]
     converted = workplace / "converted-gpt-oss"
-    assert convert(["convert", "megatron-to-hf", str(workplace / "runs/gpt-oss"), str(converted)]) == 0
-    assert not torch.equal(load_file(converted / "model.safetensors")[sinks], before), "the warm start trains them"
+    assert (
+        convert(["convert", "megatron-to-hf", str(workplace / "runs/gpt-oss"), str(converted)]) == 0
+    )
+    assert not torch.equal(load_file(converted / "model.safetensors")[sinks], before), (
+        "the warm start trains them"
+    )
 
 
 def check_run(workplace: Path, more: list[str], layers: int, chosen: int) -> None:

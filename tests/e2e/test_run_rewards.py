@@ -1,8 +1,10 @@
-"""A real run of two tasks that are not arithmetic: programs that a sandbox runs, and answers that a reward service judges, with
-further rewards beside both. The service starts late, and is gone at the end.
+"""A real run of two tasks that are not arithmetic: programs that a sandbox runs, and
+answers that a reward service judges, with further rewards beside both. The service
+starts late, and is gone at the end.
 
-The policy has random weights, and its vocabulary is made so that what it writes can be graded: a token is a whole program
-(right, wrong, or one that sleeps), or a letter. So every reward of the journal is checked against the tokens it was given for.
+The policy has random weights, and its vocabulary is made so that what it writes can be
+graded: a token is a whole program (right, wrong, or one that sleeps), or a letter. So
+every reward of the journal is checked against the tokens it was given for.
 """
 
 import math
@@ -59,7 +61,9 @@ class Expected(NamedTuple):
 
 def write_policy(folder: Path) -> None:
     texts = [*SINGLE, *XS, *RIGHT, *WRONG, *SLEEPERS]
-    vocabulary = {text: n for n, text in enumerate([*texts, *(f"<{n}>" for n in range(128 - len(texts)))])}
+    vocabulary = {
+        text: n for n, text in enumerate([*texts, *(f"<{n}>" for n in range(128 - len(texts)))])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -70,7 +74,8 @@ def write_policy(folder: Path) -> None:
 
 def write_prompts(path: Path, first: str, answer: str) -> None:
     rows = [
-        f'{{"id": "{first}{second}", "prompt": "{first}{second}", "answer": {answer}}}' for second in "abcdefghijklmnop"
+        f'{{"id": "{first}{second}", "prompt": "{first}{second}", "answer": {answer}}}'
+        for second in "abcdefghijklmnop"
     ]
     path.write_text("\n".join(rows))
 
@@ -83,8 +88,14 @@ def overrides(port: int) -> tuple[str, ...]:
         f"run.steps={STEPS}",
         "model.path=policy",
         "data.tasks.arithmetic=null",
-        f"data.tasks.programs={{train: programs.jsonl, heldout: 4, grader: code, rewards: {{{form}, {short}}}}}",
-        f"data.tasks.letters={{train: letters.jsonl, heldout: 4, grader: taste, rewards: {{{form}}}}}",
+        (
+            "data.tasks.programs={train: programs.jsonl, heldout: 4, grader: code, rewards:"
+            f" {{{form}, {short}}}}}"
+        ),
+        (
+            "data.tasks.letters={train: letters.jsonl, heldout: 4, grader: taste, rewards:"
+            f" {{{form}}}}}"
+        ),
         f"data.services.taste={{url: 'http://127.0.0.1:{port}/', api_key: 'env:REWARD_KEY'}}",
         "length.prompt_tokens=4",
         "length.thinking_tokens=[6, 8]",
@@ -105,7 +116,9 @@ def overrides(port: int) -> tuple[str, ...]:
 def service(port: int) -> Iterator[None]:
     """examples/reward_server.py, as its docstring starts it."""
     process = subprocess.Popen(
-        [sys.executable, "examples/reward_server.py", "--port", str(port)], cwd=ROOT, stderr=subprocess.DEVNULL
+        [sys.executable, "examples/reward_server.py", "--port", str(port)],
+        cwd=ROOT,
+        stderr=subprocess.DEVNULL,
     )
     try:
         yield
@@ -123,7 +136,9 @@ def expected(rollout: Rollout, task: str, decode) -> Expected:
     text, form = "".join(answer).strip(), 1.0 if "".join(answer).strip() else -1.0
     if task == "letters":
         main = 1.0 if text == "x" else -1.0
-        return Expected({"answer": main, "form": form}, main + 0.2 * form, timeout=False, error=False)
+        return Expected(
+            {"answer": main, "form": form}, main + 0.2 * form, timeout=False, error=False
+        )
     last = next((t for t in reversed(answer) if t.startswith("\n```")), "")
     main, error = 1.0 if last in RIGHT else -1.0, "".join(texts).endswith("x")
     short = -1.0 if error else -len("".join(texts)) / 100
@@ -132,7 +147,9 @@ def expected(rollout: Rollout, task: str, decode) -> Expected:
 
 
 def check_rewards(run: LiveRun, steps: int) -> Counter[str]:
-    """Every rollout's rewards, and the metrics of every step, are what the tokens say; what was seen."""
+    """Every rollout's rewards, and the metrics of every step, are what the tokens say;
+    what was seen.
+    """
     tokenizer, seen = load_tokenizer(run.cwd / "policy"), Counter[str]()
 
     def decode(ids):
@@ -141,12 +158,20 @@ def check_rewards(run: LiveRun, steps: int) -> Counter[str]:
     rows = runs.latest_rows(run.rundir.metrics)
     for row, groups in zip(rows, batches(run.rundir, run.recipe, steps), strict=False):
         for task in ("programs", "letters"):
-            found = [(r, expected(r, task, decode)) for g in groups if g.prompt.task == task for r in g.rollouts]
+            found = [
+                (r, expected(r, task, decode))
+                for g in groups
+                if g.prompt.task == task
+                for r in g.rollouts
+            ]
             for rollout, wanted in found:
                 assert rollout.rewards == pytest.approx(wanted.rewards)
                 assert rollout.reward == pytest.approx(wanted.reward)
                 assert rollout.correct is (wanted.rewards["answer"] > 0)
-                assert (rollout.grader_timeout, rollout.grader_error) == (wanted.timeout, wanted.error)
+                assert (rollout.grader_timeout, rollout.grader_error) == (
+                    wanted.timeout,
+                    wanted.error,
+                )
                 seen[f"{task} {'right' if rollout.correct else 'wrong'}"] += 1
                 seen["timeout"] += wanted.timeout
                 seen["error"] += wanted.error
@@ -155,7 +180,10 @@ def check_rewards(run: LiveRun, steps: int) -> Counter[str]:
                     f"grader_timeout_rate/{task}": [w.timeout for _, w in found],
                     f"grader_error_rate/{task}": [w.error for _, w in found],
                     f"reward_mean/{task}": [w.reward for _, w in found],
-                } | {f"reward/{name}/{task}": [w.rewards[name] for _, w in found] for name in found[0][1].rewards}
+                } | {
+                    f"reward/{name}/{task}": [w.rewards[name] for _, w in found]
+                    for name in found[0][1].rewards
+                }
                 assert {name: row[name] for name in rates} == pytest.approx(
                     {name: math.fsum(values) / len(values) for name, values in rates.items()}
                 )
@@ -178,7 +206,9 @@ def test_programs_and_a_service_that_comes_late_and_goes_for_good(
     (port,) = free_ports(1)
     write_policy(tmp_path / "policy")
     (tmp_path / "picky.py").write_text(BREVITY)
-    write_prompts(tmp_path / "programs.jsonl", "a", r'"{\"tests\": [{\"input\": \"\", \"output\": \"1\"}]}"')
+    write_prompts(
+        tmp_path / "programs.jsonl", "a", r'"{\"tests\": [{\"input\": \"\", \"output\": \"1\"}]}"'
+    )
     write_prompts(tmp_path / "letters.jsonl", "b", '"x"')
     refused = runs.megarl("train", "quickstart", *overrides(port), cwd=tmp_path)
     assert refused.returncode != 0
@@ -189,7 +219,10 @@ def test_programs_and_a_service_that_comes_late_and_goes_for_good(
     run = runs.start(tmp_path, *overrides(port))
     try:
         log = run.rundir.log("controller", socket.gethostname().split(".")[0], 0)
-        run.wait_for(lambda: log.exists() and "failed (attempt 1)" in log.read_text(), "request that nobody answered")
+        run.wait_for(
+            lambda: log.exists() and "failed (attempt 1)" in log.read_text(),
+            "request that nobody answered",
+        )
         with service(port):
             run.wait_for(run.rundir.status.exists, "a status")
             family, ports = run.family(), run.ports()
@@ -198,7 +231,14 @@ def test_programs_and_a_service_that_comes_late_and_goes_for_good(
         assert run.steps() == STEPS
         assert not voids(run), "no ticket was lost for a service that came within its retries"
         seen = check_rewards(run, STEPS)
-        assert min(seen[f"{task} {what}"] for task in ("programs", "letters") for what in ("right", "wrong")) > 0, seen
+        assert (
+            min(
+                seen[f"{task} {what}"]
+                for task in ("programs", "letters")
+                for what in ("right", "wrong")
+            )
+            > 0
+        ), seen
         assert seen["error"] > 0
         assert [row["step"] for row in runs.latest_rows(run.rundir.eval)] == [0, STEPS]
     finally:
@@ -211,7 +251,10 @@ def test_programs_and_a_service_that_comes_late_and_goes_for_good(
         assert run.finish() == 0, run.tail()
         lost = voids(run)
         assert {g.prompt.task for g in lost} == {"letters"}
-        assert all("the reward service taste at http://127.0.0.1" in g.void and "6 times" in g.void for g in lost)
+        assert all(
+            "the reward service taste at http://127.0.0.1" in g.void and "6 times" in g.void
+            for g in lost
+        )
         check_rewards(run, run.steps())
         rows = runs.latest_rows(run.rundir.metrics)
         assert sum(row["void_groups/letters"] for row in rows) == len(lost)

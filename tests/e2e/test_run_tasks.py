@@ -1,6 +1,7 @@
-"""A real run of two tasks whose few prompts are begun again: the easy ones first, its journal dropped up to the checkpoints.
-Server and learner share what they run on: weights go by handles, and the server's memory is lent to the learner for each
-step."""
+"""A real run of two tasks whose few prompts are begun again: the easy ones first, its
+journal dropped up to the checkpoints. Server and learner share what they run on:
+weights go by handles, and the server's memory is lent to the learner for each step.
+"""
 
 import json
 from pathlib import Path
@@ -21,7 +22,8 @@ OVERRIDES = (
     "data.tasks.subtraction.train=few-subtraction.jsonl",
     "data.curriculum.kind=linear",
     "batch.prompts=12",
-    "batch.positive_threshold=0.1",  # one right answer of eight is enough to exclude: so they are solved soon
+    # one right answer of eight is enough to exclude: so they are solved soon
+    "batch.positive_threshold=0.1",
     "length.stages=[{until_step: 2, thinking_tokens: [24, 30]}]",
     "evaluation.every=15",
     "evaluation.prompts=20",
@@ -39,7 +41,9 @@ OVERRIDES = (
 def few(source: Path, target: Path, easy: int, harder: int) -> None:
     """Prompts of one and two digits: a policy this young solves the first now and then."""
     rows = [json.loads(line) for line in source.open()]
-    chosen = [r for r in rows if r["difficulty"] == 1][:easy] + [r for r in rows if r["difficulty"] == 2][:harder]
+    chosen = [r for r in rows if r["difficulty"] == 1][:easy] + [
+        r for r in rows if r["difficulty"] == 2
+    ][:harder]
     target.write_text("".join(json.dumps(row) + "\n" for row in chosen))
 
 
@@ -49,7 +53,9 @@ def check_suite(score: dict[str, Any], suite: SuiteDir) -> None:
     by_prompt = {one.id: [a.correct for a in answers if a.id == one.id] for one in answers}
     assert [len(right) for right in by_prompt.values()] == [4] * 8
     assert score["pass_rate/sums"] == pytest.approx(sum(a.correct for a in answers) / 32)
-    assert score["pass@4/sums"] == pytest.approx(sum(any(right) for right in by_prompt.values()) / 8)
+    assert score["pass@4/sums"] == pytest.approx(
+        sum(any(right) for right in by_prompt.values()) / 8
+    )
     assert score["pass@4_low/sums"] <= score["pass@4/sums"] <= score["pass@4_high/sums"]
 
 
@@ -82,14 +88,19 @@ def test_two_tasks_whose_prompts_are_begun_again(workplace: Path) -> None:
         for task in run.recipe.data.tasks:
             rates = [g.pass_rate for g in groups if g.prompt.task == task]
             expected = sum(rates) / len(rates) if rates else None
-            assert row[f"pass_rate_train/{task}"] == pytest.approx(expected, nan_ok=True) or expected is None
+            assert (
+                row[f"pass_rate_train/{task}"] == pytest.approx(expected, nan_ok=True)
+                or expected is None
+            )
     scores = list(runs.latest_rows(run.rundir.eval))
     assert (scores[0]["step"], scores[-1]["step"]) == (0, len(rows))
     for score in scores:
         each = [score[f"pass_rate/{task}"] for task in run.recipe.data.tasks]
         assert score["pass_rate"] == pytest.approx(sum(each) / 2)  # as many prompts of each
         assert score["n_prompts"] == 40
-        check_suite(score, SuiteDir(step_folder(run.rundir.evaluations, int(score["step"])), "sums"))
+        check_suite(
+            score, SuiteDir(step_folder(run.rundir.evaluations, int(score["step"])), "sums")
+        )
     summary = runs.summary(run.rundir)
     assert summary["outcome"] == "finished"
     assert summary["reason"] == "all steps done"

@@ -1,4 +1,6 @@
-"""A real run of policy and calculator in turns, and the same recipe without it: turns, masks, versions and lags."""
+"""A real run of policy and calculator in turns, and the same recipe without it: turns,
+masks, versions and lags.
+"""
 
 from pathlib import Path
 
@@ -48,8 +50,13 @@ def test_turns_of_policy_and_calculator(warm: Path) -> None:
     check_history(run.rundir, run.recipe)
     runs.check_parity(run.rundir)
     trained = batches(run.rundir, run.recipe)
-    rollouts = [(step, r) for step, groups in enumerate(trained) for g in groups for r in g.rollouts]
-    tokenizer, task = load_tokenizer(warm / run.recipe.model.path), run.recipe.data.tasks["products"]
+    rollouts = [
+        (step, r) for step, groups in enumerate(trained) for g in groups for r in g.rollouts
+    ]
+    tokenizer, task = (
+        load_tokenizer(warm / run.recipe.model.path),
+        run.recipe.data.tasks["products"],
+    )
     calls = several = 0
     for step, rollout in rollouts:
         assert rollout.episode is not None
@@ -65,7 +72,9 @@ def test_turns_of_policy_and_calculator(warm: Path) -> None:
             if not segment.trained and said != run.recipe.length.interruption:
                 assert turn.endswith("]")
                 value = calculated(turn[:-1].rpartition("[")[2]) if "[" in turn else None
-                assert said == ("?" if value is None else str(value)), "every masked segment is the calculator's reply"
+                assert said == ("?" if value is None else str(value)), (
+                    "every masked segment is the calculator's reply"
+                )
                 assert not segment.logprobs.any()
                 calls += 1
                 said = turn = ""

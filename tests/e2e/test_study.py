@@ -18,14 +18,30 @@ LIMIT_S = 300.0
 @pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_study(workplace: Path) -> None:
-    """Ctrl-C stops the run under way with a checkpoint; the same command ends the study with a table, plots and CSVs."""
+    """Ctrl-C stops the run under way with a checkpoint; the same command ends the study
+    with a table, plots and CSVs.
+    """
     study = workplace / "runs" / "studies" / "small"
-    words = ["study", "compare", "quickstart", "grpo-tiny", "--seeds", "0", "--dir", "runs/studies/small", *SMALL]
+    words = [
+        "study",
+        "compare",
+        "quickstart",
+        "grpo-tiny",
+        "--seeds",
+        "0",
+        "--dir",
+        "runs/studies/small",
+        *SMALL,
+    ]
     words += ["run.steps=4", "evaluation.every=2", "pipeline.k=2"]
     metrics = study / "runs" / "quickstart-seed0" / "metrics.jsonl"
     with (workplace / "study.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megarl", *words], cwd=workplace, env=quiet(), stdout=log, stderr=log
+            [sys.executable, "-m", "megarl", *words],
+            cwd=workplace,
+            env=quiet(),
+            stdout=log,
+            stderr=log,
         )
         end = time.monotonic() + LIMIT_S
         while not metrics.exists():
@@ -42,7 +58,8 @@ def test_study(workplace: Path) -> None:
     for name in ("quickstart-seed0", "grpo-tiny-seed0"):
         with (study / "points" / f"{name}.csv").open() as file:
             points = list(csv.DictReader(file))
-        # A score that is lost with the interruption is made up for by the next version's.
+        # A score that is lost with the interruption is made up for by the next
+        # version's.
         steps = [int(p["step"]) for p in points]
         assert (steps[0], steps[-1]) == (0, 4)
         assert name.startswith("quickstart") or steps == [0, 2, 4]

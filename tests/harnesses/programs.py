@@ -1,6 +1,8 @@
-"""Agents built with unmodified harnesses, each in its own Python: `PYTHON programs.py MODE`, with the task on stdin.
+"""Agents built with unmodified harnesses, each in its own Python: `PYTHON programs.py
+MODE`, with the task on stdin.
 
-Every one has a tool, works on the prompt until the policy calls none, and asks once more with the harness's own history.
+Every one has a tool, works on the prompt until the policy calls none, and asks once
+more with the harness's own history.
 """
 
 import asyncio
@@ -34,16 +36,27 @@ def openai_chat(prompt: str, stream: bool = False) -> None:
     from openai import OpenAI
 
     client = OpenAI()
-    messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": prompt}]
-    tools: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA, "strict": stream}}]
+    messages: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": prompt},
+    ]
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": "add", "parameters": SCHEMA, "strict": stream}}
+    ]
     for more in ([], [{"role": "user", "content": AGAIN}]):
         messages += more
         for _ in range(TURNS):
             if stream:
-                with client.chat.completions.stream(model=MODEL, messages=messages, tools=tools) as events:
+                with client.chat.completions.stream(
+                    model=MODEL, messages=messages, tools=tools
+                ) as events:
                     said = events.get_final_completion().choices[0].message
             else:
-                said = client.chat.completions.create(model=MODEL, messages=messages, tools=tools).choices[0].message
+                said = (
+                    client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
+                    .choices[0]
+                    .message
+                )
             messages.append(said)
             for call in said.tool_calls or []:
                 result = called(json.loads(call.function.arguments))
@@ -57,7 +70,12 @@ def openai_responses(prompt: str, stream: bool = False) -> None:
 
     client, items = OpenAI(), list[Any]([{"role": "user", "content": prompt}])
     tools: list[Any] = [{"type": "function", "name": "add", "parameters": SCHEMA, "strict": False}]
-    asked: dict[str, Any] = {"model": MODEL, "instructions": "Be brief.", "tools": tools, "store": False}
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "instructions": "Be brief.",
+        "tools": tools,
+        "store": False,
+    }
     for more in ([], [{"role": "user", "content": AGAIN}]):
         items += more
         for _ in range(TURNS):
@@ -70,7 +88,9 @@ def openai_responses(prompt: str, stream: bool = False) -> None:
             calls = [item for item in said.output if item.type == "function_call"]
             for call in calls:
                 result = called(json.loads(call.arguments))
-                items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+                items.append(
+                    {"type": "function_call_output", "call_id": call.call_id, "output": result}
+                )
             if not calls:
                 break
 
@@ -80,9 +100,11 @@ def anthropic_messages(prompt: str, stream: bool = False) -> None:
 
     client = Anthropic()
     asked: dict[str, Any] = {
-        "model": MODEL, "system": [{"type": "text", "text": "Be brief."}], "max_tokens": 300,
+        "model": MODEL,
+        "system": [{"type": "text", "text": "Be brief."}],
+        "max_tokens": 300,
         "tools": [{"name": "add", "description": "Add two numbers.", "input_schema": SCHEMA}],
-    }  # fmt: skip
+    }
     messages: list[Any] = [{"role": "user", "content": prompt}]
     client.messages.count_tokens(model=MODEL, messages=messages)
     for more in ([], [{"role": "user", "content": AGAIN}]):
@@ -95,7 +117,10 @@ def anthropic_messages(prompt: str, stream: bool = False) -> None:
                 said = client.messages.create(messages=messages, **asked)
             messages.append({"role": "assistant", "content": said.content})
             calls = [block for block in said.content if block.type == "tool_use"]
-            results = [{"type": "tool_result", "tool_use_id": c.id, "content": called(c.input)} for c in calls]
+            results = [
+                {"type": "tool_result", "tool_use_id": c.id, "content": called(c.input)}
+                for c in calls
+            ]
             if not results:
                 break
             messages.append({"role": "user", "content": results})
@@ -136,7 +161,11 @@ def pydantic_ai(prompt: str, protocol: str, stream: bool = False) -> None:
     from pydantic_ai.models.anthropic import AnthropicModel
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 
-    kind: Any = {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel, "messages": AnthropicModel}[protocol]
+    kind: Any = {
+        "chat": OpenAIChatModel,
+        "responses": OpenAIResponsesModel,
+        "messages": AnthropicModel,
+    }[protocol]
     agent = Agent(kind(MODEL), instructions="Be brief.", tools=[add])
 
     async def work() -> None:
@@ -161,10 +190,21 @@ def mini_swe_agent(prompt: str, kind: str) -> None:
 
     name = "mini_textbased.yaml" if kind == "litellm_textbased" else "mini.yaml"
     config = yaml.safe_load((Path(package_dir) / "config" / name).read_text())
-    model = {**config["model"], "model_name": f"openai/{MODEL}", "model_class": kind, "cost_tracking": "ignore_errors"}
-    settings = {key: value for key, value in config["agent"].items() if key not in ("mode", "confirm_exit")}
+    model = {
+        **config["model"],
+        "model_name": f"openai/{MODEL}",
+        "model_class": kind,
+        "cost_tracking": "ignore_errors",
+    }
+    settings = {
+        key: value for key, value in config["agent"].items() if key not in ("mode", "confirm_exit")
+    }
     with tempfile.TemporaryDirectory() as folder:
-        agent = DefaultAgent(get_model(config=model), LocalEnvironment(cwd=folder), **settings | {"step_limit": TURNS})
+        agent = DefaultAgent(
+            get_model(config=model),
+            LocalEnvironment(cwd=folder),
+            **settings | {"step_limit": TURNS},
+        )
         agent.run(prompt)
 
 
@@ -187,13 +227,30 @@ def verifiers(prompt: str, harness: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "local_task.py").write_text(TASKSET)
         words = [
-            str(Path(sys.executable).parent / "vf-eval"), "local_task", "-m", MODEL, "--push", "False", "--no-rich",
-            "--env.agent.harness.id", harness, "--env.agent.runtime.type", "subprocess", "--env.taskset.prompt", prompt,
-            "--client.base-url", os.environ["OPENAI_BASE_URL"], "--client.api-key-var", "OPENAI_API_KEY",
-            "-o", f"{folder}/outputs",
-        ]  # fmt: skip
+            str(Path(sys.executable).parent / "vf-eval"),
+            "local_task",
+            "-m",
+            MODEL,
+            "--push",
+            "False",
+            "--no-rich",
+            "--env.agent.harness.id",
+            harness,
+            "--env.agent.runtime.type",
+            "subprocess",
+            "--env.taskset.prompt",
+            prompt,
+            "--client.base-url",
+            os.environ["OPENAI_BASE_URL"],
+            "--client.api-key-var",
+            "OPENAI_API_KEY",
+            "-o",
+            f"{folder}/outputs",
+        ]
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        subprocess.run(words, check=True, cwd=folder, env=os.environ | {"PYTHONPATH": folder, "PATH": path})
+        subprocess.run(
+            words, check=True, cwd=folder, env=os.environ | {"PYTHONPATH": folder, "PATH": path}
+        )
 
 
 def crewai(prompt: str) -> None:
@@ -202,9 +259,13 @@ def crewai(prompt: str) -> None:
     from crewai.tools import tool
 
     agent = Agent(
-        role="adder", goal="Add.", backstory="You add.", llm=LLM(model=MODEL, provider="openai"), max_iter=TURNS,
+        role="adder",
+        goal="Add.",
+        backstory="You add.",
+        llm=LLM(model=MODEL, provider="openai"),
+        max_iter=TURNS,
         tools=[tool("add")(add)],
-    )  # fmt: skip
+    )
     agent.kickoff(prompt)
 
 
@@ -212,7 +273,9 @@ def agno(prompt: str) -> None:
     from agno.agent import Agent
     from agno.models.openai import OpenAIResponses
 
-    agent = Agent(model=OpenAIResponses(id=MODEL), instructions="Be brief.", tools=[add], telemetry=False)
+    agent = Agent(
+        model=OpenAIResponses(id=MODEL), instructions="Be brief.", tools=[add], telemetry=False
+    )
     made = agent.run(prompt)
     history = [message for message in made.messages if message.role != "system"]
     agent.run([*history, {"role": "user", "content": AGAIN}])

@@ -1,4 +1,6 @@
-"""A message that rank 0 has, on all ranks: the same bytes, and the most memory that it took, in multiples of its size."""
+"""A message that rank 0 has, on all ranks: the same bytes, and the most memory that it
+took, in multiples of its size.
+"""
 
 import os
 import re

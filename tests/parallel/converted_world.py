@@ -1,6 +1,8 @@
-"""Ranks of tests/parallel/test_converted_checkpoints.py: DIR/NAME/{hf,converted}; writes DIR/NAME/real.
+"""Ranks of tests/parallel/test_converted_checkpoints.py: DIR/NAME/{hf,converted};
+writes DIR/NAME/real.
 
-Each model is loaded from a checkpoint converted at another layout, exported and compared; then saved by megatron.
+Each model is loaded from a checkpoint converted at another layout, exported and
+compared; then saved by megatron.
 """
 
 import re
@@ -36,11 +38,15 @@ def main(directory: Path) -> None:
         chunks = build.build(model, path / "hf")
         checkpoint.load_model(path / "converted", chunks)
         stored = load_file(path / "hf" / "model.safetensors")
-        exported = {name: tensor.clone() for name, tensor in hf.export(chunks, family_of(path / "hf"))}
+        exported = {
+            name: tensor.clone() for name, tensor in hf.export(chunks, family_of(path / "hf"))
+        }
         assert exported
         for name, tensor in exported.items():
             assert torch.equal(tensor, stored[name]), (path.name, name)
-        meta = checkpoint.CheckpointMeta(step=1, version=1, hf_source=str(path / "hf"), model=model.model_dump())
+        meta = checkpoint.CheckpointMeta(
+            step=1, version=1, hf_source=str(path / "hf"), model=model.model_dump()
+        )
         checkpoint.save(path / "real", checkpoint.model_state(chunks), meta)
         check_that_all_ranks_refuse_it_damaged(path / "real", chunks)
     parallel.stop()

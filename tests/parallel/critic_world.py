@@ -1,5 +1,7 @@
-"""One rank of test_critic_layouts: `python -m tests.parallel.critic_world DIR`, with batch.msgpack, model/ and expected.pt of
-transformers in DIR. Differences are max|d| / max|expected|."""
+"""One rank of test_critic_layouts: `python -m tests.parallel.critic_world DIR`, with
+batch.msgpack, model/ and expected.pt of transformers in DIR. Differences are max|d| /
+max|expected|.
+"""
 
 import os
 import sys
@@ -57,18 +59,34 @@ def recipe_of(directory: Path, layout: dict[str, Any], critic: str = "fp32") -> 
         {
             "model": {"path": str(directory / "model"), "dtype": "fp32", **layout},
             "resources": {"learner_ranks": int(os.environ["WORLD_SIZE"])},
-            "batch": {"prompts": 4, "centring": "critic", "zero_variance": "keep", "aggregation": "token"},
+            "batch": {
+                "prompts": 4,
+                "centring": "critic",
+                "zero_variance": "keep",
+                "aggregation": "token",
+            },
             "loss": {"kind": "reinforce"},
             "learner": {"microbatch_tokens": 160, "epochs": 2, "optimizer": optimizer},
-            "critic": {"dtype": critic, "lam": LAMBDA, "warmup_steps": 1, "optimizer": {"lr": 1e-4}},
+            "critic": {
+                "dtype": critic,
+                "lam": LAMBDA,
+                "warmup_steps": 1,
+                "optimizer": {"lr": 1e-4},
+            },
         }
     )
 
 
 def check_gradients(
-    directory: Path, batch: Batch, layout: dict[str, Any], critic_dtype: str = "fp32", wider: float = 1.0
+    directory: Path,
+    batch: Batch,
+    layout: dict[str, Any],
+    critic_dtype: str = "fp32",
+    wider: float = 1.0,
 ) -> None:
-    """Values, advantages and the gradients of both networks are transformers' in float64. wider: factor of the limits."""
+    """Values, advantages and the gradients of both networks are transformers' in
+    float64. wider: factor of the limits.
+    """
     expected = torch.load(directory / "expected.pt", weights_only=False)
     trainer = start(directory, recipe_of(directory, layout, critic_dtype))
     assert trainer.critic is not None
@@ -80,7 +98,9 @@ def check_gradients(
             head.copy_(expected["head"])
     network.optimizer.reload_model_params()
     sequences, _ = trainer.critic.estimated(training_sequences(batch, trainer.recipe))
-    for sequence, values, advantages in zip(sequences, expected["values"], expected["advantages"], strict=True):
+    for sequence, values, advantages in zip(
+        sequences, expected["values"], expected["advantages"], strict=True
+    ):
         trained = sequence.loss_weight > 0
         assert isinstance(sequence.value, np.ndarray)
         assert isinstance(sequence.advantage, np.ndarray)
@@ -89,7 +109,9 @@ def check_gradients(
         assert not sequence.value[~trained].any()
     metrics = trainer.critic.forward_backward(sequences)
     critic = full_gradients(network)
-    critic["head"] = critic.pop("lm_head.weight")[:1]  # export takes it for the head that it replaces
+    critic["head"] = critic.pop("lm_head.weight")[
+        :1
+    ]  # export takes it for the head that it replaces
     trainer.policy.forward_backward(sequences)
     found = {
         "critic": (critic, network.loss_scale),
@@ -97,16 +119,25 @@ def check_gradients(
     }
     for name, (gradients, scale) in found.items():
         by = scale.value if scale else 1.0
-        worst = max(difference(gradients[n].double() / by, g, expected[name]) for n, g in expected[name].items())
+        worst = max(
+            difference(gradients[n].double() / by, g, expected[name])
+            for n, g in expected[name].items()
+        )
         say(f"{name} {layout}: gradients {worst:.1e}")
         assert worst <= 3e-6 * wider, (name, layout)
     for key, value in expected["metrics"].items():
-        assert abs(metrics[key] - value) <= 1e-5 * wider * max(1, abs(value)), (layout, key, metrics[key], value)
+        assert abs(metrics[key] - value) <= 1e-5 * wider * max(1, abs(value)), (
+            layout,
+            key,
+            metrics[key],
+            value,
+        )
 
 
 def check_fp16(directory: Path, batch: Batch, layout: dict[str, Any], critic: str) -> None:
-    """An overflow skips both networks on all ranks. From a checkpoint both go on bit for bit, and the scale with them: saved
-    one update before it grows, it grows."""
+    """An overflow skips both networks on all ranks. From a checkpoint both go on bit
+    for bit, and the scale with them: saved one update before it grows, it grows.
+    """
     recipe = recipe_of(directory, layout | {"dtype": "fp16"}, critic)
     sequences = training_sequences(batch, recipe)
     folder = directory / "checkpoints" / f"fp16 {layout} {critic}"
@@ -118,7 +149,9 @@ def check_fp16(directory: Path, batch: Batch, layout: dict[str, Any], critic: st
         trainer.train_step(sequences)
     before = weights_of(trainer)
     scale.restore({"scale": 2.0**40, "growth": 0, "hysteresis": 2})
-    assert trainer.train_step(sequences)["scaler_skipped"] == 2, what  # both epochs; the second halves it
+    assert trainer.train_step(sequences)["scaler_skipped"] == 2, (
+        what
+    )  # both epochs; the second halves it
     assert (trainer.skipped_steps, scale.value) == (0, 2.0**39), what
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(trainer), strict=True)), what
     scale.restore({"scale": 2.0**17, "growth": 998, "hysteresis": 1})
@@ -142,7 +175,9 @@ def weights_of(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def check_resumed(directory: Path, batch: Batch, layout: dict[str, Any]) -> None:
-    """From a checkpoint written after the critic's warm-up, both networks go on as if nothing had happened, bit for bit."""
+    """From a checkpoint written after the critic's warm-up, both networks go on as if
+    nothing had happened, bit for bit.
+    """
     recipe = recipe_of(directory, layout)
     sequences = training_sequences(batch, recipe)
     folder = directory / "checkpoints" / ("first" if not layout else str(layout))
@@ -160,10 +195,15 @@ def check_resumed(directory: Path, batch: Batch, layout: dict[str, Any]) -> None
     assert all(torch.equal(a, b) for a, b in zip(weights, weights_of(again), strict=True))
     if layout:  # written by data-parallel ranks, each with a part of the optimiser
         other = start(directory, recipe)
-        assert Checkpoints(directory / "checkpoints" / "first", 2, other, directory / "model").load_latest()
+        assert Checkpoints(
+            directory / "checkpoints" / "first", 2, other, directory / "model"
+        ).load_latest()
         first = other.train_step(sequences)
         for name in ("value_loss", "value_mean", "critic_grad_norm", "grad_norm"):
-            assert abs(first[name] - went_on[0][name]) <= 1e-4 * max(1, abs(went_on[0][name])), (layout, name)
+            assert abs(first[name] - went_on[0][name]) <= 1e-4 * max(1, abs(went_on[0][name])), (
+                layout,
+                name,
+            )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""One rank of test_deltas: a learner of TP x PP x EP publishes deltas over a history of kills, and all servers always hold
-its bits.
+"""One rank of test_deltas: a learner of TP x PP x EP publishes deltas over a history of
+kills, and all servers always hold its bits.
 
-`python -m tests.parallel.deltas_world MODEL RANKS PUBLICATIONS KILLS` with MODEL a Hugging Face directory of bf16, to servers
-of RANKS ranks.
+`python -m tests.parallel.deltas_world MODEL RANKS PUBLICATIONS KILLS` with MODEL a
+Hugging Face directory of bf16, to servers of RANKS ranks.
 
-The servers are stand-ins in rank 0's process, and so is the way to them: no HTTP, no group. What they stand in for is the
-loader of SGLang and what it may do to a tensor (join it with others, keep only a rank's part of it). Publisher, LastSent and
-the codec are the real ones.
+The servers are stand-ins in rank 0's process, and so is the way to them: no HTTP, no
+group. What they stand in for is the loader of SGLang and what it may do to a tensor
+(join it with others, keep only a rank's part of it). Publisher, LastSent and the codec
+are the real ones.
 """
 
 import json
@@ -41,13 +42,19 @@ NO_ENDPOINTS: Any = None
 
 
 class StandIn(Module):
-    """A server: parameters as SGLang joins them, or each tensor's rows divided among the ranks."""
+    """A server: parameters as SGLang joins them, or each tensor's rows divided among
+    the ranks.
+    """
 
-    def __init__(self, number: int, ranks: int, family: Family, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(
+        self, number: int, ranks: int, family: Family, tensors: Iterable[tuple[str, Tensor]]
+    ) -> None:
         super().__init__()
         self.address = ServerAddress(number, "", tensor_parallel=ranks)
         self.family, self.dies_after = family, -1
-        held = {where: torch.zeros(0, dtype=torch.bfloat16) for where, _, _ in self._pieces(tensors)}
+        held = {
+            where: torch.zeros(0, dtype=torch.bfloat16) for where, _, _ in self._pieces(tensors)
+        }
         for where, start, piece in self._pieces(tensors):
             short = start + piece.numel() - len(held[where])
             held[where] = torch.cat([held[where], torch.zeros(max(0, short), dtype=piece.dtype)])
@@ -60,7 +67,11 @@ class StandIn(Module):
         for name, tensor in tensors:
             if self.address.tensor_parallel == 1:
                 part = place(name, tensor, self.family.architecture)
-                yield part.name, part.start // tensor.itemsize, as_held(name, tensor, self.family.architecture)
+                yield (
+                    part.name,
+                    part.start // tensor.itemsize,
+                    as_held(name, tensor, self.family.architecture),
+                )
             else:
                 for rank, rows in enumerate(tensor.chunk(self.address.tensor_parallel)):
                     yield f"{name}/{rank}", 0, rows
@@ -71,10 +82,14 @@ class StandIn(Module):
             if self.dies_after == 0:
                 raise MegarlError("killed")
             self.dies_after -= 1
-            held[where.replace(".", "/")].data[start : start + piece.numel()].view(piece.shape).copy_(piece)
+            held[where.replace(".", "/")].data[start : start + piece.numel()].view(
+                piece.shape
+            ).copy_(piece)
 
     async def checksums(self) -> tuple[str, dict[str, str] | None]:
-        each = {name.replace("/", "."): written(int(checksum(p))) for name, p in self.named_parameters()}
+        each = {
+            name.replace("/", "."): written(int(checksum(p))) for name, p in self.named_parameters()
+        }
         return str(sorted(each.items())), each if self.address.tensor_parallel == 1 else None
 
     async def pause(self, mode: str) -> None: ...
@@ -103,7 +118,9 @@ class StandInFleet:
 
 
 class InProcess:
-    """The way to them: every stage's tensors by way of all ranks, in place of the transports."""
+    """The way to them: every stage's tensors by way of all ranks, in place of the
+    transports.
+    """
 
     staged = False
 
@@ -114,7 +131,10 @@ class InProcess:
         sums = SentChecksums(self._family.architecture)
         tensors = sums.watch(hf.export(self._chunks, self._family, stacked=False))
         source = parallel_state.get_tensor_model_parallel_rank() == 0
-        mine = [(name, tensor.clone()) for name, tensor in (self._last.changed(tensors) if source else tensors)]
+        mine = [
+            (name, tensor.clone())
+            for name, tensor in (self._last.changed(tensors) if source else tensors)
+        ]
         stages = [stage for stage in gathered((mine, sums.expected()) if source else None) if stage]
         sent = [pair for pairs, _ in stages for pair in pairs]
         errors = {}
@@ -192,11 +212,16 @@ def main(model: Path, ranks: int, publications: int, kills: int) -> None:
         for result in published.results:
             if result.error:
                 failed += 1
-                servers[result.id] = StandIn(result.id, ranks, family, first)  # as the supervisor restarts it
+                servers[result.id] = StandIn(
+                    result.id, ranks, family, first
+                )  # as the supervisor restarts it
             else:
                 assert holds(servers[result.id], now), f"server {result.id} at version {version}"
     if dist.get_rank() == 0:
-        print(json.dumps({"deltas": deltas, "full": full, "kills": killed, "failed": failed}), flush=True)
+        print(
+            json.dumps({"deltas": deltas, "full": full, "kills": killed, "failed": failed}),
+            flush=True,
+        )
     parallel.stop()
 
 
@@ -215,7 +240,8 @@ def holds(server: StandIn, tensors: list[tuple[str, Tensor]]) -> bool:
         key = where.replace("/", ".")
         seen[key] += piece.numel()
         if not torch.equal(
-            held[key][start : start + piece.numel()].view(torch.int16), piece.reshape(-1).view(torch.int16)
+            held[key][start : start + piece.numel()].view(torch.int16),
+            piece.reshape(-1).view(torch.int16),
         ):
             return False
     return all(seen[name] == len(values) for name, values in held.items())

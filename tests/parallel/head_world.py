@@ -1,8 +1,9 @@
-"""One rank of test_head_layouts: `python -m tests.parallel.head_world DIR`, DIR holding batch.msgpack and tied/ with what
-learner_world wants of a model.
+"""One rank of test_head_layouts: `python -m tests.parallel.head_world DIR`, DIR holding
+batch.msgpack and tied/ with what learner_world wants of a model.
 
-The head at TP of the world's size, with and without sequence parallelism, on megatron's own output layer: hypothesis draws the
-same cases on all ranks. Then a whole step of a model whose head is its embedding.
+The head at TP of the world's size, with and without sequence parallelism, on megatron's
+own output layer: hypothesis draws the same cases on all ranks. Then a whole step of a
+model whose head is its embedding.
 """
 
 import os
@@ -53,7 +54,12 @@ def main(directory: Path) -> None:
             print(f"TP {world}, sequence parallel {sequence_parallel}: {worst}", flush=True)
     batch = decode((directory / "batch.msgpack").read_bytes(), Batch)
     for layout in TIED[world]:
-        check_step(directory / "tied", batch, recipe_of(directory / "tied", world, **layout), f"tied {layout}")
+        check_step(
+            directory / "tied",
+            batch,
+            recipe_of(directory / "tied", world, **layout),
+            f"tied {layout}",
+        )
     parallel.stop()
 
 
@@ -66,7 +72,9 @@ def check_shapes(sequence_parallel: bool) -> dict[str, float]:
     def drawn(case: Case, data: st.DataObject) -> None:
         rows = len(case.labels)
         world = parallel_state.get_tensor_model_parallel_world_size()
-        length = data.draw(st.integers(-(-rows // world), rows)) * world  # of the sequence, trained and not
+        length = (
+            data.draw(st.integers(-(-rows // world), rows)) * world
+        )  # of the sequence, trained and not
         at = torch.tensor(sorted(data.draw(st.permutations(range(length)))[:rows]))
         off = differences(on_this_rank(case, at, length, sequence_parallel), exact(case))
         assert all(off[name] <= 1e-6 for name in TERMS), off
@@ -80,7 +88,8 @@ def check_shapes(sequence_parallel: bool) -> dict[str, float]:
 
 
 def on_this_rank(case: Case, at: torch.Tensor, length: int, sequence_parallel: bool) -> Result:
-    """The head on this rank's rows of the weight and, under sequence parallelism, its part of the sequence; whole gradients.
+    """The head on this rank's rows of the weight and, under sequence parallelism, its
+    part of the sequence; whole gradients.
 
     States that are not asked for are NaN, and so is the weight beyond the vocabulary.
     """
@@ -131,7 +140,9 @@ def output_layer(width: int, rows: int, sequence_parallel: bool) -> ColumnParall
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         sequence_parallel=sequence_parallel,
     )
-    return ColumnParallelLinear(width, rows, config=config, init_method=torch.nn.init.zeros_, bias=False)
+    return ColumnParallelLinear(
+        width, rows, config=config, init_method=torch.nn.init.zeros_, bias=False
+    )
 
 
 def gathered(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""One rank of test_late_gathering: weights gathered in the next forward pass against those gathered in the update.
+"""One rank of test_late_gathering: weights gathered in the next forward pass against
+those gathered in the update.
 
 `python -m tests.parallel.late_gathering_world DIR`, DIR as memory_world's.
 """
@@ -62,7 +63,9 @@ def gradients_reduced_meanwhile() -> Iterator[None]:
 
 
 def of(model: Path, layout: dict[str, Any], late: bool, critic: bool = False) -> Recipe:
-    """A run in phases, or one that publishes after each step; the learner's steps are the same."""
+    """A run in phases, or one that publishes after each step; the learner's steps are
+    the same.
+    """
     tree = recipe_of(model.parent, int(os.environ["WORLD_SIZE"]), **layout).model_dump()
     tree["model"] |= {"path": str(model)}
     tree["critic"] |= {"dtype": "fp32"}
@@ -105,7 +108,9 @@ def check_same_steps(model: Path, batch: Batch, layout: dict[str, Any]) -> None:
 
 
 def check_readers(model: Path, batch: Batch, layout: dict[str, Any]) -> None:
-    """What else reads weights has the current ones: a publication, a score, a checkpoint."""
+    """What else reads weights has the current ones: a publication, a score, a
+    checkpoint.
+    """
     what = f"{model.name} {layout}"
     plain = start_at(of(model, layout, late=False), model)
     sequences = training_sequences(batch, plain.recipe)
@@ -118,7 +123,9 @@ def check_readers(model: Path, batch: Batch, layout: dict[str, Any]) -> None:
     trainer.train_step(sequences)
     assert waits(trainer), what
     old = exported(trainer)
-    assert any(not torch.equal(old[name], expected[name]) for name in expected), f"{what}: nothing was old"
+    assert any(not torch.equal(old[name], expected[name]) for name in expected), (
+        f"{what}: nothing was old"
+    )
     trainer.policy.gather_weights()
     assert not waits(trainer), what
     new = exported(trainer)

@@ -1,8 +1,9 @@
 """One rank of test_learner_layouts: the RL step at every layout of its world size.
 
-`python -m tests.parallel.learner_world DIR`, DIR holding batch.msgpack and for each model NAME/model/ (Hugging Face),
-NAME/expected.pt and, for one with experts, NAME/balancing.pt (transformers'); from the world of one rank on also one_rank.pt
-and checkpoints/. Differences are max|d| / max|expected|.
+`python -m tests.parallel.learner_world DIR`, DIR holding batch.msgpack and for each
+model NAME/model/ (Hugging Face), NAME/expected.pt and, for one with experts,
+NAME/balancing.pt (transformers'); from the world of one rank on also one_rank.pt and
+checkpoints/. Differences are max|d| / max|expected|.
 """
 
 import dataclasses
@@ -34,8 +35,9 @@ from tests.unit.core.learner.test_expert_load import COEFFICIENT
 # isort: split
 from megatron.core import parallel_state
 
-# AdamW makes whole steps of the rounding of tiny gradients; this keeps that below what is looked for. Only in a world's
-# processes: a test that imports from here has the EPS of users.
+# AdamW makes whole steps of the rounding of tiny gradients; this keeps that below what
+# is looked for. Only in a world's processes: a test that imports from here has the EPS
+# of users.
 if "WORLD_SIZE" in os.environ:
     optimizer.EPS = 1e-6
 
@@ -69,7 +71,9 @@ CHECKPOINTED: list[dict[str, Any]] = [{}, VPP2, PP2_TP2, PP2_EP2]
 BALANCED = {"aux_loss": COEFFICIENT}
 RESUMED = 2
 COUNTED = (5, 2, Moments(24.5, 1 / 3, 0.7))
-"""Steps skipped, those in a row, and statistics of advantages: any, for they only have to come back."""
+"""Steps skipped, those in a row, and statistics of advantages: any, for they only have
+to come back.
+"""
 
 
 def main(directory: Path) -> None:
@@ -95,7 +99,9 @@ def check_model(directory: Path, batch: Batch, world: int) -> None:
 
 
 def recipe_of(directory: Path, world: int, **layout: Any) -> Recipe:
-    """Micro-batches of 64 tokens: several on every rank, and one sequence that is longer."""
+    """Micro-batches of 64 tokens: several on every rank, and one sequence that is
+    longer.
+    """
     return recipes.from_tree(
         {
             "model": {"path": str(directory / "model"), "dtype": "fp32", **layout},
@@ -116,14 +122,18 @@ def start(directory: Path, recipe: Recipe) -> Trainer:
 
 
 def start_at(recipe: Recipe, model: Path) -> Trainer:
-    """A trainer with the weights of that directory. Earlier ones are of no use after it."""
+    """A trainer with the weights of that directory. Earlier ones are of no use after
+    it.
+    """
     forget_models()
     parallel.start(recipe.model, seed=1, timeout_s=60)
     return Trainer(recipe, model)
 
 
 def check_step(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None:
-    """Loss, gradients and log-probs against transformers' in float64 and against one rank's."""
+    """Loss, gradients and log-probs against transformers' in float64 and against one
+    rank's.
+    """
     trainer = start(directory, recipe)
     metrics = trainer.policy.forward_backward(training_sequences(batch, recipe))
     result = {"loss": metrics["loss"], "gradients": full_gradients(trainer.policy)}
@@ -132,11 +142,15 @@ def check_step(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None
         torch.save(result, one_rank)
     expected = torch.load(directory / "expected.pt", weights_only=False)
     for name, limit in (("transformers", expected), ("one rank", torch.load(one_rank))):
-        worst = max(difference(result["gradients"][n], g, limit["gradients"]) for n, g in limit["gradients"].items())
+        worst = max(
+            difference(result["gradients"][n], g, limit["gradients"])
+            for n, g in limit["gradients"].items()
+        )
         off = abs(result["loss"] - limit["loss"]) / expected["magnitude"]
         say(f"{what}: against {name}: gradients {worst:.1e}, loss {off:.1e}")
-        # Two roundings of float32, each within 1e-6 of float64, are at most so far apart. Of transformers' own float32,
-        # Qwen3-MoE's is 1.5e-6 off and Llama 4's 0.9e-6; CPUs differ, too.
+        # Two roundings of float32, each within 1e-6 of float64, are at most so far
+        # apart. Of transformers' own float32, Qwen3-MoE's is 1.5e-6 off and Llama 4's
+        # 0.9e-6; CPUs differ, too.
         assert worst <= 2e-6, what
         assert off <= 1e-6, what
     for name in ("entropy", "surprise", "ratio_max", "capped_share", "tokens_trained"):
@@ -146,32 +160,52 @@ def check_step(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None
             metrics[name],
             expected[name],
         )
-    for mine, theirs in zip(logprobs(trainer, expected["sequences"]), expected["logprobs"], strict=True):
+    for mine, theirs in zip(
+        logprobs(trainer, expected["sequences"]), expected["logprobs"], strict=True
+    ):
         assert abs(mine - theirs).max() <= 1e-5, what
-    imbalance = {name: value for name, value in metrics.items() if name.startswith("expert_imbalance_layer")}
+    imbalance = {
+        name: value for name, value in metrics.items() if name.startswith("expert_imbalance_layer")
+    }
     assert imbalance.keys() == expected["imbalance"].keys(), what
-    assert all(math.isclose(imbalance[n], expected["imbalance"][n], rel_tol=1e-6) for n in imbalance), (what, imbalance)
-    assert math.isclose(metrics.get("expert_unused_share", 0.0), expected["unused"], abs_tol=1e-9), what
+    assert all(
+        math.isclose(imbalance[n], expected["imbalance"][n], rel_tol=1e-6) for n in imbalance
+    ), (what, imbalance)
+    assert math.isclose(
+        metrics.get("expert_unused_share", 0.0), expected["unused"], abs_tol=1e-9
+    ), what
 
 
 def check_balancing(directory: Path, recipe: Recipe, what: str) -> None:
-    """The gradient of the balancing loss, beside which advantages of zero leave none, against transformers'. A sequence fills a
-    micro-batch, so that a layout changes nothing but who computes it."""
+    """The gradient of the balancing loss, beside which advantages of zero leave none,
+    against transformers'. A sequence fills a micro-batch, so that a layout changes
+    nothing but who computes it.
+    """
     expected = torch.load(directory / "balancing.pt", weights_only=False)
     trainer = start(directory, recipe)
-    metrics = trainer.policy.forward_backward([unrewarded(i, tokens) for i, tokens in enumerate(expected["ids"])])
+    metrics = trainer.policy.forward_backward(
+        [unrewarded(i, tokens) for i, tokens in enumerate(expected["ids"])]
+    )
     assert metrics["microbatches"] == len(expected["ids"]) / recipe.data_parallel, what
     found = full_gradients(trainer.policy)
-    worst = max(difference(found[n], g, expected["gradients"]) for n, g in expected["gradients"].items())
+    worst = max(
+        difference(found[n], g, expected["gradients"]) for n, g in expected["gradients"].items()
+    )
     say(f"{what}: balancing loss against transformers: gradients {worst:.1e}")
     assert worst <= 3e-6, what
 
 
 def check_checkpoint(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None:
-    """Resumed here the next steps are the same bit for bit; resumed from one rank's checkpoint they are one rank's to 1e-6."""
+    """Resumed here the next steps are the same bit for bit; resumed from one rank's
+    checkpoint they are one rank's to 1e-6.
+    """
     sequences = training_sequences(batch, recipe)
     alone = dist.get_world_size() == 1
-    folder = directory / "checkpoints" / ("one_rank" if alone else f"{dist.get_world_size()} ranks {what}")
+    folder = (
+        directory
+        / "checkpoints"
+        / ("one_rank" if alone else f"{dist.get_world_size()} ranks {what}")
+    )
     trainer = start(directory, recipe)
     for _ in range(RESUMED):
         trainer.train_step(sequences)
@@ -192,14 +226,17 @@ def check_checkpoint(directory: Path, batch: Batch, recipe: Recipe, what: str) -
         "loss": torch.load(directory / "expected.pt", weights_only=False)["magnitude"],
         "grad_norm": expected[0]["grad_norm"],
     }
-    worst = max(abs(a[n] - b[n]) / scale[n] for a, b in zip(again, expected, strict=True) for n in scale)
+    worst = max(
+        abs(a[n] - b[n]) / scale[n] for a, b in zip(again, expected, strict=True) for n in scale
+    )
     say(f"{what}: resumed from one rank's checkpoint: {worst:.1e}")
     assert worst <= 1e-6, (what, again, expected)
 
 
 def check_failed_write(directory: Path, folder: Path, trainer: Trainer) -> None:
-    """One rank, which is not the first where others write, cannot write its part: all ranks know that, nothing is left, and the
-    next write is like any other."""
+    """One rank, which is not the first where others write, cannot write its part: all
+    ranks know that, nothing is left, and the next write is like any other.
+    """
     checkpoints = Checkpoints(folder, 2, trainer, directory / "model")
     unable = dist.get_rank() == parallel_state.get_pipeline_model_parallel_world_size() - 1
     with files_no_larger_than(100) if unable else nullcontext():
@@ -216,7 +253,9 @@ def check_failed_write(directory: Path, folder: Path, trainer: Trainer) -> None:
 
 
 def check_skipped(directory: Path, batch: Batch, recipe: Recipe) -> None:
-    """A step without sequences, or without a finite loss, changes no weight, is counted, and is a step all the same."""
+    """A step without sequences, or without a finite loss, changes no weight, is
+    counted, and is a step all the same.
+    """
     trainer = start(directory, recipe)
     sequences = training_sequences(batch, recipe)
     before = [p.detach().clone() for chunk in trainer.policy.chunks for p in chunk.parameters()]
@@ -224,11 +263,21 @@ def check_skipped(directory: Path, batch: Batch, recipe: Recipe) -> None:
     broken = trainer.train_step([dataclasses.replace(s, advantage=float("nan")) for s in sequences])
     after = [p for chunk in trainer.policy.chunks for p in chunk.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert (empty["empty"], broken["skipped"], broken["skipped_steps"], trainer.step) == (1, 1, 1, 2)
-    assert [(r["ticket"], r["sample"]) for r in trainer.offenders] == [(s.ticket, s.sample) for s in sequences]
+    assert (empty["empty"], broken["skipped"], broken["skipped_steps"], trainer.step) == (
+        1,
+        1,
+        1,
+        2,
+    )
+    assert [(r["ticket"], r["sample"]) for r in trainer.offenders] == [
+        (s.ticket, s.sample) for s in sequences
+    ]
     assert {r["cause"] for r in trainer.offenders} == {"loss"}
     for bad in (2, 7):  # one rollout in one micro-batch of one rank
-        one = [dataclasses.replace(s, advantage=math.inf) if i == bad else s for i, s in enumerate(sequences)]
+        one = [
+            dataclasses.replace(s, advantage=math.inf) if i == bad else s
+            for i, s in enumerate(sequences)
+        ]
         assert trainer.train_step(one)["skipped"] == 1
         found = {"ticket": sequences[bad].ticket, "sample": sequences[bad].sample, "cause": "loss"}
         assert trainer.offenders == [found]
@@ -260,7 +309,9 @@ def full_gradients(network: TrainedNetwork) -> dict[str, torch.Tensor]:
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     experts = parallel_state.get_expert_data_parallel_group()
     for chunk in network.ddp:
-        buffers = [(b, dense) for b in chunk.buffers] + [(b, experts) for b in chunk.expert_parallel_buffers]
+        buffers = [(b, dense) for b in chunk.buffers] + [
+            (b, experts) for b in chunk.expert_parallel_buffers
+        ]
         for buffer, group in buffers:  # each data-parallel rank has the sum of its part of a bucket
             for bucket in buffer.buckets:
                 part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
@@ -280,7 +331,9 @@ def full_gradients(network: TrainedNetwork) -> dict[str, torch.Tensor]:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def difference(value: torch.Tensor, expected: torch.Tensor, everything: dict[str, torch.Tensor]) -> float:
+def difference(
+    value: torch.Tensor, expected: torch.Tensor, everything: dict[str, torch.Tensor]
+) -> float:
     """max|d| relative to the largest gradient of all."""
     largest = max(g.abs().max() for g in everything.values())
     return float((value.double() - expected.double()).abs().max() / largest)

@@ -1,5 +1,7 @@
-"""One rank of test_losses_layouts: `python -m tests.parallel.losses_world DIR`, DIR holding batch.msgpack, model/, reference/
-and for each setting NAME.pt, transformers' result. Differences are max|d| / max|expected|."""
+"""One rank of test_losses_layouts: `python -m tests.parallel.losses_world DIR`, DIR
+holding batch.msgpack, model/, reference/ and for each setting NAME.pt, transformers'
+result. Differences are max|d| / max|expected|.
+"""
 
 import os
 import sys
@@ -32,7 +34,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "batch": {"aggregation": "sample", "advantage": "group"},
     },
     "dr-dapo": {
-        "loss": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.28, "correction": "truncate", "cap": 1.5},
+        "loss": {
+            "kind": "clip",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "correction": "truncate",
+            "cap": 1.5,
+        },
         "batch": {"aggregation": "constant", "advantage": "none", "centring": "leave_one_out"},
     },
     "gmpo": {
@@ -72,7 +80,9 @@ def main(directory: Path) -> None:
     parallel.stop()
 
 
-def recipe_of(directory: Path, setting: dict[str, Any], layout: dict[str, Any], of: str = "model") -> Recipe:
+def recipe_of(
+    directory: Path, setting: dict[str, Any], layout: dict[str, Any], of: str = "model"
+) -> Recipe:
     """of: the directory of model.path, where the reference is."""
     return recipes.from_tree(
         {
@@ -88,20 +98,30 @@ def recipe_of(directory: Path, setting: dict[str, Any], layout: dict[str, Any], 
     )
 
 
-def check(directory: Path, batch: Batch, name: str, setting: dict[str, Any], layout: dict[str, Any]) -> None:
+def check(
+    directory: Path, batch: Batch, name: str, setting: dict[str, Any], layout: dict[str, Any]
+) -> None:
     recipe = recipe_of(directory, setting, layout, "reference")
     trainer = start(directory, recipe)
     sequences = trainer.sequences(batch)
     metrics = trainer.policy.forward_backward(sequences)
     gradients = full_gradients(trainer.policy)
     expected = torch.load(directory / f"{name}.pt", weights_only=False)
-    worst = max(difference(gradients[n], g, expected["gradients"]) for n, g in expected["gradients"].items())
+    worst = max(
+        difference(gradients[n], g, expected["gradients"]) for n, g in expected["gradients"].items()
+    )
     off = abs(metrics["loss"] - expected["loss"]) / expected["magnitude"]
     say(f"{name} {layout}: gradients {worst:.1e}, loss {off:.1e}")
     assert worst <= 2e-6, (name, layout)
     assert off <= 1e-6, (name, layout)
     for key, value in expected["metrics"].items():
-        assert abs(metrics[key] - value) <= 1e-5 * abs(value), (name, layout, key, metrics[key], value)
+        assert abs(metrics[key] - value) <= 1e-5 * abs(value), (
+            name,
+            layout,
+            key,
+            metrics[key],
+            value,
+        )
     if recipe.reference.coefficient:
         check_reference(sequences, expected["reference"], recipe)
 
@@ -112,7 +132,9 @@ def check_reference(
     """Its log-probs are transformers'; what is not trained has none and pays nothing."""
     for s in sequences:
         trained = s.loss_weight > 0
-        assert abs(s.reference_logprobs[trained] - expected[s.ticket, s.sample].numpy()).max() <= 1e-5
+        assert (
+            abs(s.reference_logprobs[trained] - expected[s.ticket, s.sample].numpy()).max() <= 1e-5
+        )
         assert not s.reference_logprobs[~trained].any()
         if not recipe.reference.in_loss:
             assert isinstance(s.kl_penalty, np.ndarray)

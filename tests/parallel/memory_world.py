@@ -1,7 +1,8 @@
-"""One rank of test_memory: steps that keep less, or overlap, against the plain one at the same layout, bit for bit.
+"""One rank of test_memory: steps that keep less, or overlap, against the plain one at
+the same layout, bit for bit.
 
-`python -m tests.parallel.memory_world DIR`, DIR holding NAME/ (Hugging Face) and NAME.msgpack (a batch, with routing where the
-model has experts) of each model.
+`python -m tests.parallel.memory_world DIR`, DIR holding NAME/ (Hugging Face) and
+NAME.msgpack (a batch, with routing where the model has experts) of each model.
 """
 
 import dataclasses
@@ -70,7 +71,13 @@ def main(directory: Path) -> None:
     parallel.stop()
 
 
-def of(model: Path, world: int, recompute: str = "none", moe: dict[str, Any] | None = None, **layout: Any) -> Recipe:
+def of(
+    model: Path,
+    world: int,
+    recompute: str = "none",
+    moe: dict[str, Any] | None = None,
+    **layout: Any,
+) -> Recipe:
     tree = recipe_of(model.parent, world, **layout).model_dump()
     tree["model"] |= {"path": str(model), "moe": moe or {}}
     tree["learner"] |= {"recompute": recompute, "microbatch_tokens": 128}
@@ -78,7 +85,9 @@ def of(model: Path, world: int, recompute: str = "none", moe: dict[str, Any] | N
 
 
 def step(recipe: Recipe, sequences: list[TrainSequence], passes: int = 1) -> Step:
-    """Metrics and gradients of the last of several passes. No update: its norm is summed by buckets, in another order."""
+    """Metrics and gradients of the last of several passes. No update: its norm is
+    summed by buckets, in another order.
+    """
     trainer = start_at(recipe, Path(recipe.model.path))
     for _ in range(passes - 1):
         trainer.policy.forward_backward(sequences)
@@ -89,7 +98,9 @@ def step(recipe: Recipe, sequences: list[TrainSequence], passes: int = 1) -> Ste
 
 
 def check_recomputed(model: Path, batch: Batch, layout: dict[str, Any], experts: bool) -> None:
-    """Experts: the router's own and the server's, each with a balancing loss, which is added where the router is run again."""
+    """Experts: the router's own and the server's, each with a balancing loss, which is
+    added where the router is run again.
+    """
     world = int(os.environ["WORLD_SIZE"])
     for replay in (False, True) if experts else (False,):
         balanced = {"aux_loss": 0.3, "routing_replay": replay}
@@ -106,8 +117,9 @@ def check_recomputed(model: Path, batch: Batch, layout: dict[str, Any], experts:
 
 
 def check_shared_experts_beside(model: Path, batch: Batch, layout: dict[str, Any]) -> None:
-    """Shared experts that compute while tokens are exchanged give the same: gradients add up in another order, within two
-    roundings of float32 (models_world.py)."""
+    """Shared experts that compute while tokens are exchanged give the same: gradients
+    add up in another order, within two roundings of float32 (models_world.py).
+    """
     world = int(os.environ["WORLD_SIZE"])
     recipe = of(model, world, **layout)
     sequences = [dataclasses.replace(s, experts=None) for s in training_sequences(batch, recipe)]
@@ -115,9 +127,14 @@ def check_shared_experts_beside(model: Path, batch: Batch, layout: dict[str, Any
     with counted_calls(SharedExpertMLP, "linear_fc2_forward") as counted:
         beside = step(of(model, world, moe={"shared_overlap": True}, **layout), sequences)
     assert counted[0], "shared experts were computed on their own"
-    worst = max(difference(beside[1][name], gradient, plain[1]) for name, gradient in plain[1].items())
+    worst = max(
+        difference(beside[1][name], gradient, plain[1]) for name, gradient in plain[1].items()
+    )
     assert worst <= 2e-6, (model.name, layout, worst)
-    assert math.isclose(beside[0]["loss"], plain[0]["loss"], rel_tol=1e-6, abs_tol=1e-6), (beside[0], plain[0])
+    assert math.isclose(beside[0]["loss"], plain[0]["loss"], rel_tol=1e-6, abs_tol=1e-6), (
+        beside[0],
+        plain[0],
+    )
     say(f"{model.name} {layout} shared experts beside the exchange: gradients {worst:.1e}")
 
 
@@ -136,7 +153,9 @@ def counted_calls(owner: type, name: str) -> Iterator[list[int]]:
 
 
 def check_overlapped(recipe: Recipe, batch: Batch, what: str) -> None:
-    """The third pass: the first one tells megatron how often each gradient is added to, and reduces at its end."""
+    """The third pass: the first one tells megatron how often each gradient is added to,
+    and reduces at its end.
+    """
     sequences = [dataclasses.replace(s, experts=None) for s in training_sequences(batch, recipe)]
     plain = step(recipe, sequences, passes=3)
     with overlapping() as started:
@@ -146,7 +165,9 @@ def check_overlapped(recipe: Recipe, batch: Batch, what: str) -> None:
 
 
 class FakeMemory:
-    """A GPU's memory: proportional to the tokens of the largest micro-batch, with more taken on higher ranks."""
+    """A GPU's memory: proportional to the tokens of the largest micro-batch, with more
+    taken on higher ranks.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -158,7 +179,9 @@ class FakeMemory:
 
 
 def check_agreed(recipe: Recipe, what: str) -> None:
-    """Each rank has another share of its memory left: the fullest decides for all, and pipelines are filled while trying."""
+    """Each rank has another share of its memory left: the fullest decides for all, and
+    pipelines are filled while trying.
+    """
     trainer = start_at(recipe, Path(recipe.model.path))
     microbatch_size.gpu_memory = lambda: FakeMemory(trainer)
     microbatch_size.settle(trainer, 40, 40 * 200, None)
@@ -196,8 +219,10 @@ def counted_recomputations() -> Iterator[list[int]]:
 
 @contextmanager
 def overlapping() -> Iterator[list[int]]:
-    """Gradients are reduced in small buckets while others are computed, as on GPUs. Counts buckets whose reduction has begun
-    before the schedule asks for the end of all."""
+    """Gradients are reduced in small buckets while others are computed, as on GPUs.
+    Counts buckets whose reduction has begun before the schedule asks for the end of
+    all.
+    """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
     started = [0]

@@ -1,7 +1,9 @@
-"""One rank of test_routing_replay: a step with given experts, at every layout of its world size.
+"""One rank of test_routing_replay: a step with given experts, at every layout of its
+world size.
 
-`python -m tests.parallel.replay_world DIR`, DIR holding NAME/ (Hugging Face), NAME.msgpack (a batch with routing) and NAME.pt
-(transformers' loss and gradients with those experts) of each model.
+`python -m tests.parallel.replay_world DIR`, DIR holding NAME/ (Hugging Face),
+NAME.msgpack (a batch with routing) and NAME.pt (transformers' loss and gradients with
+those experts) of each model.
 """
 
 import dataclasses
@@ -75,16 +77,26 @@ def step(trainer: Trainer, sequences: list[TrainSequence]) -> tuple[float, dict[
 
 def check_forced(recipe: Recipe, model: Path, what: str) -> list[TrainSequence]:
     """With the batch's experts, loss and gradients are those of transformers with them."""
-    sequences = training_sequences(decode(model.with_suffix(".msgpack").read_bytes(), Batch), recipe)
+    sequences = training_sequences(
+        decode(model.with_suffix(".msgpack").read_bytes(), Batch), recipe
+    )
     expected = torch.load(model.with_suffix(".pt"), weights_only=False)
     trainer = start(recipe)
     check_scores(trainer, model, expected["scored"], what)
     metrics = trainer.policy.forward_backward(sequences)
     loss, gradients = metrics["loss"], full_gradients(trainer.policy)
-    told = sum(len(s.experts) for s in sequences if s.experts is not None) / sum(map(len, sequences))
-    assert math.isclose(metrics["routing_replayed"], told, rel_tol=1e-6), (what, metrics["routing_replayed"], told)
+    told = sum(len(s.experts) for s in sequences if s.experts is not None) / sum(
+        map(len, sequences)
+    )
+    assert math.isclose(metrics["routing_replayed"], told, rel_tol=1e-6), (
+        what,
+        metrics["routing_replayed"],
+        told,
+    )
     assert gradients.keys() == expected["gradients"].keys()
-    worst = max(difference(gradients[n], g, expected["gradients"]) for n, g in expected["gradients"].items())
+    worst = max(
+        difference(gradients[n], g, expected["gradients"]) for n, g in expected["gradients"].items()
+    )
     off = abs(loss - expected["loss"]) / expected["magnitude"]
     say(f"{what}: gradients {worst:.1e}, loss {off:.1e}")
     assert worst <= 2e-6, what
@@ -93,15 +105,24 @@ def check_forced(recipe: Recipe, model: Path, what: str) -> list[TrainSequence]:
 
 
 def check_scores(trainer: Trainer, model: Path, expected: dict[str, Any], what: str) -> None:
-    """Scoring takes the learner's own experts: log-probs, and choices that differ, are those of a free transformers."""
+    """Scoring takes the learner's own experts: log-probs, and choices that differ, are
+    those of a free transformers.
+    """
     batch = decode(model.with_suffix(".msgpack").read_bytes(), Batch)
     rollouts = tuple(
-        ScoredRollout(tokens=np.concatenate([g.prompt.tokens, r.tokens]), first=len(g.prompt.tokens), experts=r.routing)
+        ScoredRollout(
+            tokens=np.concatenate([g.prompt.tokens, r.tokens]),
+            first=len(g.prompt.tokens),
+            experts=r.routing,
+        )
         for g in batch.groups
         for r in g.rollouts
     )
     found = trainer.score(Score(version=0, rollouts=rollouts, against=OTHER), "world")
-    for ours, theirs in ((found.logprobs, expected["logprobs"]), (found.against, expected["against"])):
+    for ours, theirs in (
+        (found.logprobs, expected["logprobs"]),
+        (found.against, expected["against"]),
+    ):
         worst = max(float(np.abs(a - b.numpy()).max()) for a, b in zip(ours, theirs, strict=True))
         assert worst <= 1e-5, what
     assert found.choices > 0
@@ -122,7 +143,9 @@ def remembered(router: PartialReplay) -> list[torch.Tensor]:
 
 
 def check_own(recipe: Recipe, model: Path, sequences: list[TrainSequence]) -> None:
-    """Replaying what the learner chose by itself changes no bit, and differs from the forced choice."""
+    """Replaying what the learner chose by itself changes no bit, and differs from the
+    forced choice.
+    """
     free = [dataclasses.replace(s, experts=None) for s in sequences]
     without = step(start(of(recipe, model, replay=False)), free)
     trainer = start(recipe)
@@ -130,7 +153,9 @@ def check_own(recipe: Recipe, model: Path, sequences: list[TrainSequence]) -> No
     chosen = [
         remembered(router) for _, router in trainer.policy.replay._columns[0]
     ]  # of each layer, of each micro-batch
-    assert same(step(trainer, free), without), "a router that was told nothing does not choose by itself"
+    assert same(step(trainer, free), without), (
+        "a router that was told nothing does not choose by itself"
+    )
     members = trainer.policy.plan(free).members[0]
     own: dict[int, Any] = {}
     for micro, of_micro in enumerate(members):
@@ -138,24 +163,35 @@ def check_own(recipe: Recipe, model: Path, sequences: list[TrainSequence]) -> No
         for i in of_micro:
             own[i], table = table[: len(free[i])], table[len(free[i]) :]
         assert not len(table)
-    replayed = step(start(recipe), [dataclasses.replace(s, experts=own[i]) for i, s in enumerate(free)])
+    replayed = step(
+        start(recipe), [dataclasses.replace(s, experts=own[i]) for i, s in enumerate(free)]
+    )
     assert same(replayed, without), "own choices replayed are not the same"
     assert not same(step(start(recipe), sequences), without)
 
 
 def check_recomputed(recipe: Recipe, model: Path, sequences: list[TrainSequence]) -> None:
-    """Layers, their feed-forward halves or less, recomputed in backward take the same experts."""
+    """Layers, their feed-forward halves or less, recomputed in backward take the same
+    experts.
+    """
     once = step(start(recipe), sequences)
     again = [
-        recipe.model_copy(update={"learner": recipe.learner.model_copy(update={"recompute": recompute})})
+        recipe.model_copy(
+            update={"learner": recipe.learner.model_copy(update={"recompute": recompute})}
+        )
         for recompute in ("light", "selective", "full")
     ]
     assert all(same(step(start(each), sequences), once) for each in again)
-    shares = {start(each).policy.forward_backward(sequences)["routing_replayed"] for each in (recipe, *again)}
+    shares = {
+        start(each).policy.forward_backward(sequences)["routing_replayed"]
+        for each in (recipe, *again)
+    }
     assert len(shares) == 1, "what is computed again was replayed once"
 
 
-def same(a: tuple[float, dict[str, torch.Tensor]], b: tuple[float, dict[str, torch.Tensor]]) -> bool:
+def same(
+    a: tuple[float, dict[str, torch.Tensor]], b: tuple[float, dict[str, torch.Tensor]]
+) -> bool:
     return a[0] == b[0] and all(torch.equal(a[1][n], b[1][n]) for n in b[1])
 
 

@@ -1,6 +1,8 @@
-"""One rank of test_te_layers: every layout of its world size with Transformer Engine's layers, which hold weights on a CPU too.
+"""One rank of test_te_layers: every layout of its world size with Transformer Engine's
+layers, which hold weights on a CPU too.
 
-`python -m tests.parallel.te_world DIR` with DIR/models holding a Hugging Face directory of each model.
+`python -m tests.parallel.te_world DIR` with DIR/models holding a Hugging Face directory
+of each model.
 """
 
 import os
@@ -17,7 +19,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformer_engine.pytorch import GroupedLinear, LayerNormLinear, Linear  # before megarl, which hides it on a CPU
+from transformer_engine.pytorch import (
+    GroupedLinear,
+    LayerNormLinear,
+    Linear,
+)  # before megarl, which hides it on a CPU
 from transformer_engine.pytorch.attention import dot_product_attention
 
 # isort: split
@@ -53,7 +59,9 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 
 @contextmanager
 def a_gpu_answers() -> Iterator[None]:
-    """What constructors of Transformer Engine's layers, and of megatron's around them, ask a GPU for."""
+    """What constructors of Transformer Engine's layers, and of megatron's around them,
+    ask a GPU for.
+    """
     hopper = SimpleNamespace(
         major=9,
         minor=0,
@@ -97,25 +105,38 @@ def main(directory: Path) -> None:
         for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
             if "expert_parallel" in layout and not family.architecture.experts:
                 continue
-            if path.name in ("llama4", "glm4_moe", "gpt_oss") and {"fp8", "tensor_parallel"} <= layout.keys():
+            if (
+                path.name in ("llama4", "glm4_moe", "gpt_oss")
+                and {"fp8", "tensor_parallel"} <= layout.keys()
+            ):
                 continue  # half of an inner size does not divide by 16
             if family.architecture.latent is not None and "fp8" in layout:
                 continue  # refused by name
             model = Model(path=str(path), dtype="bf16", **layout)
             what = f"{path.name} {layout}"
-            output = directory / "checkpoints" / f"{path.name}-{'-'.join(f'{k}{v}' for k, v in layout.items())}"
+            output = (
+                directory
+                / "checkpoints"
+                / f"{path.name}-{'-'.join(f'{k}{v}' for k, v in layout.items())}"
+            )
             other = check(path, family, model, what, output, other)
             if dist.get_rank() == 0:
                 print(what, flush=True)
     parallel.stop()
 
 
-def check(path: Path, family: Family, model: Model, what: str, output: Path, other: Path | None) -> Path:
-    """`other`: a checkpoint of Transformer Engine's layers at another layout. Returns the one at this layout."""
+def check(
+    path: Path, family: Family, model: Model, what: str, output: Path, other: Path | None
+) -> Path:
+    """`other`: a checkpoint of Transformer Engine's layers at another layout. Returns
+    the one at this layout.
+    """
     parallel.start(model, seed=1, timeout_s=60)
     chunks = {engine: built(model, path, engine) for engine in (False, True)}
     stored = load_file(path / "model.safetensors")
-    meta = checkpoint.CheckpointMeta(step=1, version=1, hf_source=str(path), model=model.model_dump())
+    meta = checkpoint.CheckpointMeta(
+        step=1, version=1, hf_source=str(path), model=model.model_dump()
+    )
     for engine, mine in chunks.items():
         hf.load(mine, family, path)
         exported_as_stored(mine, family, stored, f"{what}, {engine=}")
@@ -140,11 +161,17 @@ def none_in_fp32(path: Path) -> None:
     """In fp32 all modules are megatron's and megarl's."""
     parallel.start(Model(), seed=1, timeout_s=60)
     chunks = built(Model(path=str(path), dtype="fp32"), path, engine=True)
-    kinds = {kind for chunk in chunks for module in chunk.modules() for kind in type(module).__mro__}
-    assert not [kind for kind in kinds if kind.__module__.startswith("transformer_engine")], path.name
+    kinds = {
+        kind for chunk in chunks for module in chunk.modules() for kind in type(module).__mro__
+    }
+    assert not [kind for kind in kinds if kind.__module__.startswith("transformer_engine")], (
+        path.name
+    )
 
 
-def exported_as_stored(chunks: list[Any], family: Family, stored: dict[str, torch.Tensor], what: str) -> None:
+def exported_as_stored(
+    chunks: list[Any], family: Family, stored: dict[str, torch.Tensor], what: str
+) -> None:
     exported = dict(hf.export(chunks, family))
     differ = [name for name, tensor in exported.items() if not torch.equal(stored[name], tensor)]
     assert not differ, f"{what}: {differ}"
@@ -154,28 +181,41 @@ def exported_as_stored(chunks: list[Any], family: Family, stored: dict[str, torc
 
 
 def fused_gradients(chunks: list[Any], what: str) -> None:
-    """Every linear map is told to add weight gradients in FP32: Transformer Engine's, and megarl's choice of megatron's own for
-    latent attention. Together they have all matrices of layers."""
+    """Every linear map is told to add weight gradients in FP32: Transformer Engine's,
+    and megarl's choice of megatron's own for latent attention. Together they have all
+    matrices of layers.
+    """
 
     def told(kind: Any, flag: str) -> dict[Any, bool]:
-        return {m: getattr(m, flag) for chunk in chunks for m in chunk.modules() if isinstance(m, kind)}
+        return {
+            m: getattr(m, flag) for chunk in chunks for m in chunk.modules() if isinstance(m, kind)
+        }
 
     def all_told() -> dict[Any, bool]:
         engines = told(GroupedLinear | LayerNormLinear | Linear, "fuse_wgrad_accumulation")
         assert engines, what
-        return engines | told(ColumnParallelLinear | RowParallelLinear, "gradient_accumulation_fusion")
+        return engines | told(
+            ColumnParallelLinear | RowParallelLinear, "gradient_accumulation_fusion"
+        )
 
     assert not any(all_told().values()), what
     for chunk in chunks:
         add_gradients_in_fp32(chunk)
     assert all(all_told().values()), what
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
-    matrices = {id(p) for layer in layers for n, p in layer.named_parameters() if p.dim() > 1 and "router" not in n}
+    matrices = {
+        id(p)
+        for layer in layers
+        for n, p in layer.named_parameters()
+        if p.dim() > 1 and "router" not in n
+    }
     assert matrices <= {id(p) for m in all_told() for p in m.parameters() if p.dim() > 1}, what
 
 
 def a_run_continues(path: Path, model: Model, what: str, output: Path) -> None:
-    """The state of a run, AdamW's too, goes from megarl's layers to Transformer Engine's and back, and is the same."""
+    """The state of a run, AdamW's too, goes from megarl's layers to Transformer
+    Engine's and back, and is the same.
+    """
     recipe = recipes.from_tree(
         {
             "model": model.model_dump(),
@@ -185,17 +225,27 @@ def a_run_continues(path: Path, model: Model, what: str, output: Path) -> None:
     )
 
     def trainer(engine: bool) -> Trainer:
-        torchs = patch.multiple(optimizer, Adam=torch.optim.AdamW, USING_PYTORCH_OPTIMIZER=True)  # theirs needs a GPU
+        torchs = patch.multiple(
+            optimizer, Adam=torch.optim.AdamW, USING_PYTORCH_OPTIMIZER=True
+        )  # theirs needs a GPU
         with torchs, patch.object(build, "build", partial(built, engine=engine)):
             return Trainer(recipe, path)
 
     def adamw(trainer: Trainer) -> list[torch.Tensor]:
-        """Numbers of each parameter that this rank updates: in FP32, their moments, their count of steps."""
+        """Numbers of each parameter that this rank updates: in FP32, their moments,
+        their count of steps.
+        """
         found = []
         for part in trainer.policy.optimizer.chained_optimizers:
             part.state_dict()  # makes what there is only after the first step
-            parameters = [] if part.is_stub_optimizer else [p for g in part.optimizer.param_groups for p in g["params"]]
-            found += [tensor for p in parameters for tensor in (p.data, *part.optimizer.state[p].values())]
+            parameters = (
+                []
+                if part.is_stub_optimizer
+                else [p for g in part.optimizer.param_groups for p in g["params"]]
+            )
+            found += [
+                tensor for p in parameters for tensor in (p.data, *part.optimizer.state[p].values())
+            ]
         return found
 
     run = trainer(engine=False)
@@ -213,7 +263,9 @@ def a_run_continues(path: Path, model: Model, what: str, output: Path) -> None:
         states.append(adamw(run))
     before, _, after = states
     assert len(before) >= 4 * 9, what
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), f"{what}: AdamW's state differs"
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
+        f"{what}: AdamW's state differs"
+    )
 
 
 class OnGpu(torch.Tensor):
@@ -223,41 +275,75 @@ class OnGpu(torch.Tensor):
 
 
 class KernelAsked(Exception):
-    """Transformer Engine's attention has checked its arguments, and is about to choose a kernel for these parameters."""
+    """Transformer Engine's attention has checked its arguments, and is about to choose
+    a kernel for these parameters.
+    """
 
 
 def attention_takes_our_rows(chunks: list[Any], family: Family, model: Model, what: str) -> None:
-    """The row that the learner assembles, as Transformer Engine's attention understands it."""
+    """The row that the learner assembles, as Transformer Engine's attention understands
+    it.
+    """
     ranks, chunk = model.context_parallel, family.architecture.attention_chunk
-    lengths = [40, 7, 13, 4] if chunk is None or ranks == 1 else [3, 4, 2]  # longer ones are refused there
+    lengths = (
+        [40, 7, 13, 4] if chunk is None or ranks == 1 else [3, 4, 2]
+    )  # longer ones are refused there
     zeros = [np.zeros(n, np.float32) for n in lengths]
-    sequences = [TrainSequence(i, 0, z.astype(np.int32), z, z + 1, 0.0) for i, z in enumerate(zeros)]
+    sequences = [
+        TrainSequence(i, 0, z.astype(np.int32), z, z + 1, 0.0) for i, z in enumerate(zeros)
+    ]
     row = RowLayout(model, context_rank=parallel_state.get_context_parallel_rank())
     micro = assemble(sequences, row.row_multiple, row, torch.device("cpu"))
     packed, tokens = micro.packed, micro.tokens.numel()
     assert packed.cu_seqlens_q.tolist()[-1] == ranks * tokens, what
-    assert all(boundary % (2 * ranks) == 0 for boundary in packed.cu_seqlens_q.tolist() if ranks > 1), what
+    assert all(
+        boundary % (2 * ranks) == 0 for boundary in packed.cu_seqlens_q.tolist() if ranks > 1
+    ), what
     for rotary in (chunk_of.rotary_pos_emb for chunk_of in chunks):
-        assert rotary.get_rotary_seq_len(None, None, None, None, replace(packed, max_seqlen_q=33)) == 64, what
-    choice = patch.object(dot_product_attention.utils, "get_attention_backend", side_effect=KernelAsked)
+        assert (
+            rotary.get_rotary_seq_len(None, None, None, None, replace(packed, max_seqlen_q=33))
+            == 64
+        ), what
+    choice = patch.object(
+        dot_product_attention.utils, "get_attention_backend", side_effect=KernelAsked
+    )
     for layer in (layer for chunk_of in chunks for layer in chunk_of.decoder.layers):
         number, module = layer.layer_number - 1, layer.self_attention
         tp, config = model.tensor_parallel, module.config
         heads = (config.num_attention_heads // tp, *[config.num_query_groups // tp] * 2)
-        q, k, v = (torch.zeros(tokens, n, config.kv_channels, dtype=torch.bfloat16).as_subclass(OnGpu) for n in heads)
+        q, k, v = (
+            torch.zeros(tokens, n, config.kv_channels, dtype=torch.bfloat16).as_subclass(OnGpu)
+            for n in heads
+        )
         with a_gpu_answers(), choice as asked, suppress(KernelAsked):
             module.core_attention(
-                q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=packed, attention_bias=None
+                q,
+                k,
+                v,
+                None,
+                attn_mask_type=module.attn_mask_type,
+                packed_seq_params=packed,
+                attention_bias=None,
             )
-        ((found,), _) = asked.call_args
-        divided = chunk is not None and ranks == 1 and number not in family.architecture.unrotated_layers
+        (found,), _ = asked.call_args
+        divided = (
+            chunk is not None and ranks == 1 and number not in family.architecture.unrotated_layers
+        )
         assert (found.qkv_layout, found.attn_mask_type) == ("thd_thd_thd", "padding_causal"), what
-        # Whole sequences, also of several context-parallel ranks: Transformer Engine divides their boundaries itself.
+        # Whole sequences, also of several context-parallel ranks: Transformer Engine
+        # divides their boundaries itself.
         rows = (6, 16) if divided else (len(packed.cu_seqlens_q) - 1, packed.max_seqlen_q)
         assert (found.batch_size, found.max_seqlen_q, found.max_seqlen_kv) == (*rows, rows[1]), what
-        assert (found.num_heads, found.num_gqa_groups, found.head_dim_qk) == (*heads[:2], config.kv_channels), what
+        assert (found.num_heads, found.num_gqa_groups, found.head_dim_qk) == (
+            *heads[:2],
+            config.kv_channels,
+        ), what
         assert (found.window_size, found.pad_between_seqs) == ((-1, 0), False), what
-        assert (found.context_parallel, found.cp_size, found.cp_comm_type) == (ranks > 1, ranks, "p2p"), what
+        assert (found.context_parallel, found.cp_size, found.cp_comm_type) == (
+            ranks > 1,
+            ranks,
+            "p2p",
+        ), what
 
 
 if __name__ == "__main__":

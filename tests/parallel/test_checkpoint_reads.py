@@ -1,6 +1,8 @@
-"""What data-parallel ranks read of a checkpoint: each its share, which it passes on; and what happens if one cannot read it.
+"""What data-parallel ranks read of a checkpoint: each its share, which it passes on;
+and what happens if one cannot read it.
 
-`python -m tests.parallel.test_checkpoint_reads DIR` is one rank; DIR has a Hugging Face directory `hf`.
+`python -m tests.parallel.test_checkpoint_reads DIR` is one rank; DIR has a Hugging Face
+directory `hf`.
 """
 
 import sys
@@ -38,21 +40,32 @@ def bytes_read() -> int:
 
 def main(directory: Path) -> None:
     recipe = recipes.from_tree(
-        {"model": {"path": str(directory / "hf"), "dtype": "fp32"}, "resources": {"learner_ranks": RANKS}}
+        {
+            "model": {"path": str(directory / "hf"), "dtype": "fp32"},
+            "resources": {"learner_ranks": RANKS},
+        }
     )
     parallel.start(recipe.model, 0, 60.0)
     trainer = Trainer(recipe, directory / "hf")
     trainer.step = 1
-    checkpoints, path = Checkpoints(directory / "run", 1, trainer, directory / "hf"), step_folder(directory / "run", 1)
+    checkpoints, path = (
+        Checkpoints(directory / "run", 1, trainer, directory / "hf"),
+        step_folder(directory / "run", 1),
+    )
     checkpoints.save()
     checkpoints.finish()
     checkpoints.load_latest()  # also imports
     begin = bytes_read()
     checkpoints.load(path)
-    read, size = sum(gathered(bytes_read() - begin)), sum(file.stat().st_size for file in path.glob("*.distcp"))
+    read, size = (
+        sum(gathered(bytes_read() - begin)),
+        sum(file.stat().st_size for file in path.glob("*.distcp")),
+    )
     print(f"{size:,} bytes of parameters and AdamW, {read:,} read", flush=True)
     assert size > 4 << 20
-    assert read < 3 * size, "once for the checksums, once to load, and a little for what describes it"
+    assert read < 3 * size, (
+        "once for the checksums, once to load, and a little for what describes it"
+    )
 
     load = TorchDistLoadShardedStrategy.load
 
@@ -61,7 +74,9 @@ def main(directory: Path) -> None:
 
     if dist.get_rank() == 3:
         TorchDistLoadShardedStrategy.load = fail
-    with pytest.raises(MegarlError, match=r"its files are intact, but cannot be loaded: .*the disk is gone"):
+    with pytest.raises(
+        MegarlError, match=r"its files are intact, but cannot be loaded: .*the disk is gone"
+    ):
         checkpoint.load_model(path, trainer.policy.chunks)
     TorchDistLoadShardedStrategy.load = load
     checkpoints.load(path)

@@ -1,4 +1,6 @@
-"""A world of ranks loads what one process converted; and what that world saves is, shard for shard, what one process writes."""
+"""A world of ranks loads what one process converted; and what that world saves is,
+shard for shard, what one process writes.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -23,18 +25,40 @@ def test_real_worlds_read_and_write_the_same_shards(tmp_path: Path) -> None:
     tiny_llama4(tmp_path / "llama4/hf", torch.bfloat16, num_key_value_heads=2)
     run("convert", "hf-to-megatron", tmp_path / "llama/hf", tmp_path / "llama/converted", "--tp", 4)
     run("convert", "hf-to-megatron", tmp_path / "moe/hf", tmp_path / "moe/converted", "--ep", 4)
-    run("convert", "hf-to-megatron", tmp_path / "llama4/hf", tmp_path / "llama4/converted", "--tp", 2)
+    run(
+        "convert",
+        "hf-to-megatron",
+        tmp_path / "llama4/hf",
+        tmp_path / "llama4/converted",
+        "--tp",
+        2,
+    )
     run_world(4, "tests.parallel.converted_world", str(tmp_path))
 
     for name, experts in (("llama", []), ("moe", ["--ep", 2]), ("llama4", ["--ep", 2])):
         folder = tmp_path / name
-        run("convert", "hf-to-megatron", folder / "hf", folder / "like-it", "--tp", 2, "--pp", 2, *experts)
+        run(
+            "convert",
+            "hf-to-megatron",
+            folder / "hf",
+            folder / "like-it",
+            "--tp",
+            2,
+            "--pp",
+            2,
+            *experts,
+        )
         real, ours = Shards(folder / "real"), Shards(folder / "like-it")
-        real_files, our_files = (FileSystemReader(shards.path).read_metadata().storage_data for shards in (real, ours))
+        real_files, our_files = (
+            FileSystemReader(shards.path).read_metadata().storage_data for shards in (real, ours)
+        )
         assert real.tensors.keys() == ours.tensors.keys()
         for key, tensor in real.tensors.items():
             assert sorted(tensor.boxes) == sorted(ours.tensors[key].boxes), key
-            assert (tensor.shape, tensor.dtype) == (ours.tensors[key].shape, ours.tensors[key].dtype)
+            assert (tensor.shape, tensor.dtype) == (
+                ours.tensors[key].shape,
+                ours.tensors[key].dtype,
+            )
             assert {box: owner(real_files, key, box) for box in tensor.boxes} == {
                 box: owner(our_files, key, box) for box in tensor.boxes
             }

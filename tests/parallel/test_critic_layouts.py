@@ -1,5 +1,7 @@
-"""Values of the critic, GAE, and the gradients of critic and policy are the same at every layout: those of transformers' hidden
-states times the head, of the formulas and of autograd, in float64 and a sequence at a time."""
+"""Values of the critic, GAE, and the gradients of critic and policy are the same at
+every layout: those of transformers' hidden states times the head, of the formulas and
+of autograd, in float64 and a sequence at a time.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from tests.tiny import gradients, tiny_llama
 
 
 def by_transformers(model: Any, batch: Batch, path: Path) -> dict[str, Any]:
-    """A token's value is predicted from the hidden state before it; the gradient of REINFORCE with normalised GAE."""
+    """A token's value is predicted from the hidden state before it; the gradient of
+    REINFORCE with normalised GAE.
+    """
     model = model.double()
     head = torch.from_numpy(np.random.default_rng(1).normal(0, 0.05, (1, model.config.hidden_size)))
     head = head.float().double().requires_grad_()
@@ -33,7 +37,14 @@ def by_transformers(model: Any, batch: Batch, path: Path) -> dict[str, Any]:
         v = values[-1].detach().numpy()
         n = len(v)
         deltas = [(rollout.reward if t + 1 == n else GAMMA * v[t + 1]) - v[t] for t in range(n)]
-        raw.append(np.array([sum((GAMMA * LAMBDA) ** (u - t) * deltas[u] for u in range(t, n)) for t in range(n)]))
+        raw.append(
+            np.array(
+                [
+                    sum((GAMMA * LAMBDA) ** (u - t) * deltas[u] for u in range(t, n))
+                    for t in range(n)
+                ]
+            )
+        )
     flat = np.concatenate(raw)
     advantages = [(a - flat.mean()) / flat.std() for a in raw]
     returns = [a + v.detach().numpy() for a, v in zip(raw, values, strict=True)]
@@ -45,7 +56,9 @@ def by_transformers(model: Any, batch: Batch, path: Path) -> dict[str, Any]:
     of_policy = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     value_loss.backward()
-    critic = gradients(model, path)  # writes into the parameters: what the graph needs of them is gone
+    critic = gradients(
+        model, path
+    )  # writes into the parameters: what the graph needs of them is gone
     assert head.grad is not None
     critic["head"] = head.grad
     del critic["lm_head.weight"]
@@ -74,7 +87,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     batch = make_batch()
     (path / "batch.msgpack").write_bytes(encode(batch))
     model = tiny_llama(path / "model", vocab_size=VOCABULARY)
-    torch.save(by_transformers(model, batch, tmp_path_factory.mktemp("gradients")), path / "expected.pt")
+    torch.save(
+        by_transformers(model, batch, tmp_path_factory.mktemp("gradients")), path / "expected.pt"
+    )
     return path
 
 

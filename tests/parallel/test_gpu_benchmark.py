@@ -1,4 +1,6 @@
-"""The whole GPU benchmark at its tiny sizes, with nothing to import but what PyTorch requires and benchmarks/gpu/wheels.txt."""
+"""The whole GPU benchmark at its tiny sizes, with nothing to import but what PyTorch
+requires and benchmarks/gpu/wheels.txt.
+"""
 
 import importlib.metadata
 import json
@@ -49,11 +51,17 @@ def required(name: str, found: set[str]) -> set[str]:
 @pytest.mark.slow
 def test_whole(tmp_path: Path) -> None:
     wheels = {
-        canonical(line.partition("==")[0]) for line in WHEELS.read_text().splitlines() if not line.startswith("#")
+        canonical(line.partition("==")[0])
+        for line in WHEELS.read_text().splitlines()
+        if not line.startswith("#")
     }
     there = required("torch", set()) | wheels | {"megarl", "pip"}
-    # Asked of a new process: what has imported setuptools also finds the packages that it brings along.
-    listing = "import importlib.metadata, json; print(json.dumps(importlib.metadata.packages_distributions()))"
+    # Asked of a new process: what has imported setuptools also finds the packages that
+    # it brings along.
+    listing = (
+        "import importlib.metadata, json;"
+        " print(json.dumps(importlib.metadata.packages_distributions()))"
+    )
     distributions = json.loads(subprocess.check_output([sys.executable, "-c", listing]))
     hidden = {name for name, of in distributions.items() if not there & set(map(canonical, of))}
     assert {"datasets", "sglang", "rich"} <= hidden
@@ -71,8 +79,13 @@ def test_whole(tmp_path: Path) -> None:
     (text,) = tmp_path.glob("gpu-*-cpu.json")
     parts = {part["part"]: part for part in json.loads(text.read_text())["parts"]}
     assert {name: (part["ending"], part["why"]) for name, part in parts.items()} == {
-        **dict.fromkeys(("checksum", "tests", "head", "learner", "precision", "moe", "checkpoint"), ("measured", "")),
-        **dict.fromkeys(("publication", "parity", "server", "run"), ("absent", "SGLang is not installed")),
+        **dict.fromkeys(
+            ("checksum", "tests", "head", "learner", "precision", "moe", "checkpoint"),
+            ("measured", ""),
+        ),
+        **dict.fromkeys(
+            ("publication", "parity", "server", "run"), ("absent", "SGLang is not installed")
+        ),
         "fp8": ("absent", parts["fp8"]["why"]),
     }
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""The head at TP 1 and 2 is the formula over all logits in float64; if it is also the embedding, that gets both gradients."""
+"""The head at TP 1 and 2 is the formula over all logits in float64; if it is also the
+embedding, that gets both gradients.
+"""
 
 from pathlib import Path
 

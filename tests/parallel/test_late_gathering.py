@@ -1,4 +1,6 @@
-"""Weights that the next forward pass gathers are those that the update would have gathered."""
+"""Weights that the next forward pass gathers are those that the update would have
+gathered.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""The RL step is the same at every layout, packed or not: what transformers and autograd compute from the paper's formulas."""
+"""The RL step is the same at every layout, packed or not: what transformers and
+autograd compute from the paper's formulas.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -26,12 +28,17 @@ def segment(draw: np.random.Generator, length: int, trained: bool = True) -> Seg
     logprobs = -draw.uniform(3.5, 6.5, length) if trained else np.zeros(length)
     tokens = draw.integers(0, VOCABULARY, length)
     return Segment(
-        tokens=tokens.astype(np.int32), logprobs=logprobs.astype(np.float32), weight_version=0, trained=trained
+        tokens=tokens.astype(np.int32),
+        logprobs=logprobs.astype(np.float32),
+        weight_version=0,
+        trained=trained,
     )
 
 
 def make_batch() -> Batch:
-    """Four tickets of four rollouts: one without variance, one void; lengths from 6 to over a micro-batch; masked segments."""
+    """Four tickets of four rollouts: one without variance, one void; lengths from 6 to
+    over a micro-batch; masked segments.
+    """
     draw = np.random.default_rng(5)
     groups = []
     for ticket in range(4):
@@ -46,20 +53,33 @@ def make_batch() -> Batch:
                 segments.append(segment(draw, 60))
             reward = 1.0 if right else -1.0
             rollouts.append(
-                Rollout(sample=sample, segments=tuple(segments), reward=reward, correct=right, finish="stop")
+                Rollout(
+                    sample=sample,
+                    segments=tuple(segments),
+                    reward=reward,
+                    correct=right,
+                    finish="stop",
+                )
             )
         prompt = Prompt(id=str(ticket), tokens=tokens, answer="")
         groups.append(Group(ticket=ticket, prompt=prompt, rollouts=tuple(rollouts)))
     prompt = Prompt(id="void", tokens=np.array([1], np.int32), answer="")
-    return Batch(step=0, groups=(*groups, Group(ticket=4, prompt=prompt, rollouts=(), void="no server")))
+    return Batch(
+        step=0, groups=(*groups, Group(ticket=4, prompt=prompt, rollouts=(), void="no server"))
+    )
 
 
 def scalerl_by_transformers(model: Any, batch: Batch, path: Path) -> dict[str, object]:
-    """The loss of ScaleRL in float64, rollout by rollout, from the formulas of arXiv 2510.13786, section 3."""
+    """The loss of ScaleRL in float64, rollout by rollout, from the formulas of arXiv
+    2510.13786, section 3.
+    """
     model = model.double()
     groups = [g for g in batch.groups if len({r.reward for r in g.rollouts}) > 1]
     centred = {
-        g.ticket: [r.reward - sum(q.reward for q in g.rollouts) / len(g.rollouts) for r in g.rollouts] for g in groups
+        g.ticket: [
+            r.reward - sum(q.reward for q in g.rollouts) / len(g.rollouts) for r in g.rollouts
+        ]
+        for g in groups
     }
     deviation = float(np.std([c for values in centred.values() for c in values]))
     loss = torch.zeros((), dtype=torch.float64)
@@ -93,9 +113,12 @@ def scalerl_by_transformers(model: Any, batch: Batch, path: Path) -> dict[str, o
         "magnitude": magnitude,  # terms of both signs cancel
         "gradients": gradients(model, path),
         "imbalance": {
-            f"expert_imbalance_layer_{layer}": float(tokens.max() / tokens.mean()) for layer, tokens in routed.items()
+            f"expert_imbalance_layer_{layer}": float(tokens.max() / tokens.mean())
+            for layer, tokens in routed.items()
         },
-        "unused": float(np.mean([(tokens == 0).double().mean() for tokens in routed.values()] or [0.0])),
+        "unused": float(
+            np.mean([(tokens == 0).double().mean() for tokens in routed.values()] or [0.0])
+        ),
         "entropy": float(torch.cat(entropies).mean()),
         "surprise": float(torch.cat(surprises).mean()),
         "ratio_max": float(ratio.max()),
@@ -108,7 +131,9 @@ def scalerl_by_transformers(model: Any, batch: Batch, path: Path) -> dict[str, o
 
 @contextmanager
 def counted_experts(model: Any, routed: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Adds to `routed` how many tokens transformers' routers give each expert, by layer."""
+    """Adds to `routed` how many tokens transformers' routers give each expert, by
+    layer.
+    """
 
     def count(layer: int, router: Any, inputs: tuple[torch.Tensor]) -> None:
         chosen = (inputs[0].flatten(0, -2) @ router.weight.T).topk(router.top_k, -1).indices
@@ -138,14 +163,20 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "batch.msgpack").write_bytes(encode(batch))
     for name, tiny in MODELS.items():
         model = tiny(path / name / "model", vocab_size=VOCABULARY)
-        torch.save(scalerl_by_transformers(model, batch, tmp_path_factory.mktemp(name)), path / name / "expected.pt")
+        torch.save(
+            scalerl_by_transformers(model, batch, tmp_path_factory.mktemp(name)),
+            path / name / "expected.pt",
+        )
     draw = np.random.default_rng(6)
-    ids = [draw.integers(0, VOCABULARY, n).astype(np.int32) for n in (40, 33, 57, 64)]  # each fills a micro-batch
+    ids = [
+        draw.integers(0, VOCABULARY, n).astype(np.int32) for n in (40, 33, 57, 64)
+    ]  # each fills a micro-batch
     again = MODELS["qwen3_moe"](tmp_path_factory.mktemp("again") / "model", vocab_size=VOCABULARY)
     balancing = balancing_by_transformers(again, ids, tmp_path_factory.mktemp("balancing"))
     torch.save({"ids": ids, "gradients": balancing}, path / "qwen3_moe" / "balancing.pt")
     print(run_world(1, "tests.parallel.learner_world", str(path)))
-    # The other worlds resume from one rank's checkpoint as checkpoints_tools reshards it, optimiser included.
+    # The other worlds resume from one rank's checkpoint as checkpoints_tools reshards
+    # it, optimiser included.
     for name, layout in {
         "llama": Parallelism(tensor=2, pipeline=2),
         "llama4": Parallelism(pipeline=2, expert=2),

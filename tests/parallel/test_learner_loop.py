@@ -1,6 +1,8 @@
-"""`megarl learn` as a process, one rank and two, told what to do over the real protocol.
+"""`megarl learn` as a process, one rank and two, told what to do over the real
+protocol.
 
-The controller is scripted: a real one has nothing to train without servers (tests/e2e has all roles). Nothing is published.
+The controller is scripted: a real one has nothing to train without servers (tests/e2e
+has all roles). Nothing is published.
 """
 
 import os
@@ -20,7 +22,18 @@ import pytest
 import zmq
 
 from megarl.core import recipe as recipes
-from megarl.core.base.messages import Ack, Next, Reply, Request, Stop, Stopped, Train, Wait, from_frames, to_frames
+from megarl.core.base.messages import (
+    Ack,
+    Next,
+    Reply,
+    Request,
+    Stop,
+    Stopped,
+    Train,
+    Wait,
+    from_frames,
+    to_frames,
+)
 from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import (
     Endpoints,
@@ -45,7 +58,9 @@ ROOT = Path(__file__).parents[2]
 
 
 class ScriptedController(threading.Thread):
-    """Batch s for step s, one Wait in between, Stop after `steps`; `asked` is every step somebody asked for."""
+    """Batch s for step s, one Wait in between, Stop after `steps`; `asked` is every
+    step somebody asked for.
+    """
 
     def __init__(self, address: str, keys: LinkKeys, steps: int) -> None:
         super().__init__(daemon=True)
@@ -55,7 +70,9 @@ class ScriptedController(threading.Thread):
         self.end = threading.Event()
         self.broken: set[int] = set()  # steps whose batch has a log-prob that is no number
         self.saved: set[int] = set()  # steps before which the learner is to write a checkpoint
-        self.held: int | None = None  # the step whose batch is not complete until this is None again
+        self.held: int | None = (
+            None  # the step whose batch is not complete until this is None again
+        )
 
     def run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
@@ -64,7 +81,9 @@ class ScriptedController(threading.Thread):
             while not self.end.is_set():
                 if socket.poll(100):
                     peer, empty, *frames = socket.recv_multipart()
-                    socket.send_multipart([peer, empty, *to_frames(self._reply(from_frames(frames, Request)))])
+                    socket.send_multipart(
+                        [peer, empty, *to_frames(self._reply(from_frames(frames, Request)))]
+                    )
 
     def _reply(self, request: Request) -> Reply:
         if isinstance(request, Stopped):
@@ -88,7 +107,10 @@ def with_rewards_of(step: int, batch: Batch) -> Batch:
     """The batch of that step, whose rewards lie step + 1 times as far apart."""
     groups = tuple(
         msgspec.structs.replace(
-            g, rollouts=tuple(msgspec.structs.replace(r, reward=r.reward * (step + 1)) for r in g.rollouts)
+            g,
+            rollouts=tuple(
+                msgspec.structs.replace(r, reward=r.reward * (step + 1)) for r in g.rollouts
+            ),
         )
         for g in batch.groups
     )
@@ -142,7 +164,9 @@ class Run:
         self.controller.start()
         self.process: subprocess.Popen[bytes] | Forked | None = None
 
-    def learn(self, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes] | Forked:
+    def learn(
+        self, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes] | Forked:
         """Forked, if its Python needs no other environment."""
         arguments, log = ["learn", str(self.rundir.recipe)], self.rundir.logs / "learner.log"
         if environment is None:
@@ -213,7 +237,9 @@ def trained(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.faults
-def test_a_learner_that_lost_its_steps_replays_them_bit_for_bit(tmp_path: Path, model: Path, runs: list[Run]) -> None:
+def test_a_learner_that_lost_its_steps_replays_them_bit_for_bit(
+    tmp_path: Path, model: Path, runs: list[Run]
+) -> None:
     running = {"advantage": "running"}
     straight = Run(tmp_path / "straight", model, 5, batch=running, checkpoint={"keep_best": True})
     killed = Run(tmp_path / "killed", model, 5, batch=running)
@@ -227,9 +253,11 @@ def test_a_learner_that_lost_its_steps_replays_them_bit_for_bit(tmp_path: Path, 
     assert [r["step"] for r in rows] == [0, 1, 2, 3, 4]
     assert straight.controller.stopped == [5]
     kept = sorted(p.name for p in straight.rundir.checkpoints.iterdir())
-    assert kept == ["step-0000003", "step-0000004", "step-0000005"], (
-        "the best, which was asked for, and checkpoint.keep"
-    )
+    assert kept == [
+        "step-0000003",
+        "step-0000004",
+        "step-0000005",
+    ], "the best, which was asked for, and checkpoint.keep"
     for step, row in enumerate(rows):  # centred rewards are 0 on average and lie step + 1 from it
         squares = np.mean((np.arange(step + 1) + 1) ** 2)
         assert row["advantage_std"] == pytest.approx((step + 1) / np.sqrt(squares))
@@ -264,7 +292,9 @@ def test_a_learner_that_lost_its_steps_replays_them_bit_for_bit(tmp_path: Path, 
     shutil.rmtree(killed.rundir.checkpoints)
     killed.rundir.checkpoints.mkdir()
     tiny_llama(tmp_path / "other", seed=1, vocab_size=131)
-    killed.rundir.recipe.write_text(killed.rundir.recipe.read_text().replace(str(model), str(tmp_path / "other")))
+    killed.rundir.recipe.write_text(
+        killed.rundir.recipe.read_text().replace(str(model), str(tmp_path / "other"))
+    )
     written = killed.rundir.metrics.read_bytes()
     assert killed.learn().wait(LIMIT_S) == 2, "other weights than those that made the rows"
     assert "step 0: trained_logprob_diff is " in killed.rundir.failure_file.read_text()
@@ -290,7 +320,9 @@ def test_a_signal_of_slurm_or_a_terminal_has_a_rank_save(
 
 
 @pytest.mark.slow
-def test_two_ranks_save_when_told_to_stop_and_go_on(tmp_path: Path, model: Path, runs: list[Run]) -> None:
+def test_two_ranks_save_when_told_to_stop_and_go_on(
+    tmp_path: Path, model: Path, runs: list[Run]
+) -> None:
     run = Run(tmp_path, model, 4, resources={"learner_ranks": 2}, monitor={"profile_steps": [1, 1]})
     runs.append(run)
     learner = run.learn()
@@ -304,9 +336,16 @@ def test_two_ranks_save_when_told_to_stop_and_go_on(tmp_path: Path, model: Path,
     assert run.learn().wait(LIMIT_S) == 0, run.log()
     assert [r["step"] for r in run.rows()] == [0, 1, 2, 3]
     profiles = {path.name for path in run.rundir.profile.iterdir()}
-    assert profiles == {f"step-0000001-rank-{rank}.json.gz" for rank in range(2)}, "each rank, that step, one life"
+    assert profiles == {f"step-0000001-rank-{rank}.json.gz" for rank in range(2)}, (
+        "each rank, that step, one life"
+    )
     spans, _ = read(run.rundir.trace)
-    assert [s.args["step"] for s in spans if s.name.startswith("step")] == [0, 1, 2, 3], "rank 0's, of both lives"
+    assert [s.args["step"] for s in spans if s.name.startswith("step")] == [
+        0,
+        1,
+        2,
+        3,
+    ], "rank 0's, of both lives"
 
 
 @pytest.mark.faults
@@ -320,7 +359,9 @@ def test_the_third_step_in_a_row_without_a_finite_loss_ends_the_run(
     assert [row["skipped"] for row in run.rows()] == [0, 1, 0, 1, 1, 1]
     assert run.rows()[-1]["skipped_steps"] == 4
     bad = list(read_jsonl(run.rundir.bad_rollouts))
-    assert bad == [{"step": step, "ticket": 0, "sample": 1, "cause": "loss"} for step in (1, 3, 4, 5)]
+    assert bad == [
+        {"step": step, "ticket": 0, "sample": 1, "cause": "loss"} for step in (1, 3, 4, 5)
+    ]
     assert "steps 3 to 5 were skipped" in run.rundir.failure_file.read_text()
     assert (run.rundir.checkpoints / "step-0000006" / "megarl.json").exists()
     assert run.controller.stopped == []

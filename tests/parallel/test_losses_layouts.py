@@ -1,6 +1,8 @@
-"""GSPO and GMPO, whose ratio is a whole sequence's, masks of tokens and sequences, the clip with what can be put on it, and KL
-to a reference in loss and reward are the same at every layout: what autograd computes from the papers' formulas and
-transformers' logits in float64, a sequence at a time."""
+"""GSPO and GMPO, whose ratio is a whole sequence's, masks of tokens and sequences, the
+clip with what can be put on it, and KL to a reference in loss and reward are the same
+at every layout: what autograd computes from the papers' formulas and transformers'
+logits in float64, a sequence at a time.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ from tests.tiny import gradients, tiny_llama
 
 @dataclass
 class Scored:
-    """A rollout of those in the loss: place in its group; of its trained tokens log-probs of policy, sampler and reference."""
+    """A rollout of those in the loss: place in its group; of its trained tokens
+    log-probs of policy, sampler and reference.
+    """
 
     group: Group
     i: int
@@ -36,27 +40,39 @@ class Scored:
 
 
 def gspo(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str, Tensor]]:
-    """arXiv 2507.18071, equations 5 to 7, less an entropy bonus; the loss, and per token whether it is clipped."""
+    """arXiv 2507.18071, equations 5 to 7, less an entropy bonus; the loss, and per
+    token whether it is clipped.
+    """
     loss, rewards = SETTINGS["gspo"]["loss"], rollout.group.rewards
     gain = (rewards[rollout.i] - rewards.mean()) / rewards.std()
     s = rollout.ratio.log().mean().exp()
     bounded = s.clamp(1 - loss["clip_low"], 1 + loss["clip_high"])
-    objective = torch.minimum(s * gain, bounded * gain) + loss["entropy_bonus"] * rollout.entropy.mean()
-    return -objective / len(everything), {"clipped_share": (bounded * gain < s * gain).expand(len(rollout.logp))}
+    objective = (
+        torch.minimum(s * gain, bounded * gain) + loss["entropy_bonus"] * rollout.entropy.mean()
+    )
+    return -objective / len(everything), {
+        "clipped_share": (bounded * gain < s * gain).expand(len(rollout.logp))
+    }
 
 
 def dr_dapo(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str, Tensor]]:
-    """arXiv 2503.14476, equation 8, weights truncated, over a constant (arXiv 2503.20783) with RLOO's advantage."""
+    """arXiv 2503.14476, equation 8, weights truncated, over a constant (arXiv
+    2503.20783) with RLOO's advantage.
+    """
     loss, ratio, rewards = SETTINGS["dr-dapo"]["loss"], rollout.ratio, rollout.group.rewards
     gain = rewards[rollout.i] - np.delete(rewards, rollout.i).mean()
     bounded = ratio.clamp(1 - loss["clip_low"], 1 + loss["clip_high"])
     truncated = ratio.detach().clamp(max=loss["cap"]) / ratio.detach()
     objective = torch.minimum(ratio * gain, bounded * gain) * truncated
-    return -objective.sum() / LONGEST / len(everything), {"clipped_share": bounded * gain < ratio * gain}
+    return -objective.sum() / LONGEST / len(everything), {
+        "clipped_share": bounded * gain < ratio * gain
+    }
 
 
 def gmpo(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str, Tensor]]:
-    """arXiv 2507.20673: the geometric mean of clipped ratios, written as the product that it is."""
+    """arXiv 2507.20673: the geometric mean of clipped ratios, written as the product
+    that it is.
+    """
     loss, rewards = SETTINGS["gmpo"]["loss"], rollout.group.rewards
     gain = (rewards[rollout.i] - rewards.mean()) / rewards.std()
     sign, ratio = np.sign(gain), rollout.ratio
@@ -66,15 +82,31 @@ def gmpo(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str, T
 
 
 def dppo(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str, Tensor]]:
-    """arXiv 2602.04879, Binary-KL, with a squared log ratio (arXiv 2602.02276), on sequences that are not masked."""
-    loss, rewards, p, q = SETTINGS["dppo"]["loss"], rollout.group.rewards, rollout.behaviour.exp(), rollout.logp.exp()
+    """arXiv 2602.04879, Binary-KL, with a squared log ratio (arXiv 2602.02276), on
+    sequences that are not masked.
+    """
+    loss, rewards, p, q = (
+        SETTINGS["dppo"]["loss"],
+        rollout.group.rewards,
+        rollout.behaviour.exp(),
+        rollout.logp.exp(),
+    )
     gain = rewards[rollout.i] - rewards.mean()
     apart = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-    moved = (apart > loss["clip_high"]) & (q > p) if gain > 0 else (apart > loss["clip_low"]) & (q < p)
+    moved = (
+        (apart > loss["clip_high"]) & (q > p) if gain > 0 else (apart > loss["clip_low"]) & (q < p)
+    )
     low, high = loss["sequence_mask"]
     masked = not low <= rollout.ratio.log().mean().exp() <= high
-    total = -rollout.ratio * gain * ~moved * (not masked) + loss["log_ratio_penalty"] * rollout.ratio.log() ** 2
-    shown = {"clipped_share": moved, "divergence_max": apart.detach(), "divergence_mean": apart.detach()}
+    total = (
+        -rollout.ratio * gain * ~moved * (not masked)
+        + loss["log_ratio_penalty"] * rollout.ratio.log() ** 2
+    )
+    shown = {
+        "clipped_share": moved,
+        "divergence_max": apart.detach(),
+        "divergence_mean": apart.detach(),
+    }
     shown["sequence_masked_share"] = torch.full_like(apart, float(masked)).detach()
     return total.sum() / sum(len(r.logp) for r in everything), shown
 
@@ -89,13 +121,19 @@ def kl_in_loss(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[
 
 
 def kl_in_reward(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE with InstructGPT's reward, arXiv 2203.02155, equation 2; each reward lowered by that of its whole answer."""
+    """REINFORCE with InstructGPT's reward, arXiv 2203.02155, equation 2; each reward
+    lowered by that of its whole answer.
+    """
     coefficient = SETTINGS["kl-in-reward"]["reference"]["coefficient"]
     lowered = {
-        (r.group.ticket, r.i): r.group.rewards[r.i] - coefficient * float((r.behaviour - r.reference).sum())
+        (r.group.ticket, r.i): (
+            r.group.rewards[r.i] - coefficient * float((r.behaviour - r.reference).sum())
+        )
         for r in everything
     }
-    means = {t: np.mean([v for (ticket, _), v in lowered.items() if ticket == t]) for t, _ in lowered}
+    means = {
+        t: np.mean([v for (ticket, _), v in lowered.items() if ticket == t]) for t, _ in lowered
+    }
     centred = {key: value - means[key[0]] for key, value in lowered.items()}
     gain = centred[rollout.group.ticket, rollout.i] / np.std(list(centred.values()))
     tokens = sum(len(r.logp) for r in everything if r.group is rollout.group)
@@ -113,7 +151,9 @@ FORMULAS: dict[str, Callable[[Scored, list[Scored]], tuple[Tensor, dict[str, Ten
 }
 
 
-def by_transformers(model: Any, reference: Any, batch: Batch, name: str, path: Path) -> dict[str, Any]:
+def by_transformers(
+    model: Any, reference: Any, batch: Batch, name: str, path: Path
+) -> dict[str, Any]:
     model.zero_grad()
     everything = []
     for group in batch.groups:
@@ -140,11 +180,15 @@ def by_transformers(model: Any, reference: Any, batch: Batch, name: str, path: P
         "magnitude": float(torch.stack(losses).abs().sum()),
         "gradients": gradients(model, path),
         "reference": {(r.group.ticket, r.i): r.reference for r in everything},
-        "metrics": means
-        | {
-            "effective_sample_size": float(ratio.sum() ** 2 / (len(ratio) * ratio.square().sum())),
-            "kl_k3": float((ratio - 1 - ratio.log()).mean()),
-        },
+        "metrics": (
+            means
+            | {
+                "effective_sample_size": float(
+                    ratio.sum() ** 2 / (len(ratio) * ratio.square().sum())
+                ),
+                "kl_k3": float((ratio - 1 - ratio.log()).mean()),
+            }
+        ),
     }
 
 
@@ -165,7 +209,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny_llama(path / "model", vocab_size=VOCABULARY).double()
     reference = tiny_llama(path / "reference", seed=1, vocab_size=VOCABULARY).double()
     for name in SETTINGS:
-        torch.save(by_transformers(model, reference, batch, name, tmp_path_factory.mktemp(name)), path / f"{name}.pt")
+        torch.save(
+            by_transformers(model, reference, batch, name, tmp_path_factory.mktemp(name)),
+            path / f"{name}.pt",
+        )
     return path
 
 

@@ -23,6 +23,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2)), 4])
+@pytest.mark.parametrize(
+    "ranks", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2)), 4]
+)
 def test_the_same_bits(directory: Path, ranks: int) -> None:
     print(run_world(ranks, "tests.parallel.memory_world", str(directory)))

@@ -1,4 +1,6 @@
-"""A model split over processes computes what transformers computes, and is exported bit for bit."""
+"""A model split over processes computes what transformers computes, and is exported bit
+for bit.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,8 @@ from tests.tiny import (
 MODELS = {
     "llama": tiny_llama,
     "qwen2": partial(tiny_qwen2, num_hidden_layers=3),  # which no pipeline divides
-    # A vocabulary that no TP divides, a tied head, norms that each TP rank applies to its own heads.
+    # A vocabulary that no TP divides, a tied head, norms that each TP rank applies to
+    # its own heads.
     "qwen3": partial(tiny_qwen3, vocab_size=131, tie_word_embeddings=True),
     "qwen3_moe": partial(tiny_qwen3_moe, vocab_size=131, mlp_only_layers=[1]),
     "llama4": tiny_llama4,
@@ -38,7 +41,9 @@ PACKED = [[8, 48, 16, 4, 20], [32, 12]]
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """DIR/models: each model's directory, and beside it NAME.pt with transformers' logits and gradients."""
+    """DIR/models: each model's directory, and beside it NAME.pt with transformers'
+    logits and gradients.
+    """
     directory = tmp_path_factory.mktemp("models") / "models"
     for name, tiny in MODELS.items():
         model = tiny(directory / name)
@@ -48,7 +53,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for case in ("packed", "unpacked"):
             micros, logits = [], []
             for lengths in PACKED if case == "packed" else [[48, 48], [24, 24]]:
-                sequences = [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
+                sequences = [
+                    torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths
+                ]
                 weights = torch.randn(sum(lengths), vocabulary, generator=generator)
                 outputs = torch.cat([model(s[None]).logits[0] for s in sequences])
                 (outputs * weights).sum().backward()
@@ -56,7 +63,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     cu = torch.tensor([0, *lengths]).cumsum(0).int()
                     micros.append((torch.cat(sequences)[None], cu, weights[None]))
                 else:
-                    micros.append((torch.stack(sequences), None, weights.view(len(lengths), -1, vocabulary)))
+                    micros.append(
+                        (torch.stack(sequences), None, weights.view(len(lengths), -1, vocabulary))
+                    )
                 logits.append(outputs.detach())
             of_disk = gradients(model, directory.parent / "gradients" / name / case)
             reference[case] = {"micros": micros, "logits": logits, "gradients": of_disk}
@@ -79,5 +88,7 @@ QUICK = [name for name in MODELS if name not in SLOW]
     ],
 )
 @pytest.mark.timeout(900)
-def test_layouts_compute_what_transformers_computes(references: Path, ranks: int, names: list[str]) -> None:
+def test_layouts_compute_what_transformers_computes(
+    references: Path, ranks: int, names: list[str]
+) -> None:
     print(run_world(ranks, "tests.parallel.models_world", str(references), *names, timeout_s=800))

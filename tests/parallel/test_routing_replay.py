@@ -1,5 +1,6 @@
-"""The learner with prescribed experts computes at every layout what transformers computes for the same tokens and experts.
-Also: how many of its own choices differ from them, which is what parity counts.
+"""The learner with prescribed experts computes at every layout what transformers
+computes for the same tokens and experts. Also: how many of its own choices differ from
+them, which is what parity counts.
 """
 
 from functools import partial
@@ -21,7 +22,9 @@ MODELS = {
     "qwen3_moe": (tiny_qwen3_moe, 4, 2),
     "llama4": (tiny_llama4, 3, 1),
     "deepseek_v3": (
-        partial(tiny_deepseek_v3, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2),
+        partial(
+            tiny_deepseek_v3, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2
+        ),
         3,
         2,
     ),
@@ -31,26 +34,34 @@ EXPERTS = 4
 
 
 def with_routing(batch: Batch, layers: int, chosen: int) -> Batch:
-    """Any experts, not those that a router would choose, of all tokens of a rollout but the last."""
+    """Any experts, not those that a router would choose, of all tokens of a rollout but
+    the last.
+    """
     draw = np.random.default_rng(9)
 
     def routed(rollout: Rollout, prompt: int) -> Rollout:
         rows = prompt + len(rollout.tokens) - 1
-        table = draw.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (rows, layers, 1)), axis=-1)[..., :chosen]
+        table = draw.permuted(
+            np.tile(np.arange(EXPERTS, dtype=np.uint8), (rows, layers, 1)), axis=-1
+        )[..., :chosen]
         routing = Routing(choices=table.reshape(-1), layers=layers, chosen=chosen)
         return msgspec.structs.replace(rollout, routing=routing)
 
     return msgspec.structs.replace(
         batch,
         groups=tuple(
-            msgspec.structs.replace(g, rollouts=tuple(routed(r, len(g.prompt.tokens)) for r in g.rollouts))
+            msgspec.structs.replace(
+                g, rollouts=tuple(routed(r, len(g.prompt.tokens)) for r in g.rollouts)
+            )
             for g in batch.groups
         ),
     )
 
 
 class Forced:
-    """transformers' model, whose routers take the batch's experts; the last token, which nothing depends on, any."""
+    """transformers' model, whose routers take the batch's experts; the last token,
+    which nothing depends on, any.
+    """
 
     def __init__(self, model: Any, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = model
@@ -69,7 +80,9 @@ class Forced:
         self.model.double()
         return self
 
-    def topk(self, scores: torch.Tensor, k: int, dim: int, sorted: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    def topk(
+        self, scores: torch.Tensor, k: int, dim: int, sorted: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if scores.shape[-1] != EXPERTS:  # of groups of experts
             return scores.topk(k, dim)
         chosen = self.layers.pop(0)
@@ -86,23 +99,31 @@ class Forced:
 
 @torch.no_grad()
 def free(model: Any, batch: Batch, other: int) -> dict[str, Any]:
-    """By its own choices: log-probs of each rollout's completion, and of the token `other` in its places; how many choices of a
-    layer for a token were recorded otherwise."""
+    """By its own choices: log-probs of each rollout's completion, and of the token
+    `other` in its places; how many choices of a layer for a token were recorded
+    otherwise.
+    """
     found: dict[str, Any] = {"logprobs": [], "against": [], "choices": 0, "differing": 0}
     for group, rollout in ((g, r) for g in batch.groups for r in g.rollouts):
         chosen: list[torch.Tensor] = []
         with pytest.MonkeyPatch.context() as monkeypatch:
             topk = torch.topk
 
-            def remembered(*arguments: Any, topk: Any = topk, chosen: Any = chosen, **named: Any) -> Any:
+            def remembered(
+                *arguments: Any, topk: Any = topk, chosen: Any = chosen, **named: Any
+            ) -> Any:
                 values, indices = topk(*arguments, **named)
                 if arguments[0].shape[-1] == EXPERTS:
                     chosen.append(indices)
                 return values, indices
 
             monkeypatch.setattr(torch, "topk", remembered)
-            tokens = torch.from_numpy(np.concatenate([group.prompt.tokens, rollout.tokens]).astype(np.int64))
-            logprobs = torch.log_softmax(model(tokens[None]).logits[0], -1)[len(group.prompt.tokens) - 1 : -1]
+            tokens = torch.from_numpy(
+                np.concatenate([group.prompt.tokens, rollout.tokens]).astype(np.int64)
+            )
+            logprobs = torch.log_softmax(model(tokens[None]).logits[0], -1)[
+                len(group.prompt.tokens) - 1 : -1
+            ]
         found["logprobs"].append(logprobs.gather(1, tokens[len(group.prompt.tokens) :, None])[:, 0])
         found["against"].append(logprobs[:, other])
         assert rollout.routing is not None
@@ -127,6 +148,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> object:
     return path
 
 
-@pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2)), 4])
+@pytest.mark.parametrize(
+    "ranks", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2)), 4]
+)
 def test_told_experts_are_taken(directory: object, ranks: int) -> None:
     print(run_world(ranks, "tests.parallel.replay_world", str(directory)))

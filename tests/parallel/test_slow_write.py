@@ -1,6 +1,8 @@
-"""A rank that writes its part of a checkpoint slowly: the others wait longer than a collective may take.
+"""A rank that writes its part of a checkpoint slowly: the others wait longer than a
+collective may take.
 
-`python -m tests.parallel.test_slow_write DIR` is one rank; DIR has a Hugging Face directory `hf`.
+`python -m tests.parallel.test_slow_write DIR` is one rank; DIR has a Hugging Face
+directory `hf`.
 """
 
 import sys

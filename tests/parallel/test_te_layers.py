@@ -1,4 +1,6 @@
-"""Transformer Engine's layers on a CPU, as far as they go there: built, loaded, exported, stored and restored, bit for bit."""
+"""Transformer Engine's layers on a CPU, as far as they go there: built, loaded,
+exported, stored and restored, bit for bit.
+"""
 
 import importlib.metadata
 from functools import partial
@@ -42,7 +44,9 @@ def test_layouts_hold_what_was_loaded(tmp_path: Path, ranks: int) -> None:
 
 
 def test_a_run_on_a_cpu_does_without_it() -> None:
-    """As in the GPU image where no GPU is seen: its AdamW and its norm of gradients need one."""
+    """As in the GPU image where no GPU is seen: its AdamW and its norm of gradients
+    need one.
+    """
     from megatron.core import optimizer
 
     assert importlib.metadata.version("transformer-engine-torch")

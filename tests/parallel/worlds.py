@@ -1,9 +1,11 @@
-"""Worlds of processes for the parallel tests: what torchrun would start, without its own seconds of start-up.
+"""Worlds of processes for the parallel tests: what torchrun would start, without its
+own seconds of start-up.
 
-    run_world(2, "tests.parallel.models_world", "dir", "a")  # python -m tests.parallel.models_world dir a, as ranks 0 and 1
+    run_world(2, "tests.parallel.models_world", "dir", "a")  # python -m
+    tests.parallel.models_world dir a, as ranks 0 and 1
 
-Imports take seconds, so a world is forked from a process that has made them, and forks its ranks; and a test starts one world
-and goes through its layouts inside.
+Imports take seconds, so a world is forked from a process that has made them, and forks
+its ranks; and a test starts one world and goes through its layouts inside.
 """
 
 import faulthandler
@@ -22,9 +24,13 @@ from tests.processes import LEARNERS
 ROOT = Path(__file__).parents[2]
 
 
-def run_world(ranks: int, module: str, *args: str, timeout_s: float = 480.0, fresh: bool = False) -> str:
-    """Run `python -m module args` as `ranks` ranks over gloo; their output. AssertionError with it if one fails. fresh: by a
-    new Python, where the module has to be imported first of all."""
+def run_world(
+    ranks: int, module: str, *args: str, timeout_s: float = 480.0, fresh: bool = False
+) -> str:
+    """Run `python -m module args` as `ranks` ranks over gloo; their output.
+    AssertionError with it if one fails. fresh: by a new Python, where the module has to
+    be imported first of all.
+    """
     (port,) = free_ports(1)
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -41,18 +47,39 @@ def run_world(ranks: int, module: str, *args: str, timeout_s: float = 480.0, fre
 
 
 def _run_fresh(
-    _: object, words: tuple[int, str, tuple[str, ...]], cwd: Path, env: dict[str, str], limit_s: float
+    _: object,
+    words: tuple[int, str, tuple[str, ...]],
+    cwd: Path,
+    env: dict[str, str],
+    limit_s: float,
 ) -> tuple[int, str]:
     ranks, module, args = words
-    command = [sys.executable, "-W", "ignore", "-m", "tests.parallel.worlds", str(ranks), module, *args]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.parallel.worlds",
+        str(ranks),
+        module,
+        *args,
+    ]
     done = subprocess.run(
-        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s
+        command,
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit_s,
     )
     return done.returncode, done.stdout
 
 
 def main(ranks: int, module: str, args: tuple[str, ...]) -> None:
-    """The world's first process. It ends, and all ranks with it, when one has failed: the others would wait for that one."""
+    """The world's first process. It ends, and all ranks with it, when one has failed:
+    the others would wait for that one.
+    """
     with importing():  # and no page of what is imported is copied because it is looked through
         importlib.import_module(module)
     rank_of = {_fork(rank, module, args): rank for rank in range(ranks)}

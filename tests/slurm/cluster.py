@@ -1,6 +1,8 @@
-"""A real Slurm on this machine: munged, slurmctld and some slurmd, each with a port and a folder of its own, ended by pid.
+"""A real Slurm on this machine: munged, slurmctld and some slurmd, each with a port and
+a folder of its own, ended by pid.
 
-All nodes are this machine, so that what is on one is seen by all. Nothing of an installed Slurm's configuration is used.
+All nodes are this machine, so that what is on one is seen by all. Nothing of an
+installed Slurm's configuration is used.
 """
 
 import getpass
@@ -52,7 +54,9 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 class DaemonDied(AssertionError):
-    """Not by our hand: Debian's slurmd 22.05.8 can corrupt its heap when it launches several steps at once, and crash."""
+    """Not by our hand: Debian's slurmd 22.05.8 can corrupt its heap when it launches
+    several steps at once, and crash.
+    """
 
 
 class Cluster:
@@ -65,7 +69,9 @@ class Cluster:
         self._killed: set[str] = set()
 
     def start(self) -> None:
-        """MegarlError is none of its: what does not start is an assertion with the logs."""
+        """MegarlError is none of its: what does not start is an assertion with the
+        logs.
+        """
         folder, host = self.folder, socket.gethostname().split(".")[0]
         (folder / "state").mkdir(parents=True)
         (folder / "spool").mkdir()
@@ -73,15 +79,25 @@ class Cluster:
         (folder / "munge.key").chmod(0o600)
         ports = free_ports(1 + len(self.nodes))
         lines = [
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000 Gres=gpu:2"
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2"
+            " RealMemory=4000 Gres=gpu:2"
             for name, port in zip(self.nodes, ports[1:], strict=True)
         ]
         text = CONFIGURATION.format(
-            host=host, controller_port=ports[0], user=getpass.getuser(), folder=folder, nodes="\n".join(lines)
+            host=host,
+            controller_port=ports[0],
+            user=getpass.getuser(),
+            folder=folder,
+            nodes="\n".join(lines),
         )
         (folder / "slurm.conf").write_text(text)
         (folder / "gres.conf").write_text("Name=gpu File=/dev/null,/dev/zero\n")  # in name only
-        files = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munged.pid", "log-file": "munged.log"}
+        files = {
+            "key-file": "munge.key",
+            "socket": "munge.sock",
+            "pid-file": "munged.pid",
+            "log-file": "munged.log",
+        }
         self._run(
             [
                 "munged",
@@ -95,19 +111,25 @@ class Cluster:
         self.wait_for_idle()
 
     def revive(self) -> None:
-        """Start the daemons that have died; slurmd ends what is left of the jobs it knew."""
+        """Start the daemons that have died; slurmd ends what is left of the jobs it
+        knew.
+        """
         dead = [name for name in self._daemons() if not self._lives(name)]
         for name in dead:
             self._start(name)
         self._killed.clear()
         for name in dead:
-            self.says("scontrol", "update", f"nodename={name}", "state=resume")  # if it was found out
+            self.says(
+                "scontrol", "update", f"nodename={name}", "state=resume"
+            )  # if it was found out
         names = ",".join(name for name in dead if name in self.nodes)
         self.wait_for(lambda: not names or self._up(names), f"start of {names}")
 
     def dead(self) -> list[str]:
         """Daemons that have ended, not by `kill`."""
-        return [name for name in self._daemons() if not self._lives(name) and name not in self._killed]
+        return [
+            name for name in self._daemons() if not self._lives(name) and name not in self._killed
+        ]
 
     def kill(self, node: str) -> None:
         """Its slurmd: its steps live on, and Slurm can no longer end them."""
@@ -116,7 +138,9 @@ class Cluster:
 
     def _up(self, names: str) -> bool:
         states = self.says("sinfo", "-h", "-n", names, "-o", "%t").split()
-        return bool(states) and not any(state.startswith(("down", "unk")) or "*" in state for state in states)
+        return bool(states) and not any(
+            state.startswith(("down", "unk")) or "*" in state for state in states
+        )
 
     def _daemons(self) -> list[str]:
         return ["slurmctld", *self.nodes]
@@ -175,24 +199,36 @@ class Cluster:
         return next((word.partition("=")[2] for word in words if word.startswith(f"{name}=")), "")
 
     def says(self, *words: str) -> str:
-        return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S).stdout
+        return subprocess.run(
+            words, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S
+        ).stdout
 
     def wait_for(
-        self, condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S, logs: Sequence[Path] = ()
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        limit_s: float = LIMIT_S,
+        logs: Sequence[Path] = (),
     ) -> None:
         end = time.monotonic() + limit_s
         while not condition():
             if dead := self.dead():
-                raise DaemonDied(f"{', '.join(dead)} died while {what} was waited for; see {self.folder}")
+                raise DaemonDied(
+                    f"{', '.join(dead)} died while {what} was waited for; see {self.folder}"
+                )
             if time.monotonic() > end:
                 shown = [
                     f"== {log}\n{log.read_text(errors='replace')[-4000:]}"
                     for log in [*self.folder.glob("*.log"), *logs]
                     if log.exists()
                 ]
-                raise AssertionError(f"no {what} within {limit_s:g} s\n{self.says('squeue')}\n" + "\n".join(shown))
+                raise AssertionError(
+                    f"no {what} within {limit_s:g} s\n{self.says('squeue')}\n" + "\n".join(shown)
+                )
             time.sleep(0.5)
 
     def _run(self, words: Sequence[str]) -> None:
-        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(
+            words, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
         assert done.returncode == 0, f"{words[0]}: {done.stderr}"

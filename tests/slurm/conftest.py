@@ -1,4 +1,6 @@
-"""The cluster, and a folder to submit from: the launch scripts, data, a warm policy, and the megarl under test."""
+"""The cluster, and a folder to submit from: the launch scripts, data, a warm policy,
+and the megarl under test.
+"""
 
 import subprocess
 import sys
@@ -28,7 +30,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    installed = subprocess.run([Path(__file__).with_name("install.sh")], capture_output=True, text=True)
+    installed = subprocess.run(
+        [Path(__file__).with_name("install.sh")], capture_output=True, text=True
+    )
     if installed.returncode == 3:
         pytest.skip(f"no Slurm: {installed.stderr.strip()}")
     assert installed.returncode == 0, installed.stderr
@@ -62,7 +66,9 @@ def stand_in_jobs(cluster: Cluster, down: list[str], tmp_path: Path) -> Iterator
     """Runs whose roles are small stand-in processes."""
     (tmp_path / "launch").symlink_to(ROOT / "launch", target_is_directory=True)
     megarl = tmp_path / "megarl"
-    megarl.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("stand_in_megarl.py")} "$@"\n')
+    megarl.write_text(
+        f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("stand_in_megarl.py")} "$@"\n'
+    )
     megarl.chmod(0o755)
     made = Jobs(cluster, tmp_path, {"MEGARL": str(megarl), "PYTHONPATH": str(ROOT)})
     yield made
@@ -75,6 +81,10 @@ def jobs(cluster: Cluster, down: list[str], workplace: Path) -> Iterator[Jobs]:
     launch = workplace / "launch"
     if not launch.exists():
         launch.symlink_to(ROOT / "launch", target_is_directory=True)
-    made = Jobs(cluster, workplace, {"MEGARL": str(Path(sys.executable).with_name("megarl")), "PYTHONPATH": str(ROOT)})
+    made = Jobs(
+        cluster,
+        workplace,
+        {"MEGARL": str(Path(sys.executable).with_name("megarl")), "PYTHONPATH": str(ROOT)},
+    )
     yield made
     made.cancel()

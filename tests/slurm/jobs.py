@@ -32,20 +32,30 @@ class Jobs:
     environment: dict[str, str]
     numbers: list[str] = field(default_factory=list)
 
-    def submit(self, script: str, *words: str, options: tuple[str, ...] = (), **environment: str) -> "Job":
+    def submit(
+        self, script: str, *words: str, options: tuple[str, ...] = (), **environment: str
+    ) -> "Job":
         """A script of launch/slurm, cut down to nodes without GPUs."""
         output = self.cwd / f"slurm-{time.monotonic_ns()}.out"
         options = ("--gpus-per-node=0", "--time=60", f"--output={output}", *options)
         number = self.cluster.submit(
-            *options, f"launch/slurm/{script}", *words, cwd=self.cwd, environment=self.environment | environment
+            *options,
+            f"launch/slurm/{script}",
+            *words,
+            cwd=self.cwd,
+            environment=self.environment | environment,
         )
         self.numbers.append(number)
         return Job(self.cluster, self.cwd, number, output)
 
     def train(self, name: str, *overrides: str, nodes: int = 2) -> "Job":
-        """The quickstart by the 8B script, for a recipe of two servers and one learner rank."""
+        """The quickstart by the 8B script, for a recipe of two servers and one learner
+        rank.
+        """
         words = (f"run.name={name}", *SMALL, *overrides)
-        job = self.submit("scalerl_8b.sbatch", *words, options=(f"--nodes={nodes}",), RECIPE="quickstart")
+        job = self.submit(
+            "scalerl_8b.sbatch", *words, options=(f"--nodes={nodes}",), RECIPE="quickstart"
+        )
         job.rundir = RunDir(self.cwd / "runs" / name)
         return job
 
@@ -53,7 +63,9 @@ class Jobs:
         self.cluster.revive()
         for number in self.numbers:
             self.cluster.says("scancel", "--full", number)
-        self.cluster.wait_for(lambda: not self.cluster.says("squeue", "-h"), "empty queue", END_LIMIT_S)
+        self.cluster.wait_for(
+            lambda: not self.cluster.says("squeue", "-h"), "empty queue", END_LIMIT_S
+        )
 
 
 @dataclass
@@ -75,7 +87,9 @@ class Job:
         return [e for e in read_jsonl(self.rundir.logs / "supervisor.jsonl") if e["event"] == name]
 
     def processes(self) -> list[psutil.Process]:
-        """Processes of the run on any node: command lines of roles and their parents name its folder."""
+        """Processes of the run on any node: command lines of roles and their parents
+        name its folder.
+        """
         found = []
         for process in psutil.process_iter(["cmdline"]):
             if any(self.rundir.path.name in word for word in process.info["cmdline"] or []):
@@ -93,7 +107,9 @@ class Job:
         found = {}
         for process in self.processes():
             words = process.info["cmdline"]
-            if words[1:4] == ["-m", "megarl", kind] and (kind != "serve" or words[-3] == str(index)):
+            if words[1:4] == ["-m", "megarl", kind] and (
+                kind != "serve" or words[-3] == str(index)
+            ):
                 found[process.pid] = process
         return [process for process in found.values() if process.ppid() not in found]
 
@@ -103,13 +119,19 @@ class Job:
         self.cluster.says("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
     def wait_for(
-        self, condition: Callable[[], bool], what: str, limit_s: float = RUN_LIMIT_S, fails: bool = False
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        limit_s: float = RUN_LIMIT_S,
+        fails: bool = False,
     ) -> None:
         """Until it holds. fails: whether the job may."""
         logs = [self.output, *self.rundir.logs.glob("*/*.log")]
 
         def fulfilled() -> bool:
-            return condition() or (not fails and self.cluster.state(self.number) == "FAILED" and self._failed(what))
+            return condition() or (
+                not fails and self.cluster.state(self.number) == "FAILED" and self._failed(what)
+            )
 
         self.cluster.wait_for(fulfilled, what, limit_s, logs)
 

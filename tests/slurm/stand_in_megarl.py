@@ -1,6 +1,8 @@
-"""`stand_in_megarl.py train RECIPE key=value …`: the real supervisor in a real Slurm job, with small processes as the roles.
+"""`stand_in_megarl.py train RECIPE key=value …`: the real supervisor in a real Slurm
+job, with small processes as the roles.
 
-The run's last step is run.steps. See tests/unit/run/stand_in_role.py for what the roles do.
+The run's last step is run.steps. See tests/unit/run/stand_in_role.py for what the roles
+do.
 """
 
 import dataclasses
@@ -36,4 +38,6 @@ if __name__ == "__main__":
     # There is no model and no data; a report takes seconds of matplotlib.
     checks.check_served = lambda recipe, placed: None
     checks.check_disk = lambda recipe, rundir, there: None
-    sys.exit(train.main(load(sys.argv[2], sys.argv[3:]), {}, checks.HostBytes(0, 0), lambda rundir: None))
+    sys.exit(
+        train.main(load(sys.argv[2], sys.argv[3:]), {}, checks.HostBytes(0, 0), lambda rundir: None)
+    )

@@ -1,6 +1,8 @@
-"""Stands in for SGLang behind `megarl serve --join`: samples random tokens, five milliseconds each, until it is killed.
+"""Stands in for SGLang behind `megarl serve --join`: samples random tokens, five
+milliseconds each, until it is killed.
 
-Its calls are those that a controller and a learner with weights.transport disk make. Log-probs are -1.
+Its calls are those that a controller and a learner with weights.transport disk make.
+Log-probs are -1.
 """
 
 import asyncio
@@ -21,7 +23,9 @@ END_TOKEN, VOCABULARY, MEAN_TOKENS = 0, 127, 150
 
 
 class StandInServer:
-    """`version`: what the last load said; `running`: one event for each request, set to abort it."""
+    """`version`: what the last load said; `running`: one event for each request, set to
+    abort it.
+    """
 
     def __init__(self) -> None:
         self.version, self.paused, self.running = "-1", False, set[asyncio.Event]()
@@ -30,7 +34,9 @@ class StandInServer:
         body = await request.json() if request.method == "POST" else {}
         match request.path:
             case "/generate":
-                return await (self.sample(request, body) if body.get("stream") else self.score(body))
+                return await (
+                    self.sample(request, body) if body.get("stream") else self.score(body)
+                )
             case "/pause_generation" | "/continue_generation":
                 self.paused = request.path == "/pause_generation"
             case "/update_weights_from_disk":
@@ -42,12 +48,17 @@ class StandInServer:
 
     async def score(self, body: dict[str, Any]) -> web.Response:
         def meta(ids: list[int], start: int) -> dict[str, Any]:
-            scores = [[None, ids[start], None], *([-1.0, token, None] for token in ids[start + 1 :])]
+            scores = [
+                [None, ids[start], None],
+                *([-1.0, token, None] for token in ids[start + 1 :]),
+            ]
             others = [None, *([[0.0, 1, None]] for _ in ids[start + 1 :])]
             return {
-                "finish_reason": {"type": "length"}, "weight_version": self.version,
-                "input_token_logprobs": scores, "input_token_ids_logprobs": others,
-            }  # fmt: skip
+                "finish_reason": {"type": "length"},
+                "weight_version": self.version,
+                "input_token_logprobs": scores,
+                "input_token_ids_logprobs": others,
+            }
 
         sequences = zip(body["input_ids"], body["logprob_start_len"], strict=True)
         return web.json_response([{"meta_info": meta(ids, start)} for ids, start in sequences])
@@ -62,7 +73,11 @@ class StandInServer:
                 await asyncio.sleep(TOKEN_S)
                 if self.paused and not aborted.is_set():
                     continue
-                left.append(END_TOKEN if random.random() < 1 / MEAN_TOKENS else random.randrange(2, VOCABULARY))
+                left.append(
+                    END_TOKEN
+                    if random.random() < 1 / MEAN_TOKENS
+                    else random.randrange(2, VOCABULARY)
+                )
                 total += 1
                 if not spans or spans[-1]["version"] != self.version:
                     spans.append({"version": self.version, "start": total - 1})
@@ -70,12 +85,20 @@ class StandInServer:
                 full = total == body["sampling_params"]["max_new_tokens"]
                 ended = "stop" if left[-1] == END_TOKEN else "length" if full else ""
                 ended = "abort" if aborted.is_set() else ended
-                finish = {"type": ended, "message": "aborted", "status_code": 500} if ended else None
+                finish = (
+                    {"type": ended, "message": "aborted", "status_code": 500} if ended else None
+                )
                 if finish or len(left) == STREAMED:
                     scores = [[-1.0, token, None] for token in left]
-                    meta = {"output_token_logprobs": scores, "weight_versions": spans, "finish_reason": finish}
+                    meta = {
+                        "output_token_logprobs": scores,
+                        "weight_versions": spans,
+                        "finish_reason": finish,
+                    }
                     await reply.write(
-                        b"data: " + msgspec.json.encode({"output_ids": left, "meta_info": meta}) + b"\n\n"
+                        b"data: "
+                        + msgspec.json.encode({"output_ids": left, "meta_info": meta})
+                        + b"\n\n"
                     )
                     left = []
         finally:
@@ -84,7 +107,9 @@ class StandInServer:
 
 
 def main(arguments: list[str]) -> int:
-    """Be the server if these are the arguments of one, else megarl's command line, which starts this in place of SGLang."""
+    """Be the server if these are the arguments of one, else megarl's command line,
+    which starts this in place of SGLang.
+    """
     if "--index" not in arguments:
         start = LocalLauncher.start
 
@@ -97,7 +122,11 @@ def main(arguments: list[str]) -> int:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", StandInServer().answer)
     web.run_app(
-        app, host="127.0.0.1", port=int(arguments[arguments.index("--port") + 1]), print=None, handle_signals=False
+        app,
+        host="127.0.0.1",
+        port=int(arguments[arguments.index("--port") + 1]),
+        print=None,
+        handle_signals=False,
     )
     return 0
 

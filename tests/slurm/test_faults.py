@@ -1,4 +1,6 @@
-"""Real runs on a real Slurm: a learner over two nodes, a step that dies, a node that is lost."""
+"""Real runs on a real Slurm: a learner over two nodes, a step that dies, a node that is
+lost.
+"""
 
 import psutil
 import pytest
@@ -14,19 +16,30 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1200)]
 def test_learner_over_two_nodes(jobs: Jobs) -> None:
     job = jobs.train("wide", "run.steps=4", "resources.learner_ranks=4", nodes=3)
     job.wait_for_state("COMPLETED")
-    assert job.output.read_text().splitlines()[1:3] == ["node2: learner ranks 0-1", "node3: learner ranks 2-3"]
+    assert job.output.read_text().splitlines()[1:3] == [
+        "node2: learner ranks 0-1",
+        "node3: learner ranks 2-3",
+    ]
     logs = sorted(log.name for log in (job.rundir.logs / "learner").iterdir())
     assert logs == ["node2.0.log", "node2.1.log", "node3.2.log", "node3.3.log"]
     check_history(job.rundir, job.recipe)
 
 
 def test_a_server_over_two_nodes_ends_and_restarts_as_a_whole(jobs: Jobs) -> None:
-    """Killed is the rank on its second node, which answers nobody: that is noticed there. The first node's rank hangs, as it
-    may in NCCL."""
-    wide = ("resources.servers=1", "resources.server_tensor_parallel=2", "resources.threads=2")  # a node has one place
+    """Killed is the rank on its second node, which answers nobody: that is noticed
+    there. The first node's rank hangs, as it may in NCCL.
+    """
+    wide = (
+        "resources.servers=1",
+        "resources.server_tensor_parallel=2",
+        "resources.threads=2",
+    )  # a node has one place
     job = jobs.train("wide-server", "run.steps=8", *wide, nodes=3)
     job.wait_for(lambda: job.steps() >= 2, "step 2", START_LIMIT_S)
-    assert job.output.read_text().splitlines()[:2] == ["node1: controller-0, server 0", "node2: server 0"]
+    assert job.output.read_text().splitlines()[:2] == [
+        "node1: controller-0, server 0",
+        "node2: server 0",
+    ]
     logs = sorted(log.name for log in (job.rundir.logs / "server").iterdir())
     assert logs == ["node1.0.log", "node2.0.log"]
     others = [job.role("rollout").pid, job.role("learn").pid]

@@ -1,5 +1,6 @@
-"""Steps of a real Slurm job under the real supervisor and the shipped 8B script, with small processes as the roles: what dies,
-where, and what that costs."""
+"""Steps of a real Slurm job under the real supervisor and the shipped 8B script, with
+small processes as the roles: what dies, where, and what that costs.
+"""
 
 import os
 import signal
@@ -69,8 +70,12 @@ def test_told_to_save_it_is_queued_again_and_goes_on(stand_in_jobs: Jobs) -> Non
 
 
 @pytest.mark.parametrize("reached", [(), ("--full",)], ids=["steps", "steps-and-script"])
-def test_sigterm_of_a_job_that_stays_is_preemption(stand_in_jobs: Jobs, reached: tuple[str, ...]) -> None:
-    """Slurm sends it to the steps at first, and to the script as well at the end of the grace time."""
+def test_sigterm_of_a_job_that_stays_is_preemption(
+    stand_in_jobs: Jobs, reached: tuple[str, ...]
+) -> None:
+    """Slurm sends it to the steps at first, and to the script as well at the end of the
+    grace time.
+    """
     job = begun(stand_in_jobs, "evicted")
     job.cluster.says("scancel", *reached, "--signal=TERM", job.number)
     job.wait_for(lambda: job.cluster.field(job.number, "Restarts") == "1", "requeue")
@@ -101,10 +106,23 @@ print([node.gpus for node in nodes], step.status(), flush=True)
 
 
 @pytest.mark.parametrize("asked", ["--gpus=4", "--gpus-per-node=2"])
-def test_gpus_may_be_asked_for_by_node_or_for_all_nodes(cluster: Cluster, tmp_path: Path, asked: str) -> None:
-    """In a job with `--gpus` a step on some of its nodes would ask for all GPUs, and be refused."""
-    (tmp_path / "job").write_text(f"#!/bin/sh\nunset SLURM_GPUS\nexec {sys.executable} -c '{GPUS}'\n")
-    words = (asked, "--nodes=2", "--ntasks-per-node=1", "--time=5", f"--output={tmp_path}/said", "job")
+def test_gpus_may_be_asked_for_by_node_or_for_all_nodes(
+    cluster: Cluster, tmp_path: Path, asked: str
+) -> None:
+    """In a job with `--gpus` a step on some of its nodes would ask for all GPUs, and be
+    refused.
+    """
+    (tmp_path / "job").write_text(
+        f"#!/bin/sh\nunset SLURM_GPUS\nexec {sys.executable} -c '{GPUS}'\n"
+    )
+    words = (
+        asked,
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--time=5",
+        f"--output={tmp_path}/said",
+        "job",
+    )
     job = cluster.submit(*words, cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)})
     cluster.wait_for(lambda: cluster.state(job) in ("COMPLETED", "FAILED"), "end of the job")
     assert (tmp_path / "said").read_text().splitlines()[-1] == "[('0', '1'), ('0', '1')] 0"
@@ -145,13 +163,17 @@ def test_a_lost_node_costs_its_servers(stand_in_jobs: Jobs, down: list[str]) -> 
     before = job.steps()
     job.wait_for(lambda: job.steps() > before, "a step more")
     finish(job)
-    assert [(event["role"], event["nodes"]) for event in job.events("dropped")] == [("server-1", ["node2"])]
+    assert [(event["role"], event["nodes"]) for event in job.events("dropped")] == [
+        ("server-1", ["node2"])
+    ]
     assert "its node is lost: the run goes on with the other 1 servers" in job.output.read_text()
 
 
 @pytest.mark.slow
 def test_what_slurm_cannot_end_ends_itself(stand_in_jobs: Jobs, down: list[str]) -> None:
-    """The server's node has lost its slurmd; the server lives there until it finds that nobody hears it."""
+    """The server's node has lost its slurmd; the server lives there until it finds that
+    nobody hears it.
+    """
     job = begun(stand_in_jobs, "lost-slurmd", "resources.threads=2", nodes=3)
     family = pids(job, "server-1")
     job.cluster.kill("node2")
@@ -163,7 +185,9 @@ def test_what_slurm_cannot_end_ends_itself(stand_in_jobs: Jobs, down: list[str])
     finish(job)
 
 
-def test_a_lost_learner_node_sends_the_job_back_to_the_queue(stand_in_jobs: Jobs, down: list[str]) -> None:
+def test_a_lost_learner_node_sends_the_job_back_to_the_queue(
+    stand_in_jobs: Jobs, down: list[str]
+) -> None:
     job = begun(stand_in_jobs, "lost-learner")
     node = job.events("started")[-1]["nodes"][0]
     job.take_down(node, down)
@@ -200,7 +224,9 @@ def test_steps_end_with_the_supervisor(stand_in_jobs: Jobs) -> None:
 
 
 def test_a_role_that_cannot_start_ends_the_job_with_its_causes(stand_in_jobs: Jobs) -> None:
-    """The model is broken from the start: told in a table, with the node, before the end of the log."""
+    """The model is broken from the start: told in a table, with the node, before the
+    end of the log.
+    """
     (stand_in_jobs.cwd / "runs" / "broken").mkdir(parents=True)
     (stand_in_jobs.cwd / "runs" / "broken" / "broken").touch()
     job = stand_in_jobs.train("broken", "run.steps=10")

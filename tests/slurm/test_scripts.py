@@ -1,4 +1,6 @@
-"""The other shipped scripts, one after the other as a user has them: warm start, a run of experts, conversion, evaluation."""
+"""The other shipped scripts, one after the other as a user has them: warm start, a run
+of experts, conversion, evaluation.
+"""
 
 import json
 import re
@@ -22,7 +24,13 @@ def completed(job: Job) -> str:
 
 
 def test_warm_start_experts_conversion_evaluation(jobs: Jobs) -> None:
-    for name in ("runs/quickstart-moe-sft", "runs/quickstart-moe-sft.unfinished", "runs/experts", "exported", "scored"):
+    for name in (
+        "runs/quickstart-moe-sft",
+        "runs/quickstart-moe-sft.unfinished",
+        "runs/experts",
+        "exported",
+        "scored",
+    ):
         shutil.rmtree(jobs.cwd / name, ignore_errors=True)  # of a first try
     words = ("sft.steps=150", "checkpoint.every=10")
     job = jobs.submit("sft.sbatch", *words, options=ONE, RECIPE="quickstart-moe")
@@ -41,12 +49,25 @@ def test_warm_start_experts_conversion_evaluation(jobs: Jobs) -> None:
     assert (jobs.cwd / "runs/quickstart-moe-sft/config.json").exists()
 
     words = ("run.name=experts", "run.steps=3", *SMALL)
-    completed(jobs.submit("scalerl_17bx16.sbatch", *words, options=("--nodes=2",), RECIPE="quickstart-moe"))
+    completed(
+        jobs.submit(
+            "scalerl_17bx16.sbatch", *words, options=("--nodes=2",), RECIPE="quickstart-moe"
+        )
+    )
     rundir = jobs.cwd / "runs" / "experts"
     assert json.loads((rundir / "summary.json").read_text())["steps"] == 3
 
     completed(jobs.submit("convert.sbatch", options=ONE, FROM="runs/experts", TO="exported"))
-    verify = (sys.executable, "-m", "checkpoints_tools", "verify", "runs/experts", "exported", "--logits", "2")
+    verify = (
+        sys.executable,
+        "-m",
+        "checkpoints_tools",
+        "verify",
+        "runs/experts",
+        "exported",
+        "--logits",
+        "2",
+    )
     same = subprocess.run(verify, cwd=jobs.cwd, capture_output=True, text=True, timeout=300)
     assert same.returncode == 0, same.stdout + same.stderr
 

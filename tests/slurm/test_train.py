@@ -1,4 +1,6 @@
-"""The shipped 8B script with a tiny recipe: two servers on one node, the learner on the other."""
+"""The shipped 8B script with a tiny recipe: two servers on one node, the learner on the
+other.
+"""
 
 import shutil
 
@@ -16,20 +18,31 @@ def saved(job: Job) -> int:
     return max(step_of(path) for path in job.rundir.checkpoints.iterdir())
 
 
-def test_it_trains_saves_when_told_to_is_queued_again_and_goes_on_at_the_same_step(jobs: Jobs) -> None:
+def test_it_trains_saves_when_told_to_is_queued_again_and_goes_on_at_the_same_step(
+    jobs: Jobs,
+) -> None:
     shutil.rmtree(jobs.cwd / "runs" / "queued-again", ignore_errors=True)  # of a first try
     job = jobs.train("queued-again", "run.steps=14")
     job.wait_for(lambda: job.steps() >= 2, "step 2", START_LIMIT_S)
-    placed = [line.split(":")[0] for line in job.output.read_text().splitlines() if line.startswith("node")]
+    placed = [
+        line.split(":")[0]
+        for line in job.output.read_text().splitlines()
+        if line.startswith("node")
+    ]
     one, other = placed[:2]
     logs = {str(log.relative_to(job.rundir.logs)) for log in job.rundir.logs.glob("*/*.log")}
-    of_one = (f"{role}/{one}.{rank}.log" for role, rank in (("server", 0), ("server", 1), ("controller", 0)))
+    of_one = (
+        f"{role}/{one}.{rank}.log"
+        for role, rank in (("server", 0), ("server", 1), ("controller", 0))
+    )
     assert logs == {*of_one, f"learner/{other}.0.log"}
     family = job.processes()
 
     jobs.cluster.says("scancel", "--batch", "--signal=USR1", job.number)
     job.wait_for(
-        lambda: "Restarts=1" in jobs.cluster.says("scontrol", "show", "job", job.number), "requeue", END_LIMIT_S
+        lambda: "Restarts=1" in jobs.cluster.says("scontrol", "show", "job", job.number),
+        "requeue",
+        END_LIMIT_S,
     )
     _, alive = psutil.wait_procs(family, timeout=20)
     assert alive == []

@@ -1,6 +1,8 @@
-"""One real SGLang server for all tests of this folder, and the same two tiny models in transformers and in Megatron.
+"""One real SGLang server for all tests of this folder, and the same two tiny models in
+transformers and in Megatron.
 
-Starting a server costs seconds, so it is started once. A test that changes its weights says with which version.
+Starting a server costs seconds, so it is started once. A test that changes its weights
+says with which version.
 """
 
 import asyncio
@@ -56,7 +58,9 @@ class Running:
 
 @dataclass
 class Stack:
-    """`models`: name -> transformers model, whose directory is `directory / name`. The server starts with `a`."""
+    """`models`: name -> transformers model, whose directory is `directory / name`. The
+    server starts with `a`.
+    """
 
     directory: Path
     recipe: Recipe
@@ -82,11 +86,16 @@ def client_of(server: Running, endpoints: Endpoints, timeout_s: float = 120) -> 
 
 
 async def under_way(
-    client: ServerClient, prompt: Sequence[int] | np.ndarray, tokens: int, cache_salt: str | None = None
+    client: ServerClient,
+    prompt: Sequence[int] | np.ndarray,
+    tokens: int,
+    cache_salt: str | None = None,
 ) -> asyncio.Task[Generation]:
     """Begin a request, and return it when its first tokens have come."""
     began = asyncio.Event()
-    task = asyncio.create_task(client.generate(prompt, tokens, cache_salt=cache_salt, started=began.set))
+    task = asyncio.create_task(
+        client.generate(prompt, tokens, cache_salt=cache_salt, started=began.set)
+    )
     await asyncio.wait_for(began.wait(), 60)
     return task
 
@@ -104,7 +113,9 @@ def stack_recipe(directory: Path, **sections: Any) -> Recipe:
 
 @dataclass(frozen=True)
 class Network:
-    """Where a server listens: its address there, that network's interface, and the command that enters its namespace."""
+    """Where a server listens: its address there, that network's interface, and the
+    command that enters its namespace.
+    """
 
     address: str = "127.0.0.1"
     interface: str = "lo"
@@ -115,7 +126,14 @@ def serve(
     rundir: RunDir, address: ServerAddress, log: Path, network: Network = Network()
 ) -> subprocess.Popen[bytes] | Forked:
     """`megarl serve`, in its own process group."""
-    arguments = ["serve", str(rundir.recipe), "--index", str(address.id), "--port", address.url.rpartition(":")[2]]
+    arguments = [
+        "serve",
+        str(rundir.recipe),
+        "--index",
+        str(address.id),
+        "--port",
+        address.url.rpartition(":")[2],
+    ]
     env = os.environ | {"GLOO_SOCKET_IFNAME": network.interface}
     if not network.enter and not torch.cuda.is_available():
         return SERVERS.megarl(arguments, ROOT, env, log)
@@ -136,7 +154,9 @@ def start_servers(recipe: Recipe, networks: Sequence[Network]) -> tuple[Endpoint
     rundir = RunDir(recipe.run.path)
     rundir.create()
     ports = free_ports(len(networks))
-    urls = [f"http://{network.address}:{port}" for network, port in zip(networks, ports, strict=True)]
+    urls = [
+        f"http://{network.address}:{port}" for network, port in zip(networks, ports, strict=True)
+    ]
     endpoints = Endpoints(
         session="test",
         controller="tcp://127.0.0.1:1",
@@ -147,11 +167,15 @@ def start_servers(recipe: Recipe, networks: Sequence[Network]) -> tuple[Endpoint
         rendezvous_port=1,
     )
     rundir.write_endpoints(endpoints)
-    resources = recipe.resources.model_copy(update={"servers": len(networks)})  # a server that it has not is refused
+    resources = recipe.resources.model_copy(
+        update={"servers": len(networks)}
+    )  # a server that it has not is refused
     rundir.recipe.write_text(recipes.dump(recipe.model_copy(update={"resources": resources})))
     servers = []
     for index, (network, url) in enumerate(zip(networks, urls, strict=True)):
-        address = ServerAddress(id=index, url=url, tensor_parallel=recipe.resources.server_tensor_parallel)
+        address = ServerAddress(
+            id=index, url=url, tensor_parallel=recipe.resources.server_tensor_parallel
+        )
         log = rundir.logs / f"server-{index}.log"
         servers.append(Running(address, serve(rundir, address, log, network), log))
     try:
@@ -173,7 +197,9 @@ def anyio_backend() -> str:
 def two_models(directory: Path, make: Callable[..., Any], **overrides: Any) -> dict[str, Any]:
     """Models `a` and `b` of one shape."""
     torch.set_num_threads(1)
-    return {name: make(directory / name, seed=seed, **overrides) for seed, name in enumerate(("a", "b"))}
+    return {
+        name: make(directory / name, seed=seed, **overrides) for seed, name in enumerate(("a", "b"))
+    }
 
 
 @contextmanager
@@ -190,7 +216,9 @@ def running(directory: Path, models: dict[str, Any], **sections: Any) -> Iterato
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("stack")
-    return directory, two_models(directory, tiny_llama, max_position_embeddings=POSITIONS, eos_token_id=None)
+    return directory, two_models(
+        directory, tiny_llama, max_position_embeddings=POSITIONS, eos_token_id=None
+    )
 
 
 @pytest.fixture(scope="session")
@@ -207,7 +235,9 @@ def serves_a(stack: Stack) -> None:
 
 @pytest.fixture(scope="module")
 def learner(models: tuple[Path, dict[str, Any]]) -> Iterator[Callable[[str], tuple[Any, Any]]]:
-    """`learner("b")`: (chunks, family) of a one-rank Megatron learner with that model's weights."""
+    """`learner("b")`: (chunks, family) of a one-rank Megatron learner with that model's
+    weights.
+    """
     from megarl.core.models import build, family_of, hf, parallel
 
     directory, _ = models

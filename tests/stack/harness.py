@@ -1,9 +1,11 @@
-"""lm-evaluation-harness in a process of its own: `python -m tests.stack.harness FOLDER` reads and writes in FOLDER.
+"""lm-evaluation-harness in a process of its own: `python -m tests.stack.harness FOLDER`
+reads and writes in FOLDER.
 
 model/ (weights and tokenizer), arc.jsonl, hellaswag.jsonl, gsm8k.jsonl ──► its own arc_easy, hellaswag and gsm8k on these
 rows ──► harness.json: {"results": {task: {metric: value}}, "samples": {task: [what it says of each row, in their order]}}
 
-Its gsm8k would look for a number, and stop at "Question:"; the tiny model writes none: all that it writes is compared.
+Its gsm8k would look for a number, and stop at "Question:"; the tiny model writes none:
+all that it writes is compared.
 """
 
 import json
@@ -16,7 +18,11 @@ import yaml
 from lm_eval.tasks import TaskManager
 
 ITS_TASKS = Path(lm_eval.__file__).parent / "tasks"
-TASKS = {"arc": "arc/arc_easy.yaml", "hellaswag": "hellaswag/hellaswag.yaml", "gsm8k": "gsm8k/gsm8k.yaml"}
+TASKS = {
+    "arc": "arc/arc_easy.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+    "gsm8k": "gsm8k/gsm8k.yaml",
+}
 GENERATED = 40
 """Tokens, where the harness would take 256."""
 
@@ -39,7 +45,9 @@ def main(folder: Path) -> None:
             changes |= {
                 "fewshot_split": "validation",
                 "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": GENERATED},
-                "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+                "metric_list": [
+                    {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
+                ],
                 "filter_list": [{"name": "whole", "filter": [{"function": "take_first"}]}],
             }
         (folder / f"local_{name}.yaml").write_text(yaml.safe_dump(changes))
@@ -56,7 +64,10 @@ def main(folder: Path) -> None:
     assert found is not None
     told = {
         "results": {name: found["results"][f"local_{name}"] for name in TASKS},
-        "samples": {name: sorted(found["samples"][f"local_{name}"], key=lambda s: s["doc_id"]) for name in TASKS},
+        "samples": {
+            name: sorted(found["samples"][f"local_{name}"], key=lambda s: s["doc_id"])
+            for name in TASKS
+        },
     }
     (folder / "harness.json").write_text(json.dumps(told, default=str))
 

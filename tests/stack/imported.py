@@ -1,4 +1,6 @@
-"""What a server imports, for a process that forks servers: it costs each of them ten seconds of a core otherwise."""
+"""What a server imports, for a process that forks servers: it costs each of them ten
+seconds of a core otherwise.
+"""
 
 import importlib
 import os
@@ -11,7 +13,9 @@ with importing():
     from megarl.core.server import launch, workers
     from megarl.shims import sglang_cpu
 
-    os.environ |= launch.environment(recipes.from_tree({"model": {"path": "any"}}), 0, [0], cuda=False)
+    os.environ |= launch.environment(
+        recipes.from_tree({"model": {"path": "any"}}), 0, [0], cuda=False
+    )
     sglang_cpu.install()
     workers.without_megatron()
     for module in (

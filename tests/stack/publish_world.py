@@ -1,9 +1,11 @@
 """One rank of a learner that publishes: model after model, layout after layout.
 
-`python -m tests.stack.publish_world RECIPE URL FIRST_VERSION PLAN`; rank 0 prints one line of JSON a publication. PLAN (JSON)
-lists {"model": directory, "overrides": of the recipe, "backend": of its process group}. With NUDGED in place of a model's
-name, the previous publisher publishes its model again with a few bits changed; with BROKEN, too, and the last rank fails to
-send the first time; with SAME, a new publisher publishes the same model.
+`python -m tests.stack.publish_world RECIPE URL FIRST_VERSION PLAN`; rank 0 prints one
+line of JSON a publication. PLAN (JSON) lists {"model": directory, "overrides": of the
+recipe, "backend": of its process group}. With NUDGED in place of a model's name, the
+previous publisher publishes its model again with a few bits changed; with BROKEN, too,
+and the last rank fails to send the first time; with SAME, a new publisher publishes the
+same model.
 """
 
 import functools
@@ -37,7 +39,9 @@ NUDGED, BROKEN, SAME = "nudged", "broken", "same"
 def publish_from(
     stack: Stack, ranks: int, first_version: int, publications: Sequence[tuple[str, list[str], str]]
 ) -> list[tuple[str, str, int]]:
-    """Run a world that publishes these (name of a model, overrides, backend): error, checksum, bytes of each."""
+    """Run a world that publishes these (name of a model, overrides, backend): error,
+    checksum, bytes of each.
+    """
     recipe = stack.recipe
     plan = [
         {"model": str(stack.directory / name), "overrides": overrides, "backend": backend}
@@ -45,7 +49,12 @@ def publish_from(
     ]
     path = stack.directory / "plan.json"
     path.write_text(json.dumps(plan))
-    arguments = (str(RunDir(recipe.run.path).recipe), stack.server.address.url, str(first_version), str(path))
+    arguments = (
+        str(RunDir(recipe.run.path).recipe),
+        stack.server.address.url,
+        str(first_version),
+        str(path),
+    )
     output = run_world(ranks, "tests.stack.publish_world", *arguments)
     found = [tuple(json.loads(line)) for line in output.splitlines() if line.startswith("[")]
     assert len(found) == len(publications), output
@@ -55,7 +64,9 @@ def publish_from(
 def main(path: str, url: str, first_version: int, plan: list[dict[str, Any]]) -> None:
     chunks: Sequence[Module] = ()
     for version, entry in enumerate(plan, first_version):
-        recipe = recipes.load(path, [*entry["overrides"], f"resources.learner_ranks={os.environ['WORLD_SIZE']}"])
+        recipe = recipes.load(
+            path, [*entry["overrides"], f"resources.learner_ranks={os.environ['WORLD_SIZE']}"]
+        )
         parallel.start(recipe.model, seed=0, timeout_s=60)
         directory = Path(entry["model"])
         process_group.backend = functools.partial(str, entry["backend"])
@@ -69,7 +80,9 @@ def main(path: str, url: str, first_version: int, plan: list[dict[str, Any]]) ->
             hf.load(chunks, family, directory)
         if directory.name not in (NUDGED, BROKEN):
             publisher = Publisher(recipe, RunDir(recipe.run.path).endpoints(), chunks, family)
-        address = ServerAddress(id=0, url=url, tensor_parallel=recipe.resources.server_tensor_parallel)
+        address = ServerAddress(
+            id=0, url=url, tensor_parallel=recipe.resources.server_tensor_parallel
+        )
         command = Publish(version=version, servers=(address,))
         say(publisher.publish(command, "test"))
     parallel.stop()

@@ -1,6 +1,8 @@
-"""The real controller with a real server, and a learner played by the test: real messages, weights that really change.
+"""The real controller with a real server, and a learner played by the test: real
+messages, weights that really change.
 
-The learner trains nothing; it "publishes" by loading one of two models from disk while requests are in flight.
+The learner trains nothing; it "publishes" by loading one of two models from disk while
+requests are in flight.
 """
 
 import json
@@ -69,7 +71,15 @@ class Run:
     def start(self) -> subprocess.Popen[bytes]:
         with (self.rundir.logs / "controller.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "megarl", "rollout", str(self.rundir.recipe)],
+                [
+                    sys.executable,
+                    "-W",
+                    "ignore",
+                    "-m",
+                    "megarl",
+                    "rollout",
+                    str(self.rundir.recipe),
+                ],
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -91,9 +101,10 @@ class Run:
 
 
 class Learner:
-    """Plays rank 0: asks, publishes, scores, takes batches. `trained`: their bytes by step; `scored`: how many rollouts;
-    `saved`: steps before which it was to
-    write a checkpoint; `error`: what is added to its scores."""
+    """Plays rank 0: asks, publishes, scores, takes batches. `trained`: their bytes by
+    step; `scored`: how many rollouts; `saved`: steps before which it was to write a
+    checkpoint; `error`: what is added to its scores.
+    """
 
     count = 0
 
@@ -101,7 +112,9 @@ class Learner:
         Learner.count += 1
         self.incarnation, self.step, self.run = f"learner-{Learner.count}", step, run
         endpoints = run.rundir.endpoints()
-        self.link = ControllerLink(endpoints.controller, endpoints.link, lambda: "", resend_s=5.0, limit_s=LIMIT_S)
+        self.link = ControllerLink(
+            endpoints.controller, endpoints.link, lambda: "", resend_s=5.0, limit_s=LIMIT_S
+        )
         self.trained: dict[int, bytes] = {}
         self.replayed: set[int] = set()
         self.published: list[int] = []
@@ -109,7 +122,9 @@ class Learner:
         self.scored, self.error = 0, np.float32(0)
 
     def go(self, until: int = STEPS + 1) -> Reply:
-        """Do as told until `until` steps are trained or the controller says stop, for as long as the link waits for a reply."""
+        """Do as told until `until` steps are trained or the controller says stop, for
+        as long as the link waits for a reply.
+        """
         end = time.monotonic() + self.link.limit_s
         while time.monotonic() < end:
             reply = self.ask(Next(incarnation=self.incarnation, step=self.step, version=self.step))
@@ -133,7 +148,9 @@ class Learner:
                     continue
                 case _:
                     return reply
-        raise AssertionError(f"not done within {LIMIT_S} s; the controller says:\n{self.run.log()[-3000:]}")
+        raise AssertionError(
+            f"not done within {LIMIT_S} s; the controller says:\n{self.run.log()[-3000:]}"
+        )
 
     def ask(self, request: Request) -> Reply:
         reply: Reply = decode(self.link.ask(request), Reply)
@@ -152,7 +169,11 @@ class Learner:
         seconds = {f"{part}_seconds": 0.1 for part in ("pause", "transfer", "resume")}
         self.ask(
             Published(
-                incarnation=self.incarnation, version=command.version, results=tuple(results), bytes_sent=1, **seconds
+                incarnation=self.incarnation,
+                version=command.version,
+                results=tuple(results),
+                bytes_sent=1,
+                **seconds,
             )
         )
 
@@ -160,7 +181,9 @@ class Learner:
         """As transformers scores them, but for what `self.error` adds."""
         tokens = [np.asarray(r.tokens) for r in command.rollouts]
         model = self.run.stack.models["ab"[command.version % 2]]
-        found = [s[r.first - 1 :] for s, r in zip(scores(model, tokens), command.rollouts, strict=True)]
+        found = [
+            s[r.first - 1 :] for s, r in zip(scores(model, tokens), command.rollouts, strict=True)
+        ]
         self.scored += len(found)
         self.ask(
             Scored(
@@ -172,7 +195,9 @@ class Learner:
         )
 
     def load(self, url: str, version: int) -> None:
-        """Even versions are model a, odd ones model b. Requests go on over their old KV."""
+        """Even versions are model a, odd ones model b. Requests go on over their old
+        KV.
+        """
         model = self.run.stack.directory / "ab"[version % 2]
         admin(self.run, url, "/pause_generation", {"mode": "in_place"})
         admin(
@@ -193,7 +218,9 @@ def admin(run: Run, url: str, path: str, body: dict[str, Any]) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token for each id of the tiny models: the end of text, `</think>`, and characters."""
+    """One token for each id of the tiny models: the end of text, `</think>`, and
+    characters.
+    """
     vocabulary = {"<eos>": 0, "</think>": 1} | {chr(0x100 + n): n for n in range(2, 128)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -206,7 +233,9 @@ def write_prompts(path: Path, start: int, count: int) -> None:
     rows = [
         {
             "id": f"p{n}",
-            "prompt": "".join(chr(0x102 + (n * 7 + i * i) % 126) for i in range(6)) + chr(0x102 + n),
+            "prompt": (
+                "".join(chr(0x102 + (n * 7 + i * i) % 126) for i in range(6)) + chr(0x102 + n)
+            ),
             "answer": "x",
         }
         for n in range(start, start + count)
@@ -214,8 +243,12 @@ def write_prompts(path: Path, start: int, count: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def controller_recipe(directory: Path, place: Path, thinking: list[int], evaluation: dict[str, int]) -> Recipe:
-    """The recipe of a controller whose prompts are in `place`, for servers of the models in `directory`."""
+def controller_recipe(
+    directory: Path, place: Path, thinking: list[int], evaluation: dict[str, int]
+) -> Recipe:
+    """The recipe of a controller whose prompts are in `place`, for servers of the
+    models in `directory`.
+    """
     write_tokenizer(directory / "a")
     write_prompts(place / "train.jsonl", 0, 40)
     write_prompts(place / "heldout.jsonl", 40, 12)
@@ -248,13 +281,17 @@ def controller_recipe(directory: Path, place: Path, thinking: list[int], evaluat
 
 @contextmanager
 def run_of(recipe: Recipe, stack: Stack) -> Iterator[Run]:
-    """A run directory whose servers are the stack's; its controllers have ended afterwards."""
+    """A run directory whose servers are the stack's; its controllers have ended
+    afterwards.
+    """
     rundir = RunDir(recipe.run.path)
     rundir.create()
     rundir.recipe.write_text(dump(recipe))
     controller = f"tcp://127.0.0.1:{free_ports(1)[0]}"
     rundir.write_endpoints(
-        msgspec.structs.replace(stack.endpoints, session=str(recipe.run.path), controller=controller)
+        msgspec.structs.replace(
+            stack.endpoints, session=str(recipe.run.path), controller=controller
+        )
     )
     made = Run(recipe, stack)
     try:
@@ -274,14 +311,18 @@ def run(stack: Stack, tmp_path: Path) -> Iterator[Run]:
 
 
 def assert_law(run: Run, learner: Learner) -> list[Group]:
-    """Each ticket in one step, in order; every sampled token at most k behind. The groups, in order."""
+    """Each ticket in one step, in order; every sampled token at most k behind. The
+    groups, in order.
+    """
     batches = run.batches()
     assert [t for batch in batches for t in batch] == list(range(STEPS * B))
     groups = [g for batch in batches for g in JournalReader(run.rundir.rollouts).groups(batch)]
     for step, batch in enumerate(batches):
         if step in learner.trained:
             of_journal = JournalReader(run.rundir.rollouts).groups(batch)
-            assert msgspec.msgpack.decode(learner.trained[step])["groups"] == msgspec.msgpack.decode(encode(of_journal))
+            assert msgspec.msgpack.decode(learner.trained[step])[
+                "groups"
+            ] == msgspec.msgpack.decode(encode(of_journal))
     for n, group in enumerate(groups):
         assert not group.void
         assert [r.sample for r in group.rollouts] == list(range(GENERATIONS))
@@ -300,11 +341,16 @@ def test_batches_in_order_within_the_lag_and_scores_of_due_versions(run: Run) ->
     assert process.wait(30) == 0
     groups = assert_law(run, learner)
     rollouts = [r for g in groups for r in g.rollouts]
-    assert any(len(set(r.versions.tolist())) > 1 for r in rollouts), "weights changed inside completions"
+    assert any(len(set(r.versions.tolist())) > 1 for r in rollouts), (
+        "weights changed inside completions"
+    )
     interrupted = [r for r in rollouts if r.interrupted]
     assert interrupted
     assert all(
-        not s.trained for r in interrupted for s in r.segments if s.tokens.tolist()[-1:] == [1] and len(s.tokens) == 3
+        not s.trained
+        for r in interrupted
+        for s in r.segments
+        if s.tokens.tolist()[-1:] == [1] and len(s.tokens) == 3
     )
     assert {r.retries for r in rollouts} == {0}
     rows = list(read_jsonl(run.rundir.eval))
@@ -312,7 +358,10 @@ def test_batches_in_order_within_the_lag_and_scores_of_due_versions(run: Run) ->
     assert all(row["weight_version"] == row["step"] and row["n_prompts"] == 4 for row in rows)
     assert [row["compute_hours"] for row in rows] == sorted(row["compute_hours"] for row in rows)
     assert learner.published == sorted(set(learner.published))
-    assert learner.saved == [0, 3], "each evaluated version, for checkpoint.keep_best; the last is written at the end"
+    assert learner.saved == [
+        0,
+        3,
+    ], "each evaluated version, for checkpoint.keep_best; the last is written at the end"
 
 
 def test_killed_and_restarted_it_gives_the_same_batches_bit_for_bit(run: Run) -> None:
@@ -320,12 +369,18 @@ def test_killed_and_restarted_it_gives_the_same_batches_bit_for_bit(run: Run) ->
     before = run.learner()
     before.go(until=3)
     end = time.monotonic() + LIMIT_S
-    while not run.rundir.eval.exists():  # else its first scores may be lost, and no server has those weights any more
+    while (
+        not run.rundir.eval.exists()
+    ):  # else its first scores may be lost, and no server has those weights any more
         assert time.monotonic() < end, run.log()[-3000:]
         time.sleep(0.05)
     first.kill()
     first.wait()
-    admitted = {r.ticket: r.prompt_id for r in JournalReader(run.rundir.rollouts).replay() if isinstance(r, Admitted)}
+    admitted = {
+        r.ticket: r.prompt_id
+        for r in JournalReader(run.rundir.rollouts).replay()
+        if isinstance(r, Admitted)
+    }
     second = run.start()
     before.go(until=4)  # the same learner goes on; then another one begins again from the start
     after = run.learner()
@@ -340,7 +395,9 @@ def test_killed_and_restarted_it_gives_the_same_batches_bit_for_bit(run: Run) ->
 
 
 class Disturber(Learner):
-    """Its first three publications are each followed by an abort of what the server runs."""
+    """Its first three publications are each followed by an abort of what the server
+    runs.
+    """
 
     def publish(self, command: Publish) -> None:
         super().publish(command)

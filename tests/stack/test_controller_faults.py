@@ -1,5 +1,6 @@
-"""Two servers: one is killed while it is held for an evaluation, and comes back with old weights. And a prompt that no server
-accepts."""
+"""Two servers: one is killed while it is held for an evaluation, and comes back with
+old weights. And a prompt that no server accepts.
+"""
 
 import json
 import os
@@ -15,7 +16,17 @@ from megarl.core.base.messages import Stop
 from megarl.core.base.rundir import read_jsonl
 from megarl.core.journal.journal import JournalReader
 from tests.stack.conftest import POSITIONS, Network, Running, Stack, serve, start_servers
-from tests.stack.test_controller import STEPS, B, K, Learner, Run, assert_law, controller_recipe, run_of, wait_for
+from tests.stack.test_controller import (
+    STEPS,
+    B,
+    K,
+    Learner,
+    Run,
+    assert_law,
+    controller_recipe,
+    run_of,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.stack, pytest.mark.faults, pytest.mark.timeout(900)]
 
@@ -23,10 +34,14 @@ WATCHED_S, LIMIT_S = 8.0, 400.0
 
 
 @pytest.fixture
-def pair(models: tuple[Path, dict[str, Any]], tmp_path: Path) -> Iterator[tuple[Run, list[Running]]]:
+def pair(
+    models: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> Iterator[tuple[Run, list[Running]]]:
     directory, hf_models = models
     recipe = controller_recipe(directory, tmp_path, [200, 400], {"prompts": 12, "samples": 16})
-    recipe = recipe.model_copy(update={"resources": recipe.resources.model_copy(update={"servers": 2})})
+    recipe = recipe.model_copy(
+        update={"resources": recipe.resources.model_copy(update={"servers": 2})}
+    )
     endpoints, servers = start_servers(recipe, [Network(), Network()])
     try:
         with run_of(recipe, Stack(directory, recipe, endpoints, hf_models, servers[0])) as made:
@@ -42,7 +57,9 @@ def restart(run: Run, server: Running) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_is_killed_while_it_is_held_and_comes_back(pair: tuple[Run, list[Running]]) -> None:
+def test_a_server_is_killed_while_it_is_held_and_comes_back(
+    pair: tuple[Run, list[Running]],
+) -> None:
     run, servers = pair
     process = run.start()
     learner = Learner(run, 0)
@@ -60,7 +77,10 @@ def test_a_server_is_killed_while_it_is_held_and_comes_back(pair: tuple[Run, lis
     assert process.wait(60) == 0
     groups = assert_law(run, learner)
     rows = list(read_jsonl(run.rundir.eval))
-    assert rows[0]["step"] in (0, 1), "the lost evaluation was done again at the next version published"
+    assert rows[0]["step"] in (
+        0,
+        1,
+    ), "the lost evaluation was done again at the next version published"
     resent = any(r.retries for g in groups for r in g.rollouts)
     assert resent or rows[0]["step"] == 1, "the dead server had nothing to do"
     assert rows[-1]["step"] == STEPS
@@ -70,7 +90,9 @@ def test_a_server_that_comes_back_with_old_weights_is_sent_nothing_before_it_has
     pair: tuple[Run, list[Running]],
     record_property: Any,
 ) -> None:
-    """The learner is held back, so the server stays as it came: healthy, and with the weights that the run began with."""
+    """The learner is held back, so the server stays as it came: healthy, and with the
+    weights that the run began with.
+    """
     run, servers = pair
     process = run.start()
     learner = Learner(run, 0)
@@ -93,7 +115,9 @@ def test_a_server_that_comes_back_with_old_weights_is_sent_nothing_before_it_has
         time.sleep(0.2)
     assert isinstance(learner.go(), Stop)
     assert process.wait(60) == 0
-    groups = [g for batch in run.batches() for g in JournalReader(run.rundir.rollouts).groups(batch)]
+    groups = [
+        g for batch in run.batches() for g in JournalReader(run.rundir.rollouts).groups(batch)
+    ]
     assert [g.ticket for g in groups] == list(range(STEPS * B))
     for group in groups:
         for segment in (s for r in group.rollouts for s in r.segments if s.trained):
@@ -107,7 +131,9 @@ def status(run: Run) -> dict[int, dict[str, Any]]:
 
 @pytest.fixture
 def refused(stack: Stack, tmp_path: Path) -> Iterator[Run]:
-    """The controller lets longer prompts through than the server takes. One of them is so long, though the model has room."""
+    """The controller lets longer prompts through than the server takes. One of them is
+    so long, though the model has room.
+    """
     recipe = controller_recipe(stack.directory, tmp_path, [40, 160], {"prompts": 4, "samples": 2})
     length = recipe.length.model_copy(update={"prompt_tokens": 2 * POSITIONS})
     prompts = tmp_path / "train.jsonl"
@@ -119,14 +145,20 @@ def refused(stack: Stack, tmp_path: Path) -> Iterator[Run]:
 
 
 def test_a_prompt_that_every_server_refuses_costs_its_ticket(refused: Run) -> None:
-    """The server answers 400. The ticket is void and says why, all others are trained, the server is not taken for lost."""
+    """The server answers 400. The ticket is void and says why, all others are trained,
+    the server is not taken for lost.
+    """
     process = refused.start()
     learner = refused.learner()
     reply = learner.go()
     assert isinstance(reply, Stop)
     assert not reply.error
     assert process.wait(60) == 0
-    groups = [g for batch in refused.batches() for g in JournalReader(refused.rundir.rollouts).groups(batch)]
+    groups = [
+        g
+        for batch in refused.batches()
+        for g in JournalReader(refused.rundir.rollouts).groups(batch)
+    ]
     assert [g.ticket for g in groups] == list(range(STEPS * B))
     void = [g for g in groups if g.void]
     assert {g.prompt.id for g in void} == {"p0"}

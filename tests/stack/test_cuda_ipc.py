@@ -1,4 +1,6 @@
-"""A real server that reads the learner's memory, by handles to /dev/shm here as by CUDA IPC on a GPU, and lends its own."""
+"""A real server that reads the learner's memory, by handles to /dev/shm here as by CUDA
+IPC on a GPU, and lends its own.
+"""
 
 import asyncio
 import http.client
@@ -47,11 +49,19 @@ def publisher(stack: Stack, learner: Any, name: str) -> Publisher:
     return with_small_buckets(stack, *learner(name))
 
 
-def with_small_buckets(stack: Stack, chunks: Any, family: Family, timeout_s: float = 20) -> Publisher:
-    """Eight or more of them: the tiny model would fit in one of the smallest that a recipe can have."""
+def with_small_buckets(
+    stack: Stack, chunks: Any, family: Family, timeout_s: float = 20
+) -> Publisher:
+    """Eight or more of them: the tiny model would fit in one of the smallest that a
+    recipe can have.
+    """
     weights = stack.recipe.weights.model_copy(update={"timeout_s": timeout_s})
-    by = Publisher(stack.recipe.model_copy(update={"weights": weights}), stack.endpoints, chunks, family)
-    by._transport = CudaIpcTransport(ServedWeights(chunks, family, fp8=False), LastSent(1), BUCKET_BYTES)
+    by = Publisher(
+        stack.recipe.model_copy(update={"weights": weights}), stack.endpoints, chunks, family
+    )
+    by._transport = CudaIpcTransport(
+        ServedWeights(chunks, family, fp8=False), LastSent(1), BUCKET_BYTES
+    )
     return by
 
 
@@ -79,8 +89,12 @@ async def test_weights_arrive_whole_while_a_request_goes_on(sharing: Stack, lear
         (result,) = published.results
         assert result.error == ""
     assert first.results[0].checksum != second.results[0].checksum
-    assert second.bytes_sent == sum(p.nbytes for p in sharing.models["b"].parameters()) > 7 * BUCKET_BYTES
-    (old, new) = done.spans
+    assert (
+        second.bytes_sent
+        == sum(p.nbytes for p in sharing.models["b"].parameters())
+        > 7 * BUCKET_BYTES
+    )
+    old, new = done.spans
     assert (old.version, new.version, new.end) == (1, 2, 900)
     (reference,) = scores(sharing.models["a"], [np.concatenate([PROMPT, done.tokens])])
     off = np.abs(done.logprobs - reference[len(PROMPT) - 1 :])
@@ -94,7 +108,9 @@ def test_it_brings_the_same_weights_as_disk(sharing: Stack, learner: Any) -> Non
     assert handed.checksum == sharing.ask(lambda client: client.checksums())[0]
 
 
-async def test_memory_is_lent_for_a_step_and_requests_go_on_after_it(sharing: Stack, learner: Any) -> None:
+async def test_memory_is_lent_for_a_step_and_requests_go_on_after_it(
+    sharing: Stack, learner: Any
+) -> None:
     by = publisher(sharing, learner, "a")
     offload = Offload(sharing.recipe, sharing.endpoints)
     async with sharing.client() as client:
@@ -104,7 +120,9 @@ async def test_memory_is_lent_for_a_step_and_requests_go_on_after_it(sharing: St
             await client.release_memory()  # said twice
             used = sharing.server.cpu_seconds()
             await asyncio.sleep(0.5)
-            assert sharing.server.cpu_seconds() - used < 0.25, "it spins on a core that the learner could use"
+            assert sharing.server.cpu_seconds() - used < 0.25, (
+                "it spins on a core that the learner could use"
+            )
             assert not task.done()
             assert await client.health()
         done = await asyncio.wait_for(task, 60)
@@ -120,7 +138,9 @@ async def test_what_a_lost_learner_has_borrowed_comes_back_with_the_next_publica
     released.__enter__()
     async with sharing.client() as client:
         assert await client.health()
-    (result,) = (await asyncio.to_thread(publish, sharing, publisher(sharing, learner, "b"), "b", 11)).results
+    (result,) = (
+        await asyncio.to_thread(publish, sharing, publisher(sharing, learner, "b"), "b", 11)
+    ).results
     assert result.error == ""
     assert await asyncio.to_thread(served_difference, sharing, "b") <= 1e-5
     async with sharing.client() as client:
@@ -128,7 +148,9 @@ async def test_what_a_lost_learner_has_borrowed_comes_back_with_the_next_publica
         assert (await client.generate(PROMPT, 5)).spans[0].version == 11
 
 
-def test_a_server_elsewhere_is_handed_nothing(sharing: Stack, learner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_elsewhere_is_handed_nothing(
+    sharing: Stack, learner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     by = publisher(sharing, learner, "a")
     monkeypatch.setattr(device, "of_rank", lambda: device.DeviceIdentity("another"))
     (result,) = publish(sharing, by, "a", 20).results
@@ -171,7 +193,9 @@ def test_a_server_that_stands_still_costs_its_limit(sharing: Stack, learner: Any
     stands = at_layer(family, lambda: os.killpg(group, signal.SIGSTOP))
     began = time.monotonic()
     try:
-        (result,) = publish(sharing, with_small_buckets(sharing, chunks, stands, timeout_s=3), "a", 30).results
+        (result,) = publish(
+            sharing, with_small_buckets(sharing, chunks, stands, timeout_s=3), "a", 30
+        ).results
     finally:
         os.killpg(group, signal.SIGCONT)
     assert "hand over: no answer within 3 s (weights.timeout_s)" in result.error

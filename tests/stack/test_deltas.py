@@ -1,4 +1,6 @@
-"""Deltas to a real server: what changed arrives, and whoever does not hold what it changed from gets everything."""
+"""Deltas to a real server: what changed arrives, and whoever does not hold what it
+changed from gets everything.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,9 @@ pytestmark = [pytest.mark.stack]
 
 
 class Deltas:
-    """A publisher of deltas to one server, and what it publishes: the weights of model `a`, nudged before each publication."""
+    """A publisher of deltas to one server, and what it publishes: the weights of model
+    `a`, nudged before each publication.
+    """
 
     def __init__(self, stack: Stack, learner: Callable[[str], Any], full_every: int) -> None:
         self.stack, (self.chunks, self.family) = stack, learner("a")
@@ -28,10 +32,17 @@ class Deltas:
         """A publisher that has published nothing."""
         recipe = self.stack.recipe
         weights = recipe.weights.model_copy(update={"full_every": self.every})
-        return Publisher(recipe.model_copy(update={"weights": weights}), self.stack.endpoints, self.chunks, self.family)
+        return Publisher(
+            recipe.model_copy(update={"weights": weights}),
+            self.stack.endpoints,
+            self.chunks,
+            self.family,
+        )
 
     def publish(self, version: int, by: Publisher | None = None) -> Published:
-        published = (by or self.publisher).publish(Publish(version, (self.stack.server.address,)), "test")
+        published = (by or self.publisher).publish(
+            Publish(version, (self.stack.server.address,)), "test"
+        )
         assert published is not None
         return published
 
@@ -62,7 +73,9 @@ def test_a_server_that_holds_something_else_gets_everything(
     by = Deltas(stack, learner, 100)
     whole = by.nudged(220).bytes_sent
     assert by.nudged(221).bytes_sent < 0.02 * whole
-    stack.ask(lambda server: server.load(str(stack.directory / "b"), 221))  # the version that it was sent
+    stack.ask(
+        lambda server: server.load(str(stack.directory / "b"), 221)
+    )  # the version that it was sent
     found = by.nudged(222)
     assert "server 0: not the weights that were sent" in caplog.text
     assert found.bytes_sent == whole
@@ -70,8 +83,12 @@ def test_a_server_that_holds_something_else_gets_everything(
     assert by.nudged(223).bytes_sent < 0.02 * whole
 
 
-def test_everything_follows_half_a_delta(stack: Stack, learner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server has added some tensors to its copy when it meets one that it cannot read. It keeps what it serves."""
+def test_everything_follows_half_a_delta(
+    stack: Stack, learner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has added some tensors to its copy when it meets one that it cannot
+    read. It keeps what it serves.
+    """
     by = Deltas(stack, learner, 100)
     whole = by.nudged(230).bytes_sent
     calls = 0

@@ -1,4 +1,6 @@
-"""A server that joins a run under way and leaves it: the real controller and servers, and a learner played by the test."""
+"""A server that joins a run under way and leaves it: the real controller and servers,
+and a learner played by the test.
+"""
 
 import json
 import re
@@ -22,7 +24,15 @@ from megarl.core.journal.journal import JournalReader
 from megarl.core.server.membership import FORGET_S
 from megarl.run.join import LEAVE_LIMIT_S
 from tests.stack.conftest import ROOT, Stack
-from tests.stack.test_controller import LIMIT_S, STEPS, Learner, Run, assert_law, controller_recipe, run_of
+from tests.stack.test_controller import (
+    LIMIT_S,
+    STEPS,
+    Learner,
+    Run,
+    assert_law,
+    controller_recipe,
+    run_of,
+)
 
 pytestmark = [pytest.mark.stack]
 
@@ -31,7 +41,17 @@ pytestmark = [pytest.mark.stack]
 def joined(run: Run, *words: str) -> Iterator[subprocess.Popen[str]]:
     """`megarl serve --join` of this run; killed at the end, if it has not ended."""
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "megarl", "serve", "--join", str(run.rundir.path), *words],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "megarl",
+            "serve",
+            "--join",
+            str(run.rundir.path),
+            *words,
+        ],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -54,12 +74,16 @@ def wait_for(run: Run, said: str, process: subprocess.Popen[Any]) -> None:
 
 
 def wait_until_sampling(run: Run, server: subprocess.Popen[Any]) -> None:
-    """Wait until the joined server has sampled 40 tokens of its requests, of 300 or more. Its engine says so."""
+    """Wait until the joined server has sampled 40 tokens of its requests, of 300 or
+    more. Its engine says so.
+    """
     (log,) = (run.rundir.logs / "server").glob("*.log")
     end = time.monotonic() + LIMIT_S
     while "Decode batch" not in log.read_text():
         assert server.poll() is None
-        assert time.monotonic() < end, f"the joined server has not sampled 40 tokens within {LIMIT_S:g} s"
+        assert time.monotonic() < end, (
+            f"the joined server has not sampled 40 tokens within {LIMIT_S:g} s"
+        )
         time.sleep(0.02)
 
 
@@ -80,10 +104,14 @@ def requests(run: Run, server: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def publish(learner: Learner) -> None:
-    """The version that the learner has, which lets a batch more be drawn: from now on it is sampled by all servers."""
+    """The version that the learner has, which lets a batch more be drawn: from now on
+    it is sampled by all servers.
+    """
     until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
-        match learner.ask(Next(incarnation=learner.incarnation, step=learner.step, version=learner.step)):
+        match learner.ask(
+            Next(incarnation=learner.incarnation, step=learner.step, version=learner.step)
+        ):
             case Publish() as command:
                 return learner.publish(command)
             case Score() as command:
@@ -94,14 +122,20 @@ def publish(learner: Learner) -> None:
 
 
 def check(run: Run, learner: Learner, controller: subprocess.Popen[bytes]) -> None:
-    """The run ends well, each ticket was trained once within the lag, and what ran on server 1 went on elsewhere."""
+    """The run ends well, each ticket was trained once within the lag, and what ran on
+    server 1 went on elsewhere.
+    """
     reply = learner.go()
     assert isinstance(reply, Stop)
     assert not reply.error, reply.reason
     assert controller.wait(LIMIT_S) == 0
     assert_law(run, learner)
     there, here = requests(run, 1), requests(run, 0)
-    moved = [name for name in there if any(r["begin"] >= there[name][-1]["end"] for r in here.get(name, []))]
+    moved = [
+        name
+        for name in there
+        if any(r["begin"] >= there[name][-1]["end"] for r in here.get(name, []))
+    ]
     assert moved
 
 
@@ -113,7 +147,9 @@ def test_a_server_joins_is_used_and_leaves_and_nothing_is_lost_or_doubled(run: R
         publish(learner)
         wait_for(run, "server 1 at .* is up", server)
         learner.go(until=2)
-        assert "publish version 1 to server 1" in run.log(), "the other server was not paused for it"
+        assert "publish version 1 to server 1" in run.log(), (
+            "the other server was not paused for it"
+        )
         publish(learner)
         wait_until_sampling(run, server)
         family = psutil.Process(server.pid).children(recursive=True)
@@ -122,9 +158,17 @@ def test_a_server_joins_is_used_and_leaves_and_nothing_is_lost_or_doubled(run: R
         assert "server 1 is forgotten" in run.log()
     assert psutil.wait_procs(family, timeout=60)[1] == []
     check(run, learner, controller)
-    groups = [g for step in range(STEPS) for g in JournalReader(run.rundir.rollouts).groups(run.batches()[step])]
+    groups = [
+        g
+        for step in range(STEPS)
+        for g in JournalReader(run.rundir.rollouts).groups(run.batches()[step])
+    ]
     assert {r.retries for g in groups for r in g.rollouts} == {0}, "a goodbye is no failure"
-    kept = [rows[-1]["args"]["tokens"] for name, rows in requests(run, 1).items() if name in requests(run, 0)]
+    kept = [
+        rows[-1]["args"]["tokens"]
+        for name, rows in requests(run, 1).items()
+        if name in requests(run, 0)
+    ]
     assert any(kept), "what was sampled there is not sampled again"
 
 
@@ -157,7 +201,16 @@ def test_with_other_keys_it_is_told_so_before_a_server_starts(run: Run) -> None:
     run.learner().go(until=1)
     right = run.rundir.endpoints()
     run.rundir.write_endpoints(msgspec.structs.replace(right, link=LinkKeys.new()))
-    command = [sys.executable, "-W", "ignore", "-m", "megarl", "serve", "--join", str(run.rundir.path)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "megarl",
+        "serve",
+        "--join",
+        str(run.rundir.path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "does not answer: the keys in that file are not its own" in done.stderr

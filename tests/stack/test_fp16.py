@@ -1,4 +1,6 @@
-"""A real server in fp16: log-probs against transformers in FP32, and a publication from an fp16 learner."""
+"""A real server in fp16: log-probs against transformers in FP32, and a publication from
+an fp16 learner.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -25,18 +27,26 @@ LIMIT = 0.01
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("fp16")
     models = two_models(
-        directory, tiny_llama, dtype=torch.float16, max_position_embeddings=POSITIONS, eos_token_id=None
+        directory,
+        tiny_llama,
+        dtype=torch.float16,
+        max_position_embeddings=POSITIONS,
+        eos_token_id=None,
     )
     for model in models.values():
         model.float()
-    with running(directory, models, model={"path": str(directory / "a"), "dtype": "fp16"}) as served:
+    with running(
+        directory, models, model={"path": str(directory / "a"), "dtype": "fp16"}
+    ) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
 def learner(stack: Stack) -> Iterator[Callable[[str], tuple[Any, Any]]]:
     """(chunks, family) of a one-rank fp16 learner with the weights of `a` or `b`."""
-    model = recipes.from_tree({"model": {"path": str(stack.directory / "a"), "dtype": "fp16"}}).model
+    model = recipes.from_tree(
+        {"model": {"path": str(stack.directory / "a"), "dtype": "fp16"}}
+    ).model
     parallel.start(model, seed=0, timeout_s=60)
     family = family_of(stack.directory / "a")
     chunks = build.build(model, stack.directory / "a")
@@ -60,8 +70,12 @@ async def worst_difference(stack: Stack, name: str) -> float:
     return max(found)
 
 
-async def test_logprobs_and_a_publication(stack: Stack, learner: Callable[[str], tuple[Any, Any]]) -> None:
-    """b's weights arrive with the checksum that the server says, in two bytes a parameter, and it serves them."""
+async def test_logprobs_and_a_publication(
+    stack: Stack, learner: Callable[[str], tuple[Any, Any]]
+) -> None:
+    """b's weights arrive with the checksum that the server says, in two bytes a
+    parameter, and it serves them.
+    """
     before = await worst_difference(stack, "a")
     published = await asyncio.to_thread(publish, stack, learner, "b", 1)
     (result,) = published.results

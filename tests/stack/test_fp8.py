@@ -1,4 +1,6 @@
-"""A real SGLang server with FP8 parameters, whose products a stand-in computes on the CPU (tests/fp8_stand_in.py)."""
+"""A real SGLang server with FP8 parameters, whose products a stand-in computes on the
+CPU (tests/fp8_stand_in.py).
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +43,9 @@ MAKE = {"dense": (tiny_qwen3, SHAPE), "experts": (tiny_qwen3_moe, EXPERTS)}
 
 
 @pytest.fixture(scope="module", params=["dense", pytest.param("experts", marks=pytest.mark.slow)])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
     """A server that began with the bf16 directory of model `a`."""
     directory = tmp_path_factory.mktemp("fp8")
     make, shape = MAKE[request.param]
@@ -53,7 +57,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SERVERS, "megarl", stand_in)
-        with running(directory, two_models(directory, make, **shape), model=model, serving=serving) as stack:
+        with running(
+            directory, two_models(directory, make, **shape), model=model, serving=serving
+        ) as stack:
             yield stack
 
 
@@ -79,11 +85,16 @@ class Publications:
         self.chunks, self.family = chunks_of("a")
         self._served = served
         self._publisher = Publisher(
-            recipe.model_copy(update={"weights": changed}), served.endpoints, self.chunks, self.family
+            recipe.model_copy(update={"weights": changed}),
+            served.endpoints,
+            self.chunks,
+            self.family,
         )
 
     def publish(self, version: int) -> Published:
-        published = self._publisher.publish(Publish(version, (self._served.server.address,)), "test")
+        published = self._publisher.publish(
+            Publish(version, (self._served.server.address,)), "test"
+        )
         assert published is not None
         return published
 
@@ -117,14 +128,18 @@ def logprobs(model: Any, sequence: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def products_of_the_stand_in(model: Any) -> Iterator[None]:
-    """transformers' linear maps multiply like those of the server, with the weights that it should have."""
+    """transformers' linear maps multiply like those of the server, with the weights
+    that it should have.
+    """
     handles = []
     for name, module in model.named_modules():
         if not is_quantised(f"{name}.weight"):
             continue
         values, scales = quantise(module.weight.detach())
 
-        def replaced(module: Any, inputs: Any, out: Any, values: Any = values, scales: Any = scales) -> Tensor:
+        def replaced(
+            module: Any, inputs: Any, out: Any, values: Any = values, scales: Any = scales
+        ) -> Tensor:
             return fp8_stand_in.product(inputs[0], values, scales)
 
         handles.append(module.register_forward_hook(replaced))
@@ -145,7 +160,10 @@ def test_a_server_quantises_the_bf16_directory_that_it_begins_with(served: Stack
 
 def test_it_generates_by_the_quantised_model(served: Stack) -> None:
     if hasattr(served.models["a"].config, "num_experts"):
-        pytest.skip("transformers keeps a layer's experts in one tensor, so they cannot be replaced one by one")
+        pytest.skip(
+            "transformers keeps a layer's experts in one tensor, so they cannot be replaced one"
+            " by one"
+        )
     served.ask(lambda client: client.load(str(served.directory / "a"), 0))
     generation = served.ask(lambda client: client.generate(PROMPT, 300))
     sequence = np.concatenate([PROMPT, generation.tokens])
@@ -200,14 +218,19 @@ def test_deltas_add_up_and_a_damaged_one_is_noticed(
     assert (found.bytes_sent, assert_arrived(found) != "") == (whole, True)
 
 
-def test_a_scale_that_did_not_arrive_is_noticed(served: Stack, chunks_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scale_that_did_not_arrive_is_noticed(
+    served: Stack, chunks_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its weight's values did: the product would be wrong by a factor of two."""
     by = Publications(served, chunks_of)
     assert_arrived(by.publish(30))
     lost = "layers.1.self_attn.o_proj.weight_scale_inv"
 
     def one_doubled(tensors: Iterable[tuple[str, Tensor]], *sizes: float) -> Iterator[Any]:
-        return buckets(((name, 2 * tensor if name.endswith(lost) else tensor) for name, tensor in tensors), *sizes)
+        return buckets(
+            ((name, 2 * tensor if name.endswith(lost) else tensor) for name, tensor in tensors),
+            *sizes,
+        )
 
     monkeypatch.setattr(process_group, "buckets", one_doubled)
     (result,) = by.publish(31).results

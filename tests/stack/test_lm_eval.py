@@ -1,6 +1,8 @@
-"""The same numbers as lm-evaluation-harness: its transformers back end, our server, one tiny model, the same rows.
+"""The same numbers as lm-evaluation-harness: its transformers back end, our server, one
+tiny model, the same rows.
 
-The harness runs its own task files on local rows, in float32 (harness.py); ours is the real server with the same weights.
+The harness runs its own task files on local rows, in float32 (harness.py); ours is the
+real server with the same weights.
 """
 
 import json
@@ -25,9 +27,27 @@ pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.usefixtures("ser
 
 ROOT = Path(__file__).parents[2]
 ARC = [
-    ("Mercury_1", "Which gas do plants take in?", ["oxygen", "carbon dioxide", "helium"], "ABC", "B"),
-    ("NYSEDREGENTS_2", "What is frozen water called?", ["ice", "steam", "a cloud", "rain from the sky"], "1234", "1"),
-    ("Mercury_3", "Où est né Molière?", ["à Paris", "éé ééé éé", "in Rome", "in Lyon"], "ABCD", "A"),
+    (
+        "Mercury_1",
+        "Which gas do plants take in?",
+        ["oxygen", "carbon dioxide", "helium"],
+        "ABC",
+        "B",
+    ),
+    (
+        "NYSEDREGENTS_2",
+        "What is frozen water called?",
+        ["ice", "steam", "a cloud", "rain from the sky"],
+        "1234",
+        "1",
+    ),
+    (
+        "Mercury_3",
+        "Où est né Molière?",
+        ["à Paris", "éé ééé éé", "in Rome", "in Lyon"],
+        "ABCD",
+        "A",
+    ),
     (
         "Mercury_4",
         " Which is a mammal? ",
@@ -35,15 +55,31 @@ ARC = [
         "ABCD",
         "B",
     ),
-    ("Mercury_5", "What falls?", ["all", "everything that is not held by something", "a", "no", "2"], "ABCDE", "C"),
+    (
+        "Mercury_5",
+        "What falls?",
+        ["all", "everything that is not held by something", "a", "no", "2"],
+        "ABCDE",
+        "C",
+    ),
 ]
 HELLASWAG = [
-    ("Roofs", "A man is sitting on a roof.", "he", ["starts to pull at it.", "is  there.", "a", "sings"]),
+    (
+        "Roofs",
+        "A man is sitting on a roof.",
+        "he",
+        ["starts to pull at it.", "is  there.", "a", "sings"],
+    ),
     (
         "Home and Garden",
         "[header] How to plant a tree [title] Dig a hole. [step] Take a spade.",
         "",
-        ["[substeps] Dig deep.", "Sing. [title] Then dance.", "Wait [for] a year.", "Go home, and never come back."],
+        [
+            "[substeps] Dig deep.",
+            "Sing. [title] Then dance.",
+            "Wait [for] a year.",
+            "Go home, and never come back.",
+        ],
     ),
     (
         "Playing",
@@ -67,21 +103,31 @@ BEGIN, END = "<s>", "</s>"
 
 @pytest.fixture(scope="module")
 def folder(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The rows, the served model with a tokenizer, and what the harness says of them (harness.json)."""
+    """The rows, the served model with a tokenizer, and what the harness says of them
+    (harness.json).
+    """
     folder = tmp_path_factory.mktemp("harness")
     model = folder / "model"
     model.mkdir()
     for file in (stack.directory / "a").iterdir():
         (model / file.name).symlink_to(file)
     texts = [*(f"Question: {q}\nAnswer: {' '.join(c)}" for _, q, c, _, _ in ARC), "0123456789 #,$"]
-    texts += [f"{label}: {a} {b.capitalize()} {' '.join(endings)}" for label, a, b, endings in HELLASWAG]
+    texts += [
+        f"{label}: {a} {b.capitalize()} {' '.join(endings)}" for label, a, b, endings in HELLASWAG
+    ]
     save_tokenizer(model, [*texts, *SUMS])
     write_rows(folder / "arc.jsonl", arc_rows())
     write_rows(folder / "hellaswag.jsonl", hellaswag_rows())
     write_rows(folder / "gsm8k.jsonl", gsm8k_rows(stack.models["a"], model))
-    environment = os.environ | {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "HF_HOME": str(folder / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-W", "ignore", "-m", "tests.stack.harness", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
@@ -93,21 +139,34 @@ def harness(folder: Path) -> dict[str, Any]:
 
 
 def save_tokenizer(directory: Path, texts: list[str]) -> None:
-    """Byte pairs of at most 128 tokens, as many as the tiny model has; it puts <s> in front of a text, as Llama 3's does."""
+    """Byte pairs of at most 128 tokens, as many as the tiny model has; it puts <s> in
+    front of a text, as Llama 3's does.
+    """
     backend = Tokenizer(models.BPE(unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
     backend.decoder = decoders.Fuse()
-    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=120, special_tokens=[BEGIN, END, "?"]))
-    backend.post_processor = processors.TemplateProcessing(f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
+    backend.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=120, special_tokens=[BEGIN, END, "?"])
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        f"{BEGIN} $A", special_tokens=[(BEGIN, 0)]
+    )
     assert 100 < backend.get_vocab_size() <= 128
     backend.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BEGIN, "eos_token": END}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"clean_up_tokenization_spaces": False}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(config | {"clean_up_tokenization_spaces": False})
+    )
 
 
 def arc_rows() -> list[dict[str, Any]]:
     return [
-        {"id": name, "question": question, "choices": {"text": texts, "label": list(labels)}, "answerKey": key}
+        {
+            "id": name,
+            "question": question,
+            "choices": {"text": texts, "label": list(labels)},
+            "answerKey": key,
+        }
         for name, question, texts, labels, key in ARC
     ]
 
@@ -128,13 +187,17 @@ def hellaswag_rows() -> list[dict[str, Any]]:
 
 
 def gsm8k_rows(model: Any, directory: Path) -> list[dict[str, Any]]:
-    """To every other question the right answer is what the model says in transformers, so that it is right now and then."""
+    """To every other question the right answer is what the model says in transformers,
+    so that it is right now and then.
+    """
     tokenizer = load_tokenizer(directory)
     rows = []
     for n, question in enumerate(SUMS):
         (tokens,) = tokenizer.encode_all([f"Question: {question}\nAnswer:"], framed=True)
         sequence = torch.from_numpy(tokens.astype(np.int64))[None]
-        said = model.generate(sequence, max_new_tokens=GENERATED, do_sample=False, eos_token_id=tokenizer.end)
+        said = model.generate(
+            sequence, max_new_tokens=GENERATED, do_sample=False, eos_token_id=tokenizer.end
+        )
         text = tokenizer.decode(said[0, len(tokens) :].numpy()).removesuffix(END)
         rows.append({"question": question, "answer": "#### 5" if n % 2 else text})
     return rows
@@ -157,29 +220,41 @@ async def answers(stack: Stack, folder: Path, name: str, salt: str) -> list[Answ
 async def test_the_same_log_likelihoods_and_accuracies(
     stack: Stack, folder: Path, harness: dict[str, Any], name: str
 ) -> None:
-    """Twice with the same salt: what the first has left in the server's prefix cache does not count."""
+    """Twice with the same salt: what the first has left in the server's prefix cache
+    does not count.
+    """
     for _ in range(2):
         found = await answers(stack, folder, name, "twice")
         for answer, sample in zip(found, harness["samples"][name], strict=True):
-            assert [[answer.prompt, " " + choice] for choice in answer.choices] == sample["arguments"]
+            assert [[answer.prompt, " " + choice] for choice in answer.choices] == sample[
+                "arguments"
+            ]
             theirs = [float(each[0][0]) for each in sample["resps"]]
             np.testing.assert_allclose(answer.loglikelihoods, theirs, rtol=0, atol=1e-4)
             right = answer.choices.index(answer.expected)
             assert answer.correct == bool(sample["acc"])
             assert (answer.chosen_normalised == right) == bool(sample["acc_norm"])
-        normalised = [answer.chosen_normalised == answer.choices.index(answer.expected) for answer in found]
+        normalised = [
+            answer.chosen_normalised == answer.choices.index(answer.expected) for answer in found
+        ]
         assert np.mean([answer.correct for answer in found]) == harness["results"][name]["acc,none"]
         assert np.mean(normalised) == harness["results"][name]["acc_norm,none"]
-    assert any(answer.chosen != answer.chosen_normalised for answer in found), "rows that tell the two apart"
+    assert any(answer.chosen != answer.chosen_normalised for answer in found), (
+        "rows that tell the two apart"
+    )
 
 
-async def test_the_same_greedy_texts_and_exact_matches(stack: Stack, folder: Path, harness: dict[str, Any]) -> None:
+async def test_the_same_greedy_texts_and_exact_matches(
+    stack: Stack, folder: Path, harness: dict[str, Any]
+) -> None:
     tokenizer = load_tokenizer(folder / "model")
     right = []
     async with stack.client() as client:
         for sample in harness["samples"]["gsm8k"]:
             (tokens,) = tokenizer.encode_all([sample["arguments"][0][0]], framed=True)
-            done = await client.generate(tokens, GENERATED, temperature=0.0, stop_token_ids=[tokenizer.end])
+            done = await client.generate(
+                tokens, GENERATED, temperature=0.0, stop_token_ids=[tokenizer.end]
+            )
             text = tokenizer.decode(done.tokens).removesuffix(END)
             assert [text] == sample["resps"][0]
             right.append(text == sample["doc"]["answer"])

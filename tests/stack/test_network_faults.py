@@ -1,4 +1,5 @@
-"""A network that is gone for half a minute, between the learner and one of its servers: a namespace behind a cable (veth).
+"""A network that is gone for half a minute, between the learner and one of its servers:
+a namespace behind a cable (veth).
 
 learner, server 0 ── 10.231.77.1 megarl0 ══════ megarl1 10.231.77.2 ── server 1, in the namespace megarl-faults
 """
@@ -31,7 +32,10 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.anyio,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="only root can make network namespaces"),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("ip") is None,
+        reason="only root can make network namespaces",
+    ),
 ]
 
 GONE_S = 30.0
@@ -84,7 +88,9 @@ def pair(
 async def test_gone_in_a_transfer_and_back(
     pair: Pair, networks: list[Network], monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
-    """Server 0 gets the new weights and runs. Server 1 is named; started again, it takes the next version."""
+    """Server 0 gets the new weights and runs. Server 1 is named; started again, it
+    takes the next version.
+    """
     url = pair.servers[1].address.url
     assert [r.error for r in pair.publish("a", 1).results] == ["", ""]
     back = threading.Timer(GONE_S, cable, ["up"])
@@ -109,15 +115,18 @@ async def test_gone_in_a_transfer_and_back(
         assert (await client.generate(PROMPT, 5)).spans[0].version == 2
     back.join()
     returned = time.monotonic()
-    # What the learner's end said when it gave up was lost, too: the server waits for the rest of a broadcast. The supervisor
-    # ends what the controller has not reached for LOST_S (megarl/run/watch.py).
+    # What the learner's end said when it gave up was lost, too: the server waits for
+    # the rest of a broadcast. The supervisor ends what the controller has not reached
+    # for LOST_S (megarl/run/watch.py).
     pair.servers[1].stop()
     pair.servers[1].process = serve(
         RunDir(pair.recipe.run.path), pair.servers[1].address, pair.servers[1].log, networks[1]
     )
     await asyncio.to_thread(wait_ready, url, START_LIMIT_S, pair.servers[1].process.poll)
     again = await asyncio.to_thread(pair.publish, "a", 3)
-    record_property("from the network's return to new weights, seconds", round(time.monotonic() - returned, 1))
+    record_property(
+        "from the network's return to new weights, seconds", round(time.monotonic() - returned, 1)
+    )
     assert [r.error for r in again.results] == ["", ""]
     async with client_of(pair.servers[1], pair.endpoints) as client:
         assert (await client.generate(PROMPT, 5)).spans[0].version == 3
@@ -146,7 +155,9 @@ def test_what_a_machine_that_is_gone_does_not_acknowledge_ends_the_connection(
         assert listener.stdout.readline() == b"ready\n"
         made.settimeout(30)
         made.connect(("10.231.77.2", 4000))
-        ip("-n", SPACE, "route", "add", "blackhole", "10.231.77.1")  # nothing comes back, and nobody says so
+        ip(
+            "-n", SPACE, "route", "add", "blackhole", "10.231.77.1"
+        )  # nothing comes back, and nobody says so
         with pytest.raises(TimeoutError) as gone:
             made.sendall(bytes(64 << 20))
         assert gone.value.errno == errno.ETIMEDOUT  # the kernel's, not ours after 30 s

@@ -1,4 +1,6 @@
-"""Publication to the real server: in flight, exact version labels, checksums, disk, many ranks, errors."""
+"""Publication to the real server: in flight, exact version labels, checksums, disk,
+many ranks, errors.
+"""
 
 import asyncio
 import itertools
@@ -30,8 +32,12 @@ PROMPT = np.arange(5, 25, dtype=np.int32)
 
 
 @torch.no_grad()
-def kept_cache_scores(old: Any, new: Any, prompt: np.ndarray, tokens: np.ndarray, switch: int) -> np.ndarray:
-    """Log-probs when `switch` tokens come from `old` and the rest from `new` over the cache that `old` left behind."""
+def kept_cache_scores(
+    old: Any, new: Any, prompt: np.ndarray, tokens: np.ndarray, switch: int
+) -> np.ndarray:
+    """Log-probs when `switch` tokens come from `old` and the rest from `new` over the
+    cache that `old` left behind.
+    """
     sequence = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
     before = len(prompt) + switch - 1  # positions whose keys and values are old
     first = old(sequence[None, :before], use_cache=True)
@@ -41,7 +47,9 @@ def kept_cache_scores(old: Any, new: Any, prompt: np.ndarray, tokens: np.ndarray
     return logprobs[len(prompt) - 1 :].numpy()
 
 
-def publish(stack: Stack, learner: Any, name: str, version: int, publisher: Publisher | None = None) -> Published:
+def publish(
+    stack: Stack, learner: Any, name: str, version: int, publisher: Publisher | None = None
+) -> Published:
     chunks, family = learner(name)
     publisher = publisher or Publisher(stack.recipe, stack.endpoints, chunks, family)
     command = Publish(version=version, servers=(stack.server.address,))
@@ -79,15 +87,21 @@ async def test_a_running_request_goes_on_over_a_publication(
     assert published.bytes_sent == sum(p.nbytes for p in stack.models["b"].parameters())
     for generation in done:
         assert generation.finish == "length"
-        (old, new) = generation.spans
+        old, new = generation.spans
         assert (old.version, old.start, new.version, new.end) == (1, 0, 2, 900)
         assert 0 < old.end == new.start < 900
-        reference = kept_cache_scores(stack.models["a"], stack.models["b"], PROMPT, generation.tokens, new.start)
+        reference = kept_cache_scores(
+            stack.models["a"], stack.models["b"], PROMPT, generation.tokens, new.start
+        )
         np.testing.assert_allclose(generation.logprobs, reference, atol=2e-5)
 
 
-async def test_requests_that_begin_as_weights_change_are_labelled_right(stack: Stack, learner: Any) -> None:
-    """Some requests have their first token under way; the scheduler takes it in after the pause."""
+async def test_requests_that_begin_as_weights_change_are_labelled_right(
+    stack: Stack, learner: Any
+) -> None:
+    """Some requests have their first token under way; the scheduler takes it in after
+    the pause.
+    """
     chunks, family = learner("a")
     publisher = Publisher(stack.recipe, stack.endpoints, chunks, family)
     seen: set[int] = set()
@@ -97,7 +111,9 @@ async def test_requests_that_begin_as_weights_change_are_labelled_right(stack: S
                 break
             assert_good(await asyncio.to_thread(publish, stack, learner, "a", version, publisher))
             tasks = []
-            publishing = asyncio.create_task(asyncio.to_thread(publish, stack, learner, "b", version + 1, publisher))
+            publishing = asyncio.create_task(
+                asyncio.to_thread(publish, stack, learner, "b", version + 1, publisher)
+            )
             while not publishing.done():
                 salt = f"{version}/{len(tasks)}"
                 tasks.append(asyncio.create_task(client.generate(PROMPT, 6, cache_salt=salt)))
@@ -109,10 +125,15 @@ async def test_requests_that_begin_as_weights_change_are_labelled_right(stack: S
                 seen.add(switch)
                 old_model, new_model = stack.models["a"], stack.models["b"]
                 if switch in (0, len(generation.tokens)):
-                    (whole,) = scores(old_model if switch else new_model, [np.concatenate([PROMPT, generation.tokens])])
+                    (whole,) = scores(
+                        old_model if switch else new_model,
+                        [np.concatenate([PROMPT, generation.tokens])],
+                    )
                     reference = whole[len(PROMPT) - 1 :]
                 else:
-                    reference = kept_cache_scores(old_model, new_model, PROMPT, generation.tokens, switch)
+                    reference = kept_cache_scores(
+                        old_model, new_model, PROMPT, generation.tokens, switch
+                    )
                 np.testing.assert_allclose(generation.logprobs, reference, atol=2e-5)
     assert {0, 1} <= seen
 
@@ -122,7 +143,10 @@ def test_disk_brings_the_same_weights_as_the_group(stack: Stack, learner: Any) -
     chunks, family = learner("a")
     recipe = stack_recipe(stack.directory, weights={"transport": "disk", "timeout_s": 20})
     publisher = Publisher(recipe, stack.endpoints, chunks, family)
-    sums = [assert_good(publish(stack, learner, n, v, publisher)) for n, v in (("a", 11), ("b", 12), ("a", 13))]
+    sums = [
+        assert_good(publish(stack, learner, n, v, publisher))
+        for n, v in (("a", 11), ("b", 12), ("a", 13))
+    ]
     assert sums == [sums[0], by_group, sums[0]]
     assert served_difference(stack, "a") < 1e-4
     kept = sorted(p.name for p in (stack.directory / "run" / "weights").iterdir())
@@ -170,7 +194,9 @@ def test_a_directory_that_a_server_does_not_load_is_noticed(
     assert_good(publish(stack, learner, "b", 23, publisher))
 
 
-async def test_an_update_left_open_by_a_lost_learner_does_not_hinder_the_next(stack: Stack, learner: Any) -> None:
+async def test_an_update_left_open_by_a_lost_learner_does_not_hinder_the_next(
+    stack: Stack, learner: Any
+) -> None:
     async with stack.client() as client:
         await client.pause("in_place")
         await client.begin()
@@ -181,7 +207,9 @@ async def test_an_update_left_open_by_a_lost_learner_does_not_hinder_the_next(st
 async def test_what_was_checked_is_what_is_served_and_a_copy_that_was_left_is_dropped(
     stack: Stack, learner: Any
 ) -> None:
-    """A learner that is lost while it sends leaves its group and its copy; the server serves on, and the next begins anew."""
+    """A learner that is lost while it sends leaves its group and its copy; the server
+    serves on, and the next begins anew.
+    """
     before = assert_good(await asyncio.to_thread(publish, stack, learner, "a", 34))
     chunks, family = learner("b")
     weights = ServedWeights(chunks, family, fp8=False)
@@ -204,15 +232,21 @@ async def test_what_was_checked_is_what_is_served_and_a_copy_that_was_left_is_dr
                 await asyncio.to_thread(transport.send, fleet, [0], 35)
         with pytest.raises(ServerSaid, match="version 35 is not staged with its checksums"):
             await client.swap(35)
-        with pytest.raises(ServerSaid, match="version 36 comes as differences from 33, and this server has 34"):
+        with pytest.raises(
+            ServerSaid, match="version 36 comes as differences from 33, and this server has 34"
+        ):
             await client.stage(36, base=33)
         assert [(s.version, s.end) for s in (await request).spans] == [(34, 900)]
         assert (await client.checksums())[0] == before
         after = assert_good(await asyncio.to_thread(publish, stack, learner, "b", 37))
-        assert after == (await client.checksums())[0] == (await client.staged_checksums())[0] != before
+        assert (
+            after == (await client.checksums())[0] == (await client.staged_checksums())[0] != before
+        )
 
 
-async def test_an_error_on_the_learners_side_leaves_no_server_paused(stack: Stack, learner: Any) -> None:
+async def test_an_error_on_the_learners_side_leaves_no_server_paused(
+    stack: Stack, learner: Any
+) -> None:
     chunks, family = learner("a")
 
     class Broken(Family):

@@ -1,4 +1,6 @@
-"""Learners of two ranks publish what a learner of one rank does, bit for bit, over gloo and over the stand-in for NCCL."""
+"""Learners of two ranks publish what a learner of one rank does, bit for bit, over gloo
+and over the stand-in for NCCL.
+"""
 
 import itertools
 from typing import Any
@@ -34,8 +36,13 @@ def test_two_ranks_publish_what_one_does(stack: Stack, learner: Any) -> None:
     assert one["a"] != one["b"]
     every = itertools.product(["gloo", PESSIMISTIC_NCCL], LAYOUTS)
     models = itertools.cycle("ab")  # each is another than the server has
-    publications = [(name, layout, backend) for (backend, layout), name in zip(every, models, strict=False)]
+    publications = [
+        (name, layout, backend) for (backend, layout), name in zip(every, models, strict=False)
+    ]
     found = publish_from(stack, 2, 102, publications)
     for (name, *_), (error, checksum, size) in zip(publications, found, strict=True):
         assert (error, (checksum, size)) == ("", one[name])
-    assert difference(stack.server.address.url, stack.endpoints, stack.models[publications[-1][0]]) < 1e-4
+    assert (
+        difference(stack.server.address.url, stack.endpoints, stack.models[publications[-1][0]])
+        < 1e-4
+    )

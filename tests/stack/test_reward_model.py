@@ -1,4 +1,5 @@
-"""A reward model that a real SGLang serves, asked through the example service as a run asks it: its numbers are transformers'.
+"""A reward model that a real SGLang serves, asked through the example service as a run
+asks it: its numbers are transformers'.
 
 Remote (megarl/tasks/graders/remote.py) ── key, batches ──► examples/reward_server.py ── /classify ──► SGLang --is-embedding
 """
@@ -35,7 +36,9 @@ KEY = "key-of-the-reward-model"
 def reward_model(folder: Path) -> tuple[LlamaForSequenceClassification, PreTrainedTokenizerFast]:
     """A Llama with a head of one number, random, and a tokenizer of characters."""
     config = {key: value for key, value in COMMON.items() if key != "experts_implementation"}
-    model = LlamaForSequenceClassification(LlamaConfig(**config, num_labels=1, pad_token_id=0, eos_token_id=0))
+    model = LlamaForSequenceClassification(
+        LlamaConfig(**config, num_labels=1, pad_token_id=0, eos_token_id=0)
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -47,14 +50,17 @@ def reward_model(folder: Path) -> tuple[LlamaForSequenceClassification, PreTrain
     vocabulary = {"<eos>": 0} | {chr(32 + n): n + 1 for n in range(95)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>"
+    )
     tokenizer.save_pretrained(folder)
     return model, tokenizer
 
 
 def serve(arguments: list[str]) -> None:
-    """`python -m sglang.launch_server`, with what megarl does for it on a CPU, in a process that has imported SGLang, and
-    only one of its two hundred models."""
+    """`python -m sglang.launch_server`, with what megarl does for it on a CPU, in a
+    process that has imported SGLang, and only one of its two hundred models.
+    """
     from megarl.shims import sglang_cpu
 
     sglang_cpu.patch()
@@ -68,7 +74,9 @@ def serve(arguments: list[str]) -> None:
 
 
 @contextmanager
-def started(process: subprocess.Popen[bytes] | Forked, ready: Callable[[], bool], log: Path) -> Iterator[None]:
+def started(
+    process: subprocess.Popen[bytes] | Forked, ready: Callable[[], bool], log: Path
+) -> Iterator[None]:
     """This process, once it is ready; it and its children have ended afterwards."""
     try:
         end = time.monotonic() + START_LIMIT_S
@@ -94,7 +102,11 @@ def test_a_reward_model_served_by_sglang(tmp_path: Path, monkeypatch: pytest.Mon
     model, tokenizer = reward_model(tmp_path / "rm")
     monkeypatch.setenv("REWARD_KEY", KEY)
     served, port = free_ports(2)
-    url, example, log = f"http://127.0.0.1:{served}", tmp_path / "example.log", tmp_path / "sglang.log"
+    url, example, log = (
+        f"http://127.0.0.1:{served}",
+        tmp_path / "example.log",
+        tmp_path / "sglang.log",
+    )
     sglang = [
         *("--model-path", str(tmp_path / "rm"), "--is-embedding"),
         *("--host", "127.0.0.1", "--port", str(served), "--device", "cpu", "--dtype", "float32"),
@@ -102,25 +114,39 @@ def test_a_reward_model_served_by_sglang(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     service = [sys.executable, "examples/reward_server.py", "--port", str(port), "--classify", url]
     items = [
-        Submission("2", "2", completion=f"<think>{n}+1</think>{n + 1}", prompt=f"What is {n}+1?") for n in range(20)
+        Submission("2", "2", completion=f"<think>{n}+1</think>{n + 1}", prompt=f"What is {n}+1?")
+        for n in range(20)
     ]
     cpu = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
     async def scores() -> list[float]:
         remote = Remote("taste", Service(url=f"http://127.0.0.1:{port}/", api_key="env:REWARD_KEY"))
-        return [verdict.score for verdict in await asyncio.gather(*(remote.check(item) for item in items))]
+        return [
+            verdict.score
+            for verdict in await asyncio.gather(*(remote.check(item) for item in items))
+        ]
 
     with example.open("wb") as out:
         rewards = subprocess.Popen(
-            service, cwd=ROOT, stdout=out, stderr=out, start_new_session=True, preexec_fn=die_with_parent
+            service,
+            cwd=ROOT,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
         )
     with (
         started(rewards, lambda: "rewards at" in example.read_text(), example),
-        started(SERVERS.start(serve, [sglang], ROOT, cpu, log), lambda: answers(f"{url}/health"), log),
+        started(
+            SERVERS.start(serve, [sglang], ROOT, cpu, log), lambda: answers(f"{url}/health"), log
+        ),
     ):
         found = asyncio.run(scores())
     with torch.no_grad():
-        texts = [tokenizer(item.prompt + item.completion, return_tensors="pt").input_ids for item in items]
+        texts = [
+            tokenizer(item.prompt + item.completion, return_tensors="pt").input_ids
+            for item in items
+        ]
         wanted = [model(ids).logits.item() for ids in texts]
     assert max(wanted) - min(wanted) > 0.1
     assert found == pytest.approx(wanted, abs=1e-5)

@@ -1,6 +1,8 @@
-"""What parity, evaluations and a distillation ask of a server costs rollouts nothing once it has been answered.
+"""What parity, evaluations and a distillation ask of a server costs rollouts nothing
+once it has been answered.
 
-The server writes, at each step of decoding, how many requests it decodes and what SGLang thinks that they need.
+The server writes, at each step of decoding, how many requests it decodes and what
+SGLang thinks that they need.
 """
 
 import asyncio
@@ -58,9 +60,20 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stack(models: tuple[Path, dict[str, Any]], told: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    def serve(rundir: RunDir, address: ServerAddress, log: Path, *_: object) -> subprocess.Popen[bytes] | Forked:
-        arguments = ["serve", str(rundir.recipe), "--index", "0", "--port", address.url.rpartition(":")[2]]
+def stack(
+    models: tuple[Path, dict[str, Any]], told: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
+    def serve(
+        rundir: RunDir, address: ServerAddress, log: Path, *_: object
+    ) -> subprocess.Popen[bytes] | Forked:
+        arguments = [
+            "serve",
+            str(rundir.recipe),
+            "--index",
+            "0",
+            "--port",
+            address.url.rpartition(":")[2],
+        ]
         return SERVERS.start(serve_and_tell, [arguments, str(told)], ROOT, os.environ, log)
 
     runs = {"dir": str(tmp_path_factory.mktemp("runs"))}
@@ -86,8 +99,15 @@ async def test_rollouts_are_sampled_as_if_nobody_else_had_asked(stack: Stack, to
         await rollout
     steps = [json.loads(line) for line in told.read_text().splitlines()]
     together = [step for step in steps if step["requests"] > 1]
-    for need in ("is_any_greedy", "need_top_k_sampling", "need_top_p_sampling", "sampling_mask_batch_indices"):
-        assert any(step[need] for step in together), f"{need}: no other request was decoded beside the rollout"
+    for need in (
+        "is_any_greedy",
+        "need_top_k_sampling",
+        "need_top_p_sampling",
+        "sampling_mask_batch_indices",
+    ):
+        assert any(step[need] for step in together), (
+            f"{need}: no other request was decoded beside the rollout"
+        )
     last = max(n for n, step in enumerate(steps) if step["requests"] > 1)
     after = steps[last + 1 :]
     assert len(after) > 10

@@ -1,4 +1,5 @@
-"""A real run, looked at from outside: where it listens, what it answers without a key, where its keys can be read.
+"""A real run, looked at from outside: where it listens, what it answers without a key,
+where its keys can be read.
 
 Its model directory brings code of its own, which nobody may run.
 """
@@ -43,10 +44,15 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def model_with_code(path: Path, source: Path, mark: Path) -> None:
-    """A copy that names Python files of its own as its configuration, model and tokenizer."""
+    """A copy that names Python files of its own as its configuration, model and
+    tokenizer.
+    """
     shutil.copytree(source, path)
     (path / "own.py").write_text(f"open({str(mark)!r}, 'w')\n")
-    names = {name: f"own.{name}" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")}
+    names = {
+        name: f"own.{name}"
+        for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")
+    }
     for file in (path / "config.json", path / "tokenizer_config.json"):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": names}))
 
@@ -72,16 +78,25 @@ def live(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def secrets_of(run: LiveRun) -> list[str]:
     endpoints = run.rundir.endpoints()
-    return [endpoints.api_key, endpoints.admin_key, endpoints.metrics_key, *msgspec.structs.astuple(endpoints.link)]
+    return [
+        endpoints.api_key,
+        endpoints.admin_key,
+        endpoints.metrics_key,
+        *msgspec.structs.astuple(endpoints.link),
+    ]
 
 
 def keys_in_files(run: LiveRun) -> list[Path]:
-    """Files of the run, and what it printed, that have one of its keys in them; its files of keys not counted."""
+    """Files of the run, and what it printed, that have one of its keys in them; its
+    files of keys not counted.
+    """
     keys = [key.encode() for key in secrets_of(run)]
     # Files on their way to their place come and go.
     files = [p for p in run.rundir.path.rglob("*") if p.is_file() and not p.name.startswith(".")]
     _bytes.cache_clear()
-    files = [p for p in files if p not in (run.rundir.endpoints_file, run.rundir.prometheus / "key")]
+    files = [
+        p for p in files if p not in (run.rundir.endpoints_file, run.rundir.prometheus / "key")
+    ]
     assert len(files) > 10, "logs, metrics, journal and traces are there; others come later"
     return [p for p in (*files, run.output) if any(key in _bytes(p) for key in keys)]
 
@@ -101,7 +116,9 @@ def test_all_sockets_listen_on_loopback(live: LiveRun) -> None:
         for c in process.net_connections("inet"):
             if c.status == psutil.CONN_LISTEN or (c.type == socket.SOCK_DGRAM and not c.raddr):
                 listening[c.laddr] = " ".join(process.cmdline())[-80:]
-    assert {address.port for address in listening} >= set(live.ports()), "servers and controller are among them"
+    assert {address.port for address in listening} >= set(live.ports()), (
+        "servers and controller are among them"
+    )
     assert live.rundir.endpoints().rendezvous_port in {address.port for address in listening}
     assert {address: who for address, who in listening.items() if address.ip != "127.0.0.1"} == {}
 
@@ -121,8 +138,12 @@ def test_keys_are_in_their_files_and_in_no_command_line(live: LiveRun) -> None:
     for file in (live.rundir.endpoints_file, live.rundir.prometheus / "key"):
         assert file.stat().st_mode & OTHERS == 0
     assert keys_in_files(live) == []
-    assert "server_args=" in "".join(p.read_text() for p in (live.rundir.logs / "server").glob("*.log"))
-    lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert "server_args=" in "".join(
+        p.read_text() for p in (live.rundir.logs / "server").glob("*.log")
+    )
+    lines = [
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    ]
     assert [line for line in lines if any(key in line for key in secrets_of(live))] == []
 
 
@@ -130,12 +151,16 @@ def test_code_of_the_model_directory_is_not_run(live: LiveRun) -> None:
     assert not (live.cwd / "mark").exists()
 
 
-def ask(live: LiveRun, method: str, path: str, key: str = "", body: bytes = b"{}", **headers: str) -> int:
+def ask(
+    live: LiveRun, method: str, path: str, key: str = "", body: bytes = b"{}", **headers: str
+) -> int:
     """The status of a request to the run's server."""
     host, _, port = live.rundir.endpoints().servers[0].removeprefix("http://").partition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=30)
     try:
-        wanted = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        wanted = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {key}"} if key else {}
+        )
         connection.request(method, path, body if method == "POST" else None, wanted | headers)
         return connection.getresponse().status
     finally:
@@ -143,10 +168,14 @@ def ask(live: LiveRun, method: str, path: str, key: str = "", body: bytes = b"{}
 
 
 def paths_of_a_server() -> list[str]:
-    """List every path that SGLang answers, of its routers one, and those of megarl/core/server/proxy.py."""
+    """List every path that SGLang answers, of its routers one, and those of
+    megarl/core/server/proxy.py.
+    """
     (package,) = find_spec("sglang").submodule_search_locations  # type: ignore[union-attr, misc]
     source = (Path(package) / "srt/entrypoints/http_server.py").read_text()
-    return sorted({"/device_identity", "/v1/loads", *re.findall(r'@app\.\w+\(\s*"(/[^"]*)"', source)})
+    return sorted(
+        {"/device_identity", "/v1/loads", *re.findall(r'@app\.\w+\(\s*"(/[^"]*)"', source)}
+    )
 
 
 def test_nothing_is_answered_without_a_key_but_that_it_is_ready(live: LiveRun) -> None:
@@ -155,7 +184,14 @@ def test_nothing_is_answered_without_a_key_but_that_it_is_ready(live: LiveRun) -
     assert {path for _, path in proxy.USER | proxy.ADMIN} <= set(paths)
     calls = [(method, path) for path in paths for method in ("GET", "POST", "PUT", "OPTIONS")]
     calls += [
-        ("GET", path) for path in ("/docs", "/openapi.json", "/metrics/x", "/health/../model_info", "//model_info")
+        ("GET", path)
+        for path in (
+            "/docs",
+            "/openapi.json",
+            "/metrics/x",
+            "/health/../model_info",
+            "//model_info",
+        )
     ]
     answered = {call for call in calls if ask(live, *call) not in (401, 404)}
     assert answered == {("GET", "/health")}
@@ -163,7 +199,11 @@ def test_nothing_is_answered_without_a_key_but_that_it_is_ready(live: LiveRun) -
 
 def test_the_user_key_opens_no_other_call(live: LiveRun) -> None:
     key = live.rundir.endpoints().api_key
-    paths = [path for path in paths_of_a_server() if ("POST", path) not in proxy.USER and path != "/health"]
+    paths = [
+        path
+        for path in paths_of_a_server()
+        if ("POST", path) not in proxy.USER and path != "/health"
+    ]
     assert {path for path in paths if ask(live, "POST", path, key) not in (401, 404)} == set()
     assert ask(live, "GET", "/model_info", key) == 200
     assert ask(live, "GET", "/metrics", key) == 401
@@ -173,7 +213,12 @@ def test_the_metrics_key_opens_metrics_alone(live: LiveRun) -> None:
     key = live.rundir.endpoints().metrics_key
     assert ask(live, "GET", "/metrics", key) == 200
     paths = [path for path in paths_of_a_server() if path != "/health"]
-    answered = {(m, path) for path in paths for m in ("GET", "POST") if ask(live, m, path, key) not in (401, 404)}
+    answered = {
+        (m, path)
+        for path in paths
+        for m in ("GET", "POST")
+        if ask(live, m, path, key) not in (401, 404)
+    }
     assert answered == set()
 
 
@@ -184,7 +229,9 @@ def test_a_host_header_does_not_change_what_is_asked(live: LiveRun) -> None:
 
 def test_websockets_are_closed(live: LiveRun) -> None:
     upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
-    assert ask(live, "GET", "/v1/realtime", **upgrade, **{"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="}) in (
+    assert ask(
+        live, "GET", "/v1/realtime", **upgrade, **{"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="}
+    ) in (
         403,
         404,
     )
@@ -195,16 +242,27 @@ def test_strangers_at_a_server_are_counted_and_the_run_goes_on(live: LiveRun) ->
     steps, random = live.steps(), Random(0)
     for size in (1, 100, 100_000):
         # It may hang up before it has read all.
-        with suppress(ConnectionError), socket.create_connection((host, int(port)), timeout=30) as raw:
+        with (
+            suppress(ConnectionError),
+            socket.create_connection((host, int(port)), timeout=30) as raw,
+        ):
             raw.sendall(random.randbytes(size))
             raw.shutdown(socket.SHUT_WR)
             assert not raw.recv(4096).startswith(b"HTTP/1.1 2")
     for _ in range(8):
         assert ask(live, "POST", "/generate", "nonsense") == 401
     key = live.rundir.endpoints().api_key
-    assert ask(live, "POST", "/generate", key, b'{"input_ids": [1, 99999999], "sampling_params": {}}') == 400
+    assert (
+        ask(live, "POST", "/generate", key, b'{"input_ids": [1, 99999999], "sampling_params": {}}')
+        == 400
+    )
     (file,) = (live.rundir.logs / "server").glob("*.log")
-    counted = [int(n) for n in re.findall(r"requests refused so far: (\d+), this one from 127.0.0.1", file.read_text())]
+    counted = [
+        int(n)
+        for n in re.findall(
+            r"requests refused so far: (\d+), this one from 127.0.0.1", file.read_text()
+        )
+    ]
     assert counted == [2**n for n in range(len(counted))]
     assert counted[-1] >= 8
     live.wait_for(lambda: live.steps() >= steps + 2, "two more steps")
@@ -225,10 +283,15 @@ def test_strangers_at_the_controller_are_counted_and_the_run_goes_on(live: LiveR
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.linger = 0
         peer.curve_serverkey = stranger.controller.encode()
-        peer.curve_publickey, peer.curve_secretkey = stranger.learner.encode(), stranger.learner_secret.encode()
+        peer.curve_publickey, peer.curve_secretkey = (
+            stranger.learner.encode(),
+            stranger.learner_secret.encode(),
+        )
         peer.connect(endpoints.controller)
         peer.send_multipart([b"", *to_frames(Next(incarnation="x", step=0, version=0))])
         live.wait_for(lambda: status()["refused_connections"] >= before + 4, "a count of all four")
     live.wait_for(lambda: live.steps() >= steps + 2, "two more steps")
     assert status()["malformed_requests"] == 0
-    assert [process.pid for process in live.family() if time.time() - process.create_time() < 1] == [], "no role died"
+    assert [
+        process.pid for process in live.family() if time.time() - process.create_time() < 1
+    ] == [], "no role died"

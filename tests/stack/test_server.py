@@ -1,4 +1,6 @@
-"""The real server through the client: log-probs against transformers, streaming, sampling, errors."""
+"""The real server through the client: log-probs against transformers, streaming,
+sampling, errors.
+"""
 
 import asyncio
 import json
@@ -28,14 +30,18 @@ def completion_scores(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> np.
 
 def post(stack: Stack, path: str, body: dict[str, Any], key: str) -> bytes:
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(stack.server.address.url + path, json.dumps(body).encode(), headers)
+    request = urllib.request.Request(
+        stack.server.address.url + path, json.dumps(body).encode(), headers
+    )
     with urllib.request.urlopen(request, timeout=60) as reply:
         said: bytes = reply.read()
     return said
 
 
 def idle(stack: Stack) -> bool:
-    """Whether no request runs: SGLang refuses to drop its cached prefixes while one does."""
+    """Whether no request runs: SGLang refuses to drop its cached prefixes while one
+    does.
+    """
     try:
         post(stack, "/flush_cache", {}, stack.endpoints.admin_key)
     except urllib.error.HTTPError as error:
@@ -65,11 +71,17 @@ async def test_streamed_is_what_comes_in_one_piece(stack: Stack) -> None:
         "sampling_params": {"max_new_tokens": 100, "temperature": 0.0},
         "return_logprob": True,
     }
-    whole = json.loads(await asyncio.to_thread(post, stack, "/generate", body, stack.endpoints.api_key))
+    whole = json.loads(
+        await asyncio.to_thread(post, stack, "/generate", body, stack.endpoints.api_key)
+    )
     meta = whole["meta_info"]
     assert streamed.tokens.tolist() == whole["output_ids"]
-    np.testing.assert_allclose(streamed.logprobs, [entry[0] for entry in meta["output_token_logprobs"]], atol=1e-5)
-    assert streamed.spans == tuple((int(s["version"]), s["start"], s["end"]) for s in meta["weight_versions"])
+    np.testing.assert_allclose(
+        streamed.logprobs, [entry[0] for entry in meta["output_token_logprobs"]], atol=1e-5
+    )
+    assert streamed.spans == tuple(
+        (int(s["version"]), s["start"], s["end"]) for s in meta["weight_versions"]
+    )
     assert streamed.finish == meta["finish_reason"]["type"]
 
 
@@ -93,21 +105,32 @@ async def test_logprobs_are_of_the_distribution_that_was_sampled_from(
         generation = await client.generate(PROMPT, 60, temperature=temperature, top_p=top_p)
     sequence = torch.from_numpy(np.concatenate([PROMPT, generation.tokens]).astype(np.int64))
     with torch.no_grad():
-        logits = stack.models["a"](sequence[None]).logits[0, len(PROMPT) - 1 : -1].double() / temperature
+        logits = (
+            stack.models["a"](sequence[None]).logits[0, len(PROMPT) - 1 : -1].double() / temperature
+        )
     probabilities = logits.softmax(-1)
     order = probabilities.sort(-1, descending=True)
     before = order.values.cumsum(-1) - order.values
     allowed = []
-    # The server's fp32 sums decide whether a token whose predecessors sum to top_p is kept.
+    # The server's fp32 sums decide whether a token whose predecessors sum to top_p is
+    # kept.
     for edge in (top_p - 1e-6, top_p + 1e-6):
-        nucleus = torch.zeros_like(probabilities).scatter(1, order.indices, order.values * (before <= edge))
-        allowed.append((nucleus / nucleus.sum(-1, keepdim=True)).log().gather(1, sequence[len(PROMPT) :, None])[:, 0])
+        nucleus = torch.zeros_like(probabilities).scatter(
+            1, order.indices, order.values * (before <= edge)
+        )
+        allowed.append(
+            (nucleus / nucleus.sum(-1, keepdim=True))
+            .log()
+            .gather(1, sequence[len(PROMPT) :, None])[:, 0]
+        )
     distances = np.abs(torch.stack(allowed).numpy() - generation.logprobs)
     assert distances.min(0).max() <= 2e-5, distances
 
 
 async def test_scores_are_transformers_also_behind_a_cached_prefix(stack: Stack) -> None:
-    """All of it first, which fills the cache; then, with the same salt, only what stands behind 12 and 30 tokens."""
+    """All of it first, which fills the cache; then, with the same salt, only what
+    stands behind 12 and 30 tokens.
+    """
     sequences = [np.tile(PROMPT, 2), np.concatenate([np.tile(PROMPT, 2)[:35], PROMPT])]
     references = scores(stack.models["a"], sequences)
     async with stack.client() as client:
@@ -118,7 +141,9 @@ async def test_scores_are_transformers_also_behind_a_cached_prefix(stack: Stack)
                 np.testing.assert_allclose(each.logprobs, reference[first - 1 :], atol=1e-5)
                 assert np.isnan(each.against).all()
         (found,) = await client.score(sequences[:1], [5], "another salt", against=7)
-        everywhere = [np.append(sequences[0][:at], np.int32(7)) for at in range(5, len(sequences[0]))]
+        everywhere = [
+            np.append(sequences[0][:at], np.int32(7)) for at in range(5, len(sequences[0]))
+        ]
         expected = [each[-1] for each in scores(stack.models["a"], everywhere)]
         np.testing.assert_allclose(found.against, expected, atol=1e-5)
         with pytest.raises(ServerRefused, match="400"):
@@ -132,12 +157,17 @@ async def test_a_request_that_cannot_be_is_refused(stack: Stack) -> None:
 
 
 async def test_the_longest_input_leaves_the_last_positions_free(stack: Stack) -> None:
-    context = stack.recipe.length.context_tokens + len(stack.recipe.length.interruption) + KEPT_FROM_INPUT
+    context = (
+        stack.recipe.length.context_tokens + len(stack.recipe.length.interruption) + KEPT_FROM_INPUT
+    )
     longest = np.ones(context - KEPT_FROM_INPUT, np.int32)
     async with stack.client() as client:
         await client.generate(longest, 1)
         await client.score([longest], [1], "salt")
-        for call in (client.generate(np.append(longest, 1), 1), client.generate(longest, KEPT_FROM_INPUT + 1)):
+        for call in (
+            client.generate(np.append(longest, 1), 1),
+            client.generate(longest, KEPT_FROM_INPUT + 1),
+        ):
             with pytest.raises(ServerRefused, match="400"):
                 await call
 
@@ -160,20 +190,32 @@ async def test_its_load_its_cache_and_its_relay(stack: Stack) -> None:
 
     async with stack.client() as client:
         prompt = np.arange(64, dtype=np.int32)
-        first = await client.generate(prompt, 20, cache_salt="load", ignore_eos=True, started=lambda: begun.append(1))
-        second = await client.generate(np.concatenate([prompt, first.tokens]), 5, cache_salt="load", ignore_eos=True)
-        assert (first.cached, second.cached) == (0, 64 + 20 - 1), "the last token's keys and values were not computed"
+        first = await client.generate(
+            prompt, 20, cache_salt="load", ignore_eos=True, started=lambda: begun.append(1)
+        )
+        second = await client.generate(
+            np.concatenate([prompt, first.tokens]), 5, cache_salt="load", ignore_eos=True
+        )
+        assert (first.cached, second.cached) == (
+            0,
+            64 + 20 - 1,
+        ), "the last token's keys and values were not computed"
         assert begun
         async with asyncio.timeout(30):  # SGLang says it a little after a request's end
             while await client.current_load() != (0.0, 0):
                 await asyncio.sleep(0.1)
-        many = [asyncio.create_task(client.generate(prompt, 1200, ignore_eos=True)) for _ in range(36)]
-        # 36 of 1,264 tokens do not fit into 16,384: SGLang lets some wait, and says so a little later
+        many = [
+            asyncio.create_task(client.generate(prompt, 1200, ignore_eos=True)) for _ in range(36)
+        ]
+        # 36 of 1,264 tokens do not fit into 16,384: SGLang lets some wait, and says so
+        # a little later
         async with asyncio.timeout(60):
             while not (load := await client.current_load()).waiting:
                 await asyncio.sleep(0.1)
         assert 0 < load.usage <= 1
-        await client.relay(RelayedCall("/v1/loads", "", [url, url], 10), stack.endpoints.api_key, hear)
+        await client.relay(
+            RelayedCall("/v1/loads", "", [url, url], 10), stack.endpoints.api_key, hear
+        )
         assert sorted(p for answer in heard for p in answer.positions) == [0, 1]
         assert {answer.status for answer in heard} == {200}
         await client.abort_all()

@@ -1,6 +1,8 @@
-"""A real server of each family: log-probs against transformers, publication from disk, and what it is served from.
+"""A real server of each family: log-probs against transformers, publication from disk,
+and what it is served from.
 
-A server serves one architecture and takes seconds to start, so all tests of a family share one.
+A server serves one architecture and takes seconds to start, so all tests of a family
+share one.
 """
 
 import asyncio
@@ -50,7 +52,12 @@ class Case:
     routers: str = ""
 
 
-ENDLESS = {"eos_token_id": None, "bos_token_id": None, "max_position_embeddings": POSITIONS, "vocab_size": VOCABULARY}
+ENDLESS = {
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "max_position_embeddings": POSITIONS,
+    "vocab_size": VOCABULARY,
+}
 LLAMA4 = {"interleave_moe_layer_step": 2, "moe_layers": [1, 3]}
 CASES = {
     "qwen2": Case(tiny_qwen2, {"head_dim": 8}),  # SGLang's has hidden_size / num_attention_heads
@@ -59,11 +66,16 @@ CASES = {
     "glm4_moe": Case(tiny_glm4_moe, {"moe_intermediate_size": 32}, "mlp.gate"),
     "deepseek_v3": Case(
         tiny_deepseek_v3,
-        {"moe_intermediate_size": 32, "rope_parameters": YARN | {"original_max_position_embeddings": POSITIONS // 8}},
+        {
+            "moe_intermediate_size": 32,
+            "rope_parameters": YARN | {"original_max_position_embeddings": POSITIONS // 8},
+        },
         "mlp.gate",
     ),
     "moonlight": Case(
-        tiny_deepseek_v3, MOONLIGHT | {"moe_intermediate_size": 32, "rope_parameters": PLAIN_ROPE}, "mlp.gate"
+        tiny_deepseek_v3,
+        MOONLIGHT | {"moe_intermediate_size": 32, "rope_parameters": PLAIN_ROPE},
+        "mlp.gate",
     ),
     "gpt_oss": Case(tiny_gpt_oss, {"intermediate_size": 32}, "mlp.router"),
     "llama4": Case(tiny_llama4, LLAMA4, "feed_forward.router"),
@@ -76,12 +88,23 @@ SLOW = ("glm4_moe", "moonlight")
 """What these have, deepseek_v3 or another has, too."""
 
 
-@pytest.fixture(scope="module", params=[pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES],
+)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
     case = CASES[request.param]
     directory = tmp_path_factory.mktemp(request.param)
-    model = {"path": str(directory / "a"), "dtype": "fp32", "moe": {"routing_replay": bool(case.routers)}}
-    with running(directory, two_models(directory, case.make, **ENDLESS, **case.overrides), model=model) as stack:
+    model = {
+        "path": str(directory / "a"),
+        "dtype": "fp32",
+        "moe": {"routing_replay": bool(case.routers)},
+    }
+    with running(
+        directory, two_models(directory, case.make, **ENDLESS, **case.overrides), model=model
+    ) as stack:
         yield stack
 
 
@@ -90,7 +113,9 @@ def random_prompt(length: int) -> np.ndarray:
 
 
 async def assert_serves(stack: Stack, name: str) -> None:
-    """The server's log-probs are those of transformers' model; prompts and completions cross the borders of chunks of 16."""
+    """The server's log-probs are those of transformers' model; prompts and completions
+    cross the borders of chunks of 16.
+    """
     prompts = [random_prompt(n) for n in (1, 7, 16, 17, 90)]
     async with stack.client() as client:
         done = await asyncio.gather(*(client.generate(p, 60, cache_salt=name) for p in prompts))
@@ -110,24 +135,38 @@ async def test_logprobs_are_transformers_also_after_weights_from_disk(served: St
 
 @torch.no_grad()
 def experts_of(model: Any, routers: str, tokens: np.ndarray, chosen: int) -> np.ndarray:
-    """What the routers of transformers' model choose: [tokens, layers with experts, chosen], in order of number."""
+    """What the routers of transformers' model choose: [tokens, layers with experts,
+    chosen], in order of number.
+    """
     tables: list[torch.Tensor] = []
 
     def choose(router: Any, inputs: tuple[torch.Tensor, ...], outputs: Any) -> None:
-        logits = torch.nn.functional.linear(inputs[0].reshape(-1, inputs[0].shape[-1]), router.weight)
-        biased = any(getattr(router, name, None) is not None for name in ("e_score_correction_bias", "bias"))
+        logits = torch.nn.functional.linear(
+            inputs[0].reshape(-1, inputs[0].shape[-1]), router.weight
+        )
+        biased = any(
+            getattr(router, name, None) is not None for name in ("e_score_correction_bias", "bias")
+        )
         best = outputs[2] if biased else logits.topk(chosen).indices
         tables.append(best.sort().values)
 
-    hooks = [m.register_forward_hook(choose) for name, m in model.named_modules() if name.endswith(routers)]
+    hooks = [
+        m.register_forward_hook(choose)
+        for name, m in model.named_modules()
+        if name.endswith(routers)
+    ]
     model(torch.from_numpy(tokens.astype(np.int64))[None])
     for hook in hooks:
         hook.remove()
     return torch.stack(tables, 1).numpy()
 
 
-async def test_the_server_says_which_experts_it_chose(served: Stack, request: pytest.FixtureRequest) -> None:
-    """All tokens but the last, over two requests of which the second goes on from the first."""
+async def test_the_server_says_which_experts_it_chose(
+    served: Stack, request: pytest.FixtureRequest
+) -> None:
+    """All tokens but the last, over two requests of which the second goes on from the
+    first.
+    """
     routers = CASES[request.node.callspec.params["served"]].routers
     routed = routed_model(served.recipe)
     if not routers:
@@ -151,14 +190,21 @@ async def test_the_server_says_which_experts_it_chose(served: Stack, request: py
 async def test_a_retracted_request_says_which_experts_sampled_its_tokens(
     served: Stack, request: pytest.FixtureRequest
 ) -> None:
-    """It is computed again with the weights of model b, by which its tokens so far were not sampled."""
-    routers, routed = CASES[request.node.callspec.params["served"]].routers, routed_model(served.recipe)
+    """It is computed again with the weights of model b, by which its tokens so far were
+    not sampled.
+    """
+    routers, routed = (
+        CASES[request.node.callspec.params["served"]].routers,
+        routed_model(served.recipe),
+    )
     if routed is None:
         return
     prompt, began = random_prompt(30), asyncio.Event()
     async with served.client() as client:
         await client.load(str(served.directory / "a"), 3)
-        sampling = client.generate(prompt, 400, cache_salt="retracted", routing_from=0, started=began.set)
+        sampling = client.generate(
+            prompt, 400, cache_salt="retracted", routing_from=0, started=began.set
+        )
         task = asyncio.create_task(sampling)
         await asyncio.wait_for(began.wait(), 60)
         await client.pause("retract")
@@ -170,20 +216,30 @@ async def test_a_retracted_request_says_which_experts_sampled_its_tokens(
     assert 0 < sampled < 400
     rows = len(prompt) + sampled - 1
     table = np.sort(routed.routing([routed.routed_experts(generation.routing)]).table, -1)
-    by = {name: experts_of(served.models[name], routers, tokens, routed.experts_per_token)[:-1] for name in "ab"}
+    by = {
+        name: experts_of(served.models[name], routers, tokens, routed.experts_per_token)[:-1]
+        for name in "ab"
+    }
     np.testing.assert_array_equal(table[:rows], by["a"][:rows])
     assert (by["a"][:rows] != by["b"][:rows]).any()
 
 
 LAYOUTS = [["model.tensor_parallel=2"], ["model.pipeline_parallel=2"]]
 EXPERT_LAYOUTS = [[*layout, "model.expert_parallel=2"] for layout in LAYOUTS]
-DIVIDED = {"qwen2": LAYOUTS} | dict.fromkeys(("qwen3_moe", "llama4_multimodal", "gpt_oss", *SLOW), EXPERT_LAYOUTS)
-"""Others are tested otherwise: Llama, dense models without biases, Llama 4 without its vision tower."""
+DIVIDED = {"qwen2": LAYOUTS} | dict.fromkeys(
+    ("qwen3_moe", "llama4_multimodal", "gpt_oss", *SLOW), EXPERT_LAYOUTS
+)
+"""Others are tested otherwise: Llama, dense models without biases, Llama 4 without its
+vision tower.
+"""
 
 
-async def test_divided_learners_publish_the_whole_model(served: Stack, request: pytest.FixtureRequest) -> None:
-    """Experts, stages and shards (a Qwen2's biases too) that no rank has all of: the server then has the same bits as from the
-    directory."""
+async def test_divided_learners_publish_the_whole_model(
+    served: Stack, request: pytest.FixtureRequest
+) -> None:
+    """Experts, stages and shards (a Qwen2's biases too) that no rank has all of: the
+    server then has the same bits as from the directory.
+    """
     if (family := request.node.callspec.params["served"]) not in DIVIDED:
         return
     from_disk = {}
@@ -201,29 +257,49 @@ async def test_divided_learners_publish_the_whole_model(served: Stack, request: 
 
 
 def language_bytes(model: Any) -> int:
-    """Return the bytes of the parameters and routers' biases of transformers' model, without a vision tower."""
-    towers = ("vision_model", "model.vision_model", "multi_modal_projector", "model.multi_modal_projector")
-    biases = sum(buffer.nbytes for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
-    return biases + sum(p.nbytes for name, p in model.named_parameters() if not name.startswith(towers))
+    """Return the bytes of the parameters and routers' biases of transformers' model,
+    without a vision tower.
+    """
+    towers = (
+        "vision_model",
+        "model.vision_model",
+        "multi_modal_projector",
+        "model.multi_modal_projector",
+    )
+    biases = sum(
+        buffer.nbytes for name, buffer in model.named_buffers() if name.endswith("correction_bias")
+    )
+    return biases + sum(
+        p.nbytes for name, p in model.named_parameters() if not name.startswith(towers)
+    )
 
 
 async def test_tensors_arrive_one_by_one_while_it_generates(
     served: Stack, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """SGLang's loader of DeepSeek-V3 wants two tensors in one call, that of gpt-oss whole stacks of experts; loading fills what
-    DeepSeek-V3's attention computes with in place. A
-    request that goes on over the publication has log-probs of the old weights before the swap and of the new ones after it."""
+    """SGLang's loader of DeepSeek-V3 wants two tensors in one call, that of gpt-oss
+    whole stacks of experts; loading fills what DeepSeek-V3's attention computes with in
+    place. A request that goes on over the publication has log-probs of the old weights
+    before the swap and of the new ones after it.
+    """
     if request.node.callspec.params["served"] not in (*BALANCED, "gpt_oss"):
         return
-    recipe = served.recipe.model_copy(update={"weights": served.recipe.weights.model_copy(update={"full_every": 3})})
+    recipe = served.recipe.model_copy(
+        update={"weights": served.recipe.weights.model_copy(update={"full_every": 3})}
+    )
     parallel.start(recipe.model, seed=0, timeout_s=60)
     try:
-        chunks, family = build.build(recipe.model, served.directory / "a"), family_of(served.directory / "a")
+        chunks, family = (
+            build.build(recipe.model, served.directory / "a"),
+            family_of(served.directory / "a"),
+        )
         publisher = Publisher(recipe, served.endpoints, chunks, family)
         publisher._transport._bucket_bytes = 1  # type: ignore[union-attr]
 
         def publish(version: int) -> str:
-            published = publisher.publish(Publish(version=version, servers=(served.server.address,)), "test")
+            published = publisher.publish(
+                Publish(version=version, servers=(served.server.address,)), "test"
+            )
             assert published is not None
             (result,) = published.results
             assert result.error == ""
@@ -246,11 +322,18 @@ async def test_tensors_arrive_one_by_one_while_it_generates(
         nudge(chunks, 22)
         delta = await asyncio.to_thread(publish, 22)  # as differences
         hf.save(chunks, family, served.directory / "b", tmp_path / "nudged")
-        nudged = AutoModelForCausalLM.from_pretrained(tmp_path / "nudged", attn_implementation="eager").eval()
-        assert await asyncio.to_thread(difference, served.server.address.url, served.endpoints, nudged) < 1e-5
+        nudged = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "nudged", attn_implementation="eager"
+        ).eval()
+        assert (
+            await asyncio.to_thread(difference, served.server.address.url, served.endpoints, nudged)
+            < 1e-5
+        )
         publisher = Publisher(recipe, served.endpoints, chunks, family)
         assert await asyncio.to_thread(publish, 23) == delta
-        disk = recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"transport": "disk"})})
+        disk = recipe.model_copy(
+            update={"weights": recipe.weights.model_copy(update={"transport": "disk"})}
+        )
         publisher = Publisher(disk, served.endpoints, chunks, family)
         assert await asyncio.to_thread(publish, 24) == delta
     finally:

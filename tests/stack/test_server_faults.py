@@ -1,4 +1,6 @@
-"""Servers that die or stand still: nothing waits for ever, nothing that arrived is lost, the other server goes on."""
+"""Servers that die or stand still: nothing waits for ever, nothing that arrived is
+lost, the other server goes on.
+"""
 
 import asyncio
 import itertools
@@ -60,7 +62,9 @@ class Pair:
     ) -> None:
         self.models, self._learner = models, learner
         weights = {"timeout_s": LIMIT_S, "bucket_mb": BUCKET_MB}
-        self.recipe = stack_recipe(directory, run={"name": "pair", "dir": str(directory)}, weights=weights)
+        self.recipe = stack_recipe(
+            directory, run={"name": "pair", "dir": str(directory)}, weights=weights
+        )
         self.endpoints: Endpoints
         self.servers: list[Running]
         self.endpoints, self.servers = start_servers(self.recipe, networks)
@@ -75,7 +79,9 @@ class Pair:
         return published
 
     def difference(self, name: str) -> float:
-        """Difference of the first server's log-probs from those of the model of that name."""
+        """Difference of the first server's log-probs from those of the model of that
+        name.
+        """
         return difference(self.servers[0].address.url, self.endpoints, self.models[name])
 
 
@@ -111,9 +117,17 @@ def family_tree(server: Running) -> list[psutil.Process]:
     return [main, *main.children(recursive=True)]
 
 
-def before(monkeypatch: pytest.MonkeyPatch, call: str, victim: int, action: Callable[[], Any], number: int = 1) -> None:
-    """Do it just before the victim is called so for the `number`th time; what it was called for before, it has answered. The
-    calls of a fleet await nothing but their server, so all wait while it is done."""
+def before(
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    victim: int,
+    action: Callable[[], Any],
+    number: int = 1,
+) -> None:
+    """Do it just before the victim is called so for the `number`th time; what it was
+    called for before, it has answered. The calls of a fleet await nothing but their
+    server, so all wait while it is done.
+    """
     real, calls = vars(ServerClient)[call], itertools.count(1)
 
     async def act_then_call(self: ServerClient, *args: Any) -> Any:
@@ -190,11 +204,15 @@ def test_killed_while_published_to(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
 @over_each_backend
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("call", ["join_group", "leave_group"])
-def test_killed_while_the_group_changes(pair: Pair, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_killed_while_the_group_changes(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     """It is not there to make the communicator, or to take it down."""
     if call == "leave_group":
         assert [r.error for r in pair.publish("a", 1).results] == ["", ""]
-        monkeypatch.setattr(pair.publisher._transport, "_versions", {})  # so that the group is formed anew
+        monkeypatch.setattr(
+            pair.publisher._transport, "_versions", {}
+        )  # so that the group is formed anew
     before(monkeypatch, call, 1, pair.servers[1].process.kill)
     start = time.monotonic()
     good, bad = pair.publish("b", 2).results
@@ -206,7 +224,9 @@ def test_killed_while_the_group_changes(pair: Pair, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def late_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that breaks is reported after a second, by the stand-in for NCCL in servers and learner."""
+    """A connection that breaks is reported after a second, by the stand-in for NCCL in
+    servers and learner.
+    """
     monkeypatch.setenv(ERROR_AFTER, "1")
 
 
@@ -215,7 +235,9 @@ def late_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_connection_breaks_while_published(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody has died: once it is reported, and before any limit, both are sent everything again over a new group."""
+    """Nobody has died: once it is reported, and before any limit, both are sent
+    everything again over a new group.
+    """
     assert pair.publish("a", 1).bytes_sent > 2 * BUCKET_MB << 20
     before_bucket(monkeypatch, PessimisticNccl.made[-1].cut)
     published = pair.publish("b", 2)
@@ -250,7 +272,9 @@ async def test_standing_still_and_killed_in_a_pause(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Any,
 ) -> None:
-    """The other server has the new weights and runs; the one that stood still takes the next version; a dead one is named."""
+    """The other server has the new weights and runs; the one that stood still takes the
+    next version; a dead one is named.
+    """
     assert [r.error for r in pair.publish("a", 1).results] == ["", ""]
     frozen: list[psutil.Process] = []
     with monkeypatch.context() as patch:
@@ -272,7 +296,9 @@ async def test_standing_still_and_killed_in_a_pause(
         before(patch, "pause", 1, pair.servers[1].stop)
         began = time.monotonic()
         good, bad = (await asyncio.to_thread(pair.publish, "b", 4)).results
-    record_property("killed in the pause: publication took, seconds", round(time.monotonic() - began, 1))
+    record_property(
+        "killed in the pause: publication took, seconds", round(time.monotonic() - began, 1)
+    )
     assert good.error == ""
     assert "version 4 to server 1" in bad.error
     async with client_of(pair.servers[0], pair.endpoints) as client:
@@ -290,7 +316,9 @@ async def test_standing_still_while_generating(pair: Pair, record_property: Any)
         began = time.monotonic()
         with pytest.raises(ServerLost) as caught:
             await task
-        record_property("until the request was given up, seconds", round(time.monotonic() - began, 1))
+        record_property(
+            "until the request was given up, seconds", round(time.monotonic() - began, 1)
+        )
         lost = caught.value
         assert 0 < len(lost.tokens) < 1400
         prefix = np.concatenate([PROMPT, lost.tokens])
@@ -303,8 +331,10 @@ async def test_standing_still_while_generating(pair: Pair, record_property: Any)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_between_two_deltas_and_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two servers dies in a delta: the other, which may have a part of it, gets everything at once. It comes back
-    with the weights of its directory: both get everything. Then deltas again."""
+    """One of two servers dies in a delta: the other, which may have a part of it, gets
+    everything at once. It comes back with the weights of its directory: both get
+    everything. Then deltas again.
+    """
     pair.publisher._last = pair.publisher._transport._last = deltas.LastSent(100)  # type: ignore[attr-defined]
     chunks = pair.publisher._transport._weights.chunks  # type: ignore[attr-defined]
     addresses, victim = tuple(server.address for server in pair.servers), pair.servers[0]
@@ -314,7 +344,11 @@ def test_killed_between_two_deltas_and_back(pair: Pair, monkeypatch: pytest.Monk
         published = pair.publisher.publish(Publish(version, addresses), "test")
         assert published is not None
         found = published.results
-        return published.bytes_sent, [r.error for r in found], {r.checksum for r in found if not r.error}
+        return (
+            published.bytes_sent,
+            [r.error for r in found],
+            {r.checksum for r in found if not r.error},
+        )
 
     whole, errors, _ = publish(1)
     size, errors, sums = publish(2)

@@ -1,6 +1,8 @@
-"""A server of two tensor-parallel ranks, as the 17Bx16 needs: log-probs, then weights by handles to a learner's memory, over a
-process group (gloo and the stand-in for NCCL), and from disk. The learner has two ranks, too, with a part of each tensor, or
-each with a copy of the model, of which it sends half."""
+"""A server of two tensor-parallel ranks, as the 17Bx16 needs: log-probs, then weights
+by handles to a learner's memory, over a process group (gloo and the stand-in for NCCL),
+and from disk. The learner has two ranks, too, with a part of each tensor, or each with
+a copy of the model, of which it sends half.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,7 +20,9 @@ pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(900)]
 
 
 COPIES = "model.tensor_parallel=1"
-"""Makes two data-parallel copies of a learner's two ranks. A server of two ranks gets half of the weights from each."""
+"""Makes two data-parallel copies of a learner's two ranks. A server of two ranks gets
+half of the weights from each.
+"""
 MODELS = {
     "llama4": (tiny_llama4, LLAMA4 | {"num_key_value_heads": 2}),
     "deepseek_v3": (tiny_deepseek_v3, CASES["deepseek_v3"].overrides),
@@ -27,9 +31,15 @@ MODELS = {
 
 
 @pytest.fixture(
-    scope="module", params=["llama4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "gpt_oss"))]
+    scope="module",
+    params=[
+        "llama4",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "gpt_oss")),
+    ],
 )
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("tensor_parallel")
     make, overrides = MODELS[request.param]
     models = two_models(directory, make, **ENDLESS, **overrides)
@@ -63,7 +73,10 @@ async def test_two_ranks_serve_what_is_published(served: Stack) -> None:
     found = await asyncio.to_thread(publish_from, served, 2, 0, publications)
     await assert_serves(served, publications[-1][0])
     assert [error for error, *_ in found] == [""] * len(found)
-    by_name = {name: checksum for (name, *_), (_, checksum, _) in zip(publications[:2], found[:2], strict=True)}
+    by_name = {
+        name: checksum
+        for (name, *_), (_, checksum, _) in zip(publications[:2], found[:2], strict=True)
+    }
     assert by_name["a"] != by_name["b"]
     assert [checksum for _, checksum, _ in found] == [by_name[name] for name, *_ in publications]
     (sent,) = {size for *_, size in found[3:]}
@@ -71,7 +84,12 @@ async def test_two_ranks_serve_what_is_published(served: Stack) -> None:
 
 
 async def test_when_one_source_fails_all_send_again(served: Stack) -> None:
-    overrides = ["weights.transport=process_group", "weights.full_every=9", "resources.colocate=false", COPIES]
+    overrides = [
+        "weights.transport=process_group",
+        "weights.full_every=9",
+        "resources.colocate=false",
+        COPIES,
+    ]
     plan = [(name, overrides, "gloo") for name in ("a", NUDGED, BROKEN, SAME)]
     found = await asyncio.to_thread(publish_from, served, 2, 20, plan)
     assert [error for error, *_ in found] == [""] * 4

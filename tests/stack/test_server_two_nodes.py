@@ -1,4 +1,5 @@
-"""A server of two ranks on two nodes, of which the second is a network namespace behind a cable (test_network_faults.py).
+"""A server of two ranks on two nodes, of which the second is a network namespace behind
+a cable (test_network_faults.py).
 
 The learner that publishes is on the first one. The server listens on no other network.
 """
@@ -18,7 +19,16 @@ from megarl.core.server.client import ServerLost
 from megarl.lab.evaluation.servers import wait_ready
 from megarl.run.process import free_ports
 from tests.processes import LIMIT_S
-from tests.stack.conftest import START_LIMIT_S, Network, Running, Stack, serve, stack_recipe, two_models, under_way
+from tests.stack.conftest import (
+    START_LIMIT_S,
+    Network,
+    Running,
+    Stack,
+    serve,
+    stack_recipe,
+    two_models,
+    under_way,
+)
 from tests.stack.publish_world import NUDGED, publish_from
 from tests.stack.test_network_faults import networks as networks
 from tests.stack.test_network_faults import pytestmark as of_namespaces
@@ -30,7 +40,9 @@ pytestmark = of_namespaces
 
 
 @pytest.fixture
-def nodes(networks: list[Network], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stack, Running]]:
+def nodes(
+    networks: list[Network], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Stack, Running]]:
     """The server, which its first node answers for, and its second node."""
     models = two_models(tmp_path, tiny_llama4, **ENDLESS, **LLAMA4, num_key_value_heads=2)
     resources = {"server_tensor_parallel": 2, "learner_ranks": 2}
@@ -83,7 +95,9 @@ async def test_it_serves_what_is_published_and_listens_on_the_network_alone(
     found = await asyncio.to_thread(publish_from, served, 2, 0, publications)
     assert [error for error, *_ in found] == [""] * len(found)
     checksums = [checksum for _, checksum, _ in found]
-    assert checksums[1] == checksums[3] == checksums[5] != checksums[0] == checksums[2] != checksums[4]
+    assert (
+        checksums[1] == checksums[3] == checksums[5] != checksums[0] == checksums[2] != checksums[4]
+    )
     await assert_serves(served, "a")
     async with served.client() as client:
         request = await under_way(client, PROMPT, 1000)
@@ -101,4 +115,6 @@ async def test_it_serves_what_is_published_and_listens_on_the_network_alone(
         assert listening <= {network.address}
     (rank,) = psutil.Process(second.process.pid).children()
     rank.kill()
-    assert await asyncio.to_thread(second.process.wait, LIMIT_S) == 1, "which ends the server's step"
+    assert await asyncio.to_thread(second.process.wait, LIMIT_S) == 1, (
+        "which ends the server's step"
+    )

@@ -1,4 +1,6 @@
-"""The teacher's scores, by a real server: transformers' log-probs, also if one is lost; a rollout without scores is void."""
+"""The teacher's scores, by a real server: transformers' log-probs, also if one is lost;
+a rollout without scores is void.
+"""
 
 import time
 
@@ -21,9 +23,14 @@ PROMPT = np.arange(5, 25, dtype=np.int32)
 
 
 def segment(random: np.random.Generator, n: int, trained: bool = True) -> Segment:
-    logprobs = -random.exponential(2.0, n).astype(np.float32) if trained else np.zeros(n, np.float32)
+    logprobs = (
+        -random.exponential(2.0, n).astype(np.float32) if trained else np.zeros(n, np.float32)
+    )
     return Segment(
-        tokens=random.integers(5, 90, n, dtype=np.int32), logprobs=logprobs, weight_version=0, trained=trained
+        tokens=random.integers(5, 90, n, dtype=np.int32),
+        logprobs=logprobs,
+        weight_version=0,
+        trained=trained,
     )
 
 
@@ -46,7 +53,9 @@ def distilled(stack: Stack, weight: float = 0.5, timeout_s: float = 20.0) -> Rec
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.25])
-async def test_advantages_are_transformers_log_probs_less_the_recorded_ones(stack: Stack, weight: float) -> None:
+async def test_advantages_are_transformers_log_probs_less_the_recorded_ones(
+    stack: Stack, weight: float
+) -> None:
     """One of two teachers is not there: its tickets are scored by the other."""
     (dead,) = free_ports(1)
     recipe, random = distilled(stack, weight), np.random.default_rng(0)
@@ -60,7 +69,12 @@ async def test_advantages_are_transformers_log_probs_less_the_recorded_ones(stac
         Rollout(sample=n, segments=s, reward=r, correct=r > 0, finish="stop", teacher_logprobs=g)
         for n, (s, r, g) in enumerate(zip(each, (1.0, -1.0), given, strict=True))
     )
-    batch = Batch(step=0, groups=(Group(ticket=0, prompt=Prompt(id="", tokens=PROMPT, answer=""), rollouts=rollouts),))
+    batch = Batch(
+        step=0,
+        groups=(
+            Group(ticket=0, prompt=Prompt(id="", tokens=PROMPT, answer=""), rollouts=rollouts),
+        ),
+    )
     sequences, _ = with_advantages(sequences_in_loss(batch, recipe), batch, recipe)
     expected = scores(stack.models["a"], [s.tokens for s in sequences])
     for sequence, logprobs, r in zip(sequences, expected, rollouts, strict=True):
@@ -78,10 +92,17 @@ async def test_without_a_teacher_that_answers_a_rollout_is_void_within_the_limit
 ) -> None:
     monkeypatch.setattr("megarl.core.recipe.tree.START_S", 0.0)
     (dead,) = free_ports(1)
-    asked, began = teachers(stack, distilled(stack, timeout_s=1.0), f"http://127.0.0.1:{dead}"), time.monotonic()
+    asked, began = (
+        teachers(stack, distilled(stack, timeout_s=1.0), f"http://127.0.0.1:{dead}"),
+        time.monotonic(),
+    )
     try:
         with pytest.raises(
-            Void, match=r"no teacher scored a rollout within 2 s \(twice weights.timeout_s, at least 1200 s\): "
+            Void,
+            match=(
+                r"no teacher scored a rollout within 2 s \(twice weights.timeout_s, at least 1200"
+                r" s\): "
+            ),
         ):
             await asked.logprobs(0, PROMPT, rollout(np.random.default_rng(0)))
     finally:
@@ -91,7 +112,9 @@ async def test_without_a_teacher_that_answers_a_rollout_is_void_within_the_limit
 
 async def test_a_token_that_the_teacher_has_not_is_refused_at_once(stack: Stack) -> None:
     asked = teachers(stack, distilled(stack), stack.server.address.url)
-    beyond = Segment(tokens=np.array([10**6], np.int32), logprobs=np.zeros(1, np.float32), weight_version=0)
+    beyond = Segment(
+        tokens=np.array([10**6], np.int32), logprobs=np.zeros(1, np.float32), weight_version=0
+    )
     try:
         with pytest.raises(Void, match="the teacher refuses a rollout"):
             await asked.logprobs(0, PROMPT, (beyond,))

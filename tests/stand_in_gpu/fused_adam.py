@@ -1,7 +1,9 @@
-"""Checkpoints of an AdamW that, as Transformer Engine's, has no state before its first step and counts steps in its group.
+"""Checkpoints of an AdamW that, as Transformer Engine's, has no state before its first
+step and counts steps in its group.
 
-`python -m tests.stand_in_gpu.fused_adam DIR FILE`: DIR has a Hugging Face directory `llama`; FILE gets, as JSON, for each share
-in the host's memory, the metrics of a run that was saved before its first step and after it, and those of resumed runs.
+`python -m tests.stand_in_gpu.fused_adam DIR FILE`: DIR has a Hugging Face directory
+`llama`; FILE gets, as JSON, for each share in the host's memory, the metrics of a run
+that was saved before its first step and after it, and those of resumed runs.
 """
 
 import json
@@ -36,7 +38,9 @@ class FusedAdam(torch.optim.Optimizer):
     """AdamW with the state of Transformer Engine's, by torch's operations."""
 
     def __init__(self, params: Any, **settings: Any) -> None:
-        super().__init__(params, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0} | settings)
+        super().__init__(
+            params, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0} | settings
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -45,7 +49,9 @@ class FusedAdam(torch.optim.Optimizer):
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]
                 if not state:
-                    state.update({name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")})
+                    state.update(
+                        {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    )
                 (first, second), (b1, b2) = (state["exp_avg"], state["exp_avg_sq"]), group["betas"]
                 first.lerp_(parameter.grad, 1 - b1)
                 second.mul_(b2).addcmul_(parameter.grad, parameter.grad, value=1 - b2)
@@ -62,7 +68,9 @@ def install_fused_adam() -> None:
 
 
 def measured(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Take three steps; store before the first and after it, and take the steps that follow by trainers that load this."""
+    """Take three steps; store before the first and after it, and take the steps that
+    follow by trainers that load this.
+    """
     source = Path(recipe.model.path)
     trainer = Trainer(recipe, source)
     trainer.step = 1  # it was skipped: only later steps are stored
@@ -101,7 +109,12 @@ def classes(trainer: Trainer) -> list[str]:
 
 def counted(trainer: Trainer) -> list[int]:
     """How many steps each fused AdamW has counted."""
-    groups = [group for part in parts(trainer) if isinstance(part, FusedAdam) for group in part.param_groups]
+    groups = [
+        group
+        for part in parts(trainer)
+        if isinstance(part, FusedAdam)
+        for group in part.param_groups
+    ]
     return sorted({group["step"] for group in groups})
 
 
@@ -115,7 +128,11 @@ def main(directory: Path, file: Path) -> None:
                 {
                     "model": {"path": str(directory / "llama")},
                     "batch": {"prompts": 4},
-                    "learner": {"microbatch_tokens": 128, "optimizer": settings, "optimizer_offload": offload},
+                    "learner": {
+                        "microbatch_tokens": 128,
+                        "optimizer": settings,
+                        "optimizer_offload": offload,
+                    },
                 }
             )
             parallel.start(recipe.model, seed=1, timeout_s=60)

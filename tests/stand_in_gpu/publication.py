@@ -1,7 +1,9 @@
-"""Publications to one server, both sides on the stand-in for a GPU: what the server holds otherwise than it was sent is named.
+"""Publications to one server, both sides on the stand-in for a GPU: what the server
+holds otherwise than it was sent is named.
 
-`python -m tests.stand_in_gpu.publication DIR FILE`: DIR has a Hugging Face directory for each name in MODELS; FILE gets, as
-JSON, for each model the parameters that the server answered for, and the errors of three publications (see `errors`).
+`python -m tests.stand_in_gpu.publication DIR FILE`: DIR has a Hugging Face directory
+for each name in MODELS; FILE gets, as JSON, for each model the parameters that the
+server answered for, and the errors of three publications (see `errors`).
 """
 
 import json
@@ -45,7 +47,9 @@ VICTIM = {
 
 
 class Server(ServerClient):
-    """It holds what it takes as SGLang does, in whole parameters; the tensor `victim` not quite, or not at all."""
+    """It holds what it takes as SGLang does, in whole parameters; the tensor `victim`
+    not quite, or not at all.
+    """
 
     def __init__(self, model: Architecture, victim: str = "", lost: bool = False) -> None:
         super().__init__(ADDRESS, "", "", 20)
@@ -61,10 +65,14 @@ class Server(ServerClient):
 
     async def take(self, handles: list[Any], complete: int | None) -> None:
         bucket: Bucket = handles[0]
-        sizes = [torch.Size(shape).numel() * getattr(torch, kind).itemsize
-                 for kind, shape in zip(bucket.dtypes, bucket.shapes, strict=True)]  # fmt: skip
+        sizes = [
+            torch.Size(shape).numel() * getattr(torch, kind).itemsize
+            for kind, shape in zip(bucket.dtypes, bucket.shapes, strict=True)
+        ]
         pieces = bucket.flat.split(sizes)
-        for name, kind, shape, flat in zip(bucket.names, bucket.dtypes, bucket.shapes, pieces, strict=True):
+        for name, kind, shape, flat in zip(
+            bucket.names, bucket.dtypes, bucket.shapes, pieces, strict=True
+        ):
             tensor = as_held(name, flat.clone().view(getattr(torch, kind)).view(shape), self._model)
             served, start = place(name, tensor, self._model)
             if name == self._victim:
@@ -76,7 +84,8 @@ class Server(ServerClient):
     async def checksums(self) -> tuple[str, dict[str, str] | None]:
         with stand_in_gpu.on_stand_in_gpu():  # a mode is its thread's
             whole = {
-                name: torch.cat([parts[at].flatten() for at in sorted(parts)]) for name, parts in self._parts.items()
+                name: torch.cat([parts[at].flatten() for at in sorted(parts)])
+                for name, parts in self._parts.items()
             }
             assert {tensor.device.type for tensor in whole.values()} == {"cuda"}
             assert multiplies_exactly(stand_in_gpu.GPU)
@@ -87,8 +96,10 @@ class Server(ServerClient):
 
 
 def errors(directory: Path, name: str) -> tuple[int, list[str]]:
-    """Return how many parameters the server has, and the errors of a publication that arrives, of one in which a bit is
-    changed on the way, and of one in which a tensor stays zero."""
+    """Return how many parameters the server has, and the errors of a publication that
+    arrives, of one in which a bit is changed on the way, and of one in which a tensor
+    stays zero.
+    """
     recipe = recipes.from_tree(
         {
             "run": {"name": "run", "dir": str(directory)},
@@ -110,7 +121,10 @@ def errors(directory: Path, name: str) -> tuple[int, list[str]]:
         link=LinkKeys.new(),
         rendezvous_port=1,
     )
-    by, model = publisher.Publisher(recipe, endpoints, policy.chunks, policy.family), policy.family.architecture
+    by, model = (
+        publisher.Publisher(recipe, endpoints, policy.chunks, policy.family),
+        policy.family.architecture,
+    )
     found = []
     servers = [Server(model), Server(model, VICTIM[name]), Server(model, VICTIM[name], lost=True)]
     for version, server in enumerate(servers, 1):

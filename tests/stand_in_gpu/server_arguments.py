@@ -1,8 +1,9 @@
-"""What SGLang makes of the arguments of each shipped recipe, and of servers on several nodes, on a Hopper and on a Blackwell
-GPU that a stand-in plays.
+"""What SGLang makes of the arguments of each shipped recipe, and of servers on several
+nodes, on a Hopper and on a Blackwell GPU that a stand-in plays.
 
-`python -m tests.stand_in_gpu.server_arguments` prints by recipe and compute capability, as JSON, what we asked for and what
-SGLang has resolved. The packages that only a GPU machine has are stood in for by modules without content.
+`python -m tests.stand_in_gpu.server_arguments` prints by recipe and compute capability,
+as JSON, what we asked for and what SGLang has resolved. The packages that only a GPU
+machine has are stood in for by modules without content.
 """
 
 import importlib.abc
@@ -58,7 +59,9 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def resolved(major: int) -> Iterator[tuple[str, dict[str, object], dict[str, object]]]:
-    """Yield a recipe's name, what `megarl serve` asks of SGLang, and what that makes of it."""
+    """Yield a recipe's name, what `megarl serve` asks of SGLang, and what that makes of
+    it.
+    """
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import common
 
@@ -69,7 +72,12 @@ def resolved(major: int) -> Iterator[tuple[str, dict[str, object], dict[str, obj
     from megarl.core.server.launch import engine_arguments, node_arguments, precision_arguments
 
     gpu = SimpleNamespace(
-        major=major, minor=0, multi_processor_count=132, name="stand-in", uuid="stand-in", total_memory=80 << 30
+        major=major,
+        minor=0,
+        multi_processor_count=132,
+        name="stand-in",
+        uuid="stand-in",
+        total_memory=80 << 30,
     )
     torch.cuda.get_device_capability = lambda *_: (major, 0)
     torch.cuda.get_device_properties = lambda *_: gpu
@@ -78,8 +86,12 @@ def resolved(major: int) -> Iterator[tuple[str, dict[str, object], dict[str, obj
         if hasattr(function, "cache_clear"):
             function.cache_clear()
 
-    def asked_and_made(recipe: Recipe, nodes: int = 1) -> tuple[dict[str, object], dict[str, object]]:
-        asked = engine_arguments(recipe, 0, "127.0.0.1", 1, cuda=True) | precision_arguments(recipe, major)
+    def asked_and_made(
+        recipe: Recipe, nodes: int = 1
+    ) -> tuple[dict[str, object], dict[str, object]]:
+        asked = engine_arguments(recipe, 0, "127.0.0.1", 1, cuda=True) | precision_arguments(
+            recipe, major
+        )
         asked |= node_arguments(Meeting(nodes, 2), "127.0.0.1", nodes - 1)
         arguments = ServerArgs(**asked)
         arguments.resolve_once()
@@ -97,11 +109,17 @@ def resolved(major: int) -> Iterator[tuple[str, dict[str, object], dict[str, obj
         for name in recipes.shipped():
             if "tiny" in name or "quickstart" in name:
                 continue
-            config = next((config for start, config in MODELS.items() if name.startswith(start)), "llama-3.1-8b")
+            config = next(
+                (config for start, config in MODELS.items() if name.startswith(start)),
+                "llama-3.1-8b",
+            )
             yield name, *asked_and_made(recipes.load(name, [model(config)]))
         for config in IN_FP8:
             keys = ["serving.quantization=fp8", "serving.kv_cache_dtype=fp8_e4m3"]
-            yield f"{config}-fp8", *asked_and_made(recipes.load("scalerl-8b", [model(config), *keys]))
+            yield (
+                f"{config}-fp8",
+                *asked_and_made(recipes.load("scalerl-8b", [model(config), *keys])),
+            )
         for name, ranks in SPANNING.items():
             wide = [model(name), f"resources.server_tensor_parallel={ranks}"]
             yield name, *asked_and_made(recipes.load("scalerl-8b", wide), ranks // 8)

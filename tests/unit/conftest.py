@@ -1,4 +1,6 @@
-"""A run directory as a real run leaves it, but with made-up figures: what monitor and supervisor read."""
+"""A run directory as a real run leaves it, but with made-up figures: what monitor and
+supervisor read.
+"""
 
 import json
 import math
@@ -35,14 +37,21 @@ def tree(tmp_path: Path) -> Tree:
         "serving": {"kv_tokens": 65_536},
         "length": {"interruption": "...</think>"},
         "data": {
-            "tasks": {"math": {"train": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "heldout.jsonl")}}
+            "tasks": {
+                "math": {
+                    "train": str(tmp_path / "train.jsonl"),
+                    "heldout": str(tmp_path / "heldout.jsonl"),
+                }
+            }
         },
         "sft": {"data": str(tmp_path / "sft.jsonl"), "init": str(model)},
     }
 
 
 def write_model(folder: Path) -> None:
-    """What of a model's directory is read before a run: a Llama's sizes, the tokenizer of sums, weights that nobody loads."""
+    """What of a model's directory is read before a run: a Llama's sizes, the tokenizer
+    of sums, weights that nobody loads.
+    """
     folder.mkdir()
     sizes = {"vocab_size": 32, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6}
     sizes |= {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -104,7 +113,10 @@ def write_tasks_run(tree: Tree, tmp_path: Path) -> Callable[[int], tuple[Recipe,
             append_jsonl(rundir.metrics, row)
         for step in range(0, steps + 1, 20):
             row = evaluation_row(step)
-            append_jsonl(rundir.eval, row | {f"pass_rate/{t}": row["pass_rate"] + off for t, off in TASKS.items()})
+            append_jsonl(
+                rundir.eval,
+                row | {f"pass_rate/{t}": row["pass_rate"] + off for t, off in TASKS.items()},
+            )
         rundir.status.write_text(json.dumps(status_tree(steps)))
         return recipe, rundir
 
@@ -118,7 +130,11 @@ def pass_rate(step: int) -> float:
 def parity(cause: str, mean: float, tokens: int) -> Tree:
     """The distribution of one cause at one publication."""
     statistics = {"p50": 0.5, "p99": 5, "p999": 8, "max": 9, "share": 1e3, "k3": 1e-3}
-    found = {"mean": mean, **{name: factor * mean for name, factor in statistics.items()}, "tokens": float(tokens)}
+    found = {
+        "mean": mean,
+        **{name: factor * mean for name, factor in statistics.items()},
+        "tokens": float(tokens),
+    }
     return {f"parity_{name}/{cause}": value for name, value in found.items()}
 
 
@@ -181,7 +197,14 @@ def evaluation_row(step: int) -> Tree:
 
 def status_tree(step: int) -> Tree:
     servers = [
-        {"id": 0, "state": "clean", "version": step, "running": 118, "tokens_per_second": 2310.4, "busy_share": 0.93},
+        {
+            "id": 0,
+            "state": "clean",
+            "version": step,
+            "running": 118,
+            "tokens_per_second": 2310.4,
+            "busy_share": 0.93,
+        },
         {
             "id": 1,
             "state": "publishing",
@@ -197,7 +220,14 @@ def status_tree(step: int) -> Tree:
         "version": step,
         "phase": "train",
         "servers": servers,
-        "tickets": {"window": 152, "window_limit": 216, "running": 140, "waiting": 12, "finished": 64, "void": 0},
+        "tickets": {
+            "window": 152,
+            "window_limit": 216,
+            "running": 140,
+            "waiting": 12,
+            "finished": 64,
+            "void": 0,
+        },
         "compute_hours": 0.09,
         "compute_unit": "core",
         "eval": None,

@@ -1,4 +1,6 @@
-"""benchmarks/controller.py, small: a real controller makes steps with its 64 stand-in servers, and loses none."""
+"""benchmarks/controller.py, small: a real controller makes steps with its 64 stand-in
+servers, and loses none.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,6 @@
-"""The GPU benchmark's machinery: a part that fails, dies, hangs or is absent costs itself only, and the results say so."""
+"""The GPU benchmark's machinery: a part that fails, dies, hangs or is absent costs
+itself only, and the results say so.
+"""
 
 import json
 import os
@@ -40,10 +42,13 @@ MADE_UP = {
     "exits": "    import os\n    os._exit(3)\n",
     "absent": '    raise Absent("SGLang is not installed")\n',
     "looks": (
-        "    import os, pathlib\n"
-        '    yield str([p.read_text() for p in pathlib.Path(os.environ["OUT"]).glob("*.looks.jsonl")])\n'
+        "    import os, pathlib\n    yield str([p.read_text() for p in"
+        ' pathlib.Path(os.environ["OUT"]).glob("*.looks.jsonl")])\n'
     ),
-    "caches": '    import os\n    yield os.environ["FLASHINFER_WORKSPACE_BASE"]\n    yield os.environ["TMPDIR"]\n',
+    "caches": (
+        '    import os\n    yield os.environ["FLASHINFER_WORKSPACE_BASE"]\n    yield'
+        ' os.environ["TMPDIR"]\n'
+    ),
     "hangs": (
         "    import os, subprocess, sys, time\n"
         '    words = [sys.executable, "-c", "import time; time.sleep(60)"]\n'
@@ -71,7 +76,10 @@ ENDINGS = {
     "killed": ("killed", "by SIGKILL"),
     "exits": ("failed", "exit status 3"),
     "absent": ("absent", "SGLang is not installed"),
-    "unimportable": ("failed", "ModuleNotFoundError: No module named 'a_wheel_that_nobody_brought'"),
+    "unimportable": (
+        "failed",
+        "ModuleNotFoundError: No module named 'a_wheel_that_nobody_brought'",
+    ),
 }
 
 
@@ -83,7 +91,9 @@ def test_each_part_ends_alone(modules: Path, tmp_path: Path) -> None:
     tree = json.loads(text.read_text())
     assert {part["part"]: (part["ending"], part["why"]) for part in tree["parts"]} == ENDINGS
     for part in tree["parts"]:
-        rows = 0 if part["part"] == "unimportable" else 1  # what was measured before the end is kept
+        rows = (
+            0 if part["part"] == "unimportable" else 1
+        )  # what was measured before the end is kept
         assert len(part["rows"]) == rows
         assert all(row["ratio"] == 1.5 for row in part["rows"])
     by_name = {part["part"]: part for part in tree["parts"]}
@@ -98,7 +108,9 @@ def test_each_part_ends_alone(modules: Path, tmp_path: Path) -> None:
 
 
 def test_over_its_limit(modules: Path) -> None:
-    """It and what it started are ended, in whatever session; its rows are kept, and what its servers wrote."""
+    """It and what it started are ended, in whatever session; its rows are kept, and
+    what its servers wrote.
+    """
     outcome = process.run("hangs", "part_hangs", 10.0, tiny=True)
     assert (outcome.ending, outcome.why) == ("over its limit", "not done after 10 s")
     assert len(outcome.rows) == 1
@@ -112,7 +124,9 @@ def test_rows_are_in_the_folder_as_they_are_measured(
 ) -> None:
     """In case everything is killed."""
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    (outcome,) = benchmark.measure({"looks": Part("part_looks", 60)}, time.monotonic() + 600, True, tmp_path / "out")
+    (outcome,) = benchmark.measure(
+        {"looks": Part("part_looks", 60)}, time.monotonic() + 600, True, tmp_path / "out"
+    )
     assert len(outcome.rows) == 1
     assert "a rate" in outcome.remarks[0]
     assert not list((tmp_path / "out").glob("*.jsonl"))
@@ -121,15 +135,19 @@ def test_rows_are_in_the_folder_as_they_are_measured(
 def test_parts_share_compiled_kernels(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in CACHES:
         monkeypatch.delenv(name, raising=False)
-    (first, own), (second, another) = (process.run("caches", "part_caches", 60.0, tiny=True).remarks for _ in range(2))
+    (first, own), (second, another) = (
+        process.run("caches", "part_caches", 60.0, tiny=True).remarks for _ in range(2)
+    )
     assert own != another
     assert first == second
     assert not Path(first).is_relative_to(own)
 
 
 def test_what_matters_most_fits_into_two_commands() -> None:
-    """In the README: each below ten minutes, both in 13, with room for all of their parts' limits
-    but that of the last, which has what is left. Nothing is measured before the checksum."""
+    """In the README: each below ten minutes, both in 13, with room for all of their
+    parts' limits but that of the last, which has what is left. Nothing is measured
+    before the checksum.
+    """
     text = (RUN.parent / "README.md").read_text()
     found = re.findall(r"run\.sh --wheels wheels --minutes (\d+) --parts (\S+) --output", text)
     minutes = [int(number) for number, _ in found]
@@ -157,12 +175,16 @@ def test_the_checksum_is_compared_with_a_cpus() -> None:
         ("checksum", 4, "12 of 24 checksums are not a CPU's"),
     ],
 )
-def test_a_checksum_that_is_wrong_on_the_gpu(fault: str, said: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checksum_that_is_wrong_on_the_gpu(
+    fault: str, said: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For some pieces, or by another way than a product; what was measured is kept."""
     sums = checksum.checksum
     if fault == "checksum":
         calls = iter(range(10_000))
-        monkeypatch.setattr(checksum, fault, lambda data, start=0: sums(data, start) + (next(calls) % 4 == 0))
+        monkeypatch.setattr(
+            checksum, fault, lambda data, start=0: sums(data, start) + (next(calls) % 4 == 0)
+        )
     else:
         monkeypatch.setattr(checksum.sums, fault, lambda _: False)
     rows = checksum.rows(tiny=True)
@@ -173,9 +195,15 @@ def test_a_checksum_that_is_wrong_on_the_gpu(fault: str, said: int, why: str, mo
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_fp8_servers_are_measured_on_a_gpu_only(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_servers_are_measured_on_a_gpu_only(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the recipe's own key; the ratio is to bf16."""
-    rates = {("megarl", "none"): 100.0, ("megarl", "fp8"): 150.0, ("benchmarks.no_overlap", "none"): 80.0}
+    rates = {
+        ("megarl", "none"): 100.0,
+        ("megarl", "fp8"): 150.0,
+        ("benchmarks.no_overlap", "none"): 80.0,
+    }
     serving: list[tuple[str, str]] = []
 
     @contextmanager
@@ -200,11 +228,15 @@ def test_fp8_servers_are_measured_on_a_gpu_only(device: str, monkeypatch: pytest
     assert (serving == list(rates)) == (device == "cuda")
     assert ratios.get("bf16") == (1.5 if device == "cuda" else None)
     assert ratios["no overlap"] == 1.25
-    assert any(isinstance(each, str) and each.startswith("fp8: ") for each in said) == (device == "cpu")
+    assert any(isinstance(each, str) and each.startswith("fp8: ") for each in said) == (
+        device == "cpu"
+    )
 
 
 def test_files_of_tests_are_reported_as_they_pass() -> None:
-    """A file that hangs reports nothing more; all files before it have reported by then."""
+    """A file that hangs reports nothing more; all files before it have reported by
+    then.
+    """
     lines = [
         "collecting ... collected 4 items\n",
         "tests/unit/test_a.py::test_x[one] PASSED [ 25%]\n",
@@ -213,24 +245,34 @@ def test_files_of_tests_are_reported_as_they_pass() -> None:
         "FAILED tests/unit/test_a.py::test_y - assert 0\n",
     ]
     said = marked_tests.passed_by_file(iter(lines))
-    assert list(said) == ["tests/unit/test_a.py: 1 of 2 passed", "tests/unit/test_b.py: 0 of 1 passed"]
+    assert list(said) == [
+        "tests/unit/test_a.py: 1 of 2 passed",
+        "tests/unit/test_b.py: 0 of 1 passed",
+    ]
 
 
 def test_a_gpu_too_small_for_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networks, "memory", lambda: 80 << 30)
     assert learner.layers() == 4
     monkeypatch.setattr(networks, "memory", lambda: 24 << 30)
-    with pytest.raises(Absent, match=r"one layer, embedding and head take 23 GB .* more than half of the GPU's 26 GB"):
+    with pytest.raises(
+        Absent,
+        match=r"one layer, embedding and head take 23 GB .* more than half of the GPU's 26 GB",
+    ):
         learner.layers()
 
 
-def test_parts_of_several_runs_are_one_table(modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_several_runs_are_one_table(
+    modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of one machine and commit stand together; another's are not mixed with them."""
 
     def measure(*names: str) -> list[str]:
         parts = {name: Part(f"part_{name}", 60) for name in names}
         benchmark.measure(parts, time.monotonic() + 600, True, tmp_path / "out")
-        return sorted(path.name.removeprefix("gpu-")[11:] for path in (tmp_path / "out").glob("*.json"))
+        return sorted(
+            path.name.removeprefix("gpu-")[11:] for path in (tmp_path / "out").glob("*.json")
+        )
 
     def said() -> dict[str, tuple[str, int]]:
         (path,) = (tmp_path / "out").glob("*-cpu.json")
@@ -241,7 +283,11 @@ def test_parts_of_several_runs_are_one_table(modules: Path, tmp_path: Path, monk
     monkeypatch.setattr(machine, "facts", lambda tiny: facts)
     assert measure("well", "raises") == ["cpu.json"]
     assert measure("raises", "absent") == ["cpu.json"]
-    assert list(said().items()) == [("well", ("measured", 1)), ("raises", ("failed", 1)), ("absent", ("absent", 1))]
+    assert list(said().items()) == [
+        ("well", ("measured", 1)),
+        ("raises", ("failed", 1)),
+        ("absent", ("absent", 1)),
+    ]
     monkeypatch.setitem(facts, "commit", "another")
     assert measure("well") == ["cpu-2.json", "cpu.json"]
     assert len(said()) == 3
@@ -266,12 +312,17 @@ def test_the_datasheet_of_a_gpu(name: str, known: str | None) -> None:
 
 def test_steps_that_were_trained_twice() -> None:
     losses = [(0, 0.5), (1, 0.25), (2, 0.75), (1, 0.25), (2, 0.5), (3, 1.0)]
-    count, largest = run.again([{"step": step, "loss": loss, "empty": 0.0} for step, loss in losses], "")
+    count, largest = run.again(
+        [{"step": step, "loss": loss, "empty": 0.0} for step, loss in losses], ""
+    )
     assert (count.figure, largest.figure) == (2, 0.25)
 
 
 def causes(dtype: str) -> set[str]:
-    return {f"{dtype}, {cause}: mean difference of a log-prob" for cause in ("kernels", "decode", "total")}
+    return {
+        f"{dtype}, {cause}: mean difference of a log-prob"
+        for cause in ("kernels", "decode", "total")
+    }
 
 
 WHATS = {
@@ -281,7 +332,11 @@ WHATS = {
     },
     "parity": causes("bf16") | causes("fp16"),
     "server": {"megarl's client, streamed, overlap", "megarl's client, streamed, no overlap"},
-    "run": {"steps that trained", "from the kill to the next new step", "steps trained again after the kill"},
+    "run": {
+        "steps that trained",
+        "from the kill to the next new step",
+        "steps trained again after the kill",
+    },
 }
 """Some rows of each of these parts. test_whole of tests/parallel has the others."""
 
@@ -314,7 +369,8 @@ def test_fp8_is_compared_with_bf16_and_refused_without_transformer_engine(
 ) -> None:
     """With bf16 in place of a format that needs a GPU: nothing may differ."""
     (tmp_path / "part_fp8.py").write_text(
-        'from benchmarks.gpu.parts import fp8\nfp8.FORMATS = ("none", *fp8.FORMATS)\nrows = fp8.rows\n'
+        'from benchmarks.gpu.parts import fp8\nfp8.FORMATS = ("none", *fp8.FORMATS)\nrows ='
+        " fp8.rows\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     outcome = process.run("fp8", "part_fp8", 120, tiny=True)
@@ -345,7 +401,9 @@ def rows(tiny):
 """
 
 
-def test_a_model_leaves_its_memory_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_leaves_its_memory_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several parts have several models, of which a GPU may hold one."""
     (tmp_path / "part_forgets.py").write_text(FORGETS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -354,17 +412,23 @@ def test_a_model_leaves_its_memory_to_the_next(tmp_path: Path, monkeypatch: pyte
 
 
 def test_without_time_left(modules: Path, tmp_path: Path) -> None:
-    (outcome,) = benchmark.measure({"well": Part("part_well", 60)}, time.monotonic() + 5, True, tmp_path)
+    (outcome,) = benchmark.measure(
+        {"well": Part("part_well", 60)}, time.monotonic() + 5, True, tmp_path
+    )
     assert (outcome.ending, outcome.why[1:]) == ("not run", " s were left")
     assert "| well | not run |" in next(tmp_path.glob("*.md")).read_text()
 
 
 def test_the_table_says_what_was_measured_on() -> None:
     facts = machine.facts(tiny=True)
-    assert {"torch", "megatron-core", "transformer-engine", "sglang", "nvidia-cudnn-cu13"} <= set(facts["versions"])
+    assert {"torch", "megatron-core", "transformer-engine", "sglang", "nvidia-cudnn-cu13"} <= set(
+        facts["versions"]
+    )
     facts |= {"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "commit": "unknown"}
     assert machine.slug(facts) == "NVIDIA-H200"
-    table = report.markdown("2026-11-22", facts, [Outcome("head", "measured", rows=[Row("time", 12345.6, "ms", "")])])
+    table = report.markdown(
+        "2026-11-22", facts, [Outcome("head", "measured", rows=[Row("time", 12345.6, "ms", "")])]
+    )
     assert table.startswith("# NVIDIA H200, 2026-11-22\n\nDriver 580.1, CUDA 13.0, Python 3.12")
     assert "Commit unknown." in table
     assert "Of the stack" not in table
@@ -373,7 +437,11 @@ def test_the_table_says_what_was_measured_on() -> None:
 
 def test_wheels_are_those_of_the_stack() -> None:
     pinned = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
-    wheels = [line for line in (RUN.parent / "wheels.txt").read_text().splitlines() if not line.startswith("#")]
+    wheels = [
+        line
+        for line in (RUN.parent / "wheels.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     assert wheels
     assert [line for line in wheels if line not in pinned] == []
 
@@ -403,19 +471,30 @@ def test_nothing_else_is_imported() -> None:
         found = re.match(r"[\w.-]*", line)
         return re.sub(r"[-_.]+", "-", found.group() if found else "").lower()
 
-    have, torchs = {project(line) for line in (RUN.parent / "wheels.txt").open()} | {"megarl"}, ["torch"]
+    have, torchs = (
+        {project(line) for line in (RUN.parent / "wheels.txt").open()} | {"megarl"},
+        ["torch"],
+    )
     while torchs:
         have.add(name := torchs.pop())
         needs = [project(line) for line in metadata.requires(name) or [] if "extra ==" not in line]
         torchs += [other for other in needs if other not in have and not other.startswith("nvidia")]
     others = {project(line) for line in (ROOT / "requirements" / "cpu.txt").open()} - have
     absent = [
-        m for m, names in metadata.packages_distributions().items() if {project(name) for name in names} <= others
+        m
+        for m, names in metadata.packages_distributions().items()
+        if {project(name) for name in names} <= others
     ]
     assert "scipy" in absent
-    marked = [path for path in (ROOT / "tests").rglob("*.py") if re.search(r"mark\.gpu\b", path.read_text())]
+    marked = [
+        path
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(r"mark\.gpu\b", path.read_text())
+    ]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in marked]
-    modules += [f"benchmarks.gpu.parts.{path.stem}" for path in (RUN.parent / "parts").glob("[a-z]*.py")]
+    modules += [
+        f"benchmarks.gpu.parts.{path.stem}" for path in (RUN.parent / "parts").glob("[a-z]*.py")
+    ]
     assert len(modules) > 10
     words = [sys.executable, "-W", "ignore", "-c", IMPORTS, json.dumps(absent), *sorted(modules)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240)
@@ -425,16 +504,27 @@ def test_nothing_else_is_imported() -> None:
 def run_sh(tmp_path: Path, torch: str, *words: str) -> subprocess.CompletedProcess[str]:
     """run.sh with a Python whose torch says that it is of this version."""
     (tmp_path / "torch.py").write_text(f'__version__ = "{torch}"\n')
-    environment = {"PATH": "/usr/bin:/bin", "MEGARL_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
-    return subprocess.run([RUN, *words], env=environment, capture_output=True, text=True, timeout=120)
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "MEGARL_PYTHON": sys.executable,
+        "PYTHONPATH": str(tmp_path),
+    }
+    return subprocess.run(
+        [RUN, *words], env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_no_python_that_can(tmp_path: Path) -> None:
     done = run_sh(tmp_path, "2.10.0", "--tiny")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("run.sh: no Python >= 3.12 with torch >= 2.11 (say which: MEGARL_PYTHON=/path/to/python); ")
-    assert f"{sys.executable} is Python 3.{sys.version_info[1]}.{sys.version_info[2]}, torch 2.10.0" in line
+    assert line.startswith(
+        "run.sh: no Python >= 3.12 with torch >= 2.11 (say which: MEGARL_PYTHON=/path/to/python); "
+    )
+    assert (
+        f"{sys.executable} is Python 3.{sys.version_info[1]}.{sys.version_info[2]}, torch 2.10.0"
+        in line
+    )
 
 
 def test_wheels_are_installed_beside_what_is_there(tmp_path: Path) -> None:
@@ -442,16 +532,33 @@ def test_wheels_are_installed_beside_what_is_there(tmp_path: Path) -> None:
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "made_up-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("made_up.py", "")
-        wheel.writestr("made_up-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
-        wheel.writestr("made_up-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            "made_up-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            "made_up-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         wheel.writestr("made_up-1.0.dist-info/RECORD", "")
-    words = ["--tiny", "--wheels", str(wheels), "--venv", str(venv), "--minutes", "0.001", "--output", str(out)]
+    words = [
+        "--tiny",
+        "--wheels",
+        str(wheels),
+        "--venv",
+        str(venv),
+        "--minutes",
+        "0.001",
+        "--output",
+        str(out),
+    ]
     done = run_sh(tmp_path, "2.11.0+cu130", *words)
     assert done.returncode == 1, done.stderr  # no part was run
     (text,) = out.glob("*.json")
     assert {part["ending"] for part in json.loads(text.read_text())["parts"]} == {"not run"}
     look = "import made_up, pytest; print(made_up.__file__, pytest.__file__)"
-    seen = subprocess.run([venv / "bin" / "python", "-c", look], capture_output=True, text=True, check=True)
+    seen = subprocess.run(
+        [venv / "bin" / "python", "-c", look], capture_output=True, text=True, check=True
+    )
     new, old = seen.stdout.split()
     assert new.startswith(str(venv))
     assert os.path.samefile(old, pytest.__file__)
@@ -459,11 +566,15 @@ def test_wheels_are_installed_beside_what_is_there(tmp_path: Path) -> None:
 
 def test_programs_beside_the_python_are_found(tmp_path: Path) -> None:
     seen = tmp_path / "path"
-    (tmp_path / "sitecustomize.py").write_text(f"import os; open({str(seen)!r}, 'w').write(os.environ['PATH'])\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os; open({str(seen)!r}, 'w').write(os.environ['PATH'])\n"
+    )
     run_sh(tmp_path, "2.11.0", "--tiny", "--minutes", "0.001", "--output", str(tmp_path / "out"))
     assert str(Path(sys.executable).parent) in seen.read_text().split(":")
 
 
 def test_words_that_it_does_not_know(tmp_path: Path) -> None:
     assert "--weels: unknown" in run_sh(tmp_path, "2.11.0", "--weels").stderr
-    assert "no *.whl there" in run_sh(tmp_path, "2.11.0", "--tiny", "--wheels", str(tmp_path)).stderr
+    assert (
+        "no *.whl there" in run_sh(tmp_path, "2.11.0", "--tiny", "--wheels", str(tmp_path)).stderr
+    )

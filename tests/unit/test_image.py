@@ -1,4 +1,6 @@
-"""The Dockerfile, as far as it can be seen without a container engine: hadolint is content, and its wheel is whole."""
+"""The Dockerfile, as far as it can be seen without a container engine: hadolint is
+content, and its wheel is whole.
+"""
 
 import os
 import re
@@ -31,7 +33,9 @@ def test_hadolint() -> None:
 
 
 def test_nccl_finds_infiniband() -> None:
-    """It loads both by name, and says nothing where they are missing; CUDA's images have neither."""
+    """It loads both by name, and says nothing where they are missing; CUDA's images
+    have neither.
+    """
     stage = DOCKERFILE.read_text().split(" AS cuda\n")[1].split("\nFROM ")[0]
     assert {"libibverbs1", "ibverbs-providers"} <= set(stage.split())
 
@@ -39,13 +43,19 @@ def test_nccl_finds_infiniband() -> None:
 def test_kernels_are_compiled_by_the_toolkit_of_the_base() -> None:
     """A wheel's nvcc is newer, and a driver of CUDA 13.0 refuses its PTX."""
     stage = DOCKERFILE.read_text().split(" AS cuda\n")[1].split("\nFROM ")[0]
-    assert re.search(r"^ARG CUDA_BASE=nvidia/cuda:13\.0\.\d+-devel-", DOCKERFILE.read_text(), flags=re.MULTILINE)
+    assert re.search(
+        r"^ARG CUDA_BASE=nvidia/cuda:13\.0\.\d+-devel-", DOCKERFILE.read_text(), flags=re.MULTILINE
+    )
     assert re.search(r"^ENV (.* \\\n)*.*CUDA_HOME=/usr/local/cuda \\\n", stage, flags=re.MULTILINE)
 
 
 def pinned(name: str) -> dict[str, str]:
     """Versions by package of a lock."""
-    lines = [line for line in (ROOT / "requirements" / name).read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "requirements" / name).read_text().splitlines()
+        if not line.startswith("#")
+    ]
     return dict(re.fullmatch(r"([a-z0-9._-]+)==(\S+)", line).groups() for line in lines)  # type: ignore[union-attr, misc]
 
 
@@ -53,12 +63,16 @@ def test_both_stacks_are_pinned_and_agree() -> None:
     cpu, gpu = pinned("cpu.txt"), pinned("gpu.txt")
     setup = (ROOT / "setup.py").read_text()
     asked = re.findall(
-        r'^        "([a-z0-9-]+)', setup.split("install_requires=[")[1].split("]")[0], flags=re.MULTILINE
+        r'^        "([a-z0-9-]+)',
+        setup.split("install_requires=[")[1].split("]")[0],
+        flags=re.MULTILINE,
     )
     assert "msgspec" in asked
     assert [name for name in asked if name not in gpu or name not in cpu] == []
     assert PINS.keys() == {"sglang", "torch", "megatron-core", "transformers"}
-    assert {name: (cpu[name], gpu[name]) for name in PINS} == {name: (v, v) for name, v in PINS.items()}
+    assert {name: (cpu[name], gpu[name]) for name in PINS} == {
+        name: (v, v) for name, v in PINS.items()
+    }
     assert gpu["transformer-engine"] == gpu["transformer-engine-cu13"]
 
 
@@ -78,8 +92,9 @@ def test_extras_ask_for_the_versions_of_the_stack(monkeypatch: pytest.MonkeyPatc
 
 
 def test_torch_bounds_cublas() -> None:
-    """docs/models.md says why experts' products take the slower way on Hopper. When torch asks for
-    a cuBLAS from 13.4 on, they need not, and the page is out of date."""
+    """docs/models.md says why experts' products take the slower way on Hopper. When
+    torch asks for a cuBLAS from 13.4 on, they need not, and the page is out of date.
+    """
     (bound,) = {
         re.search(r"nvidia-cublas==([0-9.]+)\.\*", line)[1]  # type: ignore[index]
         for line in requires("cuda-toolkit") or []
@@ -91,7 +106,9 @@ def test_torch_bounds_cublas() -> None:
 
 
 def test_kernels_that_blackwell_loads_are_in_the_image() -> None:
-    """FlashInfer would fetch them when a server starts, where many clusters have no network."""
+    """FlashInfer would fetch them when a server starts, where many clusters have no
+    network.
+    """
     stage = DOCKERFILE.read_text().split(" AS cuda\n")[1].split("\nFROM ")[0]
     folder = "/opt/flashinfer-cubins"
     assert re.search(rf"FLASHINFER_CUBIN_DIR={folder}$", stage, flags=re.MULTILINE)
@@ -101,7 +118,9 @@ def test_kernels_that_blackwell_loads_are_in_the_image() -> None:
 
 
 def test_the_image_compiles_transformer_engine_by_the_script(tmp_path: Path) -> None:
-    """With what its stage copies, the script comes to its check of the toolkit; where the wheel is, it does nothing."""
+    """With what its stage copies, the script comes to its check of the toolkit; where
+    the wheel is, it does nothing.
+    """
     stage = DOCKERFILE.read_text().split(" AS compiled\n")[1].split("\nFROM ")[0]
     for source, target in re.findall(r"^COPY (\S+) (\S+)$", stage, flags=re.MULTILINE):
         (tmp_path / target).mkdir()
@@ -119,14 +138,19 @@ def test_the_image_compiles_transformer_engine_by_the_script(tmp_path: Path) -> 
     nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.4, V12.4.131\n")
     nvcc.chmod(0o755)
     assert "has 12.4: set CUDA_HOME to a toolkit 13.0" in run().stderr
-    built_for = f"transformer-engine-torch {pinned('gpu.txt')['transformer-engine']} for torch {torch.__version__}\n"
+    built_for = (
+        f"transformer-engine-torch {pinned('gpu.txt')['transformer-engine']} for torch"
+        f" {torch.__version__}\n"
+    )
     (tmp_path / "wheels" / "built-for").write_text(built_for)
     done = run()
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
-    """The steps of the stage `wheel`, the installation from it in a scratch root, and the check that ends the CPU image."""
+    """The steps of the stage `wheel`, the installation from it in a scratch root, and
+    the check that ends the CPU image.
+    """
     stage = DOCKERFILE.read_text().split(" AS wheel\n")[1].split("\nFROM ")[0]
     source, root = tmp_path / "src", tmp_path / "root"
     source.mkdir()
@@ -134,25 +158,42 @@ def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
         *sources, target = line.split()
         for name in sources:
             if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, source / target, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    ROOT / name, source / target, ignore=shutil.ignore_patterns("__pycache__")
+                )
             else:
                 shutil.copy(ROOT / name, source / target / name)
     assert "uv build --wheel --out-dir /wheels ." in stage
     uv = [BIN / "uv", "--quiet"]
     subprocess.run(
-        [*uv, "build", "--wheel", "--no-build-isolation", "--python", sys.executable, "--out-dir", tmp_path, "."],
+        [
+            *uv,
+            "build",
+            "--wheel",
+            "--no-build-isolation",
+            "--python",
+            sys.executable,
+            "--out-dir",
+            tmp_path,
+            ".",
+        ],
         cwd=source,
         check=True,
     )
     (wheel,) = tmp_path.glob("*.whl")
     subprocess.run(
-        [*uv, "pip", "install", "--python", sys.executable, "--no-deps", "--target", root, wheel], check=True
+        [*uv, "pip", "install", "--python", sys.executable, "--no-deps", "--target", root, wheel],
+        check=True,
     )
     environment = os.environ | {"PYTHONPATH": str(root), "COLUMNS": "120"}
 
     def megarl(*words: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "megarl", *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+            [sys.executable, "-m", "megarl", *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -161,5 +202,13 @@ def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
     assert [name for name in shipped() if name not in listed] == []
     assert "&& megarl doctor" in DOCKERFILE.read_text()
     assert "megatron-core" in megarl("doctor")
-    made = {path.relative_to(root) for path in root.glob("megarl/**/*") if path.suffix in (".yaml", ".html", ".json")}
-    assert made == {p.relative_to(ROOT) for p in ROOT.glob("megarl/**/*") if p.suffix in (".yaml", ".html", ".json")}
+    made = {
+        path.relative_to(root)
+        for path in root.glob("megarl/**/*")
+        if path.suffix in (".yaml", ".html", ".json")
+    }
+    assert made == {
+        p.relative_to(ROOT)
+        for p in ROOT.glob("megarl/**/*")
+        if p.suffix in (".yaml", ".html", ".json")
+    }

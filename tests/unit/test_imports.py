@@ -8,10 +8,22 @@ from pathlib import Path
 import megarl
 
 ROOT = Path(megarl.__file__).parent
-CORE = [["base"], ["recipe"], ["telemetry"], ["algorithm", "models", "journal"], ["server"], ["weights", "sampling"],
-        ["learner", "evaluation"], ["controller"]]  # fmt: skip
+CORE = [
+    ["base"],
+    ["recipe"],
+    ["telemetry"],
+    ["algorithm", "models", "journal"],
+    ["server"],
+    ["weights", "sampling"],
+    ["learner", "evaluation"],
+    ["controller"],
+]
 """Each part may import those of earlier rows."""
-BELOW = {f"core.{part}": [f"core.{p}" for row in CORE[:n] for p in row] for n, row in enumerate(CORE) for part in row}
+BELOW = {
+    f"core.{part}": [f"core.{p}" for row in CORE[:n] for p in row]
+    for n, row in enumerate(CORE)
+    for part in row
+}
 MAY = BELOW | {
     "shims": [],
     "tasks": ["core.base", "core.recipe"],
@@ -19,18 +31,25 @@ MAY = BELOW | {
     "lab": ["core", "tasks", "run"],
     "cli": ["core", "tasks", "run", "lab"],
 }
-MAY = {part: [*others, *(["shims"] if part.startswith("core") else [])] for part, others in MAY.items()}
+MAY = {
+    part: [*others, *(["shims"] if part.startswith("core") else [])] for part, others in MAY.items()
+}
 """A role's main applies shims by name."""
 
 
 def modules() -> dict[str, ast.Module]:
     """Every module by its dotted name without `megarl.`; packages by theirs."""
     files = {file.relative_to(ROOT).with_suffix(""): file for file in ROOT.rglob("*.py")}
-    return {".".join(path.parts).removesuffix(".__init__"): ast.parse(file.read_text()) for path, file in files.items()}
+    return {
+        ".".join(path.parts).removesuffix(".__init__"): ast.parse(file.read_text())
+        for path, file in files.items()
+    }
 
 
 def imported(tree: ast.Module, known: set[str], at_import: bool = False) -> Iterator[str]:
-    """The modules of megarl that this one imports: when it is imported itself, or in functions too."""
+    """The modules of megarl that this one imports: when it is imported itself, or in
+    functions too.
+    """
     for node in tree.body if at_import else ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megarl"):
             base = (node.module or "").removeprefix("megarl").removeprefix(".")
@@ -38,7 +57,9 @@ def imported(tree: ast.Module, known: set[str], at_import: bool = False) -> Iter
                 name = f"{base}.{alias.name}".removeprefix(".")
                 yield name if name in known else base
         elif isinstance(node, ast.Import):
-            yield from (a.name.removeprefix("megarl.") for a in node.names if a.name.startswith("megarl."))
+            yield from (
+                a.name.removeprefix("megarl.") for a in node.names if a.name.startswith("megarl.")
+            )
 
 
 def part(module: str) -> str:
@@ -60,7 +81,9 @@ def test_arrows_go_one_way() -> None:
 
 
 def test_no_circles() -> None:
-    """Imports at the top of modules form no circle. Inside a function a module may import one that imports it."""
+    """Imports at the top of modules form no circle. Inside a function a module may
+    import one that imports it.
+    """
     trees = modules()
     graph = {
         module: set(imported(tree, set(trees), at_import=True)) & set(trees) - {module}
@@ -75,15 +98,21 @@ def test_no_circles() -> None:
 SMALLEST = 60
 """Lines below which a module with one importer belongs into that one."""
 PLUG_INS = {
-    "__main__", "core.server.sglang_models.stock",  # started or found by name
-    "environments", "scaling",  # what users import
-    *(f"core.algorithm.losses.{kind}" for kind in ("cispo", "dppo", "gmpo", "gspo", "own", "reinforce")),  # one loss a file
+    "__main__",
+    "core.server.sglang_models.stock",  # started or found by name
+    "environments",
+    "scaling",  # what users import
+    *(
+        f"core.algorithm.losses.{kind}"
+        for kind in ("cispo", "dppo", "gmpo", "gspo", "own", "reinforce")
+    ),  # one loss a file
     "core.models.head.passes",  # one of two, chosen by the device
     "tasks.environments.guessing",  # one environment a file
     "tasks.agents.calculator",  # started by name, as a user's
     "tasks.graders.reasoning_gym",  # one grader a file
-}  # fmt: skip
-"""Small modules that are one of several of a kind, or that nothing in megarl imports."""
+}
+"""Small modules that are one of several of a kind, or that nothing in megarl imports.
+"""
 
 
 def test_no_small_module_serves_one_alone() -> None:
@@ -94,6 +123,7 @@ def test_no_small_module_serves_one_alone() -> None:
     small = {
         ".".join(path.parts)
         for path in (file.relative_to(ROOT).with_suffix("") for file in ROOT.rglob("*.py"))
-        if path.name != "__init__" and len((ROOT / path).with_suffix(".py").read_text().splitlines()) < SMALLEST
+        if path.name != "__init__"
+        and len((ROOT / path).with_suffix(".py").read_text().splitlines()) < SMALLEST
     }
     assert {module for module in small if len(importers.get(module, ())) < 2} == PLUG_INS

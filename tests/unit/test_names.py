@@ -1,4 +1,6 @@
-"""One name, one thing: no two classes or types share a name, so a reader who has met one knows which is meant."""
+"""One name, one thing: no two classes or types share a name, so a reader who has met
+one knows which is meant.
+"""
 
 import ast
 from collections import defaultdict
@@ -6,15 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MODULES = sorted(path for part in ("megarl", "checkpoints_tools", "benchmarks") for path in (ROOT / part).rglob("*.py"))
+MODULES = sorted(
+    path
+    for part in ("megarl", "checkpoints_tools", "benchmarks")
+    for path in (ROOT / part).rglob("*.py")
+)
 PROGRAM_OF_ITS_OWN = ROOT / "benchmarks" / "gpu"
-"""Is carried to a machine and run there alone; what it measures has the plainest names."""
+"""Is carried to a machine and run there alone; what it measures has the plainest names.
+"""
 BY_SGLANG = "EntryClass"
 """SGLang looks for this name in each module with models."""
 
 
 def named(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """Classes and type aliases at the top level, without a leading underscore; of an alias what it stands for."""
+    """Classes and type aliases at the top level, without a leading underscore; of an
+    alias what it stands for.
+    """
     for node in module.body:
         match node:
             case ast.ClassDef(name):

@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = sorted(path.parent for top in ("megarl", "checkpoints_tools") for path in (ROOT / top).rglob("__init__.py"))
+PACKAGES = sorted(
+    path.parent
+    for top in ("megarl", "checkpoints_tools")
+    for path in (ROOT / top).rglob("__init__.py")
+)
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,4 +1,6 @@
-"""docs/reading.md is true: each file exists, none uses a file that comes after it, and what several use is explained."""
+"""docs/reading.md is true: each file exists, none uses a file that comes after it, and
+what several use is explained.
+"""
 
 import ast
 import re
@@ -14,7 +16,9 @@ HELPERS = re.findall(r"^- \[\S+\]\(\.\./megarl/(\S+)\)", PAGE, re.MULTILINE)
 
 @cache
 def imports(module: Path) -> dict[str, Path]:
-    """Name in the module ──► the file of megarl it comes from, through the packages that pass it on."""
+    """Name in the module ──► the file of megarl it comes from, through the packages
+    that pass it on.
+    """
     places = {}
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megarl"):
@@ -26,13 +30,18 @@ def imports(module: Path) -> dict[str, Path]:
                 elif (folder / f"{alias.name}.py").exists():
                     places[name] = folder / f"{alias.name}.py"
                 elif folder.is_dir():
-                    places[name] = imports(folder / "__init__.py").get(alias.name, folder / "__init__.py")
+                    places[name] = imports(folder / "__init__.py").get(
+                        alias.name, folder / "__init__.py"
+                    )
                 else:
                     places[name] = folder.with_suffix(".py")
     return places
 
 
-USED = {file: {str(p.relative_to(ROOT / "megarl")) for p in imports(ROOT / "megarl" / file).values()} for file in FILES}
+USED = {
+    file: {str(p.relative_to(ROOT / "megarl")) for p in imports(ROOT / "megarl" / file).values()}
+    for file in FILES
+}
 """File of the page ──► the files of megarl that define what it imports."""
 
 
@@ -45,7 +54,10 @@ def test_the_page_counts_right() -> None:
 
 def test_nothing_is_used_before_it_is_explained() -> None:
     wrong = [
-        f"{file} uses {later}" for at, file in enumerate(FILES) for later in FILES[at + 1 :] if later in USED[file]
+        f"{file} uses {later}"
+        for at, file in enumerate(FILES)
+        for later in FILES[at + 1 :]
+        if later in USED[file]
     ]
     assert not wrong
 
@@ -53,6 +65,8 @@ def test_nothing_is_used_before_it_is_explained() -> None:
 def test_what_three_files_use_is_on_the_page() -> None:
     users = Counter(file for used in USED.values() for file in used)
     often = {file for file, count in users.items() if count >= 3}
-    assert "core/recipe/tree.py" in often  # a Recipe is imported from the package, not from this file
+    assert (
+        "core/recipe/tree.py" in often
+    )  # a Recipe is imported from the package, not from this file
     assert often <= {*FILES, *HELPERS}, often - {*FILES, *HELPERS}
     assert all((ROOT / "megarl" / file).exists() for file in HELPERS)

@@ -1,4 +1,6 @@
-"""benchmarks/real_comparison.py: what counts as training, and what the table says. No model is trained."""
+"""benchmarks/real_comparison.py: what counts as training, and what the table says. No
+model is trained.
+"""
 
 from pathlib import Path
 
@@ -62,7 +64,9 @@ def test_a_watch_that_starts_again_forgets() -> None:
 
 
 def test_a_runs_own_files_are_read() -> None:
-    """A step ends when the next batch is handed out; core-hours are divided among the cores."""
+    """A step ends when the next batch is handed out; core-hours are divided among the
+    cores.
+    """
     rows = [
         {"step": step, "generated_tokens": 1000.0 + step, "training_hours": hours}
         for step, hours in enumerate((0.002, 0.01, 0.02))
@@ -102,7 +106,9 @@ def test_the_table_has_both_ratios() -> None:
     slow = training(0.1, 0.3, 0.7, seconds_per_step=10, tokens=800)
     lines = table(fast, slow).splitlines()
     assert "| completion tokens/s | 200.0 | 80.0 | 2.50 |" in lines
-    assert "| seconds to a held-out pass rate of 0.5 | 50 (step 10) | 200 (step 20) | 4.00 |" in lines
+    assert (
+        "| seconds to a held-out pass rate of 0.5 | 50 (step 10) | 200 (step 20) | 4.00 |" in lines
+    )
     assert "| held out | 0.10 0.60 0.80 | 0.10 0.30 0.70 | |" in lines
 
 
@@ -127,7 +133,9 @@ def test_megarl_trains_as_shipped(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     recipe = load("quickstart-real", [f"model.path={tmp_path}"])
-    with pytest.raises(MegarlError, match=r"config.json: no such file; `make quickstart-real` makes it"):
+    with pytest.raises(
+        MegarlError, match=r"config.json: no such file; `make quickstart-real` makes it"
+    ):
         check_files(recipe)
 
 

@@ -27,8 +27,10 @@ RUN = RealRun("fast", 1, {"learner.optimizer.lr": 5e-5}, "x86_64", {}, SCORES, t
 
 
 def test_a_line_for_each_run() -> None:
-    assert table([RUN]).splitlines()[2] == (
-        "| fast | `learner.optimizer.lr=5e-05` | 1 | 0.05 0.53 0.20 | 3.00 | 0.10 | 9.00 | 0.90 | 11.0 |"
+    assert (
+        table([RUN]).splitlines()[2]
+        == "| fast | `learner.optimizer.lr=5e-05` | 1 | 0.05 0.53 0.20 | 3.00 | 0.10 | 9.00 | 0.90"
+        " | 11.0 |"
     )
 
 
@@ -41,7 +43,8 @@ def test_when_it_was_said_that_the_score_has_fallen() -> None:
 def test_when_it_was_said_that_the_score_is_below_its_forecast() -> None:
     forecast = {"predicted_score": "pass_rate", "predicted_least": 0.6, "predicted_least_low": 0.55}
     scores = [
-        {"step": step, "pass_rate": rate, "n_prompts": 120, "samples": 2} for step, rate in ((30, 0.4), (40, 0.4))
+        {"step": step, "pass_rate": rate, "n_prompts": 120, "samples": 2}
+        for step, rate in ((30, 0.4), (40, 0.4))
     ]
     first = {"step": 20, "pass_rate": 0.6, "n_prompts": 120, "samples": 2, **forecast}
     line = signals([RealRun("low", 1, {}, "x86_64", {}, (first, *scores), ())]).splitlines()[2]
@@ -77,7 +80,9 @@ def evaluated_often(seed: int, falls_from: int) -> RealRun:
     return RealRun(f"run-{seed}", seed, {"evaluation.every": 3}, "x86_64", {}, tuple(scores), ())
 
 
-def test_a_law_of_half_a_run_holds_for_one_that_goes_on_and_not_for_one_that_falls(tmp_path: Path) -> None:
+def test_a_law_of_half_a_run_holds_for_one_that_goes_on_and_not_for_one_that_falls(
+    tmp_path: Path,
+) -> None:
     picture = tmp_path / "picture"
     runs = [evaluated_often(0, falls_from=31), evaluated_often(1, falls_from=18), RUN]
     lasting, falling, both = predictions(runs, picture).splitlines()[2:]

@@ -11,15 +11,40 @@ from tests.recipe_twins import RULES, kind_of, twin
 from tests.twin_models import FAMILIES, SIGNS
 
 KEPT = (
-    "model.dtype", "model.fp32_head", "model.fp8",
-    "model.virtual_pipeline_parallel", "model.context_parallel", "model.moe.*",
-    "data.sandbox", "data.curriculum.*", "data.tasks.*.grader",
-    "data.tasks.*.template", "data.tasks.*.system", "data.tasks.*.environment", "data.tasks.*.weight", "data.tasks.*.turns",
-    "length.control", "length.end_of_thinking", "length.interruption", "sampling.temperature",
-    "pipeline.*", "batch.zero_variance", "batch.truncated", "batch.positive_threshold", "batch.centring", "batch.advantage",
-    "batch.aggregation", "loss.*", "reference.*", "teacher.weight",
-    "learner.recompute", "learner.epochs", "learner.optimizer.schedule", "learner.optimizer.grad_clip", "critic.lam",
-)  # fmt: skip
+    "model.dtype",
+    "model.fp32_head",
+    "model.fp8",
+    "model.virtual_pipeline_parallel",
+    "model.context_parallel",
+    "model.moe.*",
+    "data.sandbox",
+    "data.curriculum.*",
+    "data.tasks.*.grader",
+    "data.tasks.*.template",
+    "data.tasks.*.system",
+    "data.tasks.*.environment",
+    "data.tasks.*.weight",
+    "data.tasks.*.turns",
+    "length.control",
+    "length.end_of_thinking",
+    "length.interruption",
+    "sampling.temperature",
+    "pipeline.*",
+    "batch.zero_variance",
+    "batch.truncated",
+    "batch.positive_threshold",
+    "batch.centring",
+    "batch.advantage",
+    "batch.aggregation",
+    "loss.*",
+    "reference.*",
+    "teacher.weight",
+    "learner.recompute",
+    "learner.epochs",
+    "learner.optimizer.schedule",
+    "learner.optimizer.grad_clip",
+    "critic.lam",
+)
 """What makes a recipe what it is: no rule may replace it."""
 
 
@@ -57,4 +82,6 @@ def test_no_rule_replaces_what_makes_a_recipe_what_it_is() -> None:
 
 def test_every_rule_is_of_use() -> None:
     changed = {override.partition("=")[0] for name in recipes.shipped() for override in twin(name)}
-    assert not [rule.pattern for rule in RULES if not any(fnmatchcase(key, rule.pattern) for key in changed)]
+    assert not [
+        rule.pattern for rule in RULES if not any(fnmatchcase(key, rule.pattern) for key in changed)
+    ]

@@ -1,4 +1,6 @@
-"""What a recipe and a model directory can make a process do, who may ask a server for what, and where the keys lie."""
+"""What a recipe and a model directory can make a process do, who may ask a server for
+what, and where the keys lie.
+"""
 
 import asyncio
 from pathlib import Path
@@ -75,24 +77,34 @@ def test_each_call_wants_its_own_key(call: tuple[str, str], key: str) -> None:
 def test_without_metrics_nobody_may_ask_for_them() -> None:
     without = msgspec.structs.replace(ENDPOINTS, metrics_key="")
     assert {
-        proxy.status("GET", "/metrics", key, without, handles=True) for key in (b"", b"Bearer ", *KEYS.values())
+        proxy.status("GET", "/metrics", key, without, handles=True)
+        for key in (b"", b"Bearer ", *KEYS.values())
     } == {404}
 
 
 @given(
     st.sampled_from(["GET", "POST", "PUT", "OPTIONS", "HEAD"]),
-    st.one_of(st.text(), st.sampled_from([path for _, path in CALLS]).flatmap(lambda p: st.text().map(p.__add__))),
+    st.one_of(
+        st.text(),
+        st.sampled_from([path for _, path in CALLS]).flatmap(lambda p: st.text().map(p.__add__)),
+    ),
 )
 def test_what_is_not_named_is_closed_to_every_key(method: str, path: str) -> None:
     if (method, path) in CALLS:
         return
-    assert {proxy.status(method, path, key, ENDPOINTS, handles=False) for key in KEYS.values()} == {404}
+    assert {proxy.status(method, path, key, ENDPOINTS, handles=False) for key in KEYS.values()} == {
+        404
+    }
 
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize(
     ("shares", "client", "server"),
-    [(True, "10.0.0.1", "10.0.0.1"), (True, "10.0.0.2", "10.0.0.1"), (False, "127.0.0.1", "127.0.0.1")],
+    [
+        (True, "10.0.0.1", "10.0.0.1"),
+        (True, "10.0.0.2", "10.0.0.1"),
+        (False, "127.0.0.1", "127.0.0.1"),
+    ],
 )
 def test_handles_are_taken_from_this_machine_where_a_learner_shares_it(
     shares: bool, client: str, server: str, key: str
@@ -111,18 +123,26 @@ def test_handles_are_taken_from_this_machine_where_a_learner_shares_it(
 
     (call,) = proxy.LOCAL
     scope = {
-        "type": "http", "method": call[0], "path": call[1], "headers": [(b"authorization", KEYS[key])],
-        "client": (client, 50000), "server": (server, 30000),
-    }  # fmt: skip
+        "type": "http",
+        "method": call[0],
+        "path": call[1],
+        "headers": [(b"authorization", KEYS[key])],
+        "client": (client, 50000),
+        "server": (server, 30000),
+    }
     guard = proxy.Gate(sglang, ENDPOINTS, handles=shares, vocabulary=10)
     asyncio.run(guard(scope, receive, send))
     assert said == [404 if not shares or client != server else 200 if key == "admin" else 401]
     assert guard.refused == (said != [200])
 
 
-@pytest.mark.parametrize(("client", "answers"), [("10.0.0.1", [200, 404]), ("10.0.0.2", [404, 404])])
+@pytest.mark.parametrize(
+    ("client", "answers"), [("10.0.0.1", [200, 404]), ("10.0.0.2", [404, 404])]
+)
 def test_sglang_freezes_its_garbage_collector_once(client: str, answers: list[int]) -> None:
-    """By the call that SGLang itself makes at the end of its start, without a key; not from another machine."""
+    """By the call that SGLang itself makes at the end of its start, without a key; not
+    from another machine.
+    """
     said: list[int] = []
 
     async def sglang(scope: proxy.Message, receive: proxy.Receive, send: proxy.Send) -> None:
@@ -135,9 +155,13 @@ def test_sglang_freezes_its_garbage_collector_once(client: str, answers: list[in
         raise AssertionError
 
     scope = {
-        "type": "http", "method": "POST", "path": "/freeze_gc", "headers": [],
-        "client": (client, 50000), "server": ("10.0.0.1", 30000),
-    }  # fmt: skip
+        "type": "http",
+        "method": "POST",
+        "path": "/freeze_gc",
+        "headers": [],
+        "client": (client, 50000),
+        "server": ("10.0.0.1", 30000),
+    }
     guard = proxy.Gate(sglang, ENDPOINTS, handles=False, vocabulary=10)
     for _ in answers:
         asyncio.run(guard(scope, receive, send))
@@ -145,8 +169,12 @@ def test_sglang_freezes_its_garbage_collector_once(client: str, answers: list[in
 
 
 BODIES = {
-    b'{"input_ids": [0, 9], "sampling_params": {"stop_token_ids": [9], "top_p": 1}, "cache_salt": "x"}': 200,
-    b'{"input_ids": [[0, 9], []], "token_ids_logprob": [[9], null], "sampling_params": [{"logit_bias": {"9": 1}}]}': 200,
+    b'{"input_ids": [0, 9], "sampling_params": {"stop_token_ids": [9], "top_p": 1}, "cache_salt": "x"}': (
+        200
+    ),
+    b'{"input_ids": [[0, 9], []], "token_ids_logprob": [[9], null], "sampling_params": [{"logit_bias": {"9": 1}}]}': (
+        200
+    ),
     b"{}": 200,
     b'{"input_ids": [0, 10]}': 400,
     b'{"input_ids": [0, -1]}': 400,
@@ -160,7 +188,9 @@ BODIES = {
     b'{"input_ids": [1], "sampling_params": {"stop_token_ids": [10]}}': 400,
     b'{"input_ids": [1], "sampling_params": {"logit_bias": {"10": 1.0}}}': 400,
     b'{"input_ids": [1], "sampling_params": {"logit_bias": {"-1": 1.0}}}': 400,
-    b'{"input_ids": [1], "sampling_params": {"top_p": 1.0, "top_k": -1, "logit_bias": {"\xff": 1.0}}}': 400,
+    b'{"input_ids": [1], "sampling_params": {"top_p": 1.0, "top_k": -1, "logit_bias": {"\xff": 1.0}}}': (
+        400
+    ),
     b"[" * 100_000: 400,
     b"nonsense": 400,
 }
@@ -172,7 +202,10 @@ def test_ids_outside_the_vocabulary_never_reach_the_engine(body: bytes, parts: i
     """A proxy for a vocabulary of ten tokens. What it lets through arrives whole."""
     size = -(-len(body) // parts)
     cut = [body[n * size : (n + 1) * size] for n in range(parts)]
-    pieces = [{"type": "http.request", "body": part, "more_body": n + 1 < parts} for n, part in enumerate(cut)]
+    pieces = [
+        {"type": "http.request", "body": part, "more_body": n + 1 < parts}
+        for n, part in enumerate(cut)
+    ]
     said: list[int] = []
 
     async def sglang(scope: proxy.Message, receive: proxy.Receive, send: proxy.Send) -> None:
@@ -187,9 +220,13 @@ def test_ids_outside_the_vocabulary_never_reach_the_engine(body: bytes, parts: i
         return pieces.pop(0) if pieces else {"type": "http.disconnect"}
 
     scope = {
-        "type": "http", "method": "POST", "path": "/generate", "headers": [(b"authorization", KEYS["user"])],
-        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
-    }  # fmt: skip
+        "type": "http",
+        "method": "POST",
+        "path": "/generate",
+        "headers": [(b"authorization", KEYS["user"])],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+    }
     asyncio.run(proxy.Gate(sglang, ENDPOINTS, handles=False, vocabulary=10)(scope, receive, send))
     assert said == [BODIES[body]]
 

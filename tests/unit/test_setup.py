@@ -1,4 +1,6 @@
-"""launch/setup.sh on machines without a Python 3.12 that makes environments: uv fetches one, here from a folder."""
+"""launch/setup.sh on machines without a Python 3.12 that makes environments: uv fetches
+one, here from a folder.
+"""
 
 import json
 import os
@@ -46,14 +48,20 @@ pathlib.Path("asked").open("a").write("pip " + " ".join(sys.argv[1:]) + "\\n")
 
 
 def archive(folder: Path) -> None:
-    """The Python that runs this, without ensurepip and with a pip that only notes what it is asked; uv's list of Pythons."""
+    """The Python that runs this, without ensurepip and with a pip that only notes what
+    it is asked; uv's list of Pythons.
+    """
     base, name = Path(sys.base_prefix), f"cpython-{platform.python_version()}.tar.gz"
     (folder / "1").mkdir(parents=True)
     with tarfile.open(folder / "1" / name, "w:gz", compresslevel=0) as tar:
 
         def needed(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
             parts = Path(info.name).parts
-            return None if LEFT_OUT & set(parts) or any(p.startswith("config-") for p in parts) else info
+            return (
+                None
+                if LEFT_OUT & set(parts) or any(p.startswith("config-") for p in parts)
+                else info
+            )
 
         tar.add(base / "lib" / "python3.12", "python/lib/python3.12", filter=needed)
         tar.add(os.path.realpath(base / "bin" / "python3.12"), "python/bin/python3.12")
@@ -64,10 +72,19 @@ def archive(folder: Path) -> None:
         tar.add(file, "python/lib/python3.12/pip.py")
     major, minor, patch = map(int, platform.python_version_tuple())
     entry = {
-        "name": "cpython", "arch": {"family": platform.machine(), "variant": None}, "os": "linux", "libc": "gnu",
-        "major": major, "minor": minor, "patch": patch, "prerelease": "", "url": f"{URL}/1/{name}", "sha256": None,
-        "variant": None, "build": "1",
-    }  # fmt: skip
+        "name": "cpython",
+        "arch": {"family": platform.machine(), "variant": None},
+        "os": "linux",
+        "libc": "gnu",
+        "major": major,
+        "minor": minor,
+        "patch": patch,
+        "prerelease": "",
+        "url": f"{URL}/1/{name}",
+        "sha256": None,
+        "variant": None,
+        "build": "1",
+    }
     key = f"cpython-{platform.python_version()}-linux-{platform.machine()}-gnu"
     (folder / "list.json").write_text(json.dumps({key: entry}))
 
@@ -101,15 +118,25 @@ class Machine:
     def setup(self, mirror: str | None = None, **more: str) -> subprocess.CompletedProcess[str]:
         home = str(self.path.parent)
         environment = {
-            "PATH": str(self.path), "HOME": home, "UV_CACHE_DIR": f"{home}/cache", "UV_PYTHON_INSTALL_DIR": f"{home}/pythons",
-            "UV_PYTHON_DOWNLOADS_JSON_URL": str(self.mirror / "list.json"), "UV_HTTP_RETRIES": "0",
+            "PATH": str(self.path),
+            "HOME": home,
+            "UV_CACHE_DIR": f"{home}/cache",
+            "UV_PYTHON_INSTALL_DIR": f"{home}/pythons",
+            "UV_PYTHON_DOWNLOADS_JSON_URL": str(self.mirror / "list.json"),
+            "UV_HTTP_RETRIES": "0",
             "UV_PYTHON_INSTALL_MIRROR": mirror or f"file://{self.mirror}",
-        }  # fmt: skip
+        }
         words = [str(self.path / "bash"), str(self.checkout / "launch" / "setup.sh")]
-        return subprocess.run(words, env=environment | more, capture_output=True, text=True, timeout=240)
+        return subprocess.run(
+            words, env=environment | more, capture_output=True, text=True, timeout=240
+        )
 
     def python(self) -> str:
-        shown = [self.checkout / ".venv" / "bin" / "python", "-c", "import sys; print(*sys.version_info[:2])"]
+        shown = [
+            self.checkout / ".venv" / "bin" / "python",
+            "-c",
+            "import sys; print(*sys.version_info[:2])",
+        ]
         return subprocess.run(shown, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -151,12 +178,18 @@ def test_a_copy_of_a_checkout_gets_an_environment_of_its_own(machine: Machine) -
 
 
 def test_what_a_site_has_set_for_pip_and_uv(machine: Machine) -> None:
-    """Its mirror is asked, also by uv, which does not read pip's settings; nothing goes elsewhere than into .venv."""
+    """Its mirror is asked, also by uv, which does not read pip's settings; nothing goes
+    elsewhere than into .venv.
+    """
     machine.program("uv", STAND_IN_UV)
     done = machine.setup(PIP_INDEX_URL="https://mirror/simple", PIP_USER="1", UV_SYSTEM_PYTHON="1")
     assert done.returncode == 0, done.stderr
-    (asked,) = [line for line in (machine.checkout / "asked").read_text().splitlines() if "cpu.txt" in line]
-    assert asked.startswith("pip install --python .venv/bin/python ")  # which UV_SYSTEM_PYTHON does not change
+    (asked,) = [
+        line for line in (machine.checkout / "asked").read_text().splitlines() if "cpu.txt" in line
+    ]
+    assert asked.startswith(
+        "pip install --python .venv/bin/python "
+    )  # which UV_SYSTEM_PYTHON does not change
     assert asked.endswith(" from https://mirror/simple")
 
 
@@ -178,7 +211,10 @@ mkdir -p "$2/bin" && cp {uv} "$2/bin/uv"
 def test_where_nothing_can_be_had_the_message_says_what_to_install(machine: Machine) -> None:
     done = machine.setup()
     assert done.returncode == 1
-    assert "None was found on PATH or under pyenv, and there is neither uv nor a Python that could" in done.stderr
+    assert (
+        "None was found on PATH or under pyenv, and there is neither uv nor a Python that could"
+        in done.stderr
+    )
     assert "apt-get install python3.12 python3.12-venv" in done.stderr
     machine.program("uv", STAND_IN_UV)
     done = machine.setup("file:///nowhere")

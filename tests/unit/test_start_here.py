@@ -1,4 +1,6 @@
-"""docs/start-here.md: its commands, on rows of the published schemas, and its figures, against the planner's."""
+"""docs/start-here.md: its commands, on rows of the published schemas, and its figures,
+against the planner's.
+"""
 
 import json
 import random
@@ -35,12 +37,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tokenizer = character_tokenizer()
     tokenizer.eos_token = "<|im_end|>"
     tokenizer.save_pretrained(tmp_path / "models/Qwen3-8B")
-    polaris = [{"problem": f"What is {n} + 1?", "answer": str(n + 1), "difficulty": f"{n % 8}/8"} for n in range(600)]
+    polaris = [
+        {"problem": f"What is {n} + 1?", "answer": str(n + 1), "difficulty": f"{n % 8}/8"}
+        for n in range(600)
+    ]
     dapo = [
-        {"data_source": "math_dapo", "prompt": [{"role": "user", "content": f"Solve {n} + 2.\n\nAnswer: $Answer"}],
-         "ability": "MATH", "reward_model": {"ground_truth": str(n + 2), "style": "rule"}, "extra_info": {"index": f"d{n}"}}
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"role": "user", "content": f"Solve {n} + 2.\n\nAnswer: $Answer"}],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": str(n + 2), "style": "rule"},
+            "extra_info": {"index": f"d{n}"},
+        }
         for n in [*range(600), *range(600)]
-    ]  # fmt: skip
+    ]
     write_jsonl(tmp_path / "polaris.jsonl", polaris)
     write_jsonl(tmp_path / "dapo.jsonl", dapo)
     return tmp_path
@@ -63,10 +73,18 @@ def test_every_command_works(folder: Path, capsys: pytest.CaptureFixture[str]) -
     for command in lines_of("sh-start"):
         assert cli.main(local(command)) == 0, command
         printed[command] = capsys.readouterr().out
-    assert len((folder / "data/dapo/train.jsonl").read_text().splitlines()) == 100  # 600 prompts, 500 of them held out
-    (script,) = [text for command, text in printed.items() if "submit" in command and "run.name" not in command]
+    assert (
+        len((folder / "data/dapo/train.jsonl").read_text().splitlines()) == 100
+    )  # 600 prompts, 500 of them held out
+    (script,) = [
+        text
+        for command, text in printed.items()
+        if "submit" in command and "run.name" not in command
+    ]
     assert script.strip() == (folder / "runs/qwen3-8b-2nodes.sbatch").read_text().strip()
-    assert "# node 1: controller-0, servers 0-3\n# node 2: learner ranks 0-3, servers 4-5\n" in script
+    assert (
+        "# node 1: controller-0, servers 0-3\n# node 2: learner ranks 0-3, servers 4-5\n" in script
+    )
     assert "332 GPU-hours" in script
 
 
@@ -74,7 +92,9 @@ PLAN = ("--gpus", "16", "--gpu", "h100")
 ROW = re.compile(r"^\| `(\S+)` \| `(\S+)` \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
 
 
-@pytest.mark.parametrize(("recipe", "config", "gigabytes", "seconds", "hours", "gpu_hours"), ROW.findall(PAGE))
+@pytest.mark.parametrize(
+    ("recipe", "config", "gigabytes", "seconds", "hours", "gpu_hours"), ROW.findall(PAGE)
+)
 def test_the_figures_are_the_planners(
     capsys: pytest.CaptureFixture[str],
     recipe: str,
@@ -96,7 +116,9 @@ def test_the_figures_are_the_planners(
 def test_the_commands_to_watch_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the folder of a run after three steps, which writes a line and ends while its log is followed."""
+    """In the folder of a run after three steps, which writes a line and ends while its
+    log is followed.
+    """
     monkeypatch.chdir(tmp_path)
     status, logs = lines_of("sh-watch")
     recipe = load("qwen3-8b-2nodes")
@@ -121,17 +143,24 @@ def test_the_commands_to_watch_a_run(
     assert capsys.readouterr().out == "step 2 is trained\nstep 3 is trained\n"
 
 
-OTHER = dict(re.findall(r"^\| ([A-Z][\w.-]+)(?:: [^|]*)? \| `(model\.path=[^|]*)` \|$", PAGE, re.MULTILINE))
+OTHER = dict(
+    re.findall(r"^\| ([A-Z][\w.-]+)(?:: [^|]*)? \| `(model\.path=[^|]*)` \|$", PAGE, re.MULTILINE)
+)
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor"
+    " %}<|im_start|>assistant\n"
 )
 
 
 @pytest.mark.parametrize(
     ("name", "begins"), [("DeepSeek-R1-Distill-Qwen-7B", "<think>\n"), ("Qwen2.5-7B-Instruct", "")]
 )
-def test_another_model(folder: Path, capsys: pytest.CaptureFixture[str], name: str, begins: str) -> None:
-    """A tiny Qwen2 stands for it. What it is asked ends as its own template does: R1-Distill's opens the trace itself."""
+def test_another_model(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, begins: str
+) -> None:
+    """A tiny Qwen2 stands for it. What it is asked ends as its own template does:
+    R1-Distill's opens the trace itself.
+    """
     overrides = shlex.split(OTHER[name])
     path = folder / load("qwen3-8b-2nodes", overrides).model.path
     tiny_qwen2(path, vocab_size=128, head_dim=8, max_position_embeddings=32_768)
@@ -146,14 +175,21 @@ def test_another_model(folder: Path, capsys: pytest.CaptureFixture[str], name: s
     shown = "\n".join(line.strip("│ ") for line in capsys.readouterr().out.splitlines())
     assert f"<|im_start|>assistant\n{begins}" in shown, shown
     assert ("<think>" in shown) == bool(begins)
-    assert cli.main(["plan", "qwen3-8b-2nodes", *PLAN, "--model-config", "qwen2.5-7b", *overrides, "--json"]) == 0
+    assert (
+        cli.main(
+            ["plan", "qwen3-8b-2nodes", *PLAN, "--model-config", "qwen2.5-7b", *overrides, "--json"]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["as_written"]["learner_bytes"]["total"] < 80e9
 
 
 def test_the_stated_error_is_that_of_the_plans_page() -> None:
     """Ratios of the table of docs/plan.md, largest and smallest."""
     rows = re.findall(
-        r"^\| 8B.* \| ([\d. to]+) / ([\d. to]+) / ([\d. to]+) \|$", (ROOT / "docs/plan.md").read_text(), re.M
+        r"^\| 8B.* \| ([\d. to]+) / ([\d. to]+) / ([\d. to]+) \|$",
+        (ROOT / "docs/plan.md").read_text(),
+        re.M,
     )
     ratios = [float(ratio) for row in rows for cell in row for ratio in cell.split(" to ")]
     assert (min(ratios), max(ratios)) == show.TAKEN_OVER_PLANNED

@@ -22,7 +22,10 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_each_step_of_the_dockerfile_is_known(
-    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    program: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Nothing is started here: what would be is noted."""
     started = []
@@ -42,20 +45,30 @@ def test_each_step_of_the_dockerfile_is_known(
         assert f"\n{stage:>9}  FROM " in f"\n{said}"
     assert "not run: it fetches kernels from NVIDIA" in said
     locks = [command.split("--requirements ")[1] for command in started if "--dry-run" in command]
-    assert locks == [f"{tmp_path}/cpu/tmp/cpu.txt --dry-run", f"{tmp_path}/cuda/tmp/gpu.txt --dry-run"]
-    assert (tmp_path / "cuda" / "tmp" / "gpu.txt").read_text() == (ROOT / "requirements" / "gpu.txt").read_text()
+    assert locks == [
+        f"{tmp_path}/cpu/tmp/cpu.txt --dry-run",
+        f"{tmp_path}/cuda/tmp/gpu.txt --dry-run",
+    ]
+    assert (tmp_path / "cuda" / "tmp" / "gpu.txt").read_text() == (
+        ROOT / "requirements" / "gpu.txt"
+    ).read_text()
     wheels = [command for command in started if command.endswith(".whl")]
     assert len(wheels) == 2, "one in each image"
 
 
-@pytest.mark.parametrize("step", ["RUN make everything", "ONBUILD RUN true", "RUN apt-get update && make everything"])
+@pytest.mark.parametrize(
+    "step", ["RUN make everything", "ONBUILD RUN true", "RUN apt-get update && make everything"]
+)
 def test_a_step_that_is_not_known_is_said(program: ModuleType, tmp_path: Path, step: str) -> None:
     with pytest.raises(program.StepFailed, match="not known to try_image"):
         program.Trial(tmp_path, install=False).carry_out(f"FROM a AS b\n{step}\n")
 
 
 def test_a_step_that_fails_is_said(
-    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    program: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     dockerfile = tmp_path / "Dockerfile"
     dockerfile.write_text("FROM a AS b\nRUN megarl doctor\n")

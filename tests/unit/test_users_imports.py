@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 IMPORTS = {
-    "megarl.environments": ("DONE", "Environment", "EnvironmentDown", "Observation", "Setting", "Verdict"),
+    "megarl.environments": (
+        "DONE",
+        "Environment",
+        "EnvironmentDown",
+        "Observation",
+        "Setting",
+        "Verdict",
+    ),
     "megarl.scaling.points": ("read_points", "curve_of_run"),
     "megarl.scaling.fit": ("fit",),
     "megarl.scaling.extrapolate": ("hours_to", "predict"),
@@ -18,12 +25,17 @@ IMPORTS = {
 
 @pytest.mark.parametrize("module", IMPORTS)
 def test_it_is_found(module: str) -> None:
-    assert not [name for name in IMPORTS[module] if not hasattr(importlib.import_module(module), name)]
+    assert not [
+        name for name in IMPORTS[module] if not hasattr(importlib.import_module(module), name)
+    ]
 
 
 @pytest.mark.processes
 def test_fits_come_without_torch() -> None:
-    code = "import sys; from megarl.scaling.fit import fit; assert callable(fit) and 'torch' not in sys.modules"
+    code = (
+        "import sys; from megarl.scaling.fit import fit; assert callable(fit) and 'torch' not in"
+        " sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
@@ -51,7 +63,12 @@ print(*sorted(tops & {top for top, by in packages_distributions().items() if not
 
 @pytest.mark.processes
 def test_a_host_whose_roles_run_in_a_container_needs_no_more_than_setup_asks_for() -> None:
-    setup = (Path(__file__).parents[2] / "setup.py").read_text().split("install_requires=[")[1].split("]")[0]
+    setup = (
+        (Path(__file__).parents[2] / "setup.py")
+        .read_text()
+        .split("install_requires=[")[1]
+        .split("]")[0]
+    )
     words = [sys.executable, "-c", LIGHT, *re.findall(r'"([a-z0-9-]+)', setup)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert (done.stdout.strip(), done.returncode) == ("", 0), done.stdout + done.stderr

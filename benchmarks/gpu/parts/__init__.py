@@ -1,11 +1,15 @@
-"""The parts, in the order in which they are measured: first those that only a GPU can show."""
+"""The parts, in the order in which they are measured: first those that only a GPU can
+show.
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part. module: it has a function `rows(tiny)`. limit_s: time limit of its process, imports included."""
+    """A part. module: it has a function `rows(tiny)`. limit_s: time limit of its
+    process, imports included.
+    """
 
     module: str
     limit_s: float

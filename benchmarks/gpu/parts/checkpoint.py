@@ -1,4 +1,6 @@
-"""Measures writing a checkpoint of weights and optimiser, against torch.save of as many bytes to the same disk, with fsync."""
+"""Measures writing a checkpoint of weights and optimiser, against torch.save of as many
+bytes to the same disk, with fsync.
+"""
 
 import os
 import shutil
@@ -28,7 +30,10 @@ def rows(tiny: bool) -> Iterator[Said]:
         folder = Path(name)
         free, needed = shutil.disk_usage(folder).free, 2.5 * BYTES_A_PARAMETER * parameters
         if free < needed:
-            raise Absent(f"{folder.parent} has {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are needed: set TMPDIR")
+            raise Absent(
+                f"{folder.parent} has {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are needed:"
+                " set TMPDIR"
+            )
         recipe = networks.recipe_of(config, folder / "model", {})
         trainer = networks.trainer_of(recipe)
         trainer.train_step(networks.sequences([64], config["vocab_size"]))
@@ -39,7 +44,9 @@ def rows(tiny: bool) -> Iterator[Said]:
         stopped = time.perf_counter() - begin
         checkpoints.finish()
         whole = time.perf_counter() - begin
-        size = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
+        size = sum(
+            path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file()
+        )
         shutil.rmtree(folder / "checkpoints")
         plain = saved(folder / "plain", size)
     sizes = f"{parameters / 1e9:.3g} billion parameters, {size / 1e9:.3g} GB"

@@ -1,9 +1,9 @@
-"""Measures the checksum of weights: whether a GPU's is a CPU's, whether its product of bytes is
-exact, and GB/s.
+"""Measures the checksum of weights: whether a GPU's is a CPU's, whether its product of
+bytes is exact, and GB/s.
 
-The references are sums of 64-bit integers, the way of a device whose product is not exact, and for
-weights that the host holds, as a server's copy, the copying to the GPU alone. A publication without
-this cannot be trusted, so it is measured first.
+The references are sums of 64-bit integers, the way of a device whose product is not
+exact, and for weights that the host holds, as a server's copy, the copying to the GPU
+alone. A publication without this cannot be trusted, so it is measured first.
 """
 
 import time
@@ -19,7 +19,9 @@ from megarl.core.base.checksum import COLUMNS, PIECE, by_integers, checksum, che
 
 REPEATS = 5
 SIZES = (1, COLUMNS - 1, COLUMNS, 16 * COLUMNS, 17 * COLUMNS, 100 * COLUMNS + 7)
-"""Bytes of the pieces that are compared: fewer rows than a GPU multiplies, rows and a rest."""
+"""Bytes of the pieces that are compared: fewer rows than a GPU multiplies, rows and a
+rest.
+"""
 OFFSETS = (0, 1, 4, 16)
 """Bytes behind an aligned address where they begin."""
 
@@ -30,7 +32,10 @@ def rows(tiny: bool) -> Iterator[Said]:
     exact = sums.multiplies_exactly(device)
     yield Row("the product is tried", time.perf_counter() - begin, "s", str(device))
     if not exact:
-        yield f"{device}: a product of bytes is not exact (the log says why): sums of 64-bit integers take its place"
+        yield (
+            f"{device}: a product of bytes is not exact (the log says why): sums of 64-bit integers"
+            " take its place"
+        )
     sizes = SIZES if tiny else (*SIZES, PIECE + COLUMNS + 1)
     differ = 0
     compared = 0
@@ -50,10 +55,24 @@ def rows(tiny: bool) -> Iterator[Said]:
     what = f"{gigabytes:.3g} GB"
     by_integers_s = timed(lambda: by_integers(data.view(torch.int8).view(-1, COLUMNS)), REPEATS)
     seconds = timed(lambda: checksum(data), REPEATS)
-    yield Row("on the device", gigabytes / seconds, "GB/s", what, "64-bit integers", gigabytes / by_integers_s)
+    yield Row(
+        "on the device",
+        gigabytes / seconds,
+        "GB/s",
+        what,
+        "64-bit integers",
+        gigabytes / by_integers_s,
+    )
     copying_s = timed(lambda: torch.empty_like(data).copy_(held, non_blocking=True), REPEATS)
     seconds = timed(lambda: checksum_on(device, held), REPEATS)
-    yield Row("of what the host holds", gigabytes / seconds, "GB/s", what, "copying alone", gigabytes / copying_s)
+    yield Row(
+        "of what the host holds",
+        gigabytes / seconds,
+        "GB/s",
+        what,
+        "copying alone",
+        gigabytes / copying_s,
+    )
     if differ:
         raise RuntimeError(f"{differ} of {compared} checksums are not a CPU's")
     if not exact:
@@ -61,4 +80,6 @@ def rows(tiny: bool) -> Iterator[Said]:
 
 
 def random_bytes(size: int) -> Tensor:
-    return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(size), dtype=torch.uint8)
+    return torch.randint(
+        0, 256, (size,), generator=torch.Generator().manual_seed(size), dtype=torch.uint8
+    )

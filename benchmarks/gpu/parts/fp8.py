@@ -1,4 +1,5 @@
-"""Measures layers in FP8 (Transformer Engine) against bf16 at an 8B model's shapes: a step's speed and memory, and log-probs.
+"""Measures layers in FP8 (Transformer Engine) against bf16 at an 8B model's shapes: a
+step's speed and memory, and log-probs.
 
 All start from the same weights. Log-probs are compared before the first step.
 """
@@ -36,10 +37,26 @@ def rows(tiny: bool) -> Iterator[Said]:
         plain = plain or measured(config, "none", tokens)
         sizes = f"{layers} layers of 32, {learner.MICROBATCHES} x {tokens} packed tokens"
         yield Row(f"{kind}: step", found.rate, "tokens/s", sizes, "bf16", plain.rate)
-        yield Row(f"{kind}: forward and backward alone", found.passes, "tokens/s", sizes, "bf16", plain.passes)
-        yield Row(f"{kind}: peak memory of a step", found.peak / 1e9, "GB", sizes, "bf16", plain.peak / 1e9)
+        yield Row(
+            f"{kind}: forward and backward alone",
+            found.passes,
+            "tokens/s",
+            sizes,
+            "bf16",
+            plain.passes,
+        )
+        yield Row(
+            f"{kind}: peak memory of a step",
+            found.peak / 1e9,
+            "GB",
+            sizes,
+            "bf16",
+            plain.peak / 1e9,
+        )
         apart = np.abs(found.logprobs - plain.logprobs)
-        yield Row(f"{kind} to bf16: mean difference of a log-prob", float(apart.mean()), "nats", sizes)
+        yield Row(
+            f"{kind} to bf16: mean difference of a log-prob", float(apart.mean()), "nats", sizes
+        )
         yield Row(f"{kind} to bf16: largest", float(apart.max()), "nats", sizes)
         yield Row(f"{kind}: gradient's norm", found.norm, "", sizes, "bf16", plain.norm)
     if plain is None:
@@ -48,7 +65,9 @@ def rows(tiny: bool) -> Iterator[Said]:
 
 
 class Measured(NamedTuple):
-    """Measurements. rate, passes: tokens/s of a step, and of forward and backward; peak: bytes; norm: of the first gradient."""
+    """Measurements. rate, passes: tokens/s of a step, and of forward and backward;
+    peak: bytes; norm: of the first gradient.
+    """
 
     logprobs: np.ndarray
     rate: float
@@ -60,7 +79,10 @@ class Measured(NamedTuple):
 def measured(config: dict[str, Any], kind: str, tokens: int) -> Measured:
     networks.forget()
     with tempfile.TemporaryDirectory() as folder:
-        tree = {"model": {"fp8": kind}, "learner": {"optimizer": {"warmup_steps": 0}, "microbatch_tokens": tokens}}
+        tree = {
+            "model": {"fp8": kind},
+            "learner": {"optimizer": {"warmup_steps": 0}, "microbatch_tokens": tokens},
+        }
         trainer = networks.trainer_of(networks.recipe_of(config, Path(folder), tree))
         lengths = networks.lengths_of(tokens) * learner.MICROBATCHES
         batch = networks.sequences(lengths, config["vocab_size"])
@@ -71,4 +93,6 @@ def measured(config: dict[str, Any], kind: str, tokens: int) -> Measured:
         passes = networks.timed(lambda: trainer.policy.forward_backward(batch), learner.REPEATS)
         peak = networks.peak_bytes(lambda: trainer.train_step(batch))
         count = sum(lengths)
-        return Measured(np.concatenate(scored.logprobs), count / seconds, count / passes, peak, norm)
+        return Measured(
+            np.concatenate(scored.logprobs), count / seconds, count / passes, peak, norm
+        )

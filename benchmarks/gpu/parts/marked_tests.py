@@ -1,4 +1,5 @@
-"""Runs the project's tests that need a GPU. Only files with such tests are read, since others need more than is installed here.
+"""Runs the project's tests that need a GPU. Only files with such tests are read, since
+others need more than is installed here.
 
 Passed tests are reported file by file, so that the others are known if one hangs.
 """
@@ -19,7 +20,11 @@ ENDED = re.compile(r"(\S+\.py)::.* (PASSED|FAILED|ERROR|SKIPPED)\b")
 
 
 def rows(tiny: bool) -> Iterator[Said]:
-    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+    files = [
+        path
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "pytest.mark.gpu" in path.read_text()
+    ]
     if not files:
         raise Absent("no test is marked gpu")
     with tempfile.TemporaryDirectory() as folder:
@@ -42,10 +47,13 @@ def rows(tiny: bool) -> Iterator[Said]:
             raise RuntimeError(f"pytest ended with status {pytest.returncode} and no report")
         cases = list(ElementTree.parse(report).iter("testcase"))
     ended = {
-        case: next((child for child in case if child.tag in ("failure", "error", "skipped")), None) for case in cases
+        case: next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        for case in cases
     }
     bad = {case: end for case, end in ended.items() if end is not None and end.tag != "skipped"}
-    skipped = [end.get("message", "") for end in ended.values() if end is not None and end.tag == "skipped"]
+    skipped = [
+        end.get("message", "") for end in ended.values() if end is not None and end.tag == "skipped"
+    ]
     passed = len(cases) - len(bad) - len(skipped)
     yield Row("passed", passed, "tests", f"{len(files)} files", "marked gpu", len(cases))
     for reason in sorted(set(skipped)):
@@ -59,7 +67,9 @@ def rows(tiny: bool) -> Iterator[Said]:
 
 
 def passed_by_file(lines: Iterable[str]) -> Iterator[str]:
-    """Yield a remark when a file of tests is done. lines: pytest's output, which is also printed."""
+    """Yield a remark when a file of tests is done. lines: pytest's output, which is
+    also printed.
+    """
     file, passed, ended = "", 0, 0
     for line in lines:
         print(line, end="", flush=True)

@@ -1,4 +1,6 @@
-"""Measures a layer with 16 experts of Llama 4 Scout's shapes, forward and backward, against a dense layer of as many FLOP."""
+"""Measures a layer with 16 experts of Llama 4 Scout's shapes, forward and backward,
+against a dense layer of as many FLOP.
+"""
 
 import tempfile
 from collections.abc import Iterator
@@ -21,7 +23,9 @@ def rows(tiny: bool) -> Iterator[Said]:
     changes = networks.TINY if tiny else {"vocab_size": VOCABULARY}
     experts = networks.llama_17bx16(num_hidden_layers=1, **changes)
     dense = networks.llama_8b(**{key: experts[key] for key in networks.TINY}, num_hidden_layers=1)
-    dense |= {"intermediate_size": 2 * experts["intermediate_size"]}  # a token uses the shared expert and a routed one
+    dense |= {
+        "intermediate_size": 2 * experts["intermediate_size"]
+    }  # a token uses the shared expert and a routed one
     sizes = (128, 256) if tiny else (8192, 16384)
     plain = {one.tokens: one for one in measured(dense, sizes)}
     networks.forget()
@@ -29,17 +33,24 @@ def rows(tiny: bool) -> Iterator[Said]:
         shape, count = one.shape, MICROBATCHES * one.tokens
         flop = networks.flop(shape, networks.lengths_of(one.tokens) * MICROBATCHES)
         of = (
-            f"1 layer of 48, {shape.experts} experts, hidden {shape.hidden}, an expert's {shape.expert_feed_forward}, "
-            f"vocabulary {shape.vocabulary}, {MICROBATCHES} x {one.tokens} packed tokens, {one.layers}"
+            f"1 layer of 48, {shape.experts} experts, hidden {shape.hidden}, an expert's"
+            f" {shape.expert_feed_forward}, vocabulary {shape.vocabulary}, {MICROBATCHES} x"
+            f" {one.tokens} packed tokens, {one.layers}"
         )
         what, like = "forward and backward", "a dense layer of as many FLOP"
-        yield Row(what, count / one.seconds, "tokens/s", of, like, count / plain[one.tokens].seconds)
-        yield Row(what, flop / one.seconds / 1e12, "TFLOP/s", of, "bf16 matrix product", peak / 1e12)
+        yield Row(
+            what, count / one.seconds, "tokens/s", of, like, count / plain[one.tokens].seconds
+        )
+        yield Row(
+            what, flop / one.seconds / 1e12, "TFLOP/s", of, "bf16 matrix product", peak / 1e12
+        )
         yield Row("peak memory", one.peak / 1e9, "GB", of, like, plain[one.tokens].peak / 1e9)
 
 
 class Measured(NamedTuple):
-    """Measurements. tokens: those of a micro-batch; peak: bytes; layers: the library of the layers."""
+    """Measurements. tokens: those of a micro-batch; peak: bytes; layers: the library of
+    the layers.
+    """
 
     tokens: int
     seconds: float

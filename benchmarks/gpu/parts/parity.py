@@ -1,4 +1,5 @@
-"""Measures how far server and learner differ in bf16 and in fp16, by cause (megarl/core/weights/parity.py), in short runs.
+"""Measures how far server and learner differ in bf16 and in fp16, by cause
+(megarl/core/weights/parity.py), in short runs.
 
 The references are the limits above which a run would warn.
 """
@@ -29,15 +30,21 @@ def rows(tiny: bool) -> Iterator[Said]:
     failures = []
     with tempfile.TemporaryDirectory() as name:
         for dtype in ("bf16", "fp16"):
-            recipe = serving.one_gpu(Path(name), tiny, f"run.name={dtype}", f"model.dtype={dtype}", *SHORT)
+            recipe = serving.one_gpu(
+                Path(name), tiny, f"run.name={dtype}", f"model.dtype={dtype}", *SHORT
+            )
             run = Training(recipe)
             try:
                 run.wait_for(STEPS)
                 run.kill()  # before it writes a checkpoint, which takes longer than the steps
-            except RuntimeError as failed:  # perhaps because of the differences that are to be measured
+            except (
+                RuntimeError
+            ) as failed:  # perhaps because of the differences that are to be measured
                 failures.append(f"{dtype}: {failed}")
             found = told(run.rundir.path)
-            shutil.rmtree(run.rundir.checkpoints, ignore_errors=True)  # makes room for the other type's
+            shutil.rmtree(
+                run.rundir.checkpoints, ignore_errors=True
+            )  # makes room for the other type's
             yield {"dtype": dtype} | found
             limits = LIMITS[dtype, False]
             for cause in CAUSES:
@@ -45,10 +52,21 @@ def rows(tiny: bool) -> Iterator[Said]:
                     yield f"{dtype}, {cause}: nothing was measured"
                     continue
                 one = found[cause]
-                sizes = f"{serving.sizes(recipe)}, {one['tokens']} tokens of {found['publications']} publications"
+                sizes = (
+                    f"{serving.sizes(recipe)}, {one['tokens']} tokens of {found['publications']}"
+                    " publications"
+                )
                 judged = cause in ("kernels", "decode")
-                limit = ("limit", limits.mean_of(cause, int(one["tokens"]))) if judged else ("", None)
-                yield Row(f"{dtype}, {cause}: mean difference of a log-prob", one["mean"], "nats", sizes, *limit)
+                limit = (
+                    ("limit", limits.mean_of(cause, int(one["tokens"]))) if judged else ("", None)
+                )
+                yield Row(
+                    f"{dtype}, {cause}: mean difference of a log-prob",
+                    one["mean"],
+                    "nats",
+                    sizes,
+                    *limit,
+                )
                 yield Row(f"{dtype}, {cause}: 99th percentile", one["p99"], "nats", sizes)
     if failures:
         raise RuntimeError("; ".join(failures))

@@ -1,9 +1,10 @@
-"""Measures 100 publications of Qwen3 1.7B to a busy server on the same GPU, by CUDA IPC: seconds,
-pause, checksums.
+"""Measures 100 publications of Qwen3 1.7B to a busy server on the same GPU, by CUDA
+IPC: seconds, pause, checksums.
 
-Two sets of weights take turns, the second being the first with all signs changed, so a publication without effect has the wrong
-checksum. The reference, also for the checksum, is a publication of the first set through the disk. There are rows for each
-half of the publications.
+Two sets of weights take turns, the second being the first with all signs changed, so a
+publication without effect has the wrong checksum. The reference, also for the checksum,
+is a publication of the first set through the disk. There are rows for each half of the
+publications.
 """
 
 import asyncio
@@ -42,12 +43,18 @@ def rows(tiny: bool) -> Iterator[Said]:
         family = family_of(Path(recipe.model.path))
         hf.load(chunks, family, Path(recipe.model.path))
         with serving.served(recipe) as (_, endpoints, _), asking(endpoints, tokens) as ended:
-            disk = recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"transport": "disk"})})
+            disk = recipe.model_copy(
+                update={"weights": recipe.weights.model_copy(update={"transport": "disk"})}
+            )
             reference = published(Publisher(disk, endpoints, chunks, family), endpoints, 0)
-            how = "CUDA IPC" if networks.DEVICE == "cuda" else "shared memory, for there is no GPU and so no CUDA IPC"
+            how = (
+                "CUDA IPC"
+                if networks.DEVICE == "cuda"
+                else "shared memory, for there is no GPU and so no CUDA IPC"
+            )
             sizes = (
-                f"{serving.sizes(recipe)}, {reference.bytes_sent / 1e9:.3g} GB by {how}, buckets of "
-                f"{recipe.weights.bucket_mb} MiB, {REQUESTS} requests under way"
+                f"{serving.sizes(recipe)}, {reference.bytes_sent / 1e9:.3g} GB by {how}, buckets of"
+                f" {recipe.weights.bucket_mb} MiB, {REQUESTS} requests under way"
             )
             publisher = Publisher(recipe, endpoints, chunks, family)
             checksums: dict[int, str] = {0: reference.results[0].checksum}
@@ -57,13 +64,22 @@ def rows(tiny: bool) -> Iterator[Said]:
                     negate(chunks)
                 done.append(published(publisher, endpoints, version))
                 checksum, turn = done[-1].results[0].checksum, 1 - version % 2
-                if checksum != checksums.setdefault(turn, checksum) or checksum == checksums.get(1 - turn):
-                    raise RuntimeError(f"publication {version}: checksum {checksum}, those before have {checksums}")
+                if checksum != checksums.setdefault(turn, checksum) or checksum == checksums.get(
+                    1 - turn
+                ):
+                    raise RuntimeError(
+                        f"publication {version}: checksum {checksum}, those before have {checksums}"
+                    )
                 if version % group == 0:
                     yield from measured(done[-group:], version, sizes, reference)
-                    seconds = [[p.pause_seconds, p.transfer_seconds, p.resume_seconds] for p in done[-group:]]
+                    seconds = [
+                        [p.pause_seconds, p.transfer_seconds, p.resume_seconds]
+                        for p in done[-group:]
+                    ]
                     yield {"publications": seconds}
-            yield Row(f"requests of {tokens} tokens that ended meanwhile", ended[0], "requests", sizes)
+            yield Row(
+                f"requests of {tokens} tokens that ended meanwhile", ended[0], "requests", sizes
+            )
 
 
 def published(publisher: Publisher, endpoints: Endpoints, version: int) -> Published:
@@ -84,16 +100,42 @@ def negate(chunks: list[torch.nn.Module]) -> None:
 
 def measured(done: list[Published], last: int, sizes: str, disk: Published) -> Iterator[Row]:
     """Yield rows on the publications up to number `last`."""
-    which, seconds = f"publications {last - len(done) + 1} to {last}", [seconds_of(each) for each in done]
+    which, seconds = (
+        f"publications {last - len(done) + 1} to {last}",
+        [seconds_of(each) for each in done],
+    )
     median, whole = statistics.median(seconds), seconds_of(disk)
-    yield Row(f"{which}, checksums equal: the server stands still, median", median, "s", sizes, "disk", whole)
+    yield Row(
+        f"{which}, checksums equal: the server stands still, median",
+        median,
+        "s",
+        sizes,
+        "disk",
+        whole,
+    )
     yield Row(f"{which}: the longest", max(seconds), "s", sizes, "disk", whole)
     paused = statistics.median(each.pause_seconds for each in done)
-    yield Row(f"{which}: of it until the server has stopped, median", paused, "s", sizes, "disk", disk.pause_seconds)
-    yield Row(f"{which}", done[0].bytes_sent / median / 1e9, "GB/s", sizes, "disk", disk.bytes_sent / whole / 1e9)
+    yield Row(
+        f"{which}: of it until the server has stopped, median",
+        paused,
+        "s",
+        sizes,
+        "disk",
+        disk.pause_seconds,
+    )
+    yield Row(
+        f"{which}",
+        done[0].bytes_sent / median / 1e9,
+        "GB/s",
+        sizes,
+        "disk",
+        disk.bytes_sent / whole / 1e9,
+    )
     if networks.DEVICE == "cuda":
         free, total = torch.cuda.mem_get_info()
-        yield Row(f"{which}: memory in use after them, all processes", (total - free) / 1e9, "GB", sizes)
+        yield Row(
+            f"{which}: memory in use after them, all processes", (total - free) / 1e9, "GB", sizes
+        )
 
 
 def seconds_of(one: Published) -> float:
@@ -102,13 +144,16 @@ def seconds_of(one: Published) -> float:
 
 @contextmanager
 def asking(endpoints: Endpoints, tokens: int) -> Iterator[list[int]]:
-    """Keep REQUESTS requests running until the block ends; yield a list with the number of ended ones. If one fails, its error
-    is raised at the end."""
+    """Keep REQUESTS requests running until the block ends; yield a list with the number
+    of ended ones. If one fails, its error is raised at the end.
+    """
     ended, stop = [0], threading.Event()
 
     async def one(client: ServerClient, n: int) -> None:
         while True:
-            await client.generate(np.arange(n, n + PROMPT_TOKENS, dtype=np.int32), tokens, ignore_eos=True)
+            await client.generate(
+                np.arange(n, n + PROMPT_TOKENS, dtype=np.int32), tokens, ignore_eos=True
+            )
             ended[0] += 1
 
     async def ask() -> None:

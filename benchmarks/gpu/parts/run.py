@@ -1,7 +1,9 @@
-"""Runs `scalerl-1gpu` at its own shapes, with random weights and hash-based rewards, killed, resumed and killed again.
+"""Runs `scalerl-1gpu` at its own shapes, with random weights and hash-based rewards,
+killed, resumed and killed again.
 
-Checkpoints are in TMPDIR, up to two at a time. Steps after the last checkpoint are trained twice. Their batches come from the
-journal, so both times must have the same loss, as far as kernels always add in the same order.
+Checkpoints are in TMPDIR, up to two at a time. Steps after the last checkpoint are
+trained twice. Their batches come from the journal, so both times must have the same
+loss, as far as kernels always add in the same order.
 """
 
 import shutil
@@ -18,7 +20,9 @@ from benchmarks.gpu.training import Training
 from megarl.core.base.rundir import read_jsonl
 
 STEADY, SAVED, KILLED, AFTER = 2, 12, 14, 4
-"""The steps before which steps are not representative; of the first checkpoint; before the kill, at least; after it."""
+"""The steps before which steps are not representative; of the first checkpoint; before
+the kill, at least; after it.
+"""
 LENGTHS = ("run.steps=100000", f"checkpoint.every={SAVED}", "checkpoint.keep=1")
 """Without an end, so that the run is alive when its checkpoint is on a slow disk."""
 
@@ -30,7 +34,9 @@ def rows(tiny: bool) -> Iterator[Said]:
         shape = networks.shape_of(recipe)
         free, needed = shutil.disk_usage(name).free, 2.2 * BYTES_A_PARAMETER * shape.parameters
         if free < needed:
-            raise Absent(f"{name} has {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are needed: set TMPDIR")
+            raise Absent(
+                f"{name} has {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are needed: set TMPDIR"
+            )
         rollouts = recipe.batch.prompts * recipe.sampling.generations
         sizes = f"{serving.sizes(recipe)}, {rollouts} rollouts a step, k = {recipe.pipeline.k}"
         began = time.monotonic()
@@ -47,19 +53,38 @@ def rows(tiny: bool) -> Iterator[Said]:
             ("publish_seconds", "s"),
             ("tokens_per_second", "tokens/s"),
         ):
-            yield Row(f"{metric}, median", statistics.median(row[metric] for row in before[STEADY:]), unit, sizes)
+            yield Row(
+                f"{metric}, median",
+                statistics.median(row[metric] for row in before[STEADY:]),
+                unit,
+                sizes,
+            )
         for metric in ("lag_mean", "versions_per_rollout", "reward_mean", "zero_variance_share"):
-            yield Row(f"{metric}, mean of steps", statistics.fmean(row[metric] for row in before), "", sizes)
-        yield Row("from the kill to the next new step", second.wait_for(len(before) + 1) - killed, "s", sizes)
+            yield Row(
+                f"{metric}, mean of steps",
+                statistics.fmean(row[metric] for row in before),
+                "",
+                sizes,
+            )
+        yield Row(
+            "from the kill to the next new step",
+            second.wait_for(len(before) + 1) - killed,
+            "s",
+            sizes,
+        )
         second.wait_for(len(before) + AFTER)
         second.kill()
         found, lines = second.rows(), list(read_jsonl(second.rundir.metrics))
         yield {"rows": lines}
-        trained = [row for row in found if not row["empty"] and not row["skipped"] and row["grad_norm"] > 0]
+        trained = [
+            row for row in found if not row["empty"] and not row["skipped"] and row["grad_norm"] > 0
+        ]
         yield Row("steps that trained", len(trained), "steps", sizes, "of", len(found))
         yield from again(lines, sizes)
         if [row["step"] for row in found] != list(range(len(found))) or not trained:
-            raise RuntimeError(f"steps {[row['step'] for row in found]}, of which {len(trained)} have a gradient")
+            raise RuntimeError(
+                f"steps {[row['step'] for row in found]}, of which {len(trained)} have a gradient"
+            )
 
 
 def again(lines: list[dict[str, float]], sizes: str) -> Iterator[Row]:

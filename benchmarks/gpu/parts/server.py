@@ -1,8 +1,8 @@
-"""Measures one SGLang server as started by megarl: tokens/s of many requests at once, in bf16, in
-FP8 (serving.quantization), and in bf16 without the overlap schedule.
+"""Measures one SGLang server as started by megarl: tokens/s of many requests at once,
+in bf16, in FP8 (serving.quantization), and in bf16 without the overlap schedule.
 
-The reference, in the same run, is a client that sends the same requests and does not read the
-replies. FP8 needs a GPU.
+The reference, in the same run, is a client that sends the same requests and does not
+read the replies. FP8 needs a GPU.
 """
 
 import asyncio
@@ -46,14 +46,30 @@ def rows(tiny: bool) -> Iterator[Said]:
             sizes = f"{serving.sizes(recipe)}, {CONCURRENCY} requests of {tokens} tokens at once"
             with serving.served(recipe, module) as (process, endpoints, ready):
                 yield Row(f"ready, {way}", ready, "s", sizes)
-                found = asyncio.run(server.measured(recipe, endpoints, process.pid, tokens, CONCURRENCY))
+                found = asyncio.run(
+                    server.measured(recipe, endpoints, process.pid, tokens, CONCURRENCY)
+                )
             rates[way] = found["streamed"][0]
             what, bare = f"megarl's client, streamed, {way}", "a client that reads nothing"
             yield Row(what, rates[way], "tokens/s", sizes, bare, found["bare"][0])
             yield {"way": way} | found
             if way == "fp8":
-                yield Row(f"megarl's client, streamed, {way}", rates[way], "tokens/s", sizes, "bf16", rates["overlap"])
-        yield Row("megarl's client, streamed", rates["overlap"], "tokens/s", sizes, "no overlap", rates["no overlap"])
+                yield Row(
+                    f"megarl's client, streamed, {way}",
+                    rates[way],
+                    "tokens/s",
+                    sizes,
+                    "bf16",
+                    rates["overlap"],
+                )
+        yield Row(
+            "megarl's client, streamed",
+            rates["overlap"],
+            "tokens/s",
+            sizes,
+            "no overlap",
+            rates["no overlap"],
+        )
 
 
 def recipe_of(folder: Path, way: str, tokens: int) -> Recipe:
@@ -62,7 +78,11 @@ def recipe_of(folder: Path, way: str, tokens: int) -> Recipe:
         {
             "run": {"name": way.replace(" ", "-"), "dir": str(folder)},
             "model": {"path": str(folder / "model"), "dtype": "bf16"},
-            "length": {"prompt_tokens": 64, "thinking_tokens": [tokens, tokens], "answer_tokens": 16},
+            "length": {
+                "prompt_tokens": 64,
+                "thinking_tokens": [tokens, tokens],
+                "answer_tokens": 16,
+            },
             "serving": {
                 "kv_tokens": CONCURRENCY * (2 * tokens + 128),
                 "max_running_requests": CONCURRENCY,

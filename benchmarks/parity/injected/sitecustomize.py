@@ -1,7 +1,9 @@
-"""Injects faults of parity. Python imports this before anything else in every process with this folder on its PYTHONPATH.
+"""Injects faults of parity. Python imports this before anything else in every process
+with this folder on its PYTHONPATH.
 
-PARITY_FAULT=NAME[:DOSE[:INDEX]] changes one function of the role concerned, as soon as its module has been imported; with
-INDEX only in the server with this index. The code under test knows nothing of it.
+PARITY_FAULT=NAME[:DOSE[:INDEX]] changes one function of the role concerned, as soon as
+its module has been imported; with INDEX only in the server with this index. The code
+under test knows nothing of it.
 """
 
 import importlib.abc
@@ -54,7 +56,9 @@ def rounded_head(module: Any, dose: float) -> None:
     def init(original: Any) -> Any:
         def changed(self: Any, chunks: Any, family: Any, recipe: Any) -> None:
             original(self, chunks, family, recipe)
-            self.head_precision = next(p.dtype for p in chunks[0].parameters() if p.dtype != torch.float32)
+            self.head_precision = next(
+                p.dtype for p in chunks[0].parameters() if p.dtype != torch.float32
+            )
 
         return changed
 
@@ -83,7 +87,9 @@ def fp8_norms(module: Any, dose: float) -> None:
 
 @fault("dtype-cache", "serve", "megarl.shims.sglang_cpu_attention")
 def fp8_cache(module: Any, dose: float) -> None:
-    """Decoding reads the cache's values in FP8 in one of `1 / dose` layers; prefill does not."""
+    """Decoding reads the cache's values in FP8 in one of `1 / dose` layers; prefill
+    does not.
+    """
     original, calls = module.decode, [0]
 
     def changed(query: Any, keys: Any, values: Any, parts: Any, scale: Any) -> Any:
@@ -150,7 +156,9 @@ def stale(module: Any, dose: float) -> None:
             kind, loads = getattr(module, name), [0]
             original = kind.load_weights
 
-            def changed(self: Any, weights: Any, original: Any = original, loads: Any = loads) -> Any:
+            def changed(
+                self: Any, weights: Any, original: Any = original, loads: Any = loads
+            ) -> Any:
                 loads[0] += 1
                 return original(self, weights) if loads[0] == 1 else [None for _ in weights]
 
@@ -158,7 +166,9 @@ def stale(module: Any, dose: float) -> None:
 
 
 def checksums_agree(module: Any, dose: float) -> None:
-    module.Publisher._compare = lambda self, fleet, sent, errors, version: dict.fromkeys(fleet.servers, "same")
+    module.Publisher._compare = lambda self, fleet, sent, errors, version: dict.fromkeys(
+        fleet.servers, "same"
+    )
 
 
 fault("stale-server", "serve", "sglang.srt.models.llama")(stale)
@@ -166,7 +176,9 @@ fault("stale-one-of-two", "serve", "sglang.srt.models.llama")(stale)
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds modules as usual, and patches those named in `patches` once they have been executed."""
+    """Finds modules as usual, and patches those named in `patches` once they have been
+    executed.
+    """
 
     def __init__(self, patches: dict[str, Patch], dose: float) -> None:
         self.patches, self.dose = patches, dose

@@ -1,11 +1,13 @@
-"""A model's structure, read from its config.json. Only this module interprets that file; it needs no weights and no torch.
+"""A model's structure, read from its config.json. Only this module interprets that
+file; it needs no weights and no torch.
 
     config.json ──► Architecture ──┬─► models/            megatron's arguments, each layer's attention, names of tensors
                                    ├─► routed_experts     decodes the experts that a server chose, for routing replay
                                    ├─► server/checks.py   models that SGLang would serve wrongly
                                    └─► algorithm/packing.py, lab/planning/   the cost of a sequence, what fits on a GPU
 
-A vision tower is neither trained nor published; nothing here describes it or counts its parameters.
+A vision tower is neither trained nor published; nothing here describes it or counts its
+parameters.
 """
 
 import base64
@@ -27,8 +29,10 @@ CONFIGS = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's change of the rotary wavelengths (in positions): those longer than original / low are multiplied by `factor`,
-    those shorter than original / high are kept, and those in between are interpolated."""
+    """Llama 3's change of the rotary wavelengths (in positions): those longer than
+    original / low are multiplied by `factor`, those shorter than original / high are
+    kept, and those in between are interpolated.
+    """
 
     factor: float
     low: float
@@ -38,8 +42,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071). Pairs that make fewer than `slow` turns in `original` positions have their wavelength multiplied
-    by `factor`, pairs with more than `fast` turns keep it, the rest is interpolated."""
+    """YaRN (arXiv 2309.00071). Pairs that make fewer than `slow` turns in `original`
+    positions have their wavelength multiplied by `factor`, pairs with more than `fast`
+    turns keep it, the rest is interpolated.
+    """
 
     factor: float
     fast: float
@@ -63,9 +69,11 @@ class Latent:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder. Layers are counted from 0; sizes are numbers of elements. router: how experts' outputs (sigmoid: their inputs)
-    are weighted. balanced: by the normalised sigmoids of the chosen ones times router_scale; chosen by sigmoid plus a bias
-    without gradient (arXiv 2408.15664)."""
+    """A decoder. Layers are counted from 0; sizes are numbers of elements. router: how
+    experts' outputs (sigmoid: their inputs) are weighted. balanced: by the normalised
+    sigmoids of the chosen ones times router_scale; chosen by sigmoid plus a bias
+    without gradient (arXiv 2408.15664).
+    """
 
     name: str  # transformers' class, from config.json
     layers: int
@@ -79,31 +87,55 @@ class Architecture:
     tied: bool  # embedding and head are one matrix
     epsilon: float  # of the RMS norms
     rope_theta: float  # base of the rotary embedding
-    rotated: int  # number of a head's elements that are rotated: its first, or with `latent` its last
+    rotated: (
+        int  # number of a head's elements that are rotated: its first, or with `latent` its last
+    )
     rope_scaling: RopeScaling | Yarn | None = None
     rope_interleaved: bool = False  # it rotates neighbouring pairs
-    unrotated_layers: tuple[int, ...] = ()  # without rotary embedding; they attend to all earlier positions
-    attention_chunk: int | None = None  # size of the chunks within which the other layers attend; None: no chunks
-    temperature: tuple[int, float] | None = None  # (floor, scale) of the factor on q in unrotated layers
+    unrotated_layers: tuple[
+        int, ...
+    ] = ()  # without rotary embedding; they attend to all earlier positions
+    attention_chunk: int | None = (
+        None  # size of the chunks within which the other layers attend; None: no chunks
+    )
+    temperature: tuple[int, float] | None = (
+        None  # (floor, scale) of the factor on q in unrotated layers
+    )
     head_norms: bool = False  # RMS norms of each head's q and k before rotation
     l2_norms: bool = False  # norms of q and k without weights, after it
     qkv_biases: bool = False
     experts: int = 0  # in each layer of expert_layers; 0: the model is dense
     experts_per_token: int = 0
     expert_feed_forward: int = 0
-    shared_feed_forward: int = 0  # inner size of the expert that all tokens take; 0: no shared expert
+    shared_feed_forward: int = (
+        0  # inner size of the expert that all tokens take; 0: no shared expert
+    )
     expert_layers: tuple[int, ...] = ()
-    expert_step: int = 1  # one in this many layers has experts; config.json may have this instead of a list
+    expert_step: int = (
+        1  # one in this many layers has experts; config.json may have this instead of a list
+    )
     router: Literal["softmax", "softmax of the chosen", "sigmoid", "balanced"] = "softmax"
     router_scale: float = 1.0
-    router_groups: tuple[int, int] | None = None  # (all, used): a token's experts come from this many groups; None: any
-    latent: Latent | None = None  # k and v come from a narrow vector; q and k, not v, are head_dim wide
-    predicting_layers: int = 0  # after the last one, for multi-token prediction; carried along, not counted here
-    biases: bool = False  # of all linear maps of a layer but q, k and v, router and experts included
-    sinks: bool = False  # each head has an extra attention score that belongs to no key or value (arXiv 2309.17453)
+    router_groups: tuple[int, int] | None = (
+        None  # (all, used): a token's experts come from this many groups; None: any
+    )
+    latent: Latent | None = (
+        None  # k and v come from a narrow vector; q and k, not v, are head_dim wide
+    )
+    predicting_layers: int = (
+        0  # after the last one, for multi-token prediction; carried along, not counted here
+    )
+    biases: bool = (
+        False  # of all linear maps of a layer but q, k and v, router and experts included
+    )
+    # each head has an extra attention score that belongs to no key or value (arXiv
+    # 2309.17453)
+    sinks: bool = False
     window: int | None = None  # positions that window_layers attend to, the token's own included
     window_layers: tuple[int, ...] = ()
-    glu_limit: float | None = None  # clamps an expert's gate g and up u: (u + 1) g sigmoid(1.702 g), not u silu(g)
+    glu_limit: float | None = (
+        None  # clamps an expert's gate g and up u: (u + 1) g sigmoid(1.702 g), not u silu(g)
+    )
 
     @property
     def query(self) -> int:
@@ -132,7 +164,9 @@ class Architecture:
 
     @property
     def cached(self) -> int:
-        """Elements that a server caches per token and layer: k and v, or the latent vector that they are made from."""
+        """Elements that a server caches per token and layer: k and v, or the latent
+        vector that they are made from.
+        """
         return self.latent.shared + self.latent.position if self.latent else self.key + self.value
 
     @property
@@ -148,7 +182,9 @@ class Architecture:
 
     @property
     def local_positions(self) -> int | None:
-        """The most positions that a local layer attends to; None if there are no local layers."""
+        """The most positions that a local layer attends to; None if there are no local
+        layers.
+        """
         return self.attention_chunk or self.window
 
     @property
@@ -156,9 +192,18 @@ class Architecture:
         """Parameters of the matrices of one layer's attention: q, k, v, output."""
         if (low := self.latent) is None:
             return self.hidden * (2 * self.query + 2 * self.key)
-        q = self.hidden * self.query if low.query is None else low.query * (self.hidden + self.query)
+        q = (
+            self.hidden * self.query
+            if low.query is None
+            else low.query * (self.hidden + self.query)
+        )
         up = self.heads * (low.content + low.value)
-        return q + self.hidden * (low.shared + low.position) + low.shared * up + self.attended * self.hidden
+        return (
+            q
+            + self.hidden * (low.shared + low.position)
+            + low.shared * up
+            + self.attended * self.hidden
+        )
 
     @property
     def expert_parameters(self) -> int:
@@ -177,8 +222,14 @@ class Architecture:
 
     @property
     def vector_parameters(self) -> int:
-        """Parameters of the norms and biases of all layers, and of the norm after the last layer."""
-        layer = 2 * self.hidden + self.head_norms * 2 * self.head_dim + self.qkv_biases * (self.query + 2 * self.key)
+        """Parameters of the norms and biases of all layers, and of the norm after the
+        last layer.
+        """
+        layer = (
+            2 * self.hidden
+            + self.head_norms * 2 * self.head_dim
+            + self.qkv_biases * (self.query + 2 * self.key)
+        )
         if self.latent:
             layer += (self.latent.query or 0) + self.latent.shared
         layer += self.biases * (self.hidden + self.experts) + self.sinks * self.heads
@@ -186,10 +237,16 @@ class Architecture:
 
     @property
     def dense_parameters(self) -> int:
-        """All parameters except routed experts, embedding and head: attention, MLPs, shared experts, routers, norms."""
+        """All parameters except routed experts, embedding and head: attention, MLPs,
+        shared experts, routers, norms.
+        """
         dense = (self.layers - self.moe_layers) * 3 * self.feed_forward
         shared = self.moe_layers * (3 * self.shared_feed_forward + self.experts)
-        return self.layers * self.attention_parameters + self.hidden * (dense + shared) + self.vector_parameters
+        return (
+            self.layers * self.attention_parameters
+            + self.hidden * (dense + shared)
+            + self.vector_parameters
+        )
 
     @property
     def routed_parameters(self) -> int:
@@ -201,22 +258,35 @@ class Architecture:
 
     @property
     def parameters(self) -> int:
-        return self.dense_parameters + self.routed_parameters + self.embedding_parameters + self.head_parameters
+        return (
+            self.dense_parameters
+            + self.routed_parameters
+            + self.embedding_parameters
+            + self.head_parameters
+        )
 
     @property
     def active_parameters(self) -> int:
         """Parameters that one token uses."""
-        vectors = self.vector_parameters + self.moe_layers * self.experts_per_token * self.expert_biases
+        vectors = (
+            self.vector_parameters + self.moe_layers * self.experts_per_token * self.expert_biases
+        )
         return self.body_parameters + vectors + self.embedding_parameters + self.head_parameters
 
     @property
     def body_parameters(self) -> int:
-        """Parameters of the matrices that one token is multiplied with, without the head. The embedding is only looked up."""
-        chosen = self.moe_layers * self.experts_per_token * (self.expert_parameters - self.expert_biases)
+        """Parameters of the matrices that one token is multiplied with, without the
+        head. The embedding is only looked up.
+        """
+        chosen = (
+            self.moe_layers * self.experts_per_token * (self.expert_parameters - self.expert_biases)
+        )
         return self.dense_parameters - self.vector_parameters + chosen
 
     def megatron_sizes(self) -> dict[str, int | None]:
-        """Return the sizes under their names in megatron's TransformerConfig; those of experts and latent attention if any."""
+        """Return the sizes under their names in megatron's TransformerConfig; those of
+        experts and latent attention if any.
+        """
         sizes: dict[str, int | None] = {
             "num_attention_heads": self.heads,
             "num_query_groups": self.groups,
@@ -227,7 +297,10 @@ class Architecture:
             "kv_channels": self.value_dim,
         }
         if self.experts:
-            sizes |= {"num_moe_experts": self.experts, "moe_ffn_hidden_size": self.expert_feed_forward}
+            sizes |= {
+                "num_moe_experts": self.experts,
+                "moe_ffn_hidden_size": self.expert_feed_forward,
+            }
         if self.shared_feed_forward:
             sizes |= {"moe_shared_expert_intermediate_size": self.shared_feed_forward}
         if self.router == "balanced":
@@ -238,14 +311,19 @@ class Architecture:
         return sizes
 
     def routed_experts(self, reply: str) -> np.ndarray:
-        """Return the experts that a server chose for tokens from `routing_from` on, except the last (model.moe.routing_replay):
-        [tokens, layers with experts, chosen] uint8, or int16 where there are more experts. reply: base64 of [tokens, all
-        layers, chosen], of one byte each, or two if there are more than 255 experts (own_routing in server/workers.py)."""
+        """Return the experts that a server chose for tokens from `routing_from` on,
+        except the last (model.moe.routing_replay): [tokens, layers with experts,
+        chosen] uint8, or int16 where there are more experts. reply: base64 of [tokens,
+        all layers, chosen], of one byte each, or two if there are more than 255 experts
+        (own_routing in server/workers.py).
+        """
         if not reply:
             asked = "was it started with model.moe.routing_replay?"
             raise MegarlError(f"a server did not say which experts it chose: {asked}")
         wire = "u1" if self.experts < 256 else "<u2"
-        table = np.frombuffer(base64.b64decode(reply), wire).reshape(-1, self.layers, self.experts_per_token)
+        table = np.frombuffer(base64.b64decode(reply), wire).reshape(
+            -1, self.layers, self.experts_per_token
+        )
         table = table[:, self.expert_layers]
         if table.size and (largest := int(table.max())) >= self.experts:  # -1 is large, too
             asked = "is its SGLang the version in requirements/?"
@@ -259,30 +337,43 @@ class Architecture:
 
 
 def read(name_or_path: str) -> Architecture:
-    """Return the architecture for a name in CONFIGS, the path of a config.json, or a directory that contains one."""
+    """Return the architecture for a name in CONFIGS, the path of a config.json, or a
+    directory that contains one.
+    """
     known = {path.stem: path for path in CONFIGS.glob("*.json")}
     path = known.get(name_or_path, Path(name_or_path))
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        neither = f"neither a config.json, nor a directory with one, nor a known name ({', '.join(sorted(known))})"
+        neither = (
+            "neither a config.json, nor a directory with one, nor a known name"
+            f" ({', '.join(sorted(known))})"
+        )
         raise MegarlError(f"--model-config: {name_or_path!r} is {neither}")
     return of(read_json(path), path)
 
 
 def in_directory(hf_dir: Path | str) -> Architecture:
-    """Return the architecture of the model in a Hugging Face directory. MegarlError if its weights are quantised."""
+    """Return the architecture of the model in a Hugging Face directory. MegarlError if
+    its weights are quantised.
+    """
     config = read_config(hf_dir)
     if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        method = (
+            quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        )
         advice = f"convert it: python -m checkpoints_tools dequantize {hf_dir} NEW"
-        quantised = f"its weights are quantised (quant_method {method}), but megarl trains and serves bf16"
+        quantised = (
+            f"its weights are quantised (quant_method {method}), but megarl trains and serves bf16"
+        )
         raise MegarlError(f"{hf_dir}: {quantised}; {advice}")
     return of(config, Path(hf_dir) / "config.json")
 
 
 def of(config: JsonObject, where: Path | str) -> Architecture:
-    """Return the architecture in a parsed config.json. MegarlError, beginning with `where`, if unsupported or incomplete."""
+    """Return the architecture in a parsed config.json. MegarlError, beginning with
+    `where`, if unsupported or incomplete.
+    """
     name = ""
     try:
         given = names(config)
@@ -302,7 +393,9 @@ def of(config: JsonObject, where: Path | str) -> Architecture:
 
 
 def _checked(model: Architecture) -> Architecture:
-    """Return the model. MegarlError if its sizes contradict each other, or are no model's."""
+    """Return the model. MegarlError if its sizes contradict each other, or are no
+    model's.
+    """
     if model.heads % model.groups:
         what = f"num_attention_heads={model.heads} is no multiple of"
         raise MegarlError(f"{what} num_key_value_heads={model.groups}")
@@ -318,7 +411,8 @@ def _checked(model: Architecture) -> Architecture:
     return model
 
 
-# SGLang rotates as dual chunk attention asks (Qwen2.5's -1M) but no longer has the kernels for it.
+# SGLang rotates as dual chunk attention asks (Qwen2.5's -1M) but no longer has the
+# kernels for it.
 QWEN = {"use_sliding_window": False, "dual_chunk_attention_config": None}
 NO_BIAS = {"attention_bias": False}
 
@@ -326,14 +420,18 @@ NO_BIAS = {"attention_bias": False}
 def _qwen3_moe(config: JsonObject) -> Architecture:
     chosen, normalised = size(config, "num_experts_per_tok"), config.get("norm_topk_prob", False)
     if chosen == 1 and normalised:
-        raise MegarlError("norm_topk_prob with num_experts_per_tok=1 is not supported: the router has no effect")
+        raise MegarlError(
+            "norm_topk_prob with num_experts_per_tok=1 is not supported: the router has no effect"
+        )
     dense, step = config.get("mlp_only_layers") or [], size(config, "decoder_sparse_step", 1)
     layers = range(size(config, "num_hidden_layers"))
     return replace(
         _decoder(config, QWEN | NO_BIAS),
         head_norms=True,
         # transformers 5 writes num_local_experts; before, it was num_experts.
-        experts=size(config, "num_local_experts" if "num_local_experts" in config else "num_experts"),
+        experts=size(
+            config, "num_local_experts" if "num_local_experts" in config else "num_experts"
+        ),
         experts_per_token=chosen,
         expert_feed_forward=size(config, "moe_intermediate_size"),
         expert_layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0),
@@ -349,14 +447,22 @@ def _llama4_multimodal(config: JsonObject) -> Architecture:
 
 
 def _llama4(config: JsonObject) -> Architecture:
-    layers, step = range(size(config, "num_hidden_layers")), size(config, "interleave_moe_layer_step", 1)
+    layers, step = (
+        range(size(config, "num_hidden_layers")),
+        size(config, "interleave_moe_layer_step", 1),
+    )
     listed, interval = config.get("moe_layers"), size(config, "no_rope_layer_interval", 4)
     # Despite its name, no_rope_layers has a 1 for each layer with rotary embedding.
     rotary = config.get("no_rope_layers") or [(i + 1) % interval for i in layers]
     chunked, tuned = config.get("attention_chunk_size"), config.get("attn_temperature_tuning", True)
-    inner = size(config, "intermediate_size")  # of an expert; dense layers have intermediate_size_mlp
+    inner = size(
+        config, "intermediate_size"
+    )  # of an expert; dense layers have intermediate_size_mlp
     if not isinstance(tuned, bool):  # the first releases have 4, with the same meaning
-        why = f"transformers 5, and so a server, does not load it; set it to {str(bool(tuned)).lower()}"
+        why = (
+            "transformers 5, and so a server, does not load it; set it to"
+            f" {str(bool(tuned)).lower()}"
+        )
         raise MegarlError(f"attn_temperature_tuning={tuned!r} is not supported: {why}")
     return replace(
         _decoder({"rope_theta": 500000.0, **config}, NO_BIAS | {"num_experts_per_tok": 1}),
@@ -364,20 +470,26 @@ def _llama4(config: JsonObject) -> Architecture:
         rope_interleaved=True,
         unrotated_layers=tuple(i for i in layers if not rotary[i]),
         attention_chunk=size(config, "attention_chunk_size") if chunked else None,
-        temperature=(config.get("floor_scale", 8192), config.get("attn_scale", 0.1)) if tuned else None,
+        temperature=(
+            (config.get("floor_scale", 8192), config.get("attn_scale", 0.1)) if tuned else None
+        ),
         l2_norms=config.get("use_qk_norm", True),
         experts=size(config, "num_local_experts"),
         experts_per_token=1,
         expert_feed_forward=inner,
         shared_feed_forward=inner,
-        expert_layers=tuple(i for i in layers if ((i + 1) % step == 0 if listed is None else i in listed)),
+        expert_layers=tuple(
+            i for i in layers if ((i + 1) % step == 0 if listed is None else i in listed)
+        ),
         expert_step=step,
         router="sigmoid",
     )
 
 
 def _glm4_moe(config: JsonObject) -> Architecture:
-    rope: JsonObject = config.get("rope_parameters") or {}  # before transformers 5, the share was a key of `config`
+    rope: JsonObject = (
+        config.get("rope_parameters") or {}
+    )  # before transformers 5, the share was a key of `config`
     share: float = (config | rope).get("partial_rotary_factor", 0.5)
     return replace(
         _balanced(_decoder(config, {}, ("default",)), config),
@@ -391,17 +503,26 @@ def _deepseek_v3(config: JsonObject) -> Architecture:
     query = config.get("q_lora_rank")
     latent = Latent(
         size(config, "q_lora_rank") if query is not None else None,
-        *(size(config, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+        *(
+            size(config, key)
+            for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        ),
     )
     head_dim = latent.content + latent.position
     if latent.value > head_dim:
-        raise MegarlError(f"v_head_dim={latent.value}, wider than a head of q and k, is not supported")
+        raise MegarlError(
+            f"v_head_dim={latent.value}, wider than a head of q and k, is not supported"
+        )
     only = NO_BIAS | {
-        "num_key_value_heads": size(config, "num_attention_heads"), "moe_layer_freq": 1,
-        "topk_method": "noaux_tc", "scoring_func": "sigmoid",
-    }  # fmt: skip
+        "num_key_value_heads": size(config, "num_attention_heads"),
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    }
     return replace(
-        _balanced(_decoder(config | {"head_dim": head_dim}, only, ("default", "yarn"), latent), config),
+        _balanced(
+            _decoder(config | {"head_dim": head_dim}, only, ("default", "yarn"), latent), config
+        ),
         rotated=latent.position,
         rope_interleaved=config.get("rope_interleave", True),
     )
@@ -412,11 +533,14 @@ def _balanced(decoder: Architecture, config: JsonObject) -> Architecture:
     chosen, experts = size(config, "num_experts_per_tok"), size(config, "n_routed_experts")
     groups, some = size(config, "n_group", 1), size(config, "topk_group", 1)
     if not config.get("norm_topk_prob", True) or chosen == 1:
-        raise MegarlError("norm_topk_prob=false or num_experts_per_tok=1 is not supported: weights are normalised")
+        raise MegarlError(
+            "norm_topk_prob=false or num_experts_per_tok=1 is not supported: weights are normalised"
+        )
     if groups > 1 and (experts % groups or chosen // some != GROUP_BEST):
         raise MegarlError(
-            f"n_group={groups}, topk_group={some} with {chosen} of {experts} experts is not supported: megatron ranks a group "
-            f"by its best num_experts_per_tok / topk_group experts, this model by its best {GROUP_BEST}"
+            f"n_group={groups}, topk_group={some} with {chosen} of {experts} experts is not"
+            " supported: megatron ranks a group by its best num_experts_per_tok / topk_group"
+            f" experts, this model by its best {GROUP_BEST}"
         )
     inner = size(config, "moe_intermediate_size")
     return replace(
@@ -435,15 +559,21 @@ def _balanced(decoder: Architecture, config: JsonObject) -> Architecture:
 
 def _gpt_oss(config: JsonObject) -> Architecture:
     layers, chosen = range(size(config, "num_hidden_layers")), size(config, "num_experts_per_tok")
-    kinds = config.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in layers]
+    kinds = config.get("layer_types") or [
+        ("sliding_attention", "full_attention")[i % 2] for i in layers
+    ]
     if chosen == 1:
         raise MegarlError("num_experts_per_tok=1 is not supported: the router has no effect")
     if len(kinds) != len(layers) or not {"sliding_attention", "full_attention"}.issuperset(kinds):
-        raise MegarlError("layer_types is not supported: only sliding_attention and full_attention, one per layer")
+        raise MegarlError(
+            "layer_types is not supported: only sliding_attention and full_attention, one per layer"
+        )
     windowed = tuple(i for i in layers if kinds[i] == "sliding_attention")
     return replace(
         _decoder(
-            {"rope_theta": 150000.0, **config}, {"attention_bias": True, "swiglu_alpha": 1.702}, ("default", "yarn")
+            {"rope_theta": 150000.0, **config},
+            {"attention_bias": True, "swiglu_alpha": 1.702},
+            ("default", "yarn"),
         ),
         qkv_biases=True,
         biases=True,
@@ -460,12 +590,16 @@ def _gpt_oss(config: JsonObject) -> Architecture:
 
 
 GROUP_BEST = 2
-"""DeepSeek-V3 ranks a group by the scores of this many experts, its best (arXiv 2412.19437, section 2.1.2)."""
+"""DeepSeek-V3 ranks a group by the scores of this many experts, its best (arXiv
+2412.19437, section 2.1.2).
+"""
 READERS: dict[str, Callable[[JsonObject], Architecture]] = {
     "LlamaForCausalLM": lambda config: _decoder(config, NO_BIAS | {"mlp_bias": False}),
     "Qwen2ForCausalLM": lambda config: replace(_decoder(config, QWEN), qkv_biases=True),
     # The default size of a head is 128, whatever the number of heads.
-    "Qwen3ForCausalLM": lambda config: replace(_decoder({"head_dim": 128, **config}, QWEN | NO_BIAS), head_norms=True),
+    "Qwen3ForCausalLM": lambda config: replace(
+        _decoder({"head_dim": 128, **config}, QWEN | NO_BIAS), head_norms=True
+    ),
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "Glm4MoeForCausalLM": _glm4_moe,
     "DeepseekV3ForCausalLM": _deepseek_v3,
@@ -477,16 +611,22 @@ READERS: dict[str, Callable[[JsonObject], Architecture]] = {
 
 
 def _decoder(
-    config: JsonObject, only: JsonObject, ropes: Sequence[str] = ("default", "llama3"), latent: Latent | None = None
+    config: JsonObject,
+    only: JsonObject,
+    ropes: Sequence[str] = ("default", "llama3"),
+    latent: Latent | None = None,
 ) -> Architecture:
-    """Read the fields that most architectures share. only: settings with the one value that is implemented. ropes: kinds of
-    rotary embedding that both learner and server implement."""
+    """Read the fields that most architectures share. only: settings with the one value
+    that is implemented. ropes: kinds of rotary embedding that both learner and server
+    implement.
+    """
     for key, value in ({"hidden_act": "silu"} | only).items():
         if config.get(key, value) != value:
             raise MegarlError(f"{key}={config[key]!r} is not supported, only {value!r}")
     heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
     head_dim = size(config, "head_dim", hidden // heads)
-    # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and rope_scaling.
+    # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and
+    # rope_scaling.
     given: JsonObject = config.get("rope_scaling") or config.get("rope_parameters") or {}
     rope = {"rope_theta": config.get("rope_theta", 10000.0), **given}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -496,7 +636,12 @@ def _decoder(
     if kind == "yarn":
         scaling = _yarn(rope, latent is not None)
     elif kind == "llama3":
-        llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        llama3 = (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        )
         scaling = RopeScaling(*(rope[key] for key in llama3))
     return Architecture(
         name="",
@@ -518,7 +663,9 @@ def _decoder(
 
 
 def _yarn(rope: JsonObject, latent: bool) -> Yarn:
-    """Read YaRN as transformers does (modeling_rope_utils.py). latent: also read the factor on DeepSeek's attention scores."""
+    """Read YaRN as transformers does (modeling_rope_utils.py). latent: also read the
+    factor on DeepSeek's attention scores.
+    """
     factor, scale, all_dim = rope["factor"], rope.get("mscale"), rope.get("mscale_all_dim")
 
     def grown(by: float) -> float:

@@ -1,4 +1,5 @@
-"""A 64-bit checksum of a parameter: the sum of its pieces' checksums, which may be computed in any order, on any device.
+"""A 64-bit checksum of a parameter: the sum of its pieces' checksums, which may be
+computed in any order, on any device.
 
     learner   q ──► checksum(q, 0) ─────────┐              server   qkv_proj ──► checksum(qkv_proj)
               v ──► checksum(v, |q| + |k|) ─┼─► +                         ▲
@@ -8,22 +9,26 @@ The parameter's bytes are signed numbers x(0), x(1), …. Modulo 2^64,
 
     checksum = bytes · LENGTH + Σ x(i) · w(i)        w(i) = column(i mod COLUMNS) · row(i div COLUMNS)
 
-with fixed pseudo-random odd 64-bit columns and rows. To compute it, each column is written as eight signed digits of base 256,
-so that one matrix product of 8-bit numbers, for which CPUs and GPUs have instructions, reads the bytes once:
+with fixed pseudo-random odd 64-bit columns and rows. To compute it, each column is
+written as eight signed digits of base 256, so that one matrix product of 8-bit numbers,
+for which CPUs and GPUs have instructions, reads the bytes once:
 
     bytes [rows, COLUMNS] int8 · digits [COLUMNS, 8] int8 ──► [rows, 8] int32, exact: at most 2^26 ──► · 256^digit · row ──► Σ
 
-On a GPU the product is cuBLASLt's, whose tensor-core kernels for 8-bit numbers take one layout
-only, "TN": rows of bytes and columns of digits that lie contiguous (NVIDIA's documentation of
-cublasLtMatmul, "To use IMMA kernels"; PyTorch's test__int_mm skips the other layout on CUDA 13).
-Each process tries the product when it starts, and where it fails, or is wrong, sums the same in
-64-bit integers (`multiplies_exactly`).
+On a GPU the product is cuBLASLt's, whose tensor-core kernels for 8-bit numbers take one
+layout only, "TN": rows of bytes and columns of digits that lie contiguous (NVIDIA's
+documentation of cublasLtMatmul, "To use IMMA kernels"; PyTorch's test__int_mm skips the
+other layout on CUDA 13). Each process tries the product when it starts, and where it
+fails, or is wrong, sums the same in 64-bit integers (`multiplies_exactly`).
 
-What it detects. Let d(i) be the changes of the bytes and 2^t the largest power of two that divides all of them; t is at most 7.
-A change of a single byte, even of one bit, is always detected: |d| < 2^8 and w is odd, so d · w is no multiple of 2^64. Several
-changed bytes of one row cancel only if Σ d(i) · column(i) = 0 modulo 2^64, which for random odd columns has a probability of at
-most 2^-(63 - t); of several rows, 2^-(57 - t), hence 2^-50. Swapped, shifted, repeated or lost values are such changes. LENGTH
-makes the checksum of zero bytes depend on their number. An attacker can easily find changes that cancel.
+What it detects. Let d(i) be the changes of the bytes and 2^t the largest power of two
+that divides all of them; t is at most 7. A change of a single byte, even of one bit, is
+always detected: |d| < 2^8 and w is odd, so d · w is no multiple of 2^64. Several
+changed bytes of one row cancel only if Σ d(i) · column(i) = 0 modulo 2^64, which for
+random odd columns has a probability of at most 2^-(63 - t); of several rows, 2^-(57 -
+t), hence 2^-50. Swapped, shifted, repeated or lost values are such changes. LENGTH
+makes the checksum of zero bytes depend on their number. An attacker can easily find
+changes that cancel.
 """
 
 import functools
@@ -40,16 +45,21 @@ log = logging.getLogger(__name__)
 COLUMNS = 4096
 DIGITS = 8
 WIDTH = 16
-"""Columns of the matrix of digits, padded with zeros: with only 8, CPU and GPU take slower paths."""
+"""Columns of the matrix of digits, padded with zeros: with only 8, CPU and GPU take
+slower paths.
+"""
 FEWEST_ROWS = 17
 """Fewest rows that a GPU multiplies in this way (torch._int_mm;
 aten/src/ATen/native/cuda/Blas.cpp)."""
 ALIGNED = 16
-"""Bytes; on a GPU the address has to be a multiple of 4, and is fastest as a multiple of this."""
+"""Bytes; on a GPU the address has to be a multiple of 4, and is fastest as a multiple
+of this.
+"""
 PIECE = 64 << 20
 """Bytes that are summed, and before that copied to a device, at once: whole rows."""
 INTEGER_ROWS = 1024
-"""Rows that are summed in 64-bit integers at once, for which each byte becomes eight."""
+"""Rows that are summed in 64-bit integers at once, for which each byte becomes eight.
+"""
 TRIED_ROWS = 128
 """Rows of the numbers with which the product is tried."""
 LENGTH = 0x1E3779B97F4A7C15
@@ -58,7 +68,9 @@ _COLUMNS, _ROWS = 1, 2
 
 
 def checksum(piece: Tensor, start: int = 0) -> Tensor:
-    """Return the checksum [] int64, on its device, of a piece of any dtype that begins `start` bytes into its parameter."""
+    """Return the checksum [] int64, on its device, of a piece of any dtype that begins
+    `start` bytes into its parameter.
+    """
     data = _bytes(piece)
     total = _length(len(data), data.device)
     row, column = divmod(start, COLUMNS)
@@ -78,16 +90,18 @@ def checksum(piece: Tensor, start: int = 0) -> Tensor:
 
 
 def in_whole_rows(piece: Tensor, start: int) -> bool:
-    """Return whether a piece that begins `start` bytes into its parameter can be summed by
-    `checksum_together`: if it begins and ends with a row."""
+    """Return whether a piece that begins `start` bytes into its parameter can be summed
+    by `checksum_together`: if it begins and ends with a row.
+    """
     return start % COLUMNS == 0 and piece.nbytes % COLUMNS == 0
 
 
 def checksum_together(pieces: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
     """Return the sum [] int64 of the checksums of several pieces of one parameter.
 
-    It takes as few operations as the checksum of one piece, for which it copies all of them into
-    one matrix. starts: where each begins in the parameter, in bytes. All are `in_whole_rows`.
+    It takes as few operations as the checksum of one piece, for which it copies all of
+    them into one matrix. starts: where each begins in the parameter, in bytes. All are
+    `in_whole_rows`.
     """
     parts = [_bytes(piece).view(-1, COLUMNS) for piece in pieces]
     firsts = [start // COLUMNS for start in starts]
@@ -100,7 +114,9 @@ def checksum_together(pieces: Sequence[Tensor], starts: Sequence[int]) -> Tensor
 
 
 def checksum_on(device: torch.device, held: Tensor) -> Tensor:
-    """Return the checksum [] of a parameter that is held elsewhere, computed on `device` piece by piece."""
+    """Return the checksum [] of a parameter that is held elsewhere, computed on
+    `device` piece by piece.
+    """
     data = _bytes(held)
     total = torch.zeros((), dtype=torch.int64, device=device)
     for start in range(0, len(data), PIECE):
@@ -129,14 +145,17 @@ def _row_keys(rows: int, device: torch.device) -> Tensor:
 
 
 def _sum(rows: Tensor, keys: Tensor) -> Tensor:
-    """Return Σ x · w [] int64 over whole rows [rows, COLUMNS] int8. keys: the rows' factors [rows] int64."""
+    """Return Σ x · w [] int64 over whole rows [rows, COLUMNS] int8. keys: the rows'
+    factors [rows] int64.
+    """
     way = by_product if multiplies_exactly(rows.device) else by_integers
     return (way(rows) * keys).sum()
 
 
 def by_product(rows: Tensor) -> Tensor:
-    """Return Σ x · column [rows] int64 of each of these rows [rows, COLUMNS] int8, by a product of
-    8-bit numbers."""
+    """Return Σ x · column [rows] int64 of each of these rows [rows, COLUMNS] int8, by a
+    product of 8-bit numbers.
+    """
     height = len(rows)
     if rows.is_cuda and (height < FEWEST_ROWS or rows.data_ptr() % ALIGNED):
         rows = pad(rows, (0, 0, 0, FEWEST_ROWS))
@@ -146,26 +165,33 @@ def by_product(rows: Tensor) -> Tensor:
 
 
 def by_integers(rows: Tensor) -> Tensor:
-    """Return what `by_product` returns, by arithmetic that every device has, in some times the
-    time."""
+    """Return what `by_product` returns, by arithmetic that every device has, in some
+    times the time.
+    """
     columns = _odd(_COLUMNS, COLUMNS, rows.device)
     return torch.cat([(part.long() * columns).sum(1) for part in rows.split(INTEGER_ROWS)])
 
 
 @functools.cache
 def multiplies_exactly(device: torch.device) -> bool:
-    """Return whether products of 8-bit numbers are right on this device, which is tried once and
-    takes some milliseconds; log why not. device: with its number if it is a GPU. A process calls
-    this when it starts, so that no publication has to."""
+    """Return whether products of 8-bit numbers are right on this device, which is tried
+    once and takes some milliseconds; log why not. device: with its number if it is a
+    GPU. A process calls this when it starts, so that no publication has to.
+    """
     why = _wrong_product(device)
     if why:
-        log.warning("%s: checksums of weights are summed in 64-bit integers, which takes longer: %s", device, why)
+        log.warning(
+            "%s: checksums of weights are summed in 64-bit integers, which takes longer: %s",
+            device,
+            why,
+        )
     return not why
 
 
 def _wrong_product(device: torch.device) -> str:
-    """Return what was wrong with a product on this device, or "" if all that were tried equal sums
-    of integers on the CPU."""
+    """Return what was wrong with a product on this device, or "" if all that were tried
+    equal sums of integers on the CPU.
+    """
     numbers = torch.arange(TRIED_ROWS * COLUMNS // 8) * LENGTH
     rows = numbers.view(torch.int8).view(TRIED_ROWS, COLUMNS)
     sums = by_integers(rows)
@@ -176,7 +202,9 @@ def _wrong_product(device: torch.device) -> str:
         for height in heights:
             repeats = -(-height // TRIED_ROWS)
             aligned = rows.to(device).repeat(repeats, 1)[:height]
-            elsewhere = torch.cat([aligned.new_zeros(1), aligned.flatten()])[1:].view(height, COLUMNS)
+            elsewhere = torch.cat([aligned.new_zeros(1), aligned.flatten()])[1:].view(
+                height, COLUMNS
+            )
             expected = sums.to(device).repeat(repeats)[:height]
             for tried in (aligned, elsewhere):
                 if not torch.equal(by_product(tried), expected):
@@ -194,8 +222,9 @@ def _odd(seed: int, count: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _digits(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the columns' digits [COLUMNS, WIDTH] int8, of which each of the WIDTH columns is
-    contiguous, and the digits' place values [DIGITS] int64."""
+    """Return the columns' digits [COLUMNS, WIDTH] int8, of which each of the WIDTH
+    columns is contiguous, and the digits' place values [DIGITS] int64.
+    """
     rest = np.random.PCG64(_COLUMNS).random_raw(COLUMNS) | np.uint64(1)
     digits = np.zeros((WIDTH, COLUMNS), np.int8)
     for n in range(DIGITS):

@@ -1,7 +1,7 @@
 """The types of the values in config.json that `architecture` reads.
 
-transformers writes the file, but people edit it. A value of another type would be taken for
-something else ("false" is true in Python) or would fail where nobody can tell why.
+transformers writes the file, but people edit it. A value of another type would be taken
+for something else ("false" is true in Python) or would fail where nobody can tell why.
 """
 
 import math
@@ -13,8 +13,9 @@ from megarl.core.base.types import JsonObject
 
 MOST_LAYERS = 1_000
 MOST_EXPERTS = 200_000
-"""Experts of all layers together. Kimi K2 has 23,000; much larger numbers are no model's, and
-listing the tensors would take all memory."""
+"""Experts of all layers together. Kimi K2 has 23,000; much larger numbers are no
+model's, and listing the tensors would take all memory.
+"""
 
 
 def is_flag(value: object) -> bool:
@@ -85,8 +86,9 @@ NULLABLE_ROPE: dict[str, ValueKind] = {
 
 
 def check_values(config: JsonObject) -> None:
-    """Raise MegarlError if a value in config.json (of Llama 4: in its text_config) is of another
-    type than its key asks for."""
+    """Raise MegarlError if a value in config.json (of Llama 4: in its text_config) is
+    of another type than its key asks for.
+    """
     _check(config, KINDS, NULLABLE)
     for name in ("rope_parameters", "rope_scaling"):
         _check(config.get(name) or {}, ROPE, NULLABLE_ROPE, f"{name}.")
@@ -97,7 +99,12 @@ def check_values(config: JsonObject) -> None:
         raise MegarlError(f"{what}: {why}; move its values into rope_parameters")
 
 
-def _check(values: JsonObject, kinds: dict[str, ValueKind], nullable: dict[str, ValueKind], prefix: str = "") -> None:
+def _check(
+    values: JsonObject,
+    kinds: dict[str, ValueKind],
+    nullable: dict[str, ValueKind],
+    prefix: str = "",
+) -> None:
     for key in values.keys() & (kinds.keys() | nullable.keys()):
         value = values[key]
         if value is None and key in nullable:

@@ -2,8 +2,9 @@
 
     controller ─► TaskPrompts ─► sampler ⇄ PlayedEnvironment, Agents ─► Grader ─► Grade
 
-megarl/tasks/ has the implementations; megarl/cli passes them to the controller as one `Tasks`. Users write an
-`Environment` (docs/tools.md) or a grading function (docs/grading.md).
+megarl/tasks/ has the implementations; megarl/cli passes them to the controller as one
+`Tasks`. Users write an `Environment` (docs/tools.md) or a grading function
+(docs/grading.md).
 """
 
 import re
@@ -20,11 +21,15 @@ RIGHT, WRONG = 1.0, -1.0
 
 
 class GraderDown(Exception):
-    """No grader could judge this: its processes do not start or keep dying, or its service does not answer."""
+    """No grader could judge this: its processes do not start or keep dying, or its
+    service does not answer.
+    """
 
 
 class Verdict(NamedTuple):
-    """One grader's judgement. After a failure or a timeout the score is a wrong answer's, or NaN."""
+    """One grader's judgement. After a failure or a timeout the score is a wrong
+    answer's, or NaN.
+    """
 
     score: float  # right if above 0; NaN: the grader could not judge it
     timeout: bool = False
@@ -32,39 +37,53 @@ class Verdict(NamedTuple):
 
 
 def score_of(value: Any) -> float:
-    """Convert a score that a user's code gave to a float. True and False, also NumPy's and torch's, mean right and wrong."""
+    """Convert a score that a user's code gave to a float. True and False, also NumPy's
+    and torch's, mean right and wrong.
+    """
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return RIGHT if value else WRONG
     return float(value)
 
 
 class Grade(NamedTuple):
-    """The grade of a completion. reward: the task grader's score, ±1 unless the grader is the user's own, plus the others'
-    weighted scores; NaN if one of them could not judge."""
+    """The grade of a completion. reward: the task grader's score, ±1 unless the grader
+    is the user's own, plus the others' weighted scores; NaN if one of them could not
+    judge.
+    """
 
     reward: float
     correct: bool
     format_ok: bool  # the thinking was closed and an answer follows it
     timeout: bool = False  # of any grader
     error: bool = False  # of any grader
-    rewards: Mapping[str, float] = {}  # of several graders by name, if all could judge; `answer`: the task grader's
+    rewards: Mapping[
+        str, float
+    ] = {}  # of several graders by name, if all could judge; `answer`: the task grader's
 
 
 class Grader(Protocol):
     """Judges completions of one task."""
 
-    async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False) -> Grade:
-        """Grade a completion's text. GraderDown if a grader is unavailable. verdict: the environment's; it takes precedence.
-        truncated: whether a length limit cut the text off."""
+    async def grade(
+        self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False
+    ) -> Grade:
+        """Grade a completion's text. GraderDown if a grader is unavailable. verdict:
+        the environment's; it takes precedence. truncated: whether a length limit cut
+        the text off.
+        """
 
     async def grade_answer(
         self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False
     ) -> Grade:
-        """Grade for an evaluation: only with the task's own grader or environment or, if there is a trusted grader, with all
-        graders; the trusted one's score is `trusted` in `rewards` and adds nothing to the reward."""
+        """Grade for an evaluation: only with the task's own grader or environment or,
+        if there is a trusted grader, with all graders; the trusted one's score is
+        `trusted` in `rewards` and adds nothing to the reward.
+        """
 
     async def agrees(self, answer: str, expected: str) -> bool:
-        """Return whether `answer` would be right if `expected` were the reference answer."""
+        """Return whether `answer` would be right if `expected` were the reference
+        answer.
+        """
 
 
 class Graders(Protocol):
@@ -76,12 +95,16 @@ class Graders(Protocol):
 
 
 def answer_of(text: str, end_of_thinking: str) -> str:
-    """Return what follows the first `end_of_thinking`, stripped; the whole text if it is empty: the model does not think."""
+    """Return what follows the first `end_of_thinking`, stripped; the whole text if it
+    is empty: the model does not think.
+    """
     return (text.partition(end_of_thinking)[2] if end_of_thinking else text).strip()
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}` or `\fbox{…}`, with inner braces matched; `\boxed 5` gives 5."""
+    r"""Return the content of the last `\boxed{…}` or `\fbox{…}`, with inner braces
+    matched; `\boxed 5` gives 5.
+    """
     begin = max((m.end() for m in re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])", text)), default=None)
     if begin is None:
         return None
@@ -97,7 +120,9 @@ def last_box(text: str) -> str | None:
 
 
 class EnvironmentDown(GraderDown):
-    """An environment fails or does not answer. The rollout cannot be judged, just as when its grader is down."""
+    """An environment fails or does not answer. The rollout cannot be judged, just as
+    when its grader is down.
+    """
 
 
 class Observation(NamedTuple):
@@ -116,16 +141,22 @@ class Environment(Protocol):
     """One episode. Only `step` has to be implemented."""
 
     stop_tokens: tuple[int, ...] = ()
-    """Token ids that end a turn, besides the end token. After one of these the policy continues in the same message."""
+    """Token ids that end a turn, besides the end token. After one of these the policy
+    continues in the same message.
+    """
 
     async def reset(self, prompt: Prompt) -> None:
-        """Begin the episode. The prompt's tokens are the first thing that the policy sees."""
+        """Begin the episode. The prompt's tokens are the first thing that the policy
+        sees.
+        """
 
     async def step(self, tokens: np.ndarray) -> Observation:
         """Answer a turn. tokens [n] int32, the end or stop token included."""
 
     async def reward(self) -> Verdict | None:
-        """Judge the episode after its last turn. None: the task's grader judges, by the text of the last message."""
+        """Judge the episode after its last turn. None: the task's grader judges, by the
+        text of the last message.
+        """
         return None
 
     async def close(self) -> None:
@@ -133,8 +164,10 @@ class Environment(Protocol):
 
 
 class PlayedEnvironment(Protocol):
-    """An environment in one episode. turns: the recipe's limit. stop_tokens: set when `played` is entered. Its coroutines raise
-    EnvironmentDown if the environment fails, is late, or gives an invalid answer."""
+    """An environment in one episode. turns: the recipe's limit. stop_tokens: set when
+    `played` is entered. Its coroutines raise EnvironmentDown if the environment fails,
+    is late, or gives an invalid answer.
+    """
 
     turns: int
     stop_tokens: tuple[int, ...]
@@ -149,26 +182,33 @@ class PlayedEnvironment(Protocol):
         """Return the environment's verdict after the last turn, if it has one."""
 
     def told(self, turns: int, limited: bool) -> Episode:
-        """Return the record of an episode with this many turns. limited: the limit on turns ended it."""
+        """Return the record of an episode with this many turns. limited: the limit on
+        turns ended it.
+        """
 
 
 class Environments(Protocol):
     def of(self, task: str) -> PlayedEnvironment | None:
-        """Return a new environment for an episode of this task; None if its rollouts have a single turn."""
+        """Return a new environment for an episode of this task; None if its rollouts
+        have a single turn.
+        """
 
     def close(self) -> None: ...
 
 
 class PolicyTurn(NamedTuple):
-    """What the policy wrote for one request. ended: it ended with the end token, not at a limit."""
+    """What the policy wrote for one request. ended: it ended with the end token, not at
+    a limit.
+    """
 
     segments: tuple[Segment, ...]
     ended: bool
 
 
 type Policy = Callable[[np.ndarray, int, int], Awaitable[PolicyTurn]]
-"""Samples a turn. Arguments: the tokens before it [n], its maximum length, and how many of these tokens, from the first on, the
-servers' caches should already hold."""
+"""Samples a turn. Arguments: the tokens before it [n], its maximum length, and how many
+of these tokens, from the first on, the servers' caches should already hold.
+"""
 
 
 class AgentRollout(NamedTuple):
@@ -182,7 +222,9 @@ class AgentRollout(NamedTuple):
 
 
 class AgentDown(GraderDown):
-    """An agent ended twice without a reward, so that the rollout cannot be judged. rollout: what the policy wrote."""
+    """An agent ended twice without a reward, so that the rollout cannot be judged.
+    rollout: what the policy wrote.
+    """
 
     def __init__(self, why: str, rollout: AgentRollout) -> None:
         super().__init__(why)
@@ -194,10 +236,16 @@ class Agents(Protocol):
         """Return whether an agent does the rollouts of this task."""
 
     async def session(
-        self, prompt: Prompt, order: tuple[int, int, int], policy: Policy, waited: Callable[[], float]
+        self,
+        prompt: Prompt,
+        order: tuple[int, int, int],
+        policy: Policy,
+        waited: Callable[[], float],
     ) -> AgentRollout:
-        """Run the agent of the prompt's task on the prompt. order: the smallest goes first. waited: seconds of waiting for
-        servers, which the limit on the session's time leaves out. Raises AgentDown, or what `policy` raises."""
+        """Run the agent of the prompt's task on the prompt. order: the smallest goes
+        first. waited: seconds of waiting for servers, which the limit on the session's
+        time leaves out. Raises AgentDown, or what `policy` raises.
+        """
 
     async def close(self) -> None: ...
 
@@ -209,7 +257,9 @@ class TaskPrompts(NamedTuple):
 
 @dataclass(frozen=True)
 class Tasks:
-    """All tasks of a run. `graders`, `environments` and `agents` must be called while the event loop runs."""
+    """All tasks of a run. `graders`, `environments` and `agents` must be called while
+    the event loop runs.
+    """
 
     prompts: Mapping[str, TaskPrompts]
     graders: Callable[[], Graders]

@@ -3,14 +3,17 @@
     old, new ──encode──► gaps between the changed elements, and by how much each changed ──► Huffman code
     held by a server ──add── decode ◄──┘
 
-The bits of each element are compared and subtracted as an integer, modulo 2^bits, so adding the difference to `old` gives `new`
-whatever the bits mean: a NaN, -0.0, an infinity. Operations that only move elements (slices, transposes, shards) can be applied
+The bits of each element are compared and subtracted as an integer, modulo 2^bits, so
+adding the difference to `old` gives `new` whatever the bits mean: a NaN, -0.0, an
+infinity. Operations that only move elements (slices, transposes, shards) can be applied
 to differences too, and zeros change nothing.
 
-A gap of g elements is written as g div 255 bytes of 255 and one byte for the rest. A difference is a byte, or 255 if it is too
-large; large ones are in a list. bf16 has 8 bits of mantissa, which a step of 5e-7 seldom reaches: at most about one element in
-a hundred changes, and then by one. So a gap costs 8 bits and a difference 1 (benchmarks/README.md). zlib only exploits the
-frequencies of bytes, as there is no other redundancy; its checksum (Adler-32) guards the bytes.
+A gap of g elements is written as g div 255 bytes of 255 and one byte for the rest. A
+difference is a byte, or 255 if it is too large; large ones are in a list. bf16 has 8
+bits of mantissa, which a step of 5e-7 seldom reaches: at most about one element in a
+hundred changes, and then by one. So a gap costs 8 bits and a difference 1
+(benchmarks/README.md). zlib only exploits the frequencies of bytes, as there is no
+other redundancy; its checksum (Adler-32) guards the bytes.
 """
 
 import zlib
@@ -32,11 +35,15 @@ LARGE = 255
 WORD = 8
 """Bytes that are compared at once."""
 PIECE = 1 << 24
-"""Elements that are compared at once, on the new tensor's device: each changed one takes 50 bytes of temporary memory."""
+"""Elements that are compared at once, on the new tensor's device: each changed one
+takes 50 bytes of temporary memory.
+"""
 
 
 def encode(old: Tensor, new: Tensor) -> Tensor:
-    """Return the delta from `old` to `new`, tensors of equal shape and type on any devices, as [bytes] uint8 on the CPU."""
+    """Return the delta from `old` to `new`, tensors of equal shape and type on any
+    devices, as [bytes] uint8 on the CPU.
+    """
     before, after = (_integers(tensor) for tensor in (old, new))
     parts: tuple[list[Tensor], ...] = ([], [], [])
     last = -1
@@ -45,24 +52,34 @@ def encode(old: Tensor, new: Tensor) -> Tensor:
         where = _changed(was, now)
         gaps = torch.diff(where, prepend=where.new_tensor([last - start])) - 1
         ends = (gaps // LARGE + 1).cumsum(0)
-        skips = torch.full((int(ends[-1]) if len(ends) else 0,), LARGE, dtype=torch.uint8, device=where.device)
+        skips = torch.full(
+            (int(ends[-1]) if len(ends) else 0,), LARGE, dtype=torch.uint8, device=where.device
+        )
         skips[ends - 1] = (gaps % LARGE).byte()
         difference = now[where] - was[where]
-        folded = (difference.long() << 1) ^ (difference.long() >> 63)  # 0, -1, 1, -2, … as 0, 1, 2, 3, …
+        folded = (difference.long() << 1) ^ (
+            difference.long() >> 63
+        )  # 0, -1, 1, -2, … as 0, 1, 2, 3, …
         large = folded >= LARGE
-        for part, piece in zip(parts, (difference[large], skips, folded.masked_fill(large, LARGE).byte()), strict=True):
+        for part, piece in zip(
+            parts, (difference[large], skips, folded.masked_fill(large, LARGE).byte()), strict=True
+        ):
             part.append(piece.cpu())
         last = start + int(where[-1]) if len(where) else last
     numbers, skips, folded = map(torch.cat, parts)
     head = [DTYPES.index(new.dtype), len(skips), len(folded), *new.shape]
     coder, code = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY), b""
     for part in (torch.tensor([len(head), *head]), numbers, skips, folded):
-        code += coder.compress(part.numpy()) + coder.flush(zlib.Z_BLOCK)  # each part gets a Huffman code of its own
+        code += coder.compress(part.numpy()) + coder.flush(
+            zlib.Z_BLOCK
+        )  # each part gets a Huffman code of its own
     return torch.frombuffer(bytearray(code + coder.flush()), dtype=torch.uint8)
 
 
 def decode(code: Tensor) -> Tensor:
-    """Return the differences in the tensor's type and shape, on the code's device. RuntimeError if the code is damaged."""
+    """Return the differences in the tensor's type and shape, on the code's device.
+    RuntimeError if the code is damaged.
+    """
     try:
         data = torch.frombuffer(bytearray(zlib.decompress(code.cpu().numpy())), dtype=torch.uint8)
     except zlib.error as error:
@@ -83,15 +100,21 @@ def decode(code: Tensor) -> Tensor:
 
 
 def add(held: Tensor, difference: Tensor) -> None:
-    """Add a decoded difference to the tensor that a server holds, in place; both are read as integers."""
+    """Add a decoded difference to the tensor that a server holds, in place; both are
+    read as integers.
+    """
     kind = INTEGERS[difference.itemsize]
     held.view(kind).add_(difference.to(held.device).view(kind))
 
 
 def load(
-    model: Module, loader: Callable[[Iterable[tuple[str, Tensor]]], object], tensors: Iterable[tuple[str, Tensor]]
+    model: Module,
+    loader: Callable[[Iterable[tuple[str, Tensor]]], object],
+    tensors: Iterable[tuple[str, Tensor]],
 ) -> None:
-    """Load tensors with the model's own loader, which slices, joins and transposes deltas, too; they are added, not copied."""
+    """Load tensors with the model's own loader, which slices, joins and transposes
+    deltas, too; they are added, not copied.
+    """
     deltas = []
 
     def others() -> Iterator[tuple[str, Tensor]]:
@@ -105,26 +128,37 @@ def load(
     if not deltas:
         return
     device = next(model.parameters()).device
-    with _Adding(model):  # one by one: codes are small, but all deltas, once decoded, are as large as the model
+    with _Adding(
+        model
+    ):  # one by one: codes are small, but all deltas, once decoded, are as large as the model
         loader((name, decode(code.to(device))) for name, code in deltas)
 
 
 class _Adding(TorchDispatchMode):
-    """A context in which tensors that would be copied into the model's parameters are added to them instead."""
+    """A context in which tensors that would be copied into the model's parameters are
+    added to them instead.
+    """
 
     def __init__(self, model: Module) -> None:
         super().__init__()
-        self._storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self._storages = {
+            parameter.untyped_storage().data_ptr() for parameter in model.parameters()
+        }
 
     def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if call is torch.ops.aten.copy_.default and args[0].untyped_storage().data_ptr() in self._storages:
+        if (
+            call is torch.ops.aten.copy_.default
+            and args[0].untyped_storage().data_ptr() in self._storages
+        ):
             add(args[0], args[1])
             return args[0]
         return call(*args, **kwargs or {})
 
 
 def _integers(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor's elements as integers [elements], at an address that is a multiple of WORD."""
+    """Return the bits of a tensor's elements as integers [elements], at an address that
+    is a multiple of WORD.
+    """
     flat = tensor.detach().contiguous().view(-1)
     if flat.data_ptr() % WORD:
         flat = flat.clone()
@@ -132,7 +166,9 @@ def _integers(tensor: Tensor) -> Tensor:
 
 
 def _changed(before: Tensor, after: Tensor) -> Tensor:
-    """Return the indices where two tensors differ [changed] int64, ascending. Compares whole words first: most are equal."""
+    """Return the indices where two tensors differ [changed] int64, ascending. Compares
+    whole words first: most are equal.
+    """
     many = WORD // before.itemsize
     whole = len(before) // many * many
     old, new = (tensor[:whole].view(torch.int64) for tensor in (before, after))

@@ -1,4 +1,6 @@
-"""Which machine, GPUs and cores a process uses. This decides which processes can share memory, and which NCCL cannot group."""
+"""Which machine, GPUs and cores a process uses. This decides which processes can share
+memory, and which NCCL cannot group.
+"""
 
 import os
 from importlib.util import find_spec
@@ -9,12 +11,15 @@ import msgspec
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SYS = Path("/sys")
 CORES = len(os.sched_getaffinity(0))
-"""How many cores this process could use when it started. `bind_to_gpu` leaves it those of one NUMA node, which it
-shares with some of the machine's ranks, not with all."""
+"""How many cores this process could use when it started. `bind_to_gpu` leaves it those
+of one NUMA node, which it shares with some of the machine's ranks, not with all.
+"""
 
 
 class DeviceIdentity(msgspec.Struct, frozen=True):
-    """A process's devices. machine: the boot id of its kernel; gpus: UUIDs of its GPUs, empty without one."""
+    """A process's devices. machine: the boot id of its kernel; gpus: UUIDs of its GPUs,
+    empty without one.
+    """
 
     machine: str
     gpus: tuple[str, ...] = ()
@@ -37,9 +42,11 @@ def of_rank() -> DeviceIdentity:
 
 
 def bind_to_gpu() -> None:
-    """Keep this thread, and the threads that it starts from now on, on the cores that are nearest
-    to the GPU it computes on. A core's memory is then near, too: Linux takes a page from the node
-    of the core that first writes it. Without a GPU nothing changes."""
+    """Keep this thread, and the threads that it starts from now on, on the cores that
+    are nearest to the GPU it computes on. A core's memory is then near, too: Linux
+    takes a page from the node of the core that first writes it. Without a GPU nothing
+    changes.
+    """
     from torch import cuda
 
     if not cuda.is_available():
@@ -54,9 +61,10 @@ def bind_to_gpu() -> None:
 def cores_near(address: str) -> set[int]:
     """Return the cores of a PCI device's NUMA node, such as that of `0000:3b:00.0`.
 
-    Empty if the machine has one node only, or the kernel does not say which is near (a numa_node
-    of -1, as in many virtual machines). The files: Linux, Documentation/ABI/testing/sysfs-bus-pci
-    and Documentation/ABI/stable/sysfs-devices-node.
+    Empty if the machine has one node only, or the kernel does not say which is near (a
+    numa_node of -1, as in many virtual machines). The files: Linux,
+    Documentation/ABI/testing/sysfs-bus-pci and
+    Documentation/ABI/stable/sysfs-devices-node.
     """
     try:
         node = int((SYS / "bus/pci/devices" / address / "numa_node").read_text())
@@ -79,7 +87,9 @@ def _cores(listed: str) -> set[int]:
 
 
 def cudnn_of_torch() -> dict[str, str]:
-    """Return the environment variable by which Transformer Engine finds torch's cuDNN, if torch's package has one."""
+    """Return the environment variable by which Transformer Engine finds torch's cuDNN,
+    if torch's package has one.
+    """
     torch = find_spec("torch")
     cudnn = Path(torch.origin).parents[1] / "nvidia" / "cudnn" if torch and torch.origin else None
     return {"CUDNN_HOME": str(cudnn)} if cudnn and cudnn.is_dir() else {}

@@ -1,4 +1,5 @@
-"""The only kind of error that users see. Its text says what is wrong, where, and what to do.
+"""The only kind of error that users see. Its text says what is wrong, where, and what
+to do.
 
 The CLI prints the text and exits with status 2.
 """
@@ -17,7 +18,9 @@ SHOWN = 10
 
 
 def listed(head: str, items: list[str], count: int | None = None) -> str:
-    """Format the head and the first items, one per line. count: the number of all items, if `items` has only the first."""
+    """Format the head and the first items, one per line. count: the number of all
+    items, if `items` has only the first.
+    """
     more = (len(items) if count is None else count) - SHOWN
     rest = [f"… and {more} more"] if more > 0 else []
     return "\n".join([head, *items[:SHOWN], *rest])
@@ -29,14 +32,20 @@ def first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     return first_of(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"
+}
 REORDERING = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""Characters that have a terminal, or a reader, take the text around them in another order."""
+"""Characters that have a terminal, or a reader, take the text around them in another
+order.
+"""
 SURROGATES = range(0xD800, 0xE000)
 """Halves of characters, which JSON can hold and no terminal's encoding can."""
 SPELLED_OUT = CONTROLS | {code: f"\\u{code:04x}" for code in (*REORDERING, *SURROGATES)}
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters spelled out: a policy or a stranger wrote it, and a terminal would obey them."""
+    """Return the text with control characters spelled out: a policy or a stranger wrote
+    it, and a terminal would obey them.
+    """
     return text.translate(SPELLED_OUT)

@@ -4,8 +4,8 @@
     contents    all of it, up to a limit              ├─► and so is more than anybody's memory holds
     lines_of    line by line, each up to a limit     ─┘
 
-A FIFO would let its reader wait for ever; /dev/zero, and a sparse file of many gigabytes, would
-use up the memory.
+A FIFO would let its reader wait for ever; /dev/zero, and a sparse file of many
+gigabytes, would use up the memory.
 """
 
 import io
@@ -20,11 +20,15 @@ from megarl.core.base.errors import MegarlError
 LARGEST_BYTES = 256 << 20
 """Bytes of a file that is read as a whole."""
 LONGEST_LINE_BYTES = 64 << 20
-"""Bytes of a line. The longest that a run writes, a rollout of a skipped step, has a few MiB."""
+"""Bytes of a line. The longest that a run writes, a rollout of a skipped step, has a
+few MiB.
+"""
 
 
 def opened(path: Path, buffering: int = -1) -> BinaryIO:
-    """Open a regular file for reading. OSError if that fails; MegarlError if it is no regular file."""
+    """Open a regular file for reading. OSError if that fails; MegarlError if it is no
+    regular file.
+    """
     file = io.open(path, "rb", buffering, opener=_without_waiting)  # noqa: UP020, SIM115
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
@@ -39,27 +43,36 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def contents(path: Path, most: int = LARGEST_BYTES) -> bytes:
-    """Return all bytes of a regular file. MegarlError if it has more than `most`; else as `opened`."""
+    """Return all bytes of a regular file. MegarlError if it has more than `most`; else
+    as `opened`.
+    """
     with opened(path) as file:
         if os.fstat(file.fileno()).st_size <= most:
             data = file.read(most + 1)
             if len(data) <= most:
                 return data
-    raise MegarlError(f"{path}: larger than {most >> 20} MiB, which no file of its kind is; remove it")
+    raise MegarlError(
+        f"{path}: larger than {most >> 20} MiB, which no file of its kind is; remove it"
+    )
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a regular file, with their ends. Errors as `opened`, and of `next_line`."""
+    """Yield the lines of a regular file, with their ends. Errors as `opened`, and of
+    `next_line`.
+    """
     with opened(path) as file:
         while line := next_line(file, path):
             yield line
 
 
 def next_line(file: BinaryIO, path: Path) -> bytes:
-    """Return the next line with its end, b"" after the last. MegarlError if it is too long."""
+    """Return the next line with its end, b"" after the last. MegarlError if it is too
+    long.
+    """
     line = file.readline(LONGEST_LINE_BYTES + 1)
     if len(line) > LONGEST_LINE_BYTES:
         raise MegarlError(
-            f"{path}: a line of more than {LONGEST_LINE_BYTES >> 20} MiB, so it is not a file of lines; remove it"
+            f"{path}: a line of more than {LONGEST_LINE_BYTES >> 20} MiB, so it is not a file of"
+            " lines; remove it"
         )
     return line

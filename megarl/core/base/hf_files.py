@@ -1,4 +1,6 @@
-"""JSON files of a Hugging Face directory, possibly written by hand. Any fault raises a `MegarlError`."""
+"""JSON files of a Hugging Face directory, possibly written by hand. Any fault raises a
+`MegarlError`.
+"""
 
 import json
 import re
@@ -22,11 +24,12 @@ def read_config(hf_dir: Path | str) -> JsonObject:
 
 
 def description_files(hf_dir: Path) -> list[Path]:
-    """Return all files of a directory but weights: configuration, tokenizer, model card. They are
-    copied into checkpoints and exports, which people publish.
+    """Return all files of a directory but weights: configuration, tokenizer, model
+    card. They are copied into checkpoints and exports, which people publish.
 
-    MegarlError if one is a link to a file elsewhere, which may be a secret of the user's. Where
-    config.json is such a link, too, the whole directory is made of links (a cache of downloads).
+    MegarlError if one is a link to a file elsewhere, which may be a secret of the
+    user's. Where config.json is such a link, too, the whole directory is made of links
+    (a cache of downloads).
     """
     files = sorted(path for path in hf_dir.iterdir() if path.is_file())
     described = [path for path in files if not _WEIGHTS.fullmatch(path.name)]
@@ -44,7 +47,9 @@ def _leads_out(path: Path) -> bool:
 
 
 def gguf_advice(path: Path) -> str:
-    """Return how to import the GGUF file at `path`, or the first in it; empty if there is none."""
+    """Return how to import the GGUF file at `path`, or the first in it; empty if there
+    is none.
+    """
     files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
     if not files:
         return ""
@@ -64,7 +69,10 @@ def read_json(path: Path) -> JsonObject:
         value = json.loads(contents(path))
     except json.JSONDecodeError as error:
         raise MegarlError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-    except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, brackets too deep
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not UTF-8, a number of thousands of digits, brackets too deep
         raise MegarlError(f"{path}: not JSON: {error}") from None
     except OSError as error:
         raise MegarlError(f"{path}: cannot be read: {error.strerror}") from None

@@ -1,10 +1,12 @@
-"""The tensors that a model's Hugging Face directory must have: names and shapes by family.
+"""The tensors that a model's Hugging Face directory must have: names and shapes by
+family.
 
-They follow from the Architecture alone. megarl/core/models/families.py says what megatron makes
-of them; a test compares both, and the files that transformers writes.
+They follow from the Architecture alone. megarl/core/models/families.py says what
+megatron makes of them; a test compares both, and the files that transformers writes.
 
 Qwen3-MoE, GLM-4.5, DeepSeek-V3   gate_proj, up_proj, down_proj of each expert. transformers can
-                                  also write stacks of them (`save_original_format=False`), which
+                                  also write stacks of them
+                                  (`save_original_format=False`), which
                                   `with_experts_apart` divides without reading a value
 Llama 4, gpt-oss                  always stacks, transposed
 """
@@ -30,8 +32,9 @@ def text_prefix(model: Architecture) -> str:
 
 
 def carried_prefixes(model: Architecture) -> tuple[str, ...]:
-    """Return how the names of tensors begin that are not trained, but kept bit for bit: a vision
-    tower, and layers for multi-token prediction, which follow the last one."""
+    """Return how the names of tensors begin that are not trained, but kept bit for bit:
+    a vision tower, and layers for multi-token prediction, which follow the last one.
+    """
     if model.name == MULTIMODAL:
         return ("vision_model.", "multi_modal_projector.")
     following = range(model.layers, model.layers + model.predicting_layers)
@@ -39,7 +42,9 @@ def carried_prefixes(model: Architecture) -> tuple[str, ...]:
 
 
 def expected_shapes(model: Architecture) -> Shapes:
-    """Return the shape of each tensor of the language model. A tied head is not among them."""
+    """Return the shape of each tensor of the language model. A tied head is not among
+    them.
+    """
     prefix = text_prefix(model)
     shapes: Shapes = {
         f"{prefix}model.{EMBEDDING}": (model.vocabulary, model.hidden),
@@ -153,12 +158,15 @@ def has_stacks_to_divide(model: Architecture, tensors: Mapping[str, TensorInFile
     return any(name in tensors for _, name in _divisible_stacks(model))
 
 
-def with_experts_apart(model: Architecture, tensors: Mapping[str, TensorInFile]) -> dict[str, TensorInFile]:
-    """Return the tensors with each stack of experts replaced by the tensors that it consists of.
-    A stack of another shape than config.json says stays, and `expected_shapes` misses its parts.
+def with_experts_apart(
+    model: Architecture, tensors: Mapping[str, TensorInFile]
+) -> dict[str, TensorInFile]:
+    """Return the tensors with each stack of experts replaced by the tensors that it
+    consists of. A stack of another shape than config.json says stays, and
+    `expected_shapes` misses its parts.
 
-    gate_up_proj [experts, 2 inner, hidden] has rows of gate before rows of up; down_proj is
-    [experts, hidden, inner].
+    gate_up_proj [experts, 2 inner, hidden] has rows of gate before rows of up;
+    down_proj is [experts, hidden, inner].
     """
     apart = dict(tensors)
     inner, hidden = model.expert_feed_forward, model.hidden
@@ -181,7 +189,9 @@ def with_experts_apart(model: Architecture, tensors: Mapping[str, TensorInFile])
 
 
 def _divisible_stacks(model: Architecture) -> Iterator[tuple[str, str]]:
-    """Yield the beginning of the experts' names and the name of a stack, for each there can be."""
+    """Yield the beginning of the experts' names and the name of a stack, for each there
+    can be.
+    """
     if model.biases or model.name.startswith("Llama4"):
         return
     for layer in model.expert_layers:

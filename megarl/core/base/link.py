@@ -1,8 +1,9 @@
-"""The client side of requests to the controller (megarl/core/base/messages.py): ask, wait, ask again. Learner rank 0 has one,
-and so has each server that joins a run.
+"""The client side of requests to the controller (megarl/core/base/messages.py): ask,
+wait, ask again. Learner rank 0 has one, and so has each server that joins a run.
 
-All requests are idempotent, so a request without an answer is sent again over a new socket: a late answer to the first one
-reaches a closed socket, and a controller that was restarted in between simply gets the request for the first time.
+All requests are idempotent, so a request without an answer is sent again over a new
+socket: a late answer to the first one reaches a closed socket, and a controller that
+was restarted in between simply gets the request for the first time.
 """
 
 import logging
@@ -24,34 +25,48 @@ LAST_WORD_S = 5.0
 
 
 class ControllerLink:
-    """A connection to the controller at `address` (tcp://host:port), which must prove its identity with the key in `keys`.
-    interrupted: returns a reason to give up waiting, or "". limit_s: how long the controller may be silent. resend_s: how long
-    before a request is sent again; then twice as long, and from then on twice as long as any reply took: a batch of long
-    rollouts has gigabytes."""
+    """A connection to the controller at `address` (tcp://host:port), which must prove
+    its identity with the key in `keys`. interrupted: returns a reason to give up
+    waiting, or "". limit_s: how long the controller may be silent. resend_s: how long
+    before a request is sent again; then twice as long, and from then on twice as long
+    as any reply took: a batch of long rollouts has gigabytes.
+    """
 
     def __init__(
-        self, address: str, keys: LinkKeys, interrupted: Callable[[], str], *, resend_s: float = 30.0, limit_s: float = 600.0
-    ) -> None:  # fmt: skip
+        self,
+        address: str,
+        keys: LinkKeys,
+        interrupted: Callable[[], str],
+        *,
+        resend_s: float = 30.0,
+        limit_s: float = 600.0,
+    ) -> None:
         self.address, self._keys, self.interrupted = address, keys, interrupted
         self.resend_s, self.limit_s = resend_s, limit_s
-        # The process's own context. One of the link's would be closed when it is collected, perhaps before its socket, and
-        # closing waits, without a limit, for all sockets.
+        # The process's own context. One of the link's would be closed when it is
+        # collected, perhaps before its socket, and closing waits, without a limit, for
+        # all sockets.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = self._connect()
 
     def ask(self, request: Request) -> bytes:
-        """Return the controller's Reply, still encoded. Raises Interrupted, or MegarlError after `limit_s` of silence."""
+        """Return the controller's Reply, still encoded. Raises Interrupted, or
+        MegarlError after `limit_s` of silence.
+        """
         frames, name = to_frames(request), type(request).__name__
         limit = time.monotonic() + self.limit_s
-        self._check_interrupted()  # here too: the loop below may never run if the controller always answers at once
+        # here too: the loop below may never run if the controller always answers at
+        # once
+        self._check_interrupted()
         self._socket.send_multipart(frames)
         sent, patience_s = time.monotonic(), self.resend_s
         while not self._socket.poll(int(1000 * LOOK_S)):
             self._check_interrupted()
             if time.monotonic() >= limit:
                 raise MegarlError(
-                    f"the controller at {self.address} has not answered {name} for {self.limit_s:g} s; "
-                    "look at logs/controller/ of the run, then start again with run.resume=auto"
+                    f"the controller at {self.address} has not answered {name} for {self.limit_s:g}"
+                    " s; look at logs/controller/ of the run, then start again with"
+                    " run.resume=auto"
                 )
             if time.monotonic() >= sent + patience_s:
                 log.warning("no answer to %s within %g s; sending it again", name, patience_s)
@@ -62,7 +77,9 @@ class ControllerLink:
         try:
             return body_of(self._socket.recv_multipart())
         except msgspec.DecodeError as error:  # both sides should have one version
-            raise MegarlError(f"the controller at {self.address} speaks another protocol: {error}") from None
+            raise MegarlError(
+                f"the controller at {self.address} speaks another protocol: {error}"
+            ) from None
 
     def tell(self, request: Request) -> None:
         """Send a last message over a new socket; it does not matter whether it arrives."""

@@ -1,10 +1,11 @@
-"""Locks of files, by which one process at a time works in a directory, and their holders.
+"""Locks of files, by which one process at a time works in a directory, and their
+holders.
 
     open_lock_file ─► lock_file ─► name_holder
                           └─ BlockingIOError: another process has it; `holder` says which
 
-Whoever can open a file, if only to read it, can lock it and so keep us from our work. So
-nobody else may open lock files.
+Whoever can open a file, if only to read it, can lock it and so keep us from our work.
+So nobody else may open lock files.
 """
 
 import errno
@@ -40,8 +41,8 @@ def open_lock_file(path: Path) -> int:
 def lock_file(descriptor: int) -> None:
     """Lock an open file until it is closed.
 
-    BlockingIOError if another process has locked it, OSError if none can. The lock is one on
-    bytes, which GPFS and others keep on all nodes together, unlike flock's.
+    BlockingIOError if another process has locked it, OSError if none can. The lock is
+    one on bytes, which GPFS and others keep on all nodes together, unlike flock's.
     """
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE)

@@ -1,6 +1,8 @@
-"""The learner's conversation with the controller: one request, one reply, over ZeroMQ REQ/ROUTER in msgpack.
+"""The learner's conversation with the controller: one request, one reply, over ZeroMQ
+REQ/ROUTER in msgpack.
 
-The learner executes and the controller decides. Rank 0 asks `Next`; the answer is the next collective command:
+The learner executes and the controller decides. Rank 0 asks `Next`; the answer is the
+next collective command:
 
     learner (rank 0)                          controller
     Next(step=7, version=7)          ───────► Publish(version=7, servers=[a, b])      these servers have older weights
@@ -12,10 +14,12 @@ The learner executes and the controller decides. Rank 0 asks `Next`; the answer 
     Next(step=8, version=8)          ───────► Wait(reason)                            nothing within wait_s; ask again
     Next(step=8, version=8)          ───────► Stop(reason)                            after the last step's evaluation
 
-`Next` is idempotent: the same step gets the same batch, from the journal if need be, so a restarted learner replays the steps
-it lost. Each start of the learner is an incarnation; after a new one, no server's weights are trusted until it has published.
+`Next` is idempotent: the same step gets the same batch, from the journal if need be, so
+a restarted learner replays the steps it lost. Each start of the learner is an
+incarnation; after a new one, no server's weights are trusted until it has published.
 
-A server that joins a run (`megarl serve --join`) speaks to the controller over the same socket, with the same keys:
+A server that joins a run (`megarl serve --join`) speaks to the controller over the same
+socket, with the same keys:
 
     Join(url), every few seconds     ───────► Joined(server=5) | Stop(the run ends) | Refused
     Leave, until it may go           ───────► Wait(requests and weights are under way) | Ack
@@ -30,19 +34,27 @@ import numpy as np
 from megarl.core.base.types import SCHEMA_VERSION, Batch, Record, Routing, decode, encode
 
 LARGEST_REQUEST = 16 << 20
-"""Bytes of a frame from the learner; the results of 10,000 servers fit. A peer that sends more is disconnected."""
+"""Bytes of a frame from the learner; the results of 10,000 servers fit. A peer that
+sends more is disconnected.
+"""
 LARGEST_REPLY = 1 << 40
-"""Bytes of a frame from the controller: a batch of long rollouts with their experts. 768 of 128k tokens of GLM-4.5: 72 GB."""
+"""Bytes of a frame from the controller: a batch of long rollouts with their experts.
+768 of 128k tokens of GLM-4.5: 72 GB.
+"""
 
 KEPT_FROM_INPUT = 7
-"""SGLang keeps this many positions of its context, and of its KV memory, free of input; it refuses a longer input."""
+"""SGLang keeps this many positions of its context, and of its KV memory, free of input;
+it refuses a longer input.
+"""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Incarnation = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class ServerAddress(Record, frozen=True):
-    """A server that receives weights. tensor_parallel: number of ranks with which it joins a process group."""
+    """A server that receives weights. tensor_parallel: number of ranks with which it
+    joins a process group.
+    """
 
     id: int
     url: str
@@ -50,7 +62,9 @@ class ServerAddress(Record, frozen=True):
 
 
 class Next(Record, frozen=True, tag="next"):
-    """Asks what the learner should do now; it is about to train `step` with weights of `version` (= step)."""
+    """Asks what the learner should do now; it is about to train `step` with weights of
+    `version` (= step).
+    """
 
     incarnation: Incarnation
     step: Count
@@ -58,7 +72,9 @@ class Next(Record, frozen=True, tag="next"):
 
 
 class ServerResult(Record, frozen=True):
-    """The result of publication on one server. `error` is empty if its checksum equals the others'."""
+    """The result of publication on one server. `error` is empty if its checksum equals
+    the others'.
+    """
 
     id: Count
     error: str = ""
@@ -66,8 +82,10 @@ class ServerResult(Record, frozen=True):
 
 
 class Published(Record, frozen=True, tag="published"):
-    """Publication of `version` has ended. Seconds are the wall time of the slowest server. staged: the transfer took place
-    before the pause. resume_seconds includes the swap, if there is one."""
+    """Publication of `version` has ended. Seconds are the wall time of the slowest
+    server. staged: the transfer took place before the pause. resume_seconds includes
+    the swap, if there is one.
+    """
 
     incarnation: Incarnation
     version: Count
@@ -76,11 +94,15 @@ class Published(Record, frozen=True, tag="published"):
     transfer_seconds: float
     resume_seconds: float
     bytes_sent: Count
-    staged: bool = False  # the transfer took place before the pause, and resume_seconds includes the swap
+    staged: bool = (
+        False  # the transfer took place before the pause, and resume_seconds includes the swap
+    )
 
 
 class Scored(Record, frozen=True, tag="scored"):
-    """The learner's answer to `Score`, per rollout, [n - first] float32 at temperature 1."""
+    """The learner's answer to `Score`, per rollout, [n - first] float32 at temperature
+    1.
+    """
 
     incarnation: Incarnation
     version: Count
@@ -98,15 +120,21 @@ class Stopped(Record, frozen=True, tag="stopped"):
 
 
 class Join(Record, frozen=True, tag="join"):
-    """A server that the run did not start announces itself, again and again as a sign of life."""
+    """A server that the run did not start announces itself, again and again as a sign
+    of life.
+    """
 
     life: Incarnation  # names the server's process
     url: Annotated[str, msgspec.Meta(max_length=256, pattern=r"^http://[^/@]+:[0-9]{1,5}$")]
-    server: Annotated[int, msgspec.Meta(ge=-1, le=1 << 30)] = -1  # its id from an earlier answer; -1 before the first
+    server: Annotated[
+        int, msgspec.Meta(ge=-1, le=1 << 30)
+    ] = -1  # its id from an earlier answer; -1 before the first
 
 
 class Leave(Record, frozen=True, tag="leave"):
-    """A joined server wants to leave. From now on it gets no requests, and its running ones continue on other servers."""
+    """A joined server wants to leave. From now on it gets no requests, and its running
+    ones continue on other servers.
+    """
 
     life: Incarnation
 
@@ -119,15 +147,23 @@ class Train(Record, frozen=True, tag="train"):
     """Train this batch."""
 
     batch: Batch
-    compute_hours: float  # the run's total so far; the learner adds its own time, times compute_devices
+    compute_hours: (
+        float  # the run's total so far; the learner adds its own time, times compute_devices
+    )
     compute_devices: int
-    stats: dict[str, float]  # the controller's metrics of the step, merged into its row of metrics.jsonl
+    stats: dict[
+        str, float
+    ]  # the controller's metrics of the step, merged into its row of metrics.jsonl
     replay: bool = False
-    save: bool = False  # first write a checkpoint: these weights are evaluated, and checkpoint.keep_best asks for it
+    # first write a checkpoint: these weights are evaluated, and checkpoint.keep_best
+    # asks for it
+    save: bool = False
 
 
 class Publish(Record, frozen=True, tag="publish"):
-    """Send the learner's current weights, `version`, to these servers. From now on their state is `publishing`."""
+    """Send the learner's current weights, `version`, to these servers. From now on
+    their state is `publishing`.
+    """
 
     version: int
     servers: tuple[ServerAddress, ...]
@@ -136,15 +172,21 @@ class Publish(Record, frozen=True, tag="publish"):
 class ScoredRollout(Record, frozen=True):
     tokens: np.ndarray  # [n] int32 of prompt and completion
     first: int  # where scoring begins, at least 1
-    experts: Routing | None = None  # choices of a server with the same weights, to be compared with the learner's
+    experts: Routing | None = (
+        None  # choices of a server with the same weights, to be compared with the learner's
+    )
 
 
 PARITY_ROLLOUTS = 4
-"""Rollouts per batch that both servers and learner score after a publication: some thousand tokens, in under a second."""
+"""Rollouts per batch that both servers and learner score after a publication: some
+thousand tokens, in under a second.
+"""
 
 
 class Score(Record, frozen=True, tag="score"):
-    """Score these rollouts with the weights of `version`, the learner's current ones. against: see `Scored`."""
+    """Score these rollouts with the weights of `version`, the learner's current ones.
+    against: see `Scored`.
+    """
 
     version: int
     rollouts: tuple[ScoredRollout, ...]
@@ -169,7 +211,9 @@ class Ack(Record, frozen=True, tag="ack"):
 
 
 class Refused(Record, frozen=True, tag="refused"):
-    """The request is invalid for this controller (schema, step out of range); the learner ends with this text."""
+    """The request is invalid for this controller (schema, step out of range); the
+    learner ends with this text.
+    """
 
     error: str
 
@@ -192,12 +236,18 @@ def to_frames(message: Request | Reply) -> list[bytes]:
 
 
 def body_of(frames: Sequence[bytes]) -> bytes:
-    """Return the msgpack body; msgspec.DecodeError if the frames do not have this schema."""
+    """Return the msgpack body; msgspec.DecodeError if the frames do not have this
+    schema.
+    """
     if len(frames) != 2 or frames[0] != _SCHEMA:
-        raise msgspec.DecodeError(f"not a frame of schema {_SCHEMA.decode()!r}: {[f[:20] for f in frames]}")
+        raise msgspec.DecodeError(
+            f"not a frame of schema {_SCHEMA.decode()!r}: {[f[:20] for f in frames]}"
+        )
     return frames[1]
 
 
 def from_frames(frames: Sequence[bytes], kind: Any) -> Any:
-    """Decode a message of union `kind` (Request or Reply); msgspec.DecodeError if the frames do not have this schema."""
+    """Decode a message of union `kind` (Request or Reply); msgspec.DecodeError if the
+    frames do not have this schema.
+    """
     return decode(body_of(frames), kind)

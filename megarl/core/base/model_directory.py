@@ -1,11 +1,13 @@
-"""The one door to a Hugging Face directory: every reader of a model's weights goes through it.
+"""The one door to a Hugging Face directory: every reader of a model's weights goes
+through it.
 
     config.json ──► Architecture ──► names and shapes ─┐
     *.safetensors ──► headers ──► tensors in files ────┴─► compared ──► ModelDirectory
 
-What transformers would load is taken, with the same values; everything else is one MegarlError.
-Only headers are read, and the values of a head that is stored beside the embedding it is tied to.
-The learner, the conversions and `verify` read values; they name those that are not finite.
+What transformers would load is taken, with the same values; everything else is one
+MegarlError. Only headers are read, and the values of a head that is stored beside the
+embedding it is tied to. The learner, the conversions and `verify` read values; they
+name those that are not finite.
 """
 
 from collections import Counter
@@ -43,8 +45,9 @@ CHUNK_VALUES = 1 << 24
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """A directory whose tensors are those that its config.json asks for. tensors: of the whole
-    directory; experts that transformers has stacked are apart."""
+    """A directory whose tensors are those that its config.json asks for. tensors: of
+    the whole directory; experts that transformers has stacked are apart.
+    """
 
     path: Path
     architecture: Architecture
@@ -52,8 +55,9 @@ class ModelDirectory:
     stacked: bool
 
     def trained(self) -> dict[str, TensorInFile]:
-        """Return the language model's tensors: without a tied head, a vision tower or layers for
-        multi-token prediction."""
+        """Return the language model's tensors: without a tied head, a vision tower or
+        layers for multi-token prediction.
+        """
         shapes = hf_tensors.expected_shapes(self.architecture)
         return {name: self.tensors[name] for name in shapes}
 
@@ -67,8 +71,9 @@ class ModelDirectory:
 
 
 def open_model(hf_dir: Path) -> ModelDirectory:
-    """Return the model in a Hugging Face directory. MegarlError, beginning with the directory or
-    the file, if anything about it is wrong."""
+    """Return the model in a Hugging Face directory. MegarlError, beginning with the
+    directory or the file, if anything about it is wrong.
+    """
     model = architecture.in_directory(hf_dir)
     _check_model_type(hf_dir, model)
     description_files(hf_dir)
@@ -80,8 +85,9 @@ def open_model(hf_dir: Path) -> ModelDirectory:
 
 
 def _check_model_type(hf_dir: Path, model: Architecture) -> None:
-    """Raise MegarlError if transformers and SGLang would choose another class than the one in
-    `architectures`, or none."""
+    """Raise MegarlError if transformers and SGLang would choose another class than the
+    one in `architectures`, or none.
+    """
     given = read_config(hf_dir).get("model_type")
     wanted = MODEL_TYPES[model.name]
     if given != wanted:
@@ -94,7 +100,9 @@ def open_served_model(hf_dir: Path) -> ModelDirectory:
     directory = open_model(hf_dir)
     check_served(hf_dir)
     if directory.stacked:
-        steps = "`convert hf-to-megatron` and `convert megatron-to-hf` (python -m checkpoints_tools)"
+        steps = (
+            "`convert hf-to-megatron` and `convert megatron-to-hf` (python -m checkpoints_tools)"
+        )
         what = "its experts are stacked (save_original_format=False), which SGLang does not load"
         raise MegarlError(f"{hf_dir}: {what}; {steps} write them one by one")
     return directory
@@ -110,7 +118,9 @@ def unusable(hf_dir: Path) -> str:
 
 
 def misfit(model: Architecture, stored: Mapping[str, TensorInFile]) -> str:
-    """Return how the tensors of a directory differ from those of the model; empty if they fit."""
+    """Return how the tensors of a directory differ from those of the model; empty if
+    they fit.
+    """
     tensors = hf_tensors.with_experts_apart(model, stored)
     shapes = hf_tensors.expected_shapes(model)
     carried = hf_tensors.carried_prefixes(model)
@@ -129,7 +139,9 @@ def misfit(model: Architecture, stored: Mapping[str, TensorInFile]) -> str:
     ]
     if reshaped:
         return f"tensors do not have the shapes config.json says: {few(reshaped)}"
-    types = [f"{name} {tensors[name].dtype}" for name in shapes if tensors[name].dtype not in FLOATS]
+    types = [
+        f"{name} {tensors[name].dtype}" for name in shapes if tensors[name].dtype not in FLOATS
+    ]
     if types:
         return f"weights of a type that no model is trained in: {few(types)}"
     return _other_head(model, tensors)
@@ -155,7 +167,9 @@ def _other_names(missing: Sequence[str], foreign: Sequence[str]) -> str:
 
 
 def _renaming(missing: Sequence[str], foreign: Sequence[str]) -> str:
-    """Return the advice to remove what precedes all names, such as torch.compile's `_orig_mod.`."""
+    """Return the advice to remove what precedes all names, such as torch.compile's
+    `_orig_mod.`.
+    """
     if not missing or not foreign:
         return ""
     prefix = foreign[0].removesuffix(missing[0])
@@ -165,8 +179,10 @@ def _renaming(missing: Sequence[str], foreign: Sequence[str]) -> str:
 
 
 def _other_head(model: Architecture, tensors: Mapping[str, TensorInFile]) -> str:
-    """Return what is wrong if the embedding is to be the head, too, but the file has another head.
-    transformers would use that one; servers and learner would use the embedding."""
+    """Return what is wrong if the embedding is to be the head, too, but the file has
+    another head. transformers would use that one; servers and learner would use the
+    embedding.
+    """
     prefix = hf_tensors.text_prefix(model)
     head, embedding = f"{prefix}{HEAD}", f"{prefix}model.{EMBEDDING}"
     if not model.tied or head not in tensors or _equal(tensors[head], tensors[embedding]):

@@ -1,5 +1,6 @@
-"""What every role does as a process: it raises its limits, imports, dies with its parent, marks its shared memory, logs,
-checks a port."""
+"""What every role does as a process: it raises its limits, imports, dies with its
+parent, marks its shared memory, logs, checks a port.
+"""
 
 import ctypes
 import faulthandler
@@ -21,36 +22,49 @@ from megarl.core.base.errors import MegarlError, printable
 PR_SET_PDEATHSIG = 1
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SUPERVISOR, NODE, NODE_RANK = "MEGARL_SUPERVISOR_PID", "MEGARL_NODE", "MEGARL_NODE_RANK"
-"""Variables of a process that megarl started: its supervisor's pid; for a role its node's name and place among its nodes."""
+"""Variables of a process that megarl started: its supervisor's pid; for a role its
+node's name and place among its nodes.
+"""
 
 
 def raise_limits() -> None:
-    """Raise the soft limits of this process and its children to the hard ones: Slurm takes small ones from the submitting
-    shell. Open files: each request is a connection of the controller's, and a learner's rank has 630 sockets in a world of 64
-    ranks. Locked memory: NCCL registers its buffers with InfiniBand. Processes: threads count, of all roles on the node."""
+    """Raise the soft limits of this process and its children to the hard ones: Slurm
+    takes small ones from the submitting shell. Open files: each request is a connection
+    of the controller's, and a learner's rank has 630 sockets in a world of 64 ranks.
+    Locked memory: NCCL registers its buffers with InfiniBand. Processes: threads count,
+    of all roles on the node.
+    """
     for what in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC):
         _, most = resource.getrlimit(what)
-        with suppress(ValueError):  # Linux sets no limit of files above fs.nr_open, even if a container began with one
+        with suppress(
+            ValueError
+        ):  # Linux sets no limit of files above fs.nr_open, even if a container began with one
             resource.setrlimit(what, (most, most))
 
 
 def dump_no_core() -> None:
-    """Set the soft limit of core dumps to 0, for this process and its children: when NCCL ends the ranks of a learner, each
-    would write hundreds of gigabytes, and be restarted only then. `start_logging` has the stacks written; `prlimit
-    --core=unlimited --pid PID` still allows a dump."""
+    """Set the soft limit of core dumps to 0, for this process and its children: when
+    NCCL ends the ranks of a learner, each would write hundreds of gigabytes, and be
+    restarted only then. `start_logging` has the stacks written; `prlimit
+    --core=unlimited --pid PID` still allows a dump.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, most))
 
 
 def bind_no_threads() -> None:
-    """Remove the variables, set by some clusters, with which OpenMP would bind all roles on a node to its first core."""
+    """Remove the variables, set by some clusters, with which OpenMP would bind all
+    roles on a node to its first core.
+    """
     for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"):
         os.environ.pop(name, None)
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import without the garbage collector, which would take a fifth of a role's start, and freeze what was imported."""
+    """Import without the garbage collector, which would take a fifth of a role's start,
+    and freeze what was imported.
+    """
     gc.disable()
     try:
         yield
@@ -60,7 +74,9 @@ def importing() -> Iterator[None]:
 
 
 def imported(named: str) -> Any:
-    """Return the user's function or class `package.module:name`, from PYTHONPATH or the working directory."""
+    """Return the user's function or class `package.module:name`, from PYTHONPATH or the
+    working directory.
+    """
     module, _, name = named.partition(":")
     if (folder := os.getcwd()) not in sys.path:
         sys.path.append(folder)
@@ -68,8 +84,10 @@ def imported(named: str) -> Any:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the parent dies, however it dies: no role outlives its supervisor. The parent is
-    the *thread* that forked: it has to live as long as the role."""
+    """Have the kernel kill this process when the parent dies, however it dies: no role
+    outlives its supervisor. The parent is the *thread* that forked: it has to live as
+    long as the role.
+    """
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent died before the call
@@ -77,14 +95,18 @@ def die_with_parent() -> None:
 
 
 def ignore_late_signals() -> None:
-    """Ignore the signals that end a process, once its work is done: with Python's default handlers it would look killed."""
+    """Ignore the signals that end a process, once its work is done: with Python's
+    default handlers it would look killed.
+    """
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
 
 
 def shared_memory_mark(session: int | str) -> str:
-    """Return a prefix for this session's names in /dev/shm, by which its files can be found after it ends. It includes the PID
-    namespace: containers number their sessions independently and may share the folder."""
+    """Return a prefix for this session's names in /dev/shm, by which its files can be
+    found after it ends. It includes the PID namespace: containers number their sessions
+    independently and may share the folder.
+    """
     return f"megarl-{os.stat('/proc/self/ns/pid').st_ino}-{session}-"
 
 
@@ -98,7 +120,9 @@ def log_to(path: Path) -> None:
 
 
 def start_logging(role: str) -> None:
-    """Log with time and role to stderr, i.e. to RUN/logs/; if compiled code crashes, also what each thread was doing."""
+    """Log with time and role to stderr, i.e. to RUN/logs/; if compiled code crashes,
+    also what each thread was doing.
+    """
     faulthandler.enable(2)  # standard error
     handler = logging.StreamHandler()  # to stderr
     handler.setFormatter(_Printable(f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s"))
@@ -110,7 +134,9 @@ LONGEST_MESSAGE = 1 << 16
 
 
 class _Printable(logging.Formatter):
-    """Messages quote what agents print, what graders say of answers, and errors, which may be as long as what they read."""
+    """Messages quote what agents print, what graders say of answers, and errors, which
+    may be as long as what they read.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -128,11 +154,15 @@ def check_free(host: str, port: int) -> None:
         try:
             s.bind((host, port))
         except OSError as error:
-            raise MegarlError(f"--port: cannot listen on {host}:{port}: {error.strerror}; choose another") from None
+            raise MegarlError(
+                f"--port: cannot listen on {host}:{port}: {error.strerror}; choose another"
+            ) from None
 
 
 def without_proxy(host: str) -> dict[str, str]:
-    """Return the environment variables with which HTTP clients connect to `host` directly, though a node has a proxy."""
+    """Return the environment variables with which HTTP clients connect to `host`
+    directly, though a node has a proxy.
+    """
     direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), os.environ.get("no_proxy"), host)))
     return {"NO_PROXY": direct, "no_proxy": direct}
 

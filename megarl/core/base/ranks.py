@@ -1,11 +1,14 @@
-"""What the learner's ranks share: small values, and torch's rendezvous stores and process groups.
+"""What the learner's ranks share: small values, and torch's rendezvous stores and
+process groups.
 
 Stores and groups listen on one network and on no other:
 
     tcp://10.0.0.5:29500 ──► bound_store ──► a socket that listens on 10.0.0.5:29500 ──► TCPStore
-    GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface, set by whoever starts the roles on several nodes
+    GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface, set by whoever starts
+    the roles on several nodes
 
-Neither requires a key. By default both would listen elsewhere: a store on every address of the machine.
+Neither requires a key. By default both would listen elsewhere: a store on every address
+of the machine.
 """
 
 import importlib
@@ -29,7 +32,9 @@ def from_rank_0[T](value: T) -> T:
 
 
 def bytes_from_rank_0(data: bytes) -> bytes | memoryview:
-    """As `from_rank_0`, without pickling, by which each rank would hold a batch of long rollouts, gigabytes, three times."""
+    """As `from_rank_0`, without pickling, by which each rank would hold a batch of long
+    rollouts, gigabytes, three times.
+    """
     if dist.get_world_size() == 1:
         return data
     size = torch.tensor([len(data)])
@@ -54,23 +59,40 @@ BACKLOG = 2048
 
 
 def bound_store(
-    host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *more: object, **named: object
+    host_name: str,
+    port: int,
+    world_size: int | None = None,
+    is_master: bool = False,
+    *more: object,
+    **named: object,
 ) -> TCPStore:
-    """Make a TCPStore with torch's arguments; with port 0 the master takes a free one. MegarlError if it cannot listen."""
+    """Make a TCPStore with torch's arguments; with port 0 the master takes a free one.
+    MegarlError if it cannot listen.
+    """
     if is_master:
         try:
-            family, _, _, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
+            family, _, _, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[
+                0
+            ]
             listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
         except OSError as error:
-            raise MegarlError(f"the ranks cannot meet at {host_name}:{port}: {error.strerror}") from None
+            raise MegarlError(
+                f"the ranks cannot meet at {host_name}:{port}: {error.strerror}"
+            ) from None
         port = listener.getsockname()[1]
         named["master_listen_fd"] = listener.detach()
     return TCPStore(host_name, port, world_size, is_master, *more, **named)
 
 
 def bind_all() -> None:
-    """Make torch use `bound_store` for its own stores (tcp://, env://, torchrun's ranks); groups default to loopback."""
+    """Make torch use `bound_store` for its own stores (tcp://, env://, torchrun's
+    ranks); groups default to loopback.
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # "=": exactly this name, not every name that begins with it
+    os.environ.setdefault(
+        "NCCL_SOCKET_IFNAME", "=lo"
+    )  # "=": exactly this name, not every name that begins with it
     for module in (importlib.import_module("torch.distributed.rendezvous"), static_tcp_rendezvous):
-        vars(module)["TCPStore"] = bound_store  # the first module is hidden behind a function of its name
+        vars(module)["TCPStore"] = (
+            bound_store  # the first module is hidden behind a function of its name
+        )

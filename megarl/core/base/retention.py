@@ -1,13 +1,14 @@
-"""Which checkpoints stay besides the newest: the first that reached each of `checkpoint.milestones`,
-and with `checkpoint.keep_best` that of the highest held-out score.
+"""Which checkpoints stay besides the newest: the first that reached each of
+`checkpoint.milestones`, and with `checkpoint.keep_best` that of the highest held-out
+score.
 
     milestones: [250, 1000 GPU-hours]
     checkpoints of steps 100, 200, 250, 300, …   ──► 250 stays
     metrics.jsonl: step 699 ended at 998, 799 at 1,141 GPU-hours   ──► 800 stays
 
 The answer follows from the run directory alone, so a learner that was restarted, and
-whoever reads the directory, gives the same one. A checkpoint that was put aside as damaged
-counts no more: the next one takes its place.
+whoever reads the directory, gives the same one. A checkpoint that was put aside as
+damaged counts no more: the next one takes its place.
 """
 
 import re
@@ -16,7 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import RunDir, complete, latest_scores, rows_in_order, step_folder, step_of
+from megarl.core.base.rundir import (
+    RunDir,
+    complete,
+    latest_scores,
+    rows_in_order,
+    step_folder,
+    step_of,
+)
 
 type Milestone = int | str
 """A step, or compute such as `1000 GPU-hours`."""
@@ -31,21 +39,26 @@ class Compute:
 
 
 def milestone_checkpoints(folder: Path, milestones: Sequence[Milestone]) -> dict[Milestone, Path]:
-    """Return, for each milestone that a checkpoint has reached, the first such checkpoint. folder: RUN/checkpoints."""
+    """Return, for each milestone that a checkpoint has reached, the first such
+    checkpoint. folder: RUN/checkpoints.
+    """
     checkpoints = complete(folder)
     compute_by_step: dict[int, Compute] = {}
     if any(isinstance(milestone, str) for milestone in milestones):
         compute_by_step = _compute_by_step(RunDir(folder.parent).metrics)
     first = {}
     for milestone in milestones:
-        candidates = [path for path in checkpoints if _reaches(step_of(path), milestone, compute_by_step)]
+        candidates = [
+            path for path in checkpoints if _reaches(step_of(path), milestone, compute_by_step)
+        ]
         if candidates:
             first[milestone] = candidates[0]
     return first
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint whose weights have the highest held-out pass rate, of equal ones the first.
+    """Return the checkpoint whose weights have the highest held-out pass rate, of equal
+    ones the first.
 
     None if no checkpoint was evaluated. folder: RUN/checkpoints.
     """
@@ -55,10 +68,12 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 
 def scored_checkpoints(folder: Path) -> list[Path]:
-    """Return the best checkpoint, and those whose evaluation is under way: one of them may become the best.
+    """Return the best checkpoint, and those whose evaluation is under way: one of them
+    may become the best.
 
-    An evaluation is under way if its folder is there, but neither its score nor that of a later
-    version: what a killed controller left behind counts only until the next score.
+    An evaluation is under way if its folder is there, but neither its score nor that of
+    a later version: what a killed controller left behind counts only until the next
+    score.
     """
     rundir = RunDir(folder.parent)
     newest = max((row["step"] for row in latest_scores(rundir.eval)), default=-1)
@@ -79,17 +94,23 @@ def split_name(name: str) -> tuple[Path, str]:
 
 
 def named_checkpoint(run: Path, which: str) -> Path:
-    """Return a run's checkpoint of the step `which`, or its best one. MegarlError if there is none."""
+    """Return a run's checkpoint of the step `which`, or its best one. MegarlError if
+    there is none.
+    """
     folder = RunDir(run).checkpoints
     there = complete(folder)
     if not there:
-        raise MegarlError(f"{run}: no complete checkpoint there; a run writes one every checkpoint.every steps")
+        raise MegarlError(
+            f"{run}: no complete checkpoint there; a run writes one every checkpoint.every steps"
+        )
     steps = ", ".join(str(step_of(path)) for path in there)
     if which == BEST:
         best = best_checkpoint(folder)
         if best is None:
             advice = "checkpoint.keep_best=true writes one of each version that is evaluated"
-            raise MegarlError(f"{run}@{BEST}: none of its checkpoints ({steps}) has a held-out score; {advice}")
+            raise MegarlError(
+                f"{run}@{BEST}: none of its checkpoints ({steps}) has a held-out score; {advice}"
+            )
         return best
     chosen = step_folder(folder, int(which))
     if chosen not in there:
@@ -112,7 +133,9 @@ def _reaches(step: int, milestone: Milestone, compute_by_step: Mapping[int, Comp
 
 
 def _compute_by_step(metrics: Path) -> dict[int, Compute]:
-    """Return the compute up to each version of the weights. The row of step s is about the step that makes version s + 1."""
+    """Return the compute up to each version of the weights. The row of step s is about
+    the step that makes version s + 1.
+    """
     return {
         row["step"] + 1: Compute(row["compute_hours"], row["compute_unit"])
         for row in rows_in_order(metrics)

@@ -1,4 +1,6 @@
-"""The run directory (docs/run-directory.md says what each file is), the addresses of a live run, and the one JSONL writer."""
+"""The run directory (docs/run-directory.md says what each file is), the addresses of a
+live run, and the one JSONL writer.
+"""
 
 import errno
 import json
@@ -29,7 +31,9 @@ type Row = dict[str, Any]
 
 
 class LinkKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """CURVE keys (http://curvezmq.org, in Z85) for authentication and encryption between learner and controller."""
+    """CURVE keys (http://curvezmq.org, in Z85) for authentication and encryption
+    between learner and controller.
+    """
 
     controller: str
     controller_secret: str
@@ -45,14 +49,18 @@ class LinkKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """Where the ranks of a server that spans `nodes` nodes meet: at this port of its first node."""
+    """Where the ranks of a server that spans `nodes` nodes meet: at this port of its
+    first node.
+    """
 
     nodes: int
     port: int
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses and keys of a live run's roles. session: names one life of the supervisor, within which compute is counted."""
+    """Addresses and keys of a live run's roles. session: names one life of the
+    supervisor, within which compute is counted.
+    """
 
     session: str
     controller: str  # tcp://host:port
@@ -73,12 +81,16 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SupervisorEvent(msgspec.Struct, frozen=True):
-    """A line of RUN/logs/supervisor.jsonl: something that the supervisor did. session: the life in which it did so."""
+    """A line of RUN/logs/supervisor.jsonl: something that the supervisor did. session:
+    the life in which it did so.
+    """
 
     time: float
     session: str
     event: str
-    role: Annotated[str, msgspec.Meta(pattern=r"^((server|teacher|controller|learner)-[0-9]{1,9})?$")] = ""
+    role: Annotated[
+        str, msgspec.Meta(pattern=r"^((server|teacher|controller|learner)-[0-9]{1,9})?$")
+    ] = ""
     nodes: tuple[str, ...] = ()
 
 
@@ -93,9 +105,13 @@ class RunDir:
         self.summary = path / "summary.json"
         self.status = path / "status.json"
         self.endpoints_file = path / "endpoints.json"
-        self.stop_file = path / "stop"  # a request for an orderly end, polled by learner and controller
+        self.stop_file = (
+            path / "stop"
+        )  # a request for an orderly end, polled by learner and controller
         self.failure_file = path / "failure"  # why the run must not be restarted automatically
-        self.microbatch = path / "microbatch.json"  # the size that learner.microbatch_tokens=auto found
+        self.microbatch = (
+            path / "microbatch.json"
+        )  # the size that learner.microbatch_tokens=auto found
         self.fingerprints = path / "fingerprints.json"
         self.bad_rollouts = path / "bad-rollouts.jsonl"  # of skipped steps
         self.rollouts = path / "rollouts"  # the journal
@@ -124,7 +140,9 @@ class RunDir:
         return rundir
 
     def log(self, role: str, host: str, rank: int) -> Path:
-        """Return a process's log file. role: server, controller or learner; rank: which server, or which learner rank."""
+        """Return a process's log file. role: server, controller or learner; rank: which
+        server, or which learner rank.
+        """
         return self.logs / role / f"{host}.{rank}.log"
 
     def events(self) -> Iterator[SupervisorEvent]:
@@ -150,12 +168,16 @@ class RunDir:
         return os.path.exists(self.stop_file)
 
     def stop_signal(self) -> int:
-        """Return the signal for which the run was asked to end; 0 for none, or if nobody has asked."""
+        """Return the signal for which the run was asked to end; 0 for none, or if
+        nobody has asked.
+        """
         said = _text(self.stop_file).strip()
         return int(said) if said.isdecimal() else 0
 
     def failure(self) -> str:
-        """Return why the run must not be restarted automatically; empty if it may be, or while the file system fails."""
+        """Return why the run must not be restarted automatically; empty if it may be,
+        or while the file system fails.
+        """
         return _text(self.failure_file)
 
     def endpoints(self) -> Endpoints:
@@ -163,10 +185,14 @@ class RunDir:
         try:
             return msgspec.json.decode(contents(path), type=Endpoints)
         except FileNotFoundError:
-            raise MegarlError(f"{path}: no such file; the run is not live. Start it with `megarl train`.") from None
+            raise MegarlError(
+                f"{path}: no such file; the run is not live. Start it with `megarl train`."
+            ) from None
         except msgspec.DecodeError as error:
             advice = "use the run's version"
-            raise MegarlError(f"{path}: this version of megarl cannot read it: {error}; {advice}") from None
+            raise MegarlError(
+                f"{path}: this version of megarl cannot read it: {error}; {advice}"
+            ) from None
 
     def write_endpoints(self, endpoints: Endpoints) -> None:
         write_atomically(self.endpoints_file, msgspec.json.encode(endpoints), mode=0o600)
@@ -181,7 +207,9 @@ def _text(file: Path) -> str:
 
 
 def step_folder(parent: Path, step: int) -> Path:
-    """Return the folder of `step`'s checkpoint in RUN/checkpoints, or of its answers in RUN/evaluations."""
+    """Return the folder of `step`'s checkpoint in RUN/checkpoints, or of its answers in
+    RUN/evaluations.
+    """
     return parent / f"step-{step:07}"
 
 
@@ -199,10 +227,15 @@ def complete(checkpoints: Path) -> list[Path]:
 
 
 def checkpoint_of(rundir: RunDir, step: int | None) -> Path:
-    """Return the complete checkpoint of a step, None: the newest. MegarlError if it is not there."""
+    """Return the complete checkpoint of a step, None: the newest. MegarlError if it is
+    not there.
+    """
     there = {step_of(folder): folder for folder in complete(rundir.checkpoints)}
     if not there:
-        what = "no checkpoint yet; one is written every checkpoint.every steps, and when the run is stopped"
+        what = (
+            "no checkpoint yet; one is written every checkpoint.every steps, and when the run is"
+            " stopped"
+        )
         raise MegarlError(f"{rundir.path}: {what}")
     if step is None:
         return there[max(there)]
@@ -219,13 +252,22 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        what = "make room and resume: what was written before is intact" if full else "make it writable for the run"
+        what = (
+            "make room and resume: what was written before is intact"
+            if full
+            else "make it writable for the run"
+        )
         raise MegarlError(f"{path}: cannot be written: {error.strerror}; {what}") from None
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Replace a file in one rename, so that readers see the old contents or the new, never a part."""
-    with writing(path), tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+    """Replace a file in one rename, so that readers see the old contents or the new,
+    never a part.
+    """
+    with (
+        writing(path),
+        tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file,
+    ):
         try:
             file.write(data)
             file.flush()
@@ -243,7 +285,9 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 
 def append_jsonl(path: Path, row: Row) -> None:
-    """Append one line, with null for a non-finite number, after removing one that a crash cut off."""
+    """Append one line, with null for a non-finite number, after removing one that a
+    crash cut off.
+    """
     with writing(path), opened_jsonl(path) as file:
         file.write(line_of(row))
 
@@ -266,8 +310,10 @@ SEARCHED_BYTES = 1 << 16
 
 
 def _mend(file: BinaryIO, path: Path) -> None:
-    """Make the file end with a whole line: add the end that only a row's line lacks, else remove
-    what a crash left of it. A crash in here leaves the file as it was or mended."""
+    """Make the file end with a whole line: add the end that only a row's line lacks,
+    else remove what a crash left of it. A crash in here leaves the file as it was or
+    mended.
+    """
     size = file.seek(0, os.SEEK_END)
     begin = _after_last_line_end(file, size)
     if begin == size:
@@ -286,7 +332,9 @@ def _mend(file: BinaryIO, path: Path) -> None:
 
 
 def _after_last_line_end(file: BinaryIO, size: int) -> int:
-    """Return the offset after the last line end in a file of this size; 0 if there is none."""
+    """Return the offset after the last line end in a file of this size; 0 if there is
+    none.
+    """
     end = size
     while end > 0:
         begin = max(0, end - SEARCHED_BYTES)
@@ -300,15 +348,21 @@ def _after_last_line_end(file: BinaryIO, size: int) -> int:
 
 def line_of(row: Row) -> bytes:
     """Return the row's line, as in `append_jsonl`."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    finite = {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
+    }
     return json.dumps(finite, allow_nan=False).encode() + b"\n"
 
 
 def parsed(line: str) -> Row | None:
-    """Parse a line of `append_jsonl`, with NaN for null. Return None for a line that is truncated or not an object."""
+    """Parse a line of `append_jsonl`, with NaN for null. Return None for a line that is
+    truncated or not an object.
+    """
     try:
         try:
-            row = msgspec.json.decode(line)  # several times as fast, but NaN and 1e400 are errors to it
+            row = msgspec.json.decode(
+                line
+            )  # several times as fast, but NaN and 1e400 are errors to it
         except msgspec.DecodeError:
             row = json.loads(line)
     except (ValueError, RecursionError):
@@ -316,11 +370,15 @@ def parsed(line: str) -> Row | None:
     if not isinstance(row, dict):
         return None
     # Nearly all values are plain floats, and need no call.
-    return {k: v if type(v) is float and -LARGEST < v < LARGEST else _number(v) for k, v in row.items()}
+    return {
+        k: v if type(v) is float and -LARGEST < v < LARGEST else _number(v) for k, v in row.items()
+    }
 
 
 def _number(value: object) -> object:
-    """Return NaN for null and for numbers too large for any metric; any other value as it is."""
+    """Return NaN for null and for numbers too large for any metric; any other value as
+    it is.
+    """
     beyond = isinstance(value, int | float) and not -LARGEST < value < LARGEST
     return math.nan if value is None or beyond else value
 
@@ -340,7 +398,9 @@ class _Stepped(msgspec.Struct):
 
 
 def rows_in_order(path: Path, first: int = 0) -> Iterator[Row]:
-    """Yield rows by step from step `first` on, of each the last (replay after a crash). One at a time: all take gigabytes."""
+    """Yield rows by step from step `first` on, of each the last (replay after a crash).
+    One at a time: all take gigabytes.
+    """
     if not path.exists():
         return
     where: dict[int, int] = {}
@@ -363,14 +423,21 @@ def latest_rows(path: Path) -> list[Row]:
 TEXTS = ("compute_unit", "predicted_score")
 """Keys of an eval.jsonl row that are not numbers."""
 FORECAST = (
-    "predicted_hours", "predicted_asymptote", "predicted_final", "predicted_final_low", "predicted_final_high",
-    "predicted_gain", "predicted_rest_high",
-)  # fmt: skip
+    "predicted_hours",
+    "predicted_asymptote",
+    "predicted_final",
+    "predicted_final_low",
+    "predicted_final_high",
+    "predicted_gain",
+    "predicted_rest_high",
+)
 """Keys of which a row has all or none."""
 
 
 def lacking(score: Mapping[str, Any]) -> str:
-    """Return the first required key that is missing or invalid in this eval.jsonl row; empty if the row is complete."""
+    """Return the first required key that is missing or invalid in this eval.jsonl row;
+    empty if the row is complete.
+    """
     for name in ("step", "pass_rate", "n_prompts", "samples", "compute_hours"):
         if not is_figure(score.get(name)) or score[name] < 0:
             return name
@@ -384,7 +451,9 @@ def is_figure(value: object) -> bool:
 
 
 def scores(rows: Iterable[Row]) -> dict[int, Row]:
-    """Return the latest eval.jsonl row of each step: its numbers and TEXTS. Incomplete rows are skipped."""
+    """Return the latest eval.jsonl row of each step: its numbers and TEXTS. Incomplete
+    rows are skipped.
+    """
     result = {}
     for step, row in by_step(row for row in rows if not lacking(row)).items():
         kept = {k: v for k, v in row.items() if k in TEXTS or is_figure(v)}
@@ -399,9 +468,15 @@ def latest_scores(path: Path) -> list[Row]:
 
 
 def by_step(rows: Iterable[Row]) -> dict[int, Row]:
-    """Return the latest row of each step: its numbers and TEXTS. Rows without a step are skipped, as they are not ours."""
+    """Return the latest row of each step: its numbers and TEXTS. Rows without a step
+    are skipped, as they are not ours.
+    """
     return {
-        row["step"]: {k: v for k, v in row.items() if (isinstance(v, str) if k in TEXTS else type(v) in (int, float))}
+        row["step"]: {
+            k: v
+            for k, v in row.items()
+            if (isinstance(v, str) if k in TEXTS else type(v) in (int, float))
+        }
         for row in rows
         if type(row.get("step")) is int and row["step"] >= 0
     }

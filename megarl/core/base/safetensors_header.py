@@ -1,9 +1,10 @@
 """Where each tensor lies in a safetensors file, read from the file's header.
 
-    file = 8 bytes: length of the header | header: {name: {dtype, shape, data_offsets}} | values
+    file = 8 bytes: length of the header | header: {name: {dtype, shape, data_offsets}}
+    | values
 
-Needs neither torch nor the values. A header is checked as safetensors' own reader checks it,
-so what passes here opens there.
+Needs neither torch nor the values. A header is checked as safetensors' own reader
+checks it, so what passes here opens there.
 """
 
 import json
@@ -44,8 +45,9 @@ class TensorInFile:
         return math.prod(self.shape) * BITS[self.dtype] // 8
 
     def rows(self, first: int, shape: tuple[int, ...]) -> "TensorInFile":
-        """Return the tensor of this shape whose values begin with row `first`, counted over
-        all dimensions but the last."""
+        """Return the tensor of this shape whose values begin with row `first`, counted
+        over all dimensions but the last.
+        """
         row_bytes = self.shape[-1] * BITS[self.dtype] // 8
         return replace(self, shape=shape, offset=self.offset + first * row_bytes)
 

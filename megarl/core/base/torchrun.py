@@ -1,10 +1,14 @@
-"""The learner as several processes: `python -m megarl.core.base.torchrun` with torchrun's arguments.
+"""The learner as several processes: `python -m megarl.core.base.torchrun` with
+torchrun's arguments.
 
-It differs from torchrun's own command. The store listens only on --master-addr. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed
-on to the ranks, which have sessions of their own: they save, while torchrun goes on. When a rank dies, the others are killed at
-once, because they wait for it and cannot save. The exit status is that of the rank that ended first, instead of 1.
+It differs from torchrun's own command. The store listens only on --master-addr.
+SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to the ranks, which have sessions of
+their own: they save, while torchrun goes on. When a rank dies, the others are killed at
+once, because they wait for it and cannot save. The exit status is that of the rank that
+ended first, instead of 1.
 
-It imports torch only when it runs: what becomes torchrun needs none, and what it runs imports megatron by itself.
+It imports torch only when it runs: what becomes torchrun needs none, and what it runs
+imports megatron by itself.
 """
 
 import os
@@ -20,7 +24,9 @@ OURS = "SIGQUIT"
 
 
 def run(arguments: list[str]) -> int:
-    """Run torchrun. Return the exit status of the rank that ended first, or 128 plus the signal that killed it."""
+    """Run torchrun. Return the exit status of the rank that ended first, or 128 plus
+    the signal that killed it.
+    """
     with importing():
         from torch.distributed.elastic.multiprocessing.api import SubprocessContext
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -31,8 +37,12 @@ def run(arguments: list[str]) -> int:
     ranks.bind_all()
     close = SubprocessContext._close
     # By default, torchrun would send SIGTERM, and SIGKILL 30 s later.
-    SubprocessContext._close = lambda self, death_sig, timeout=30: close(self, signal.SIGKILL, timeout)
-    os.environ[SUPERVISOR] = str(os.getpid())  # we are the supervisor of the ranks, which run `megarl` again
+    SubprocessContext._close = lambda self, death_sig, timeout=30: close(
+        self, signal.SIGKILL, timeout
+    )
+    os.environ[SUPERVISOR] = str(
+        os.getpid()
+    )  # we are the supervisor of the ranks, which run `megarl` again
     for number in ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _pass_on)
@@ -53,7 +63,9 @@ def _pass_on(number: int, _frame: object) -> None:
 
 
 def is_rank() -> bool:
-    """Return whether torchrun started this process. If not, remove a rank's variables, which NVIDIA's images set in Slurm."""
+    """Return whether torchrun started this process. If not, remove a rank's variables,
+    which NVIDIA's images set in Slurm.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return True
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -62,8 +74,15 @@ def is_rank() -> bool:
 
 
 def become_torchrun(ranks: int, port: int, host: str = "127.0.0.1", nodes: int = 1) -> None:
-    """Replace this process with torchrun, which runs the same command as this node's share of `ranks`, meeting at `host`."""
-    torchrun = ["-m", "megarl.core.base.torchrun", f"--nproc-per-node={ranks // nodes}", f"--nnodes={nodes}"]
+    """Replace this process with torchrun, which runs the same command as this node's
+    share of `ranks`, meeting at `host`.
+    """
+    torchrun = [
+        "-m",
+        "megarl.core.base.torchrun",
+        f"--nproc-per-node={ranks // nodes}",
+        f"--nnodes={nodes}",
+    ]
     torchrun += [f"--node-rank={os.environ[NODE_RANK] if nodes > 1 else 0}"]
     torchrun += [f"--master-addr={host}", f"--master-port={port}"]
     os.execv(sys.executable, [sys.executable, *torchrun, "-m", "megarl", *sys.argv[1:]])

@@ -1,6 +1,7 @@
 """What passes between the roles: prompts, rollouts, groups, batches.
 
-A rollout is a list of segments, each from one weight version, sampled by the policy or inserted by us:
+A rollout is a list of segments, each from one weight version, sampled by the policy or
+inserted by us:
 
     prompt  "27+58="
     segment [<think> 7 + 8 = 1]          version 4, trained
@@ -8,13 +9,15 @@ A rollout is a list of segments, each from one weight version, sampled by the po
     segment [</think>]                   version 5, masked      (interruption phrase: not sampled, not trained)
     segment [8 5 <eos>]                  version 5, trained
 
-A rollout of an agent may be several conversations (`Branch`); a later one may share the beginning of an earlier one:
+A rollout of an agent may be several conversations (`Branch`); a later one may share the
+beginning of an earlier one:
 
     path 0: segment [<task>] masked  [call a] trained  [result] masked  [call b] trained
     path 1: path 0 up to here ────────────────┘        [result] masked  [call c] trained
 
-Token ids, log-probs and chosen experts are numpy arrays in memory and raw little-endian bytes in msgpack (`encode`,
-`decode`), so nothing on the hot path loops over tokens in Python.
+Token ids, log-probs and chosen experts are numpy arrays in memory and raw little-endian
+bytes in msgpack (`encode`, `decode`), so nothing on the hot path loops over tokens in
+Python.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,20 +29,28 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 SCHEMA_VERSION = 4
-"""Version of every frame between roles and every journal file; readers refuse any other."""
+"""Version of every frame between roles and every journal file; readers refuse any
+other.
+"""
 
 SHOWN_ANSWER = 200
-"""Characters of a prompt's answer that a group keeps. The grader has the whole answer from the data."""
+"""Characters of a prompt's answer that a group keeps. The grader has the whole answer
+from the data.
+"""
 
 type JsonObject = dict[str, Any]
 """A parsed JSON object whose contents are not checked yet."""
 
 FinishReason = Literal["stop", "length", "void"]
-"""`stop`: the end token was sampled. `length`: the answer budget ran out first (a truncated rollout)."""
+"""`stop`: the end token was sampled. `length`: the answer budget ran out first (a
+truncated rollout).
+"""
 
 
 class Record(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """Base of everything that is sent or written. Not comparable: compare `encode(a) == encode(b)`."""
+    """Base of everything that is sent or written. Not comparable: compare `encode(a) ==
+    encode(b)`.
+    """
 
 
 class Prompt(Record, frozen=True):
@@ -50,8 +61,8 @@ class Prompt(Record, frozen=True):
     answer: str  # what the task's grader compares completions with
     task: str = "math"
     difficulty: int = 0  # smaller is easier
-    # Answers that are as right as `answer`. Unset is not encoded, so a set without any has the
-    # fingerprint that it had when a run began.
+    # Answers that are as right as `answer`. Unset is not encoded, so a set without any
+    # has the fingerprint that it had when a run began.
     alternatives: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
@@ -75,20 +86,29 @@ def _cut(answer: str) -> str:
 
 
 class Segment(Record, frozen=True, omit_defaults=True):
-    """Consecutive completion tokens of one origin. turn and credit: with `agent.credit: turn`."""
+    """Consecutive completion tokens of one origin. turn and credit: with `agent.credit:
+    turn`.
+    """
 
     tokens: np.ndarray  # [n] int32
     logprobs: np.ndarray  # [n] float32, recorded at sampling; 0 where not trained
-    weight_version: int  # that sampled them; of tokens salvaged from a lost server: at the request's start
+    weight_version: (
+        int  # that sampled them; of tokens salvaged from a lost server: at the request's start
+    )
     trained: bool = True
     turn: int = -1  # number of the turn in its session, in the order in which turns were served
-    credit: float = 0.0  # sum of the agent's rewards after the turn, without the rollout's own reward
+    credit: float = (
+        0.0  # sum of the agent's rewards after the turn, without the rollout's own reward
+    )
 
 
 class Routing(Record, frozen=True):
-    """The experts that the server chose for the tokens of prompt and completion, in the layers that have experts: choices [rows
-    * layers * chosen] uint8 or int16. Row t belongs to token t. The last token has no row, because nothing was computed from
-    it. Nor have the last tokens of a rollout whose server was lost before it could report."""
+    """The experts that the server chose for the tokens of prompt and completion, in the
+    layers that have experts: choices [rows
+    * layers * chosen] uint8 or int16. Row t belongs to token t. The last token has no
+      row, because nothing was computed from it. Nor have the last tokens of a rollout
+      whose server was lost before it could report.
+    """
 
     choices: np.ndarray
     layers: int
@@ -101,20 +121,26 @@ class Routing(Record, frozen=True):
 
 
 class Episode(Record, frozen=True):
-    """The exchange between the policy and its environment (data.tasks.NAME.environment), or an agent's session."""
+    """The exchange between the policy and its environment
+    (data.tasks.NAME.environment), or an agent's session.
+    """
 
     turns: int  # of the policy
     calls: int  # turns that were answered; for an agent: requests that were served
     errors: int  # calls that failed
     seconds: float  # spent on all calls; for a session, time without a running request
     limited: bool  # a limit ended it, not the policy or the agent
-    untrained: int = 0  # tokens of a session that are in no path: their requests were repeated or abandoned
+    untrained: int = (
+        0  # tokens of a session that are in no path: their requests were repeated or abandoned
+    )
 
 
 class Branch(Record, frozen=True):
-    """One path of an agent's rollout: a conversation as the policy saw it. It begins with the first `shared` tokens of the
-    earlier path `parent`; they are trained there and masked here. Then come the rollout's next `segments` segments. A path that
-    shares nothing has parent -1 and shared 0."""
+    """One path of an agent's rollout: a conversation as the policy saw it. It begins
+    with the first `shared` tokens of the earlier path `parent`; they are trained there
+    and masked here. Then come the rollout's next `segments` segments. A path that
+    shares nothing has parent -1 and shared 0.
+    """
 
     segments: int
     parent: int = -1
@@ -132,20 +158,26 @@ class PathTokens(NamedTuple):
 
 
 class Rollout(Record, frozen=True):
-    """One graded completion of a ticket's prompt. Every sampled token is in exactly one segment. paths: only for an agent's
-    rollout; they partition its segments and do not begin with the group's prompt."""
+    """One graded completion of a ticket's prompt. Every sampled token is in exactly one
+    segment. paths: only for an agent's rollout; they partition its segments and do not
+    begin with the group's prompt.
+    """
 
     sample: int  # 0 … generations-1 within the group
     segments: tuple[Segment, ...]
     reward: float
     correct: bool
     finish: FinishReason
-    graded: float | None = None  # the graders' reward before the overlong penalty; None: the same as `reward`
+    graded: float | None = (
+        None  # the graders' reward before the overlong penalty; None: the same as `reward`
+    )
     interrupted: bool = False  # the interruption phrase was inserted
     format_ok: bool = True  # the thinking trace was closed and an answer follows it
     grader_timeout: bool = False
     grader_error: bool = False
-    rewards: dict[str, float] = {}  # the scores that make up `reward`, by name, if the task has several
+    rewards: dict[
+        str, float
+    ] = {}  # the scores that make up `reward`, by name, if the task has several
     retries: int = 0  # requests that were lost and continued elsewhere
     routing: Routing | None = None  # recorded with model.moe.routing_replay
     episode: Episode | None = None  # if the task has an environment or an agent
@@ -154,7 +186,9 @@ class Rollout(Record, frozen=True):
 
     @property
     def tokens(self) -> np.ndarray:
-        """All completion tokens, masked ones included; of an agent's rollout, all paths' own. [completion_len] int32"""
+        """All completion tokens, masked ones included; of an agent's rollout, all
+        paths' own. [completion_len] int32
+        """
         return _joined([s.tokens for s in self.segments], np.int32)
 
     @property
@@ -179,12 +213,18 @@ class Rollout(Record, frozen=True):
 
     @property
     def credits(self) -> dict[int, float]:
-        """The credit of each turn, in addition to `reward`, by the turn's number; {-1: 0.0} if turns have no own credit."""
+        """The credit of each turn, in addition to `reward`, by the turn's number; {-1:
+        0.0} if turns have no own credit.
+        """
         return {s.turn: s.credit for s in self.segments if s.trained} or {-1: 0.0}
 
 
-def paths_of(segments: Sequence[Segment], paths: Sequence[Branch], prompt: np.ndarray) -> list[PathTokens]:
-    """Return a rollout's sequences: one per path of an agent's rollout, else one of prompt [prompt_len] and completion."""
+def paths_of(
+    segments: Sequence[Segment], paths: Sequence[Branch], prompt: np.ndarray
+) -> list[PathTokens]:
+    """Return a rollout's sequences: one per path of an agent's rollout, else one of
+    prompt [prompt_len] and completion.
+    """
     if not paths:
         return [_path(prompt, segments)]
     made: list[PathTokens] = []
@@ -201,14 +241,18 @@ def _path(before: np.ndarray, own: Sequence[Segment]) -> PathTokens:
     return PathTokens(
         tokens=_joined([before, *(s.tokens for s in own)], np.int32),
         logprobs=_joined([np.zeros(n, np.float32), *(s.logprobs for s in own)], np.float32),
-        trained=_joined([np.zeros(n, np.bool_), *(np.full(len(s.tokens), s.trained) for s in own)], np.bool_),
+        trained=_joined(
+            [np.zeros(n, np.bool_), *(np.full(len(s.tokens), s.trained) for s in own)], np.bool_
+        ),
         own=n,
         turns=_joined([np.full(n, -1), *(np.full(len(s.tokens), s.turn) for s in own)], np.int32),
     )
 
 
 class Group(Record, frozen=True):
-    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none, but keeps its slot."""
+    """All rollouts of one ticket. A `void` group (nothing could be generated or graded)
+    has none, but keeps its slot.
+    """
 
     ticket: int
     prompt: Prompt  # as in `Prompt.shown`
@@ -228,17 +272,23 @@ class Group(Record, frozen=True):
 
     @property
     def has_variance(self) -> bool:
-        """Whether the rollouts' grades or, if they are all equal, the credits of a turn differ. The overlong penalty does not
-        count: a group of only right answers would teach nothing but length."""
+        """Whether the rollouts' grades or, if they are all equal, the credits of a turn
+        differ. The overlong penalty does not count: a group of only right answers would
+        teach nothing but length.
+        """
         grades = {r.reward if r.graded is None else r.graded for r in self.rollouts}
         credits: dict[int, list[float]] = {}
         for turn, credit in (each for r in self.rollouts for each in r.credits.items()):
             credits.setdefault(turn, []).append(credit)
-        return len(grades) > 1 or any(len(set(c)) > 1 or (len(c) == 1 and c != [0.0]) for c in credits.values())
+        return len(grades) > 1 or any(
+            len(set(c)) > 1 or (len(c) == 1 and c != [0.0]) for c in credits.values()
+        )
 
 
 class Batch(Record, frozen=True):
-    """The groups that step `step` trains: those of the oldest B tickets, in ticket order."""
+    """The groups that step `step` trains: those of the oldest B tickets, in ticket
+    order.
+    """
 
     step: int
     groups: tuple[Group, ...]
@@ -284,7 +334,9 @@ def encode(record: object) -> bytes:
 
 
 def decode[T](data: bytes | memoryview, kind: type[T] | Any) -> T:
-    """Decode a record of type (or tagged union) `kind`; msgspec.ValidationError or DecodeError if `data` is not one."""
+    """Decode a record of type (or tagged union) `kind`; msgspec.ValidationError or
+    DecodeError if `data` is not one.
+    """
     if kind not in _decoders:
         _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_dec_hook, ext_hook=_ext_hook)
     return _decoders[kind].decode(data)

@@ -1,10 +1,12 @@
-"""Which files of a Hugging Face directory hold the model's weights, and the tensors in them.
+"""Which files of a Hugging Face directory hold the model's weights, and the tensors in
+them.
 
 transformers reads   model.safetensors, or else the files that model.safetensors.index.json names
 SGLang reads         the files that the index names, or else every *.safetensors
 
-A directory of which they would read different files is refused: learner and servers must start
-from the same model. Formats that neither reads here are refused with what turns them into this one.
+A directory of which they would read different files is refused: learner and servers
+must start from the same model. Formats that neither reads here are refused with what
+turns them into this one.
 """
 
 import math
@@ -18,14 +20,17 @@ from megarl.core.base.safetensors_header import TensorInFile, read_header
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONSOLIDATED = "consolidated.safetensors"
-"""Mistral's own format of the same model, which SGLang passes over beside a model.safetensors."""
+"""Mistral's own format of the same model, which SGLang passes over beside a
+model.safetensors.
+"""
 ADAPTER = "adapter_config.json"
 SHOWN = 3
 
 
 def weight_files(hf_dir: Path) -> list[Path]:
-    """Return the files that hold the weights, sorted. MegarlError if there are none, if one is
-    missing, or if it is not clear which they are."""
+    """Return the files that hold the weights, sorted. MegarlError if there are none, if
+    one is missing, or if it is not clear which they are.
+    """
     if (hf_dir / ADAPTER).is_file():
         what = f"{ADAPTER} makes it a LoRA adapter for another model"
         advice = "merge it (peft: merge_and_unload, then save_pretrained), or move that file away"
@@ -40,7 +45,9 @@ def weight_files(hf_dir: Path) -> list[Path]:
 
 
 def check_served(hf_dir: Path) -> None:
-    """Raise MegarlError if SGLang would read other files of weights than `weight_files`."""
+    """Raise MegarlError if SGLang would read other files of weights than
+    `weight_files`.
+    """
     known = weight_files(hf_dir)
     by_server = known
     if (hf_dir / INDEX).is_file():
@@ -56,8 +63,9 @@ def check_served(hf_dir: Path) -> None:
 
 
 def tensors_in_files(hf_dir: Path) -> dict[str, TensorInFile]:
-    """Return all tensors of the files of weights by name. MegarlError if two files have one of
-    the same name."""
+    """Return all tensors of the files of weights by name. MegarlError if two files have
+    one of the same name.
+    """
     tensors: dict[str, TensorInFile] = {}
     for file in weight_files(hf_dir):
         for name, tensor in read_header(file).items():
@@ -107,7 +115,9 @@ def _indexed(hf_dir: Path) -> list[Path]:
 
 
 def _two_models(names: Sequence[str], missing: Sequence[str]) -> str:
-    """Return what is wrong with an index that does not name the model.safetensors beside it."""
+    """Return what is wrong with an index that does not name the model.safetensors
+    beside it.
+    """
     there = f"{SINGLE} is there, and {INDEX} names other files ({few_names(names)})"
     if missing:
         return f"{there}, of which {len(missing)} are missing; remove the index, which is stale"

@@ -1,4 +1,5 @@
-"""`megarl rollout`: the controller, which turns prompts into batches for the learner and decides what the learner does next.
+"""`megarl rollout`: the controller, which turns prompts into batches for the learner
+and decides what the learner does next.
 
 controller.py    connects the parts, and ends a run
 conversation.py  receives the learner's requests and answers them, over ZeroMQ

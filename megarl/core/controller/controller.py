@@ -1,4 +1,5 @@
-"""`megarl rollout`: the controller, one asyncio process that decides what every role does next.
+"""`megarl rollout`: the controller, one asyncio process that decides what every role
+does next.
 
     learner ── Next, Published, Stopped ──► conversation ─► decision.decide ──► Train | Publish | Wait | Stop
                                                               ▲  looks at
@@ -8,7 +9,8 @@
                 evaluations.py  held-out score, server pinned ┘
                 journal/        the journal, from which all state can be rebuilt
 
-A `Next` whose answer would be `Wait` is held for up to a second, and decided again as soon as something changes.
+A `Next` whose answer would be `Wait` is held for up to a second, and decided again as
+soon as something changes.
 """
 
 import asyncio
@@ -27,7 +29,17 @@ from megarl.core.algorithm.batch import batch_statistics
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.contracts import Tasks
 from megarl.core.base.errors import MegarlError, first_of
-from megarl.core.base.messages import FromServer, Next, Publish, Published, Refused, Reply, Scored, Stop, Train
+from megarl.core.base.messages import (
+    FromServer,
+    Next,
+    Publish,
+    Published,
+    Refused,
+    Reply,
+    Scored,
+    Stop,
+    Train,
+)
 from megarl.core.base.process import ENDING
 from megarl.core.base.rundir import Endpoints, RunDir, complete, step_of, write_atomically
 from megarl.core.base.tokenizer import Tokenizer
@@ -58,21 +70,29 @@ log = logging.getLogger(__name__)
 STATUS_S = 1.0
 DROP_S = 10.0
 END_LIMIT_S = 600.0
-"""How long the controller waits for a learner to finish its step, save and say goodbye, before it exits anyway."""
+"""How long the controller waits for a learner to finish its step, save and say goodbye,
+before it exits anyway.
+"""
 UNMET_LIMIT_S = 5.0
 """The same limit for a learner that has never spoken to this controller."""
 PUBLISH_TRIES = 3
-"""The run fails after this many failed publications in a row on a server that answers, if no server has the weights."""
+"""The run fails after this many failed publications in a row on a server that answers,
+if no server has the weights.
+"""
 
 type StatusAndTotals = tuple[Mapping[str, Any], Mapping[int, Mapping[str, float]]]
-"""The latest contents of status.json, empty before the first, and each server's totals by its id."""
+"""The latest contents of status.json, empty before the first, and each server's totals
+by its id.
+"""
 type ServeMetrics = Callable[[Endpoints, Callable[[], StatusAndTotals]], Callable[[], None]]
 
 
 class Controller:
-    """The controller's parts, connected in the running event loop. questions: the questions of each evaluation. forecast:
-    predicts the rest of the run from its scores. watch: compares the reward with a trusted grader. serve_metrics: starts an
-    exporter of the status and returns a function that stops it."""
+    """The controller's parts, connected in the running event loop. questions: the
+    questions of each evaluation. forecast: predicts the rest of the run from its
+    scores. watch: compares the reward with a trusted grader. serve_metrics: starts an
+    exporter of the status and returns a function that stops it.
+    """
 
     def __init__(
         self,
@@ -84,10 +104,14 @@ class Controller:
         watch: TrustedWatch,
         serve_metrics: ServeMetrics,
     ) -> None:
-        salt = uuid.uuid4().hex[:8]  # new in each life: prefixes cached for an earlier life are of older weights
+        salt = uuid.uuid4().hex[
+            :8
+        ]  # new in each life: prefixes cached for an earlier life are of older weights
         self.recipe, self.rundir, pipeline = recipe, RunDir(recipe.run.path), recipe.pipeline
         rundir, endpoints, changed = self.rundir, self.rundir.endpoints(), self._on_change
-        journal = Journal.open(rundir.rollouts, recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps)
+        journal = Journal.open(
+            rundir.rollouts, recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps
+        )
         clock.start(rundir.rollouts / "lock")
         journal.append(session_of(rundir))
         self._address = endpoints.controller
@@ -96,39 +120,66 @@ class Controller:
         self.servers = Servers(recipe, endpoints, changed)
         self.places = self.servers.places
         self.environments, self.agents = tasks.environments(), tasks.agents()
-        self.sampler = Sampler(recipe, tokenizer, self.servers, self.environments, self.agents, positions(recipe))
+        self.sampler = Sampler(
+            recipe, tokenizer, self.servers, self.environments, self.agents, positions(recipe)
+        )
         self.graders = tasks.graders()
         self.teacher = TeacherServers(recipe, endpoints) if recipe.teachers else None
         self.records = JournalWriter(journal)
         model, prompts, steps = in_directory(recipe.model.path), tasks.prompts, recipe.run.steps
         self.parity = Parity(recipe, tokenizer.end, model, self.servers, changed, self._fail, salt)
         mixture = mixture_of(recipe, prompts, journal.state)
-        self.tickets = Tickets(recipe, prompts, mixture, self.sampler, self.graders, self.parity, salt, self.teacher)
-        self.pipeline = Pipeline(recipe, self.records, self.places, self.tickets, changed, steps, steps)
+        self.tickets = Tickets(
+            recipe, prompts, mixture, self.sampler, self.graders, self.parity, salt, self.teacher
+        )
+        self.pipeline = Pipeline(
+            recipe, self.records, self.places, self.tickets, changed, steps, steps
+        )
         self.compute = ComputeClock(journal.state, recipe.resources)
         self.meter = Meter(self.places)
-        asker = Asker(recipe, tokenizer, self.sampler, self.graders, servers=frozenset(), salt=salt, at_once=0)
+        asker = Asker(
+            recipe, tokenizer, self.sampler, self.graders, servers=frozenset(), salt=salt, at_once=0
+        )
         self.evaluations = Evaluations(
-            rundir, questions, forecast, watch, asker, self.pipeline, self.compute, self._fail, self._stop
+            rundir,
+            questions,
+            forecast,
+            watch,
+            asker,
+            self.pipeline,
+            self.compute,
+            self._fail,
+            self._stop,
         )
         self.conversation = Conversation(self.link, self)
         self._exported: StatusAndTotals = {}, {}
         self._close_metrics = serve_metrics(endpoints, lambda: self._exported)
         self.step, self.phase = 0, "starting"
         self.stop_reason, self.failure, self._stopping_since = "", "", 0.0
-        self._spent: dict[int, Spent] = {}  # by version: compute spent at its first publication in this life
+        self._spent: dict[
+            int, Spent
+        ] = {}  # by version: compute spent at its first publication in this life
 
     async def run(self) -> int:
-        """Run all parts until the learner was told to stop and has left; return 1 if the run failed."""
+        """Run all parts until the learner was told to stop and has left; return 1 if
+        the run failed.
+        """
         loop = asyncio.get_running_loop()
         for number in ENDING:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            if (
+                number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+            ):  # nohup ignores SIGHUP
                 loop.add_signal_handler(number, self._on_signal, number)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 self._sampling = tasks.create_task(self.pipeline.run(), name="tickets")
-                parts = (self.servers.run(), self.records.run(), self.conversation.listen(), self.conversation.answer())
+                parts = (
+                    self.servers.run(),
+                    self.records.run(),
+                    self.conversation.listen(),
+                    self.conversation.answer(),
+                )
                 for coroutine in (*parts, self._tick(), self._drop_old()):
                     tasks.create_task(coroutine)
         except* ConversationOver:
@@ -139,23 +190,31 @@ class Controller:
             await self._close()
         return 1 if self.failure else 0
 
-    # Called by conversation.py: messages of the learner and of joined servers, and the answers to them.
+    # Called by conversation.py: messages of the learner and of joined servers, and the
+    # answers to them.
 
     def of_server(self, said: FromServer) -> Reply:
         return Stop(reason=self.stop_reason) if self.stop_reason else self.servers.answer(said)
 
     def new_learner(self) -> None:
-        """Note that a new learner has taken over: the earlier one is gone, and its running publications will never end."""
+        """Note that a new learner has taken over: the earlier one is gone, and its
+        running publications will never end.
+        """
         broken = self.servers.membership.new_learner()
         if broken:
-            said = "publication to %s broke off; their requests continue elsewhere from their last tokens"
+            said = (
+                "publication to %s broke off; their requests continue elsewhere from their last"
+                " tokens"
+            )
             log.warning(said, listed(broken))
         for server in broken:
             self._tasks.create_task(self.servers.abort(server))
 
     async def published(self, result: Published) -> None:
-        """Note the end of a publication. Fail the run if no server has the current weights and publication has failed too often
-        on a server that answers; one that does not answer may be restarting."""
+        """Note the end of a publication. Fail the run if no server has the current
+        weights and publication has failed too often on a server that answers; one that
+        does not answer may be restarting.
+        """
         membership, clean = self.servers.membership, []
         for r in result.results:
             if membership.published(r.id, result.version, result.incarnation, r.error):
@@ -166,13 +225,19 @@ class Controller:
             spent = self._spent.setdefault(result.version, self.compute.spent())
             self.records.write(
                 PublishedVersion(
-                    version=result.version, time=clock.now(), compute_hours=spent.total, startup_hours=spent.startup,
-                    evaluation_hours=spent.evaluation, servers=tuple(clean), pause_seconds=result.pause_seconds,
-                    transfer_seconds=result.transfer_seconds, resume_seconds=result.resume_seconds,
+                    version=result.version,
+                    time=clock.now(),
+                    compute_hours=spent.total,
+                    startup_hours=spent.startup,
+                    evaluation_hours=spent.evaluation,
+                    servers=tuple(clean),
+                    pause_seconds=result.pause_seconds,
+                    transfer_seconds=result.transfer_seconds,
+                    resume_seconds=result.resume_seconds,
                     joined_hours=self.compute.joined_hours(),
                     window=self.pipeline.published(result.version),
                 )
-            )  # fmt: skip
+            )
             self.parity.published(result.version)
             self.evaluate_if_due(result.version)
         missed: dict[int, str] = {}
@@ -200,17 +265,26 @@ class Controller:
     def decide(self, asked: Next) -> Decision:
         now, parity = self.pipeline.view(asked.version), self.parity.request(asked.version)
         settled = self.pipeline.admitted - len(self.pipeline.running)
-        waits = f"{settled} tickets are finished, {now.phase_end(asked.step) * self.recipe.batch.prompts} needed"
-        now = replace(now, parity=parity, stop=self.stop_reason, failure=self.failure, waiting_for=waits)
+        waits = (
+            f"{settled} tickets are finished,"
+            f" {now.phase_end(asked.step) * self.recipe.batch.prompts} needed"
+        )
+        now = replace(
+            now, parity=parity, stop=self.stop_reason, failure=self.failure, waiting_for=waits
+        )
         return decide(asked, now)
 
     def evaluate_if_due(self, version: int) -> None:
-        """Begin the evaluation of this version if it is due and servers have it, unless the run is ending."""
+        """Begin the evaluation of this version if it is due and servers have it, unless
+        the run is ending.
+        """
         if not self.stop_reason:
             self.evaluations.begin_if_due(version, self._spent, self._tasks)
 
     async def carry_out(self, decision: Decision, asked: Next) -> Reply:
-        """Do what must happen before the learner gets this decision, and return the reply."""
+        """Do what must happen before the learner gets this decision, and return the
+        reply.
+        """
         self.step, self.phase = asked.step, type(decision).__name__.lower()
         match decision:
             case TrainStep():
@@ -233,25 +307,44 @@ class Controller:
         batch = Batch(step=decision.step, groups=await self.records.groups(tickets))
         reasons = [g.void for g in batch.groups]
         if all(reasons):
-            self._fail(f"nothing could be generated or graded for batch {decision.step}: {reasons[0]}")
+            self._fail(
+                f"nothing could be generated or graded for batch {decision.step}: {reasons[0]}"
+            )
             return Stop(reason=self.failure, error=True)
         self.phase = "replay" if decision.replay else "train"
         if not decision.replay:
             self.pipeline.window.taken(decision.step)
-        step, replay, spent, held = decision.step, decision.replay, self.compute.spent(), self.compute.held
-        spans.event("controller/batches", f"batch {step}", step=step, replay=replay, tickets=list(tickets))
+        step, replay, spent, held = (
+            decision.step,
+            decision.replay,
+            self.compute.spent(),
+            self.compute.held,
+        )
+        spans.event(
+            "controller/batches", f"batch {step}", step=step, replay=replay, tickets=list(tickets)
+        )
         running, ahead = float(len(self.pipeline.running)), float(self.pipeline.ahead(step))
         stats = batch_statistics(batch, self.recipe) | spent.row() | self.meter.step()
         stats |= task_statistics(batch, self.recipe)
-        stats |= draw_metrics(self.tickets.mixture) | {"tickets_running": running, "tickets_ahead": ahead}
+        stats |= draw_metrics(self.tickets.mixture) | {
+            "tickets_running": running,
+            "tickets_ahead": ahead,
+        }
         stats |= self.parity.metrics() | {"window": self.pipeline.window.batches}
         save = self._to_be_saved(decision)
         return Train(
-            batch=batch, compute_hours=spent.total, compute_devices=held, stats=stats, replay=replay, save=save
-        )  # fmt: skip
+            batch=batch,
+            compute_hours=spent.total,
+            compute_devices=held,
+            stats=stats,
+            replay=replay,
+            save=save,
+        )
 
     def _to_be_saved(self, decision: TrainStep) -> bool:
-        """Return whether the learner's weights may be the best so far, so that they need a checkpoint."""
+        """Return whether the learner's weights may be the best so far, so that they
+        need a checkpoint.
+        """
         step = decision.step
         evaluated = step in self.evaluations.tasks or step in self.pipeline.state.evaluations
         return self.recipe.checkpoint.keep_best and evaluated and not decision.replay
@@ -265,18 +358,31 @@ class Controller:
         self.conversation.changed.set()
 
     async def _tick(self) -> None:
-        """Each second, check for RUN/stop and expired waits, and write status.json; a failure to write it is only logged."""
+        """Each second, check for RUN/stop and expired waits, and write status.json; a
+        failure to write it is only logged.
+        """
         written = True
         while True:
             await asyncio.sleep(STATUS_S)
             if self.rundir.stop_asked():
                 self._stop(f"{self.rundir.stop_file} exists")
-            joined, here = self.servers.membership.joined().values(), urlsplit(self._address).hostname
+            joined, here = (
+                self.servers.membership.joined().values(),
+                urlsplit(self._address).hostname,
+            )
             # All cores of the controller's own machine are counted already.
-            adds = [self.compute.unit == "gpu" or urlsplit(m.address.url).hostname != here for m in joined]
+            adds = [
+                self.compute.unit == "gpu" or urlsplit(m.address.url).hostname != here
+                for m in joined
+            ]
             self.compute.join(sum(adds))
-            if not self.stop_reason and self.servers.seconds_without() > (limit := self.recipe.start_limit_s):
-                self._fail(f"no server was healthy for {limit:g} s ({START_LIMIT_RULE}); see the servers' logs")
+            if not self.stop_reason and self.servers.seconds_without() > (
+                limit := self.recipe.start_limit_s
+            ):
+                self._fail(
+                    f"no server was healthy for {limit:g} s ({START_LIMIT_RULE}); see the servers'"
+                    " logs"
+                )
             limit = END_LIMIT_S if self.conversation.incarnation else UNMET_LIMIT_S
             if self.stop_reason and time.monotonic() - self._stopping_since > limit:
                 log.warning("the learner has not said goodbye within %g s; leaving", limit)
@@ -284,7 +390,9 @@ class Controller:
             status = self._status()
             self._exported = status, self.meter.totals()
             try:
-                await asyncio.to_thread(write_atomically, self.rundir.status, json.dumps(status).encode())
+                await asyncio.to_thread(
+                    write_atomically, self.rundir.status, json.dumps(status).encode()
+                )
                 written = True
             except MegarlError as error:
                 if written:
@@ -293,17 +401,22 @@ class Controller:
             await asyncio.to_thread(spans.flush)
 
     async def _drop_old(self) -> None:
-        """Regularly delete journal data that none of the newest checkpoints needs for replay, if the recipe says so. Those kept
-        as milestones are to be looked at: nothing restarts from them."""
+        """Regularly delete journal data that none of the newest checkpoints needs for
+        replay, if the recipe says so. Those kept as milestones are to be looked at:
+        nothing restarts from them.
+        """
         while self.recipe.journal.keep == "checkpoints":
             await asyncio.sleep(DROP_S)
             kept = complete(self.rundir.checkpoints)[-self.recipe.checkpoint.keep :]
-            # If the journal is older than the checkpoints, `decide` refuses the learner.
+            # If the journal is older than the checkpoints, `decide` refuses the
+            # learner.
             if kept and step_of(kept[0]) <= self.pipeline.batches():
                 await self.records.drop_before(step_of(kept[0]))
 
     def _fail(self, reason: str) -> None:
-        """End the run as failed. RUN/failure tells the supervisor that this is not a crash and a restart would fail, too."""
+        """End the run as failed. RUN/failure tells the supervisor that this is not a
+        crash and a restart would fail, too.
+        """
         log.error("%s", reason)
         if not self.failure:
             self.failure = reason
@@ -311,7 +424,9 @@ class Controller:
         self._stop(reason)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Ask the run to stop, unless it is ending. Slurm may signal all processes of a job, the supervisor last."""
+        """Ask the run to stop, unless it is ending. Slurm may signal all processes of a
+        job, the supervisor last.
+        """
         if not self.stop_reason:
             self.rundir.stop(number)
         self._stop(f"signal {number.name}")
@@ -350,9 +465,12 @@ class Controller:
             "version": state.published_version,
             "phase": self.phase,
             "servers": [
-                {"id": s, "state": m.state, "version": m.version, "pinned": m.pinned} | seconds[s] for s, m in servers
+                {"id": s, "state": m.state, "version": m.version, "pinned": m.pinned} | seconds[s]
+                for s, m in servers
             ],
-            "tickets": {  # first those drawn but not trained before this step; then counts by outcome, over all lives
+            # first those drawn but not trained before this step; then counts by
+            # outcome, over all lives
+            "tickets": {
                 "window": ahead,
                 "window_limit": self.recipe.pipeline.window_steps * self.recipe.batch.prompts,
                 "running": len(pipeline.running),

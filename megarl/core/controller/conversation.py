@@ -1,10 +1,12 @@
-"""The conversation with the learner: a ZeroMQ ROUTER that takes requests and sends replies.
+"""The conversation with the learner: a ZeroMQ ROUTER that takes requests and sends
+replies.
 
     any connection ──► CURVE: does it have the learner's key? ──no──► closed, refused() + 1
     learner's REQ socket ──► [peer, "", schema, body] ──► receive() ─► (peer, Request)      invalid: dropped, `malformed` + 1
                          ◄── [peer, "", schema, body] ◄── reply(peer, Reply)
 
-Messages under another key are never read; a message that is too long closes its connection.
+Messages under another key are never read; a message that is too long closes its
+connection.
 
     learner ── Next ──────────────► held, at most HOLD_S ── decided again at every change ──► the reply
             ── Published, Scored, Stopped ► noted and acknowledged
@@ -54,12 +56,15 @@ log = logging.getLogger(__name__)
 DOMAIN = "megarl"
 EVENTS = "inproc://connections"
 _open_contexts: set[zmq.asyncio.Context] = set()
-"""Contexts of links that are not closed. One that is collected closes itself, and waits without a limit if a socket of it is
-collected later."""
+"""Contexts of links that are not closed. One that is collected closes itself, and waits
+without a limit if a socket of it is collected later.
+"""
 
 
 class Link:
-    """A socket bound to `endpoint` (tcp://host:port) until closed. malformed: number of dropped messages."""
+    """A socket bound to `endpoint` (tcp://host:port) until closed. malformed: number of
+    dropped messages.
+    """
 
     def __init__(self, endpoint: str, keys: LinkKeys) -> None:
         self.malformed = self._refused = 0
@@ -84,7 +89,9 @@ class Link:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise MegarlError(f"cannot listen on {endpoint}: {error}; is another controller running?") from None
+            raise MegarlError(
+                f"cannot listen on {endpoint}: {error}; is another controller running?"
+            ) from None
 
     async def receive(self) -> tuple[bytes, Request]:
         while True:
@@ -98,17 +105,23 @@ class Link:
                 log.warning("dropped a malformed request (%d so far): %s", self.malformed, error)
 
     def refused(self) -> int:
-        """Return how many connections have not shown the learner's key, perhaps not yet."""
+        """Return how many connections have not shown the learner's key, perhaps not
+        yet.
+        """
         before = self._refused
         while self._events.poll(0):
             event, _ = struct.unpack("=hi", self._events.recv_multipart()[0])
             self._refused += 1 if event == zmq.EVENT_ACCEPTED else -1
-        if self._refused.bit_length() > before.bit_length():  # only at each doubling, so that the log does not fill
+        if (
+            self._refused.bit_length() > before.bit_length()
+        ):  # only at each doubling, so that the log does not fill
             log.warning("connections without the learner's key so far: %d", self._refused)
         return self._refused
 
     async def reply(self, peer: bytes, reply: Reply) -> None:
-        """Send a reply. If the peer is gone, ZeroMQ drops the reply; a peer that comes back asks again."""
+        """Send a reply. If the peer is gone, ZeroMQ drops the reply; a peer that comes
+        back asks again.
+        """
         await self._socket.send_multipart([peer, b"", *to_frames(reply)])
 
     def close(self) -> None:
@@ -119,7 +132,9 @@ class Link:
 
 
 HOLD_S = 1.0
-"""Longest time that a `Next` is held before the answer is Wait: the learner checks for RUN/stop between its requests."""
+"""Longest time that a `Next` is held before the answer is Wait: the learner checks for
+RUN/stop between its requests.
+"""
 
 
 class ConversationOver(Exception):
@@ -135,7 +150,9 @@ class _WaitingNext(NamedTuple):
 
 
 class Conversation:
-    """The conversation over `link`. incarnation: the learner's, or empty. Set `changed` when what answers depend on changes."""
+    """The conversation over `link`. incarnation: the learner's, or empty. Set `changed`
+    when what answers depend on changes.
+    """
 
     def __init__(self, link: Link, answers: "Controller") -> None:
         self._link, self._answers = link, answers
@@ -151,7 +168,10 @@ class Conversation:
                 await self._link.reply(peer, self._answers.of_server(request))
                 continue
             if request.incarnation in self._superseded:
-                error = f"a newer learner ({self.incarnation}) has taken over; this one should have ended"
+                error = (
+                    f"a newer learner ({self.incarnation}) has taken over; this one should have"
+                    " ended"
+                )
                 await self._link.reply(peer, Refused(error=error))
                 continue
             if request.incarnation != self.incarnation:
@@ -172,7 +192,9 @@ class Conversation:
                 raise ConversationOver
 
     async def answer(self) -> None:
-        """Answer the held `Next` when something changes or its time is up, until the answer is that the run has failed."""
+        """Answer the held `Next` when something changes or its time is up, until the
+        answer is that the run has failed.
+        """
         while True:
             self.changed.clear()
             if self._question:
@@ -182,7 +204,8 @@ class Conversation:
                     question, self._question = self._question, None
                     reply = await self._answers.carry_out(decision, question.asked)
                     if self._question and encode(self._question.asked) == encode(question.asked):
-                        # It took long, as for a batch of long rollouts, and the learner listens over a new socket.
+                        # It took long, as for a batch of long rollouts, and the learner
+                        # listens over a new socket.
                         question, self._question = self._question, None
                     await self._link.reply(question.peer, reply)
                     if isinstance(reply, Stop) and reply.error:
@@ -192,10 +215,16 @@ class Conversation:
                 await asyncio.wait_for(self.changed.wait(), timeout)
 
     async def _meet(self, incarnation: str) -> None:
-        log.info("learner %s speaks%s", incarnation, f"; {self.incarnation} is superseded" if self.incarnation else "")
+        log.info(
+            "learner %s speaks%s",
+            incarnation,
+            f"; {self.incarnation} is superseded" if self.incarnation else "",
+        )
         if self.incarnation:
             self._superseded.add(self.incarnation)
         if self._question:
-            await self._link.reply(self._question.peer, Refused(error="a newer learner has taken over"))
+            await self._link.reply(
+                self._question.peer, Refused(error="a newer learner has taken over")
+            )
         self._question, self.incarnation = None, incarnation
         self._answers.new_learner()

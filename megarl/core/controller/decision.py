@@ -1,4 +1,5 @@
-"""What the learner does next: a pure function of its `Next` and the present state. The first line that applies decides.
+"""What the learner does next: a pure function of its `Next` and the present state. The
+first line that applies decides.
 
 the run was asked to stop, or has failed ──────────► Stop
 the step was trained before ───────────────────────► TrainStep(replay): nothing is published during a replay
@@ -11,8 +12,9 @@ rollouts are to be compared at these weights ──────► Score, once t
 all batches of the phase are complete ─────────────► TrainStep
 otherwise ─────────────────────────────────────────► Wait
 
-PipelineRL has phases of one step. Before a longer phase (PPO-off-policy-k) the learner waits with the weights that generate it,
-so that it can publish them to a server that comes back; while it trains, the servers are idle. Versions within a phase are not
+PipelineRL has phases of one step. Before a longer phase (PPO-off-policy-k) the learner
+waits with the weights that generate it, so that it can publish them to a server that
+comes back; while it trains, the servers are idle. Versions within a phase are not
 published and so not evaluated: the next published version is due instead.
 """
 
@@ -42,14 +44,20 @@ class ControllerView:
     membership: Membership
     oldest: int = 0  # the first batch that the journal still has
     phase_steps: int = 1  # steps that are trained on rollouts of one version
-    parity: Score | Wait | None = None  # the comparison at the asking learner's version; None: there is none
+    parity: Score | Wait | None = (
+        None  # the comparison at the asking learner's version; None: there is none
+    )
     stop: str = ""  # a reason to end the run
     failure: str = ""  # a reason to end it as failed
     waiting_for: str = ""  # the reason to give in a Wait for a batch
 
     def phase_end(self, step: int) -> int:
-        """Return the first step after the phase of `step`, or the end of the run if that comes first."""
-        return min(step - step % self.phase_steps + self.phase_steps, max(self.final_step, step + 1))
+        """Return the first step after the phase of `step`, or the end of the run if
+        that comes first.
+        """
+        return min(
+            step - step % self.phase_steps + self.phase_steps, max(self.final_step, step + 1)
+        )
 
 
 Decision = TrainStep | Publish | Score | Wait | Stop | Refused
@@ -71,7 +79,11 @@ def decide(asked: Next, now: ControllerView) -> Decision:
     if servers := members.wanting(step, asked.incarnation):
         return Publish(version=step, servers=servers)
     if now.score_due and step not in members.clean().values():
-        return Wait(reason=f"version {step} is to be evaluated and no server can take it: {_servers(members)}")
+        return Wait(
+            reason=(
+                f"version {step} is to be evaluated and no server can take it: {_servers(members)}"
+            )
+        )
     if step >= now.final_step:
         if now.score_due:
             return Wait(reason=f"evaluation of version {step}")
@@ -84,8 +96,10 @@ def decide(asked: Next, now: ControllerView) -> Decision:
 
 
 def is_due(version: int, last_scored: int | None, settings: Evaluation, final_version: int) -> bool:
-    """Return whether this version needs a score, given the newest version that has one (None: none has). If an evaluation is
-    lost with its server, the next version is scored instead: if 100 is lost, then 101 and 200 are scored."""
+    """Return whether this version needs a score, given the newest version that has one
+    (None: none has). If an evaluation is lost with its server, the next version is
+    scored instead: if 100 is lost, then 101 and 200 are scored.
+    """
     if last_scored is None:
         return True
     if version <= last_scored or version >= final_version:
@@ -96,7 +110,9 @@ def is_due(version: int, last_scored: int | None, settings: Evaluation, final_ve
 
 
 def planned_evaluations(settings: Evaluation, final_version: int) -> int:
-    """Return how many versions of a run are evaluated, from version 0 to the last, if none is lost."""
+    """Return how many versions of a run are evaluated, from version 0 to the last, if
+    none is lost.
+    """
     last = None
     count = 0
     for version in range(final_version + 1):
@@ -109,17 +125,22 @@ def planned_evaluations(settings: Evaluation, final_version: int) -> int:
 def _impossible(asked: Next, now: ControllerView) -> str:
     """Return why this request cannot come from a learner of this run; empty if it can."""
     if asked.version != asked.step:
-        return f"the learner asks for step {asked.step} with version {asked.version}, but step s trains version s"
+        return (
+            f"the learner asks for step {asked.step} with version {asked.version}, but step s"
+            " trains version s"
+        )
     if asked.step < now.oldest:
         return (
-            f"the learner asks for step {asked.step}, but the journal no longer has batches before {now.oldest} "
-            f"(journal.keep); restore a checkpoint of step {now.oldest} or later, or give another run.name"
+            f"the learner asks for step {asked.step}, but the journal no longer has batches before"
+            f" {now.oldest} (journal.keep); restore a checkpoint of step {now.oldest} or later, or"
+            " give another run.name"
         )
     if asked.step > now.batches:
         return (
-            f"the learner asks for step {asked.step}, but the journal holds {now.batches} complete batches: it is older than "
-            "the newest checkpoint (a backup?), or of another run. Restore the newer journal; or move away the checkpoints "
-            f"after step {now.batches}, and remove the rows from there on from metrics.jsonl and eval.jsonl"
+            f"the learner asks for step {asked.step}, but the journal holds {now.batches} complete"
+            " batches: it is older than the newest checkpoint (a backup?), or of another run."
+            f" Restore the newer journal; or move away the checkpoints after step {now.batches},"
+            " and remove the rows from there on from metrics.jsonl and eval.jsonl"
         )
     return ""
 

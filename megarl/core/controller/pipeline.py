@@ -1,11 +1,14 @@
-"""The pipeline: admits tickets, has their groups made, settles them, schedules evaluations, and describes the present state.
+"""The pipeline: admits tickets, has their groups made, settles them, schedules
+evaluations, and describes the present state.
 
     Source.draw ─► Admitted ─► GroupPlaces ─► Source.make ─► Finished | Removed ─► batches() ─► view() ─► decision.decide
                     while a server has places free for it        recorded before it counts
 
-The controller and the simulator (lab/planning/simulate.py) run this code. They differ in the `Source` that draws prompts and
-makes groups, and in where records go: to the journal, or only into the state. Records are in the order of these events, so a
-restarted controller continues with the same tickets, prompts and budgets, and loses only tokens of unfinished tickets.
+The controller and the simulator (lab/planning/simulate.py) run this code. They differ
+in the `Source` that draws prompts and makes groups, and in where records go: to the
+journal, or only into the state. Records are in the order of these events, so a
+restarted controller continues with the same tickets, prompts and budgets, and loses
+only tokens of unfinished tickets.
 """
 
 import asyncio
@@ -26,7 +29,9 @@ class Records(Protocol):
     state: State
 
     def write(self, record: JournalRecord) -> Awaitable[None]:
-        """Apply a record to the state. Await the result to be sure that the record survives a crash."""
+        """Apply a record to the state. Await the result to be sure that the record
+        survives a crash.
+        """
 
 
 class Source(Protocol):
@@ -36,20 +41,31 @@ class Source(Protocol):
         """Return the next prompt for this ticket, which step `due` would train."""
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
-        """Make the group of a ticket, give back all places, and return the record from `settled`."""
+        """Make the group of a ticket, give back all places, and return the record from
+        `settled`.
+        """
 
 
 def settled(recipe: Recipe, group: Group, has_gradient: bool) -> Finished | Removed:
-    """Return the record that ends a ticket. With `refill`, a group without gradient gives up its slot, unless it is void."""
+    """Return the record that ends a ticket. With `refill`, a group without gradient
+    gives up its slot, unless it is void.
+    """
     if recipe.batch.zero_variance != "refill" or group.void or has_gradient:
         return Finished(group=group, time=clock.now())
     tokens = sum(r.trained_tokens for r in group.rollouts)
-    return Removed(ticket=group.ticket, reason="zero variance", pass_rate=group.pass_rate, generated_tokens=tokens)
+    return Removed(
+        ticket=group.ticket,
+        reason="zero variance",
+        pass_rate=group.pass_rate,
+        generated_tokens=tokens,
+    )
 
 
 class Pipeline:
-    """The tickets of a run. `admission` belongs to the state. changed: called when something has changed that a held `Next` may
-    be waiting for. steps: the length of the run. admit_steps: the number of steps for which tickets are admitted."""
+    """The tickets of a run. `admission` belongs to the state. changed: called when
+    something has changed that a held `Next` may be waiting for. steps: the length of
+    the run. admit_steps: the number of steps for which tickets are admitted.
+    """
 
     def __init__(
         self,
@@ -70,7 +86,9 @@ class Pipeline:
         self.running: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Admit tickets and have their groups made, until cancelled. Raises the errors of any ticket."""
+        """Admit tickets and have their groups made, until cancelled. Raises the errors
+        of any ticket.
+        """
         async with asyncio.TaskGroup() as tasks:
             for admitted in list(self.state.unfinished.values()):
                 self._start(tasks, admitted)
@@ -83,10 +101,14 @@ class Pipeline:
                     if self.admitted % self._recipe.batch.prompts == 0:
                         self.window.drawn(self.admission.next_due())
                     self._start(tasks, drawn)
-                    await asyncio.sleep(0)  # its requests begin: all groups at once would hold the loop for seconds
+                    await asyncio.sleep(
+                        0
+                    )  # its requests begin: all groups at once would hold the loop for seconds
 
     def batches(self) -> int:
-        """Return the number of complete batches, from the first up to the first incomplete one."""
+        """Return the number of complete batches, from the first up to the first
+        incomplete one.
+        """
         first_unfinished = next(iter(self.admission.unfinished()), None)
         if first_unfinished is not None:
             return self.admission.due(first_unfinished)
@@ -114,13 +136,17 @@ class Pipeline:
         )
 
     def _room(self) -> bool:
-        """Return whether a step would train another ticket, the window has room, and an eligible server has free places."""
+        """Return whether a step would train another ticket, the window has room, and an
+        eligible server has free places.
+        """
         wanted = self.admitted < self._admit_steps * self._recipe.batch.prompts
         is_open = self.ahead(max(self.state.published_version, 0)) < self.window.tickets
         return wanted and is_open and self._places.free(self.admission.can_admit) > 0
 
     def published(self, version: int) -> int:
-        """Adapt the window to the times measured up to this publication, and return its tickets for the record."""
+        """Adapt the window to the times measured up to this publication, and return its
+        tickets for the record.
+        """
         far, schedule = version + self.window.lead, self.evaluations
         coming = (v for v in range(version, min(far, self.final_step)) if schedule.is_due(v))
         self.window.published(version, 0 if schedule.running else next(coming, far) - version)
@@ -129,7 +155,9 @@ class Pipeline:
     def _start(self, tasks: asyncio.TaskGroup, admitted: Admitted) -> None:
         ticket, rollouts = admitted.ticket, self._recipe.sampling.generations
         places = GroupPlaces(self._places, self.admission, ticket, rollouts)
-        self.running[ticket] = tasks.create_task(self._settle(admitted, places), name=f"ticket {ticket}")
+        self.running[ticket] = tasks.create_task(
+            self._settle(admitted, places), name=f"ticket {ticket}"
+        )
 
     async def _settle(self, admitted: Admitted, places: GroupPlaces) -> None:
         ticket = admitted.ticket
@@ -144,10 +172,16 @@ class Pipeline:
 
 
 class EvaluationSchedule:
-    """Decides which versions are evaluated on which servers. running: the servers of each running evaluation, by version."""
+    """Decides which versions are evaluated on which servers. running: the servers of
+    each running evaluation, by version.
+    """
 
     def __init__(self, recipe: Recipe, places: Places, state: State, steps: int) -> None:
-        self._settings, self._most, self._steps = recipe.evaluation, recipe.evaluation_servers, steps
+        self._settings, self._most, self._steps = (
+            recipe.evaluation,
+            recipe.evaluation_servers,
+            steps,
+        )
         self._membership, self._places, self._state = places.membership, places, state
         self.running: dict[int, set[int]] = {}
 
@@ -157,7 +191,9 @@ class EvaluationSchedule:
         return is_due(version, newest, self._settings, self._steps)
 
     def begin(self, version: int) -> set[int]:
-        """Pin the least busy of the servers that have these weights, and return them; empty if no server has them."""
+        """Pin the least busy of the servers that have these weights, and return them;
+        empty if no server has them.
+        """
         held = [s for s, v in self._membership.clean().items() if v == version]
         servers = set(sorted(held, key=lambda s: self._places.use[s].running)[: self._most])
         for server in servers:
@@ -171,10 +207,14 @@ class EvaluationSchedule:
             self._membership.unpin(server)
 
     def drop_lost(self) -> list[int]:
-        """Drop servers that no longer have an evaluation's weights; return the versions that have none left."""
+        """Drop servers that no longer have an evaluation's weights; return the versions
+        that have none left.
+        """
         clean = self._membership.clean()
         for version, servers in self.running.items():
-            servers -= {s for s in servers if clean.get(s) != version}  # in place: the evaluation uses this set
+            servers -= {
+                s for s in servers if clean.get(s) != version
+            }  # in place: the evaluation uses this set
         return [version for version, servers in self.running.items() if not servers]
 
     @property

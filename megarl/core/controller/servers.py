@@ -5,8 +5,9 @@
     the learner publishes ───────────────────────────┘
     GET /v1/loads each 5 s, retracted requests ──────► Places.observe
 
-Connections to a lost server that does not answer are dropped: if its machine is gone, nothing else ends the requests on them.
-A server that comes back, or answers for the first time, first aborts all its requests, because nobody waits for them.
+Connections to a lost server that does not answer are dropped: if its machine is gone,
+nothing else ends the requests on them. A server that comes back, or answers for the
+first time, first aborts all its requests, because nobody waits for them.
 
     Join ──► a new member: watched, published to, sent requests ── neither answers nor announces itself ─┐
     Leave ─► no new requests; running ones are aborted and continue elsewhere ─► forgotten ◄─────────────┘
@@ -19,7 +20,17 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.messages import Ack, FromServer, Join, Joined, Leave, Refused, Reply, ServerAddress, Wait
+from megarl.core.base.messages import (
+    Ack,
+    FromServer,
+    Join,
+    Joined,
+    Leave,
+    Refused,
+    Reply,
+    ServerAddress,
+    Wait,
+)
 from megarl.core.base.rundir import Endpoints
 from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.sampling.places import Places
@@ -34,19 +45,30 @@ POLL_S = 2.0
 POLL_AFTER_MISS_S = 0.5
 LOAD_S = 5.0
 MISSES = 5
-"""Consecutive missed health checks after which a server is lost: on a busy machine one or two mean nothing."""
+"""Consecutive missed health checks after which a server is lost: on a busy machine one
+or two mean nothing.
+"""
 DRAIN_S, DRAIN_POLL_S = 5.0, 0.05
-"""How long a leaving server may take to abort its requests before connections are closed, and the interval of checks."""
+"""How long a leaving server may take to abort its requests before connections are
+closed, and the interval of checks.
+"""
 CLOSE_S = 1.0
-"""How long connections may take to close: one to a dead machine would try for minutes to send its remaining data."""
+"""How long connections may take to close: one to a dead machine would try for minutes
+to send its remaining data.
+"""
 
 
 class Servers:
-    """The servers in the endpoints, and those that join. changed: called when a server's state has changed."""
+    """The servers in the endpoints, and those that join. changed: called when a
+    server's state has changed.
+    """
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints, changed: Callable[[], None]) -> None:
         self._width, self._start_s = recipe.resources.server_tensor_parallel, recipe.start_limit_s
-        addresses = [ServerAddress(id=n, url=u, tensor_parallel=self._width) for n, u in enumerate(endpoints.servers)]
+        addresses = [
+            ServerAddress(id=n, url=u, tensor_parallel=self._width)
+            for n, u in enumerate(endpoints.servers)
+        ]
         self.membership = Membership(addresses, recipe.stages_weights)
         self.places = Places(self.membership, recipe.serving.max_running_requests)
         self._keys = endpoints.api_key, endpoints.admin_key
@@ -66,16 +88,25 @@ class Servers:
                 await asyncio.sleep(POLL_S)
                 now = time.monotonic()
                 for server in self.membership.silent(now):
-                    self._part(server, f"it does not answer and has sent no sign of life for {FORGET_S:g} s")
+                    self._part(
+                        server,
+                        f"it does not answer and has sent no sign of life for {FORGET_S:g} s",
+                    )
                 for server in self.membership.stuck(now, self._start_s):
-                    self.dismiss(server, f"it did not answer for {self._start_s:g} s ({START_LIMIT_RULE})")
+                    self.dismiss(
+                        server, f"it did not answer for {self._start_s:g} s ({START_LIMIT_RULE})"
+                    )
 
     def life(self, server: int) -> int:
-        """Return a number that changes when the server is lost or its requests are aborted."""
+        """Return a number that changes when the server is lost or its requests are
+        aborted.
+        """
         return self._lives[server]
 
     def server_lost(self, server: int, life: int, reason: str) -> None:
-        """Note the failure of a request or health check that began in this life of the server."""
+        """Note the failure of a request or health check that began in this life of the
+        server.
+        """
         if life == self._lives[server]:
             log.warning("server %d is lost: %s", server, reason)
             self._lives[server] += 1
@@ -91,7 +122,9 @@ class Servers:
         return healthy
 
     async def abort(self, server: int) -> bool:
-        """Abort the server's requests, which then continue elsewhere from their last token. Return whether this succeeded."""
+        """Abort the server's requests, which then continue elsewhere from their last
+        token. Return whether this succeeded.
+        """
         self._lives[server] += 1
         try:
             await self.clients[server].abort_all()
@@ -107,7 +140,9 @@ class Servers:
         return time.monotonic() - self._healthy
 
     async def watch(self, server: int) -> None:
-        """Check the server's health as long as it is a member, except during a publication, in which it is paused."""
+        """Check the server's health as long as it is a member, except during a
+        publication, in which it is paused.
+        """
         member, client, misses = self.membership.members[server], self.clients[server], 1
         while self.membership.members.get(server) is member:
             await asyncio.sleep(POLL_AFTER_MISS_S if misses else POLL_S)
@@ -124,7 +159,9 @@ class Servers:
                 await self._disconnect(server)
 
     async def observe(self) -> None:
-        """Adapt the places of servers to their load, for ever. Retractions forced by a learner on the same GPU do not count."""
+        """Adapt the places of servers to their load, for ever. Retractions forced by a
+        learner on the same GPU do not count.
+        """
         retractions = dict[int, int]()
         while True:
             await asyncio.sleep(LOAD_S)
@@ -132,7 +169,10 @@ class Servers:
             fan = Fan[ServerLoad](clients, set(), self.membership.joined())
             await fan.run(self.membership.clean(), lambda client: client.current_load())
             for server in fan.results.keys() & self.clients.keys():  # some may have left in between
-                before, retractions[server] = retractions.get(server, 0), self.clients[server].retractions
+                before, retractions[server] = (
+                    retractions.get(server, 0),
+                    self.clients[server].retractions,
+                )
                 retracted = retractions[server] > before and not self._told_to_retract
                 self.places.observe(server, fan.results[server], retracted)
             self.places.refresh()
@@ -147,7 +187,9 @@ class Servers:
         self._changed()
 
     async def _disconnect(self, server: int) -> None:
-        """Drop the connections to the server. This ends the requests on them, even if its machine is gone."""
+        """Drop the connections to the server. This ends the requests on them, even if
+        its machine is gone.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self.clients[server].close()
@@ -164,12 +206,18 @@ class Servers:
         before = self.membership.members.get(said.server)
         known = before is not None and before.life == said.life
         try:
-            server = self.membership.join(said.url, said.life, said.server, self._width, time.monotonic())
+            server = self.membership.join(
+                said.url, said.life, said.server, self._width, time.monotonic()
+            )
         except ValueError as error:
             return Wait(reason=str(error))
         if server not in self.clients:
-            self.clients[server] = ServerClient(self.membership.members[server].address, *self._keys)
-            self._lives.setdefault(server, 0)  # kept if the id is used again: no life's number may occur twice
+            self.clients[server] = ServerClient(
+                self.membership.members[server].address, *self._keys
+            )
+            self._lives.setdefault(
+                server, 0
+            )  # kept if the id is used again: no life's number may occur twice
             self.places.add(server)
             self._tasks.create_task(self.watch(server), name=f"watch {server}")
         if not known:
@@ -179,19 +227,27 @@ class Servers:
         return Joined(server=server)
 
     def _leave(self, said: Leave) -> Ack | Wait:
-        """Answer a server that leaves: Ack once it is forgotten, before that Wait, so that it asks again."""
+        """Answer a server that leaves: Ack once it is forgotten, before that Wait, so
+        that it asks again.
+        """
         found = [s for s, m in self.membership.joined().items() if m.life == said.life]
         for server in found:
             self._part(server, "it says goodbye")
         return Wait(reason="requests or weights are under way") if found else Ack()
 
     def dismiss(self, server: int, reason: str) -> None:
-        """Go on without a joined server. If its process sends another message, it is refused for this reason."""
-        self._refused[self.membership.members[server].life] = f"the run goes on without this server: {reason}"
+        """Go on without a joined server. If its process sends another message, it is
+        refused for this reason.
+        """
+        self._refused[self.membership.members[server].life] = (
+            f"the run goes on without this server: {reason}"
+        )
         self._part(server, reason)
 
     def _part(self, server: int, reason: str) -> None:
-        """Start to remove a joined server, unless it is leaving already: several events may ask for this."""
+        """Start to remove a joined server, unless it is leaving already: several events
+        may ask for this.
+        """
         if self.membership.leaves(server):
             return
         log.info("server %d leaves: %s", server, reason)
@@ -202,7 +258,9 @@ class Servers:
         self._changed()
 
     async def _forget(self, server: int) -> None:
-        """Have the server's requests continue elsewhere; forget it once none is left and no learner sends it weights."""
+        """Have the server's requests continue elsewhere; forget it once none is left
+        and no learner sends it weights.
+        """
         member, use = self.membership.members[server], self.places.use[server]
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):

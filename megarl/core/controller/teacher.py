@@ -1,10 +1,12 @@
-"""Log-probs of the teacher (`recipe.teacher`) for what the policy sampled, from a frozen model on servers of its own.
+"""Log-probs of the teacher (`recipe.teacher`) for what the policy sampled, from a
+frozen model on servers of its own.
 
     a rollout is sampled ──► teacher (ticket mod n): log pi_T(y_t) for its tokens ──► Rollout.teacher_logprobs ──► journal
                                └ lost: the next teacher, after a pause, until the time limit for a start has passed ──► Void
 
-A group is finished, and so recorded and available, only with all its log-probs, so a replay trains on the same ones.
-All rollouts of a ticket go to the same teacher, whose cache keeps the prompt: a teacher's weights never change.
+A group is finished, and so recorded and available, only with all its log-probs, so a
+replay trains on the same ones. All rollouts of a ticket go to the same teacher, whose
+cache keeps the prompt: a teacher's weights never change.
 """
 
 import asyncio
@@ -24,29 +26,42 @@ from megarl.core.server.client import Prefill, ServerClient, ServerLost, ServerR
 log = logging.getLogger(__name__)
 
 SCORE_LIMIT_S = 300.0
-"""Time limit of one request; what a teacher has before it (AT_ONCE) takes less, from 900 tokens/s on."""
+"""Time limit of one request; what a teacher has before it (AT_ONCE) takes less, from
+900 tokens/s on.
+"""
 AT_ONCE = 1 << 18
-"""Tokens that a teacher has before it at most: a few prefills keep its GPUs busy, and a request must not wait for its turn
-until its time is up."""
+"""Tokens that a teacher has before it at most: a few prefills keep its GPUs busy, and a
+request must not wait for its turn until its time is up.
+"""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
-"""Pauses between two tries of a rollout: a teacher that died is restarted within the time limit for a start."""
+"""Pauses between two tries of a rollout: a teacher that died is restarted within the
+time limit for a start.
+"""
 
 
 class TeacherServers:
-    """The teacher's servers. They get no more rollouts at once than they process in parallel, nor more tokens than AT_ONCE."""
+    """The teacher's servers. They get no more rollouts at once than they process in
+    parallel, nor more tokens than AT_ONCE.
+    """
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints) -> None:
         keys = endpoints.api_key, endpoints.admin_key
         addresses = [ServerAddress(id=n, url=url) for n, url in enumerate(endpoints.teachers)]
         self._clients = [ServerClient(address, *keys, SCORE_LIMIT_S) for address in addresses]
         self._limit_s = recipe.start_limit_s
-        each = min(recipe.serving.max_running_requests, max(1, AT_ONCE // recipe.length.context_tokens))
+        each = min(
+            recipe.serving.max_running_requests, max(1, AT_ONCE // recipe.length.context_tokens)
+        )
         self._places = asyncio.Semaphore(len(addresses) * each)
         self._met: set[int] = set()  # servers that have ever answered
         self._lost: set[int] = set()
 
-    async def logprobs(self, ticket: int, prompt: np.ndarray, segments: Sequence[Segment]) -> np.ndarray:
-        """Return the teacher's log-probs [completion_len] float32, 0 where not trained. Void if no teacher can compute them."""
+    async def logprobs(
+        self, ticket: int, prompt: np.ndarray, segments: Sequence[Segment]
+    ) -> np.ndarray:
+        """Return the teacher's log-probs [completion_len] float32, 0 where not trained.
+        Void if no teacher can compute them.
+        """
         (whole,) = paths_of(segments, (), prompt)
         async with self._places:
             scored = await self._scored(ticket, whole.tokens, whole.own)
@@ -70,7 +85,10 @@ class TeacherServers:
                     log.log(level, "teacher %d does not answer: %s", server, error)
                 self._lost.add(server)
                 if time.monotonic() + pause > until:
-                    why = f"no teacher scored a rollout within {self._limit_s:g} s ({START_LIMIT_RULE}): {error}"
+                    why = (
+                        f"no teacher scored a rollout within {self._limit_s:g} s"
+                        f" ({START_LIMIT_RULE}): {error}"
+                    )
                     raise Void(why) from None
             else:
                 if server in self._lost:

@@ -1,7 +1,10 @@
 """Makes the groups of tickets: draws prompts, has them sampled and graded.
 
 Mixture ─► draw ─► Admitted ═► make: generations x (Sampler ─► teacher, if any ─► Grader of the task) ─► Group
-                                                                                       (pipeline.py does the rest)
+                                                                                       (pipeline.py
+                                                                                       does
+                                                                                       the
+                                                                                       rest)
 """
 
 import asyncio
@@ -33,18 +36,27 @@ log = logging.getLogger(__name__)
 
 
 def with_means(group: Sequence[Rollout], reasons: Sequence[str]) -> tuple[Rollout, ...]:
-    """Return the rollouts of a group; one without a reward (NaN), because nothing could judge it, gets the others' mean. So it
-    moves neither that mean nor the policy. GraderDown, with the first of the `reasons`, if none has a reward."""
+    """Return the rollouts of a group; one without a reward (NaN), because nothing could
+    judge it, gets the others' mean. So it moves neither that mean nor the policy.
+    GraderDown, with the first of the `reasons`, if none has a reward.
+    """
     judged = [rollout for rollout in group if not math.isnan(rollout.reward)]
     if not judged:
         raise GraderDown(next(iter(reasons), "no answer could be judged; the log has the reason"))
     rewards = [rollout.reward for rollout in judged]
-    mean = rewards[0] if len(set(rewards)) == 1 else fmean(rewards)  # of equal rewards it must be the same number
-    return tuple(replace(r, reward=mean, graded=judged[0].graded) if math.isnan(r.reward) else r for r in group)
+    mean = (
+        rewards[0] if len(set(rewards)) == 1 else fmean(rewards)
+    )  # of equal rewards it must be the same number
+    return tuple(
+        replace(r, reward=mean, graded=judged[0].graded) if math.isnan(r.reward) else r
+        for r in group
+    )
 
 
 class Tickets:
-    """Makes a run's groups. salt: new at each start of the controller, so that servers do not use prefixes cached before it."""
+    """Makes a run's groups. salt: new at each start of the controller, so that servers
+    do not use prefixes cached before it.
+    """
 
     def __init__(
         self,
@@ -59,7 +71,10 @@ class Tickets:
     ) -> None:
         self._recipe, self._salt = recipe, salt
         self._prompts = {task: of_task.train for task, of_task in prompts.items()}
-        self._at = {task: {p.id: n for n, p in enumerate(of_task)} for task, of_task in self._prompts.items()}
+        self._at = {
+            task: {p.id: n for n, p in enumerate(of_task)}
+            for task, of_task in self._prompts.items()
+        }
         self._sampler, self._graders, self._parity = sampler, graders, parity
         self._teacher = teacher
         self.mixture = mixture
@@ -70,8 +85,14 @@ class Tickets:
         return Admitted(ticket=ticket, task=task, due=due, **drawn._asdict())
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
-        """Make a ticket's group, void if a rollout cannot be made or none can be graded; return the record that ends it."""
-        ticket, begin, length = admitted.ticket, time.monotonic(), self._recipe.length.at(admitted.due)
+        """Make a ticket's group, void if a rollout cannot be made or none can be
+        graded; return the record that ends it.
+        """
+        ticket, begin, length = (
+            admitted.ticket,
+            time.monotonic(),
+            self._recipe.length.at(admitted.due),
+        )
         spans.open(TICKETS, "ticket", begin, ticket=ticket)
         prompt, void = self._prompt(admitted), ""
         if self._sampler.has_agent(prompt.task):
@@ -88,37 +109,59 @@ class Tickets:
             rollouts = with_means([task.result() for task in each], down)
         except* (Void, GraderDown) as reasons:
             void = str(reasons.exceptions[0])
-        group = Group(ticket=ticket, prompt=prompt.shown, rollouts=rollouts, void=void, epoch=admitted.epoch)
+        group = Group(
+            ticket=ticket, prompt=prompt.shown, rollouts=rollouts, void=void, epoch=admitted.epoch
+        )
         if void:
             log.warning("ticket %d is void: %s", ticket, void)
         else:
             if down:
-                log.warning("ticket %d: %d of its rollouts cannot be graded: %s", ticket, len(down), down[0])
+                log.warning(
+                    "ticket %d: %d of its rollouts cannot be graded: %s", ticket, len(down), down[0]
+                )
             self.mixture.observe(prompt.task, prompt.id, group.pass_rate)
         record = settled(self._recipe, group, bool(groups_in_loss([group], self._recipe.batch)))
         spans.span(
-            TICKETS, "ticket", begin, time.monotonic(), ticket=ticket, task=prompt.task, pass_rate=group.pass_rate, void=void,
+            TICKETS,
+            "ticket",
+            begin,
+            time.monotonic(),
+            ticket=ticket,
+            task=prompt.task,
+            pass_rate=group.pass_rate,
+            void=void,
             removed=isinstance(record, Removed),
-        )  # fmt: skip
+        )
         return record
 
     def _prompt(self, admitted: Admitted) -> Prompt:
         at = self._at[admitted.task].get(admitted.prompt_id)
         if at is None:
             raise MegarlError(
-                f"data.tasks.{admitted.task}.train: ticket {admitted.ticket} of the run was given prompt "
-                f"{admitted.prompt_id!r}, which is no longer in the file; restore it, or start a run with another name"
+                f"data.tasks.{admitted.task}.train: ticket {admitted.ticket} of the run was given"
+                f" prompt {admitted.prompt_id!r}, which is no longer in the file; restore it, or"
+                " start a run with another name"
             )
         return self._prompts[admitted.task][at]
 
     async def _rollout(
-        self, admitted: Admitted, prompt: Prompt, places: GroupPlaces, sample: int, length: Length, down: list[str]
+        self,
+        admitted: Admitted,
+        prompt: Prompt,
+        places: GroupPlaces,
+        sample: int,
+        length: Length,
+        down: list[str],
     ) -> Rollout:
-        """Make one rollout of a ticket; if it cannot be graded, its reward is NaN, and the reason is appended to `down`."""
+        """Make one rollout of a ticket; if it cannot be graded, its reward is NaN, and
+        the reason is appended to `down`.
+        """
         ticket, recipe = admitted.ticket, self._recipe
         budget = length.thinking_tokens[1]
         if length.control == "interruption":
-            budget = length_control.thinking_budget(recipe.run.seed, ticket, sample, length.thinking_tokens)
+            budget = length_control.thinking_budget(
+                recipe.run.seed, ticket, sample, length.thinking_tokens
+            )
         done = await self._sampler.complete(
             Job(
                 prompt=prompt,
@@ -127,7 +170,9 @@ class Tickets:
                 salt=f"{self._salt}/{ticket}",
                 thinking_tokens=budget,
                 temperature=recipe.sampling.temperature,
-                top_p=1.0,  # below 1 a server's log-probs would not be over the whole vocabulary, as the learner's are
+                # below 1 a server's log-probs would not be over the whole vocabulary,
+                # as the learner's are
+                top_p=1.0,
                 routed=self._routed,
                 started=places.cached,
             )
@@ -135,7 +180,9 @@ class Tickets:
         if self._parity.is_chosen(ticket, sample) and done.segments:
             server = None if done.retries else places.server
             before, segments = compared(prompt.tokens, done.segments, done.paths, ticket + sample)
-            self._parity.finished(Candidate(ticket, sample, admitted.due, before, segments, server, places.began))
+            self._parity.finished(
+                Candidate(ticket, sample, admitted.due, before, segments, server, places.began)
+            )
         name, scores = f"ticket {ticket}.{sample}", None
         if self._teacher is not None and done.segments:
             with spans.timed("controller/teacher", name):
@@ -144,10 +191,14 @@ class Tickets:
             try:
                 if done.down is not None:
                     raise done.down
-                grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict, done.truncated)
+                grade = await self._graders[prompt.task].grade(
+                    done.text, prompt, done.verdict, done.truncated
+                )
             except GraderDown as why:
                 down.append(str(why))
-                grade = Grade(math.nan, False, format_ok=True, error=True)  # not malformed: nobody has judged it
+                grade = Grade(
+                    math.nan, False, format_ok=True, error=True
+                )  # not malformed: nobody has judged it
         return Rollout(
             sample=sample,
             segments=tuple(done.segments),

@@ -1,17 +1,22 @@
-"""How far ahead of the learner prompts are drawn. With `pipeline.window: auto`, no farther than keeps the learner from waiting.
+"""How far ahead of the learner prompts are drawn. With `pipeline.window: auto`, no
+farther than keeps the learner from waiting.
 
     L    seconds from the draw of a batch's last prompt until the batch is complete; the largest of the last N batches
     T    seconds from the moment when the learner takes a batch until the next version is published; a running mean
 
     W = ceil(L / T) + 1    batches are drawn but not trained: the learner trains the first, and the last has (W - 1) T seconds
 
-The law of the pipeline (`base/admission.py`) allows k + 1 batches; the window starts with k + 1 and is never larger.
+The law of the pipeline (`base/admission.py`) allows k + 1 batches; the window starts
+with k + 1 and is never larger.
 
-Hysteresis: the window widens when a batch, even an incomplete one, takes more than 0.95 (W - 1) T, and narrows when even 2 L
-would fit into a smaller one. N doubles with each change, so that noise cannot make it oscillate. It narrows at once, but widens
-by only an eighth of a batch per step, since servers that are suddenly fuller would delay what the learner needs next. It starts
-early enough to have its full width when an evaluation takes servers away. Nothing is measured while it widens. It changes only
-at publications, whose journal records contain it. Measured times decide when a prompt is drawn, never which one.
+Hysteresis: the window widens when a batch, even an incomplete one, takes more than 0.95
+(W - 1) T, and narrows when even 2 L would fit into a smaller one. N doubles with each
+change, so that noise cannot make it oscillate. It narrows at once, but widens by only
+an eighth of a batch per step, since servers that are suddenly fuller would delay what
+the learner needs next. It starts early enough to have its full width when an evaluation
+takes servers away. Nothing is measured while it widens. It changes only at
+publications, whose journal records contain it. Measured times decide when a prompt is
+drawn, never which one.
 """
 
 import asyncio
@@ -31,7 +36,9 @@ LONGEST_MEMORY = 8
 
 
 class Window:
-    """A run's window, by the event loop's time. tickets: how many may be drawn but not trained; at first as recorded, or 0."""
+    """A run's window, by the event loop's time. tickets: how many may be drawn but not
+    trained; at first as recorded, or 0.
+    """
 
     def __init__(self, recipe: Recipe, tickets: int) -> None:
         self._prompts, self._most = recipe.batch.prompts, recipe.pipeline.window_steps
@@ -39,8 +46,12 @@ class Window:
         self.tickets = tickets if tickets and self._auto else self._most * self._prompts
         self._steps = math.ceil(self.tickets / self._prompts)  # W
         self._steady = True  # not widening, and no evaluation is running
-        self._drawn: dict[int, float] = {}  # by step of a measured batch: when its last prompt was drawn
-        self._taken: tuple[int, float] | None = None  # the step that the learner trains, and when it began
+        self._drawn: dict[
+            int, float
+        ] = {}  # by step of a measured batch: when its last prompt was drawn
+        self._taken: tuple[int, float] | None = (
+            None  # the step that the learner trains, and when it began
+        )
         self._busy = 0.0  # T; 0 before the first step
         self._recent: deque[float] = deque(maxlen=self._most)  # L of each of the last N batches
 
@@ -51,7 +62,9 @@ class Window:
 
     @property
     def lead(self) -> int:
-        """Number of publications in which the window widens from 0 to k + 1. An evaluation farther away has no effect yet."""
+        """Number of publications in which the window widens from 0 to k + 1. An
+        evaluation farther away has no effect yet.
+        """
         return math.ceil(self._most / RAMP)
 
     def drawn(self, batches: int) -> None:
@@ -70,7 +83,9 @@ class Window:
         self._taken = step, asyncio.get_running_loop().time()
 
     def published(self, version: int, evaluation: int) -> None:
-        """Adapt the window at a publication. evaluation: number of versions until the next evaluation, 0 while one runs."""
+        """Adapt the window at a publication. evaluation: number of versions until the
+        next evaluation, 0 while one runs.
+        """
         now = asyncio.get_running_loop().time()
         if self._taken is not None and self._taken[0] + 1 == version and self._steady:
             self._busy += (SMOOTHING if self._busy else 1.0) * (now - self._taken[1] - self._busy)
@@ -78,7 +93,9 @@ class Window:
         if not self._auto:
             return
         before, memory = self._steps, self._recent.maxlen or 0
-        if longest := max([*self._recent, *(now - drawn for drawn in self._drawn.values())], default=0.0):
+        if longest := max(
+            [*self._recent, *(now - drawn for drawn in self._drawn.values())], default=0.0
+        ):
             closed = self._needed(CLOSES * longest) if len(self._recent) == memory else self._most
             self._steps = max(min(self._steps, closed), self._needed(OPENS * longest))
         if self._steps != before:

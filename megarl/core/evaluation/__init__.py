@@ -1,4 +1,5 @@
-"""Scores of a model's answers to held-out prompts, for a run's evaluations and for `megarl eval`.
+"""Scores of a model's answers to held-out prompts, for a run's evaluations and for
+`megarl eval`.
 
 score.py     prompts -> completions -> grades -> answers: the only such loop
 answers.py   the files on disk               metrics.py   mean@k, pass@k, maj@k and their intervals

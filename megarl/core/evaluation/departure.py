@@ -1,15 +1,15 @@
 """Whether a run's score has left what its own earlier forecast allows, below or above.
 
-The law of the forecast never falls. So `predicted_least` of a row of eval.jsonl, the lower of
-the curve's values then and at the run's end, holds for every later evaluation, with the lower
-end of its 95 % interval; so does `predicted_most`, the higher of both, with the upper end. A
-measured score has the sampling noise of its answers besides. It has left the forecast if the
-newest two scores are both beyond one earlier bound, on the same side, by more than both explain:
-a single one may be chance.
+The law of the forecast never falls. So `predicted_least` of a row of eval.jsonl, the
+lower of the curve's values then and at the run's end, holds for every later evaluation,
+with the lower end of its 95 % interval; so does `predicted_most`, the higher of both,
+with the upper end. A measured score has the sampling noise of its answers besides. It
+has left the forecast if the newest two scores are both beyond one earlier bound, on the
+same side, by more than both explain: a single one may be chance.
 
-Below, the run gets worse, and every earlier forecast says so as long as that lasts. Above, the
-policy has learnt something new, or exploits its grader: that is news only to the last forecast
-before the two scores, since later ones follow the run up.
+Below, the run gets worse, and every earlier forecast says so as long as that lasts.
+Above, the policy has learnt something new, or exploits its grader: that is news only to
+the last forecast before the two scores, since later ones follow the run up.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,8 @@ IN_A_ROW = 2
 class Departure:
     """The newest score, and the earlier forecast that it contradicts.
 
-    name: the score's column. bound: what the forecast allows it. forecast_step: of the forecast.
+    name: the score's column. bound: what the forecast allows it. forecast_step: of the
+    forecast.
     """
 
     name: str
@@ -45,7 +46,9 @@ class Departure:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A forecast's bound for later scores. sign: 1 if they stay above it, -1 below. end: of its interval."""
+    """A forecast's bound for later scores. sign: 1 if they stay above it, -1 below.
+    end: of its interval.
+    """
 
     sign: int
     value: float
@@ -56,7 +59,8 @@ class _Bound:
 
 
 def lasting_departure(evaluations: Sequence[Row]) -> Departure | None:
-    """Return how the newest scores of a run, given in order of steps, contradict an earlier forecast; None if they do not.
+    """Return how the newest scores of a run, given in order of steps, contradict an
+    earlier forecast; None if they do not.
 
     Of several forecasts, it is the one that is furthest from the newest score.
     """
@@ -67,12 +71,16 @@ def lasting_departure(evaluations: Sequence[Row]) -> Departure | None:
         name = str(row.get("predicted_score", PASS_RATE))
         for bound in _bounds(row, row is earlier[-1]):
             if all(_breaks(late, name, bound) for late in newest):
-                found.append(Departure(name, newest[-1][name], newest[-1]["step"], bound.value, row["step"]))
+                found.append(
+                    Departure(name, newest[-1][name], newest[-1]["step"], bound.value, row["step"])
+                )
     return max(found, key=lambda one: abs(one.score - one.bound), default=None)
 
 
 def _bounds(forecast: Row, last: bool) -> Iterator[_Bound]:
-    """Yield the bounds that a row of eval.jsonl has for later scores. last: it is the last forecast before them."""
+    """Yield the bounds that a row of eval.jsonl has for later scores. last: it is the
+    last forecast before them.
+    """
     if "predicted_least" in forecast and "predicted_least_low" in forecast:
         yield _Bound(1, forecast["predicted_least"], forecast["predicted_least_low"])
     if last and "predicted_most" in forecast and "predicted_most_high" in forecast:
@@ -80,14 +88,16 @@ def _bounds(forecast: Row, last: bool) -> Iterator[_Bound]:
 
 
 def _breaks(row: Row, name: str, bound: _Bound) -> bool:
-    """Return whether a score is beyond a bound's interval, widened by the score's own noise."""
+    """Return whether a score is beyond a bound's interval, widened by the score's own
+    noise.
+    """
     score = row.get(name)
     suffix = name.removeprefix(PASS_RATE)
     prompts = row.get(f"n_prompts{suffix}")
     if score is None or not prompts:
         return False
-    # The same prompts are asked each time, so only the answers vary. Where all were right or
-    # all were wrong, one answer that differs still may.
+    # The same prompts are asked each time, so only the answers vary. Where all were
+    # right or all were wrong, one answer that differs still may.
     answers = prompts * row.get(f"samples{suffix}", row["samples"])
     share = min(max(score, 1 / answers), 1 - 1 / answers)
     noise = DEVIATIONS * sqrt(max(0.0, share * (1 - share)) / answers)

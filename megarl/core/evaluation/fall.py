@@ -2,14 +2,16 @@
 
     RUN/evaluations/step-N/TASK/result.json ─► each prompt's pass rate ─► judge ─► columns of eval.jsonl
 
-Each evaluation asks the same prompts, so two of them are compared prompt by prompt: how hard a
-prompt is cancels out. The mean of the newest 1, 2, 4, … evaluations is compared with that of as
-many earlier ones in a row, whichever these are, so that a small fall shows once it has lasted.
+Each evaluation asks the same prompts, so two of them are compared prompt by prompt: how
+hard a prompt is cancels out. The mean of the newest 1, 2, 4, … evaluations is compared
+with that of as many earlier ones in a row, whichever these are, so that a small fall
+shows once it has lasted.
 
-A run with N evaluations makes C(N) such comparisons in all, and each may err with probability
-RATE / C(N) (Bonferroni). The chance of any false alarm in a whole run is then at most RATE,
-however the comparisons depend on each other, if the policy never gets worse: the more it rises,
-the smaller. Student's t with prompts - 1 degrees of freedom is the law of a comparison.
+A run with N evaluations makes C(N) such comparisons in all, and each may err with
+probability RATE / C(N) (Bonferroni). The chance of any false alarm in a whole run is
+then at most RATE, however the comparisons depend on each other, if the policy never
+gets worse: the more it rises, the smaller. Student's t with prompts - 1 degrees of
+freedom is the law of a comparison.
 """
 
 import math
@@ -28,27 +30,37 @@ from megarl.core.evaluation.answers import SuiteDir
 RATE = 0.05
 """Largest chance of any false alarm in a whole run."""
 LEAST = 0.03
-"""Falls of less are not reported: with many answers they are certain, but a policy strays that far and comes back."""
+"""Falls of less are not reported: with many answers they are certain, but a policy
+strays that far and comes back.
+"""
 WARNING = "warning_fall"
 """A column of eval.jsonl, or the prefix of one per task if there are several."""
 
 
 @dataclass(frozen=True)
 class ScoreFall:
-    """since: step of the newest of the better evaluations; fall: of the mean pass rate; error: its standard error."""
+    """since: step of the newest of the better evaluations; fall: of the mean pass rate;
+    error: its standard error.
+    """
 
     since: int
     fall: float
     error: float
 
 
-def judge(steps: Sequence[int], scores: np.ndarray, planned: int, rate: float = RATE) -> ScoreFall | None:
-    """Return the most certain fall that lasts at the newest of these evaluations; None if there is none.
+def judge(
+    steps: Sequence[int], scores: np.ndarray, planned: int, rate: float = RATE
+) -> ScoreFall | None:
+    """Return the most certain fall that lasts at the newest of these evaluations; None
+    if there is none.
 
-    steps: [evaluations], ascending. scores: [evaluations, prompts], pass rates of the same prompts.
-    planned: evaluations of the whole run. rate: the chance of a false alarm in it.
+    steps: [evaluations], ascending. scores: [evaluations, prompts], pass rates of the
+    same prompts. planned: evaluations of the whole run. rate: the chance of a false
+    alarm in it.
     """
-    from scipy.special import stdtrit  # slow to import, and 35 MB that a GPU benchmark's archive can leave out
+    from scipy.special import (
+        stdtrit,
+    )  # slow to import, and 35 MB that a GPU benchmark's archive can leave out
 
     evaluations, prompts = scores.shape
     if evaluations < 2 or prompts < 2:
@@ -70,7 +82,9 @@ def _widths(evaluations: int) -> list[int]:
 
 
 def _falls(steps: Sequence[int], scores: np.ndarray) -> Iterator[ScoreFall]:
-    """Yield, for each earlier stretch of evaluations, how far the newest ones are below it."""
+    """Yield, for each earlier stretch of evaluations, how far the newest ones are below
+    it.
+    """
     evaluations, prompts = scores.shape
     sums = np.concatenate([np.zeros((1, prompts)), np.cumsum(scores, axis=0)])
     for width in _widths(evaluations):
@@ -81,16 +95,20 @@ def _falls(steps: Sequence[int], scores: np.ndarray) -> Iterator[ScoreFall]:
 
 
 def _fall(since: int, differences: np.ndarray) -> ScoreFall:
-    """Return a fall from each prompt's. Its error is never below that of one prompt that turns from right to wrong."""
+    """Return a fall from each prompt's. Its error is never below that of one prompt
+    that turns from right to wrong.
+    """
     prompts = len(differences)
     error = float(differences.std(ddof=1)) / math.sqrt(prompts)
     return ScoreFall(since, float(differences.mean()), max(error, 1 / prompts))
 
 
 def fall_columns(evaluations: Path, version: int, tasks: Sequence[str], planned: int) -> Row:
-    """Return the columns of eval.jsonl for the evaluation of this version, whose results must be on disk.
+    """Return the columns of eval.jsonl for the evaluation of this version, whose
+    results must be on disk.
 
-    evaluations: RUN/evaluations. With several tasks the columns end in `/TASK`, and the tasks share RATE.
+    evaluations: RUN/evaluations. With several tasks the columns end in `/TASK`, and the
+    tasks share RATE.
     """
     row: Row = {}
     for task in tasks:

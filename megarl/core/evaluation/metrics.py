@@ -1,4 +1,5 @@
-"""Metrics of a suite's answers: rates, lengths, the benefit of several answers per prompt, and confidence intervals.
+"""Metrics of a suite's answers: rates, lengths, the benefit of several answers per
+prompt, and confidence intervals.
 
 Estimators are pure functions of n answers to a prompt:
 
@@ -6,7 +7,8 @@ Estimators are pure functions of n answers to a prompt:
     votes          ─► maj_at_k        the most frequent answer of k is right
     rewards        ─► best_at_k       the answer of k with the highest reward is right
 
-All three are exact expectations over the k-subsets of the n answers, so unbiased for k <= n; tied answers have equal chances.
+All three are exact expectations over the k-subsets of the n answers, so unbiased for k
+<= n; tied answers have equal chances.
 """
 
 import importlib.metadata
@@ -29,7 +31,9 @@ from megarl.core.recipe import Recipe, Rows
 
 
 class Outcome(NamedTuple):
-    """An answer without its texts, so small that all of an evaluation fit in memory. Fields are as in Answer, None if unset."""
+    """An answer without its texts, so small that all of an evaluation fit in memory.
+    Fields are as in Answer, None if unset.
+    """
 
     id: str
     sample: int
@@ -61,19 +65,30 @@ def read_outcomes(answers: Path) -> list[Outcome]:
 
 
 type Choice = Callable[[Sequence[Outcome], int], float]
-"""Returns the chance that the answer chosen among k of a prompt's answers is right. Arguments: all answers, and k."""
+"""Returns the chance that the answer chosen among k of a prompt's answers is right.
+Arguments: all answers, and k.
+"""
 
 
 def choices(outcomes: Sequence[Outcome]) -> dict[str, Choice]:
-    """Return the ways to choose among answers, by metric: `maj` if every well-formed answer that is not void votes, `best`
-    with rewards."""
+    """Return the ways to choose among answers, by metric: `maj` if every well-formed
+    answer that is not void votes, `best` with rewards.
+    """
 
     def best(group: Sequence[Outcome], k: int) -> float:
-        return best_at_k([-math.inf if o.reward is None else o.reward for o in group], [o.correct for o in group], k)
+        return best_at_k(
+            [-math.inf if o.reward is None else o.reward for o in group],
+            [o.correct for o in group],
+            k,
+        )
 
-    choosers: dict[str, Choice] = {"pass": lambda group, k: pass_at_k(sum(o.correct for o in group), len(group), k)}
+    choosers: dict[str, Choice] = {
+        "pass": lambda group, k: pass_at_k(sum(o.correct for o in group), len(group), k)
+    }
     if any(o.vote for o in outcomes) and all(o.vote or o.void or not o.format_ok for o in outcomes):
-        choosers["maj"] = lambda group, k: maj_at_k([o.vote for o in group], [o.correct for o in group], k)
+        choosers["maj"] = lambda group, k: maj_at_k(
+            [o.vote for o in group], [o.correct for o in group], k
+        )
     if any(o.reward is not None for o in outcomes):
         choosers["best"] = best
     return choosers
@@ -87,7 +102,9 @@ def by_prompt(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
 
 
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Return rates over all completions, and 95 % intervals of `pass_rate` (mean@samples), pass@k, maj@k and best@k."""
+    """Return rates over all completions, and 95 % intervals of `pass_rate`
+    (mean@samples), pass@k, maj@k and best@k.
+    """
     if not outcomes:
         return {}
     prompts, n = by_prompt(outcomes), len(outcomes)
@@ -112,9 +129,14 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
         "completion_tokens_p95": p95,
     }
     if any(o.by_length is not None for o in outcomes):
-        add("pass_rate_by_length", [sum(bool(o.by_length) for o in group) / len(group) for group in prompts])
+        add(
+            "pass_rate_by_length",
+            [sum(bool(o.by_length) for o in group) / len(group) for group in prompts],
+        )
     if beside := proxy_and_trusted(outcomes):
-        metrics["proxy_score"], metrics["trusted_score"] = np.mean(list(beside.values()), axis=0).tolist()
+        metrics["proxy_score"], metrics["trusted_score"] = np.mean(
+            list(beside.values()), axis=0
+        ).tolist()
     if entropies := [o.entropy for o in outcomes if o.entropy is not None]:
         metrics["entropy"] = math.fsum(entropies) / len(entropies)
     for name, chosen in choices(outcomes).items():
@@ -125,14 +147,24 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 def pass_rates(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Return each prompt's share of right answers, by id."""
-    return {group[0].id: sum(o.correct for o in group) / len(group) for group in by_prompt(outcomes)}
+    return {
+        group[0].id: sum(o.correct for o in group) / len(group) for group in by_prompt(outcomes)
+    }
 
 
 def proxy_and_trusted(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
-    """Return each prompt's mean reward and mean trusted score over answers that are not void; empty without such a grader."""
+    """Return each prompt's mean reward and mean trusted score over answers that are not
+    void; empty without such a grader.
+    """
     asked = by_prompt(o for o in outcomes if o.scores is not None and "trusted" in o.scores)
-    means = [np.mean([(o.scores["total"], o.scores["trusted"]) for o in group if o.scores], axis=0) for group in asked]
-    return {group[0].id: (float(proxy), float(trusted)) for group, (proxy, trusted) in zip(asked, means, strict=True)}
+    means = [
+        np.mean([(o.scores["total"], o.scores["trusted"]) for o in group if o.scores], axis=0)
+        for group in asked
+    ]
+    return {
+        group[0].id: (float(proxy), float(trusted))
+        for group, (proxy, trusted) in zip(asked, means, strict=True)
+    }
 
 
 Z = 1.959963984540054
@@ -148,15 +180,18 @@ class Estimate(NamedTuple):
 
 
 def pass_at_k(right: int, n: int, k: int) -> float:
-    """Return the chance that k of n answers, c = `right` of them right, include a right one: 1 - C(n-c, k) / C(n, k) (arXiv
-    2107.03374, section 2.1)."""
+    """Return the chance that k of n answers, c = `right` of them right, include a right
+    one: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, section 2.1).
+    """
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def maj_at_k(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
-    """Return the chance that the most frequent vote of k answers is right (self-consistency, arXiv 2203.11171). votes, correct:
-    [n]; "" is no vote. If none of the k answers votes, the choice is wrong. If only a share of a vote's answers was graded as
-    right, the vote counts as right by that share."""
+    """Return the chance that the most frequent vote of k answers is right
+    (self-consistency, arXiv 2203.11171). votes, correct: [n]; "" is no vote. If none of
+    the k answers votes, the choice is wrong. If only a share of a vote's answers was
+    graded as right, the vote counts as right by that share.
+    """
     by_vote: defaultdict[str, list[bool]] = defaultdict(list)
     for vote, ok in zip(votes, correct, strict=True):
         by_vote[vote].append(ok)
@@ -171,10 +206,14 @@ def maj_at_k(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
 
 
 def best_at_k(rewards: Sequence[float], correct: Sequence[bool], k: int) -> float:
-    """Return the chance that the answer of highest reward among k is right. rewards, correct: [n]; ties have equal chances."""
+    """Return the chance that the answer of highest reward among k is right. rewards,
+    correct: [n]; ties have equal chances.
+    """
     n, below, total = len(rewards), 0, 0.0
     tied = Counter(rewards)
-    right: Mapping[float, int] = Counter(reward for reward, ok in zip(rewards, correct, strict=True) if ok)
+    right: Mapping[float, int] = Counter(
+        reward for reward, ok in zip(rewards, correct, strict=True) if ok
+    )
     for reward in sorted(tied):
         upto = below + tied[reward]
         highest_here = (math.comb(upto, k) - math.comb(below, k)) / math.comb(n, k)
@@ -184,21 +223,26 @@ def best_at_k(rewards: Sequence[float], correct: Sequence[bool], k: int) -> floa
 
 
 def over_prompts(values: Sequence[float], answers: int, k: int = 1) -> Estimate:
-    """Return the mean of a value in [0, 1] over prompts, with Wilson's score interval for the effective number of answers.
-    k: how many answers decide a value, as in pass@k.
+    """Return the mean of a value in [0, 1] over prompts, with Wilson's score interval
+    for the effective number of answers. k: how many answers decide a value, as in
+    pass@k.
 
-    Prompts are a random sample; the answers to one prompt are a cluster. With s^2 the variance of the values over n prompts,
-    the mean p is as certain as that of p (1-p) n / s^2 independent answers. That is the effective number, times (t of all
-    answers / t of the prompts)^2, because s^2 is estimated from n prompts only (Korn and Graubard 1998; with Wilson's interval
-    as in Franco et al. 2019). With one answer per prompt it is n, and the result is Wilson's interval. The effective number is
-    at most that of disjoint groups of k among all `answers`, and n if p is 0 or 1. The interval is within [0, 1], and not empty
-    if all prompts agree.
+    Prompts are a random sample; the answers to one prompt are a cluster. With s^2 the
+    variance of the values over n prompts, the mean p is as certain as that of p (1-p) n
+    / s^2 independent answers. That is the effective number, times (t of all answers / t
+    of the prompts)^2, because s^2 is estimated from n prompts only (Korn and Graubard
+    1998; with Wilson's interval as in Franco et al. 2019). With one answer per prompt
+    it is n, and the result is Wilson's interval. The effective number is at most that
+    of disjoint groups of k among all `answers`, and n if p is 0 or 1. The interval is
+    within [0, 1], and not empty if all prompts agree.
     """
     n = len(values)
     p = math.fsum(values) / n
     bound, spread = p * (1 - p), math.fsum((value - p) ** 2 for value in values) / n
     if spread > 0:
-        effective = min(bound * n / spread * (student(answers - 1) / student(n - 1)) ** 2, answers / k)
+        effective = min(
+            bound * n / spread * (student(answers - 1) / student(n - 1)) ** 2, answers / k
+        )
     else:
         effective = answers / k if bound > 0 else n
     centre = (p + Z * Z / (2 * effective)) / (1 + Z * Z / effective)
@@ -220,13 +264,16 @@ def powers_up_to(n: int) -> list[int]:
 
 @lru_cache(maxsize=1 << 16)
 def _wins(mine: int, others: tuple[int, ...], silent: int, k: int) -> float:
-    """Return the chance that a vote is the one chosen among k of n answers. mine: answers with this vote; others: numbers with
-    each other vote; silent: without a vote. For each number `top` of the k answers with this vote, it counts the ways in which
-    no other vote has more, divided by the number of votes that tie."""
+    """Return the chance that a vote is the one chosen among k of n answers. mine:
+    answers with this vote; others: numbers with each other vote; silent: without a
+    vote. For each number `top` of the k answers with this vote, it counts the ways in
+    which no other vote has more, divided by the number of votes that tie.
+    """
     n = mine + sum(others) + silent
     ways = 0.0
     for top in range(1, min(mine, k) + 1):
-        # rest[size, ties]: ways to take `size` answers with other votes, `ties` votes having `top` of them and none more
+        # rest[size, ties]: ways to take `size` answers with other votes, `ties` votes
+        # having `top` of them and none more
         rest: dict[tuple[int, int], int] = {(0, 0): 1}
         for size in others:
             grown: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -234,17 +281,28 @@ def _wins(mine: int, others: tuple[int, ...], silent: int, k: int) -> float:
                 for more in range(min(size, top, k - top - taken) + 1):
                     grown[taken + more, ties + (more == top)] += count * math.comb(size, more)
             rest = grown
-        after = sum(n * math.comb(silent, k - top - taken) / (ties + 1) for (taken, ties), n in rest.items())
+        after = sum(
+            n * math.comb(silent, k - top - taken) / (ties + 1) for (taken, ties), n in rest.items()
+        )
         ways += math.comb(mine, top) * after
     return ways / math.comb(n, k)
 
 
 VERSIONS = ("sglang", "torch", "transformers", "mpmath")
-LENGTH = {"control", "prompt_tokens", "thinking_tokens", "answer_tokens", "end_of_thinking", "interruption"}
+LENGTH = {
+    "control",
+    "prompt_tokens",
+    "thinking_tokens",
+    "answer_tokens",
+    "end_of_thinking",
+    "interruption",
+}
 
 
 def settings_of(recipe: Recipe, rows: Rows) -> JsonObject:
-    """Return all settings of the recipe on which an answer depends. The numbers of answers and prompts are not among them."""
+    """Return all settings of the recipe on which an answer depends. The numbers of
+    answers and prompts are not among them.
+    """
     suite = rows.model_dump(mode="json", exclude={"samples", "prompts", "train", "weight"})
     return {
         "suite": {key: value for key, value in suite.items() if (key, value) != ("heldout", None)},
@@ -256,10 +314,19 @@ def settings_of(recipe: Recipe, rows: Rows) -> JsonObject:
     }
 
 
-def result_of(suite: str, model: str, samples: int, settings: JsonObject, outcomes: Sequence[Outcome]) -> Result:
+def result_of(
+    suite: str, model: str, samples: int, settings: JsonObject, outcomes: Sequence[Outcome]
+) -> Result:
     versions = {"megarl": megarl.__version__, "python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in VERSIONS}
     return Result(
-        suite=suite, model=model, samples=samples, settings=settings, metrics=summarise(outcomes), time=time.time(),
-        versions=versions, pass_rates=pass_rates(outcomes), proxy_and_trusted=proxy_and_trusted(outcomes) or UNSET,
-    )  # fmt: skip
+        suite=suite,
+        model=model,
+        samples=samples,
+        settings=settings,
+        metrics=summarise(outcomes),
+        time=time.time(),
+        versions=versions,
+        pass_rates=pass_rates(outcomes),
+        proxy_and_trusted=proxy_and_trusted(outcomes) or UNSET,
+    )

@@ -1,12 +1,13 @@
-"""Asks the questions of suites: the loop that both a run's evaluations and `megarl eval` use.
+"""Asks the questions of suites: the loop that both a run's evaluations and `megarl
+eval` use.
 
     Questions: prompts x samples ─► answer(), on servers that have the weights ─► Answer ─► keep
 
     Sampled     Sampler ─► Grader, Votes     answers are sampled here
     Choices     multiple_choice.py           choices are only scored
 
-Interruption works as in training, with the longest thinking budget even during earlier stages of `length.stages`, so that
-scores of all versions are comparable.
+Interruption works as in training, with the longest thinking budget even during earlier
+stages of `length.stages`, so that scores of all versions are comparable.
 """
 
 import asyncio
@@ -57,7 +58,9 @@ class Named(Protocol):
 
 @dataclass(frozen=True)
 class Questions[Asked: Named](ABC):
-    """The questions of one suite, or of a task's held-out prompts. answered: answers that exist already."""
+    """The questions of one suite, or of a task's held-out prompts. answered: answers
+    that exist already.
+    """
 
     name: str
     prompts: Sequence[Asked]
@@ -73,27 +76,44 @@ class Questions[Asked: Named](ABC):
 
     @abstractmethod
     def answerer(self, asker: Asker) -> Callable[[Asked, int, Order], Awaitable[Answer]]:
-        """Return a function that answers one question, given the sample's number and the order of the request. The answer is
-        void if nothing can be generated, or it cannot be judged. GraderDown if no answer can be graded."""
+        """Return a function that answers one question, given the sample's number and
+        the order of the request. The answer is void if nothing can be generated, or it
+        cannot be judged. GraderDown if no answer can be graded.
+        """
 
 
 @dataclass(frozen=True)
 class Sampled(Questions[Prompt]):
-    """Questions whose answers are sampled and graded. rewards: the suite's, to choose the best of several answers."""
+    """Questions whose answers are sampled and graded. rewards: the suite's, to choose
+    the best of several answers.
+    """
 
     rewards: Mapping[str, Reward] = field(default_factory=dict, kw_only=True)
 
     def answerer(self, asker: Asker) -> Callable[[Prompt, int, Order], Awaitable[Answer]]:
-        return partial(self._answer, asker, Votes(self.rows.grader, asker.graders[self.name], self.answered))
+        return partial(
+            self._answer, asker, Votes(self.rows.grader, asker.graders[self.name], self.answered)
+        )
 
-    async def _answer(self, asker: Asker, votes: Votes, asked: Prompt, sample: int, order: Order) -> Answer:
-        done, void, grade = Completion(), "", Grade(0.0, False, format_ok=True)  # a void answer is not malformed
+    async def _answer(
+        self, asker: Asker, votes: Votes, asked: Prompt, sample: int, order: Order
+    ) -> Answer:
+        done, void, grade = (
+            Completion(),
+            "",
+            Grade(0.0, False, format_ok=True),
+        )  # a void answer is not malformed
         grader, settings = asker.graders[self.name], asker.recipe.evaluation
         ask = grader.grade if self.rewards else grader.grade_answer
         job = Job(
-            prompt=asked, order=order, take=partial(asker.sampler.servers.places.take, order, asker.may_use), salt=asker.salt,
-            thinking_tokens=asker.recipe.length.thinking_tokens[1], temperature=settings.temperature, top_p=settings.top_p,
-        )  # fmt: skip
+            prompt=asked,
+            order=order,
+            take=partial(asker.sampler.servers.places.take, order, asker.may_use),
+            salt=asker.salt,
+            thinking_tokens=asker.recipe.length.thinking_tokens[1],
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+        )
         try:
             done = await asker.sampler.complete(job)
             if done.down is not None:  # perhaps by the policy's doing
@@ -104,7 +124,9 @@ class Sampled(Questions[Prompt]):
                     void = "no grader could judge it"
         except Void as why:
             void = str(why)
-        weighted = [one.weight * grade.rewards[name] for name, one in self.rewards.items() if grade.rewards]
+        weighted = [
+            one.weight * grade.rewards[name] for name, one in self.rewards.items() if grade.rewards
+        ]
         text = answer_of(done.text, asker.recipe.length.end_of_thinking)
         return Answer(
             suite=self.name,
@@ -112,7 +134,9 @@ class Sampled(Questions[Prompt]):
             sample=sample,
             prompt=asker.tokenizer.decode(asked.tokens),
             expected=" or ".join(asked.shown.answers),
-            completion=done.text if done.episode is None else asker.tokenizer.continued(done.tokens),
+            completion=(
+                done.text if done.episode is None else asker.tokenizer.continued(done.tokens)
+            ),
             answer=text,
             vote=await votes.of(asked.id, text, asked.shown.answer, grade.correct),
             correct=grade.correct,
@@ -131,13 +155,21 @@ class Sampled(Questions[Prompt]):
 
 
 def choose[Asked: Named](prompts: Iterable[Asked], count: int | None) -> list[Asked]:
-    """Return at most `count` prompts (None: all), the same in every run, chosen by hash because the file may be sorted."""
-    return sorted(prompts, key=lambda p: hashlib.blake2b(p.id.encode(), digest_size=8).digest())[:count]
+    """Return at most `count` prompts (None: all), the same in every run, chosen by hash
+    because the file may be sorted.
+    """
+    return sorted(prompts, key=lambda p: hashlib.blake2b(p.id.encode(), digest_size=8).digest())[
+        :count
+    ]
 
 
-async def score(questions: Sequence[Questions[Any]], asker: Asker, keep: Callable[[Answer], object]) -> None:
-    """Ask every open question and call `keep` with each answer as it arrives. A server removed from `asker.servers` gets no
-    more requests; if none is left, the caller must cancel this. GraderDown (in an ExceptionGroup) if one cannot be graded."""
+async def score(
+    questions: Sequence[Questions[Any]], asker: Asker, keep: Callable[[Answer], object]
+) -> None:
+    """Ask every open question and call `keep` with each answer as it arrives. A server
+    removed from `asker.servers` gets no more requests; if none is left, the caller must
+    cancel this. GraderDown (in an ExceptionGroup) if one cannot be graded.
+    """
     answerers = {suite.name: suite.answerer(asker) for suite in questions}
     open_ones = [(suite, asked, sample) for suite in questions for asked, sample in suite.open]
     left = iter(enumerate(open_ones))
@@ -152,5 +184,7 @@ async def score(questions: Sequence[Questions[Any]], asker: Asker, keep: Callabl
 
 
 def _entropy(done: Completion) -> float | None:
-    logprobs = np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in done.segments if s.trained)])
+    logprobs = np.concatenate(
+        [np.zeros(0, np.float32), *(s.logprobs for s in done.segments if s.trained)]
+    )
     return float(-logprobs.mean(dtype=np.float64)) if len(logprobs) else None

@@ -5,8 +5,8 @@
            ─► seen before?      the earlier text, if it is the same, the same number, or equal by the grader of mathematics
            ─► otherwise         its own text: a new vote
 
-Answers come one by one, and a vote is never taken back: if an answer equals two others that differ (a grader's equality is
-not transitive), the earlier one counts.
+Answers come one by one, and a vote is never taken back: if an answer equals two others
+that differ (a grader's equality is not transitive), the earlier one counts.
 """
 
 import asyncio
@@ -27,7 +27,9 @@ WITHOUT_VOTES = ("code", "format")
 
 
 class Votes:
-    """The votes of one suite or task. name: of its grader, which compares formulas. known: earlier answers."""
+    """The votes of one suite or task. name: of its grader, which compares formulas.
+    known: earlier answers.
+    """
 
     def __init__(self, name: str, grader: Grader, known: Iterable[Outcome] = ()) -> None:
         self._name, self._grader = name, grader
@@ -76,7 +78,9 @@ def extracted(answer: str) -> str:
 
 
 def last_formula(text: str) -> str | None:
-    """Return the content of the last formula in dollars or LaTeX's own marks, in time linear in the text."""
+    """Return the content of the last formula in dollars or LaTeX's own marks, in time
+    linear in the text.
+    """
     formula, at = None, 0
     closings = {close: text.rfind(close) for _, close in MARKS}
     while opening := OPENING.search(text, at):
@@ -91,7 +95,9 @@ def last_formula(text: str) -> str | None:
 
 
 def number(text: str) -> Decimal | None:
-    """Return the number that the text is, with or without thousands separators; None if it is not a finite number."""
+    """Return the number that the text is, with or without thousands separators; None if
+    it is not a finite number.
+    """
     try:
         number = Decimal(text.replace(",", "").replace("\\!", "").strip())
     except InvalidOperation:

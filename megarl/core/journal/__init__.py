@@ -1,4 +1,5 @@
-"""The journal: append-only files of records, from which the controller's whole state follows.
+"""The journal: append-only files of records, from which the controller's whole state
+follows.
 
 records.py  the records, and the state that results from applying them
 file.py     the format of a file, and the index of its groups

@@ -1,9 +1,10 @@
-"""One file of the journal: its format, how records are written and read, and where its groups are.
+"""One file of the journal: its format, how records are written and read, and where its
+groups are.
 
     header | snapshot | record | record | …          a record: mark, length, ticket of a group, checksums; then msgpack
 
-After a crash only the last record can be incomplete; damage anywhere else is an error. Record headers contain the ticket, so
-groups can be located without reading them.
+After a crash only the last record can be incomplete; damage anywhere else is an error.
+Record headers contain the ticket, so groups can be located without reading them.
 """
 
 import os
@@ -22,18 +23,24 @@ from megarl.core.base.types import SCHEMA_VERSION, decode, encode
 from megarl.core.journal.records import Finished, JournalRecord, Snapshot, State
 
 GroupOffsets = dict[int, int]
-"""The offset of each group's record in a file, by ticket, in the order in which they were finished."""
+"""The offset of each group's record in a file, by ticket, in the order in which they
+were finished.
+"""
 FILE_HEADER = struct.Struct("<8sI")  # magic, schema version
 MAGIC = b"megarlRJ"
 RECORD_HEADER = struct.Struct("<4sIqII")
-"""Mark, payload bytes, ticket or -1, CRC-32 of the payload, CRC-32 of the header up to here."""
+"""Mark, payload bytes, ticket or -1, CRC-32 of the payload, CRC-32 of the header up to
+here.
+"""
 MARK = b"\xa5RJ\x5a"
 SEARCHED_AT_ONCE = 1 << 20
 """Bytes of a damaged file that are searched for records at a time."""
 
 
 class Entry(NamedTuple):
-    """A record's header: its offset, the payload's length, the ticket of a finished group (else -1), the payload's CRC-32."""
+    """A record's header: its offset, the payload's length, the ticket of a finished
+    group (else -1), the payload's CRC-32.
+    """
 
     offset: int
     length: int
@@ -59,7 +66,9 @@ def create(path: Path, head: bytes) -> None:
 
 
 def write(fd: int, path: Path, size: int, data: bytes) -> None:
-    """Append to a file of `size` bytes and wait until it is on disk; on failure the file stays as it was."""
+    """Append to a file of `size` bytes and wait until it is on disk; on failure the
+    file stays as it was.
+    """
     with writing(path):
         try:
             rest = memoryview(data)
@@ -89,8 +98,10 @@ def _entry(header: bytes, offset: int) -> Entry | None:
 
 
 def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
-    """Yield a file's intact records, up to a truncated last one. Raise MegarlError if intact records follow a damaged one,
-    or if the file is not a journal of this version. payloads: False yields b"" for each."""
+    """Yield a file's intact records, up to a truncated last one. Raise MegarlError if
+    intact records follow a damaged one, or if the file is not a journal of this
+    version. payloads: False yields b"" for each.
+    """
     # A buffer has a MiB on NFS, and would be filled for each header.
     with opened(path, -1 if payloads else 0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -98,7 +109,11 @@ def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
         while (offset := file.tell()) < size:
             entry = _entry(file.read(RECORD_HEADER.size), offset)
             payload = file.read(entry.length) if entry and payloads and entry.end <= size else b""
-            if not entry or entry.end > size or (payloads and zlib.crc32(payload) != entry.checksum):
+            if (
+                not entry
+                or entry.end > size
+                or (payloads and zlib.crc32(payload) != entry.checksum)
+            ):
                 _check_tail(path, file, offset, size)
                 return
             file.seek(entry.end)
@@ -116,8 +131,10 @@ def _check_header(path: Path, header: bytes) -> None:
 
 
 def _check_tail(path: Path, file: BinaryIO, offset: int, size: int) -> None:
-    """Raise MegarlError if intact records follow an incomplete one at `offset`: a crash cannot cause that, so the file is
-    damaged. What was written since the file had `size` bytes is left out."""
+    """Raise MegarlError if intact records follow an incomplete one at `offset`: a crash
+    cannot cause that, so the file is damaged. What was written since the file had
+    `size` bytes is left out.
+    """
     begin = offset + 1
     while size - begin >= RECORD_HEADER.size:
         file.seek(begin)
@@ -129,7 +146,8 @@ def _check_tail(path: Path, file: BinaryIO, offset: int, size: int) -> None:
             if _entry(part[at : at + RECORD_HEADER.size], 0) is not None:
                 advice = "restore the file from a backup"
                 raise MegarlError(
-                    f"{path}: damaged at offset {offset} (checksum), with intact records after it; {advice}"
+                    f"{path}: damaged at offset {offset} (checksum), with intact records after it;"
+                    f" {advice}"
                 )
             at = part.find(MARK, at + 1)
         begin += max(1, len(part) - RECORD_HEADER.size + 1)  # a header may begin at the part's end
@@ -150,7 +168,9 @@ def read(path: Path, offset: int) -> JournalRecord:
         entry = _entry(file.read(RECORD_HEADER.size), offset)
         payload = file.read(entry.length) if entry else b""
     if entry is None or zlib.crc32(payload) != entry.checksum:
-        raise MegarlError(f"{path}: damaged at offset {offset} (checksum); restore the file from a backup")
+        raise MegarlError(
+            f"{path}: damaged at offset {offset} (checksum); restore the file from a backup"
+        )
     return record_of(path, entry, payload)
 
 
@@ -159,18 +179,25 @@ def snapshot(path: Path) -> Snapshot:
     head = next(scan(path), None)
     found = record_of(path, *head) if head else None
     if not isinstance(found, Snapshot):
-        raise MegarlError(f"{path}: damaged at offset {FILE_HEADER.size}: no snapshot there; restore it from a backup")
+        raise MegarlError(
+            f"{path}: damaged at offset {FILE_HEADER.size}: no snapshot there; restore it from a"
+            " backup"
+        )
     return found
 
 
 def fold(path: Path) -> tuple[State, GroupOffsets, int]:
-    """Replay a file: return the resulting state, an index of its groups, and the offset after its last intact record."""
+    """Replay a file: return the resulting state, an index of its groups, and the offset
+    after its last intact record.
+    """
     state, groups, end = State.restored(snapshot(path)), GroupOffsets(), 0
     for entry, payload in scan(path):
         try:
             state.apply(record_of(path, entry, payload))
         except ValueError as error:
-            raise MegarlError(f"{path}: offset {entry.offset}: contradicts the records before it: {error}") from None
+            raise MegarlError(
+                f"{path}: offset {entry.offset}: contradicts the records before it: {error}"
+            ) from None
         if entry.ticket >= 0:
             groups[entry.ticket] = entry.offset
         end = entry.end

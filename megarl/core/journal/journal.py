@@ -8,9 +8,10 @@
                   put(bytes) ───────► one write, one fsync               in a thread (writer.py)
     replay of a batch ── groups(tickets) ──► read back from disk; groups are not kept in memory
 
-A record that a crash left incomplete is cut off, with a message. Opening reads only the last file, because its snapshot is the
-state after all earlier ones. The snapshots also say in which file a ticket was finished; that one is searched by the tickets in
-its records' headers.
+A record that a crash left incomplete is cut off, with a message. Opening reads only the
+last file, because its snapshot is the state after all earlier ones. The snapshots also
+say in which file a ticket was finished; that one is searched by the tickets in its
+records' headers.
 """
 
 import logging
@@ -35,9 +36,13 @@ from megarl.core.journal.records import Admitted, Finished, JournalRecord, Snaps
 log = logging.getLogger(__name__)
 
 ROTATE_BYTES = 256 << 20
-"""Size of a file. Snapshots (1 to 3 MB in a long run) are about a hundredth of it, and it is read in a second or two."""
+"""Size of a file. Snapshots (1 to 3 MB in a long run) are about a hundredth of it, and
+it is read in a second or two.
+"""
 REMEMBERED = 16
-"""Number of newest files of which the writer keeps in memory where their groups are: batches that are yet to come are there."""
+"""Number of newest files of which the writer keeps in memory where their groups are:
+batches that are yet to come are there.
+"""
 LOCK_TIMEOUT_S = 10.0
 """How long to wait for a killed writer to release the lock."""
 
@@ -47,11 +52,15 @@ class Applied(NamedTuple):
 
     data: bytes
     ticket: int  # of a finished group, else -1
-    next_file: bytes  # the first bytes of the next file if this record fills the present one, else empty
+    next_file: (
+        bytes  # the first bytes of the next file if this record fills the present one, else empty
+    )
 
 
 class JournalReader:
-    """Reads a journal, even of a live run, up to the last record that its writer has completed."""
+    """Reads a journal, even of a live run, up to the last record that its writer has
+    completed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,41 +75,60 @@ class JournalReader:
     def begun(self) -> bool:
         """Return whether any ticket was ever admitted."""
         return any(
-            isinstance(record, Admitted) or (isinstance(record, Snapshot) and record.next_ticket > 0)
+            isinstance(record, Admitted)
+            or (isinstance(record, Snapshot) and record.next_ticket > 0)
             for record in self.replay()
         )
 
     def replay(self, first: int = 0) -> Iterator[JournalRecord]:
-        """Yield all records from file number `first` on, oldest first, including the snapshots at the heads of files."""
+        """Yield all records from file number `first` on, oldest first, including the
+        snapshots at the heads of files.
+        """
         for number in (number for number in self.files() if number >= first):
             for entry, payload in file.scan(self._file(number)):
                 yield file.record_of(self._file(number), entry, payload)
 
     def fold(self) -> State:
-        """Return the state after all records, from the last snapshot and the records after it."""
+        """Return the state after all records, from the last snapshot and the records
+        after it.
+        """
         if not (files := self.files()):
-            raise MegarlError(f"{self.path}: no journal here; give the directory of a run that has started")
+            raise MegarlError(
+                f"{self.path}: no journal here; give the directory of a run that has started"
+            )
         return file.fold(self._file(files[-1]))[0]
 
     def before(self, step: int) -> State:
-        """Return the state as if no ticket of batch `step` or later had been drawn, but with all evaluations of the run.
-        MegarlError if earlier tickets are not settled, or if their records are gone."""
+        """Return the state as if no ticket of batch `step` or later had been drawn, but
+        with all evaluations of the run. MegarlError if earlier tickets are not settled,
+        or if their records are gone.
+        """
         whole = self.fold()
         tickets, wanted = whole.admission, step * whole.admission.prompts_per_batch
         first = tickets.first_ticket(step)
         there = self.files()
         later = bisect_right(there, first, key=lambda number: self._tickets_at(number)[0])
         if not later or wanted < tickets.forgotten:
-            raise MegarlError(f"{self.path}: what was drawn before step {step} is gone (journal.keep)")
+            raise MegarlError(
+                f"{self.path}: what was drawn before step {step} is gone (journal.keep)"
+            )
         number = there[later - 1]
         state = State.restored(file.snapshot(self._file(number)))
-        for record in self.replay(number) if wanted <= tickets.forgotten + len(tickets.queue) else ():
-            ticket = record.group.ticket if isinstance(record, Finished) else getattr(record, "ticket", first)
+        for record in (
+            self.replay(number) if wanted <= tickets.forgotten + len(tickets.queue) else ()
+        ):
+            ticket = (
+                record.group.ticket
+                if isinstance(record, Finished)
+                else getattr(record, "ticket", first)
+            )
             if ticket < first:
                 state.apply(record)
             if state.admission.next_ticket == first and not state.unfinished:
                 return structs.replace(state, evaluations=whole.evaluations)
-        raise MegarlError(f"{self.path}: the batches before step {step} are not complete; give an earlier step")
+        raise MegarlError(
+            f"{self.path}: the batches before step {step} are not complete; give an earlier step"
+        )
 
     def groups(self, tickets: Iterable[int]) -> tuple[Group, ...]:
         """Return the finished groups of these tickets, in this order, from disk."""
@@ -108,8 +136,10 @@ class JournalReader:
         return tuple(self._group(ticket, there) for ticket in tickets)
 
     def finished(self, most: int | None = None) -> list[int]:
-        """Return the tickets of all finished groups that are still there, in the order in which they were finished. most: only
-        the newest, without a search of the files before theirs."""
+        """Return the tickets of all finished groups that are still there, in the order
+        in which they were finished. most: only the newest, without a search of the
+        files before theirs.
+        """
         newest_first = list[int]()
         for number in reversed(self._files_now()):
             if most is not None and len(newest_first) >= most:
@@ -121,7 +151,9 @@ class JournalReader:
         """there: the numbers of the files."""
         numbers = [number for number in self._searched if ticket in self._searched[number]]
         if not numbers:
-            after = bisect_left(there, True, key=lambda number: self._finished_before(number, ticket))
+            after = bisect_left(
+                there, True, key=lambda number: self._finished_before(number, ticket)
+            )
             numbers = list(there[max(after - 1, 0) : after])
         for number in numbers:
             offset = self._groups_of(number).get(ticket)
@@ -144,17 +176,24 @@ class JournalReader:
         """Return the next ticket and the unfinished ones when this file was begun."""
         if number not in self._heads:
             head = file.snapshot(self._file(number))
-            self._heads[number] = head.next_ticket, frozenset(admitted.ticket for admitted in head.unfinished)
+            self._heads[number] = (
+                head.next_ticket,
+                frozenset(admitted.ticket for admitted in head.unfinished),
+            )
         return self._heads[number]
 
     def _groups_of(self, number: int) -> GroupOffsets:
         if number not in self._searched:
             entries = (entry for entry, _ in file.scan(self._file(number), payloads=False))
-            self._searched[number] = {entry.ticket: entry.offset for entry in entries if entry.ticket >= 0}
+            self._searched[number] = {
+                entry.ticket: entry.offset for entry in entries if entry.ticket >= 0
+            }
         return self._searched[number]
 
     def _files_now(self) -> list[int]:
-        """Return the numbers of the files. The last one of the previous call has grown since, so it is searched again."""
+        """Return the numbers of the files. The last one of the previous call has grown
+        since, so it is searched again.
+        """
         there = self.files()
         self._searched.pop(self._last, None)
         self._last = max(there, default=-1)
@@ -165,29 +204,43 @@ class JournalReader:
 
 
 class Journal(JournalReader):
-    """The one writer of a journal. `state` is the state after all records that were applied. Call `applied` and `forget` only
-    in the thread that reads `state`; call `put`, `drop` and `groups` in a single thread, too, which may be another one."""
+    """The one writer of a journal. `state` is the state after all records that were
+    applied. Call `applied` and `forget` only in the thread that reads `state`; call
+    `put`, `drop` and `groups` in a single thread, too, which may be another one.
+    """
 
     def __init__(self, path: Path, lock: int, rotate_bytes: int) -> None:
         super().__init__(path)
         self._lock, self._rotate_bytes = lock, rotate_bytes
         self._number = self.files()[-1]
         self._fd: int | None = os.open(self._file(self._number), os.O_WRONLY | os.O_APPEND)
-        self._ended: BaseException = MegarlError(f"{path}: the journal is closed")  # raised by `put` once it is closed
+        self._ended: BaseException = MegarlError(
+            f"{path}: the journal is closed"
+        )  # raised by `put` once it is closed
         self.state, self._searched[self._number], self._size = file.fold(self._file(self._number))
         self._applied_size = self._size
-        if torn := os.fstat(self._fd).st_size - self._size:  # left incomplete by a crash; no process has used it
+        if (
+            torn := os.fstat(self._fd).st_size - self._size
+        ):  # left incomplete by a crash; no process has used it
             last = self._file(self._number)
-            log.warning("%s: the last record was cut short by a crash; %d bytes removed", last, torn)
+            log.warning(
+                "%s: the last record was cut short by a crash; %d bytes removed", last, torn
+            )
             os.ftruncate(self._fd, self._size)
             os.fsync(self._fd)
 
     @staticmethod
     def open(
-        path: Path, prompts_per_batch: int, max_lag: int, phase_steps: int = 1, rotate_bytes: int = ROTATE_BYTES
+        path: Path,
+        prompts_per_batch: int,
+        max_lag: int,
+        phase_steps: int = 1,
+        rotate_bytes: int = ROTATE_BYTES,
     ) -> "Journal":
-        """Open the journal in directory `path`, or begin one. MegarlError if another process writes it, if it is damaged, or if
-        it has another version, batch size, lag or phase."""
+        """Open the journal in directory `path`, or begin one. MegarlError if another
+        process writes it, if it is damaged, or if it has another version, batch size,
+        lag or phase.
+        """
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path / "lock")
         try:
@@ -206,11 +259,16 @@ class Journal(JournalReader):
         ):
             if now != then:
                 journal.close()
-                raise MegarlError(f"{key}: {now}, but {path} was begun with {then}; keep it, or set another run.name")
+                raise MegarlError(
+                    f"{key}: {now}, but {path} was begun with {then}; keep it, or set another"
+                    " run.name"
+                )
         return journal
 
     def append(self, *records: JournalRecord) -> None:
-        """Apply and write these records in order. On return they are in `state` and on disk."""
+        """Apply and write these records in order. On return they are in `state` and on
+        disk.
+        """
         try:
             self.put([self.applied(record) for record in records])
         except BaseException:
@@ -218,8 +276,10 @@ class Journal(JournalReader):
             raise
 
     def applied(self, record: JournalRecord) -> Applied:
-        """Apply the record to `state` and return its bytes, which must be passed to `put` in the order of these calls.
-        ValueError, without any change, if the record contradicts the state."""
+        """Apply the record to `state` and return its bytes, which must be passed to
+        `put` in the order of these calls. ValueError, without any change, if the record
+        contradicts the state.
+        """
         data = file.packed(record)
         self.state.apply(record)
         self._applied_size += len(data)
@@ -230,8 +290,10 @@ class Journal(JournalReader):
         return Applied(data, record.group.ticket if isinstance(record, Finished) else -1, next_file)
 
     def put(self, applied: Sequence[Applied]) -> None:
-        """Write these bytes to disk, with one fsync per file, before returning. If that fails, raise MegarlError: the file then
-        ends with the last complete write, the journal is closed, and every later call raises the same error."""
+        """Write these bytes to disk, with one fsync per file, before returning. If that
+        fails, raise MegarlError: the file then ends with the last complete write, the
+        journal is closed, and every later call raises the same error.
+        """
         if self._fd is None:
             raise self._ended
         try:
@@ -254,7 +316,9 @@ class Journal(JournalReader):
             self._size += len(one.data)
 
     def forget(self, step: int) -> int:
-        """Note that batches before `step` are never needed again; return the first ticket that may still be needed."""
+        """Note that batches before `step` are never needed again; return the first
+        ticket that may still be needed.
+        """
         first_needed = self.state.admission.first_ticket(step)
         self.state.admission.forget(step)
         return first_needed
@@ -290,7 +354,9 @@ class Journal(JournalReader):
 
 
 def _lock(path: Path) -> int:
-    """Return the descriptor of a file with this process's name, locked until it is closed. MegarlError if another holds it."""
+    """Return the descriptor of a file with this process's name, locked until it is
+    closed. MegarlError if another holds it.
+    """
     with writing(path):
         descriptor = open_lock_file(path)
     deadline = time.monotonic() + LOCK_TIMEOUT_S
@@ -305,7 +371,9 @@ def _lock(path: Path) -> int:
                 if not known:
                     raise MegarlError(f"{path.parent}: {unknown_holder(path)}; {waited}") from None
                 advice = "end that run first, or give this one another run.name"
-                raise MegarlError(f"{path.parent}: {known} writes this journal ({waited}); {advice}") from None
+                raise MegarlError(
+                    f"{path.parent}: {known} writes this journal ({waited}); {advice}"
+                ) from None
             time.sleep(0.1)
         else:
             name_holder(descriptor)

@@ -1,9 +1,11 @@
-"""The records of the journal, one type for each event that a controller must not forget, and the state that they add up to.
+"""The records of the journal, one type for each event that a controller must not
+forget, and the state that they add up to.
 
     State() ── apply(Session) ── apply(Admitted) ── apply(Finished) ── … ──►  State
                                                         └─ snapshot() ─► Snapshot ─► State.restored()
 
-Only `apply` changes a state, so the state before a crash and the one rebuilt after it are the same.
+Only `apply` changes a state, so the state before a crash and the one rebuilt after it
+are the same.
 """
 
 import time
@@ -17,13 +19,17 @@ from megarl.core.base.types import Group, Record
 
 
 class RecordClock:
-    """The time of records, in Unix seconds. It is the wall clock only at the start: setting that later does no harm."""
+    """The time of records, in Unix seconds. It is the wall clock only at the start:
+    setting that later does no harm.
+    """
 
     def __init__(self) -> None:
         self.offset = time.time() - time.monotonic()
 
     def start(self, written: Path) -> None:
-        """Begin with the time of a file just written: the file system's clock, as for a session's beginning, not a node's."""
+        """Begin with the time of a file just written: the file system's clock, as for a
+        session's beginning, not a node's.
+        """
         self.offset = written.stat().st_mtime - time.monotonic()
 
     def now(self) -> float:
@@ -34,9 +40,11 @@ clock = RecordClock()
 
 
 class Session(Record, frozen=True, tag="session"):
-    """A controller has started within the life `session` of the supervisor, which began at `time` (Unix seconds) and holds
-    `devices` devices. spent: hours in the status that an earlier controller left. A second record of the same session changes
-    nothing; one of an earlier session is refused."""
+    """A controller has started within the life `session` of the supervisor, which began
+    at `time` (Unix seconds) and holds `devices` devices. spent: hours in the status
+    that an earlier controller left. A second record of the same session changes
+    nothing; one of an earlier session is refused.
+    """
 
     session: str
     time: float
@@ -53,7 +61,9 @@ class Admitted(Record, frozen=True, tag="admitted"):
     prompt_id: str
     epoch: int  # number of the pass over the task's data
     due: int  # D(g) at the time of the draw, which determines the length budget
-    reset: bool = False  # too few prompts were left, so all pass rates of the task were forgotten before this draw
+    # too few prompts were left, so all pass rates of the task were forgotten before
+    # this draw
+    reset: bool = False
     pool: int = 0  # the epoch covers this many of the easiest prompts (`data.curriculum`); 0: all
 
 
@@ -65,7 +75,9 @@ class Finished(Record, frozen=True, tag="finished"):
 
 
 class Removed(Record, frozen=True, tag="removed"):
-    """A ticket gave up its slot (zero variance under `refill`); only this summary of its group is kept."""
+    """A ticket gave up its slot (zero variance under `refill`); only this summary of
+    its group is kept.
+    """
 
     ticket: int
     reason: str
@@ -74,8 +86,10 @@ class Removed(Record, frozen=True, tag="removed"):
 
 
 class PublishedVersion(Record, frozen=True, tag="published_version"):
-    """`servers` have the weights `version`. Seconds are the slowest server's; startup and evaluation hours are totals so far.
-    window: how many tickets may be drawn but not trained from now on."""
+    """`servers` have the weights `version`. Seconds are the slowest server's; startup
+    and evaluation hours are totals so far. window: how many tickets may be drawn but
+    not trained from now on.
+    """
 
     version: int
     time: float
@@ -91,7 +105,9 @@ class PublishedVersion(Record, frozen=True, tag="published_version"):
 
 
 class Evaluated(Record, frozen=True, tag="evaluated"):
-    """The held-out pass rate of the weights `version`. compute_hours: at their publication. evaluation_hours: total so far."""
+    """The held-out pass rate of the weights `version`. compute_hours: at their
+    publication. evaluation_hours: total so far.
+    """
 
     version: int
     time: float
@@ -107,7 +123,9 @@ class TaskHistory(Record, frozen=True):
 
     drawn: int  # number of draws
     last: Admitted
-    pass_rates: dict[str, float]  # of each prompt's latest group since the last reset, void groups left out
+    pass_rates: dict[
+        str, float
+    ]  # of each prompt's latest group since the last reset, void groups left out
 
 
 class StateTotals(msgspec.Struct, kw_only=True):
@@ -125,13 +143,17 @@ class StateTotals(msgspec.Struct, kw_only=True):
     evaluation_hours: float = 0.0
     joined_hours: float = 0.0
     session_published: bool = False  # whether weights were published in this life of the supervisor
-    earlier_sessions: tuple[str, ...] = ()  # names, except of sessions before a snapshot by an older version
+    earlier_sessions: tuple[
+        str, ...
+    ] = ()  # names, except of sessions before a snapshot by an older version
     window: int = 0  # tickets, from the last publication; 0 before the first
     drawn_before: dict[str, int] = {}  # by task: draws under the shares of a fork's parent
 
 
 class Snapshot(StateTotals, eq=False, kw_only=True, tag="snapshot"):
-    """The state at the head of a journal file, after all records of earlier files. The queue of tickets is an int32 array."""
+    """The state at the head of a journal file, after all records of earlier files. The
+    queue of tickets is an int32 array.
+    """
 
     prompts_per_batch: int
     max_lag: int
@@ -156,22 +178,31 @@ class State(StateTotals):
     evaluations: dict[int, Evaluated] = {}  # by version
 
     def compute_hours(self, now: float) -> float:
-        """Return devices held × wall time up to `now`, in hours; earlier sessions count up to their last record or status."""
+        """Return devices held × wall time up to `now`, in hours; earlier sessions count
+        up to their last record or status.
+        """
         if self.session is None:
             return 0.0
         return self.earlier_hours + self.session.devices * max(0.0, now - self.session.time) / 3600
 
     def apply(self, record: JournalRecord) -> None:
-        """Apply the next record. ValueError, without any change, if it contradicts earlier records."""
+        """Apply the next record. ValueError, without any change, if it contradicts
+        earlier records.
+        """
         match record:
             case Admitted():
                 if record.ticket != self.admission.next_ticket:
-                    raise ValueError(f"ticket {record.ticket} is admitted where {self.admission.next_ticket} is next")
+                    raise ValueError(
+                        f"ticket {record.ticket} is admitted where {self.admission.next_ticket} is"
+                        " next"
+                    )
                 self.admission.admit()
                 before = self.tasks.get(record.task)
                 pass_rates = {} if before is None or record.reset else before.pass_rates
                 drawn = 1 if before is None else before.drawn + 1
-                self.tasks[record.task] = TaskHistory(drawn=drawn, last=record, pass_rates=pass_rates)
+                self.tasks[record.task] = TaskHistory(
+                    drawn=drawn, last=record, pass_rates=pass_rates
+                )
                 self.unfinished[record.ticket] = record
             case Finished(group=group):
                 self.admission.finish(group.ticket)
@@ -203,14 +234,24 @@ class State(StateTotals):
                 self.evaluation_hours = max(self.evaluation_hours, record.evaluation_hours)
             case Session():
                 if record.session in self.earlier_sessions:
-                    raise ValueError(f"session {record.session} begins again, but a later one has ended it")
+                    raise ValueError(
+                        f"session {record.session} begins again, but a later one has ended it"
+                    )
                 if self.session is None or record.session != self.session.session:
                     if self.session is not None:
                         self.earlier_sessions += (self.session.session,)
-                        spent = max(self.compute_hours(self.last_time), record.spent - self.joined_hours)
-                        self.startup_hours += 0.0 if self.session_published else spent - self.earlier_hours
+                        spent = max(
+                            self.compute_hours(self.last_time), record.spent - self.joined_hours
+                        )
+                        self.startup_hours += (
+                            0.0 if self.session_published else spent - self.earlier_hours
+                        )
                         self.earlier_hours = spent
-                    self.session, self.last_time, self.session_published = record, record.time, False
+                    self.session, self.last_time, self.session_published = (
+                        record,
+                        record.time,
+                        False,
+                    )
             case Snapshot():
                 pass  # has only what was applied already
 
@@ -234,11 +275,19 @@ class State(StateTotals):
         unfinished = {a.ticket: a for a in s.unfinished}
         return State(
             Admission(
-                s.prompts_per_batch, s.max_lag, s.phase_steps, next_ticket=s.next_ticket, forgotten=s.forgotten,
-                queue=s.queue.tolist(), unfinished=unfinished,
+                s.prompts_per_batch,
+                s.max_lag,
+                s.phase_steps,
+                next_ticket=s.next_ticket,
+                forgotten=s.forgotten,
+                queue=s.queue.tolist(),
+                unfinished=unfinished,
             ),
             unfinished=unfinished,
-            tasks={t: msgspec.structs.replace(h, pass_rates=dict(h.pass_rates)) for t, h in s.tasks.items()},
+            tasks={
+                t: msgspec.structs.replace(h, pass_rates=dict(h.pass_rates))
+                for t, h in s.tasks.items()
+            },
             evaluations={e.version: e for e in s.evaluations},
             **{name: getattr(s, name) for name in StateTotals.__struct_fields__},
-        )  # fmt: skip
+        )

@@ -1,4 +1,5 @@
-"""A journal that does not block the event loop: a record changes the state at once and is on disk when the write is awaited.
+"""A journal that does not block the event loop: a record changes the state at once and
+is on disk when the write is awaited.
 
     write(record) ─► state.apply, bytes ─► queue ─► [thread] all queued records: one write, one fsync ─► returns
 
@@ -17,7 +18,9 @@ from megarl.core.telemetry.spans import spans
 
 
 class JournalWriter:
-    """Owns `journal` while it runs. state: the state after all records, written or queued."""
+    """Owns `journal` while it runs. state: the state after all records, written or
+    queued.
+    """
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -41,9 +44,15 @@ class JournalWriter:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write the queued records. A failure is raised again by every later call, since the first caller may be gone."""
+        """Write the queued records. A failure is raised again by every later call,
+        since the first caller may be gone.
+        """
         batch, self._queue = self._queue, []
-        with spans.timed("controller/journal", "write", records=len(batch)) if batch else nullcontext():
+        with (
+            spans.timed("controller/journal", "write", records=len(batch))
+            if batch
+            else nullcontext()
+        ):
             await self._call(lambda: self._journal.put([applied for applied, _ in batch]))
         for _, written in batch:
             if not written.cancelled():
@@ -58,7 +67,9 @@ class JournalWriter:
         await self._call(lambda: self._journal.drop(first_needed))
 
     async def close(self) -> None:
-        """Write the rest of the queue and release the journal. Raises the error if a record could not be written."""
+        """Write the rest of the queue and release the journal. Raises the error if a
+        record could not be written.
+        """
         try:
             await self.flush()
         finally:
@@ -66,5 +77,8 @@ class JournalWriter:
             self._thread.shutdown()
 
     async def _call[T](self, function: Callable[[], T]) -> T:
-        # Shielded: records that were taken from the queue are written even if the caller is cancelled.
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, function))
+        # Shielded: records that were taken from the queue are written even if the
+        # caller is cancelled.
+        return await asyncio.shield(
+            asyncio.get_running_loop().run_in_executor(self._thread, function)
+        )

@@ -1,19 +1,24 @@
-"""The learner's checkpoints: model, optimiser, next step and counts, written while training goes on, loaded at any layout.
-A critic's state is in the same checkpoint, so both are always of the same step.
+"""The learner's checkpoints: model, optimiser, next step and counts, written while
+training goes on, loaded at any layout. A critic's state is in the same checkpoint, so
+both are always of the same step.
 
     save()   plan and copy (training stops for this) ──► a thread on each rank writes, and reads back for the checksums
     poll()   all ranks have written? ──► the directory appears, old ones are deleted
 
-On a CPU a rank that has all of AdamW's state copies none of it, which would double the learner's memory: it writes from the
-state itself, while the next gradients are computed. The next update waits until that is done.
+On a CPU a rank that has all of AdamW's state copies none of it, which would double the
+learner's memory: it writes from the state itself, while the next gradients are
+computed. The next update waits until that is done.
 
-megatron's own background writers are a forked or spawned process per rank. A forked one needs a manager process that
-outlives a killed learner; a spawned one imports torch for seconds and refuses to run without a GPU. A thread is enough, since
-writing files releases the interpreter lock. A step uses no random numbers (no dropout), so no generator's state is saved.
+megatron's own background writers are a forked or spawned process per rank. A forked one
+needs a manager process that outlives a killed learner; a spawned one imports torch for
+seconds and refuses to run without a GPU. A thread is enough, since writing files
+releases the interpreter lock. A step uses no random numbers (no dropout), so no
+generator's state is saved.
 
-Depending on the layout, megatron has one optimiser for a rank's experts and one for the rest, or a single one. Their tensors
-are stored under the model's names, which are the same at every layout (optimizer.py corrects how they are gathered). The only
-other state of an optimiser is Adam's step count; the rest are settings.
+Depending on the layout, megatron has one optimiser for a rank's experts and one for the
+rest, or a single one. Their tensors are stored under the model's names, which are the
+same at every layout (optimizer.py corrects how they are gathered). The only other state
+of an optimiser is Adam's step count; the rest are settings.
 """
 
 import gc
@@ -57,19 +62,25 @@ COUNTS = ("step", "skipped_steps", "skipped_in_row", "scaler_skipped_steps")
 """The trainer's attributes that a checkpoint keeps under their names."""
 
 AGAIN_S = (2.0, 20.0)
-"""Pauses before reading a checkpoint again that could not be read but is not known to be damaged."""
+"""Pauses before reading a checkpoint again that could not be read but is not known to
+be damaged.
+"""
 
 
 LOOK_S = 1.0
 """Pause between looks at whether all ranks have written."""
 MOST_FAILURES = 3
-"""Failed writes in a row after which the learner ends. Before that training goes on, since the file system may fail only for a
-moment, and the steps since the last checkpoint would be trained again."""
+"""Failed writes in a row after which the learner ends. Before that training goes on,
+since the file system may fail only for a moment, and the steps since the last
+checkpoint would be trained again.
+"""
 
 
 class Checkpoints:
-    """A trainer's RUN/checkpoints; collective over all ranks. milestones: besides the `keep` newest, these stay
-    (retention.py), and with keep_best that of the best score. failures: of writes in a row; if any, call `save` again soon."""
+    """A trainer's RUN/checkpoints; collective over all ranks. milestones: besides the
+    `keep` newest, these stay (retention.py), and with keep_best that of the best score.
+    failures: of writes in a row; if any, call `save` again soon.
+    """
 
     def __init__(
         self,
@@ -87,10 +98,14 @@ class Checkpoints:
 
     def has_begun(self) -> bool:
         """Return whether the present state is being written."""
-        return self._writing is not None and self._writing[0] == step_folder(self.folder, self.trainer.step)
+        return self._writing is not None and self._writing[0] == step_folder(
+            self.folder, self.trainer.step
+        )
 
     def save(self) -> None:
-        """Begin to write the present state, unless it is on disk already. First wait for an earlier write to end."""
+        """Begin to write the present state, unless it is on disk already. First wait
+        for an earlier write to end.
+        """
         self.poll(blocking=True)
         trainer = self.trainer
         step, path = trainer.step, step_folder(self.folder, trainer.step)
@@ -99,8 +114,12 @@ class Checkpoints:
         begin = time.monotonic()
         model, critic = trainer.recipe.model.model_dump(mode="json"), trainer.critic is not None
         source = str(self.hf_source)
-        meta = checkpoint.CheckpointMeta(step=step, version=step, hf_source=source, model=model, critic=critic)
-        with out_of_memory_named("learner.optimizer_offload", "gathering the optimiser for a checkpoint; set it"):
+        meta = checkpoint.CheckpointMeta(
+            step=step, version=step, hf_source=source, model=model, critic=critic
+        )
+        with out_of_memory_named(
+            "learner.optimizer_offload", "gathering the optimiser for a checkpoint; set it"
+        ):
             state = _state(trainer, is_loading=False)
         try:
             request = checkpoint.begin(path, state, meta)
@@ -118,32 +137,48 @@ class Checkpoints:
         log.info("checkpoint %s: the step stopped for %.2f s", path.name, time.monotonic() - begin)
 
     def poll(self, blocking: bool = False) -> None:
-        """Complete a write that all ranks have finished. blocking: wait until they have. If a rank could not write its part,
-        all ranks count that in `failures`, or raise at the last one."""
+        """Complete a write that all ranks have finished. blocking: wait until they
+        have. If a rank could not write its part, all ranks count that in `failures`, or
+        raise at the last one.
+        """
         if self._writing is None:
             return
         path, thread, steps = self._writing
         while any(gathered(thread.is_alive())):
             if not blocking:
                 return
-            thread.join(LOOK_S)  # not to its end: a rank that waits for others in a collective gives up after its limit
+            thread.join(
+                LOOK_S
+                # not to its end: a rank that waits for others in a collective gives up
+                # after its limit
+            )
         self._writing = None
         try:
             with checkpoint.whole_or_gone(path):
-                for step in steps:  # megatron's, which raise a thread's error on all ranks, then ours
+                for (
+                    step
+                ) in steps:  # megatron's, which raise a thread's error on all ranks, then ours
                     step()
         except MegarlError as error:
             return self._failed(error)
         self.failures = 0
         if dist.get_rank() == 0:
             self._prune()
-            size, free = sum(file.stat().st_size for file in path.iterdir()), shutil.disk_usage(path).free
+            size, free = (
+                sum(file.stat().st_size for file in path.iterdir()),
+                shutil.disk_usage(path).free,
+            )
             if free < size:
-                what = "the next checkpoint, of %.1f GB, will not fit on the disk, which has %.1f GB left; free some"
+                what = (
+                    "the next checkpoint, of %.1f GB, will not fit on the disk, which has %.1f GB"
+                    " left; free some"
+                )
                 log.warning(f"%s: {what}", self.folder, size / 1e9, free / 1e9)
 
     def _wait_for_own_part(self) -> None:
-        """Wait until this rank has written the tensors that an update changes. Usually computing the gradients takes longer."""
+        """Wait until this rank has written the tensors that an update changes. Usually
+        computing the gradients takes longer.
+        """
         if self._writing is None:
             return
         _, thread, _ = self._writing
@@ -151,7 +186,9 @@ class Checkpoints:
         thread.join()
         if (waited := time.monotonic() - begin) > LOOK_S:
             log.info(
-                "the update waited %.1f s for the checkpoint, which is written from the weights themselves", waited
+                "the update waited %.1f s for the checkpoint, which is written from the weights"
+                " themselves",
+                waited,
             )
 
     def _prune(self) -> None:
@@ -161,9 +198,13 @@ class Checkpoints:
         checkpoint.prune(self.folder, self.keep, kept)
 
     def _failed(self, error: MegarlError) -> None:
-        """Count a failed write. Raise its error if it is the last one, or if other ranks may not know of it."""
+        """Count a failed write. Raise its error if it is the last one, or if other
+        ranks may not know of it.
+        """
         self.failures += 1
-        known = error.__cause__ is None or isinstance(error.__cause__, (CheckpointException, MegarlError))
+        known = error.__cause__ is None or isinstance(
+            error.__cause__, (CheckpointException, MegarlError)
+        )
         if self.failures == MOST_FAILURES or not known:
             raise error
         if dist.get_rank() == 0:
@@ -173,11 +214,15 @@ class Checkpoints:
         """Wait for an unfinished write. MegarlError if it failed."""
         self.poll(blocking=True)
         if self.failures:
-            raise MegarlError(f"{self.folder}: the newest checkpoint could not be written; see the errors above")
+            raise MegarlError(
+                f"{self.folder}: the newest checkpoint could not be written; see the errors above"
+            )
 
     def load_latest(self) -> bool:
-        """Continue from the newest intact checkpoint and put damaged newer ones aside. Return False if there is no checkpoint.
-        An error that does not prove damage is raised only after some tries, since storage may be unavailable for a while."""
+        """Continue from the newest intact checkpoint and put damaged newer ones aside.
+        Return False if there is no checkpoint. An error that does not prove damage is
+        raised only after some tries, since storage may be unavailable for a while.
+        """
         paths = from_rank_0(checkpoint.complete(self.folder))
         corrupt: list[Path] = []
         while paths:
@@ -192,7 +237,9 @@ class Checkpoints:
             log.info("continuing from %s", paths[-1])
         elif corrupt:
             advice = "move them away to train again from the beginning"
-            raise MegarlError(f"{self.folder}: none of the {len(corrupt)} checkpoints is intact; {advice}")
+            raise MegarlError(
+                f"{self.folder}: none of the {len(corrupt)} checkpoints is intact; {advice}"
+            )
         if dist.get_rank() == 0:
             self._prune()
         return bool(paths)
@@ -210,15 +257,22 @@ class Checkpoints:
         self.load(path)
 
     def load(self, path: Path) -> None:
-        """Put the checkpoint's weights, optimiser state and step into the trainer, or raise on all ranks."""
+        """Put the checkpoint's weights, optimiser state and step into the trainer, or
+        raise on all ranks.
+        """
         trainer = self.trainer
-        if trainer.critic and not all(checkpoint.intact_everywhere(lambda: checkpoint.read_meta(path).critic)):
+        if trainer.critic and not all(
+            checkpoint.intact_everywhere(lambda: checkpoint.read_meta(path).critic)
+        ):
             raise MegarlError(
-                f"{path}: has no critic, which batch.centring=critic asks for; start another run (run.name) from its weights "
-                "(`megarl export`), or set the centring it was trained with"
+                f"{path}: has no critic, which batch.centring=critic asks for; start another run"
+                " (run.name) from its weights (`megarl export`), or set the centring it was"
+                " trained with"
             )
         loaded: StateDict = {}
-        checkpoint.intact_everywhere(lambda: loaded.update(checkpoint.load(path, _state(trainer, is_loading=True))))
+        checkpoint.intact_everywhere(
+            lambda: loaded.update(checkpoint.load(path, _state(trainer, is_loading=True)))
+        )
         _restore(trainer.policy, loaded)
         if trainer.critic:
             _restore(trainer.critic, loaded["critic"])
@@ -228,28 +282,44 @@ class Checkpoints:
 
 
 def resumed(recipe: Recipe, folder: Path, record: Path | None, offload: Offload) -> Checkpoints:
-    """Return the checkpoints in `folder` with a trainer that continues from the newest, if there is one. COLLECTIVE. record:
-    the file for the size of micro-batches (microbatch_size.py). offload: frees the servers' memory."""
+    """Return the checkpoints in `folder` with a trainer that continues from the newest,
+    if there is one. COLLECTIVE. record: the file for the size of micro-batches
+    (microbatch_size.py). offload: frees the servers' memory.
+    """
     source = Path(recipe.model.path)
     trainer = Trainer(recipe, source)
     settings = recipe.checkpoint
-    checkpoints = Checkpoints(folder, settings.keep, trainer, source, settings.milestones, settings.keep_best)
+    checkpoints = Checkpoints(
+        folder, settings.keep, trainer, source, settings.milestones, settings.keep_best
+    )
     checkpoints.load_latest()
-    longest, rollouts = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
-    microbatch_size.settle(trainer, longest, longest * rollouts, record, within=offload.released(trainer.step))
+    longest, rollouts = (
+        recipe.length.context_tokens,
+        recipe.batch.prompts * recipe.sampling.generations,
+    )
+    microbatch_size.settle(
+        trainer, longest, longest * rollouts, record, within=offload.released(trainer.step)
+    )
     return checkpoints
 
 
 def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
-    """Write the first checkpoint of a run that was forked between two checkpoints of its parent (megarl/run/fork.py), unless it
-    has one: replay the parent's batches since its checkpoint with its recipe. COLLECTIVE. Interrupted if told to stop: the
-    steps so far are then in a checkpoint of RUN/parent, from which the next call goes on."""
+    """Write the first checkpoint of a run that was forked between two checkpoints of
+    its parent (megarl/run/fork.py), unless it has one: replay the parent's batches
+    since its checkpoint with its recipe. COLLECTIVE. Interrupted if told to stop: the
+    steps so far are then in a checkpoint of RUN/parent, from which the next call goes
+    on.
+    """
     if from_rank_0(bool(complete(rundir.checkpoints))):
         return
-    model = f"model.path={json.dumps(recipe.model.path)}"  # the same, as its fingerprint says, though it may have moved
+    # the same, as its fingerprint says, though it may have moved
+    model = f"model.path={json.dumps(recipe.model.path)}"
     before, (_, step) = load(str(rundir.parent.recipe), [model]), recipe.run.forked
     journal = JournalReader(rundir.parent.rollouts)
-    trainer, admission = resumed(before, rundir.parent.checkpoints, None, offload).trainer, journal.fold().admission
+    trainer, admission = (
+        resumed(before, rundir.parent.checkpoints, None, offload).trainer,
+        journal.fold().admission,
+    )
     rates = {row["step"]: row["lr"] for row in rows_in_order(rundir.metrics) if "lr" in row}
     # Every rank reads the journal for itself: these batches no longer change.
     while trainer.step < step and not from_rank_0(rundir.stop_asked()):
@@ -260,8 +330,9 @@ def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
         then, now = rates.get(batch.step), metrics.get("lr")
         if then is not None and now is not None and then != now:
             raise MegarlError(
-                f"run.fork: step {batch.step} was trained with a learning rate of {then:g}, but the parent's recipe now has "
-                f"{now:g}: a replay would give other weights; fork at one of the parent's checkpoints"
+                f"run.fork: step {batch.step} was trained with a learning rate of {then:g}, but the"
+                f" parent's recipe now has {now:g}: a replay would give other weights; fork at one"
+                " of the parent's checkpoints"
             )
     folder = (rundir if trainer.step == step else rundir.parent).checkpoints
     checkpoints = Checkpoints(folder, recipe.checkpoint.keep, trainer, Path(before.model.path))
@@ -276,7 +347,9 @@ def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
 
 
 def _put_aside(corrupt: list[Path]) -> None:
-    """Rename each checkpoint to `.unreadable`, replacing an earlier one of the same step."""
+    """Rename each checkpoint to `.unreadable`, replacing an earlier one of the same
+    step.
+    """
     for path in corrupt:
         aside = path.with_name(f"{path.name}.unreadable")
         shutil.rmtree(aside, ignore_errors=True)
@@ -284,12 +357,18 @@ def _put_aside(corrupt: list[Path]) -> None:
 
 
 def _state(trainer: Trainer, is_loading: bool) -> StateDict:
-    """Return the trainer's whole state. The names of the critic's tensors are `critic.` plus those of the policy's."""
+    """Return the trainer's whole state. The names of the critic's tensors are `critic.`
+    plus those of the policy's.
+    """
     state = _network_state(trainer.policy, is_loading)
     if trainer.critic:
         state["critic"] = _network_state(trainer.critic, is_loading)
         add_prefix_for_sharding(state["critic"], checkpoint.CRITIC)
-    return state | {name: getattr(trainer, name) for name in COUNTS} | {"moments": asdict(trainer.moments)}
+    return (
+        state
+        | {name: getattr(trainer, name) for name in COUNTS}
+        | {"moments": asdict(trainer.moments)}
+    )
 
 
 def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
@@ -302,8 +381,9 @@ def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
     ]
     for part in state.values() if not is_loading else ():
         for tensor in part.values():
-            # The next step must not change what is being written. megatron copies tensors that are on a GPU or in a buffer,
-            # as most parameters are; others on a CPU, such as routers' biases, it would write from where they are.
+            # The next step must not change what is being written. megatron copies
+            # tensors that are on a GPU or in a buffer, as most parameters are; others
+            # on a CPU, such as routers' biases, it would write from where they are.
             if tensor.data.is_cpu and tensor.data.untyped_storage().nbytes() == tensor.data.nbytes:
                 tensor.data = tensor.data.clone()
     if network.loss_scale is not None:
@@ -323,7 +403,8 @@ def _restore(network: TrainedNetwork, loaded: StateDict) -> None:
             group["step"] = loaded["adam_steps"]
         optimizer.load_state_dict(settings | kind | {"param_state": loaded["optimizer"][i]})
         if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
-            # Its parts have this count now. If it stayed here, it would be copied to them before every step.
+            # Its parts have this count now. If it stayed here, it would be copied to
+            # them before every step.
             for group in optimizer.optimizer.param_groups:
                 del group["step"]
     if network.loss_scale is not None and "loss_scale" in loaded:

@@ -41,13 +41,19 @@ class StepClock:
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Record the time within this context under `name`, in our trace and in the profiler's."""
+        """Record the time within this context under `name`, in our trace and in the
+        profiler's.
+        """
         with spans.timed(PLACE, name), record_function(name):
             yield
 
     def published(self, result: Published) -> None:
         """Trace the publication that has just ended, which counts in this step."""
-        phases = {"pause": result.pause_seconds, "transfer": result.transfer_seconds, "resume": result.resume_seconds}
+        phases = {
+            "pause": result.pause_seconds,
+            "transfer": result.transfer_seconds,
+            "resume": result.resume_seconds,
+        }
         if result.staged:
             phases = {"transfer": phases.pop("transfer"), **phases}
         self._publication = {f"{name}_seconds": seconds for name, seconds in phases.items()}
@@ -68,6 +74,9 @@ class StepClock:
         spans.span(PLACE, f"step {step}", self._begin, now, step=step)
         total = now - self._begin
         columns = {f"{part}_seconds": seconds for part, seconds in self._spent.items()}
-        columns |= self._publication | {"step_seconds": total, "learner_idle_share": columns["wait_seconds"] / total}
+        columns |= self._publication | {
+            "step_seconds": total,
+            "learner_idle_share": columns["wait_seconds"] / total,
+        }
         self._begin, self._spent, self._publication = now, dict.fromkeys(self._spent, 0.0), {}
         return columns

@@ -1,11 +1,13 @@
-"""Two networks besides the policy that are not published: the critic and the frozen reference of the KL penalty.
+"""Two networks besides the policy that are not published: the critic and the frozen
+reference of the KL penalty.
 
     critic      sequences ──► values of trained tokens, once a step ──► algorithm/gae.py ──┬─► advantages, for the policy
                                                                                            └─► returns, for the critic
     reference   sequences ──► log-probs of trained tokens ──┬─► KL in the loss, to the learner's log-probs (losses/terms.py)
                                                             └─► or in the reward, to the recorded ones (`kl_penalty`)
 
-Both have the policy's layout; the critic has its own precision (critic.dtype) and optimiser.
+Both have the policy's layout; the critic has its own precision (critic.dtype) and
+optimiser.
 """
 
 from collections.abc import Sequence
@@ -27,7 +29,9 @@ from megarl.core.models.layers import ValueHead
 from megarl.core.recipe import Recipe
 
 VALUE_CLIP = 0.2
-"""Distance from its old value beyond which a value learns no more: PPO's usual clip (arXiv 1707.06347), from epoch two on."""
+"""Distance from its old value beyond which a value learns no more: PPO's usual clip
+(arXiv 1707.06347), from epoch two on.
+"""
 
 
 class CriticModel(TrainedNetwork):
@@ -38,14 +42,19 @@ class CriticModel(TrainedNetwork):
 
     def __init__(self, recipe: Recipe, policy: Family) -> None:
         self.critic, self.normalisation = recipe.critic, recipe.batch.advantage
-        optimizer, recipe = recipe.critic_optimizer, recipe.model_copy(update={"model": recipe.critic_model})
+        optimizer, recipe = (
+            recipe.critic_optimizer,
+            recipe.model_copy(update={"model": recipe.critic_model}),
+        )
         chunks, family = loaded_chunks(recipe, Path(recipe.model.path))
         ValueHead.adopt(chunks)
         super().__init__(chunks, family, optimizer, recipe, gathers_late=True)
         self.head = selected_values
 
     def values(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
-        """Return the reward expected before each trained token: [len] float32 per sequence, 0 elsewhere, on all ranks."""
+        """Return the reward expected before each trained token: [len] float32 per
+        sequence, 0 elsewhere, on all ranks.
+        """
         return self.ask(sequences, selected_values)
 
     def estimated(
@@ -53,7 +62,9 @@ class CriticModel(TrainedNetwork):
     ) -> tuple[list[TrainSequence], Moments]:
         """As gae.estimated."""
         assert self.normalisation != "group"  # megarl/core/recipe/rules.py
-        return gae.estimated(sequences, self.values(sequences), self.critic.lam, self.normalisation, before)
+        return gae.estimated(
+            sequences, self.values(sequences), self.critic.lam, self.normalisation, before
+        )
 
     def loss(self, micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return value_loss(output, micro.value, micro.value_target, VALUE_CLIP)
@@ -65,13 +76,19 @@ class CriticModel(TrainedNetwork):
         return losses | gae.value_statistics(sequences)
 
 
-def selected_values(*, hidden_states: Tensor, output_layer: ValueHead, context: MicroBatch, **_: object) -> Tensor:
-    """Act as GPTModel's `output_processor`: return the value [n] float32 before each trained token of a micro-batch."""
+def selected_values(
+    *, hidden_states: Tensor, output_layer: ValueHead, context: MicroBatch, **_: object
+) -> Tensor:
+    """Act as GPTModel's `output_processor`: return the value [n] float32 before each
+    trained token of a micro-batch.
+    """
     return output_layer(trained_positions(hidden_states, output_layer, context.at, in_parts=False))
 
 
 class ReferenceModel(Network):
-    """`recipe.reference` on this rank, always with the weights of model.path, even when the run is resumed."""
+    """`recipe.reference` on this rank, always with the weights of model.path, even when
+    the run is resumed.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(*loaded_chunks(recipe, Path(recipe.model.path)), recipe)
@@ -80,14 +97,23 @@ class ReferenceModel(Network):
             chunk.requires_grad_(False)
 
     def scored(self, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-        """Return the sequences with `reference_logprobs`, and with `kl_penalty` if the KL is in the reward. COLLECTIVE."""
+        """Return the sequences with `reference_logprobs`, and with `kl_penalty` if the
+        KL is in the reward. COLLECTIVE.
+        """
         head = self.lm_head(self.temperature)
         logprobs = self.ask(sequences, lambda **given: head(**given)[0])
-        scored = [replace(s, reference_logprobs=r) for s, r in zip(sequences, logprobs, strict=True)]
+        scored = [
+            replace(s, reference_logprobs=r) for s, r in zip(sequences, logprobs, strict=True)
+        ]
         if self.settings.in_loss:
             return scored
-        weight = np.float32(self.settings.coefficient)  # of k1, which estimates KL(behaviour policy || reference)
+        weight = np.float32(
+            self.settings.coefficient
+        )  # of k1, which estimates KL(behaviour policy || reference)
         return [
-            replace(s, kl_penalty=np.where(s.trained, weight * (s.behaviour_logprobs - r), np.float32(0)))
+            replace(
+                s,
+                kl_penalty=np.where(s.trained, weight * (s.behaviour_logprobs - r), np.float32(0)),
+            )
             for s, r in zip(scored, logprobs, strict=True)
         ]

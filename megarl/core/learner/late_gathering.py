@@ -1,17 +1,20 @@
-"""Weights that are gathered after an update while the next forward pass already computes.
+"""Weights that are gathered after an update while the next forward pass already
+computes.
 
-AdamW updates a part of each bucket of weights on each data-parallel rank. Usually the update ends
-when all ranks have gathered all parts. Where no publication follows, they are gathered later:
+AdamW updates a part of each bucket of weights on each data-parallel rank. Usually the
+update ends when all ranks have gathered all parts. Where no publication follows, they
+are gathered later:
 
     update ──► next forward pass    layer 1 waits for its bucket, and begins to gather the next
-                                    layer 2 waits for its bucket, …
-                                    the head, whose weight is read by our own code, needs them all
+                                    layer 2 waits for its bucket, … the head, whose
+                                    weight is read by our own code, needs them all
 
-Until then a rank's weights are partly those before the update. Whoever reads them other than by a
-forward pass (publication, checkpoints, export) first calls `gather`, on all ranks.
+Until then a rank's weights are partly those before the update. Whoever reads them other
+than by a forward pass (publication, checkpoints, export) first calls `gather`, on all
+ranks.
 
-The forward pass is megatron's (overlap_param_gather in its DistributedDataParallel): a hook before
-each module waits for the bucket of the module's own parameters.
+The forward pass is megatron's (overlap_param_gather in its DistributedDataParallel): a
+hook before each module waits for the bucket of the module's own parameters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,20 +29,25 @@ from torch.nn import Module
 def gather_before_head(chunks: Sequence[DistributedDataParallel]) -> None:
     """Make each chunk wait for all of its weights when its layers have run.
 
-    Megatron waits before each module that is called. The head is not called: its weight, perhaps
-    the embedding's, is read (network.py), and so would be an expert's that got no token.
+    Megatron waits before each module that is called. The head is not called: its
+    weight, perhaps the embedding's, is read (network.py), and so would be an expert's
+    that got no token.
     """
     for chunk in chunks:
         chunk.module.decoder.register_forward_hook(partial(_gather_rest, chunk))
 
 
-def _gather_rest(chunk: DistributedDataParallel, _decoder: Module, _given: object, _output: object) -> None:
+def _gather_rest(
+    chunk: DistributedDataParallel, _decoder: Module, _given: object, _output: object
+) -> None:
     gather([chunk])
 
 
 @torch.no_grad()
 def gather(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Complete all of this rank's weights; at once if they are. COLLECTIVE over data-parallel ranks."""
+    """Complete all of this rank's weights; at once if they are. COLLECTIVE over
+    data-parallel ranks.
+    """
     for buckets in incomplete(chunks):
         buckets.start_param_sync(force_sync=True)
 

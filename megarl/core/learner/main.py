@@ -2,8 +2,9 @@
 
     rank 0   ── Next ──► controller ── Train | Publish | Score | Wait | Stop ──► rank 0 ── broadcast ──► all ranks execute it
 
-The learner decides nothing. Between commands it only checks whether it should stop (RUN/stop, a signal) and whether a
-checkpoint has reached the disk. Every step adds one row to RUN/metrics.jsonl.
+The learner decides nothing. Between commands it only checks whether it should stop
+(RUN/stop, a signal) and whether a checkpoint has reached the disk. Every step adds one
+row to RUN/metrics.jsonl.
 """
 
 import asyncio
@@ -22,7 +23,18 @@ import torch.distributed as dist
 
 from megarl.core.base.errors import Interrupted, MegarlError
 from megarl.core.base.link import ControllerLink
-from megarl.core.base.messages import Next, Publish, Refused, Reply, Request, Score, ServerAddress, Stop, Stopped, Train
+from megarl.core.base.messages import (
+    Next,
+    Publish,
+    Refused,
+    Reply,
+    Request,
+    Score,
+    ServerAddress,
+    Stop,
+    Stopped,
+    Train,
+)
 from megarl.core.base.process import ENDING, NODE, ignore_late_signals, log_to, start_logging
 from megarl.core.base.ranks import bytes_from_rank_0, from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, rows_in_order, write_atomically
@@ -52,7 +64,9 @@ class StepMetrics(Protocol):
     """Stores and shows the metrics of a run."""
 
     def row(self, row: dict[str, object]) -> None:
-        """Write the metrics of `row["step"]`. A later row of the same step replaces an earlier one."""
+        """Write the metrics of `row["step"]`. A later row of the same step replaces an
+        earlier one.
+        """
 
     def close(self) -> None: ...
 
@@ -70,7 +84,8 @@ def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
     torch.set_num_threads(recipe.resources.threads)
     if recipe.resources.colocate:
         asyncio.run(_let_servers_first(recipe, rundir, endpoints))
-    # Ranks other than 0 wait in a collective as long as rank 0 waits for the controller.
+    # Ranks other than 0 wait in a collective as long as rank 0 waits for the
+    # controller.
     parallel.start(recipe.model, recipe.run.seed, CONTROLLER_LIMIT_S + recipe.weights.timeout_s)
     try:
         with closing(LearnerRank(recipe, rundir, endpoints, open_metrics)) as learner:
@@ -86,25 +101,35 @@ def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
 
 
 async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
-    """Wait until the servers on our GPUs answer, even ones that a dead learner left paused: then they have their memory."""
+    """Wait until the servers on our GPUs answer, even ones that a dead learner left
+    paused: then they have their memory.
+    """
     limit_s = recipe.start_limit_s
     until, keys = time.monotonic() + limit_s, (endpoints.api_key, endpoints.admin_key)
     for i, url in enumerate(endpoints.servers):
-        async with ServerClient(ServerAddress(id=i, url=url), *keys, recipe.weights.timeout_s) as server:
+        async with ServerClient(
+            ServerAddress(id=i, url=url), *keys, recipe.weights.timeout_s
+        ) as server:
             while not rundir.stop_asked():
                 try:
                     await server.device_identity()
                     break
                 except MegarlError as error:
                     if time.monotonic() > until:
-                        raise MegarlError(f"not within {limit_s:g} s ({START_LIMIT_RULE}): {error}") from None
+                        raise MegarlError(
+                            f"not within {limit_s:g} s ({START_LIMIT_RULE}): {error}"
+                        ) from None
                     await asyncio.sleep(SERVERS_POLL_S)
 
 
 class LearnerRank:
-    """One rank of the learner. Only rank 0 has a link to the controller and writes metrics."""
+    """One rank of the learner. Only rank 0 has a link to the controller and writes
+    metrics.
+    """
 
-    def __init__(self, recipe: Recipe, rundir: RunDir, endpoints: Endpoints, open_metrics: OpenMetrics) -> None:
+    def __init__(
+        self, recipe: Recipe, rundir: RunDir, endpoints: Endpoints, open_metrics: OpenMetrics
+    ) -> None:
         self.recipe, self.rundir = recipe, rundir
         self.signalled = ""
         for number in ENDING:
@@ -113,7 +138,11 @@ class LearnerRank:
         self.compute_unit = "gpu" if endpoints.gpus else "core"
         self.leader = dist.get_rank() == 0
         where = (endpoints.controller, endpoints.link)
-        self.link = ControllerLink(*where, self._interrupted, limit_s=CONTROLLER_LIMIT_S) if self.leader else None
+        self.link = (
+            ControllerLink(*where, self._interrupted, limit_s=CONTROLLER_LIMIT_S)
+            if self.leader
+            else None
+        )
         self.incarnation: str = from_rank_0(uuid.uuid4().hex)
         self.offload = Offload(recipe, endpoints)
         if recipe.run.fork:
@@ -123,7 +152,9 @@ class LearnerRank:
         first = self.trainer.step
         known = next(rows_in_order(rundir.metrics, first), {}) if self.leader else {}
         self.recorded: dict[str, object] = from_rank_0(known if known.get("step") == first else {})
-        self.publisher = Publisher(recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family)
+        self.publisher = Publisher(
+            recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family
+        )
         if self.leader:
             spans.write_to(rundir.trace / "learner.jsonl")
         self.clock = StepClock()
@@ -142,7 +173,9 @@ class LearnerRank:
         self._stop(command)
 
     def close(self) -> None:
-        """Close files and sockets. Not collective, since it also runs when a single rank fails."""
+        """Close files and sockets. Not collective, since it also runs when a single
+        rank fails.
+        """
         if self.metrics is not None:
             self.metrics.close()
         if self.link is not None:
@@ -156,7 +189,9 @@ class LearnerRank:
             return self._ask(Next(incarnation=self.incarnation, step=step, version=step))
 
     def _ask(self, request: Request | None) -> Reply:
-        """Return, on all ranks, the controller's reply to rank 0's request, or a Stop if the wait is interrupted or fails."""
+        """Return, on all ranks, the controller's reply to rank 0's request, or a Stop
+        if the wait is interrupted or fails.
+        """
         reply = b""
         if self.link is not None and request is not None:
             try:
@@ -168,7 +203,9 @@ class LearnerRank:
         return decode(bytes_from_rank_0(reply), Reply)
 
     def _execute(self, command: Reply) -> Reply | None:
-        """Execute the command. Return the controller's reply to its result, our own Stop, or None to ask `Next`."""
+        """Execute the command. Return the controller's reply to its result, our own
+        Stop, or None to ask `Next`.
+        """
         match command:
             case Train():
                 self._train(command)
@@ -179,13 +216,17 @@ class LearnerRank:
                 with self.clock.spent("parity", command.version):
                     return self._ask(self.trainer.score(command, self.incarnation))
             case Refused():
-                raise MegarlError(f"the controller refused step {self.trainer.step}: {command.error}")
+                raise MegarlError(
+                    f"the controller refused step {self.trainer.step}: {command.error}"
+                )
         return None
 
     def _train(self, command: Train) -> None:
         received, step = time.monotonic(), self.trainer.step
         if command.batch.step != step:
-            raise MegarlError(f"the controller sent batch {command.batch.step} to a learner at step {step}")
+            raise MegarlError(
+                f"the controller sent batch {command.batch.step} to a learner at step {step}"
+            )
         if command.save and not self.checkpoints.has_begun():
             with self.clock.spent("checkpoint", step):
                 self.checkpoints.save()
@@ -211,18 +252,26 @@ class LearnerRank:
             "compute_hours": command.compute_hours + held,
             "compute_unit": self.compute_unit,
             "replay": int(command.replay),
-            "tokens_per_second": command.stats.get("generated_tokens", 0.0) / seconds["step_seconds"],
+            "tokens_per_second": (
+                command.stats.get("generated_tokens", 0.0) / seconds["step_seconds"]
+            ),
         }
         with self.clock.within("metrics"):
             self.metrics.row({**command.stats, **metrics, **seconds, **row})
 
     def _check_recorded(self, step: int, metrics: dict[str, float]) -> None:
-        """Fail the run, before any of its files is overwritten, if the first step of this life contradicts its recorded row.
-        Later steps may differ, and so may a step of several epochs whose learning rate was changed."""
+        """Fail the run, before any of its files is overwritten, if the first step of
+        this life contradicts its recorded row. Later steps may differ, and so may a
+        step of several epochs whose learning rate was changed.
+        """
         row = self.recorded
-        if step != row.get("step") or (self.trainer.epochs > 1 and row.get("lr") != metrics.get("lr")):
+        if step != row.get("step") or (
+            self.trainer.epochs > 1 and row.get("lr") != metrics.get("lr")
+        ):
             return
-        limits = LIMITS[self.recipe.model.dtype, bool(self.trainer.policy.family.architecture.experts)]
+        limits = LIMITS[
+            self.recipe.model.dtype, bool(self.trainer.policy.family.architecture.experts)
+        ]
         if far := contradiction(row, metrics, limits):
             raise MegarlError(self._failed(f"step {step}: {far}"))
 
@@ -232,14 +281,17 @@ class LearnerRank:
             return None
         last = self.trainer.step - 1
         reason = (
-            f"steps {last - MOST_SKIPPED + 1} to {last} were skipped: loss or gradient was not finite. "
-            f"Their rollouts are in {self.rundir.bad_rollouts}; look at them, lower learner.optimizer.lr or go back to an "
-            "earlier checkpoint (remove the newest), then run.resume=auto"
+            f"steps {last - MOST_SKIPPED + 1} to {last} were skipped: loss or gradient was not"
+            f" finite. Their rollouts are in {self.rundir.bad_rollouts}; look at them, lower"
+            " learner.optimizer.lr or go back to an earlier checkpoint (remove the newest), then"
+            " run.resume=auto"
         )
         return Stop(reason=self._failed(reason), error=True)
 
     def _failed(self, reason: str) -> str:
-        """Write the file that tells the supervisor that the following exit is not a crash; return the reason."""
+        """Write the file that tells the supervisor that the following exit is not a
+        crash; return the reason.
+        """
         if self.leader:
             write_atomically(self.rundir.failure_file, reason.encode())
         return reason
@@ -247,7 +299,9 @@ class LearnerRank:
     def _publish(self, command: Publish) -> Reply:
         step = self.trainer.step
         if command.version != step:
-            raise MegarlError(f"the controller asked for version {command.version}; the weights are {step}")
+            raise MegarlError(
+                f"the controller asked for version {command.version}; the weights are {step}"
+            )
         with self.clock.spent("publish", step):
             self.trainer.policy.gather_weights()
             if (result := self.publisher.publish(command, self.incarnation)) is not None:
@@ -277,18 +331,24 @@ MEASURED, OF_BATCH = "trained_logprob_diff", "generated_tokens"
 MANY_TOKENS = 1_000_000
 
 
-def contradiction(recorded: Mapping[str, object], now: Mapping[str, object], limits: ParityLimits) -> str:
-    """Return how a step contradicts its recorded row; empty if rounding explains the difference or nothing can be compared.
+def contradiction(
+    recorded: Mapping[str, object], now: Mapping[str, object], limits: ParityLimits
+) -> str:
+    """Return how a step contradicts its recorded row; empty if rounding explains the
+    difference or nothing can be compared.
 
-    Both rows have the mean of |learner's log-prob - behaviour log-prob| over the same tokens. By the triangle inequality, the
-    two differ by at most the mean |difference| of the two learners' log-probs, which rounding, at any layout, makes no larger
-    than that between server and learner: the limit of parity. A larger one means different weights.
+    Both rows have the mean of |learner's log-prob - behaviour log-prob| over the same
+    tokens. By the triangle inequality, the two differ by at most the mean |difference|
+    of the two learners' log-probs, which rounding, at any layout, makes no larger than
+    that between server and learner: the limit of parity. A larger one means different
+    weights.
     """
     if recorded.get(OF_BATCH, now.get(OF_BATCH)) != now.get(OF_BATCH):
         return (
-            "it was trained before, on other rollouts: RUN/rollouts is older than RUN/metrics.jsonl, as after a restore from a "
-            "backup. Restore the newer one; or, to make these steps anew, remove the rows of this step and of later ones from "
-            "metrics.jsonl and eval.jsonl"
+            "it was trained before, on other rollouts: RUN/rollouts is older than"
+            " RUN/metrics.jsonl, as after a restore from a backup. Restore the newer one; or, to"
+            " make these steps anew, remove the rows of this step and of later ones from"
+            " metrics.jsonl and eval.jsonl"
         )
     before, after = recorded.get(MEASURED), now.get(MEASURED)
     if not isinstance(before, float) or not isinstance(after, float) or not math.isfinite(before):
@@ -297,9 +357,9 @@ def contradiction(recorded: Mapping[str, object], now: Mapping[str, object], lim
     if abs(after - before) <= limit:
         return ""
     return (
-        f"{MEASURED} is {after:.3g} and was {before:.3g} when the step was trained before; rounding explains a difference of "
-        f"{limit:.2g}. The weights are not those that the run had: undo what was changed since (model, checkpoints, "
-        "code), or give another run.name"
+        f"{MEASURED} is {after:.3g} and was {before:.3g} when the step was trained before; rounding"
+        f" explains a difference of {limit:.2g}. The weights are not those that the run had: undo"
+        " what was changed since (model, checkpoints, code), or give another run.name"
     )
 
 

@@ -2,9 +2,11 @@
 
     one row of sequences end to end    [1, sum of lengths]      cu_seqlens separates them in attention
 
-Lengths are rounded up to multiples that the layout needs: a sequence to 2 x CP (context-parallel rank r takes the r-th chunk
-from the front and from the back), a row to TP under sequence parallelism and to the multiple for FP8 products; with pipeline
-stages, all micro-batches of a step have one size. `plan` depends only on lengths, so every rank makes the same plan.
+Lengths are rounded up to multiples that the layout needs: a sequence to 2 x CP
+(context-parallel rank r takes the r-th chunk from the front and from the back), a row
+to TP under sequence parallelism and to the multiple for FP8 products; with pipeline
+stages, all micro-batches of a step have one size. `plan` depends only on lengths, so
+every rank makes the same plan.
 """
 
 from collections.abc import Sequence
@@ -22,13 +24,17 @@ from megarl.core.models.attention import segments
 from megarl.core.recipe import Model
 
 FILLER = 1024
-"""Length of a filler sequence: one alone could cost more attention than all others in its row, short ones would be many."""
+"""Length of a filler sequence: one alone could cost more attention than all others in
+its row, short ones would be many.
+"""
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The settings that micro-batches' shapes depend on, and how many tokens the model knows. Filler has all of them in turn:
-    equal tokens would choose the same experts, whose ranks would have several times the work and memory of the others."""
+    """The settings that micro-batches' shapes depend on, and how many tokens the model
+    knows. Filler has all of them in turn: equal tokens would choose the same experts,
+    whose ranks would have several times the work and memory of the others.
+    """
 
     model: Model
     data_parallel: int = 1
@@ -50,13 +56,17 @@ class MicroBatchPlan:
     """Which sequences go where."""
 
     members: list[list[list[int]]]  # [data-parallel rank][micro-batch]: indices of sequences
-    length: int  # the smallest size of a micro-batch, before it is divided among context-parallel ranks
+    length: (
+        int  # the smallest size of a micro-batch, before it is divided among context-parallel ranks
+    )
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One rank's tensors. Each of its n trained tokens is predicted from the hidden state before it. experts: always on the
-    CPU, since all micro-batches of a step are made at once, and their choices take gigabytes."""
+    """One rank's tensors. Each of its n trained tokens is predicted from the hidden
+    state before it. experts: always on the CPU, since all micro-batches of a step are
+    made at once, and their choices take gigabytes.
+    """
 
     tokens: Tensor  # [1, length / CP]
     padding: Tensor  # [1, length / CP]: True where there is no sequence's token
@@ -71,17 +81,29 @@ class MicroBatch:
     value_target: Tensor
     weight: Tensor
     counted: Tensor  # [n] as in Tokens
-    source: np.ndarray  # [n, or 0 instead of the filler] index of the token in the sequences put end to end
+    source: (
+        np.ndarray
+    )  # [n, or 0 instead of the filler] index of the token in the sequences put end to end
     here: Tensor  # [sequences, at least 1] int64: trained tokens of each on this rank
     lengths: Tensor  # [sequences, at least 1] float32: on all context-parallel ranks
-    experts: Tensor | None = None  # [length / CP, layers with experts, chosen] int16; -1 or None: a free choice
+    experts: Tensor | None = (
+        None  # [length / CP, layers with experts, chosen] int16; -1 or None: a free choice
+    )
 
 
-def plan(lengths: Sequence[int], max_tokens: int, layout: RowLayout, cost: Cost = BY_TOKENS) -> MicroBatchPlan:
-    """Plan balanced micro-batches of at most `max_tokens` tokens, without the padding of rows."""
+def plan(
+    lengths: Sequence[int], max_tokens: int, layout: RowLayout, cost: Cost = BY_TOKENS
+) -> MicroBatchPlan:
+    """Plan balanced micro-batches of at most `max_tokens` tokens, without the padding
+    of rows.
+    """
     padded = [_up(n, layout.sequence_multiple) for n in lengths]
-    members = pack(padded, max_tokens, layout.data_parallel, cost, one_size=layout.model.pipeline_parallel > 1)
-    if layout.model.virtual_pipeline_parallel > 1:  # the interleaved schedule works through groups of PP micro-batches
+    members = pack(
+        padded, max_tokens, layout.data_parallel, cost, one_size=layout.model.pipeline_parallel > 1
+    )
+    if (
+        layout.model.virtual_pipeline_parallel > 1
+    ):  # the interleaved schedule works through groups of PP micro-batches
         for microbatches in members:
             microbatches += [[] for _ in range(-len(microbatches) % layout.model.pipeline_parallel)]
     if layout.model.pipeline_parallel == 1:
@@ -90,12 +112,19 @@ def plan(lengths: Sequence[int], max_tokens: int, layout: RowLayout, cost: Cost 
     return MicroBatchPlan(members, _up(fullest, layout.row_multiple))
 
 
-def assemble(sequences: Sequence[TrainSequence], length: int, layout: RowLayout, device: torch.device) -> MicroBatch:
-    """Make this rank's tensors of one micro-batch, a row of at least `length` tokens; without sequences, all are filler."""
+def assemble(
+    sequences: Sequence[TrainSequence], length: int, layout: RowLayout, device: torch.device
+) -> MicroBatch:
+    """Make this rank's tensors of one micro-batch, a row of at least `length` tokens;
+    without sequences, all are filler.
+    """
     lengths = np.array([len(s) for s in sequences], dtype=np.int64)
     boundaries, place = _places(lengths, length, layout)
     ids = _joined([s.tokens for s in sequences], np.int64)
-    tokens, padding = np.arange(boundaries[-1]) % layout.vocabulary, np.ones(boundaries[-1], dtype=np.bool_)
+    tokens, padding = (
+        np.arange(boundaries[-1]) % layout.vocabulary,
+        np.ones(boundaries[-1], dtype=np.bool_),
+    )
     tokens[place], padding[place] = ids[:-1], False
     experts = _experts(sequences, lengths, boundaries, place)
     weight = _joined([s.loss_weight for s in sequences], np.float32)
@@ -105,12 +134,22 @@ def assemble(sequences: Sequence[TrainSequence], length: int, layout: RowLayout,
     at = place[trained] - 1
     if layout.model.context_parallel > 1:
         mine = np.zeros(len(tokens), dtype=np.bool_)
-        mine[segments(boundaries.tolist(), None, layout.model.context_parallel, layout.context_rank).queries] = True
+        mine[
+            segments(
+                boundaries.tolist(), None, layout.model.context_parallel, layout.context_rank
+            ).queries
+        ] = True
         trained, at = trained[mine[at]], (np.cumsum(mine) - 1)[at[mine[at]]]
-        tokens, padding, experts = tokens[mine], padding[mine], None if experts is None else experts[mine]
+        tokens, padding, experts = (
+            tokens[mine],
+            padding[mine],
+            None if experts is None else experts[mine],
+        )
         here = np.bincount(which[trained], minlength=len(trained_lengths))
     chosen = trained
-    if not len(trained):  # collectives would need special cases for empty tensors, but not for one of weight 0
+    if not len(
+        trained
+    ):  # collectives would need special cases for empty tensors, but not for one of weight 0
         chosen, at = np.array([-1]), np.zeros(1, np.int64)
         here = (np.arange(len(here)) == 0).astype(np.int64)
 
@@ -144,12 +183,15 @@ def assemble(sequences: Sequence[TrainSequence], length: int, layout: RowLayout,
 
 
 def _places(lengths: np.ndarray, length: int, layout: RowLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the boundaries of sequences end to end in one row, and each token's place in it."""
+    """Return the boundaries of sequences end to end in one row, and each token's place
+    in it.
+    """
     padded = -(-lengths // layout.sequence_multiple) * layout.sequence_multiple
     starts = np.concatenate([[0], np.cumsum(padded)])
     size = max(length, _up(int(starts[-1]), layout.row_multiple))
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    # The rest of the row is filler: sequences of FILLER tokens, or of as many as the longest has.
+    # The rest of the row is filler: sequences of FILLER tokens, or of as many as the
+    # longest has.
     step = _up(max(FILLER, int(padded.max(initial=0))), layout.sequence_multiple)
     rest = np.arange(starts[-1], size, step) + step
     boundaries = np.concatenate([starts, np.minimum(rest, size)])
@@ -157,11 +199,20 @@ def _places(lengths: np.ndarray, length: int, layout: RowLayout) -> tuple[np.nda
 
 
 def _experts(
-    sequences: Sequence[TrainSequence], lengths: np.ndarray, boundaries: np.ndarray, place: np.ndarray
+    sequences: Sequence[TrainSequence],
+    lengths: np.ndarray,
+    boundaries: np.ndarray,
+    place: np.ndarray,
 ) -> np.ndarray | None:
-    """Return the recorded choices at the places of their tokens, -1 elsewhere; None if nothing was recorded."""
+    """Return the recorded choices at the places of their tokens, -1 elsewhere; None if
+    nothing was recorded.
+    """
     starts = np.cumsum(lengths) - lengths
-    recorded = [(start, s.experts) for start, s in zip(starts, sequences, strict=True) if s.experts is not None]
+    recorded = [
+        (start, s.experts)
+        for start, s in zip(starts, sequences, strict=True)
+        if s.experts is not None
+    ]
     if not recorded:
         return None
     table = np.full((boundaries[-1], *recorded[0][1].shape[1:]), -1, np.int16)

@@ -1,19 +1,23 @@
 """Experts: routing replay, and how evenly tokens are spread over them.
 
-Replay: the learner's routers take the experts that the server chose (model.moe.routing_replay).
+Replay: the learner's routers take the experts that the server chose
+(model.moe.routing_replay).
 
     MicroBatch.experts [tokens, layers with experts, experts per token]
         │ this rank's tokens (sequence parallelism), one column for each of this rank's layers
         ▼
     megatron's RouterReplay in each router    forward: the recorded experts;   recomputation in the backward pass: the same
 
-The probabilities are still the learner's own, so gradients reach the router. Where nothing was recorded (the last token of a
-sequence, padding) the router chooses itself. For parity, routers can instead make their own choices and count differences.
+The probabilities are still the learner's own, so gradients reach the router. Where
+nothing was recorded (the last token of a sequence, padding) the router chooses itself.
+For parity, routers can instead make their own choices and count differences.
 
-Load: each step counts the tokens of each expert, without padding, over all ranks. By these counts routers' biases
-(model.moe.bias_update_rate) change after each update: up for experts with fewer tokens than the mean of their layer, down for
-those with more (arXiv 2408.15664). The balancing loss is megatron's (Switch Transformer, arXiv 2101.03961, eq. 4), computed for
-each micro-batch and weighted by its share of the step's tokens.
+Load: each step counts the tokens of each expert, without padding, over all ranks. By
+these counts routers' biases (model.moe.bias_update_rate) change after each update: up
+for experts with fewer tokens than the mean of their layer, down for those with more
+(arXiv 2408.15664). The balancing loss is megatron's (Switch Transformer, arXiv
+2101.03961, eq. 4), computed for each micro-batch and weighted by its share of the
+step's tokens.
 """
 
 import math
@@ -39,7 +43,9 @@ TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
 
 
 class PartialReplay(RouterReplay):
-    """The replay in one router. The forward pass fills targets of -1 with the router's own choice; backward replays them."""
+    """The replay in one router. The forward pass fills targets of -1 with the router's
+    own choice; backward replays them.
+    """
 
     target_topk_idx: Tensor
 
@@ -48,7 +54,12 @@ class PartialReplay(RouterReplay):
         self._replay = replay
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: TopK
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute: TopK,
     ) -> tuple[Tensor, Tensor]:
         if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
             probabilities, own = compute(scores, topk, num_groups, group_topk)
@@ -69,16 +80,20 @@ class PartialReplay(RouterReplay):
 
 
 class Replay:
-    """Replay for one rank's routers. `replaying` wraps a micro-batch's forward pass through a chunk; `close` ends a step.
+    """Replay for one rank's routers. `replaying` wraps a micro-batch's forward pass
+    through a chunk; `close` ends a step.
 
-    replayed [] int64: number of this step's choices that were replayed. counts [2] int64: if set, routers make their own
-    choices, and it counts the tokens compared and those with another set of experts. recomputes: whether the backward pass runs
+    replayed [] int64: number of this step's choices that were replayed. counts [2]
+    int64: if set, routers make their own choices, and it counts the tokens compared and
+    those with another set of experts. recomputes: whether the backward pass runs
     routers again. expert_layers: the whole model's layers with experts.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], expert_layers: Sequence[int]) -> None:
         config = chunks[0].config
-        self.replayed = torch.zeros((), dtype=torch.int64, device=next(chunks[0].parameters()).device)
+        self.replayed = torch.zeros(
+            (), dtype=torch.int64, device=next(chunks[0].parameters()).device
+        )
         self.counts: Tensor | None = None
         self.recomputes = routes_again(config)
         self._chosen, self._sharded = config.moe_router_topk, config.sequence_parallel
@@ -91,11 +106,17 @@ class Replay:
 
     @contextmanager
     def replaying(self, chunk: int, experts: Tensor | None, tokens: int) -> Iterator[None]:
-        """Replay `experts`, a tensor on the CPU, within this context (None: nothing is recorded for these `tokens` tokens)."""
+        """Replay `experts`, a tensor on the CPU, within this context (None: nothing is
+        recorded for these `tokens` tokens).
+        """
         experts = None if experts is None else experts.to(self.replayed.device)
         for column, router in self._columns[chunk]:
-            recorded = torch.full((tokens, self._chosen), -1) if experts is None else experts[:, column]
-            router.set_target_indices((_own_part(recorded, 0) if self._sharded else recorded).long())
+            recorded = (
+                torch.full((tokens, self._chosen), -1) if experts is None else experts[:, column]
+            )
+            router.set_target_indices(
+                (_own_part(recorded, 0) if self._sharded else recorded).long()
+            )
             router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         try:
             yield
@@ -105,7 +126,9 @@ class Replay:
 
     @contextmanager
     def comparing(self, counts: Tensor) -> Iterator[None]:
-        """Let routers make their own choices in this context, and count in `counts` how they differ from recorded ones."""
+        """Let routers make their own choices in this context, and count in `counts` how
+        they differ from recorded ones.
+        """
         self.counts = counts
         try:
             yield
@@ -113,7 +136,9 @@ class Replay:
             self.counts = None
 
     def metrics(self, choices: float) -> dict[str, float]:
-        """Return the share of a step's `choices` (of all ranks) that was replayed. COLLECTIVE over all ranks."""
+        """Return the share of a step's `choices` (of all ranks) that was replayed.
+        COLLECTIVE over all ranks.
+        """
         dist.all_reduce(self.replayed)
         share = self.replayed.item() / choices if choices else math.nan
         self.replayed.zero_()
@@ -134,7 +159,9 @@ def routes_again(config: TransformerConfig) -> bool:
 
 
 class ExpertLoad:
-    """Counts tokens on one rank. Call `begin` for a step, `padding_mask` before each forward pass, `metrics` at the end."""
+    """Counts tokens on one rank. Call `begin` for a step, `padding_mask` before each
+    forward pass, `metrics` at the end.
+    """
 
     def __init__(self, chunks: Sequence[GPTModel], settings: Moe) -> None:
         config, device = chunks[0].config, next(chunks[0].parameters()).device
@@ -142,8 +169,12 @@ class ExpertLoad:
         self._sharded = config.sequence_parallel
         self._tokens = torch.zeros(config.num_layers, config.num_moe_experts, device=device)
         self._step_tokens = 0
-        self._topk, self.choices = config.moe_router_topk, 0.0  # choices: of all layers and ranks in the latest step
-        # For each router of a chunk, the coefficients of micro-batches whose pass with gradients it has not run yet.
+        self._topk, self.choices = (
+            config.moe_router_topk,
+            0.0,
+        )  # choices: of all layers and ranks in the latest step
+        # For each router of a chunk, the coefficients of micro-batches whose pass with
+        # gradients it has not run yet.
         self._waiting: dict[GPTModel, list[deque[float]]] = {chunk: [] for chunk in chunks}
         self._biases: list[tuple[int, Tensor]] = []
         for chunk in chunks:
@@ -163,19 +194,29 @@ class ExpertLoad:
             waiting.clear()
 
     def padding_mask(self, chunk: GPTModel, micro: MicroBatch) -> Tensor:
-        """Return the `padding_mask` for this micro-batch's forward pass through the chunk, which must be the next one."""
+        """Return the `padding_mask` for this micro-batch's forward pass through the
+        chunk, which must be the next one.
+        """
         for waiting in self._waiting[chunk]:
             waiting.append(self._coefficient * micro.sequence_tokens / max(self._step_tokens, 1))
-        # The first stage divides the mask among tensor-parallel ranks itself; the others take it as it is.
-        return _own_part(micro.padding, 1) if self._sharded and not chunk.pre_process else micro.padding
+        # The first stage divides the mask among tensor-parallel ranks itself; the
+        # others take it as it is.
+        return (
+            _own_part(micro.padding, 1)
+            if self._sharded and not chunk.pre_process
+            else micro.padding
+        )
 
     def metrics(self) -> dict[str, float]:
-        """Return the step's imbalance and share of unused experts, the same on all ranks. COLLECTIVE over all ranks."""
+        """Return the step's imbalance and share of unused experts, the same on all
+        ranks. COLLECTIVE over all ranks.
+        """
         dist.all_reduce(self._tokens)
         used = {layer: tokens for layer, tokens in enumerate(self._tokens.tolist()) if sum(tokens)}
         self.choices = sum(map(sum, used.values())) / self._topk
         imbalance = {
-            f"expert_imbalance_layer_{layer}": max(tokens) * len(tokens) / sum(tokens) for layer, tokens in used.items()
+            f"expert_imbalance_layer_{layer}": max(tokens) * len(tokens) / sum(tokens)
+            for layer, tokens in used.items()
         }
         unused = [tokens.count(0) / len(tokens) for tokens in used.values()]
         return imbalance | {
@@ -184,21 +225,28 @@ class ExpertLoad:
         }
 
     def balance(self) -> None:
-        """Update the routers' biases by the step's tokens. Call this after `metrics`, which sums them over all ranks."""
+        """Update the routers' biases by the step's tokens. Call this after `metrics`,
+        which sums them over all ranks.
+        """
         for layer, bias in self._biases:
             tokens = self._tokens[layer]
             bias += self._bias_rate * torch.sign(tokens.mean() - tokens)
 
-    def _count(self, layer: int, _: Module, inputs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor]) -> None:
-        """Count after a router's forward pass. inputs: hidden states and padding mask [s, b]; outputs: probabilities and
-        routing map [s * b, experts]."""
+    def _count(
+        self, layer: int, _: Module, inputs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor]
+    ) -> None:
+        """Count after a router's forward pass. inputs: hidden states and padding mask
+        [s, b]; outputs: probabilities and routing map [s * b, experts].
+        """
         if torch.is_grad_enabled():
             self._tokens[layer] += (outputs[1] & ~inputs[1].reshape(-1, 1)).sum(0)
 
 
 def _weigh(waiting: deque[float], router: Module, _: object) -> None:
-    """Weight the balancing loss of a router before it runs. With recomputation it adds the loss in the backward pass, when
-    other micro-batches may have gone forward; but they go backward in the same order."""
+    """Weight the balancing loss of a router before it runs. With recomputation it adds
+    the loss in the backward pass, when other micro-batches may have gone forward; but
+    they go backward in the same order.
+    """
     if torch.is_grad_enabled():
         router.config.moe_aux_loss_coeff = waiting.popleft()
 
@@ -211,6 +259,8 @@ def _routers(chunk: GPTModel) -> Iterator[tuple[int, Module]]:
 
 
 def _own_part(tensor: Tensor, dim: int) -> Tensor:
-    """Return this tensor-parallel rank's part of a tensor that sequence parallelism divides along `dim`."""
+    """Return this tensor-parallel rank's part of a tensor that sequence parallelism
+    divides along `dim`.
+    """
     shards = parallel_state.get_tensor_model_parallel_world_size()
     return tensor.chunk(shards, dim)[parallel_state.get_tensor_model_parallel_rank()]

@@ -1,9 +1,12 @@
 """A model on its ranks, and how the micro-batches of many sequences go through it.
 
     [TrainSequence] ──► plan: balanced micro-batches ──► Megatron's schedule (1F1B, interleaved) ──► each(micro-batch, output)
-                                                          head: from trained tokens' hidden states to the output
+                                                          head: from trained tokens'
+                                                          hidden states to the output
 
-A `Network` only computes; a `TrainedNetwork` (trained.py) learns. All ranks call all methods, with the same sequences."""
+A `Network` only computes; a `TrainedNetwork` (trained.py) learns. All ranks call all
+methods, with the same sequences.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -32,28 +35,41 @@ from megarl.core.models.layers import ValueHead
 from megarl.core.recipe import Recipe
 
 type Head[Output] = Callable[..., Output]
-"""GPTModel's `output_processor`: computes the output from the last stage's hidden states and a MicroBatch, its `context`."""
+"""GPTModel's `output_processor`: computes the output from the last stage's hidden
+states and a MicroBatch, its `context`.
+"""
 type Each[Output] = Callable[[Sequence[int], MicroBatch, Output], Tensor]
-"""Maps sequences' indices, their micro-batch and its output to a scalar, on the last stage. Training takes its gradient."""
+"""Maps sequences' indices, their micro-batch and its output to a scalar, on the last
+stage. Training takes its gradient.
+"""
 
 
 class OutOfMemory(MegarlError):
-    """This rank ran out of memory. Others may be waiting for it in a collective, so several ranks cannot go on."""
+    """This rank ran out of memory. Others may be waiting for it in a collective, so
+    several ranks cannot go on.
+    """
 
 
 @contextmanager
 def out_of_memory_named(key: str, doing: str) -> Iterator[None]:
-    """Turn torch's out-of-memory error in this context into one that names the recipe's key. doing: the work and a remedy."""
+    """Turn torch's out-of-memory error in this context into one that names the recipe's
+    key. doing: the work and a remedy.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
         first = str(error).splitlines()[0]
-        what = f"{key}: rank {dist.get_rank()} ran out of memory {doing}, or divide the model further ({first})"
+        what = (
+            f"{key}: rank {dist.get_rank()} ran out of memory {doing}, or divide the model further"
+            f" ({first})"
+        )
         raise OutOfMemory(what) from None
 
 
 class Network:
-    """This rank's chunks of a model, with weights. replays: whether training replays the recorded choices of experts."""
+    """This rank's chunks of a model, with weights. replays: whether training replays
+    the recorded choices of experts.
+    """
 
     expert_load: ExpertLoad | None = None
     replay: Replay | None = None
@@ -65,35 +81,51 @@ class Network:
         self.microbatch_tokens = 1 if given == "auto" else given  # until microbatch_size.settle
         wide = recipe.model.fp32_head in ("both", "learner")
         self.head_precision = torch.float32 if wide else build.DTYPES[recipe.model.dtype]
-        ranks = parallel_state.get_data_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        ranks = (
+            parallel_state.get_data_parallel_world_size(),
+            parallel_state.get_context_parallel_rank(),
+        )
         self.layout = RowLayout(recipe.model, *ranks, family.architecture.vocabulary)
         self.cost = cost_of(family.architecture)
         self.device = next(chunks[0].parameters()).device
-        # The micro-batches of a step have one size (microbatch.py), so stages need not exchange shapes.
+        # The micro-batches of a step have one size (microbatch.py), so stages need not
+        # exchange shapes.
         chunks[0].config.variable_seq_lengths = False
 
     def lm_head(self, temperature: float) -> Head[tuple[Tensor, Tensor]]:
-        """Return a head that computes the log-prob and entropy [n] of each trained token."""
+        """Return a head that computes the log-prob and entropy [n] of each trained
+        token.
+        """
         vocabulary, precision = self.family.architecture.vocabulary, self.head_precision
-        return partial(selected_logprobs, vocab_size=vocabulary, temperature=temperature, precision=precision)
+        return partial(
+            selected_logprobs, vocab_size=vocabulary, temperature=temperature, precision=precision
+        )
 
     def scoring_head(self, against: int) -> Head[Tensor]:
-        """Return a head that computes log-probs [n, 2] at temperature 1: of each trained token, and of `against` instead."""
+        """Return a head that computes log-probs [n, 2] at temperature 1: of each
+        trained token, and of `against` instead.
+        """
         head = self.lm_head(1.0)
 
         def both(*, context: MicroBatch, **given: object) -> Tensor:
             other = replace(context, labels=torch.full_like(context.labels, against))
-            return torch.stack([head(context=each, **given)[0] for each in (context, other)], dim=-1)
+            return torch.stack(
+                [head(context=each, **given)[0] for each in (context, other)], dim=-1
+            )
 
         return both
 
     def full_memory_named(self, longest: int = 0) -> AbstractContextManager[None]:
-        """Return a context for work on micro-batches. If a GPU runs out of memory in it, the error says what to change.
-        longest: tokens of the longest sequence, which has a micro-batch of its own if it exceeds the limit."""
+        """Return a context for work on micro-batches. If a GPU runs out of memory in
+        it, the error says what to change. longest: tokens of the longest sequence,
+        which has a micro-batch of its own if it exceeds the limit.
+        """
         advice = "set learner.recompute=full or learner.optimizer_offload"
         what = f"with {self.microbatch_tokens} tokens per micro-batch; lower it, {advice}"
         if longest > self.microbatch_tokens:
-            what = f"with one sequence of {longest} tokens, more than that; {advice}, shorten length.*"
+            what = (
+                f"with one sequence of {longest} tokens, more than that; {advice}, shorten length.*"
+            )
         return out_of_memory_named("learner.microbatch_tokens", what)
 
     def plan(self, sequences: Sequence[TrainSequence]) -> MicroBatchPlan:
@@ -103,13 +135,17 @@ class Network:
     def ask(
         self, sequences: Sequence[TrainSequence], head: Head[Tensor], shape: tuple[int, ...] = ()
     ) -> list[np.ndarray]:
-        """Return the head's output [n, *shape] for each trained token: [len, *shape] per sequence, on all ranks."""
+        """Return the head's output [n, *shape] for each trained token: [len, *shape]
+        per sequence, on all ranks.
+        """
         starts = np.cumsum([0] + [len(s) for s in sequences])
         out = torch.zeros(int(starts[-1]), *shape, device=self.device)
 
         def collect(members: Sequence[int], micro: MicroBatch, values: Tensor) -> Tensor:
             if len(micro.source):
-                where = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])[micro.source]
+                where = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])[
+                    micro.source
+                ]
                 out[torch.from_numpy(where).to(self.device)] = values
             return values.sum()
 
@@ -127,34 +163,54 @@ class Network:
         each: Each[Output],
         forward_only: bool,
     ) -> int:
-        """Run Megatron's schedule over this rank's micro-batches; return their number. modules: the chunks, perhaps wrapped."""
+        """Run Megatron's schedule over this rank's micro-batches; return their number.
+        modules: the chunks, perhaps wrapped.
+        """
         steps = self.plan(sequences)
         mine = [
-            (members, assemble([sequences[i] for i in members], steps.length, self.layout, self.device))
+            (
+                members,
+                assemble([sequences[i] for i in members], steps.length, self.layout, self.device),
+            )
             for members in steps.members[parallel_state.get_data_parallel_rank()]
         ]
-        wanted = self.replay and (self.replay.counts is not None or (self.replays and not forward_only))
+        wanted = self.replay and (
+            self.replay.counts is not None or (self.replays and not forward_only)
+        )
         replay = self.replay if wanted else None
         expert_load = None if forward_only else self.expert_load
 
-        def loss(members: Sequence[int], micro: MicroBatch, output: Output) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def loss(
+            members: Sequence[int], micro: MicroBatch, output: Output
+        ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             return each(members, micro, output), torch.tensor(0, dtype=torch.int), {}
 
-        def forward(iterator: Iterator[tuple[list[int], MicroBatch]], module: Module) -> tuple[Tensor, partial]:
+        def forward(
+            iterator: Iterator[tuple[list[int], MicroBatch]], module: Module
+        ) -> tuple[Tensor, partial]:
             (members, micro), index = next(iterator), modules.index(module)
-            with replay.replaying(index, micro.experts, micro.tokens.numel()) if replay else nullcontext():
+            with (
+                replay.replaying(index, micro.experts, micro.tokens.numel())
+                if replay
+                else nullcontext()
+            ):
                 output = module(
                     micro.tokens,
                     None,
                     None,
                     packed_seq_params=micro.packed,
-                    padding_mask=expert_load.padding_mask(self.chunks[index], micro) if expert_load else None,
+                    padding_mask=(
+                        expert_load.padding_mask(self.chunks[index], micro) if expert_load else None
+                    ),
                     output_processor=head,
                     output_processor_context=micro,
                 )
             return output, partial(loss, members, micro)
 
-        with self.full_memory_named(max(map(len, sequences), default=0)), closing(replay) if replay else nullcontext():
+        with (
+            self.full_memory_named(max(map(len, sequences), default=0)),
+            closing(replay) if replay else nullcontext(),
+        ):
             get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=[iter(mine) for _ in modules],
@@ -168,7 +224,9 @@ class Network:
 
 
 def loaded_chunks(recipe: Recipe, hf_dir: Path) -> tuple[list[GPTModel], Family]:
-    """Build this rank's chunks of the model in `hf_dir`, at the recipe's layout, and load its weights."""
+    """Build this rank's chunks of the model in `hf_dir`, at the recipe's layout, and
+    load its weights.
+    """
     family = models.family_of(hf_dir)
     chunks = build.build(recipe.model, hf_dir, recompute=recipe.learner.recompute)
     hf.load(chunks, family, hf_dir)
@@ -186,8 +244,10 @@ def selected_logprobs(
     precision: torch.dtype,
     **_: object,
 ) -> tuple[Tensor, Tensor]:
-    """Act as GPTModel's `output_processor`: return log-probs and entropies [n] of a micro-batch's trained tokens.
-    hidden_states [s/tp or s, b, h]; output_weight: the embedding's, if it is the head."""
+    """Act as GPTModel's `output_processor`: return log-probs and entropies [n] of a
+    micro-batch's trained tokens. hidden_states [s/tp or s, b, h]; output_weight: the
+    embedding's, if it is the head.
+    """
     return logprobs_and_entropy(
         trained_positions(hidden_states, output_layer, context.at, in_parts=True),
         output_layer.weight if output_weight is None else output_weight,
@@ -200,15 +260,24 @@ def selected_logprobs(
 
 
 def trained_positions(
-    hidden_states: Tensor, output_layer: tensor_parallel.ColumnParallelLinear | ValueHead, at: Tensor, in_parts: bool
+    hidden_states: Tensor,
+    output_layer: tensor_parallel.ColumnParallelLinear | ValueHead,
+    at: Tensor,
+    in_parts: bool,
 ) -> Tensor:
-    """Return [n, h] of hidden states [s/tp or s, b, h] at `at` [n], which indexes [s*b]. in_parts: each rank has only its
-    columns' part of the gradient; they are summed as in megatron's output layer. Otherwise all must have the same gradient."""
-    if output_layer.sequence_parallel:  # any rank's part may hold any number of trained positions: gather, then select
+    """Return [n, h] of hidden states [s/tp or s, b, h] at `at` [n], which indexes
+    [s*b]. in_parts: each rank has only its columns' part of the gradient; they are
+    summed as in megatron's output layer. Otherwise all must have the same gradient.
+    """
+    if (
+        output_layer.sequence_parallel
+    ):  # any rank's part may hold any number of trained positions: gather, then select
         hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
             hidden_states, tensor_parallel_output_grad=in_parts, group=output_layer.tp_group
         )
     chosen = hidden_states.flatten(0, 1).index_select(0, at)
     if in_parts and not output_layer.sequence_parallel:
-        chosen = tensor_parallel.copy_to_tensor_model_parallel_region(chosen, group=output_layer.tp_group)
+        chosen = tensor_parallel.copy_to_tensor_model_parallel_region(
+            chosen, group=output_layer.tp_group
+        )
     return chosen

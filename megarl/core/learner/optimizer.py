@@ -1,10 +1,12 @@
-"""AdamW over data-parallel chunks, the learning rate of a step, and dynamic loss scaling for fp16.
+"""AdamW over data-parallel chunks, the learning rate of a step, and dynamic loss
+scaling for fp16.
 
     loss ──x scale──► backward in fp16 ──► FP32 gradients ──/ scale──► finite? ──yes──► clip, AdamW; after WINDOW: scale x 2
                                                                          └─────no───► no update; after HYSTERESIS: scale / 2
 
-fp16 has five bits of exponent: numbers below 6e-8 become 0, numbers above 65,504 infinite. The scale keeps the gradients of
-activations between these limits (arXiv 1710.03740, section 3.2). The rule is megatron's.
+fp16 has five bits of exponent: numbers below 6e-8 become 0, numbers above 65,504
+infinite. The scale keeps the gradients of activations between these limits (arXiv
+1710.03740, section 3.2). The rule is megatron's.
 """
 
 import math
@@ -15,7 +17,11 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import StateDict
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import get_standard_config_overrides as standard_overrides
@@ -34,27 +40,40 @@ from megarl.core.recipe import Optimizer, Recipe
 from megarl.shims.megatron_cpu import make_moments
 
 INITIAL = 2.0**16
-"""The first scale, as in torch and DeepSpeed. Megatron begins with 2^32 and lets the first steps overflow until the scale fits.
-In pre-training that costs some text; here each such step would waste a batch of generated and graded rollouts."""
+"""The first scale, as in torch and DeepSpeed. Megatron begins with 2^32 and lets the
+first steps overflow until the scale fits. In pre-training that costs some text; here
+each such step would waste a batch of generated and graded rollouts.
+"""
 LEAST = 1.0
-"""The lowest scale, as in megatron: if gradients overflow at this scale, they are broken."""
+"""The lowest scale, as in megatron: if gradients overflow at this scale, they are
+broken.
+"""
 WINDOW = 1000
-"""Updates without an overflow after which a larger scale is tried, as in megatron. Most runs are shorter and never try one."""
+"""Updates without an overflow after which a larger scale is tried, as in megatron. Most
+runs are shorter and never try one.
+"""
 HYSTERESIS = 2
-"""Number of overflows that lower the scale, as in megatron: one extreme batch does not lower it for all later ones. Once it has
-fallen, each further overflow lowers it, until a window has passed without one."""
+"""Number of overflows that lower the scale, as in megatron: one extreme batch does not
+lower it for all later ones. Once it has fallen, each further overflow lowers it, until
+a window has passed without one.
+"""
 
 
 class LossScale(DynamicGradScaler):
-    """The loss scale of one network. It is the same on all ranks, because all of them know the same norms. Megatron has an
-    optimiser for a rank's experts and one for the rest, each with its own scaler, but multiplies the loss by the first one's
-    scale only. An overflow in one would make their scales differ, so all parts of a network share this one."""
+    """The loss scale of one network. It is the same on all ranks, because all of them
+    know the same norms. Megatron has an optimiser for a rank's experts and one for the
+    rest, each with its own scaler, but multiplies the loss by the first one's scale
+    only. An overflow in one would make their scales differ, so all parts of a network
+    share this one.
+    """
 
     def __init__(self) -> None:
         super().__init__(INITIAL, LEAST, 2.0, 0.5, WINDOW, HYSTERESIS)
 
     def update(self, found_inf: bool) -> None:
-        """Do nothing. Each part of the optimiser calls this after it has divided its gradients; `judge` waits for all parts."""
+        """Do nothing. Each part of the optimiser calls this after it has divided its
+        gradients; `judge` waits for all parts.
+        """
 
     def judge(self, overflowed: bool) -> None:
         """Raise or lower the scale after one backward pass over all ranks."""
@@ -66,16 +85,25 @@ class LossScale(DynamicGradScaler):
 
     def plain_state(self) -> dict[str, float]:
         """Return the state as plain numbers, for a checkpoint."""
-        return {"scale": self.value, "growth": self._growth_tracker, "hysteresis": self._hysteresis_tracker}
+        return {
+            "scale": self.value,
+            "growth": self._growth_tracker,
+            "hysteresis": self._hysteresis_tracker,
+        }
 
     def restore(self, state: dict[str, float]) -> None:
         """Continue from a `plain_state`."""
         self._scale = torch.full_like(self.scale, state["scale"])
-        self._growth_tracker, self._hysteresis_tracker = int(state["growth"]), int(state["hysteresis"])
+        self._growth_tracker, self._hysteresis_tracker = (
+            int(state["growth"]),
+            int(state["hysteresis"]),
+        )
 
 
 def learning_rate(step: int, settings: Optimizer, steps: int) -> float:
-    """Return the rate of a step, counted from 0: linear warm-up, then the schedule, which ends after the last of `steps`."""
+    """Return the rate of a step, counted from 0: linear warm-up, then the schedule,
+    which ends after the last of `steps`.
+    """
     if step < settings.warmup_steps:
         return settings.lr * ((step + 1) / settings.warmup_steps)
     if settings.schedule == "constant":
@@ -86,19 +114,29 @@ def learning_rate(step: int, settings: Optimizer, steps: int) -> float:
 
 
 BETAS = (0.9, 0.95)
-"""AdamW's decay rates of the running averages: MiniMax-M1's (arXiv 2506.13585); ScaleRL does not state its own."""
+"""AdamW's decay rates of the running averages: MiniMax-M1's (arXiv 2506.13585); ScaleRL
+does not state its own.
+"""
 EPS = 1e-15
-"""ScaleRL's and MiniMax-M1's. Gradients in RL can be as small as 1e-18, and with a larger EPS, AdamW would act like SGD."""
+"""ScaleRL's and MiniMax-M1's. Gradients in RL can be as small as 1e-18, and with a
+larger EPS, AdamW would act like SGD.
+"""
 WEIGHT_DECAY = 0.01
 """ScaleRL's. At its rate of 5e-7, 7,400 steps shrink a weight by 0.004 %."""
 BUCKET: int | None = None
-"""Number of parameters whose gradients are reduced together; None: megatron's choice, 40 million or one million per rank."""
+"""Number of parameters whose gradients are reduced together; None: megatron's choice,
+40 million or one million per rank.
+"""
 
 
 def overlaps() -> bool:
-    """Return whether gradients are reduced while others are computed: yes on GPUs with more than
-    one data-parallel rank."""
-    return torch.cuda.is_available() and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+    """Return whether gradients are reduced while others are computed: yes on GPUs with
+    more than one data-parallel rank.
+    """
+    return (
+        torch.cuda.is_available()
+        and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+    )
 
 
 def with_optimizer(
@@ -108,19 +146,26 @@ def with_optimizer(
     offload: float = 0.0,
     gathers_late: bool = False,
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer, LossScale | None]:
-    """Wrap the chunks for data parallelism with FP32 gradients. Make AdamW, with its state divided
-    among the ranks, and the loss scale of an fp16 model.
+    """Wrap the chunks for data parallelism with FP32 gradients. Make AdamW, with its
+    state divided among the ranks, and the loss scale of an fp16 model.
 
-    offload: share of AdamW's state in the host's memory, updated by its cores; bf16 only.
-    gathers_late: where gradients are reduced while others are computed, updated weights too are
-    gathered meanwhile, in the next forward pass (late_gathering.py), not at the end of the update.
+    offload: share of AdamW's state in the host's memory, updated by its cores; bf16
+    only. gathers_late: where gradients are reduced while others are computed, updated
+    weights too are gathered meanwhile, in the next forward pass (late_gathering.py),
+    not at the end of the update.
     """
     if offload and not torch.cuda.is_available():
-        raise MegarlError("learner.optimizer_offload: moves AdamW off a GPU, but this machine has none; set it to 0")
+        raise MegarlError(
+            "learner.optimizer_offload: moves AdamW off a GPU, but this machine has none; set it"
+            " to 0"
+        )
     config = chunks[0].config
-    # Gradients are summed, not averaged: scaling factor 1 in DDP, and no division by a number of tokens at the end.
+    # Gradients are summed, not averaged: scaling factor 1 in DDP, and no division by a
+    # number of tokens at the end.
     config.calculate_per_token_loss = True
-    config.finalize_model_grads_func = lambda model, _tokens, **groups: finalize_model_grads(model, None, **groups)
+    config.finalize_model_grads_func = lambda model, _tokens, **groups: finalize_model_grads(
+        model, None, **groups
+    )
     overlap = overlaps()
     gathers_late = overlap and gathers_late
     ddp_config = DistributedDataParallelConfig(
@@ -132,7 +177,10 @@ def with_optimizer(
     )
     for chunk in chunks:
         add_gradients_in_fp32(chunk)
-    ddp = [DistributedDataParallel(config, ddp_config, c, disable_bucketing=i > 0) for i, c in enumerate(chunks)]
+    ddp = [
+        DistributedDataParallel(config, ddp_config, c, disable_bucketing=i > 0)
+        for i, c in enumerate(chunks)
+    ]
     if gathers_late:
         late_gathering.gather_before_head(ddp)
     if overlap:
@@ -154,13 +202,17 @@ def with_optimizer(
         optimizer_cpu_offload=offload > 0,
         optimizer_offload_fraction=offload,
         overlap_cpu_optimizer_d2h_h2d=True,
-        # As in megatron's own training: the offloaded optimiser keeps the FP32 weights itself and reads `decoupled_grad`.
+        # As in megatron's own training: the offloaded optimiser keeps the FP32 weights
+        # itself and reads `decoupled_grad`.
         use_precision_aware_optimizer=offload > 0,
     )
     groups = standard_overrides(adam)
-    # A critic's head is FP32. In a parameter group of both types, megatron would mix up the order of parameters and of states.
+    # A critic's head is FP32. In a parameter group of both types, megatron would mix up
+    # the order of parameters and of states.
     if dtype != torch.float32:
-        groups[ParamKey(predicate=ParamPredicate("fp32", lambda p: p.dtype == torch.float32))] = {"wd_mult": 1.0}
+        groups[ParamKey(predicate=ParamPredicate("fp32", lambda p: p.dtype == torch.float32))] = {
+            "wd_mult": 1.0
+        }
     optimizer = get_megatron_optimizer(adam, ddp, groups)
     _place_without_padding(ddp)
     for part in optimizer.chained_optimizers:
@@ -169,17 +221,22 @@ def with_optimizer(
         if not part.is_stub_optimizer and part.data_parallel_group.size() == 1:
             part.get_parameter_state_dp_zero = partial(_gathered_alone, part)
         if not part.is_stub_optimizer and not isinstance(part.optimizer, HybridDeviceOptimizer):
-            # Transformer Engine's AdamW would load moments into new tensors, 8 bytes a parameter, while it has the old
-            # ones: it converts moments of another type than the weights. Ours are FP32, and torch keeps their tensors.
-            part.optimizer.load_state_dict = partial(torch.optim.Optimizer.load_state_dict, part.optimizer)
-        # Without an installed fused AdamW, torch's is used. By default, which megatron keeps, it takes the square root of all
-        # second moments at once on a GPU: 4 bytes per parameter.
+            # Transformer Engine's AdamW would load moments into new tensors, 8 bytes a
+            # parameter, while it has the old ones: it converts moments of another type
+            # than the weights. Ours are FP32, and torch keeps their tensors.
+            part.optimizer.load_state_dict = partial(
+                torch.optim.Optimizer.load_state_dict, part.optimizer
+            )
+        # Without an installed fused AdamW, torch's is used. By default, which megatron
+        # keeps, it takes the square root of all second moments at once on a GPU: 4
+        # bytes per parameter.
         if torch.cuda.is_available() and isinstance(part.optimizer, AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
     if in_host_memory():
-        # Made now, moments lie beside the weights. At the first step malloc would put them into gaps between activations, which
-        # would then need new memory: a gigabyte for 135M parameters.
+        # Made now, moments lie beside the weights. At the first step malloc would put
+        # them into gaps between activations, which would then need new memory: a
+        # gigabyte for 135M parameters.
         for part in optimizer.chained_optimizers:
             make_moments(part)
     if dtype != torch.float16:
@@ -187,18 +244,22 @@ def with_optimizer(
     scale = LossScale()
     for part in optimizer.chained_optimizers:
         part.grad_scaler = scale
-    config.grad_scale_func = lambda loss: loss * scale.scale  # the last stage's losses, and experts' balancing losses
+    config.grad_scale_func = lambda loss: (
+        loss * scale.scale
+    )  # the last stage's losses, and experts' balancing losses
     return ddp, optimizer, scale
 
 
 def update_offloaded_in_one_pass(hybrid: HybridDeviceOptimizer) -> None:
-    """Have the host's cores update the offloaded share by torch's fused AdamW, and pin its FP32 weights.
+    """Have the host's cores update the offloaded share by torch's fused AdamW, and pin
+    its FP32 weights.
 
-    megatron's hybrid optimiser has an AdamW for each offloaded parameter. torch's default for a CPU
-    goes through the parameter, its gradient and its moments about ten times, the fused one once.
-    The weights that megatron copies to the GPU after it are unpinned copies of pinned ones; pinned,
-    they are copied without a detour, while the next parameter is updated. The memory of the pinned
-    copies, which nothing uses any more, goes back to the system.
+    megatron's hybrid optimiser has an AdamW for each offloaded parameter. torch's
+    default for a CPU goes through the parameter, its gradient and its moments about ten
+    times, the fused one once. The weights that megatron copies to the GPU after it are
+    unpinned copies of pinned ones; pinned, they are copied without a detour, while the
+    next parameter is updated. The memory of the pinned copies, which nothing uses any
+    more, goes back to the system.
     """
     groups = [group for part in hybrid.cpu_optimizers for group in part.param_groups]
     for group in groups:
@@ -212,15 +273,21 @@ def update_offloaded_in_one_pass(hybrid: HybridDeviceOptimizer) -> None:
 
 
 def _place_without_padding(chunks: list[DistributedDataParallel]) -> None:
-    """Correct where megatron's checkpoints look for parameters in gathered state, which lacks the padding between buckets.
+    """Correct where megatron's checkpoints look for parameters in gathered state, which
+    lacks the padding between buckets.
 
-    Megatron looks at the offsets with padding. If a bucket does not end at a multiple of 128 numbers and of the data-parallel
-    ranks, all state after it would be stored shifted: with several buckets, or a tied head, which has a bucket of its own.
+    Megatron looks at the offsets with padding. If a bucket does not end at a multiple
+    of 128 numbers and of the data-parallel ranks, all state after it would be stored
+    shifted: with several buckets, or a tied head, which has a bucket of its own.
     Nothing else uses these offsets once the optimiser is made.
     """
-    for buffer in (buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+    for buffer in (
+        buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ):
         starts = accumulate((bucket.numel_unpadded for bucket in buffer.buckets), initial=0)
-        padding = [bucket.offset - start for bucket, start in zip(buffer.buckets, starts, strict=False)]
+        padding = [
+            bucket.offset - start for bucket, start in zip(buffer.buckets, starts, strict=False)
+        ]
         buffer.param_index_map = {
             parameter: (start - padding[bucket], end - padding[bucket], bucket)
             for parameter, (start, end, bucket) in buffer.param_index_map.items()
@@ -233,14 +300,18 @@ def in_host_memory() -> bool:
 
 
 def written_in_place(optimizer: MegatronOptimizer) -> bool:
-    """Return whether this rank's checkpoints are written from AdamW's own tensors, without a copy: on a CPU, if it has all of
-    the state. Nothing may be updated until such a checkpoint is written."""
+    """Return whether this rank's checkpoints are written from AdamW's own tensors,
+    without a copy: on a CPU, if it has all of the state. Nothing may be updated until
+    such a checkpoint is written.
+    """
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     return in_host_memory() and any(part.data_parallel_group.size() == 1 for part in parts)
 
 
 class _Lent:
-    """AdamW's own tensors of one kind, each under its place in the gathered state, from which megatron would cut it."""
+    """AdamW's own tensors of one kind, each under its place in the gathered state, from
+    which megatron would cut it.
+    """
 
     def __init__(self, tensors: dict[tuple[int, int], Tensor]) -> None:
         self._tensors = tensors
@@ -250,11 +321,15 @@ class _Lent:
 
 
 def _gathered_alone(optimizer: DistributedOptimizer, *, empty_data: bool, **_: object) -> StateDict:
-    """Act as get_parameter_state_dp_zero, which gathers AdamW's state for a checkpoint, if one rank has all of the state. This
-    takes 12 bytes of host memory per parameter, none to write from a CPU; megatron's way, for many ranks, takes 32, or 24 and 8
-    on the GPU."""
+    """Act as get_parameter_state_dp_zero, which gathers AdamW's state for a checkpoint,
+    if one rank has all of the state. This takes 12 bytes of host memory per parameter,
+    none to write from a CPU; megatron's way, for many ranks, takes 32, or 24 and 8 on
+    the GPU.
+    """
     state: StateDict = {"buckets_coalesced": True}
-    for n, (buffer, (dtype,)) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
+    for n, (buffer, (dtype,)) in enumerate(
+        zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)
+    ):
         own = {} if empty_data else _by_place(optimizer, buffer)
         whole: StateDict = {"numel_unpadded": buffer.numel_unpadded}
         for name in ("param", *optimizer.optimizer_state_keys):
@@ -265,14 +340,22 @@ def _gathered_alone(optimizer: DistributedOptimizer, *, empty_data: bool, **_: o
     return state
 
 
-def _by_place(optimizer: DistributedOptimizer, buffer: Any) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """Return the FP32 weight and the moments of each parameter of megatron's buffer, by its place in the gathered state."""
-    places = {parameter: (start, end) for parameter, (start, end, _) in buffer.param_index_map.items()}
+def _by_place(
+    optimizer: DistributedOptimizer, buffer: Any
+) -> dict[tuple[int, int], dict[str, Tensor]]:
+    """Return the FP32 weight and the moments of each parameter of megatron's buffer, by
+    its place in the gathered state.
+    """
+    places = {
+        parameter: (start, end) for parameter, (start, end, _) in buffer.param_index_map.items()
+    }
     return {place: optimizer._get_main_param_and_optimizer_states(p) for p, place in places.items()}
 
 
 def _joined(numbers: int, tensors: dict[tuple[int, int], Tensor]) -> Tensor:
-    """Return one tensor [numbers] in the host's memory, with a copy of each of these at its place."""
+    """Return one tensor [numbers] in the host's memory, with a copy of each of these at
+    its place.
+    """
     whole = torch.zeros(numbers)
     for (start, end), tensor in tensors.items():
         whole[start:end].copy_(tensor)

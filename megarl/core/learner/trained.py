@@ -1,9 +1,11 @@
-"""A network that learns: gradients of its loss over many sequences, and the AdamW step that follows from them.
+"""A network that learns: gradients of its loss over many sequences, and the AdamW step
+that follows from them.
 
     sequences ──► forward_backward: sum of weight * token loss ──► gradient_norm ──finite?──┬─yes─► update
                                                                                             └─no──► offenders: rollouts to blame
-The weights of tokens already are the aggregation, so gradients are summed over micro-batches and ranks and never averaged.
-All methods are collective: every rank calls them with the same sequences.
+The weights of tokens already are the aggregation, so gradients are summed over
+micro-batches and ranks and never averaged. All methods are collective: every rank calls
+them with the same sequences.
 """
 
 import math
@@ -34,7 +36,9 @@ from megarl.core.recipe import Optimizer, Recipe
 
 @contextmanager
 def more_threads() -> Iterator[None]:
-    """Let torch use half of this rank's share of the machine's cores; servers may need the others."""
+    """Let torch use half of this rank's share of the machine's cores; servers may need
+    the others.
+    """
     before, ranks = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(before, device.CORES // ranks // 2))
     try:
@@ -44,9 +48,12 @@ def more_threads() -> Iterator[None]:
 
 
 class TrainedNetwork(Network):
-    """A network with gradients and an optimiser; subclasses define its loss. `loss_scale` is None unless the model is fp16.
-    `head` and `loss` map hidden states to the loss [n], with gradient, and to the metrics [n] in `metric_names`, without; those
-    that end in `_max` are reduced by maximum, all others by the mean over trained tokens."""
+    """A network with gradients and an optimiser; subclasses define its loss.
+    `loss_scale` is None unless the model is fp16. `head` and `loss` map hidden states
+    to the loss [n], with gradient, and to the metrics [n] in `metric_names`, without;
+    those that end in `_max` are reduced by maximum, all others by the mean over trained
+    tokens.
+    """
 
     head: Head[Any]
     metric_names: Sequence[str]
@@ -64,8 +71,12 @@ class TrainedNetwork(Network):
         """offload, gathers_late: as optimizer.with_optimizer has them."""
         super().__init__(chunks, family, recipe)
         self.settings = settings
-        self.expert_load = ExpertLoad(chunks, recipe.model.moe) if family.architecture.experts else None
-        self.ddp, self.optimizer, self.loss_scale = with_optimizer(chunks, settings, recipe, offload, gathers_late)
+        self.expert_load = (
+            ExpertLoad(chunks, recipe.model.moe) if family.architecture.experts else None
+        )
+        self.ddp, self.optimizer, self.loss_scale = with_optimizer(
+            chunks, settings, recipe, offload, gathers_late
+        )
         self._offload = offload
         self._nonfinite: list[tuple[Sequence[int], Tensor, Tensor]] = []
 
@@ -73,7 +84,9 @@ class TrainedNetwork(Network):
         raise NotImplementedError
 
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """Compute the loss's gradients, reduced over ranks, into the chunks' buffers; return its metrics."""
+        """Compute the loss's gradients, reduced over ranks, into the chunks' buffers;
+        return its metrics.
+        """
         self.clear()
         if self.expert_load:
             self.expert_load.begin(sum(len(s) for s in sequences))
@@ -87,14 +100,21 @@ class TrainedNetwork(Network):
             with torch.no_grad():
                 rows = torch.stack([micro.counted, *(metrics[name] for name in self.metric_names)])
                 counted = micro.counted > 0
-                self._nonfinite.append((members, micro.here, counted & ~torch.isfinite(losses)))  # read only if needed
+                self._nonfinite.append(
+                    (members, micro.here, counted & ~torch.isfinite(losses))
+                )  # read only if needed
                 sums[0] += total
                 sums[1:] += torch.where(counted, rows, 0.0).sum(-1)
-                maxima[1:] = torch.maximum(maxima[1:], torch.where(counted, rows, -math.inf).amax(-1))
+                maxima[1:] = torch.maximum(
+                    maxima[1:], torch.where(counted, rows, -math.inf).amax(-1)
+                )
             return total
 
         microbatches = self.run(self.ddp, sequences, self.head, summed, forward_only=False)
-        if not parallel_state.is_pipeline_last_stage() or parallel_state.get_tensor_model_parallel_rank() != 0:
+        if (
+            not parallel_state.is_pipeline_last_stage()
+            or parallel_state.get_tensor_model_parallel_rank() != 0
+        ):
             sums.zero_()  # the last stage's first tensor-parallel rank counts for all
             maxima.fill_(-math.inf)
         dist.all_reduce(sums)
@@ -102,18 +122,26 @@ class TrainedNetwork(Network):
         total_loss, tokens, *totals = sums.tolist()
         result = {"loss": total_loss, "tokens_trained": tokens, "sequences": float(len(sequences))}
         result["microbatches"] = float(microbatches)
-        for name, total, largest in zip(self.metric_names, totals, maxima.tolist()[2:], strict=True):
+        for name, total, largest in zip(
+            self.metric_names, totals, maxima.tolist()[2:], strict=True
+        ):
             result[name] = largest if name.endswith("_max") else total / tokens
         return result | (self.expert_load.metrics() if self.expert_load else {})
 
     def broken(self, metrics: dict[str, float]) -> bool:
-        """Return whether the loss is not finite, or the gradient is not and a lower loss scale could not help."""
+        """Return whether the loss is not finite, or the gradient is not and a lower
+        loss scale could not help.
+        """
         lowest = self.loss_scale is None or self.loss_scale.value <= LEAST
-        return not math.isfinite(metrics[self.loss_name]) or (lowest and not math.isfinite(metrics[self.norm_name]))
+        return not math.isfinite(metrics[self.loss_name]) or (
+            lowest and not math.isfinite(metrics[self.norm_name])
+        )
 
     def offenders(self, sequences: Sequence[TrainSequence]) -> list[dict[str, int | str]]:
-        """Return ticket and sample of each rollout with a token whose loss was not finite in the latest pass (`cause: loss`).
-        If there is none, return all rollouts: only the step's sum or its gradient was not finite (`cause: step`)."""
+        """Return ticket and sample of each rollout with a token whose loss was not
+        finite in the latest pass (`cause: loss`). If there is none, return all
+        rollouts: only the step's sum or its gradient was not finite (`cause: step`).
+        """
         mine: set[int] = set()
         for members, here, broken in self._nonfinite:
             if members:
@@ -124,8 +152,10 @@ class TrainedNetwork(Network):
         return [{"ticket": s.ticket, "sample": s.sample, "cause": cause} for s in chosen]
 
     def gather_weights(self) -> None:
-        """Make this rank's weights complete, which after an update they may not be before the next
-        forward pass. COLLECTIVE. Call it before anything but a forward pass reads them."""
+        """Make this rank's weights complete, which after an update they may not be
+        before the next forward pass. COLLECTIVE. Call it before anything but a forward
+        pass reads them.
+        """
         late_gathering.gather(self.ddp)
 
     def clear(self) -> None:
@@ -134,7 +164,9 @@ class TrainedNetwork(Network):
         self.optimizer.zero_grad()
 
     def moments_to_come(self) -> Tensor:
-        """Allocate as much memory as AdamW has yet to allocate for its state on this rank's device, at its first step."""
+        """Allocate as much memory as AdamW has yet to allocate for its state on this
+        rank's device, at its first step.
+        """
         numbers = sum(
             parameter.numel()
             for part in self.optimizer.chained_optimizers
@@ -142,18 +174,24 @@ class TrainedNetwork(Network):
             for parameter in part.get_parameters()
             if not part.optimizer.state.get(parameter)
         )
-        return torch.empty(round(2 * numbers * (1 - self._offload)), dtype=torch.float32, device=self.device)
+        return torch.empty(
+            round(2 * numbers * (1 - self._offload)), dtype=torch.float32, device=self.device
+        )
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """Divide gradients by the loss scale, for `update`; return their norm over all ranks, finite only if they all are."""
+        """Divide gradients by the loss scale, for `update`; return their norm over all
+        ranks, finite only if they all are.
+        """
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
     @torch.no_grad()
     def update(self, lr: float, norm: float) -> None:
-        """Clip the gradients, whose norm is `norm`, and take one AdamW step. Norms, biases and other parameters of one
-        dimension do not decay: megatron marks them by `wd_mult`, but only its scheduler, which is not used here, applies it."""
+        """Clip the gradients, whose norm is `norm`, and take one AdamW step. Norms,
+        biases and other parameters of one dimension do not decay: megatron marks them
+        by `wd_mult`, but only its scheduler, which is not used here, applies it.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
@@ -166,4 +204,5 @@ class TrainedNetwork(Network):
         if self.expert_load:
             self.expert_load.balance()
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # otherwise its time would be attributed to the next operation that waits
+            # otherwise its time would be attributed to the next operation that waits
+            torch.cuda.synchronize()

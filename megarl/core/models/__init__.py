@@ -1,4 +1,5 @@
-"""Models: Megatron-Core's GPT, loaded from and written to Hugging Face directories, sharded over any layout.
+"""Models: Megatron-Core's GPT, loaded from and written to Hugging Face directories,
+sharded over any layout.
 
     parallel.py      process groups of TP x PP x CP x EP x DP
     build.py         this rank's chunks of the model: layers, precision, FP8
@@ -10,7 +11,8 @@
     hf.py            load, export, save                    checkpoint.py  distributed checkpoints
     region.py        a tensor within a file
 
-Importing any module of this package (or `megarl.core.models` itself) before megatron makes megatron-core importable on a CPU.
+Importing any module of this package (or `megarl.core.models` itself) before megatron
+makes megatron-core importable on a CPU.
 """
 
 import importlib.util
@@ -27,8 +29,10 @@ __all__ = ["Family", "family_of"]
 
 
 def _check_transformer_engine() -> None:
-    """Raise MegarlError if there is a GPU but the installed Transformer Engine cannot be imported: megatron-core would silently
-    do without it, or fail with another error. It gets torch's cuDNN, where it would prefer one of a module or the toolkit."""
+    """Raise MegarlError if there is a GPU but the installed Transformer Engine cannot
+    be imported: megatron-core would silently do without it, or fail with another error.
+    It gets torch's cuDNN, where it would prefer one of a module or the toolkit.
+    """
     if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
         return
     os.environ.update(cudnn_of_torch())
@@ -36,8 +40,9 @@ def _check_transformer_engine() -> None:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:
         raise MegarlError(
-            f"Transformer Engine is installed, but cannot be imported: {type(error).__name__}: {error}. Build it again for "
-            "this torch, or uninstall it to train with megarl's own layers (docs/install.md)"
+            f"Transformer Engine is installed, but cannot be imported: {type(error).__name__}:"
+            f" {error}. Build it again for this torch, or uninstall it to train with megarl's own"
+            " layers (docs/install.md)"
         ) from error
 
 

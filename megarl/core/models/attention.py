@@ -1,25 +1,29 @@
-"""Causal attention over a packed row: which of this rank's queries attend to which keys, and kernels that use this instead of
-a mask.
+"""Causal attention over a packed row: which of this rank's queries attend to which
+keys, and kernels that use this instead of a mask.
 
     the row     |0 ──────── a sequence ──────── n|0 ────── the next ────── m|
     a segment         start ───── at ━━━━ to           queries [at, to) and keys [start, to), each query up to itself
 
-A segment is a whole sequence, or its part within an attention chunk. Under context parallelism its queries are one of this
-rank's pieces, with the keys before them: of a sequence's 2 CP pieces, rank r has the r-th from either end.
+A segment is a whole sequence, or its part within an attention chunk. Under context
+parallelism its queries are one of this rank's pieces, with the keys before them: of a
+sequence's 2 CP pieces, rank r has the r-th from either end.
 
-Llama 4 rotates at true positions, so attention within its chunks is causal attention over shorter sequences: the row's
-boundaries are subdivided at multiples of the chunk. gpt-oss has a sink in each head, an extra score that takes probability but
-has no value (arXiv 2309.17453), and in every second layer a window: a query attends to a limited number of positions up to its
-own. If a kernel does not support windows, segments are cut into pieces with a window's length of queries, so that one mask with
-the width of two windows fits all.
+Llama 4 rotates at true positions, so attention within its chunks is causal attention
+over shorter sequences: the row's boundaries are subdivided at multiples of the chunk.
+gpt-oss has a sink in each head, an extra score that takes probability but has no value
+(arXiv 2309.17453), and in every second layer a window: a query attends to a limited
+number of positions up to its own. If a kernel does not support windows, segments are
+cut into pieces with a window's length of queries, so that one mask with the width of
+two windows fits all.
 
 The kernels materialise neither a mask nor all scores of a sequence:
 
     Flash            bf16 or fp16 on a GPU: torch's flash kernel, given the segment boundaries
     PaddedSegments   otherwise: unpack ─► [segments, heads, longest, head_dim] ─► causal SDPA ─► pack
 
-Everything that depends only on lengths is computed once per micro-batch and shared by all layers with the same segments.
-Under context parallelism keys and values are gathered from all ranks, in rank order.
+Everything that depends only on lengths is computed once per micro-batch and shared by
+all layers with the same segments. Under context parallelism keys and values are
+gathered from all ranks, in rank order.
 """
 
 import itertools
@@ -38,7 +42,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class Segments(NamedTuple):
-    """Segments of a row. start, at, to [segments] int64: positions in the row. This rank's tokens are the queries, in order."""
+    """Segments of a row. start, at, to [segments] int64: positions in the row. This
+    rank's tokens are the queries, in order.
+    """
 
     start: Tensor
     at: Tensor
@@ -57,14 +63,20 @@ def segments(
     cp_rank: int = 0,
     window: int | None = None,
 ) -> Segments:
-    """Return one rank's segments of sequences [boundaries[i], boundaries[i+1]), cut at multiples of `chunk`. window: cut them
-    into this many queries each, with all keys that windows of this length reach; only without chunks."""
+    """Return one rank's segments of sequences [boundaries[i], boundaries[i+1]), cut at
+    multiples of `chunk`. window: cut them into this many queries each, with all keys
+    that windows of this length reach; only without chunks.
+    """
     parts = []
     for start, end in itertools.pairwise(boundaries):
         step, piece = window or chunk or max(end - start, 1), (end - start) // (2 * cp_size)
-        pieces = [(start + p * piece, start + (p + 1) * piece) for p in (cp_rank, 2 * cp_size - 1 - cp_rank)]
+        pieces = [
+            (start + p * piece, start + (p + 1) * piece)
+            for p in (cp_rank, 2 * cp_size - 1 - cp_rank)
+        ]
         for at, to in pieces if cp_size > 1 else [(start, end)]:
-            # Windows are cut from the first query on, chunks at multiples of their length in the sequence.
+            # Windows are cut from the first query on, chunks at multiples of their
+            # length in the sequence.
             for cut in range(at if window else at - (at - start) % step, to, step):
                 keys_from = max(start, cut - window + 1) if window else cut
                 parts.append((keys_from, max(at, cut), min(to, cut + step)))
@@ -87,7 +99,9 @@ class LayerAttention:
     l2_epsilon: float | None = None  # normalise q and k after rotation
     temperature: tuple[int, float] | None = None  # (floor, scale), see `temperatures`
     sinks: bool = False  # each head has one
-    window: int | None = None  # attend only to this many positions up to a query's own; only with sinks
+    window: int | None = (
+        None  # attend only to this many positions up to a query's own; only with sinks
+    )
 
 
 def positions_of(boundaries: Sequence[int]) -> Tensor:
@@ -97,13 +111,17 @@ def positions_of(boundaries: Sequence[int]) -> Tensor:
 
 
 def rms_norm(x: Tensor, epsilon: float, weight: Tensor | None = None) -> Tensor:
-    """Return x / rms(x) over the last dimension, computed in float32, times weight [h] (as transformers' LlamaRMSNorm)."""
+    """Return x / rms(x) over the last dimension, computed in float32, times weight [h]
+    (as transformers' LlamaRMSNorm).
+    """
     return _ScaledNorm.apply(x, epsilon, weight)
 
 
 class _ScaledNorm(torch.autograd.Function):
-    """RMS norm: the output is x * i * weight, with i = 1 / rms(x). Let g be its gradient and m = g * weight. Then the gradient
-    of x is i * m - i^3 * x * mean(m * x), and that of the weight is the sum of g * x * i over rows."""
+    """RMS norm: the output is x * i * weight, with i = 1 / rms(x). Let g be its
+    gradient and m = g * weight. Then the gradient of x is i * m - i^3 * x * mean(m *
+    x), and that of the weight is the sum of g * x * i over rows.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, epsilon: float, weight: Tensor | None) -> Tensor:
@@ -129,7 +147,9 @@ class _ScaledNorm(torch.autograd.Function):
 
 
 def temperatures(positions: Tensor, floor: int, scale: float) -> Tensor:
-    """Return 1 + scale * log(1 + floor((position + 1) / floor)) float32: 1 at the first positions (arXiv 2501.19399)."""
+    """Return 1 + scale * log(1 + floor((position + 1) / floor)) float32: 1 at the first
+    positions (arXiv 2501.19399).
+    """
     return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
 
 
@@ -138,8 +158,10 @@ FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.
 
 
 SHORT_ON_CPU = 512
-"""Up to so many positions a CPU computes attention of half precision in FP32. Torch's bf16 kernel prepares oneDNN anew for each
-of its small products: 48 sequences of 42 tokens take 105 ms in bf16 and 35 ms in FP32, one of 2,048 203 and 217 ms."""
+"""Up to so many positions a CPU computes attention of half precision in FP32. Torch's
+bf16 kernel prepares oneDNN anew for each of its small products: 48 sequences of 42
+tokens take 105 ms in bf16 and 35 ms in FP32, one of 2,048 203 and 217 ms.
+"""
 
 
 def flash_takes(query: Tensor) -> bool:
@@ -156,40 +178,56 @@ def causal(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attend causally, from and to [batch, positions, heads, head_dim], with grouped queries. sinks [heads]"""
+    """Attend causally, from and to [batch, positions, heads, head_dim], with grouped
+    queries. sinks [heads]
+    """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     shared = q.shape[1] // k.shape[1]
-    if shared > 1 and (sinks is not None or (q.is_cuda and not flash_takes(q))):  # these kernels lack grouped queries
+    if shared > 1 and (
+        sinks is not None or (q.is_cuda and not flash_takes(q))
+    ):  # these kernels lack grouped queries
         k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
     if sinks is not None:
         mask = None if window is None else band(q, window)
-        return _WithSinks.apply(q, k, v, sinks, (_efficient if q.is_cuda else _cpu)(scale, mask)).transpose(1, 2)
+        return _WithSinks.apply(
+            q, k, v, sinks, (_efficient if q.is_cuda else _cpu)(scale, mask)
+        ).transpose(1, 2)
     dtype = q.dtype
     is_half = dtype.itemsize == 2
     if is_half and not q.is_cuda and q.shape[2] <= SHORT_ON_CPU:
         q, k, v = (t.float() for t in (q, k, v))
     with sdpa_kernel(FUSED) if q.is_cuda else nullcontext():
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return out.to(dtype).transpose(1, 2)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, **where: object) -> Tensor:
-    """Call torch's varlen_attn. Before torch 2.12 grouped queries were implicit; since then they must be enabled."""
+    """Call torch's varlen_attn. Before torch 2.12 grouped queries were implicit; since
+    then they must be enabled.
+    """
     varlen_attn, has_enable_gqa = _varlen_attn()
-    return varlen_attn(q, k, v, **where, **({"enable_gqa": q.shape[1] != k.shape[1]} if has_enable_gqa else {}))
+    return varlen_attn(
+        q, k, v, **where, **({"enable_gqa": q.shape[1] != k.shape[1]} if has_enable_gqa else {})
+    )
 
 
 @cache
 def _varlen_attn() -> tuple[Callable[..., Tensor], bool]:
-    """Return varlen_attn, and whether it has `enable_gqa`. Imported late, since it takes seconds, for torch's compiler."""
+    """Return varlen_attn, and whether it has `enable_gqa`. Imported late, since it
+    takes seconds, for torch's compiler.
+    """
     from torch.nn.attention import varlen
 
     return varlen.varlen_attn, "enable_gqa" in signature(varlen.varlen_attn).parameters
 
 
 def band(q: Tensor, window: int) -> Tensor:
-    """Return the mask to add to the scores of q [.., .., positions, ..]: 0 for the last `window` keys up to a query, else
-    -infinity. [1, 1, positions, positions], with rows aligned as the memory-efficient kernel requires."""
+    """Return the mask to add to the scores of q [.., .., positions, ..]: 0 for the last
+    `window` keys up to a query, else -infinity. [1, 1, positions, positions], with rows
+    aligned as the memory-efficient kernel requires.
+    """
     length = q.shape[2]
     seen = q.new_ones(length, -(-length // 8) * 8, dtype=torch.bool).tril().triu(1 - window)
     return q.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[None, None, :, :length]
@@ -197,22 +235,33 @@ def band(q: Tensor, window: int) -> Tensor:
 
 type _Kernel = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]
 """Forward: q, k, v ─► the output, the log-sum-exp of each query's scores [.., heads, queries], and more for backward.
-Backward: the output's gradient, q, k, v and all results of forward ─► the gradients of q, k and v."""
+Backward: the output's gradient, q, k, v and all results of forward ─► the gradients of q, k and v.
+"""
 
 
 def _cpu(scale: float | None, mask: Tensor | None) -> _Kernel:
-    """Return torch's flash kernel for CPUs: [batch, heads, positions, head_dim]. mask: see `band`; None: causal."""
+    """Return torch's flash kernel for CPUs: [batch, heads, positions, head_dim]. mask:
+    see `band`; None: causal.
+    """
     name, causal = "_scaled_dot_product_flash_attention_for_cpu", mask is None
     kernel, of_kernel = (getattr(torch.ops.aten, name + ending) for ending in ("", "_backward"))
     return (
         lambda *qkv: kernel(*qkv, 0.0, causal, attn_mask=mask, scale=scale),
-        lambda gradient, *kept: of_kernel(gradient, *kept, 0.0, causal, attn_mask=mask, scale=scale),
+        lambda gradient, *kept: of_kernel(
+            gradient, *kept, 0.0, causal, attn_mask=mask, scale=scale
+        ),
     )
 
 
 def _efficient(scale: float | None, mask: Tensor | None) -> _Kernel:
-    """Return torch's memory-efficient kernel for GPUs, like `_cpu`. It pads log-sum-exps to a multiple of 32."""
-    name, causal, needed = "_scaled_dot_product_efficient_attention", mask is None, [True, True, True, False]
+    """Return torch's memory-efficient kernel for GPUs, like `_cpu`. It pads
+    log-sum-exps to a multiple of 32.
+    """
+    name, causal, needed = (
+        "_scaled_dot_product_efficient_attention",
+        mask is None,
+        [True, True, True, False],
+    )
     kernel, of_kernel = (getattr(torch.ops.aten, name + ending) for ending in ("", "_backward"))
 
     def added(q: Tensor) -> Tensor | None:
@@ -227,11 +276,16 @@ def _efficient(scale: float | None, mask: Tensor | None) -> _Kernel:
 
 
 def _varlen(scale: float | None, where: Mapping[str, Any]) -> _Kernel:
-    """Return torch's flash kernel for GPUs: [tokens, heads, head_dim]. where: see Flash."""
+    """Return torch's flash kernel for GPUs: [tokens, heads, head_dim]. where: see
+    Flash.
+    """
     left, right = where["window_size"]
     places = *(where[key] for key in ("cu_seq_q", "cu_seq_k", "max_q", "max_k")), 0.0, left == -1
     window = {"scale": scale, "window_size_left": left, "window_size_right": right}
-    kernel, of_kernel = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
+    kernel, of_kernel = (
+        torch.ops.aten._flash_attention_forward,
+        torch.ops.aten._flash_attention_backward,
+    )
     return (
         lambda *qkv: kernel(*qkv, *places, False, **window)[:4],
         lambda gradient, *kept: of_kernel(gradient, *kept[:5], *places, *kept[5:], **window),
@@ -239,13 +293,18 @@ def _varlen(scale: float | None, where: Mapping[str, Any]) -> _Kernel:
 
 
 class _WithSinks(torch.autograd.Function):
-    """Adds sinks to a kernel's attention, without access to its scores. The kernel returns the output o and l, the log-sum-exp
-    of a query's scores. With the sink s, l' = log(exp l + exp s) and o' = o exp(l - l'). The gradient of a score is its
-    probability exp(score - l') times g (value - o'), with g the output's gradient: a kernel's backward pass is right if it gets
-    o' and l'. The sink's value is 0, so its gradient is -exp(s - l') g o', summed over queries."""
+    """Adds sinks to a kernel's attention, without access to its scores. The kernel
+    returns the output o and l, the log-sum-exp of a query's scores. With the sink s, l'
+    = log(exp l + exp s) and o' = o exp(l - l'). The gradient of a score is its
+    probability exp(score - l') times g (value - o'), with g the output's gradient: a
+    kernel's backward pass is right if it gets o' and l'. The sink's value is 0, so its
+    gradient is -exp(s - l') g o', summed over queries.
+    """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: _Kernel) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: _Kernel
+    ) -> Tensor:
         forward, ctx.backward_of_kernel = kernel
         out, scores, *rest = forward(q, k, v)
         with_sink = torch.logaddexp(scores, sinks.float()[:, None])
@@ -265,17 +324,25 @@ class _WithSinks(torch.autograd.Function):
 
 
 def _by_query(scores: Tensor, out: Tensor) -> Tensor:
-    """Reshape [.., heads, queries] for multiplication with the output [tokens, heads, ..] or [.., heads, queries, ..]."""
+    """Reshape [.., heads, queries] for multiplication with the output [tokens, heads,
+    ..] or [.., heads, queries, ..].
+    """
     return scores.t()[..., None] if out.dim() == 3 else scores[..., : out.shape[2], None]
 
 
 class Flash:
-    """Attention by torch's flash kernel, varlen_attn, which needs no block mask, compiler or conversion, unlike FlexAttention
-    and jagged tensors. If a segment has more keys than queries, the causal mask is aligned to the last of both."""
+    """Attention by torch's flash kernel, varlen_attn, which needs no block mask,
+    compiler or conversion, unlike FlexAttention and jagged tensors. If a segment has
+    more keys than queries, the causal mask is aligned to the last of both.
+    """
 
-    def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device, window: int | None = None) -> None:
-        """Prepare for these segments. keys: positions of their keys among the gathered keys, segment by segment; None: the same
-        as the queries. window: number of keys up to a query; None: all."""
+    def __init__(
+        self, parts: Segments, keys: Tensor | None, device: torch.device, window: int | None = None
+    ) -> None:
+        """Prepare for these segments. keys: positions of their keys among the gathered
+        keys, segment by segment; None: the same as the queries. window: number of keys
+        up to a query; None: all.
+        """
         self.keys = None if keys is None else keys.to(device)
         queries_each, keys_each = parts.to - parts.at, parts.to - parts.start
         self.where = {
@@ -286,7 +353,9 @@ class Flash:
             "window_size": (-1 if window is None else window - 1, 0),
         }
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend, from and to [tokens, heads, head_dim] of queries. sinks [heads]"""
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
@@ -296,17 +365,24 @@ class Flash:
 
 
 class PaddedSegments:
-    """Buckets of segments of similar length, padded to a bucket's longest, so that the cost is near the sum of squared lengths.
+    """Buckets of segments of similar length, padded to a bucket's longest, so that the
+    cost is near the sum of squared lengths.
 
-    shapes: (segments, longest) of each bucket. Slots are the places in all buckets, end to end. unpack [slots]: the query in
-    each slot (0 where there is none). pack [tokens]: the slot of each query. padding: slots without a query. All three are None
-    if slots and tokens coincide. keys [slots]: like `unpack`, for the gathered keys; None if they match the queries. In a
-    segment with more keys than queries, the slots without a query come first. They get no gradient, so the backward pass of
-    unpacking is packing: a gather, many times faster than autograd's scatter-add.
+    shapes: (segments, longest) of each bucket. Slots are the places in all buckets, end
+    to end. unpack [slots]: the query in each slot (0 where there is none). pack
+    [tokens]: the slot of each query. padding: slots without a query. All three are None
+    if slots and tokens coincide. keys [slots]: like `unpack`, for the gathered keys;
+    None if they match the queries. In a segment with more keys than queries, the slots
+    without a query come first. They get no gradient, so the backward pass of unpacking
+    is packing: a gather, many times faster than autograd's scatter-add.
     """
 
-    def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device, window: int | None = None) -> None:
-        """Prepare for these segments, which must be cut by the window if there is one. keys: as in Flash."""
+    def __init__(
+        self, parts: Segments, keys: Tensor | None, device: torch.device, window: int | None = None
+    ) -> None:
+        """Prepare for these segments, which must be cut by the window if there is one.
+        keys: as in Flash.
+        """
         self.window = window
         lengths = parts.to - parts.start
         self.shapes, first = _padded(lengths.tolist())
@@ -319,9 +395,13 @@ class PaddedSegments:
             return
         taken = torch.zeros(slots, dtype=torch.bool).index_fill_(0, pack, True)
         unpack = _scattered(pack, torch.arange(len(pack)), slots)
-        self.unpack, self.pack, self.padding = (t.to(device) for t in (unpack, pack, (~taken).nonzero().flatten()))
+        self.unpack, self.pack, self.padding = (
+            t.to(device) for t in (unpack, pack, (~taken).nonzero().flatten())
+        )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend, from and to [tokens, heads, head_dim] of queries. sinks [heads]"""
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
@@ -331,11 +411,17 @@ class PaddedSegments:
             q = _Gather.apply(q, self.unpack, self.pack, None)
         in_buckets = [t.split([n * longest for n, longest in self.shapes]) for t in (q, k, v)]
         outputs = [
-            causal(q.unflatten(0, n), k.unflatten(0, n), v.unflatten(0, n), scale, sinks, self.window).flatten(0, 1)
+            causal(
+                q.unflatten(0, n), k.unflatten(0, n), v.unflatten(0, n), scale, sinks, self.window
+            ).flatten(0, 1)
             for n, q, k, v in zip(self.shapes, *in_buckets, strict=True)
         ]
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return output if self.pack is None else _Gather.apply(output, self.pack, self.unpack, self.padding)
+        return (
+            output
+            if self.pack is None
+            else _Gather.apply(output, self.pack, self.unpack, self.padding)
+        )
 
 
 type Kernels = Flash | PaddedSegments
@@ -349,19 +435,25 @@ def attention_of(
     like: Tensor,
     window: int | None = None,
 ) -> Kernels:
-    """Return attention over the sequences [boundaries[i], boundaries[i+1]) for this rank's queries, of the kind of `like`."""
+    """Return attention over the sequences [boundaries[i], boundaries[i+1]) for this
+    rank's queries, of the kind of `like`.
+    """
     kernels = Flash if flash_takes(like) else PaddedSegments
     cut = window if kernels is PaddedSegments else None
     mine = segments(boundaries, chunk, cp_size, cp_rank, cut)
     keys = None
     if cp_size > 1 or cut:  # some keys occur twice, and others not at all
-        gathered = torch.cat([segments(boundaries, None, cp_size, rank).queries for rank in range(cp_size)])
+        gathered = torch.cat(
+            [segments(boundaries, None, cp_size, rank).queries for rank in range(cp_size)]
+        )
         keys = torch.argsort(gathered)[ranges(mine.start, mine.to)]
     return kernels(mine, keys, like.device, window)
 
 
 def _padded(lengths: list[int]) -> tuple[list[tuple[int, int]], Tensor]:
-    """Return the buckets' shapes and each segment's first slot. Longest first, one less than half as long begins a bucket."""
+    """Return the buckets' shapes and each segment's first slot. Longest first, one less
+    than half as long begins a bucket.
+    """
     buckets: list[list[int]] = []
     first = torch.zeros(len(lengths), dtype=torch.int64)
     slots = 0
@@ -380,14 +472,23 @@ def _scattered(places: Tensor, values: Tensor, size: int) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Maps x to x[index]. The gradient of x is the output's gradient, indexed by `back`, and 0 at `unused`."""
+    """Maps x to x[index]. The gradient of x is the output's gradient, indexed by
+    `back`, and 0 at `unused`.
+    """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, index: Tensor, back: Tensor, unused: Tensor | None) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, x: Tensor, index: Tensor, back: Tensor, unused: Tensor | None
+    ) -> Tensor:
         ctx.back, ctx.unused = back, unused
         return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         gradient = gradient.index_select(0, ctx.back)
-        return gradient if ctx.unused is None else gradient.index_fill_(0, ctx.unused, 0), None, None, None
+        return (
+            gradient if ctx.unused is None else gradient.index_fill_(0, ctx.unused, 0),
+            None,
+            None,
+            None,
+        )

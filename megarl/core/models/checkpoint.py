@@ -1,4 +1,5 @@
-"""Distributed checkpoints: written by all ranks at one layout, loaded at any other, and either complete or absent.
+"""Distributed checkpoints: written by all ranks at one layout, loaded at any other, and
+either complete or absent.
 
     RUN/checkpoints/step-0000020/
         *.distcp, .metadata, metadata.json    megatron's torch_dist format, keyed by the whole model's names
@@ -6,9 +7,11 @@
         megarl.json                           CheckpointMeta, with a checksum of each file; written last
     RUN/checkpoints/.step-0000020.partial/    being written; renamed when complete
 
-Each rank reads back its files to compute checksums, in the thread that wrote them. Before any part of a checkpoint is used, all
-files are verified, each by one of the ranks. CRC-32 is the fastest checksum: 6.0 GB/s on one core of an AMD EPYC, against 1.2
-for blake2b. It guards against accidents only. A checkpoint is read without running any code in it, wherever it came from:
+Each rank reads back its files to compute checksums, in the thread that wrote them.
+Before any part of a checkpoint is used, all files are verified, each by one of the
+ranks. CRC-32 is the fastest checksum: 6.0 GB/s on one core of an AMD EPYC, against 1.2
+for blake2b. It guards against accidents only. A checkpoint is read without running any
+code in it, wherever it came from:
 
 .metadata       a pickle that torch reads without checks: we read it first, with an unpickler that allows only expected classes
 *.distcp        torch archives; megatron lets torch unpickle objects of any class: within `safely` only plain ones
@@ -58,14 +61,20 @@ log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 4
 CRITIC = "critic."
-"""Prefix of a critic's tensor names. Readers that want only the policy load none of them."""
+"""Prefix of a critic's tensor names. Readers that want only the policy load none of
+them.
+"""
 _PARTIAL = re.compile(r"\.step-\d+\.partial")
 _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state\d*")
-"""Transformer Engine's FP8 scales, of a layer or one of its experts. megarl does not use them, and other layers have none."""
+"""Transformer Engine's FP8 scales, of a layer or one of its experts. megarl does not
+use them, and other layers have none.
+"""
 
 
 class CorruptCheckpoint(MegarlError):
-    """A file of a checkpoint is missing or differs from what was written. Reading it again, or elsewhere, does not help."""
+    """A file of a checkpoint is missing or differs from what was written. Reading it
+    again, or elsewhere, does not help.
+    """
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,17 +91,23 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def metadata() -> dict[str, object]:
-    """Return the `metadata` for megatron's sharded_state_dict, of models and optimisers, that makes shards fit any layout."""
+    """Return the `metadata` for megatron's sharded_state_dict, of models and
+    optimisers, that makes shards fit any layout.
+    """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return {"dp_cp_group": group, "distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def model_state(chunks: Sequence[Module]) -> ShardedStateDict:
-    """Return the sharded state dict of this rank's chunks: {"model": …}, or {"model0": …, "model1": …} if several."""
+    """Return the sharded state dict of this rank's chunks: {"model": …}, or {"model0":
+    …, "model1": …} if several.
+    """
     state = {}
     for key, chunk in _named(chunks):
         sharded = chunk.sharded_state_dict(metadata=metadata())
-        state[key] = {name: value for name, value in sharded.items() if not _EXTRA_STATE.fullmatch(name)}
+        state[key] = {
+            name: value for name, value in sharded.items() if not _EXTRA_STATE.fullmatch(name)
+        }
     return state
 
 
@@ -107,7 +122,9 @@ def _named(chunks: Sequence[Module]) -> list[tuple[str, Module]]:
 
 
 def save(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> None:
-    """Write a checkpoint at `path`. COLLECTIVE over all ranks; if any fails, all raise MegarlError and nothing is left."""
+    """Write a checkpoint at `path`. COLLECTIVE over all ranks; if any fails, all raise
+    MegarlError and nothing is left.
+    """
     request = begin(path, state, meta)
     with whole_or_gone(path):
         request.execute_sync()
@@ -115,7 +132,9 @@ def save(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> None:
 
 
 def begin(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> AsyncRequest:
-    """Return megatron's request to write a checkpoint: first each rank's part, then, on all ranks, the move to `path`."""
+    """Return megatron's request to write a checkpoint: first each rank's part, then, on
+    all ranks, the move to `path`.
+    """
 
     def fill(partial: Path) -> None:
         read_config(Path(meta.hf_source))
@@ -134,11 +153,14 @@ def begin(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> AsyncReq
 
         everywhere(lambda: appear() if dist.get_rank() == 0 else None)
 
-    # For the results of the writing threads. megatron's own queue needs a manager process, which takes seconds to start and
-    # serves only if another process writes.
+    # For the results of the writing threads. megatron's own queue needs a manager
+    # process, which takes seconds to start and serves only if another process writes.
     filesystem_async._results_queue = queues.Queue()
-    # Copies of the model divide the tensors among themselves. By default the first one writes all, and the others nothing.
-    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), metadata()["dp_cp_group"])
+    # Copies of the model divide the tensors among themselves. By default the first one
+    # writes all, and the others nothing.
+    strategy = FullyParallelSaveStrategyWrapper(
+        TorchDistSaveShardedStrategy(), metadata()["dp_cp_group"]
+    )
     with whole_or_gone(path):
         request = dist_checkpointing.save(
             state, str(partial), strategy, async_sharded_save=True, async_strategy="mcore"
@@ -149,7 +171,9 @@ def begin(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> AsyncReq
 
 
 def seal(path: Path, meta: CheckpointMeta, files: Mapping[str, int]) -> None:
-    """Write megarl.json, which turns the files in directory `path` into a checkpoint. files: checksums by name."""
+    """Write megarl.json, which turns the files in directory `path` into a checkpoint.
+    files: checksums by name.
+    """
     sealed = msgspec.structs.replace(meta, files=dict(files))
     sealed = msgspec.structs.replace(sealed, checksum=_own_checksum(sealed))
     write_atomically(path / META, msgspec.json.encode(sealed))
@@ -157,10 +181,15 @@ def seal(path: Path, meta: CheckpointMeta, files: Mapping[str, int]) -> None:
 
 @contextmanager
 def whole_or_gone(path: Path) -> Iterator[None]:
-    """Return a context for writing the checkpoint at `path`: a failure raises MegarlError and leaves no files behind."""
+    """Return a context for writing the checkpoint at `path`: a failure raises
+    MegarlError and leaves no files behind.
+    """
     try:
         yield
-    except (Exception, CheckpointException) as error:  # megatron, torch and the operating system each have their own
+    except (
+        Exception,
+        CheckpointException,
+    ) as error:  # megatron, torch and the operating system each have their own
         if dist.get_rank() == 0:
             shutil.rmtree(partial_of(path), ignore_errors=True)
         why = f"could not be written (is the disk full?): {_last_line(error)}"
@@ -168,30 +197,44 @@ def whole_or_gone(path: Path) -> Iterator[None]:
 
 
 def load(path: Path, state: ShardedStateDict) -> StateDict:
-    """Load the values of `state` from the checkpoint at `path`, of any layout. COLLECTIVE. CorruptCheckpoint if a file is
-    damaged; another MegarlError if all files are intact but loading failed."""
+    """Load the values of `state` from the checkpoint at `path`, of any layout.
+    COLLECTIVE. CorruptCheckpoint if a file is damaged; another MegarlError if all files
+    are intact but loading failed.
+    """
 
     def check_share() -> None:
-        """Check this rank's share of the files, every n-th of n ranks, so that each reads about as much."""
+        """Check this rank's share of the files, every n-th of n ranks, so that each
+        reads about as much.
+        """
         files = read_meta(path).files
-        check(path, {name: files[name] for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]})
+        check(
+            path,
+            {name: files[name] for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]},
+        )
         guarded.enter_context(safely(path))
 
     with ExitStack() as guarded:
         intact_everywhere(check_share)
         try:
-            # Copies of the model divide the tensors to read and pass them on. By default each one reads all.
+            # Copies of the model divide the tensors to read and pass them on. By
+            # default each one reads all.
             strategy = FullyParallelLoadStrategyWrapper(_Reading(), metadata()["dp_cp_group"])
             return dist_checkpointing.load(state, str(path), strategy)
-        except (Exception, CheckpointException) as error:  # a foreign file can fail anywhere in the unpickling
+        except (
+            Exception,
+            CheckpointException,
+        ) as error:  # a foreign file can fail anywhere in the unpickling
             raise MegarlError(
-                f"{path}: its files are intact, but cannot be loaded: {_last_line(error)}; start again, in case storage or "
-                "memory failed; if the checkpoint belongs to another model, move it away"
+                f"{path}: its files are intact, but cannot be loaded: {_last_line(error)}; start"
+                " again, in case storage or memory failed; if the checkpoint belongs to another"
+                " model, move it away"
             ) from error
 
 
 class _Reading(TorchDistLoadShardedStrategy):
-    """Reads this rank's part. COLLECTIVE: if any rank cannot read its own, all raise, or the others would wait for it."""
+    """Reads this rank's part. COLLECTIVE: if any rank cannot read its own, all raise,
+    or the others would wait for it.
+    """
 
     def load(self, *args: Any, **named: Any) -> StateDict:
         loaded: StateDict = {}
@@ -207,7 +250,9 @@ class _Reading(TorchDistLoadShardedStrategy):
 
 
 def intact_everywhere[T](work: Callable[[], T]) -> list[T]:
-    """Return each rank's result of `work()`. COLLECTIVE. If only damage was found, every rank raises CorruptCheckpoint."""
+    """Return each rank's result of `work()`. COLLECTIVE. If only damage was found,
+    every rank raises CorruptCheckpoint.
+    """
 
     def result_or_damage() -> tuple[list[T], str]:
         try:
@@ -222,7 +267,9 @@ def intact_everywhere[T](work: Callable[[], T]) -> list[T]:
 
 
 def load_model(path: Path, chunks: Sequence[Module]) -> None:
-    """Load only the weights of a checkpoint that may have an optimiser's state, too. COLLECTIVE."""
+    """Load only the weights of a checkpoint that may have an optimiser's state, too.
+    COLLECTIVE.
+    """
     set_model_state(chunks, load(path, model_state(chunks)))
 
 
@@ -239,37 +286,50 @@ def read_meta(path: Path) -> CheckpointMeta:
         reads = f"this version of megarl reads {SCHEMA_VERSION}; use the one that wrote it"
         raise MegarlError(f"{path / META}: schema {meta.schema}, {reads}")
     if meta.checksum != _own_checksum(meta):
-        raise CorruptCheckpoint(f"{path / META}: not as it was written; the checkpoint is damaged, use an older one")
+        raise CorruptCheckpoint(
+            f"{path / META}: not as it was written; the checkpoint is damaged, use an older one"
+        )
     return meta
 
 
 def prune(checkpoints: Path, keep: int, kept: Collection[Path] = ()) -> None:
-    """Remove all checkpoints but the newest `keep` and those in `kept`, and what killed writers left.
+    """Remove all checkpoints but the newest `keep` and those in `kept`, and what killed
+    writers left.
 
-    Call this on one rank, while none is written. Files that cannot be removed stay, with a
-    warning, until the next call.
+    Call this on one rank, while none is written. Files that cannot be removed stay,
+    with a warning, until the next call.
     """
     old = [path for path in complete(checkpoints)[:-keep] if path not in kept]
     for path in (*old, *_incomplete(checkpoints)):
         try:
-            (path / META).unlink(missing_ok=True)  # first, so that a kill leaves nothing that looks complete
+            (path / META).unlink(
+                missing_ok=True
+            )  # first, so that a kill leaves nothing that looks complete
             shutil.rmtree(path)
-        except OSError as error:  # NFS keeps files that are open elsewhere; somebody may have protected them
+        except (
+            OSError
+        ) as error:  # NFS keeps files that are open elsewhere; somebody may have protected them
             log.warning("%s: cannot be removed, trying again later: %s", path, error)
 
 
 def _incomplete(checkpoints: Path) -> list[Path]:
-    """Return directories that killed writers left, and checkpoints that could only partly be removed."""
+    """Return directories that killed writers left, and checkpoints that could only
+    partly be removed.
+    """
     return [
         path
-        for path in checkpoints.glob("*")  # also works if there is no such directory, and finds hidden names
-        if _PARTIAL.fullmatch(path.name) or (CHECKPOINT.fullmatch(path.name) and not (path / META).exists())
+        for path in checkpoints.glob(
+            "*"
+        )  # also works if there is no such directory, and finds hidden names
+        if _PARTIAL.fullmatch(path.name)
+        or (CHECKPOINT.fullmatch(path.name) and not (path / META).exists())
     ]
 
 
 def find(source: Path) -> Path:
-    """Return the checkpoint in a step's directory, the one that RUN@STEP or RUN@best names, or the latest complete one in a
-    run's or checkpoints directory."""
+    """Return the checkpoint in a step's directory, the one that RUN@STEP or RUN@best
+    names, or the latest complete one in a run's or checkpoints directory.
+    """
     run, which = split_name(str(source))
     if which:
         return named_checkpoint(run, which)
@@ -279,11 +339,15 @@ def find(source: Path) -> Path:
         if found := complete(checkpoints):
             return found[-1]
     what = "no such directory" if not source.is_dir() else "no complete checkpoint there"
-    raise MegarlError(f"{source}: {what}; give RUN, RUN@STEP, RUN@best, RUN/checkpoints or RUN/checkpoints/step-N")
+    raise MegarlError(
+        f"{source}: {what}; give RUN, RUN@STEP, RUN@best, RUN/checkpoints or RUN/checkpoints/step-N"
+    )
 
 
 def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> AsyncRequest:
-    """Return a request that also reads this rank's files back after writing; `own` gets their checksums by name."""
+    """Return a request that also reads this rank's files back after writing; `own` gets
+    their checksums by name.
+    """
     write = request.async_fn
     if write is None:  # nothing to write on this rank
         own.set_result({})
@@ -304,7 +368,9 @@ def _own_checksum(meta: CheckpointMeta) -> int:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return an error's type and its last line, which in torch's gathered tracebacks is the error itself."""
+    """Return an error's type and its last line, which in torch's gathered tracebacks is
+    the error itself.
+    """
     return f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
 
 
@@ -312,7 +378,9 @@ CHUNK_BYTES = 4 << 20
 
 
 def checksum(file: Path) -> int:
-    """Return the CRC-32 of a file. Other threads keep running: neither reading nor summing holds the interpreter lock."""
+    """Return the CRC-32 of a file. Other threads keep running: neither reading nor
+    summing holds the interpreter lock.
+    """
     crc = 0
     with file.open("rb", buffering=0) as stream:
         while chunk := stream.read(CHUNK_BYTES):
@@ -321,24 +389,33 @@ def checksum(file: Path) -> int:
 
 
 def checksums(folder: Path, known: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return the checksum of every file below `folder`, by name (`hf/config.json`). Files in `known` are not read again."""
+    """Return the checksum of every file below `folder`, by name (`hf/config.json`).
+    Files in `known` are not read again.
+    """
     known = known or {}
-    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    names = sorted(
+        file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
+    )
     return {name: known[name] if name in known else checksum(folder / name) for name in names}
 
 
 def check(folder: Path, expected: Mapping[str, int]) -> None:
-    """Raise CorruptCheckpoint if a file is missing, is not in the checkpoint, or has another
-    checksum."""
+    """Raise CorruptCheckpoint if a file is missing, is not in the checkpoint, or has
+    another checksum.
+    """
     for name, wanted in expected.items():
         file = folder / name
         if not _is_inside(name):
-            raise CorruptCheckpoint(f"{folder / META}: {name!r} is not the name of a file in the checkpoint")
+            raise CorruptCheckpoint(
+                f"{folder / META}: {name!r} is not the name of a file in the checkpoint"
+            )
         if not file.is_file():
             raise CorruptCheckpoint(f"{file}: missing; the checkpoint is damaged, use an older one")
         if (now := checksum(file)) != wanted:
             changed = f"its checksum is {now:08x}, and was {wanted:08x} when it was written"
-            raise CorruptCheckpoint(f"{file}: {changed}; the checkpoint is damaged, use an older one")
+            raise CorruptCheckpoint(
+                f"{file}: {changed}; the checkpoint is damaged, use an older one"
+            )
 
 
 def _is_inside(name: str) -> bool:
@@ -352,15 +429,21 @@ _IN_METADATA = {
     "torch": "Size",
     "torch.serialization": "_get_layout",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
-    "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+        "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING"
+    ),
     "torch.distributed.checkpoint.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
 }
-"""The classes, by module, that torch and megatron use in .metadata, besides tensors' dtypes."""
+"""The classes, by module, that torch and megatron use in .metadata, besides tensors'
+dtypes.
+"""
 
 
 def _stand_in(named: Any) -> object:
-    """Return what can be called in place of a class or function, and shares no attribute with it."""
+    """Return what can be called in place of a class or function, and shares no
+    attribute with it.
+    """
     if isinstance(named, type) and not issubclass(named, Enum | torch.Size):
         return type(named.__name__, (named,), {"__module__": named.__module__})
     return lambda *arguments: named(*arguments)
@@ -371,13 +454,17 @@ FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 @contextmanager
 def safely(path: Path) -> Iterator[None]:
-    """Make it safe for torch to read the checkpoint at `path` within this context. MegarlError if its .metadata cannot be read,
-    CorruptCheckpoint if it is not a pickle of the expected classes, or names files that no checksum covers."""
+    """Make it safe for torch to read the checkpoint at `path` within this context.
+    MegarlError if its .metadata cannot be read, CorruptCheckpoint if it is not a pickle
+    of the expected classes, or names files that no checksum covers.
+    """
     try:
         with (path / METADATA).open("rb") as stream:
             _check_metadata(_MetadataUnpickler(stream).checked(), read_meta(path).files)
     except (OSError, MemoryError) as error:
-        raise MegarlError(f"{path / METADATA}: cannot be read: {error or 'out of memory'}") from None
+        raise MegarlError(
+            f"{path / METADATA}: cannot be read: {error or 'out of memory'}"
+        ) from None
     except CorruptCheckpoint:
         raise
     except Exception as error:  # a truncated or foreign pickle can fail in any way
@@ -390,7 +477,9 @@ def _check_metadata(metadata: Any, files: Mapping[str, int]) -> None:
     """Raise an error if this is not what torch writes. files: those with a checksum."""
     for key, entry in metadata.state_dict_metadata.items():
         chunks = getattr(entry, "chunks", ())
-        if not isinstance(key, str) or (chunks and not isinstance(entry.properties.dtype, torch.dtype)):
+        if not isinstance(key, str) or (
+            chunks and not isinstance(entry.properties.dtype, torch.dtype)
+        ):
             raise ValueError(f"{key!r} is not described as a tensor")
         numbers = [n for chunk in chunks for n in (*chunk.offsets, *chunk.sizes, *entry.size)]
         if not all(type(n) is int and n >= 0 for n in numbers):
@@ -398,12 +487,16 @@ def _check_metadata(metadata: Any, files: Mapping[str, int]) -> None:
     for index, place in metadata.storage_data.items():
         if place.relative_path not in files:
             raise ValueError(f"{index.fqn} is in {place.relative_path!r}, which has no checksum")
-        if not (type(place.offset) is type(place.length) is int and min(place.offset, place.length) >= 0):
+        if not (
+            type(place.offset) is type(place.length) is int and min(place.offset, place.length) >= 0
+        ):
             raise ValueError(f"{index.fqn} has no place in {place.relative_path}")
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Loads a stand-in for each class, since a pickle may set attributes of what it names."""
+    """Loads a stand-in for each class, since a pickle may set attributes of what it
+    names.
+    """
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(stream)
@@ -426,5 +519,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             if (module, name) not in self._stand_ins:
                 self._stand_ins[module, name] = _stand_in(super().find_class(module, name))
             return self._stand_ins[module, name]
-        what = "which no checkpoint needs and which may run anything; do not trust the source of this checkpoint"
+        what = (
+            "which no checkpoint needs and which may run anything; do not trust the source of this"
+            " checkpoint"
+        )
         raise pickle.UnpicklingError(f"it wants to load {module}.{name}, {what}")

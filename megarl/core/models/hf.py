@@ -1,10 +1,12 @@
-"""Weights between Hugging Face directories and this rank's chunks: load, export (for publication), save.
+"""Weights between Hugging Face directories and this rank's chunks: load, export (for
+publication), save.
 
     load      safetensors ──slices of this rank──► merge ──► parameter
     export    parameter ──all-gather over TP, EP──► unmerge ──► (name, whole tensor)     one parameter at a time
     save      export of every stage ──► files, index, config, tokenizer ──► rename       a directory is complete or absent
 
-Values are copied, never computed: export after load gives the same bits if the model has the directory's dtype.
+Values are copied, never computed: export after load gives the same bits if the model
+has the directory's dtype.
 """
 
 import functools
@@ -43,9 +45,10 @@ _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight
 
 
 def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
-    """Fill this rank's parameters from `hf_dir`, reading only its part. MegarlError if the
-    directory is not the model's, or if a value that this rank reads is not finite. Rank 0 logs
-    which tensors are rounded to the model's type."""
+    """Fill this rank's parameters from `hf_dir`, reading only its part. MegarlError if
+    the directory is not the model's, or if a value that this rank reads is not finite.
+    Rank 0 logs which tensors are rounded to the model's type.
+    """
     directory = open_model(hf_dir)
     types: dict[str, torch.dtype] = {}
     for name, parameter in named_tensors(chunks):
@@ -75,15 +78,17 @@ def _read(directory: ModelDirectory, weight: Weight, rank: int, size: int) -> Te
 
 
 def rounded(stored: Mapping[str, TensorInFile], types: Mapping[str, torch.dtype]) -> str:
-    """Return which tensors lose digits when they are stored with these types; empty if none do."""
+    """Return which tensors lose digits when they are stored with these types; empty if
+    none do.
+    """
     kinds: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for name, dtype in types.items():
         before = DTYPES[stored[name].dtype]
         if torch.promote_types(before, dtype) != dtype:
             kinds.setdefault((before, dtype), []).append(name)
     parts = [
-        f"{len(names)} tensor{'s' * (len(names) != 1)} of {plain(before)} are rounded to {plain(after)}"
-        f" ({few(names, ', ')})"
+        f"{len(names)} tensor{'s' * (len(names) != 1)} of {plain(before)} are rounded to"
+        f" {plain(after)} ({few(names, ', ')})"
         for (before, after), names in kinds.items()
     ]
     return "; ".join(parts)
@@ -97,16 +102,20 @@ def plain(dtype: torch.dtype) -> str:
 def export(
     chunks: Sequence[Module], family: Family, stacked: bool = True, part: int = 0, parts: int = 1
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield this pipeline stage's weights as (Hugging Face name, whole tensor), one at a time, always in the same order.
+    """Yield this pipeline stage's weights as (Hugging Face name, whole tensor), one at
+    a time, always in the same order.
 
-    part: which of `parts` parts of the stage to yield: whole layers of about equal size. All ranks of a tensor-parallel group
-    take the same one; a number that no part has yields nothing. stacked: yield a layer's experts as one tensor if the family
-    stores them so (Llama 4). Otherwise yield each under a name of its own, in the type in which servers store it, since a delta
-    is added to its bits: Scout's stack alone has 2.7 GB, more than any bucket.
+    part: which of `parts` parts of the stage to yield: whole layers of about equal
+    size. All ranks of a tensor-parallel group take the same one; a number that no part
+    has yields nothing. stacked: yield a layer's experts as one tensor if the family
+    stores them so (Llama 4). Otherwise yield each under a name of its own, in the type
+    in which servers store it, since a delta is added to its bits: Scout's stack alone
+    has 2.7 GB, more than any bucket.
 
-    COLLECTIVE over the stage's tensor-parallel group and, if experts are divided, its expert-parallel groups, and so over every
-    data-parallel copy: each rank must run the iterator to its end. A tensor has its parameter's device, and may share its
-    memory: copy what must outlast an update. A tied head is not exported.
+    COLLECTIVE over the stage's tensor-parallel group and, if experts are divided, its
+    expert-parallel groups, and so over every data-parallel copy: each rank must run the
+    iterator to its end. A tensor has its parameter's device, and may share its memory:
+    copy what must outlast an update. A tied head is not exported.
     """
     stacks: dict[str, Tensor] = {}  # [experts, …], filled view by view
     missing: Counter[str] = Counter()
@@ -116,22 +125,36 @@ def export(
             continue
         if part_of[_unit(name)] != part:
             if divided and _EXPERT.fullmatch(name):
-                deque(_gathered(name, parameter.detach(), family), maxlen=0)  # for copies of the model that yield it
+                deque(
+                    _gathered(name, parameter.detach(), family), maxlen=0
+                )  # for copies of the model that yield it
             continue
         for name_there, shards in _gathered(name, parameter.detach(), family):
             weight = family.weight(name_there)
-            for source, pieces in zip(weight.sources, zip(*map(weight.unmerge, shards), strict=True), strict=True):
+            for source, pieces in zip(
+                weight.sources, zip(*map(weight.unmerge, shards), strict=True), strict=True
+            ):
                 view = torch.cat(pieces, weight.split) if len(pieces) > 1 else pieces[0]
                 if source.expert is None:
                     view = view[: weight.vocabulary].contiguous()
-                    yield source.name, view if stacked or weight.served is None else view.to(weight.served)
+                    yield (
+                        source.name,
+                        view if stacked or weight.served is None else view.to(weight.served),
+                    )
                 elif not stacked:
                     yield source.alone, view.t().contiguous().to(weight.served or view.dtype)
                 else:
                     position, views = source.part or (0, 1)
                     if source.name not in stacks:
-                        shape = (family.architecture.experts, *view.shape[:-1], view.shape[-1] * views)
-                        stacks[source.name], missing[source.name] = view.new_empty(shape), shape[0] * views
+                        shape = (
+                            family.architecture.experts,
+                            *view.shape[:-1],
+                            view.shape[-1] * views,
+                        )
+                        stacks[source.name], missing[source.name] = (
+                            view.new_empty(shape),
+                            shape[0] * views,
+                        )
                     stacks[source.name][source.expert].chunk(views, -1)[position].copy_(view)
                     missing[source.name] -= 1
                     if not missing[source.name]:
@@ -140,19 +163,27 @@ def export(
 
 
 def experts_divided() -> bool:
-    """Return whether ranks of other data-parallel copies have parts of this rank's experts, so that all must gather these."""
+    """Return whether ranks of other data-parallel copies have parts of this rank's
+    experts, so that all must gather these.
+    """
     with_experts = parallel_state.get_expert_tensor_and_model_parallel_group()
     own_copy = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
     return not set(dist.get_process_group_ranks(with_experts)) <= set(own_copy)
 
 
 def _parts(chunks: Sequence[Module], family: Family, parts: int) -> dict[str, int]:
-    """Return the part of each layer and of each tensor outside layers. The largest comes first, each into the smallest part."""
+    """Return the part of each layer and of each tensor outside layers. The largest
+    comes first, each into the smallest part.
+    """
     sizes: Counter[str] = Counter()
     experts = parallel_state.get_expert_tensor_and_model_parallel_group().size()
     for name, tensor in named_tensors(chunks):
         shards = (
-            experts if _EXPERT.fullmatch(name) else shard_of(name)[1] if family.weight(name).split is not None else 1
+            experts
+            if _EXPERT.fullmatch(name)
+            else shard_of(name)[1]
+            if family.weight(name).split is not None
+            else 1
         )
         sizes[_unit(name)] += tensor.nbytes * shards
     given, part_of = [0] * parts, {}
@@ -173,19 +204,33 @@ type _WrittenFile = tuple[Path, dict[str, int]]
 
 
 def save(chunks: Sequence[Module], family: Family, source: Path, destination: Path) -> None:
-    """Write the model as a Hugging Face directory, with configuration, tokenizer and tensors outside the language model from
-    `source`. `destination` must not exist; it appears once everything is written. If any rank fails, all raise MegarlError and
-    no files are left. COLLECTIVE over all ranks; one data-parallel copy of the model writes."""
+    """Write the model as a Hugging Face directory, with configuration, tokenizer and
+    tensors outside the language model from `source`. `destination` must not exist; it
+    appears once everything is written. If any rank fails, all raise MegarlError and no
+    files are left. COLLECTIVE over all ranks; one data-parallel copy of the model
+    writes.
+    """
     dtype = next(p.dtype for c in chunks for p in c.parameters())
     partial = begun(destination, lambda partial: copy_description(source, partial, dtype))
-    writes = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank(True) == 0
+    writes = (
+        parallel_state.get_tensor_model_parallel_rank()
+        == parallel_state.get_data_parallel_rank(True)
+        == 0
+    )
     stage = parallel_state.get_pipeline_model_parallel_rank()
     write = functools.partial(_write, partial)
-    written = everywhere(lambda: write(export(chunks, family), f"stage-{stage:04}", writes), partial)
+    written = everywhere(
+        lambda: write(export(chunks, family), f"stage-{stage:04}", writes), partial
+    )
     if family.elsewhere:
         others = _tensors_elsewhere(family, source)
-        written += everywhere(lambda: write(others, "elsewhere", True) if dist.get_rank() == 0 else [], partial)
-    everywhere(lambda: _finish_directory(written, partial, destination) if dist.get_rank() == 0 else None, partial)
+        written += everywhere(
+            lambda: write(others, "elsewhere", True) if dist.get_rank() == 0 else [], partial
+        )
+    everywhere(
+        lambda: _finish_directory(written, partial, destination) if dist.get_rank() == 0 else None,
+        partial,
+    )
 
 
 def partial_of(path: Path) -> Path:
@@ -193,13 +238,17 @@ def partial_of(path: Path) -> Path:
 
 
 def begun(destination: Path, fill: Callable[[Path], None]) -> Path:
-    """Return the folder to write and then rename to `destination`; rank 0 has begun it with `fill`. COLLECTIVE."""
+    """Return the folder to write and then rename to `destination`; rank 0 has begun it
+    with `fill`. COLLECTIVE.
+    """
     partial = partial_of(destination)
 
     def start() -> None:
         if dist.get_rank() == 0:
             if destination.exists():
-                raise MegarlError(f"{destination}: exists already; remove it or name another directory")
+                raise MegarlError(
+                    f"{destination}: exists already; remove it or name another directory"
+                )
             shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
             fill(partial)
 
@@ -208,13 +257,21 @@ def begun(destination: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def stored_tensors(chunk: Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and routers' biases, which are FP32 buffers: no optimiser trains them, but they belong to the model."""
+    """Yield parameters and routers' biases, which are FP32 buffers: no optimiser trains
+    them, but they belong to the model.
+    """
     yield from chunk.named_parameters()
-    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
+    yield from (
+        (name, buffer)
+        for name, buffer in chunk.named_buffers()
+        if name.endswith(".router.expert_bias")
+    )
 
 
 def named_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's `stored_tensors` by Megatron's name, with layers and experts counted over the whole model."""
+    """Yield this rank's `stored_tensors` by Megatron's name, with layers and experts
+    counted over the whole model.
+    """
     for chunk in chunks:
         for name, parameter in stored_tensors(chunk):
             if match := _LAYER.fullmatch(name):
@@ -234,16 +291,27 @@ def shard_of(name: str) -> tuple[int, int]:
     """Return the index of this rank's shard of the parameter, and the number of shards."""
     expert = _EXPERT.fullmatch(name) is not None
     group = (
-        parallel_state.get_expert_tensor_parallel_group if expert else parallel_state.get_tensor_model_parallel_group
+        parallel_state.get_expert_tensor_parallel_group
+        if expert
+        else parallel_state.get_tensor_model_parallel_group
     )
     return group().rank(), group().size()
 
 
 def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield (name, shards of all ranks) for this parameter and, if it is an expert's, for its counterparts on other ranks."""
+    """Yield (name, shards of all ranks) for this parameter and, if it is an expert's,
+    for its counterparts on other ranks.
+    """
     if not _EXPERT.fullmatch(name):
         divided = family.weight(name).split is not None
-        yield name, _all(parameter, parallel_state.get_tensor_model_parallel_group()) if divided else [parameter]
+        yield (
+            name,
+            (
+                _all(parameter, parallel_state.get_tensor_model_parallel_group())
+                if divided
+                else [parameter]
+            ),
+        )
         return
     experts, (_, size) = parallel_state.get_expert_model_parallel_group(), shard_of(name)
     ranks, rank = experts.size(), experts.rank()
@@ -251,7 +319,10 @@ def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[st
     # In the order of ranks in this group, the shards of an expert are neighbours.
     shards = _all(parameter, parallel_state.get_expert_tensor_and_model_parallel_group())
     for there in range(ranks):
-        yield _of_expert(name, (there - rank) * experts_of_a_rank), shards[there * size : (there + 1) * size]
+        yield (
+            _of_expert(name, (there - rank) * experts_of_a_rank),
+            shards[there * size : (there + 1) * size],
+        )
 
 
 def _all(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -262,9 +333,13 @@ def _all(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return tensors
 
 
-def read_view(tensor: Tensor, shape: Sequence[int], source: SourceView, weight: Weight, rank: int, size: int) -> Tensor:
-    """Read the part of rank `rank` of `size` of one view of a Hugging Face tensor, with zeros for padding of the vocabulary.
-    tensor: of a mapped file, of which only the part that is indexed is read."""
+def read_view(
+    tensor: Tensor, shape: Sequence[int], source: SourceView, weight: Weight, rank: int, size: int
+) -> Tensor:
+    """Read the part of rank `rank` of `size` of one view of a Hugging Face tensor, with
+    zeros for padding of the vocabulary. tensor: of a mapped file, of which only the
+    part that is indexed is read.
+    """
     bounds = [(0, n) for n in shape]
     if source.expert is not None:
         bounds[0] = (source.expert, source.expert + 1)
@@ -287,7 +362,9 @@ def read_view(tensor: Tensor, shape: Sequence[int], source: SourceView, weight: 
 
 
 def everywhere[T](work: Callable[[], T], partial: Path | None = None) -> list[T]:
-    """Return each rank's result of `work()`. COLLECTIVE. If any fails, every rank raises and rank 0 removes `partial`."""
+    """Return each rank's result of `work()`. COLLECTIVE. If any fails, every rank
+    raises and rank 0 removes `partial`.
+    """
     done: list[T] = []
     failure = ""
     try:
@@ -303,7 +380,9 @@ def everywhere[T](work: Callable[[], T], partial: Path | None = None) -> list[T]
 
 
 def copy_description(source: Path, destination: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy every file without weights. dtype: put it into the config and remove the quantisation from it."""
+    """Copy every file without weights. dtype: put it into the config and remove the
+    quantisation from it.
+    """
     config = read_config(source)
     destination.mkdir(parents=True, exist_ok=True)
     for path in description_files(source):
@@ -311,7 +390,10 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
     if dtype is not None:
         config.pop("quantization_config", None)
         for part in (config, config.get("text_config", config)):
-            names = {"dtype", "torch_dtype"} & part.keys()  # readers prefer `dtype` if there are both
+            names = {
+                "dtype",
+                "torch_dtype",
+            } & part.keys()  # readers prefer `dtype` if there are both
             part |= dict.fromkeys(names or {"dtype"}, str(dtype).removeprefix("torch."))
         write_config(destination, config)
 
@@ -322,8 +404,12 @@ def _tensors_elsewhere(family: Family, source: Path) -> Iterator[tuple[str, Tens
             yield name, Region.of(place).tensor()
 
 
-def _write(partial: Path, tensors: Iterator[tuple[str, Tensor]], prefix: str, writes: bool) -> list[_WrittenFile]:
-    """Write these tensors to files of at most SHARD_BYTES (or one tensor). Without `writes`, only run the iterator."""
+def _write(
+    partial: Path, tensors: Iterator[tuple[str, Tensor]], prefix: str, writes: bool
+) -> list[_WrittenFile]:
+    """Write these tensors to files of at most SHARD_BYTES (or one tensor). Without
+    `writes`, only run the iterator.
+    """
     written: list[_WrittenFile] = []
     error: Exception | None = None
     held: dict[str, Tensor] = {}
@@ -336,7 +422,9 @@ def _write(partial: Path, tensors: Iterator[tuple[str, Tensor]], prefix: str, wr
                 save_file(held, file, metadata={"format": "pt"})
                 written.append((file, {name: tensor.nbytes for name, tensor in held.items()}))
             except (OSError, SafetensorError) as failed:
-                error = failed  # the other ranks of the tensor-parallel group still need this one in the all-gathers
+                # the other ranks of the tensor-parallel group still need this one in
+                # the all-gathers
+                error = failed
         held.clear()
 
     for name, tensor in tensors:
@@ -351,12 +439,20 @@ def _write(partial: Path, tensors: Iterator[tuple[str, Tensor]], prefix: str, wr
 
 
 def _finish_directory(written: list[list[_WrittenFile]], partial: Path, destination: Path) -> None:
-    """Give the files their usual names, write the index if there are several, and rename the directory."""
+    """Give the files their usual names, write the index if there are several, and
+    rename the directory.
+    """
     files = list(itertools.chain.from_iterable(written))
     weight_map, total = {}, 0
-    mode = (partial / "config.json").stat().st_mode  # by the umask; safetensors would let only the owner read weights
+    mode = (
+        (partial / "config.json").stat().st_mode
+    )  # by the umask; safetensors would let only the owner read weights
     for i, (file, sizes) in enumerate(files, 1):
-        usual = f"model-{i:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
+        usual = (
+            f"model-{i:05}-of-{len(files):05}.safetensors"
+            if len(files) > 1
+            else "model.safetensors"
+        )
         file.chmod(mode)
         os.replace(file, partial / usual)
         weight_map.update(dict.fromkeys(sizes, usual))
@@ -367,7 +463,9 @@ def _finish_directory(written: list[list[_WrittenFile]], partial: Path, destinat
 
 
 def write_index(hf_dir: Path, file_of: Mapping[str, str], total_bytes: int) -> None:
-    """Write the index of a directory with several files of weights. file_of: the file of each tensor."""
+    """Write the index of a directory with several files of weights. file_of: the file
+    of each tensor.
+    """
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}
     (hf_dir / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 

@@ -1,12 +1,12 @@
-"""megarl's own modules in megatron's model: norm, rotary embedding and attention, with and without Transformer Engine; a
-critic's head.
+"""megarl's own modules in megatron's model: norm, rotary embedding and attention, with
+and without Transformer Engine; a critic's head.
 
     CausalAttention      q, k, v [tokens, heads, head_dim] ─ rotate by position ─► attention.py ─► [tokens, heads * head_dim]
     LatentAttention      hidden ─► compressed q, k and v, and k's rotated part ─► q, k, v of each head ─► CausalAttention
     ChunkedTEAttention   megatron rotates ─► L2 norm or temperature ─► TEDotProductAttention, with chunks as sequences
 
-megatron-core's own modules do not suffice: its norm refuses sequence parallelism, its attention refuses packed sequences, its
-rotary embedding loops over them in Python.
+megatron-core's own modules do not suffice: its norm refuses sequence parallelism, its
+attention refuses packed sequences, its rotary embedding loops over them in Python.
 
 A rotary embedding rotates pairs of a head's elements:
 
@@ -28,9 +28,15 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import Module, Parameter
@@ -48,8 +54,9 @@ from megarl.core.models.attention import (
 
 
 def inverse_frequencies(model: Architecture) -> Tensor:
-    """Return inverse frequencies [rotated / 2] float32, bit for bit transformers' `default`, `llama3` and `yarn`
-    (modeling_rope_utils.py)."""
+    """Return inverse frequencies [rotated / 2] float32, bit for bit transformers'
+    `default`, `llama3` and `yarn` (modeling_rope_utils.py).
+    """
     steps = torch.arange(0, model.rotated, 2, dtype=torch.int64).float()
     wavelengths = model.rope_theta ** (steps / model.rotated)
     frequencies = 1.0 / wavelengths
@@ -58,7 +65,9 @@ def inverse_frequencies(model: Architecture) -> Tensor:
         return frequencies
     if isinstance(scaling, Yarn):
         first, last = (
-            model.rotated * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(model.rope_theta))
+            model.rotated
+            * math.log(scaling.original / (turns * 2 * math.pi))
+            / (2 * math.log(model.rope_theta))
             for turns in (scaling.fast, scaling.slow)
         )
         if scaling.truncate:
@@ -74,7 +83,9 @@ def inverse_frequencies(model: Architecture) -> Tensor:
         return stretched
     smooth = (original / wavelengths - low) / (high - low)
     between = (1 - smooth) * stretched / factor + smooth * stretched
-    return torch.where((wavelengths >= original / high) & (wavelengths <= original / low), between, stretched)
+    return torch.where(
+        (wavelengths >= original / high) & (wavelengths <= original / low), between, stretched
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,8 +98,12 @@ class Rope:
     last: bool = False  # a head's last elements are rotated, not its first
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [positions, 1, rotated / 2] of each pair's angle, in float32 if interleaved, else in `dtype`."""
-        angles = (positions.float()[:, None] * self.inverse_frequencies.to(positions.device))[:, None]
+        """Return cos and sin [positions, 1, rotated / 2] of each pair's angle, in
+        float32 if interleaved, else in `dtype`.
+        """
+        angles = (positions.float()[:, None] * self.inverse_frequencies.to(positions.device))[
+            :, None
+        ]
         kept = torch.float32 if self.interleaved else dtype
         return (angles.cos() * self.magnitude).to(kept), (angles.sin() * self.magnitude).to(kept)
 
@@ -103,7 +118,9 @@ class Rope:
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotates pairs by their angles. The gradient is rotated back by the same angles, at a third of autograd's cost."""
+    """Rotates pairs by their angles. The gradient is rotated back by the same angles,
+    at a third of autograd's cost.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -128,14 +145,19 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 class RMSNorm(Module):
-    """Computes x / rms(x) * weight over the last dimension, with the mean in float32 (like transformers' LlamaRMSNorm)."""
+    """Computes x / rms(x) * weight over the last dimension, with the mean in float32
+    (like transformers' LlamaRMSNorm).
+    """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+    ) -> None:
         super().__init__()
         self.eps = eps
         device = torch.cuda.current_device()
         self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # Each TP rank has a part of the sequence, and finalize_model_grads sums the gradients of parameters with this mark.
+        # Each TP rank has a part of the sequence, and finalize_model_grads sums the
+        # gradients of parameters with this mark.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,8 +165,10 @@ class RMSNorm(Module):
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu of the first half of x [..., 2 n] times the second half (arXiv 2002.05202). Writes the gradients of both halves into
-    one tensor; autograd would make each and then copy both."""
+    """silu of the first half of x [..., 2 n] times the second half (arXiv 2002.05202).
+    Writes the gradients of both halves into one tensor; autograd would make each and
+    then copy both.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
@@ -164,7 +188,9 @@ class SwiGLU(torch.autograd.Function):
 
 
 class CausalAttention(Module):
-    """Takes the place of megatron's `core_attention`: rotation, then causal attention with grouped queries, packed or not."""
+    """Takes the place of megatron's `core_attention`: rotation, then causal attention
+    with grouped queries, packed or not.
+    """
 
     def __init__(
         self,
@@ -185,11 +211,16 @@ class CausalAttention(Module):
         if self.layer.sinks:
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             device = torch.cuda.current_device()
-            self.softmax_offset = Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+            self.softmax_offset = Parameter(
+                torch.zeros(heads, dtype=config.params_dtype, device=device)
+            )
             tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """Return the sinks; each tensor-parallel rank has those of its heads."""
         state, split = self.state_dict(prefix="", keep_vars=True), {"softmax_offset": 0}
@@ -207,13 +238,16 @@ class CausalAttention(Module):
         packed_seq_params: PackedSeqParams | None = None,
         **__: object,
     ) -> Tensor:
-        """Attend, from [tokens, heads, head_dim] to [tokens, heads * head_dim] if packed, else [s, b, heads, head_dim] to
-        [s, b, heads * head_dim]."""
+        """Attend, from [tokens, heads, head_dim] to [tokens, heads * head_dim] if
+        packed, else [s, b, heads, head_dim] to [s, b, heads * head_dim].
+        """
         if packed_seq_params is None:  # rows end to end are packed sequences, too
             length, rows = q.shape[:2]
             boundaries = torch.arange(rows + 1) * length
             pack = PackedSeqParams("thd", boundaries, boundaries, max_seqlen_q=length)
-            attended = self.forward(*(t.transpose(0, 1).flatten(0, 1) for t in (q, k, v)), packed_seq_params=pack)
+            attended = self.forward(
+                *(t.transpose(0, 1).flatten(0, 1) for t in (q, k, v)), packed_seq_params=pack
+            )
             return attended.unflatten(0, (rows, length)).transpose(0, 1)
         positions, cos, sin, kernels = self._layout(packed_seq_params, q)
         if self.layer.rotary:
@@ -223,36 +257,55 @@ class CausalAttention(Module):
         if self.layer.temperature is not None:
             q = (q * temperatures(positions[:, None, None], *self.layer.temperature)).to(q.dtype)
         if self.cp.size() > 1:
-            k, v = (tensor_parallel.gather_from_sequence_parallel_region(t.contiguous(), group=self.cp) for t in (k, v))
+            k, v = (
+                tensor_parallel.gather_from_sequence_parallel_region(t.contiguous(), group=self.cp)
+                for t in (k, v)
+            )
         if (width := v.shape[-1]) < q.shape[-1]:  # latent attention; kernels need equal widths
             v = F.pad(v, (0, q.shape[-1] - width))
         return kernels(q, k, v, self.scale, self.softmax_offset)[..., :width].flatten(1)
 
-    def _layout(self, packed: PackedSeqParams, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Kernels]:
-        """Return positions [tokens] of this rank's tokens in their sequences, cos, sin, and kernels. The first layer that needs
-        them makes them, and keeps them with `packed`, which all layers get."""
+    def _layout(
+        self, packed: PackedSeqParams, like: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Kernels]:
+        """Return positions [tokens] of this rank's tokens in their sequences, cos, sin,
+        and kernels. The first layer that needs them makes them, and keeps them with
+        `packed`, which all layers get.
+        """
         known = vars(packed).setdefault("megarl_layouts", {})
-        chunk, window = (n if n and packed.max_seqlen_q > n else None for n in (self.layer.chunk, self.layer.window))
+        chunk, window = (
+            n if n and packed.max_seqlen_q > n else None
+            for n in (self.layer.chunk, self.layer.window)
+        )
         if (chunk, window) not in known:
             boundaries, size, rank = packed.cu_seqlens_q.tolist(), self.cp.size(), self.cp.rank()
-            here = positions_of(boundaries)[segments(boundaries, None, size, rank).queries].to(like.device)
+            here = positions_of(boundaries)[segments(boundaries, None, size, rank).queries].to(
+                like.device
+            )
             kernels = attention_of(boundaries, chunk, size, rank, like, window)
             known[chunk, window] = here, *self.rope(here, like.dtype), kernels
         return known[chunk, window]
 
 
 class LatentAttention(MLASelfAttention):
-    """megarl's code between the projections of megatron's multi-head latent attention, which rotates in Python, sequence by
-    sequence, and loses gradients with tensor parallelism: those of k's rotated part, which all heads share, must be summed."""
+    """megarl's code between the projections of megatron's multi-head latent attention,
+    which rotates in Python, sequence by sequence, and loses gradients with tensor
+    parallelism: those of k's rotated part, which all heads share, must be summed.
+    """
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        """Return the up projections and norms. These norms have transformers' default epsilon, whatever rms_norm_eps is."""
+        """Return the up projections and norms. These norms have transformers' default
+        epsilon, whatever rms_norm_eps is.
+        """
 
         def norm(hidden_size: int, config: TransformerConfig, eps: float) -> RMSNorm:
             return RMSNorm(config, hidden_size, LATENT_EPSILON)
 
         linear = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
-        return {name: getattr(submodules, name) for name in linear} | {"q_layernorm": norm, "kv_layernorm": norm}
+        return {name: getattr(submodules, name) for name in linear} | {
+            "q_layernorm": norm,
+            "kv_layernorm": norm,
+        }
 
     def get_query_key_value_tensors(
         self,
@@ -262,14 +315,20 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **_: object,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Map hidden [s/tp, b, h] to this rank's heads of unrotated q, k and v [s, b, heads, …], or [s, heads, …] if packed."""
+        """Map hidden [s/tp, b, h] to this rank's heads of unrotated q, k and v [s, b,
+        heads, …], or [s, heads, …] if packed.
+        """
         low: MLATransformerConfig = self.config
         if low.q_lora_rank is None:
             q, _ = self.linear_q_proj(hidden_states)
         else:
-            narrow = tensor_parallel.gather_from_tensor_model_parallel_region(self.linear_q_down_proj(hidden_states)[0])
+            narrow = tensor_parallel.gather_from_tensor_model_parallel_region(
+                self.linear_q_down_proj(hidden_states)[0]
+            )
             q, _ = self.linear_q_up_proj(self.q_layernorm(self._divided(narrow)))
-        narrow = tensor_parallel.gather_from_tensor_model_parallel_region(self.linear_kv_down_proj(hidden_states)[0])
+        narrow = tensor_parallel.gather_from_tensor_model_parallel_region(
+            self.linear_kv_down_proj(hidden_states)[0]
+        )
         shared, position = narrow.split([low.kv_lora_rank, low.qk_pos_emb_head_dim], -1)
         kv, _ = self.linear_kv_up_proj(self.kv_layernorm(self._divided(shared)))
         q, kv = (t.unflatten(-1, (self.num_attention_heads_per_partition, -1)) for t in (q, kv))
@@ -281,15 +340,23 @@ class LatentAttention(MLASelfAttention):
         return q, k, v, None, None
 
     def _divided(self, x: Tensor) -> Tensor:
-        """Return this rank's share of the tokens, which the next norm and projection need under sequence parallelism."""
-        return tensor_parallel.scatter_to_sequence_parallel_region(x) if self.config.sequence_parallel else x
+        """Return this rank's share of the tokens, which the next norm and projection
+        need under sequence parallelism.
+        """
+        return (
+            tensor_parallel.scatter_to_sequence_parallel_region(x)
+            if self.config.sequence_parallel
+            else x
+        )
 
 
 LATENT_EPSILON = 1e-6
 
 
 class ChunkedTEAttention(Module):
-    """Takes the place of megatron's `core_attention`: Transformer Engine's kernels, with Llama 4's additions; CP is 1."""
+    """Takes the place of megatron's `core_attention`: Transformer Engine's kernels,
+    with Llama 4's additions; CP is 1.
+    """
 
     def __init__(
         self,
@@ -322,14 +389,18 @@ class ChunkedTEAttention(Module):
         return self.kernels(q, k, v, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _scaled(self, q: Tensor, packed: PackedSeqParams, floor: int, scale: float) -> Tensor:
-        """Multiply q [tokens, heads, head_dim] by the temperature, which is 1 up to the floor, so for most tokens."""
+        """Multiply q [tokens, heads, head_dim] by the temperature, which is 1 up to the
+        floor, so for most tokens.
+        """
         if packed.max_seqlen_q < floor:
             return q
         positions = positions_of(packed.cu_seqlens_q.tolist()).to(q.device)
         return (q * temperatures(positions[:, None, None], floor, scale)).to(q.dtype)
 
     def _divided(self, packed: PackedSeqParams, chunk: int) -> PackedSeqParams:
-        """Return the parameters of the same row with its sequences divided at multiples of the chunk."""
+        """Return the parameters of the same row with its sequences divided at multiples
+        of the chunk.
+        """
         if packed.max_seqlen_q <= chunk:
             return packed
         known = vars(packed)
@@ -337,18 +408,28 @@ class ChunkedTEAttention(Module):
             like, boundaries = packed.cu_seqlens_q, packed.cu_seqlens_q.tolist()
             parts = like.new_tensor([*segments(boundaries, chunk).start.tolist(), boundaries[-1]])
             known["megarl_divided"] = dataclasses.replace(
-                packed, cu_seqlens_q=parts, cu_seqlens_kv=parts, max_seqlen_q=chunk, max_seqlen_kv=chunk
+                packed,
+                cu_seqlens_q=parts,
+                cu_seqlens_kv=parts,
+                max_seqlen_q=chunk,
+                max_seqlen_kv=chunk,
             )
         return known["megarl_divided"]
 
 
 class ValueHead(Module):
-    """A critic's head, in place of GPTModel's output layer: one float32 number per hidden state. The weight starts at zero, so
-    the first advantages are the rewards. Every tensor-parallel rank has all of it, so its gradients need no reduction."""
+    """A critic's head, in place of GPTModel's output layer: one float32 number per
+    hidden state. The weight starts at zero, so the first advantages are the rewards.
+    Every tensor-parallel rank has all of it, so its gradients need no reduction.
+    """
 
-    def __init__(self, config: TransformerConfig, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, config: TransformerConfig, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         super().__init__()
-        self.weight = Parameter(torch.zeros(1, config.hidden_size, dtype=torch.float32, device=device))
+        self.weight = Parameter(
+            torch.zeros(1, config.hidden_size, dtype=torch.float32, device=device)
+        )
         # Code that gathers hidden states reads these from an output layer.
         self.tp_group, self.sequence_parallel = group, config.sequence_parallel
 
@@ -358,7 +439,9 @@ class ValueHead(Module):
 
     @staticmethod
     def adopt(chunks: Sequence[GPTModel]) -> None:
-        """Give chunks with loaded weights this head. They no longer use the embedding as the head."""
+        """Give chunks with loaded weights this head. They no longer use the embedding
+        as the head.
+        """
         for chunk in chunks:
             chunk.share_embeddings_and_output_weights = False
             if chunk.post_process:

@@ -1,7 +1,9 @@
-"""Process groups of the learner: torch.distributed, then megatron's TP, CP, EP, DP and PP groups, then random seeds.
+"""Process groups of the learner: torch.distributed, then megatron's TP, CP, EP, DP and
+PP groups, then random seeds.
 
-Rank, world size and rendezvous come from torchrun's environment; without it this process is the only rank. The backend is NCCL
-with a GPU, gloo without. Another layout may be started later in the same world; then all groups are made again.
+Rank, world size and rendezvous come from torchrun's environment; without it this
+process is the only rank. The backend is NCCL with a GPU, gloo without. Another layout
+may be started later in the same world; then all groups are made again.
 """
 
 import os
@@ -19,15 +21,24 @@ from megarl.shims.megatron_cpu import after_megatron_import
 
 
 def start(model: Model, seed: int, timeout_s: float) -> None:
-    """Join the other ranks in the groups of `model`'s layout. COLLECTIVE. timeout_s: for this and all later collectives."""
+    """Join the other ranks in the groups of `model`'s layout. COLLECTIVE. timeout_s:
+    for this and all later collectives.
+    """
     after_megatron_import()
-    torch.set_float32_matmul_precision("highest")  # even if the environment allows TF32, as in some containers
+    torch.set_float32_matmul_precision(
+        "highest"
+    )  # even if the environment allows TF32, as in some containers
     world = int(os.environ.get("WORLD_SIZE", "1"))
     expert_size = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
-    for size, what in ((model.model_parallel_size, "TP x PP x CP"), (expert_size, "expert: EP x ETP x PP")):
+    for size, what in (
+        (model.model_parallel_size, "TP x PP x CP"),
+        (expert_size, "expert: EP x ETP x PP"),
+    ):
         if world % size:
             why = f"{world} ranks do not divide into copies of the model of {size} ranks ({what})"
-            advice = "start a multiple (resources.learner_ranks), or change the layout under `model`"
+            advice = (
+                "start a multiple (resources.learner_ranks), or change the layout under `model`"
+            )
             raise MegarlError(f"model: {why}; {advice}")
     if not dist.is_initialized():
         _join(timeout_s)
@@ -58,7 +69,9 @@ def stop() -> None:
 
 
 def _leave_groups() -> None:
-    """Destroy the previous layout's groups. megatron only forgets them: over gloo each would keep three busy threads."""
+    """Destroy the previous layout's groups. megatron only forgets them: over gloo each
+    would keep three busy threads.
+    """
     for group in parallel_state._global_process_group_list or []:
         if group is not None:  # None stands for the world
             dist.destroy_process_group(group)
@@ -66,7 +79,10 @@ def _leave_groups() -> None:
 
 
 def _join(timeout_s: float) -> None:
-    backend, alone = "gloo", {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    backend, alone = (
+        "gloo",
+        {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1},
+    )
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         device.bind_to_gpu()
@@ -76,6 +92,8 @@ def _join(timeout_s: float) -> None:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
     except dist.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        why = f"the {os.environ['WORLD_SIZE']} ranks did not meet at {address} within {timeout_s:g} s"
+        why = (
+            f"the {os.environ['WORLD_SIZE']} ranks did not meet at {address} within {timeout_s:g} s"
+        )
         advice = f"look at the other ranks' logs: {error}"
         raise MegarlError(f"rank {os.environ['RANK']}: {why}; {advice}") from None

@@ -1,4 +1,6 @@
-"""Matrix products of low-precision inputs that accumulate in a higher precision, and megatron's weight gradients by them."""
+"""Matrix products of low-precision inputs that accumulate in a higher precision, and
+megatron's weight gradients by them.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -12,7 +14,9 @@ from megarl.shims import bf16_on_cpu
 
 
 def product(a: Tensor, b: Tensor, precision: torch.dtype) -> Tensor:
-    """Multiply a [m, k] by b [k, n], of one type. precision: of the result; float32, or the inputs' type."""
+    """Multiply a [m, k] by b [k, n], of one type. precision: of the result; float32, or
+    the inputs' type.
+    """
     if a.dtype == precision:
         return a @ b
     if a.is_cuda:
@@ -33,16 +37,25 @@ def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _sums_of_exact_products(inputs: torch.dtype) -> AbstractContextManager[None]:
-    """On a CPU, let FP32 copies of bf16 numbers be multiplied by its bf16 instructions, which would round those of fp16."""
+    """On a CPU, let FP32 copies of bf16 numbers be multiplied by its bf16 instructions,
+    which would round those of fp16.
+    """
     return bf16_on_cpu.exact_products() if inputs == torch.bfloat16 else nullcontext()
 
 
 def add_gradients_in_fp32(chunk: Module) -> None:
-    """Make linear layers add weight gradients to DDP's FP32 sums, without rounding each micro-batch's to the weight's type
-    (benchmarks/gradients.py has the cost). Transformer Engine's can; for megatron's own this replaces NVIDIA Apex."""
-    added = SimpleNamespace(wgrad_gemm_accum_fp32=lambda inputs, d, total: add_product(total, d.T, inputs))
+    """Make linear layers add weight gradients to DDP's FP32 sums, without rounding each
+    micro-batch's to the weight's type (benchmarks/gradients.py has the cost).
+    Transformer Engine's can; for megatron's own this replaces NVIDIA Apex.
+    """
+    added = SimpleNamespace(
+        wgrad_gemm_accum_fp32=lambda inputs, d, total: add_product(total, d.T, inputs)
+    )
     layers.fused_weight_gradient_mlp_cuda = added
     for module in chunk.modules():
-        for fused in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):  # megatron's, Transformer Engine's
+        for fused in (
+            "gradient_accumulation_fusion",
+            "fuse_wgrad_accumulation",
+        ):  # megatron's, Transformer Engine's
             if hasattr(module, fused):
                 setattr(module, fused, True)

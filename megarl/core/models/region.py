@@ -1,5 +1,6 @@
-"""A tensor's bytes within a file, read through a memory map: nothing is copied, and dropping the
-view frees everything. safetensors' own reader keeps all pages that it has touched.
+"""A tensor's bytes within a file, read through a memory map: nothing is copied, and
+dropping the view frees everything. safetensors' own reader keeps all pages that it has
+touched.
 """
 
 import math
@@ -45,7 +46,9 @@ class Region(Shape):
         return cls(place.shape, DTYPES[place.dtype], place.path, place.offset)
 
     def tensor(self) -> Tensor:
-        """Return a view of the file, private to this process. The file's length must have been checked when it was opened."""
+        """Return a view of the file, private to this process. The file's length must
+        have been checked when it was opened.
+        """
         if not self.nbytes:
             return torch.empty(self.shape, dtype=self.dtype)
         start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
@@ -53,8 +56,12 @@ class Region(Shape):
             length = self.offset + self.nbytes - start
             mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
         mapped.madvise(mmap.MADV_SEQUENTIAL)
-        flat = torch.frombuffer(mapped, dtype=torch.uint8, count=self.nbytes, offset=self.offset - start)
-        if flat.data_ptr() % self.dtype.itemsize:  # safetensors aligns to 8 bytes, other writers may not
+        flat = torch.frombuffer(
+            mapped, dtype=torch.uint8, count=self.nbytes, offset=self.offset - start
+        )
+        if (
+            flat.data_ptr() % self.dtype.itemsize
+        ):  # safetensors aligns to 8 bytes, other writers may not
             flat = flat.clone()
         return flat.view(self.dtype).view(self.shape)
 

@@ -4,10 +4,11 @@
 
     tree.py     the tree, its defaults and what each key means      rules.py  which combinations are impossible
     loading.py  YAML, bases, overrides ──► Recipe ──► YAML; one clear line per fault
-    removed.py  keys of earlier versions, and the values with which a recipe may still have them
+    removed.py  keys of earlier versions, and the values with which a recipe may still
+    have them
 
-Unknown keys, wrong types and impossible combinations raise one `MegarlError` that names the key, file, line and, for a
-misspelt key, the nearest known one.
+Unknown keys, wrong types and impossible combinations raise one `MegarlError` that names
+the key, file, line and, for a misspelt key, the nearest known one.
 """
 
 from megarl.core.recipe.loading import (
@@ -44,11 +45,38 @@ from megarl.core.recipe.tree import (
     Service,
     Suite,
     Task,
-)  # fmt: skip
+)
 
 __all__ = [
     "START_LIMIT_RULE",
-    "BatchSection", "ColumnName", "Data", "Evaluation", "Length", "Loss", "Model", "Moe", "Optimizer", "PipelineSection",
-    "Recipe", "Reference", "Resources", "Reward", "Rows", "Service", "Suite", "Task", "base_of", "describe", "differences",
-    "dump", "flat", "from_tree", "load", "load_suite", "read_mapping", "shipped", "shipped_studies", "shipped_suites",
-]  # fmt: skip
+    "BatchSection",
+    "ColumnName",
+    "Data",
+    "Evaluation",
+    "Length",
+    "Loss",
+    "Model",
+    "Moe",
+    "Optimizer",
+    "PipelineSection",
+    "Recipe",
+    "Reference",
+    "Resources",
+    "Reward",
+    "Rows",
+    "Service",
+    "Suite",
+    "Task",
+    "base_of",
+    "describe",
+    "differences",
+    "dump",
+    "flat",
+    "from_tree",
+    "load",
+    "load_suite",
+    "read_mapping",
+    "shipped",
+    "shipped_studies",
+    "shipped_suites",
+]

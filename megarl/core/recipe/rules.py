@@ -1,4 +1,6 @@
-"""Checks for combinations of a recipe's keys that cannot work, or that megatron-core computes wrongly without warning."""
+"""Checks for combinations of a recipe's keys that cannot work, or that megatron-core
+computes wrongly without warning.
+"""
 
 import difflib
 import re
@@ -10,9 +12,11 @@ from megarl.core.recipe.tree import FP8_MULTIPLE, MULTIPLE_CHOICE, Model, Recipe
 GRADERS = ("math", "exact", "code", "reasoning-gym", "format")
 """Built-in graders; others are services and functions."""
 RESERVED = {
-    "answer": "the task's own grader", "trusted": "the trusted grader", "total": "the sum of all rewards",
+    "answer": "the task's own grader",
+    "trusted": "the trusted grader",
+    "total": "the sum of all rewards",
     "turns": "the sum of an agent's rewards after its turns",
-}  # fmt: skip
+}
 """Names that no reward may have."""
 OF_USERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 LOSSES = ("cispo", "clip", "dppo", "gmpo", "gspo", "reinforce")
@@ -20,7 +24,9 @@ LOSSES = ("cispo", "clip", "dppo", "gmpo", "gspo", "reinforce")
 ALGORITHMS = {
     "grpo": "GRPO's loss is clip; the recipes grpo-8b and grpo-tiny have the rest of it",
     "dapo": "DAPO's loss is clip; the recipes dapo-8b and dapo-tiny have the rest of it",
-    "dr-grpo": "Dr. GRPO's loss is clip; the recipes dr-grpo-8b and dr-grpo-tiny have the rest of it",
+    "dr-grpo": (
+        "Dr. GRPO's loss is clip; the recipes dr-grpo-8b and dr-grpo-tiny have the rest of it"
+    ),
     "ppo": "PPO's loss is clip; the recipes ppo-critic-8b and ppo-critic-tiny have the rest of it",
     "rloo": "RLOO's loss is reinforce, with batch.centring: leave_one_out",
 }
@@ -39,18 +45,24 @@ def _layout(r: Recipe) -> Iterator[str]:
     """Check parallelism and precision of the learner's model."""
     m, ranks = r.model, r.resources.learner_ranks
     experts = m.expert_parallel * m.expert_tensor_parallel * m.pipeline_parallel
-    for copy, size in (("model of TP x PP x CP", m.model_parallel_size), ("experts of EP x ETP x PP", experts)):
+    for copy, size in (
+        ("model of TP x PP x CP", m.model_parallel_size),
+        ("experts of EP x ETP x PP", experts),
+    ):
         if ranks % size:
             yield (
-                f"resources.learner_ranks: {ranks} ranks do not divide into copies of the {copy} = {size} ranks; use a "
-                f"multiple of {size}"
+                f"resources.learner_ranks: {ranks} ranks do not divide into copies of the {copy} ="
+                f" {size} ranks; use a multiple of {size}"
             )
     if m.moe.freeze_router and m.moe.aux_loss:
-        yield "model.moe.aux_loss: balances by training the router, which model.moe.freeze_router forbids; unset one of them"
+        yield (
+            "model.moe.aux_loss: balances by training the router, which model.moe.freeze_router"
+            " forbids; unset one of them"
+        )
     if m.moe.shared_overlap and m.expert_parallel * m.expert_tensor_parallel == 1:
         yield (
-            "model.moe.shared_overlap: hides the exchange of tokens between ranks, and with model.expert_parallel of 1 there "
-            "is none; set it to false"
+            "model.moe.shared_overlap: hides the exchange of tokens between ranks, and with"
+            " model.expert_parallel of 1 there is none; set it to false"
         )
     if m.virtual_pipeline_parallel > 1 and m.pipeline_parallel == 1:
         yield "model.virtual_pipeline_parallel: needs model.pipeline_parallel of 2 or more"
@@ -58,8 +70,8 @@ def _layout(r: Recipe) -> Iterator[str]:
         yield "model.fp8: needs bf16 weights; set model.dtype=bf16, or model.fp8=none"
     if not ranks % m.model_parallel_size and r.batch.prompts % r.data_parallel:
         yield (
-            f"batch.prompts: {r.batch.prompts} is not divisible by the {r.data_parallel} data-parallel ranks "
-            "(resources.learner_ranks / TP x PP x CP); use a multiple"
+            f"batch.prompts: {r.batch.prompts} is not divisible by the {r.data_parallel}"
+            " data-parallel ranks (resources.learner_ranks / TP x PP x CP); use a multiple"
         )
 
 
@@ -69,59 +81,82 @@ def _prompts(r: Recipe) -> Iterator[str]:
         if rows.system and rows.template == "raw":
             yield f"{key}.system: a system message needs template: chat"
         if rows.template_options and rows.template == "raw" and not rows.agent:
-            yield f"{key}.template_options: options of a chat template need template: chat, or an agent"
+            yield (
+                f"{key}.template_options: options of a chat template need template: chat, or an"
+                " agent"
+            )
     for name, task in r.data.tasks.items():
         if task.mapping in MULTIPLE_CHOICE:
-            yield f"data.tasks.{name}.mapping: {task.mapping} is multiple choice, which only evaluation.suites can have"
+            yield (
+                f"data.tasks.{name}.mapping: {task.mapping} is multiple choice, which only"
+                " evaluation.suites can have"
+            )
     for name, suite in r.evaluation.suites.items():
         key = f"evaluation.suites.{name}"
         if name in r.data.tasks:
-            yield f"{key}: a task has this name, and its held-out prompts are scored under it; choose another"
+            yield (
+                f"{key}: a task has this name, and its held-out prompts are scored under it; choose"
+                " another"
+            )
         if "{prompt}" not in suite.prompt:
             yield f"{key}.prompt: {suite.prompt!r} has no {{prompt}}, the place of the row's prompt"
     scored = [*r.data.tasks, *r.evaluation.suites]
     if r.evaluation.forecast and r.evaluation.forecast not in scored:
         yield (
-            f"evaluation.forecast: {r.evaluation.forecast!r} is neither a task nor a suite of this recipe; "
-            f"{_known(r.evaluation.forecast, scored)}"
+            f"evaluation.forecast: {r.evaluation.forecast!r} is neither a task nor a suite of this"
+            f" recipe; {_known(r.evaluation.forecast, scored)}"
         )
     if r.run.stop_when and len(r.data.tasks) > 1 and not r.forecast_column:
         yield (
-            f"run.stop_when: one of the tasks ({', '.join(r.data.tasks)}) must decide when to stop; name it in "
-            "evaluation.forecast"
+            f"run.stop_when: one of the tasks ({', '.join(r.data.tasks)}) must decide when to stop;"
+            " name it in evaluation.forecast"
         )
 
 
 def _advantages(r: Recipe) -> Iterator[str]:
     if r.batch.centring == "none" and r.batch.advantage == "group":
         yield (
-            "batch.advantage: a group without variance has no deviation to divide an uncentred reward by; "
-            "use batch or none, or set batch.centring"
+            "batch.advantage: a group without variance has no deviation to divide an uncentred"
+            " reward by; use batch or none, or set batch.centring"
         )
     from_reward = r.reference.coefficient > 0 and not r.reference.in_loss
     if r.batch.truncated == "drop" and from_reward and not r.has_critic:
         yield (
-            "batch.truncated: the reference scores only rollouts in the loss, so that k1, which is subtracted from the reward, "
-            "would spare the truncated ones; set reference.estimator=k2 or k3, or keep"
+            "batch.truncated: the reference scores only rollouts in the loss, so that k1, which is"
+            " subtracted from the reward, would spare the truncated ones; set"
+            " reference.estimator=k2 or k3, or keep"
         )
     if not r.has_critic:
         return
     if r.batch.advantage == "group":
-        yield "batch.advantage: a critic gives each token its advantage, not each group; use batch, running or none"
+        yield (
+            "batch.advantage: a critic gives each token its advantage, not each group; use batch,"
+            " running or none"
+        )
     yield from _keeps_all_groups(r, "a critic")
-    yield from _ends_warm_up(r, "critic.warmup_steps", r.critic.warmup_steps, "to train the policy in")
+    yield from _ends_warm_up(
+        r, "critic.warmup_steps", r.critic.warmup_steps, "to train the policy in"
+    )
 
 
 def _keeps_all_groups(r: Recipe, beside: str) -> Iterator[str]:
-    """Check that no group is dropped if the model learns from more than rewards. beside: what else it learns from."""
+    """Check that no group is dropped if the model learns from more than rewards.
+    beside: what else it learns from.
+    """
     given = r.batch.zero_variance
     if given != "keep":
-        yield f"batch.zero_variance: with {beside} a group of equal rewards has a gradient too; set keep, not {given}"
+        yield (
+            f"batch.zero_variance: with {beside} a group of equal rewards has a gradient too; set"
+            f" keep, not {given}"
+        )
 
 
 def _ends_warm_up(r: Recipe, key: str, steps: int, use: str) -> Iterator[str]:
     if steps >= r.run.steps:
-        yield f"{key}: a warm-up of {steps} steps leaves none of run.steps={r.run.steps} {use}; shorten it"
+        yield (
+            f"{key}: a warm-up of {steps} steps leaves none of run.steps={r.run.steps} {use};"
+            " shorten it"
+        )
 
 
 def _losses(r: Recipe) -> Iterator[str]:
@@ -131,47 +166,81 @@ def _losses(r: Recipe) -> Iterator[str]:
     else:
         yield from _named("loss.kind", r.loss.kind, "loss", LOSSES)
     if r.loss.kind not in LOSSES and r.loss.correction != "none":
-        yield "loss.correction: your own loss applies the importance weight itself; bound it there, and set none here"
+        yield (
+            "loss.correction: your own loss applies the importance weight itself; bound it there,"
+            " and set none here"
+        )
     if r.loss.kind == "cispo" and r.loss.correction != "none":
         yield "loss.correction: cispo already truncates the importance weight; use loss.cap"
     if r.loss.kind in ("gmpo", "gspo") and r.loss.correction == "truncate":
-        yield f"loss.correction: {r.loss.kind} has one weight per sequence, so no token's can be truncated; use mask"
+        yield (
+            f"loss.correction: {r.loss.kind} has one weight per sequence, so no token's can be"
+            " truncated; use mask"
+        )
     if r.loss.kind == "gmpo" and r.has_critic:
-        yield "loss.kind: gmpo needs one advantage per rollout, but a critic gives each token its own; use another loss"
+        yield (
+            "loss.kind: gmpo needs one advantage per rollout, but a critic gives each token its"
+            " own; use another loss"
+        )
     if r.loss.lower and (r.loss.correction != "mask" or r.loss.lower >= r.loss.cap):
-        yield f"loss.lower: needs loss.correction=mask, and a value below loss.cap ({r.loss.cap:g}); set these, or 0 here"
+        yield (
+            f"loss.lower: needs loss.correction=mask, and a value below loss.cap ({r.loss.cap:g});"
+            " set these, or 0 here"
+        )
     if r.loss.sequence_mask and not 0 <= r.loss.sequence_mask[0] < 1 < r.loss.sequence_mask[1]:
-        yield f"loss.sequence_mask: give [low, high] around 1, such as [0.99, 1.01], not {list(r.loss.sequence_mask)}"
+        yield (
+            "loss.sequence_mask: give [low, high] around 1, such as [0.99, 1.01], not"
+            f" {list(r.loss.sequence_mask)}"
+        )
 
 
 def _teacher(r: Recipe) -> Iterator[str]:
     if not r.teacher.weight:
         return
     if not r.teacher.path:
-        yield "teacher.path: teacher.weight above 0 needs a teacher; give its directory, or set teacher.weight=0"
+        yield (
+            "teacher.path: teacher.weight above 0 needs a teacher; give its directory, or set"
+            " teacher.weight=0"
+        )
     yield from _keeps_all_groups(r, "a teacher")
     if r.has_critic:
-        yield "teacher.weight: with batch.centring=critic the critic gives tokens their advantages; set another centring"
+        yield (
+            "teacher.weight: with batch.centring=critic the critic gives tokens their advantages;"
+            " set another centring"
+        )
     if r.loss.kind == "gmpo":
-        yield "loss.kind: gmpo needs one advantage per rollout, but a teacher gives each token its own; use another loss"
+        yield (
+            "loss.kind: gmpo needs one advantage per rollout, but a teacher gives each token its"
+            " own; use another loss"
+        )
     if r.sampling.temperature != 1:
         yield (
-            "sampling.temperature: the teacher scores at temperature 1, but rollouts are sampled at "
-            f"{r.sampling.temperature:g}; set 1"
+            "sampling.temperature: the teacher scores at temperature 1, but rollouts are sampled"
+            f" at {r.sampling.temperature:g}; set 1"
         )
     if r.resources.colocate:
-        yield "resources.colocate: the teacher's servers need GPUs of their own; set resources.colocate=false"
+        yield (
+            "resources.colocate: the teacher's servers need GPUs of their own; set"
+            " resources.colocate=false"
+        )
 
 
 def _learner(r: Recipe) -> Iterator[str]:
-    """Check the warm-up against the schedule, the optimiser's offload, and the steps to profile."""
+    """Check the warm-up against the schedule, the optimiser's offload, and the steps to
+    profile.
+    """
     optimizer, profiled = r.learner.optimizer, r.monitor.profile_steps
     if profiled and not 0 <= profiled[0] <= profiled[1]:
         yield f"monitor.profile_steps: should be [first, last], 0 or more, got {list(profiled)}"
     if optimizer.schedule != "constant":
-        use, before = f"for the schedule {optimizer.schedule}", r.critic.warmup_steps if r.has_critic else 0
+        use, before = (
+            f"for the schedule {optimizer.schedule}",
+            r.critic.warmup_steps if r.has_critic else 0,
+        )
         use += " (critic.warmup_steps included)" if before else ""
-        yield from _ends_warm_up(r, "learner.optimizer.warmup_steps", before + optimizer.warmup_steps, use)
+        yield from _ends_warm_up(
+            r, "learner.optimizer.warmup_steps", before + optimizer.warmup_steps, use
+        )
     if r.learner.optimizer_offload and r.model.dtype != "bf16":
         reason = (
             "megatron-core cannot load the offloaded optimiser of FP32 weights from a checkpoint"
@@ -186,30 +255,32 @@ def _sharing(r: Recipe) -> Iterator[str]:
     if not r.resources.colocate:
         if r.weights.transport == "cuda_ipc":
             yield (
-                "weights.transport: cuda_ipc shares memory within a GPU, but learner and servers are on different GPUs; "
-                "set process_group, or resources.colocate=true"
+                "weights.transport: cuda_ipc shares memory within a GPU, but learner and servers"
+                " are on different GPUs; set process_group, or resources.colocate=true"
             )
         return
     gpus = r.resources.servers * r.resources.server_tensor_parallel
     if gpus != r.resources.learner_ranks:
         yield (
-            f"resources.colocate: each GPU has a learner rank and (a part of) a server, but the servers take {gpus} GPUs "
-            f"and resources.learner_ranks is {r.resources.learner_ranks}; make them equal"
+            "resources.colocate: each GPU has a learner rank and (a part of) a server, but the"
+            f" servers take {gpus} GPUs and resources.learner_ranks is {r.resources.learner_ranks};"
+            " make them equal"
         )
     if r.weights.transport == "process_group":
         yield (
-            "weights.transport: with resources.colocate server and learner share a GPU, and NCCL cannot connect two "
-            "processes on one GPU; set weights.transport=cuda_ipc"
+            "weights.transport: with resources.colocate server and learner share a GPU, and NCCL"
+            " cannot connect two processes on one GPU; set weights.transport=cuda_ipc"
         )
     if r.weights.transport == "cuda_ipc" and r.model.pipeline_parallel > 1:
         yield (
-            "weights.transport: cuda_ipc shares memory within a GPU, but with model.pipeline_parallel a GPU has only some of "
-            "the layers; set model.pipeline_parallel=1, or weights.transport=disk"
+            "weights.transport: cuda_ipc shares memory within a GPU, but with"
+            " model.pipeline_parallel a GPU has only some of the layers; set"
+            " model.pipeline_parallel=1, or weights.transport=disk"
         )
     if r.serving.memory_fraction is None:
         yield (
-            "serving.memory_fraction: with resources.colocate say which share of a GPU the servers may fill, such as 0.4; "
-            "the learner gets the rest"
+            "serving.memory_fraction: with resources.colocate say which share of a GPU the servers"
+            " may fill, such as 0.4; the learner gets the rest"
         )
 
 
@@ -218,42 +289,69 @@ def _serving(r: Recipe) -> Iterator[str]:
     if r.model.dtype == "bf16":
         return
     if r.serving.quantization == "fp8":
-        yield "serving.quantization: FP8 products give bf16 numbers; set model.dtype=bf16, or serving.quantization=none"
+        yield (
+            "serving.quantization: FP8 products give bf16 numbers; set model.dtype=bf16, or"
+            " serving.quantization=none"
+        )
     if r.serving.kv_cache_dtype == "fp8_e4m3":
-        yield "serving.kv_cache_dtype: fp8_e4m3 goes with bf16; set model.dtype=bf16, or serving.kv_cache_dtype=auto"
+        yield (
+            "serving.kv_cache_dtype: fp8_e4m3 goes with bf16; set model.dtype=bf16, or"
+            " serving.kv_cache_dtype=auto"
+        )
 
 
 def _lengths(r: Recipe) -> Iterator[str]:
     length, end = r.length, r.length.end_of_thinking
-    budgets = [*(("stages", s.thinking_tokens) for s in length.stages), ("thinking_tokens", length.thinking_tokens)]
+    budgets = [
+        *(("stages", s.thinking_tokens) for s in length.stages),
+        ("thinking_tokens", length.thinking_tokens),
+    ]
     least = 1 if length.control == "interruption" else 0
     for key, (shortest, most) in budgets:
         if not least <= shortest <= most:
             yield f"length.{key}: give [shortest, longest], {least} or more"
     steps, longest = [s.until_step for s in length.stages], [most for _, (_, most) in budgets]
     if steps != sorted(set(steps)):
-        yield f"length.stages: until_step must rise from stage to stage; it is {', '.join(map(str, steps))}"
+        yield (
+            "length.stages: until_step must rise from stage to stage; it is"
+            f" {', '.join(map(str, steps))}"
+        )
     if longest != sorted(longest):
         said = ", ".join(map(str, longest))
-        yield f"length.stages: budgets must not fall, up to length.thinking_tokens; the longest are {said}"
+        yield (
+            "length.stages: budgets must not fall, up to length.thinking_tokens; the longest are"
+            f" {said}"
+        )
     if end and not end.strip():
-        yield f"length.end_of_thinking: {end!r} is only white space, which every thinking trace contains; give what ends one"
+        yield (
+            f"length.end_of_thinking: {end!r} is only white space, which every thinking trace"
+            " contains; give what ends one"
+        )
     if not end and length.control == "interruption":
         yield (
-            "length.end_of_thinking: is empty, so no thinking trace is ever interrupted; set length.control=none, or "
-            "give what ends a trace"
+            "length.end_of_thinking: is empty, so no thinking trace is ever interrupted; set"
+            " length.control=none, or give what ends a trace"
         )
     if length.control == "interruption" and not length.interruption.endswith(end):
-        yield "length.interruption: must end with length.end_of_thinking, or the model would go on thinking in its answer"
+        yield (
+            "length.interruption: must end with length.end_of_thinking, or the model would go on"
+            " thinking in its answer"
+        )
 
 
 def impossible_for(m: Model, sizes: Mapping[str, Any], recompute: str = "none") -> Iterator[str]:
-    """Check a layout against a model's sizes: divisibility, and what megatron refuses. sizes: by megatron's names.
-    recompute: `learner.recompute`."""
+    """Check a layout against a model's sizes: divisibility, and what megatron refuses.
+    sizes: by megatron's names. recompute: `learner.recompute`.
+    """
     divided = (
-        "num_attention_heads", "num_query_groups", "q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim", "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_pos_emb_head_dim",
+        "ffn_hidden_size",
         "moe_shared_expert_intermediate_size",
-    )  # fmt: skip
+    )
     for layout, parts, keys in (
         ("tensor_parallel", m.tensor_parallel, divided),
         ("expert_parallel", m.expert_parallel, ("num_moe_experts",)),
@@ -264,14 +362,20 @@ def impossible_for(m: Model, sizes: Mapping[str, Any], recompute: str = "none") 
                 yield f"model.{layout}: {key}={sizes[key]} of {m.path} is not divisible by {parts}"
     layers, chunks = sizes.get("num_layers") or 0, m.pipeline_parallel * m.virtual_pipeline_parallel
     if m.virtual_pipeline_parallel > 1 and layers % chunks:
-        yield f"model.virtual_pipeline_parallel: num_layers={layers} of {m.path} is not divisible by {chunks}; set it to 1"
+        yield (
+            f"model.virtual_pipeline_parallel: num_layers={layers} of {m.path} is not divisible by"
+            f" {chunks}; set it to 1"
+        )
     elif layers and m.stage_layers(layers)[1] < 1:
         most, stages = m.stage_layers(layers)[0], m.pipeline_parallel
-        yield f"model.pipeline_parallel: {stages} stages of {most} are more than num_layers={layers} of {m.path}; use fewer"
+        yield (
+            f"model.pipeline_parallel: {stages} stages of {most} are more than num_layers={layers}"
+            f" of {m.path}; use fewer"
+        )
     if sizes.get("add_bias_linear") and m.expert_tensor_parallel > 1:
         yield (
-            f"model.expert_tensor_parallel: experts of {m.path} have biases, which megatron does not divide; set it to 1 "
-            "(checkpoints_tools: give --ep with --tp)"
+            f"model.expert_tensor_parallel: experts of {m.path} have biases, which megatron does"
+            " not divide; set it to 1 (checkpoints_tools: give --ep with --tp)"
         )
     if m.moe.bias_update_rate and not sizes.get("moe_router_enable_expert_bias"):
         yield f"model.moe.bias_update_rate: the routers of {m.path} have no bias; set it to 0"
@@ -281,8 +385,8 @@ def impossible_for(m: Model, sizes: Mapping[str, Any], recompute: str = "none") 
         for name, size in _products(m, sizes).items():
             if size % FP8_MULTIPLE:
                 yield (
-                    f"model.fp8: {name} of {m.path} is {size} on each rank, but products in FP8 need multiples of "
-                    f"{FP8_MULTIPLE}; use another layout, or model.fp8=none"
+                    f"model.fp8: {name} of {m.path} is {size} on each rank, but products in FP8"
+                    f" need multiples of {FP8_MULTIPLE}; use another layout, or model.fp8=none"
                 )
     if m.moe.shared_overlap and not sizes.get("moe_shared_expert_intermediate_size"):
         yield f"model.moe.shared_overlap: {m.path} has no shared experts; set it to false"
@@ -293,15 +397,21 @@ def impossible_for(m: Model, sizes: Mapping[str, Any], recompute: str = "none") 
 
 
 def _products(m: Model, sizes: Mapping[str, Any]) -> dict[str, int]:
-    """Return the input and output widths of a rank's linear maps, by name; 0 if `sizes` does not determine them."""
+    """Return the input and output widths of a rank's linear maps, by name; 0 if `sizes`
+    does not determine them.
+    """
     tp, head_dim = m.tensor_parallel, sizes.get("kv_channels", 0)
     heads, groups = sizes.get("num_attention_heads", 0), sizes.get("num_query_groups", 0)
     return {
         "hidden_size": sizes.get("hidden_size", 0),
         "kv_channels x num_attention_heads": head_dim * heads // tp,
-        "kv_channels x (num_attention_heads + 2 num_query_groups)": head_dim * (heads + 2 * groups) // tp,
+        "kv_channels x (num_attention_heads + 2 num_query_groups)": (
+            head_dim * (heads + 2 * groups) // tp
+        ),
         "ffn_hidden_size": sizes.get("ffn_hidden_size", 0) // tp,
-        "moe_shared_expert_intermediate_size": sizes.get("moe_shared_expert_intermediate_size", 0) // tp,
+        "moe_shared_expert_intermediate_size": (
+            sizes.get("moe_shared_expert_intermediate_size", 0) // tp
+        ),
         "moe_ffn_hidden_size": sizes.get("moe_ffn_hidden_size", 0) // m.expert_tensor_parallel,
     }
 
@@ -309,20 +419,29 @@ def _products(m: Model, sizes: Mapping[str, Any]) -> dict[str, int]:
 def _environments(r: Recipe) -> Iterator[str]:
     """Check for unknown environments, and replies that cannot fit."""
     stages = [r.length, *(r.length.at(s.until_step - 1) for s in r.length.stages)]
-    room = min(s.thinking_tokens[0] if s.control == "interruption" else s.completion_tokens for s in stages)
+    room = min(
+        s.thinking_tokens[0] if s.control == "interruption" else s.completion_tokens for s in stages
+    )
     for key, rows in _rows(r).items():
         if not rows.environment:
             continue
-        yield from _named(f"{key}.environment", rows.environment, "environment", ENVIRONMENTS, "package.module:Class")
+        yield from _named(
+            f"{key}.environment",
+            rows.environment,
+            "environment",
+            ENVIRONMENTS,
+            "package.module:Class",
+        )
         if rows.environment == "python" and "code" in rows.graders:
             yield (
-                f"{key}.environment: python runs every turn that has a program in it, so an answer for the grader code could "
-                "never be the last turn; leave one of them out"
+                f"{key}.environment: python runs every turn that has a program in it, so an answer"
+                " for the grader code could never be the last turn; leave one of them out"
             )
         if rows.reply_tokens >= room:
             yield (
-                f"{key}.reply_tokens: a reply of {rows.reply_tokens} tokens leaves nothing of the shortest budget for "
-                f"thinking and replies, which is {room} (length.thinking_tokens); lower it"
+                f"{key}.reply_tokens: a reply of {rows.reply_tokens} tokens leaves nothing of the"
+                f" shortest budget for thinking and replies, which is {room}"
+                " (length.thinking_tokens); lower it"
             )
 
 
@@ -331,21 +450,42 @@ def _agents(r: Recipe) -> Iterator[str]:
         if not rows.agent:
             continue
         if isinstance(rows.agent, str) and not OF_USERS.fullmatch(rows.agent):
-            yield f"{key}.agent: {rows.agent!r} is not a package.module:function; give a command as a list: [python, agent.py]"
+            yield (
+                f"{key}.agent: {rows.agent!r} is not a package.module:function; give a command as a"
+                " list: [python, agent.py]"
+            )
         if rows.environment:
-            yield f"{key}.agent: a task has an environment or an agent, not both; leave one of them out"
+            yield (
+                f"{key}.agent: a task has an environment or an agent, not both; leave one of"
+                " them out"
+            )
         if rows.template != "raw" or rows.system:
-            yield f"{key}.template: an agent is given the prompt as it is, and its requests get the template; leave it out"
+            yield (
+                f"{key}.template: an agent is given the prompt as it is, and its requests get the"
+                " template; leave it out"
+            )
         if r.model.moe.routing_replay:
-            yield f"{key}.agent: experts are not recorded for an agent's paths; set model.moe.routing_replay=false"
+            yield (
+                f"{key}.agent: experts are not recorded for an agent's paths; set"
+                " model.moe.routing_replay=false"
+            )
         if r.teachers:
             yield f"{key}.agent: a teacher cannot score an agent's paths; set teacher.weight=0"
         if r.agent.credit == "turn" and r.has_critic:
-            yield "agent.credit: with batch.centring=critic the critic gives turns their advantages; set episode"
+            yield (
+                "agent.credit: with batch.centring=critic the critic gives turns their advantages;"
+                " set episode"
+            )
         if r.agent.credit == "turn" and r.loss.kind == "gmpo":
-            yield "agent.credit: gmpo needs one advantage per rollout, but turns have their own; set episode"
+            yield (
+                "agent.credit: gmpo needs one advantage per rollout, but turns have their own; set"
+                " episode"
+            )
         if r.length.control == "overlong_penalty":
-            yield f"{key}.agent: length.control=overlong_penalty is for one completion, but a session has many; set none"
+            yield (
+                f"{key}.agent: length.control=overlong_penalty is for one completion, but a session"
+                " has many; set none"
+            )
 
 
 def _named(
@@ -365,28 +505,55 @@ def _known(name: str, known: Sequence[str]) -> str:
 def _rows(r: Recipe) -> dict[str, Rows]:
     """Return tasks and suites by their dotted keys."""
     tasks = {f"data.tasks.{name}": task for name, task in r.data.tasks.items()}
-    return {**tasks, **{f"evaluation.suites.{name}": suite for name, suite in r.evaluation.suites.items()}}
+    return {
+        **tasks,
+        **{f"evaluation.suites.{name}": suite for name, suite in r.evaluation.suites.items()},
+    }
 
 
 def _graders(r: Recipe) -> Iterator[str]:
-    """Check for unknown graders, services with a grader's name, and rewards with a reserved name."""
+    """Check for unknown graders, services with a grader's name, and rewards with a
+    reserved name.
+    """
     known = (*GRADERS, *r.data.services)
-    named = {f"data.tasks.{n}.trusted_grader": t.trusted_grader for n, t in r.data.tasks.items() if t.trusted_grader}
+    named = {
+        f"data.tasks.{n}.trusted_grader": t.trusted_grader
+        for n, t in r.data.tasks.items()
+        if t.trusted_grader
+    }
     for key, rows in _rows(r).items():
         named |= {f"{key}.grader": rows.grader}
-        named |= {f"{key}.rewards.{name}.grader": reward.grader for name, reward in rows.rewards.items()}
+        named |= {
+            f"{key}.rewards.{name}.grader": reward.grader for name, reward in rows.rewards.items()
+        }
         for name in sorted(RESERVED.keys() & rows.rewards.keys()):
-            yield f"{key}.rewards.{name}: {RESERVED[name]} is logged under this name; choose another"
+            yield (
+                f"{key}.rewards.{name}: {RESERVED[name]} is logged under this name; choose another"
+            )
     for key, grader in named.items():
         yield from _named(key, grader, "grader", known)
     for name, task in r.data.tasks.items():
         if task.train.startswith("reasoning-gym:") and task.grader in ("math", "exact"):
-            yield f"data.tasks.{name}.grader: problems of reasoning-gym need grader: reasoning-gym, or one of your own"
+            yield (
+                f"data.tasks.{name}.grader: problems of reasoning-gym need grader: reasoning-gym,"
+                " or one of your own"
+            )
     for name in r.data.services:
         if name in GRADERS:
             yield f"data.services.{name}: a built-in grader has this name; choose another"
 
 
 RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (
-    _layout, _prompts, _sharing, _serving, _lengths, _graders, _environments, _agents, _advantages, _losses, _teacher, _learner,
-)  # fmt: skip
+    _layout,
+    _prompts,
+    _sharing,
+    _serving,
+    _lengths,
+    _graders,
+    _environments,
+    _agents,
+    _advantages,
+    _losses,
+    _teacher,
+    _learner,
+)

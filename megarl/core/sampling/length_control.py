@@ -1,4 +1,5 @@
-"""How long a rollout may think, what is inserted when its budget is used up, and the penalty on long answers. Pure.
+"""How long a rollout may think, what is inserted when its budget is used up, and the
+penalty on long answers. Pure.
 
     thinking leg   at most `thinking_budget` tokens; only the end token ends it (no stop strings)
       ended by itself ──────────────────────────────► done, "stop"
@@ -6,7 +7,8 @@
     answer leg     at most `answer_tokens`
       ended by itself ► "stop"        budget used up ► "length": truncated
 
-A rollout is a growing list of segments; a request that continues on another server only adds to it.
+A rollout is a growing list of segments; a request that continues on another server only
+adds to it.
 """
 
 import hashlib
@@ -21,14 +23,20 @@ from megarl.core.recipe import Length
 
 
 def thinking_budget(seed: int, ticket: int, sample: int, bounds: tuple[int, int]) -> int:
-    """Return the thinking budget of this rollout, uniform in [bounds[0], bounds[1]] and the same after a restart."""
+    """Return the thinking budget of this rollout, uniform in [bounds[0], bounds[1]] and
+    the same after a restart.
+    """
     digest = hashlib.blake2b(f"{seed}/{ticket}/{sample}/thinking".encode(), digest_size=8).digest()
     shortest, longest = bounds
     return shortest + int.from_bytes(digest, "little") % (longest - shortest + 1)
 
 
-def sampled(tokens: np.ndarray, logprobs: np.ndarray, spans: Sequence[tuple[int, int, int]]) -> list[Segment]:
-    """Return the segments of a request's output: tokens [n], logprobs [n]; spans (version, start, end) cover 0 … n."""
+def sampled(
+    tokens: np.ndarray, logprobs: np.ndarray, spans: Sequence[tuple[int, int, int]]
+) -> list[Segment]:
+    """Return the segments of a request's output: tokens [n], logprobs [n]; spans
+    (version, start, end) cover 0 … n.
+    """
     return [
         Segment(tokens=tokens[start:end], logprobs=logprobs[start:end], weight_version=version)
         for version, start, end in spans
@@ -38,11 +46,18 @@ def sampled(tokens: np.ndarray, logprobs: np.ndarray, spans: Sequence[tuple[int,
 
 def put_in(phrase: np.ndarray, version: int) -> Segment:
     """Return the interruption phrase [n] as a segment masked from the loss."""
-    return Segment(tokens=phrase, logprobs=np.zeros(len(phrase), np.float32), weight_version=version, trained=False)
+    return Segment(
+        tokens=phrase,
+        logprobs=np.zeros(len(phrase), np.float32),
+        weight_version=version,
+        trained=False,
+    )
 
 
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Join neighbouring segments of the same origin; each request has started a new one."""
+    """Join neighbouring segments of the same origin; each request has started a new
+    one.
+    """
     return tuple(
         Segment(
             tokens=np.concatenate([s.tokens for s in run]),
@@ -50,18 +65,22 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
             weight_version=version,
             trained=trained,
         )
-        for (version, trained), same in groupby(segments, key=lambda s: (s.weight_version, s.trained))
+        for (version, trained), same in groupby(
+            segments, key=lambda s: (s.weight_version, s.trained)
+        )
         if (run := list(same))
     )
 
 
 def overlong_penalty(tokens: int, longest: int, cache: int) -> float:
-    """Return the penalty for a correct answer with a completion of n tokens, a tool's included, between -1 and 0.
+    """Return the penalty for a correct answer with a completion of n tokens, a tool's
+    included, between -1 and 0.
 
         clip((L_max - n) / L_cache - 1, -1, 0)        0 up to L_max - L_cache tokens, -1 at L_max, linear in between
 
-    DAPO (arXiv 2503.14476), as in ScaleRL's baselines (arXiv 2510.13786): only for correct answers. L_max is `longest`,
-    the longest possible completion (`Length.completion_tokens`); L_cache is `cache`, `length.answer_tokens`.
+    DAPO (arXiv 2503.14476), as in ScaleRL's baselines (arXiv 2510.13786): only for
+    correct answers. L_max is `longest`, the longest possible completion
+    (`Length.completion_tokens`); L_cache is `cache`, `length.answer_tokens`.
     """
     return min(0.0, max(-1.0, (longest - tokens) / cache - 1))
 

@@ -1,15 +1,20 @@
-"""Which request may go to which server now. Each server has up to `limit` places for requests; the oldest claim goes first.
+"""Which request may go to which server now. Each server has up to `limit` places for
+requests; the oldest claim goes first.
 
     claim(order, may_use) ─► await claim.place() ─► (server, its version) ─► request ─► give_back(server)
 
-When a ticket is admitted, its group claims the first place of each of its rollouts (`GroupPlaces`), so the number of free
-places is always up to date. `may_use(server, version)` tells which servers suit a claim. It is called whenever a place is
-given, and again before a group's request is sent, so no leg, retry or wait can end on a server that is no longer eligible.
+When a ticket is admitted, its group claims the first place of each of its rollouts
+(`GroupPlaces`), so the number of free places is always up to date. `may_use(server,
+version)` tells which servers suit a claim. It is called whenever a place is given, and
+again before a group's request is sent, so no leg, retry or wait can end on a server
+that is no longer eligible.
 
-The number of a server's places adapts to its load (`observe`), by additive increase and multiplicative decrease (Chiu and Jain,
-1989). It falls by a quarter when the server has retracted requests for lack of KV memory, or had requests waiting at two
-observations in a row. It rises by 1/GROWTH of the limit when all places were taken and less than ROOM of the KV memory was. A
-decrease must take effect before the next one, and leaves no more places than the server has requests in progress.
+The number of a server's places adapts to its load (`observe`), by additive increase and
+multiplicative decrease (Chiu and Jain, 1989). It falls by a quarter when the server has
+retracted requests for lack of KV memory, or had requests waiting at two observations in
+a row. It rises by 1/GROWTH of the limit when all places were taken and less than ROOM
+of the KV memory was. A decrease must take effect before the next one, and leaves no
+more places than the server has requests in progress.
 """
 
 import asyncio
@@ -28,17 +33,23 @@ MayUse = Callable[[int, int], bool]
 KEPT = 0.75
 """Share of the places that remains after a decrease."""
 SHORT_PROMPT = 16
-"""A shorter prompt is computed sooner than another request's copy can be used, even on a CPU."""
+"""A shorter prompt is computed sooner than another request's copy can be used, even on
+a CPU.
+"""
 GROWTH = 32
 ROOM = 0.85
-"""A server gets more places only below this share of used KV memory: running requests grow and fill the rest."""
+"""A server gets more places only below this share of used KV memory: running requests
+grow and fill the rest.
+"""
 
 
 @dataclass(eq=False)
 class Claim:
-    """A claim on a place. From its creation on, one place fewer counts as free. home: returns the only server it may use now,
-    an answer that changes only at a `refresh`; without it, the claim may use any server that suits. waits_at: that server while
-    the claim waits for a place there."""
+    """A claim on a place. From its creation on, one place fewer counts as free. home:
+    returns the only server it may use now, an answer that changes only at a `refresh`;
+    without it, the claim may use any server that suits. waits_at: that server while the
+    claim waits for a place there.
+    """
 
     order: Order
     may_use: MayUse
@@ -48,7 +59,9 @@ class Claim:
     waits_at: int | None = None
 
     async def place(self) -> tuple[int, int]:
-        """Wait for a place and return (server, version of its weights). The caller must give it back."""
+        """Wait for a place and return (server, version of its weights). The caller must
+        give it back.
+        """
         try:
             return await self.granted
         except asyncio.CancelledError:
@@ -79,7 +92,9 @@ class Use:
     since: float = field(default_factory=time.monotonic)
 
     def change(self, by: int) -> None:
-        """Note that `by` more requests are running from now on; with 0, just bring the totals up to date."""
+        """Note that `by` more requests are running from now on; with 0, just bring the
+        totals up to date.
+        """
         now = time.monotonic()
         if self.running:
             self.busy_seconds += now - self.since
@@ -94,7 +109,9 @@ class Use:
 
 
 class Places:
-    """The places of all servers, at most `limit` each, and the claims that wait for one."""
+    """The places of all servers, at most `limit` each, and the claims that wait for
+    one.
+    """
 
     def __init__(self, membership: Membership, limit: int) -> None:
         self.membership = membership
@@ -102,7 +119,9 @@ class Places:
         self.use = {server: Use(limit) for server in membership.members}
         self.claims: list[Claim] = []
         self.changed = asyncio.Event()  # there may be more room; whoever waits for it clears it
-        self._serving: dict[int, int] = {}  # version of each server, and free places of each version, at `refresh`
+        self._serving: dict[
+            int, int
+        ] = {}  # version of each server, and free places of each version, at `refresh`
         self._open: Counter[int] = Counter()
         self._waiting: Counter[int] = Counter()  # claims that wait at each server
         self.refresh()
@@ -115,8 +134,12 @@ class Places:
         del self.use[server]
         self.refresh()
 
-    def claim(self, order: Order, may_use: MayUse, home: Callable[[], int | None] | None = None) -> Claim:
-        """Return a claim on a place, to be awaited or dropped. It needs a running event loop."""
+    def claim(
+        self, order: Order, may_use: MayUse, home: Callable[[], int | None] | None = None
+    ) -> Claim:
+        """Return a claim on a place, to be awaited or dropped. It needs a running event
+        loop.
+        """
         claim = Claim(order, may_use, home, asyncio.get_running_loop().create_future(), self)
         if not self._grant(claim, self._serving):
             insort(self.claims, claim, key=lambda c: c.order)
@@ -133,13 +156,19 @@ class Places:
             n += 1
 
     async def take(self, order: Order, may_use: MayUse) -> tuple[int, int]:
-        """Wait for a place and return (server, version of its weights). The caller must give it back."""
+        """Wait for a place and return (server, version of its weights). The caller must
+        give it back.
+        """
         return await self.claim(order, may_use).place()
 
     def give_back(self, server: int) -> None:
         self._change(server, -1)
         self.changed.set()
-        if self.claims and self.use[server].free and self.membership.serving_version(server) is not None:
+        if (
+            self.claims
+            and self.use[server].free
+            and self.membership.serving_version(server) is not None
+        ):
             for claim in self.claims:
                 here = claim.home is None or claim.waits_at == server
                 if here and not claim.granted.cancelled() and self._grant(claim, (server,)):
@@ -147,15 +176,23 @@ class Places:
                     return
 
     def refresh(self) -> None:
-        """Give out places. Call this whenever a server's state has changed, or which servers an older claim may use."""
+        """Give out places. Call this whenever a server's state has changed, or which
+        servers an older claim may use.
+        """
         self.changed.set()
         self._serving, self._open = self.membership.serving(), Counter()
         for server, version in self._serving.items():
             self._open[version] += self.use[server].free
-        self.claims = [c for c in self.claims if not c.granted.cancelled() and not self._grant(c, self._serving)]
+        self.claims = [
+            c
+            for c in self.claims
+            if not c.granted.cancelled() and not self._grant(c, self._serving)
+        ]
 
     def observe(self, server: int, load: ServerLoad, retracted: bool) -> None:
-        """Adapt a server's places to its load; `refresh` then gives them out. retracted: it retracted requests since then."""
+        """Adapt a server's places to its load; `refresh` then gives them out.
+        retracted: it retracted requests since then.
+        """
         use = self.use[server]
         waited, use.queued, peak, use.peak = use.queued, load.waiting > 0, use.peak, use.running
         if retracted or (waited and use.queued):
@@ -165,7 +202,9 @@ class Places:
             use.limit = min(self.limit, use.limit + max(1, self.limit // GROWTH))
 
     def wait(self, claim: Claim, server: int | None) -> None:
-        """Note where the claim waits now. Counted here, because to count all claims for each would take a fleet minutes."""
+        """Note where the claim waits now. Counted here, because to count all claims for
+        each would take a fleet minutes.
+        """
         if claim.waits_at is not None:
             self._waiting[claim.waits_at] -= 1
         if server is not None:
@@ -173,7 +212,9 @@ class Places:
         claim.waits_at = server
 
     def _grant(self, claim: Claim, servers: Collection[int]) -> bool:
-        """Give the claim a place on the suitable server of these with the most free places. Return whether there was one."""
+        """Give the claim a place on the suitable server of these with the most free
+        places. Return whether there was one.
+        """
         home = claim.home() if claim.home else None
         if claim.home:
             servers = () if home is None or home not in servers else (home,)
@@ -200,20 +241,32 @@ class Places:
             self._open[self._serving[server]] += use.free - before
 
     def free(self, version_suits: Callable[[int], bool]) -> int:
-        """Return the free places on servers of suitable versions, less all waiting claims; may be negative."""
-        return sum(places for version, places in self._open.items() if version_suits(version)) - len(self.claims)
+        """Return the free places on servers of suitable versions, less all waiting
+        claims; may be negative.
+        """
+        return sum(
+            places for version, places in self._open.items() if version_suits(version)
+        ) - len(self.claims)
 
     def emptiest(self, version_suits: Callable[[int], bool]) -> int | None:
-        """Return the server of a suitable version with the most places left after its running and waiting requests."""
+        """Return the server of a suitable version with the most places left after its
+        running and waiting requests.
+        """
         suited = [s for s, v in self.membership.serving().items() if version_suits(v)]
-        return max(suited, key=lambda s: self.use[s].limit - self.use[s].running - self._waiting[s], default=None)
+        return max(
+            suited,
+            key=lambda s: self.use[s].limit - self.use[s].running - self._waiting[s],
+            default=None,
+        )
 
 
 class GroupPlaces:
-    """The places of a ticket's rollouts: claims for all first requests, made on admission, then one for each later request.
+    """The places of a ticket's rollouts: claims for all first requests, made on
+    admission, then one for each later request.
 
-    The group stays on one server, `server`, while that is eligible: its cache has the prompt's keys and values once the first
-    request has a token (`cached`). Until then the other requests wait, or each would compute the prompt. began: the server's
+    The group stays on one server, `server`, while that is eligible: its cache has the
+    prompt's keys and values once the first request has a token (`cached`). Until then
+    the other requests wait, or each would compute the prompt. began: the server's
     version at the group's first request. Both are None before it.
     """
 
@@ -238,7 +291,9 @@ class GroupPlaces:
             if version is not None and self._may_use(server, version):
                 self.began = version if self.began is None else self.began
                 return server, version
-            self._places.give_back(server)  # since the place was given, the server was lost or a publication began
+            self._places.give_back(
+                server
+            )  # since the place was given, the server was lost or a publication began
 
     def cached(self) -> None:
         """Note that the group's first request has a token or has ended."""
@@ -256,15 +311,21 @@ class GroupPlaces:
         return self._admission.eligible(self._ticket, version)
 
     def _home(self) -> int | None:
-        """Return the group's server; if it may no longer be used, first choose another one for the whole group."""
+        """Return the group's server; if it may no longer be used, first choose another
+        one for the whole group.
+        """
         held = self._places.membership.serving_version(self.server)
         if held is None or not self._admission.eligible(self._ticket, held):
-            self.server = self._places.emptiest(lambda version: self._admission.eligible(self._ticket, version))
+            self.server = self._places.emptiest(
+                lambda version: self._admission.eligible(self._ticket, version)
+            )
         return self.server
 
 
 class Waits:
-    """Adds up the seconds in which at least one request of a session waits for a place on a server."""
+    """Adds up the seconds in which at least one request of a session waits for a place
+    on a server.
+    """
 
     def __init__(self) -> None:
         self._waiting, self._since, self._before = 0, 0.0, 0.0

@@ -9,7 +9,8 @@ fleet.py       calls to several servers at once
 relay.py       calls to many servers, passed on by some of them
 membership.py  which servers there are, and whose weights each has (pure)
 checks.py      recipes and models that SGLang would refuse late, or serve wrongly
-memory_saver.py  what torch_memory_saver needs of the machine, to lend memory to the learner
+memory_saver.py  what torch_memory_saver needs of the machine, to lend memory to the
+learner
 served.py      how a server stores Hugging Face tensors
 sglang_models/ our models, which SGLang uses instead of its own
 """

@@ -1,6 +1,7 @@
 """Recipes and models that SGLang would refuse late, or serve wrongly without a message.
 
-This module imports no server code, because the supervisor calls it before any server starts.
+This module imports no server code, because the supervisor calls it before any server
+starts.
 """
 
 import sys
@@ -13,16 +14,21 @@ from megarl.core.recipe import Recipe
 from megarl.core.recipe.tree import FP8_BLOCK
 
 TEXT_ONLY = "Llama4ForCausalLM"
-"""The text-only Llama 4. Our class loads it everywhere, because SGLang's own leaves its experts empty."""
+"""The text-only Llama 4. Our class loads it everywhere, because SGLang's own leaves its
+experts empty.
+"""
 INNER_MULTIPLE = 32
-"""On a CPU SGLang pads the inner dimension of a gated MLP to a multiple of this, but not the
-experts of gpt-oss, whose biases it would have to pad as well."""
+"""On a CPU SGLang pads the inner dimension of a gated MLP to a multiple of this, but
+not the experts of gpt-oss, whose biases it would have to pad as well.
+"""
 OWN_EVERYWHERE = (TEXT_ONLY, "DeepseekV3ForCausalLM", "GptOssForCausalLM")
 """Architectures for which servers use our class in sglang_models/ even on a GPU."""
 
 
 def check(recipe: Recipe, cuda: bool) -> None:
-    """Raise MegarlError, naming the recipe's key, if SGLang cannot serve this correctly. cuda: the servers have GPUs."""
+    """Raise MegarlError, naming the recipe's key, if SGLang cannot serve this
+    correctly. cuda: the servers have GPUs.
+    """
     serving, path = recipe.serving, recipe.model.path
     model = in_directory(path)
     longest = recipe.length.context_tokens
@@ -32,65 +38,96 @@ def check(recipe: Recipe, cuda: bool) -> None:
     if what := undivided(model, ranks):  # every rank would end with an assertion
         most = next(n for n in range(ranks - 1, 0, -1) if not undivided(model, n))
         why = f"SGLang cannot divide the {what} of {path} among a server's {ranks} GPUs"
-        advice = f"use {most} or another divisor (for a teacher's servers, resources.teacher_tensor_parallel)"
+        advice = (
+            f"use {most} or another divisor (for a teacher's servers,"
+            " resources.teacher_tensor_parallel)"
+        )
         raise MegarlError(f"resources.server_tensor_parallel: {why}; {advice}")
     check_fp8(recipe, model, ranks, cuda)
     if model.sinks and cuda and recipe.model.dtype != "bf16":
-        raise MegarlError(f"model.dtype: {recipe.model.dtype}: SGLang's GPU kernels take attention sinks in bf16 only")
+        raise MegarlError(
+            f"model.dtype: {recipe.model.dtype}: SGLang's GPU kernels take attention sinks in bf16"
+            " only"
+        )
     inner = model.expert_feed_forward
     if model.biases and not cuda and inner % INNER_MULTIPLE:
         what = f"experts of intermediate_size={inner}, which is no multiple of {INNER_MULTIPLE}"
         raise MegarlError(f"{path}: SGLang on a CPU cannot load {what}; serve it on a GPU")
     if cuda and recipe.model.dtype == "fp32":
         advice = "set one of them, or CUDA_VISIBLE_DEVICES= to train a tiny model on the CPU"
-        raise MegarlError(f"model.dtype: fp32: SGLang's attention on a GPU takes bf16 and fp16; {advice}")
+        raise MegarlError(
+            f"model.dtype: fp32: SGLang's attention on a GPU takes bf16 and fp16; {advice}"
+        )
     if model.context < longest:
-        what = f"but {path} has positions for {model.context} (max_position_embeddings in its config.json)"
-        raise MegarlError(f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, {what}")
+        what = (
+            f"but {path} has positions for {model.context} (max_position_embeddings in its"
+            " config.json)"
+        )
+        raise MegarlError(
+            f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, {what}"
+        )
     if serving.kv_tokens is None and not cuda:
         raise MegarlError(
-            "serving.kv_tokens: must be set on a machine without a GPU, or SGLang would take most of the memory; "
-            f"about serving.max_running_requests x typical length, at least {longest}"
+            "serving.kv_tokens: must be set on a machine without a GPU, or SGLang would take most"
+            " of the memory; about serving.max_running_requests x typical length, at least"
+            f" {longest}"
         )
     if serving.kv_tokens is not None and serving.kv_tokens < longest:
         what = f"one longest sequence of {longest} tokens (length.*)"
         raise MegarlError(f"serving.kv_tokens: {serving.kv_tokens} cannot hold {what}")
     if recipe.lends_memory and cuda and find_spec("torch_memory_saver") is None:
         raise MegarlError(
-            "resources.colocate: to lend memory to the learner needs the package torch_memory_saver, which is not installed; "
-            "install it (pip install torch_memory_saver)"
+            "resources.colocate: to lend memory to the learner needs the package"
+            " torch_memory_saver, which is not installed; install it (pip install"
+            " torch_memory_saver)"
         )
 
 
 IN_FP8 = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Architectures whose FP8 parameters are joined Hugging Face tensors and nothing else (served.py). From
-DeepSeek-V3's kv_b_proj SGLang derives further ones, of Llama 4 it reorders rows; GLM-4.5 and gpt-oss were not tried."""
+"""Architectures whose FP8 parameters are joined Hugging Face tensors and nothing else
+(served.py). From DeepSeek-V3's kv_b_proj SGLang derives further ones, of Llama 4 it
+reorders rows; GLM-4.5 and gpt-oss were not tried.
+"""
 FP8_CAPABILITY = 8.9
-"""The first compute capability with FP8 products. On earlier GPUs SGLang packs FP8 weights for bf16 products (Marlin)."""
+"""The first compute capability with FP8 products. On earlier GPUs SGLang packs FP8
+weights for bf16 products (Marlin).
+"""
 
 
 def check_fp8(recipe: Recipe, model: Architecture, ranks: int, cuda: bool) -> None:
-    """Raise MegarlError if servers of `ranks` GPUs cannot compute this model in FP8 as the recipe asks."""
+    """Raise MegarlError if servers of `ranks` GPUs cannot compute this model in FP8 as
+    the recipe asks.
+    """
     keys = recipe.serving.fp8_keys
     if keys and not cuda:
-        raise MegarlError(f"{keys[0]}: SGLang has FP8 only on GPUs, and these servers have none; leave it out")
+        raise MegarlError(
+            f"{keys[0]}: SGLang has FP8 only on GPUs, and these servers have none; leave it out"
+        )
     if problem := fp8_problem(recipe, model, ranks):
         raise MegarlError(f"{keys[0]}: {recipe.model.path}: {problem}; leave it out")
 
 
 def fp8_problem(recipe: Recipe, model: Architecture, ranks: int) -> str:
-    """Return why servers of `ranks` GPUs cannot have this model in FP8 as the recipe asks; empty if they can."""
+    """Return why servers of `ranks` GPUs cannot have this model in FP8 as the recipe
+    asks; empty if they can.
+    """
     if recipe.serving.fp8_keys and model.name not in IN_FP8:
         return f"FP8 is for {', '.join(IN_FP8)}, not {model.name}"
     if recipe.serving.quantization == "fp8" and (what := unquantisable(model, ranks)):
-        return f"{what} on each of a server's GPUs ({ranks}), which is no multiple of a block's {FP8_BLOCK}"
+        return (
+            f"{what} on each of a server's GPUs ({ranks}), which is no multiple of a block's"
+            f" {FP8_BLOCK}"
+        )
     return ""
 
 
 def unquantisable(model: Architecture, ranks: int) -> str:
-    """Return a width on each of `ranks` GPUs that is no multiple of a block, such as `hidden_size is 576`; empty if all are.
-    SGLang joins q, k and v, and gate and up, in whole blocks (`validate_block_quant_shapes` and `create_fp8_moe_weight_` in its
-    fp8.py), and quantises activations in groups of a block (`per_token_group_quant_fp8`)."""
+    """Return a width on each of `ranks` GPUs that is no multiple of a block, such as
+    `hidden_size is 576`; empty if all are. SGLang joins q, k and v, and gate and up, in
+    whole blocks (`validate_block_quant_shapes` and `create_fp8_moe_weight_` in its
+    fp8.py), and quantises activations in groups of a block
+    (`per_token_group_quant_fp8`).
+    """
     sizes = [
         ("hidden_size", model.hidden),
         ("the width of q", model.query // ranks),
@@ -104,17 +141,24 @@ def unquantisable(model: Architecture, ranks: int) -> str:
 
 
 def without_fp8(recipe: Recipe, capabilities: Collection[str]) -> str:
-    """Return why GPUs of these compute capabilities cannot serve in FP8 as the recipe asks; empty if they can."""
+    """Return why GPUs of these compute capabilities cannot serve in FP8 as the recipe
+    asks; empty if they can.
+    """
     lowest = min(capabilities, key=float, default="")
     if not recipe.serving.fp8_keys or not lowest or float(lowest) >= FP8_CAPABILITY:
         return ""
     advice = f"use GPUs of {FP8_CAPABILITY} or more (L40S, H100, B200), or leave it out"
-    return f"{recipe.serving.fp8_keys[0]}: a GPU of compute capability {lowest} has no FP8 products; {advice}"
+    return (
+        f"{recipe.serving.fp8_keys[0]}: a GPU of compute capability {lowest} has no FP8 products;"
+        f" {advice}"
+    )
 
 
 def undivided(model: Architecture, ranks: int) -> str:
-    """Return what of the model SGLang cannot divide among a server's GPUs, such as `28 attention heads`; empty if nothing. It
-    copies heads of k and v to several GPUs if there are more of these."""
+    """Return what of the model SGLang cannot divide among a server's GPUs, such as `28
+    attention heads`; empty if nothing. It copies heads of k and v to several GPUs if
+    there are more of these.
+    """
     dense = model.feed_forward if model.moe_layers < model.layers else 0
     sizes = [(model.heads, "attention heads"), (dense, "columns of an MLP")]
     sizes += [
@@ -127,38 +171,50 @@ def undivided(model: Architecture, ranks: int) -> str:
 
 
 def positions(recipe: Recipe) -> int:
-    """Return how many tokens of one sequence a server has room for: `length.context_tokens` or more (`check`)."""
+    """Return how many tokens of one sequence a server has room for:
+    `length.context_tokens` or more (`check`).
+    """
     return min(in_directory(recipe.model.path).context, recipe.serving.kv_tokens or sys.maxsize)
 
 
 def check_kernels() -> None:
-    """Raise MegarlError if a server with a GPU could not import its kernels. `make setup` does not install them."""
+    """Raise MegarlError if a server with a GPU could not import its kernels. `make
+    setup` does not install them.
+    """
     if find_spec("sgl_kernel") is None:
         raise MegarlError(
-            "SGLang's kernels for GPUs (the package sglang-kernel) are not installed; install requirements/gpu.txt or run the "
-            "roles in the container (docs/install.md), or set CUDA_VISIBLE_DEVICES= to train a tiny model on the CPU"
+            "SGLang's kernels for GPUs (the package sglang-kernel) are not installed; install"
+            " requirements/gpu.txt or run the roles in the container (docs/install.md), or set"
+            " CUDA_VISIBLE_DEVICES= to train a tiny model on the CPU"
         )
 
 
 def check_gpus(recipe: Recipe, capabilities: Collection[str]) -> None:
-    """Raise MegarlError if SGLang's attention on GPUs of these compute capabilities ("9.0") is not the model's, or if they lack
-    the FP8 products that the recipe asks for."""
-    if problem := attention_problem(in_directory(recipe.model.path), recipe.length.context_tokens, capabilities):
+    """Raise MegarlError if SGLang's attention on GPUs of these compute capabilities
+    ("9.0") is not the model's, or if they lack the FP8 products that the recipe asks
+    for.
+    """
+    if problem := attention_problem(
+        in_directory(recipe.model.path), recipe.length.context_tokens, capabilities
+    ):
         raise MegarlError(problem)
     if problem := without_fp8(recipe, capabilities):
         raise MegarlError(problem)
 
 
 def attention_problem(model: Architecture, longest: int, capabilities: Collection[str]) -> str:
-    """Return why SGLang's attention to `longest` tokens is not the model's on such GPUs; empty if it is. Of its kernels only
-    those for Hopper divide Llama 4's attention into chunks."""
+    """Return why SGLang's attention to `longest` tokens is not the model's on such
+    GPUs; empty if it is. Of its kernels only those for Hopper divide Llama 4's
+    attention into chunks.
+    """
     whole = not model.attention_chunk or model.attention_chunk >= longest
     if whole or not capabilities or any(capability.startswith("9.") for capability in capabilities):
         return ""
     return (
-        f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but on a GPU of compute capability "
-        f"{min(capabilities)} SGLang does not divide Llama 4's attention into chunks "
-        f"(attention_chunk_size={model.attention_chunk}), only on Hopper (9.0: H100, H200); serve there, or shorten length.*"
+        f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but on a GPU of"
+        f" compute capability {min(capabilities)} SGLang does not divide Llama 4's attention into"
+        f" chunks (attention_chunk_size={model.attention_chunk}), only on Hopper (9.0: H100, H200);"
+        " serve there, or shorten length.*"
     )
 
 
@@ -166,7 +222,10 @@ def _check_qwen(path: str, model: Architecture) -> None:
     """Refuse settings in config.json that SGLang ignores."""
     usual = model.hidden // model.heads
     if model.name == "Qwen2ForCausalLM" and model.head_dim != usual:
-        what = f"SGLang serves Qwen2 with heads of hidden_size / num_attention_heads = {usual} and no others"
+        what = (
+            f"SGLang serves Qwen2 with heads of hidden_size / num_attention_heads = {usual} and no"
+            " others"
+        )
         raise MegarlError(f"{path}: head_dim={model.head_dim} in config.json: {what}")
     if model.name == "Qwen3MoeForCausalLM" and model.moe_layers < model.layers:
         what = "SGLang serves Qwen3-MoE with experts in every layer and no other arrangement"
@@ -186,7 +245,8 @@ def _check_llama4(path: str, model: Architecture, longest: int, cuda: bool) -> N
         raise MegarlError(f"{path}: moe_layers in config.json: SGLang puts experts {where}")
     if cuda and chunk and chunk < longest and model.name == TEXT_ONLY:
         raise MegarlError(
-            f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but on a GPU SGLang does not divide the "
-            f"attention of {TEXT_ONLY} into chunks (attention_chunk_size={chunk}); start from the whole "
-            "Llama4ForConditionalGeneration directory, or shorten length.*"
+            f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but on a GPU"
+            f" SGLang does not divide the attention of {TEXT_ONLY} into chunks"
+            f" (attention_chunk_size={chunk}); start from the whole Llama4ForConditionalGeneration"
+            " directory, or shorten length.*"
         )

@@ -1,21 +1,24 @@
 """The client of SGLang servers: generation, scoring, weight updates, memory.
 
-    client = ServerClient(ServerAddress(id=0, url="http://127.0.0.1:30000"), api_key, admin_key, timeout_s=3600)
-    try:
-        generation = await client.generate(prompt, 256, temperature=1.0, stop_token_ids=[2], cache_salt="17")
+    client = ServerClient(ServerAddress(id=0, url="http://127.0.0.1:30000"), api_key,
+    admin_key, timeout_s=3600) try:
+        generation = await client.generate(prompt, 256, temperature=1.0,
+        stop_token_ids=[2], cache_salt="17")
     except ServerLost as lost:      # continue elsewhere from prompt + lost.tokens
         ...
 
-The server streams disjoint chunks of at most STREAM_INTERVAL tokens (launch.py), so a request on a lost server loses no more
-than that.
+The server streams disjoint chunks of at most STREAM_INTERVAL tokens (launch.py), so a
+request on a lost server loses no more than that.
 
-Behaviour log-probs are those of the distribution that was sampled from. SGLang takes them after dividing by the temperature;
-with top_p < 1 we ask for its sampling support, whose log-probs are renormalised (over at most the 4096 likeliest tokens).
-Greedy requests (temperature 0) record the log-prob at temperature 1.
+Behaviour log-probs are those of the distribution that was sampled from. SGLang takes
+them after dividing by the temperature; with top_p < 1 we ask for its sampling support,
+whose log-probs are renormalised (over at most the 4096 likeliest tokens). Greedy
+requests (temperature 0) record the log-prob at temperature 1.
 
-The learner is synchronous, and calls all servers at once through a `Fleet` (fleet.py). Every call has a time limit, and its
-error names the step and the server. No request is sent twice: aiohttp repeats only GETs, which change nothing, and a Fleet only
-harmless calls (relay.py).
+The learner is synchronous, and calls all servers at once through a `Fleet` (fleet.py).
+Every call has a time limit, and its error names the step and the server. No request is
+sent twice: aiohttp repeats only GETs, which change nothing, and a Fleet only harmless
+calls (relay.py).
 """
 
 import hashlib
@@ -38,33 +41,52 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import JsonObject, float32, int32
 from megarl.core.server import relay
 from megarl.core.server.membership import ServerLoad
-from megarl.core.server.relay import RelayedAnswer, RelayedCall, RelayLost, ServerAnswer, ServerQuestion
+from megarl.core.server.relay import (
+    RelayedAnswer,
+    RelayedCall,
+    RelayLost,
+    ServerAnswer,
+    ServerQuestion,
+)
 
-BEGIN, JOIN, RECEIVE, CHECKSUMS, SWAP = (f"staged_{step}" for step in ("begin", "join", "receive", "checksums", "swap"))
+BEGIN, JOIN, RECEIVE, CHECKSUMS, SWAP = (
+    f"staged_{step}" for step in ("begin", "join", "receive", "checksums", "swap")
+)
 """Steps in which a server gets weights (staging.py)."""
 RUNNING = "running"
 """The scheduler's reply if a step has not ended yet; the call is then repeated."""
 LET_DOWN = {JOIN: "Failed to form a process group", RECEIVE: "Failed to receive weights"}
 """A server's errors if the group failed, not the server itself."""
 SYN_RETRIES = 3
-"""How often Linux asks again for a connection; it gives up after 15 to 20 s. A limit of asyncio's would end good connections
-when thousands of requests begin at once, because its clock runs while this process is busy."""
+"""How often Linux asks again for a connection; it gives up after 15 to 20 s. A limit of
+asyncio's would end good connections when thousands of requests begin at once, because
+its clock runs while this process is busy.
+"""
 RECEIVE_LIMIT_S = 86_400.0
-"""Longer than any publication: the learner has a limit for each bucket, and ends the call itself."""
+"""Longer than any publication: the learner has a limit for each bucket, and ends the
+call itself.
+"""
 HEALTH_LIMIT_S = 5.0
 CONTROL_LIMIT_S = 30.0
-"""Limit of calls whose duration does not depend on the model, unless the client's own limit is shorter."""
+"""Limit of calls whose duration does not depend on the model, unless the client's own
+limit is shorter.
+"""
 REQUEST_LIMIT_S = 3600.0
-"""How long a server may send nothing for a request, which waits for memory, or for a learner on the same GPU. A request as a
-whole has no limit: 131,072 tokens at 20 tokens/s take two hours. Health checks notice a lost server sooner."""
+"""How long a server may send nothing for a request, which waits for memory, or for a
+learner on the same GPU. A request as a whole has no limit: 131,072 tokens at 20
+tokens/s take two hours. Health checks notice a lost server sooner.
+"""
 UNACKNOWLEDGED_S = 30.0
 """How long to wait for the other machine to acknowledge bytes that were sent."""
 REFUSALS = frozenset({400, 401, 403, 404, 413, 422})
 TOP_K_WITH_TOP_P = 4096
-"""SGLang reports the sampling support only for a bounded number of candidates; top_p seldom leaves that many."""
+"""SGLang reports the sampling support only for a bounded number of candidates; top_p
+seldom leaves that many.
+"""
 LARGEST_SUPPORT = 2 * TOP_K_WITH_TOP_P
-"""SGLang ends a request whose support is larger. On a GPU it keeps all tokens that tie with the last of the top k: of logits in
-bf16 hundreds may."""
+"""SGLang ends a request whose support is larger. On a GPU it keeps all tokens that tie
+with the last of the top k: of logits in bf16 hundreds may.
+"""
 
 
 class VersionSpan(NamedTuple):
@@ -87,8 +109,10 @@ class Generation(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """Log-probs [n] float32 of given tokens and, if asked for, of the token `against` at each position; NaN where the server
-    had no finite number. version: of the weights. routing: as in Generation."""
+    """Log-probs [n] float32 of given tokens and, if asked for, of the token `against`
+    at each position; NaN where the server had no finite number. version: of the
+    weights. routing: as in Generation.
+    """
 
     logprobs: np.ndarray
     against: np.ndarray
@@ -97,10 +121,14 @@ class Prefill(NamedTuple):
 
 
 class ServerLost(MegarlError):
-    """The server went away, timed out or aborted the request. tokens, logprobs: what had been received before. alone: the
-    server ended this request for a reason of its own (SGLang gives such a status), and serves the others."""
+    """The server went away, timed out or aborted the request. tokens, logprobs: what
+    had been received before. alone: the server ended this request for a reason of its
+    own (SGLang gives such a status), and serves the others.
+    """
 
-    def __init__(self, reason: str, tokens: np.ndarray, logprobs: np.ndarray, alone: bool = False) -> None:
+    def __init__(
+        self, reason: str, tokens: np.ndarray, logprobs: np.ndarray, alone: bool = False
+    ) -> None:
         super().__init__(reason)
         self.tokens, self.logprobs, self.alone = tokens, logprobs, alone
 
@@ -153,12 +181,16 @@ _PREFIX, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the bodies of server-sent events from a byte stream cut anywhere, up to `[DONE]` or the end of the stream."""
+    """Yield the bodies of server-sent events from a byte stream cut anywhere, up to
+    `[DONE]` or the end of the stream.
+    """
     parts = [b""]
     async for piece in pieces:
         ends = _END in piece or (piece.startswith(b"\n") and parts[-1].endswith(b"\n"))
         parts.append(piece)
-        if not ends:  # a long event, of the chosen experts, comes in a thousand pieces: join them once
+        if (
+            not ends
+        ):  # a long event, of the chosen experts, comes in a thousand pieces: join them once
             continue
         *whole, rest = b"".join(parts).split(_END)
         parts = [rest]
@@ -170,7 +202,9 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 class _TokenRequest:
-    """The part of a reply with tokens that was received so far, and the errors that may end the request."""
+    """The part of a reply with tokens that was received so far, and the errors that may
+    end the request.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -184,7 +218,9 @@ class _TokenRequest:
         self._logprobs.append(float32(logprobs))
 
     def received(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and log-probs, equally many: an aborted request may report a token without its log-prob."""
+        """Return tokens and log-probs, equally many: an aborted request may report a
+        token without its log-prob.
+        """
         tokens, logprobs = np.concatenate(self._tokens), np.concatenate(self._logprobs)
         n = min(len(tokens), len(logprobs))
         return tokens[:n], logprobs[:n]
@@ -199,23 +235,36 @@ class _TokenRequest:
 
     def aborted(self, finish: _Finish) -> MegarlError:
         if finish.status_code in REFUSALS:
-            return ServerRefused(f"{self._url} refused a request ({finish.status_code}): {finish.message}")
-        # A request aborted while its server was paused still gets one token, from weights that may be half replaced.
+            return ServerRefused(
+                f"{self._url} refused a request ({finish.status_code}): {finish.message}"
+            )
+        # A request aborted while its server was paused still gets one token, from
+        # weights that may be half replaced.
         tokens, logprobs = self.received()
-        reason, alone = f"{self._url} aborted a request: {finish.message}", finish.status_code is not None
+        reason, alone = (
+            f"{self._url} aborted a request: {finish.message}",
+            finish.status_code is not None,
+        )
         return ServerLost(reason, tokens[:-1], logprobs[:-1], alone)
 
 
 class ServerClient:
-    """Asynchronous client of one server, for one event loop: `async with`, or `close()` at the end.
+    """Asynchronous client of one server, for one event loop: `async with`, or `close()`
+    at the end.
 
-    `generate` and `score` raise ServerLost or ServerRefused. The other calls raise ServerSaid if the server answered with an
-    error, else MegarlError. timeout_s: how long a request may wait for its next tokens, and limit of a call that moves weights.
-    heard: when tokens last arrived (time.monotonic()). retractions: how often the server has retracted one of our requests.
+    `generate` and `score` raise ServerLost or ServerRefused. The other calls raise
+    ServerSaid if the server answered with an error, else MegarlError. timeout_s: how
+    long a request may wait for its next tokens, and limit of a call that moves weights.
+    heard: when tokens last arrived (time.monotonic()). retractions: how often the
+    server has retracted one of our requests.
     """
 
     def __init__(
-        self, address: ServerAddress, api_key: str, admin_key: str, timeout_s: float = REQUEST_LIMIT_S
+        self,
+        address: ServerAddress,
+        api_key: str,
+        admin_key: str,
+        timeout_s: float = REQUEST_LIMIT_S,
     ) -> None:
         self.address = address
         self._api_key, self._admin_key = api_key, admin_key
@@ -232,7 +281,9 @@ class ServerClient:
         await self.close()
 
     async def close(self) -> None:
-        """Drop all connections. The server aborts the requests on them; they raise ServerLost. The next call reconnects."""
+        """Drop all connections. The server aborts the requests on them; they raise
+        ServerLost. The next call reconnects.
+        """
         session, self._session = self._session, None
         for reply in self._replies:
             reply.close()  # closing only the session does not wake the reader of a reply
@@ -252,10 +303,13 @@ class ServerClient:
         routing_from: int | None = None,
         started: Callable[[], None] = lambda: None,
     ) -> Generation:
-        """Sample until a stop token, the model's own end token, or `max_new_tokens`. Cancelling aborts the request on the
-        server. cache_salt: requests with different salts share no cached prefixes. ignore_eos: go on to `max_new_tokens`
-        (benchmarks). routing_from: also return the experts chosen from this position of `input_ids` on. started: called
-        whenever tokens arrive; the server's cache then has the input."""
+        """Sample until a stop token, the model's own end token, or `max_new_tokens`.
+        Cancelling aborts the request on the server. cache_salt: requests with different
+        salts share no cached prefixes. ignore_eos: go on to `max_new_tokens`
+        (benchmarks). routing_from: also return the experts chosen from this position of
+        `input_ids` on. started: called whenever tokens arrive; the server's cache then
+        has the input.
+        """
         body = {
             "input_ids": np.asarray(input_ids).tolist(),
             "sampling_params": {
@@ -289,8 +343,12 @@ class ServerClient:
                     continue
                 if finish.type == "abort":
                     raise request.aborted(finish)
-                spans = tuple(VersionSpan(int(s.version), s.start, s.end) for s in meta.weight_versions)
-                return Generation(*request.received(), spans, finish.type, meta.routed_experts, meta.cached_tokens)
+                spans = tuple(
+                    VersionSpan(int(s.version), s.start, s.end) for s in meta.weight_versions
+                )
+                return Generation(
+                    *request.received(), spans, finish.type, meta.routed_experts, meta.cached_tokens
+                )
         raise request.lost("ended a stream before its last token")
 
     async def score(
@@ -301,12 +359,16 @@ class ServerClient:
         against: int | None = None,
         routing: bool = False,
     ) -> list[Prefill]:
-        """Return log-probs, at temperature 1, of the tokens of each sequence [n] from its position `first` (at least 1) on. The
-        part before `first` may come from cached prefixes of the same salt; SGLang always computes the scored part. against:
-        also score this token at each position. routing: also return the experts chosen for all tokens."""
+        """Return log-probs, at temperature 1, of the tokens of each sequence [n] from
+        its position `first` (at least 1) on. The part before `first` may come from
+        cached prefixes of the same salt; SGLang always computes the scored part.
+        against: also score this token at each position. routing: also return the
+        experts chosen for all tokens.
+        """
         body = {
             "input_ids": [s.tolist() for s in sequences],
-            # Temperature 1: the token is not used, and a greedy request would cost every other one a sort (own_batches).
+            # Temperature 1: the token is not used, and a greedy request would cost
+            # every other one a sort (own_batches).
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": [first - 1 for first in firsts],
@@ -323,8 +385,12 @@ class ServerClient:
         return [_prefill(meta) for meta in metas]
 
     @asynccontextmanager
-    async def _replying(self, request: _TokenRequest, body: dict[str, object]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield a good reply to a request for tokens. A failure while reading it raises ServerLost with what was received."""
+    async def _replying(
+        self, request: _TokenRequest, body: dict[str, object]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Yield a good reply to a request for tokens. A failure while reading it raises
+        ServerLost with what was received.
+        """
         limit = aiohttp.ClientTimeout(sock_read=self._timeout_s)
         headers = {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
         url, data = f"{self.address.url}/generate", msgspec.json.encode(body)
@@ -345,7 +411,9 @@ class ServerClient:
             raise request.lost(_why_lost(error)) from None
 
     async def health(self) -> bool:
-        """Return whether the server replies within HEALTH_LIMIT_S that it accepts requests. This needs no key."""
+        """Return whether the server replies within HEALTH_LIMIT_S that it accepts
+        requests. This needs no key.
+        """
         try:
             await self._call("ask for its health", "/health", None, HEALTH_LIMIT_S, "")
         except MegarlError:
@@ -353,11 +421,22 @@ class ServerClient:
         return True
 
     async def warm_up(self, top_p: float) -> None:
-        """Generate one token, sampled as in evaluations: on a GPU the first use of a nucleus compiles kernels, for a minute or
-        two in which a server answers nothing and would count as lost."""
+        """Generate one token, sampled as in evaluations: on a GPU the first use of a
+        nucleus compiles kernels, for a minute or two in which a server answers nothing
+        and would count as lost.
+        """
         narrow = top_p < 1.0
-        sampling = {"max_new_tokens": 1, "top_p": top_p, "top_k": TOP_K_WITH_TOP_P if narrow else -1}
-        body = {"input_ids": [0], "sampling_params": sampling, "return_logprob": True, "return_sampling_mask": narrow}
+        sampling = {
+            "max_new_tokens": 1,
+            "top_p": top_p,
+            "top_k": TOP_K_WITH_TOP_P if narrow else -1,
+        }
+        body = {
+            "input_ids": [0],
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "return_sampling_mask": narrow,
+        }
         await self._call("generate a token", "/generate", body, self._timeout_s, self._api_key)
 
     async def pause(self, mode: str) -> None:
@@ -372,7 +451,9 @@ class ServerClient:
         await self._call("abort", "/abort_request", {"abort_all": True})
 
     async def served_version(self) -> int:
-        """Return the version that the server labels tokens with; -1 if nothing was published to this process."""
+        """Return the version that the server labels tokens with; -1 if nothing was
+        published to this process.
+        """
         said = await self._call("ask for its version", "/model_info", key=self._api_key)
         return int(said["weight_version"])
 
@@ -399,42 +480,78 @@ class ServerClient:
         await self._call("end", "/end_weight_update", {}, self._timeout_s)
 
     async def stage(self, version: int, base: int | None = None) -> None:
-        """Begin staging weights (staging.py) and drop earlier staged ones. base: the version to which deltas apply, if any."""
+        """Begin staging weights (staging.py) and drop earlier staged ones. base: the
+        version to which deltas apply, if any.
+        """
         arguments = {"version": str(version), "base": "" if base is None else str(base)}
         await self._staging("begin", BEGIN, arguments, self._timeout_s)
 
-    async def join_group(self, name: str, master: str, port: int, first: int, world: int, backend: str) -> None:
-        """Make the server's tensor-parallel ranks ranks `first` … of a process group with the learner's rank 0."""
-        arguments = {"name": name, "master": master, "port": port, "first": first, "world": world, "backend": backend}
+    async def join_group(
+        self, name: str, master: str, port: int, first: int, world: int, backend: str
+    ) -> None:
+        """Make the server's tensor-parallel ranks ranks `first` … of a process group
+        with the learner's rank 0.
+        """
+        arguments = {
+            "name": name,
+            "master": master,
+            "port": port,
+            "first": first,
+            "world": world,
+            "backend": backend,
+        }
         await self._staging("form a process group", JOIN, arguments, self._timeout_s, once=True)
 
     async def leave_group(self, name: str) -> None:
-        await self._call("leave a process group", "/destroy_weights_update_group", {"group_name": name})
+        await self._call(
+            "leave a process group", "/destroy_weights_update_group", {"group_name": name}
+        )
 
     async def receive(self, group: str) -> None:
-        """Stage all that is broadcast in the group. The server has a limit for each wait in it, the caller for the whole."""
+        """Stage all that is broadcast in the group. The server has a limit for each
+        wait in it, the caller for the whole.
+        """
         await self._staging("receive", RECEIVE, {"group": group}, RECEIVE_LIMIT_S, once=True)
 
     async def staged_checksums(self) -> tuple[str, dict[str, str] | None]:
         """Return what `checksums` will return after the swap."""
-        return _of_all_ranks(_decoded(await self._staging("checksum", CHECKSUMS, {}, self._timeout_s)))
+        return _of_all_ranks(
+            _decoded(await self._staging("checksum", CHECKSUMS, {}, self._timeout_s))
+        )
 
     async def swap(self, version: int) -> None:
-        """Replace the paused server's weights by the staged ones, and label tokens with `version` from now on."""
+        """Replace the paused server's weights by the staged ones, and label tokens with
+        `version` from now on.
+        """
         await self._staging("swap", SWAP, {}, self._timeout_s, version=str(version))
 
     async def _staging(
-        self, what: str, step: str, arguments: object, limit_s: float, *, once: bool = False, version: str | None = None
+        self,
+        what: str,
+        step: str,
+        arguments: object,
+        limit_s: float,
+        *,
+        once: bool = False,
+        version: str | None = None,
     ) -> str:
         """Call a step of staging and return the reply of the server's ranks, in JSON."""
         names = [msgspec.json.encode(arguments).decode()]
-        body = {"names": names, "dtypes": [], "shapes": [], "load_format": step, "weight_version": version}
+        body = {
+            "names": names,
+            "dtypes": [],
+            "shapes": [],
+            "load_format": step,
+            "weight_version": version,
+        }
         path = "/update_weights_from_distributed"
         said = await self._call(what, path, body | {"flush_cache": False}, limit_s, once=once)
         return str(said["message"])
 
     async def take(self, handles: list[str], complete: int | None) -> None:
-        """Copy a bucket from the learner's memory, with one handle per server rank. complete: for the last one, the version."""
+        """Copy a bucket from the learner's memory, with one handle per server rank.
+        complete: for the last one, the version.
+        """
         body = {
             "serialized_named_tensors": handles,
             "load_format": "flattened_bucket",
@@ -449,19 +566,29 @@ class ServerClient:
         await self._call("load from disk", "/update_weights_from_disk", body, self._timeout_s)
 
     async def checksums(self) -> tuple[str, dict[str, str] | None]:
-        """Return one checksum over all ranks and, if the server has a single rank, each parameter's checksum (else None)."""
-        said = await self._call("checksum", "/weights_checker", {"action": "checksum"}, self._timeout_s)
+        """Return one checksum over all ranks and, if the server has a single rank, each
+        parameter's checksum (else None).
+        """
+        said = await self._call(
+            "checksum", "/weights_checker", {"action": "checksum"}, self._timeout_s
+        )
         return _of_all_ranks(said["ranks"])
 
     async def device_identity(self) -> DeviceIdentity:
-        return msgspec.convert(await self._call("ask for its devices", "/device_identity"), DeviceIdentity)
+        return msgspec.convert(
+            await self._call("ask for its devices", "/device_identity"), DeviceIdentity
+        )
 
     async def release_memory(self) -> None:
-        """Release the KV memory of a server that was paused with its requests retracted. Repeating this is harmless."""
+        """Release the KV memory of a server that was paused with its requests
+        retracted. Repeating this is harmless.
+        """
         await self._call("release memory", "/release_memory_occupation", {"tags": ["kv_cache"]})
 
     async def resume_memory(self) -> None:
-        """Allocate that memory again. Repeating this, or calling it for a server that released nothing, is harmless."""
+        """Allocate that memory again. Repeating this, or calling it for a server that
+        released nothing, is harmless.
+        """
         await self._call("resume memory", "/resume_memory_occupation", {"tags": ["kv_cache"]})
 
     def error(self, step: str, what: str, kind: type[MegarlError] = MegarlError) -> MegarlError:
@@ -476,14 +603,23 @@ class ServerClient:
         key: str | None = None,
         once: bool = False,
     ) -> Any:
-        """Return the reply's JSON, None if it has none. Without a body this is a GET. key: default the admin key."""
+        """Return the reply's JSON, None if it has none. Without a body this is a GET.
+        key: default the admin key.
+        """
         limit_s = min(self._timeout_s, CONTROL_LIMIT_S) if limit_s is None else limit_s
-        data, key = b"" if body is None else msgspec.json.encode(body), self._admin_key if key is None else key
+        data, key = (
+            b"" if body is None else msgspec.json.encode(body),
+            self._admin_key if key is None else key,
+        )
         status, text = await self._ask(ServerQuestion(path, data, key, limit_s, once))
         if status == relay.RELAY_LOST:
             raise self.error(step, text, RelayLost)
         if status in (relay.SILENT, relay.UNREACHABLE):
-            setting = " (weights.timeout_s)" if status == relay.SILENT and limit_s == self._timeout_s else ""
+            setting = (
+                " (weights.timeout_s)"
+                if status == relay.SILENT and limit_s == self._timeout_s
+                else ""
+            )
             raise self.error(step, text + setting)
         said = _decoded(text)
         if status != relay.OK:
@@ -494,7 +630,9 @@ class ServerClient:
 
     @cached_property
     def asking(self) -> "ServerClient":
-        """The same client, except that its calls send their questions to the Fan (fleet.py) that drives them."""
+        """The same client, except that its calls send their questions to the Fan
+        (fleet.py) that drives them.
+        """
         other = copy(self)
         other._ask = relay.ask
         return other
@@ -502,12 +640,21 @@ class ServerClient:
     async def exchange(self, question: ServerQuestion) -> ServerAnswer:
         return await relay.exchange(self._connections(), self.address.url, question)
 
-    async def relay(self, call: RelayedCall, key: str, heard: Callable[[RelayedAnswer], Awaitable[None]]) -> None:
-        """Have the server pass a call on, and await `heard` for each answer. Return early if it refuses or is lost."""
-        limit, headers = aiohttp.ClientTimeout(total=call.limit_s + relay.GRACE_S), {"Authorization": f"Bearer {key}"}
+    async def relay(
+        self, call: RelayedCall, key: str, heard: Callable[[RelayedAnswer], Awaitable[None]]
+    ) -> None:
+        """Have the server pass a call on, and await `heard` for each answer. Return
+        early if it refuses or is lost.
+        """
+        limit, headers = (
+            aiohttp.ClientTimeout(total=call.limit_s + relay.GRACE_S),
+            {"Authorization": f"Bearer {key}"},
+        )
         url, data = f"{self.address.url}/relay", msgspec.json.encode(call)
         with suppress(TimeoutError, aiohttp.ClientError, OSError):
-            async with self._connections().post(url, data=data, headers=headers, timeout=limit) as reply:
+            async with self._connections().post(
+                url, data=data, headers=headers, timeout=limit
+            ) as reply:
                 rest = b""
                 async for piece in reply.content.iter_any():
                     *lines, rest = (rest + piece).split(b"\n")
@@ -515,14 +662,20 @@ class ServerClient:
                         await heard(msgspec.json.decode(line, type=RelayedAnswer))
 
     def _connections(self) -> aiohttp.ClientSession:
-        if self._session is None:  # it belongs to the running event loop, so it is made at the first request
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=relay.KEEP_ALIVE_S, socket_factory=_socket)
+        if (
+            self._session is None
+        ):  # it belongs to the running event loop, so it is made at the first request
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=relay.KEEP_ALIVE_S, socket_factory=_socket
+            )
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         return self._session
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Make a socket whose connection ends soon after the other machine is gone; by default Linux takes a quarter of an hour."""
+    """Make a socket whose connection ends soon after the other machine is gone; by
+    default Linux takes a quarter of an hour.
+    """
     made = socket.socket(*address[:3])
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, SYN_RETRIES)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNACKNOWLEDGED_S))
@@ -530,17 +683,27 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 def _why_lost(error: Exception) -> str:
-    """Return what happened to a request. JSON has no NaN: SGLang writes null in its place."""
-    if isinstance(error, msgspec.ValidationError) and "got `null`" in str(error) and "logprobs" in str(error):
+    """Return what happened to a request. JSON has no NaN: SGLang writes null in its
+    place.
+    """
+    if (
+        isinstance(error, msgspec.ValidationError)
+        and "got `null`" in str(error)
+        and "logprobs" in str(error)
+    ):
         cause = "its weights or activations are NaN or infinite"
         advice = "compare the model with `python -m checkpoints_tools verify DIR DIR`"
-        return f"answered with log-probs that are NaN: {cause}; {advice}, or try another model.dtype"
+        return (
+            f"answered with log-probs that are NaN: {cause}; {advice}, or try another model.dtype"
+        )
     return f"was lost: {type(error).__name__}: {error}"
 
 
 @lru_cache(maxsize=2)
 def _decoded(text: str) -> Any:
-    """Parse JSON; None if it is invalid. Cached, as many servers may give the same answer, so do not change the result."""
+    """Parse JSON; None if it is invalid. Cached, as many servers may give the same
+    answer, so do not change the result.
+    """
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -548,14 +711,20 @@ def _decoded(text: str) -> Any:
 
 
 def _of_all_ranks(ranks: list[JsonObject]) -> tuple[str, dict[str, str] | None]:
-    """Return one checksum over all ranks of a server, and each parameter's if there is only one."""
+    """Return one checksum over all ranks of a server, and each parameter's if there is
+    only one.
+    """
     whole = hashlib.sha256("".join(rank["per_gpu_checksum"] for rank in ranks).encode()).hexdigest()
     return whole, ranks[0]["checksums"] if len(ranks) == 1 else None
 
 
 def _prefill(meta: JsonObject) -> Prefill:
-    """Read scores from a reply's meta_info. The first entry has no log-prob, because nothing precedes it."""
-    logprobs = np.array([entry[0] for entry in meta["input_token_logprobs"][1:]], np.float32)  # None becomes nan
+    """Read scores from a reply's meta_info. The first entry has no log-prob, because
+    nothing precedes it.
+    """
+    logprobs = np.array(
+        [entry[0] for entry in meta["input_token_logprobs"][1:]], np.float32
+    )  # None becomes nan
     others = [entry[0][0] for entry in meta.get("input_token_ids_logprobs", ())[1:]]
     against = np.array(others, np.float32) if others else np.full_like(logprobs, np.nan)
     return Prefill(logprobs, against, int(meta["weight_version"]), meta.get("routed_experts", ""))

@@ -3,12 +3,14 @@
     Fleet    synchronous, for the learner: an event loop in a thread, a Fan for each call
     Fan      drives coroutines that ask one question after the other (ServerClient.asking)
 
-Equal questions to many servers are sent as one call to one of them, which relays it (relay.py), and equal answers come back as
-one. Questions go directly if there are at most DIRECT servers, if they are for a single server, or if they are for a joined
+Equal questions to many servers are sent as one call to one of them, which relays it
+(relay.py), and equal answers come back as one. Questions go directly if there are at
+most DIRECT servers, if they are for a single server, or if they are for a joined
 server, because a gate passes calls on only to the run's own servers.
 
-If a relay is lost or refuses, those of its servers that have not answered are asked directly from then on. A question
-that must not be asked twice raises RelayLost instead: it is unknown whether those servers got it.
+If a relay is lost or refuses, those of its servers that have not answered are asked
+directly from then on. A question that must not be asked twice raises RelayLost instead:
+it is unknown whether those servers got it.
 """
 
 import asyncio
@@ -20,7 +22,13 @@ from typing import Any, NamedTuple
 from megarl.core.base.errors import MegarlError
 from megarl.core.server.client import ServerClient
 from megarl.core.server.membership import DIRECT, GROUP
-from megarl.core.server.relay import RELAY_LOST, RelayedAnswer, RelayedCall, ServerAnswer, ServerQuestion
+from megarl.core.server.relay import (
+    RELAY_LOST,
+    RelayedAnswer,
+    RelayedCall,
+    ServerAnswer,
+    ServerQuestion,
+)
 
 CLOSE_LIMIT_S = 5.0
 
@@ -29,11 +37,17 @@ type Call[T] = Callable[[ServerClient], Coroutine[Any, Any, T]]
 
 
 class Fan[T]:
-    """Calls of one kind to several servers. clients, results and errors so far: by server id. direct: the set of groups whose
-    relay was lost; it outlives the Fan. joined: ids of the servers that the run did not start. context: begins each error."""
+    """Calls of one kind to several servers. clients, results and errors so far: by
+    server id. direct: the set of groups whose relay was lost; it outlives the Fan.
+    joined: ids of the servers that the run did not start. context: begins each error.
+    """
 
     def __init__(
-        self, clients: Mapping[int, ServerClient], direct: set[int], joined: Container[int] = (), context: str = ""
+        self,
+        clients: Mapping[int, ServerClient],
+        direct: set[int],
+        joined: Container[int] = (),
+        context: str = "",
     ) -> None:
         self._clients, self._direct, self._joined, self._context = clients, direct, joined, context
         self.results: dict[int, T] = {}
@@ -48,8 +62,12 @@ class Fan[T]:
             for unfinished in self._running.values():
                 unfinished.close()
 
-    def _proceed(self, ids: Iterable[int], answer: ServerAnswer | None) -> dict[int, ServerQuestion]:
-        """Resume these servers' calls with the answer. Return the questions that they ask next, by server id."""
+    def _proceed(
+        self, ids: Iterable[int], answer: ServerAnswer | None
+    ) -> dict[int, ServerQuestion]:
+        """Resume these servers' calls with the answer. Return the questions that they
+        ask next, by server id.
+        """
         asked = {}
         for i in list(ids):
             try:
@@ -79,7 +97,9 @@ class Fan[T]:
                     tasks.create_task(self._ask_group(question, group))
 
     def _grouped(self, ids: list[int]) -> list[list[int]]:
-        """Return these servers in groups. The first of a group is its relay; a group of one is asked directly."""
+        """Return these servers in groups. The first of a group is its relay; a group of
+        one is asked directly.
+        """
         if len(self._clients) <= DIRECT:
             return [[i] for i in ids]
         groups: dict[int, list[int]] = {}
@@ -90,7 +110,9 @@ class Fan[T]:
 
     async def _ask_group(self, question: ServerQuestion, ids: list[int]) -> None:
         if len(ids) == 1:
-            return await self._ask(self._proceed(ids, await self._clients[ids[0]].exchange(question)))
+            return await self._ask(
+                self._proceed(ids, await self._clients[ids[0]].exchange(question))
+            )
         left, urls = set(ids), [self._clients[i].address.url for i in ids]
         call = RelayedCall(question.path, question.body.decode(), urls, question.limit_s)
 
@@ -118,22 +140,38 @@ class Calls[T](NamedTuple):
 
 
 class Fleet:
-    """Synchronous calls to several servers at once, to bring them to weights of `version`, by an event loop in its own thread.
-    `close` ends it before any later fork; a process that ends without `close` does not wait for it. joined: as in Fan."""
+    """Synchronous calls to several servers at once, to bring them to weights of
+    `version`, by an event loop in its own thread. `close` ends it before any later
+    fork; a process that ends without `close` does not wait for it. joined: as in Fan.
+    """
 
-    def __init__(self, servers: Iterable[ServerClient], version: int, joined: Container[int] = ()) -> None:
-        self.servers, self.version, self._joined = {s.address.id: s for s in servers}, version, joined
+    def __init__(
+        self, servers: Iterable[ServerClient], version: int, joined: Container[int] = ()
+    ) -> None:
+        self.servers, self.version, self._joined = (
+            {s.address.id: s for s in servers},
+            version,
+            joined,
+        )
         self._direct: set[int] = set()
         self._loop, self._over = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="publish", daemon=True)
         self._thread.start()
 
     def start[T](self, ids: Iterable[int], call: Call[T]) -> Calls[T]:
-        fan = Fan[T](self.servers, self._direct, self._joined, f"publishing version {self.version} to ")
-        return Calls(fan.results, fan.errors, asyncio.run_coroutine_threadsafe(fan.run(ids, call), self._loop))
+        fan = Fan[T](
+            self.servers, self._direct, self._joined, f"publishing version {self.version} to "
+        )
+        return Calls(
+            fan.results,
+            fan.errors,
+            asyncio.run_coroutine_threadsafe(fan.run(ids, call), self._loop),
+        )
 
     def each[T](self, ids: Iterable[int], call: Call[T]) -> tuple[dict[int, T], dict[int, str]]:
-        """Call each of these servers and wait. Return results and texts of errors, by server id."""
+        """Call each of these servers and wait. Return results and texts of errors, by
+        server id.
+        """
         results, errors = collect(self.start(ids, call))
         return results, {i: str(error) for i, error in errors.items()}
 
@@ -152,6 +190,8 @@ class Fleet:
 
 
 def collect[T](calls: Calls[T]) -> tuple[dict[int, T], dict[int, MegarlError]]:
-    """Wait for all calls and return their results and errors. Each call has its own time limit."""
+    """Wait for all calls and return their results and errors. Each call has its own
+    time limit.
+    """
     calls.over.result()
     return calls.results, calls.errors

@@ -1,14 +1,17 @@
-"""`megarl serve`: start one SGLang server of the policy, or of the teacher, from the recipe.
+"""`megarl serve`: start one SGLang server of the policy, or of the teacher, from the
+recipe.
 
     recipe + RUN/endpoints.json ──► checks (one MegarlError) ──► environment() + engine_arguments() ──► SGLang, in this process
 
-A server that spans nodes (`Endpoints.meetings`) has such a process on each of them. The first one's handles all requests, and
-SGLang passes them on to all ranks.
+A server that spans nodes (`Endpoints.meetings`) has such a process on each of them. The
+first one's handles all requests, and SGLang passes them on to all ranks.
 
-The server handles only token ids, no text. Only proxy.py gets the keys of RUN/endpoints.json: SGLang logs its arguments.
+The server handles only token ids, no text. Only proxy.py gets the keys of
+RUN/endpoints.json: SGLang logs its arguments.
 
-SGLang's mem_fraction_static is a share of the memory that is free at its start, so a server that restarts beside a learner
-would get less each time. Our share is always of the whole GPU.
+SGLang's mem_fraction_static is a share of the memory that is free at its start, so a
+server that restarts beside a learner would get less each time. Our share is always of
+the whole GPU.
 """
 
 import asyncio
@@ -29,7 +32,14 @@ from megarl.core.base.device import here
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import KEPT_FROM_INPUT, PARITY_ROLLOUTS, ServerAddress
 from megarl.core.base.model_directory import open_served_model
-from megarl.core.base.process import NODE_RANK, check_free, die_with_parent, importing, start_logging, without_proxy
+from megarl.core.base.process import (
+    NODE_RANK,
+    check_free,
+    die_with_parent,
+    importing,
+    start_logging,
+    without_proxy,
+)
 from megarl.core.base.rundir import Endpoints, Meeting, RunDir
 from megarl.core.recipe import Recipe
 from megarl.core.server import memory_saver, workers
@@ -39,20 +49,26 @@ from megarl.core.server.proxy import Gate, OwnReplies
 
 WATCHDOG_MARGIN_S = 120.0
 STREAM_INTERVAL = 64
-"""Tokens per streamed chunk, the most that a request can lose with its server. Short completions come in four chunks."""
+"""Tokens per streamed chunk, the most that a request can lose with its server. Short
+completions come in four chunks.
+"""
 WARM_UP_LIMIT_S = 600.0
 MODELS = "megarl.core.server.sglang_models"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = False) -> None:
-    """Serve until killed. The server is killed when its parent dies, and its child processes with it. host: the address to
-    listen on; empty: the one in the endpoints. teacher: serve the recipe's teacher."""
+    """Serve until killed. The server is killed when its parent dies, and its child
+    processes with it. host: the address to listen on; empty: the one in the endpoints.
+    teacher: serve the recipe's teacher.
+    """
     die_with_parent()
     os.umask(0o077)  # SGLang's processes trust what they receive over sockets in the file system
     start_logging(f"{'teacher' if teacher else 'server'} {index}")
     endpoints = RunDir(recipe.run.path).endpoints()
-    urls, recipe = (endpoints.teachers, recipe.teacher_recipe) if teacher else (endpoints.servers, recipe)
+    urls, recipe = (
+        (endpoints.teachers, recipe.teacher_recipe) if teacher else (endpoints.servers, recipe)
+    )
     meeting = endpoints.meetings.get(f"{'teacher' if teacher else 'server'}-{index}", Meeting(1, 0))
     node = int(os.environ[NODE_RANK]) if meeting.nodes > 1 else 0
     os.environ["OMP_NUM_THREADS"] = str(recipe.resources.threads)  # before torch is imported
@@ -71,7 +87,9 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
         if not node:
             check_free(host, port)
         os.environ.update(without_proxy(host))  # at the end of its start SGLang calls itself
-        os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda, meeting.nodes))
+        os.environ.update(
+            environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda, meeting.nodes)
+        )
         if cuda and recipe.lends_memory:
             memory_saver.check_preload(memory_saver.installed_hook(), os.environ)
         sglang_cpu.install()
@@ -89,7 +107,9 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
 
     app.add_middleware(OwnReplies, place=here())
     handles, model = recipe.weights.transport == "cuda_ipc", in_directory(recipe.model.path)
-    app.add_middleware(Gate, endpoints=endpoints, handles=handles, vocabulary=model.vocabulary)  # outermost
+    app.add_middleware(
+        Gate, endpoints=endpoints, handles=handles, vocabulary=model.vocabulary
+    )  # outermost
     try:
         launch_server(
             ServerArgs(
@@ -109,7 +129,8 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
             execute_warmup_func=lambda _: warmed_up(recipe, f"http://{host}:{port}", endpoints),
         )
     except SystemExit:
-        # Raised by Uvicorn if the port was taken since the check. Otherwise the warm-up would go on for minutes.
+        # Raised by Uvicorn if the port was taken since the check. Otherwise the warm-up
+        # would go on for minutes.
         kill_process_tree(os.getpid(), include_parent=False)
         os._exit(1)
     finally:
@@ -120,8 +141,10 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
 
 
 def warmed_up(recipe: Recipe, url: str, endpoints: Endpoints) -> bool:
-    """Check the KV cache, whose size is known only now, and warm up, in a thread beside the HTTP server. If the cache is too
-    small, end this process as `megarl` ends with a message."""
+    """Check the KV cache, whose size is known only now, and warm up, in a thread beside
+    the HTTP server. If the cache is too small, end this process as `megarl` ends with a
+    message.
+    """
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.utils import kill_process_tree
 
@@ -135,25 +158,36 @@ def warmed_up(recipe: Recipe, url: str, endpoints: Endpoints) -> bool:
 
 
 def check_kv(recipe: Recipe, most_input: int) -> None:
-    """Raise MegarlError if a server's KV cache cannot hold the longest sequence: SGLang would cut requests short there, and
-    refuse to continue them. most_input: its max_req_input_len, which counts what it keeps free."""
+    """Raise MegarlError if a server's KV cache cannot hold the longest sequence: SGLang
+    would cut requests short there, and refuse to continue them. most_input: its
+    max_req_input_len, which counts what it keeps free.
+    """
     wanted = min(context_length(recipe), recipe.serving.kv_tokens or sys.maxsize)
     if (held := most_input + KEPT_FROM_INPUT - 1) < wanted:
         where = (
-            "the KV cache that fits beside the weights" if recipe.serving.kv_tokens is None else "a server's KV cache"
+            "the KV cache that fits beside the weights"
+            if recipe.serving.kv_tokens is None
+            else "a server's KV cache"
         )
         advice = "raise serving.memory_fraction or the GPUs per server, or shorten length.*"
-        raise MegarlError(f"serving: {where} has {held} tokens, and the longest sequence (length.*) {wanted}; {advice}")
+        raise MegarlError(
+            f"serving: {where} has {held} tokens, and the longest sequence (length.*) {wanted};"
+            f" {advice}"
+        )
 
 
 async def warm_up(url: str, endpoints: Endpoints, top_p: float) -> bool:
-    """Generate one token, sampled from this nucleus, then make /health succeed. SGLang's own warm-up first sleeps for a second.
-    If the request fails, SGLang reports the error and the server never becomes ready."""
+    """Generate one token, sampled from this nucleus, then make /health succeed.
+    SGLang's own warm-up first sleeps for a second. If the request fails, SGLang reports
+    the error and the server never becomes ready.
+    """
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 
     address, until = ServerAddress(id=0, url=url), time.monotonic() + WARM_UP_LIMIT_S
-    async with ServerClient(address, endpoints.api_key, endpoints.admin_key, WARM_UP_LIMIT_S) as client:
+    async with ServerClient(
+        address, endpoints.api_key, endpoints.admin_key, WARM_UP_LIMIT_S
+    ) as client:
         while time.monotonic() < until:
             try:
                 await client.warm_up(top_p)
@@ -172,7 +206,9 @@ def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, object]:
     if not cuda:
         return {}
     share = recipe.serving.memory_fraction
-    static = {} if share is None else {"mem_fraction_static": static_fraction(share, free_and_total())}
+    static = (
+        {} if share is None else {"mem_fraction_static": static_fraction(share, free_and_total())}
+    )
     return {"enable_memory_saver": recipe.lends_memory, **static}
 
 
@@ -181,12 +217,16 @@ BLACKWELL = 10
 
 
 def precision_arguments(recipe: Recipe, major: int) -> dict[str, object]:
-    """Return the ServerArgs for what servers compute in FP8; empty if nothing. major: of the GPU's compute capability.
+    """Return the ServerArgs for what servers compute in FP8; empty if nothing. major:
+    of the GPU's compute capability.
 
-    SGLang makes FP8 parameters if config.json has a quantization_config; the directory is still the learner's, in bf16, and is
-    quantised as it is read (workers.own_quantising). On Blackwell SGLang would choose DeepGEMM, and replace FP32 scales
-    by packed ones of another shape (requant_block_scale_ue8m0_for_deepgemm), into which no later version could be loaded;
-    Triton's kernel takes them as they are. On Hopper DeepGEMM does, too."""
+    SGLang makes FP8 parameters if config.json has a quantization_config; the directory
+    is still the learner's, in bf16, and is quantised as it is read
+    (workers.own_quantising). On Blackwell SGLang would choose DeepGEMM, and replace
+    FP32 scales by packed ones of another shape
+    (requant_block_scale_ue8m0_for_deepgemm), into which no later version could be
+    loaded; Triton's kernel takes them as they are. On Hopper DeepGEMM does, too.
+    """
     from megarl.core.base.block_fp8 import CONFIG
 
     found: dict[str, object] = {}
@@ -199,55 +239,77 @@ def precision_arguments(recipe: Recipe, major: int) -> dict[str, object]:
 
 
 def node_arguments(meeting: Meeting, host: str, node: int) -> dict[str, object]:
-    """Return the ServerArgs of the `node`-th node of a server. host: the address of its first node."""
+    """Return the ServerArgs of the `node`-th node of a server. host: the address of its
+    first node.
+    """
     if meeting.nodes == 1:
         return {}
     return {"nnodes": meeting.nodes, "node_rank": node, "dist_init_addr": f"{host}:{meeting.port}"}
 
 
-def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool, nodes: int = 1) -> dict[str, str]:
-    """Return environment variables for the server and its processes on one of its nodes, which has these cores."""
+def environment(
+    recipe: Recipe, index: int, cores: list[int], cuda: bool, nodes: int = 1
+) -> dict[str, str]:
+    """Return environment variables for the server and its processes on one of its
+    nodes, which has these cores.
+    """
     common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     # Log-probs at the sampling temperature, whatever the user's shell asks for.
     common["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
-    # Ranks bind themselves to their GPU's NUMA node. By default they are started by a script that everyone may write, in /tmp,
-    # and never start where nothing may be executed there (SGLang's issue 40627, open in November 2026).
+    # Ranks bind themselves to their GPU's NUMA node. By default they are started by a
+    # script that everyone may write, in /tmp, and never start where nothing may be
+    # executed there (SGLang's issue 40627, open in November 2026).
     common["SGLANG_NUMA_BIND_V2"] = "0"
-    # Else experts' rows would be permuted after loading. A copy that is swapped in has them in the
-    # usual order, with equal checksums, and the experts would be wrong (SGLang's unquant.py,
-    # _maybe_interleave_w13_for_fused_swiglu, which its guard for derived weights does not cover).
+    # Else experts' rows would be permuted after loading. A copy that is swapped in has
+    # them in the usual order, with equal checksums, and the experts would be wrong
+    # (SGLang's unquant.py, _maybe_interleave_w13_for_fused_swiglu, which its guard for
+    # derived weights does not cover).
     common["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
     if recipe.serving.quantization == "fp8":
-        # Whatever the user's shell asks for: the first would rewrite the weights, the others leave some of them in bf16.
+        # Whatever the user's shell asks for: the first would rewrite the weights, the
+        # others leave some of them in bf16.
         common["SGLANG_FORCE_FP8_MARLIN"] = "0"
         common["SGLANG_FP8_IGNORED_LAYERS"] = ""
     if nodes > 1:
-        # SGLang would broadcast objects by a queue that listens on another network, instead of by the ranks' own group.
+        # SGLang would broadcast objects by a queue that listens on another network,
+        # instead of by the ranks' own group.
         common["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
     if not cuda or in_directory(recipe.model.path).name in OWN_EVERYWHERE:
         common["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS
     if cuda:
         return common | (memory_saver.library_path() if recipe.lends_memory else {})
-    # SGLang compiles the choice of experts by biases; on a CPU it would run a C++ compiler for each number of tokens.
+    # SGLang compiles the choice of experts by biases; on a CPU it would run a C++
+    # compiler for each number of tokens.
     cpu = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
     ranks, threads = recipe.resources.server_tensor_parallel // nodes, recipe.resources.threads
     if recipe.resources.server_tensor_parallel > 1:
         first = index * ranks * threads
         owned = batched(islice(cycle(map(str, cores)), first, first + ranks * threads), threads)
-        cpu["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(dict.fromkeys(rank)) for rank in owned)
-        # The CUDA build of torch includes NCCL, which SGLang would try to use on the CPU.
+        cpu["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+            ",".join(dict.fromkeys(rank)) for rank in owned
+        )
+        # The CUDA build of torch includes NCCL, which SGLang would try to use on the
+        # CPU.
         cpu["SGLANG_NCCL_SO_PATH"] = "/nonexistent"
     return common | cpu
 
 
 def context_length(recipe: Recipe) -> int:
-    """Return SGLang's context_length. A token of the interruption phrase is at least one byte."""
-    context = recipe.length.context_tokens + len(recipe.length.interruption.encode()) + KEPT_FROM_INPUT
+    """Return SGLang's context_length. A token of the interruption phrase is at least
+    one byte.
+    """
+    context = (
+        recipe.length.context_tokens + len(recipe.length.interruption.encode()) + KEPT_FROM_INPUT
+    )
     return min(context, in_directory(recipe.model.path).context)
 
 
-def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: bool) -> dict[str, object]:
-    """Return SGLang's ServerArgs. Others keep its defaults (radix cache on, attention backend, CUDA graphs of decode steps)."""
+def engine_arguments(
+    recipe: Recipe, index: int, host: str, port: int, cuda: bool
+) -> dict[str, object]:
+    """Return SGLang's ServerArgs. Others keep its defaults (radix cache on, attention
+    backend, CUDA graphs of decode steps).
+    """
     serving, weights = recipe.serving, recipe.weights
     model = in_directory(recipe.model.path)
     return {
@@ -257,7 +319,8 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "enable_fp32_lm_head": recipe.model.fp32_head in ("both", "server"),
         "context_length": context_length(recipe),
         "skip_tokenizer_init": True,
-        "sampling_defaults": "openai",  # every request has its own settings; generation_config.json is not used
+        # every request has its own settings; generation_config.json is not used
+        "sampling_defaults": "openai",
         "sampling_mask_max_tokens": LARGEST_SUPPORT,
         "host": host,
         "port": port,
@@ -265,32 +328,41 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "random_seed": recipe.run.seed * 1009 + index,
         "weight_version": "-1",  # of the directory; a published version is 0 or more
         "max_total_tokens": serving.kv_tokens,
-        # Scoring for parity must not wait for a slot: as a rollout ends, and after a publication.
+        # Scoring for parity must not wait for a slot: as a rollout ends, and after a
+        # publication.
         "max_running_requests": serving.max_running_requests + 2 * PARITY_ROLLOUTS,
-        # By default SGLang captures graphs for up to 256 requests on an 80 GB GPU, 32 on a 40 GB one, and runs more without.
+        # By default SGLang captures graphs for up to 256 requests on an 80 GB GPU, 32
+        # on a 40 GB one, and runs more without.
         "cuda_graph_max_bs_decode": serving.max_running_requests if cuda else None,
-        # By default prefills replay graphs, too. On some models these computed wrong tokens (SGLang's issues 37606 and 37448,
-        # open in November 2026), and the servers' time goes into decoding.
+        # By default prefills replay graphs, too. On some models these computed wrong
+        # tokens (SGLang's issues 37606 and 37448, open in November 2026), and the
+        # servers' time goes into decoding.
         "cuda_graph_backend_prefill": "disabled" if cuda else None,
         "stream_interval": min(STREAM_INTERVAL, max(1, recipe.length.completion_tokens // 4)),
         "incremental_streaming_output": True,
-        # A weight update may legitimately keep the scheduler busy for weights.timeout_s.
+        # A weight update may legitimately keep the scheduler busy for
+        # weights.timeout_s.
         "watchdog_timeout": weights.timeout_s + WATCHDOG_MARGIN_S,
-        # Torch's own attention reads the cache of sliding windows (Llama 4 with its vision tower) at the wrong places.
+        # Torch's own attention reads the cache of sliding windows (Llama 4 with its
+        # vision tower) at the wrong places.
         "disable_hybrid_swa_memory": not cuda,
-        # An idle scheduler would otherwise spin on a core that the learner could use; of several ranks, each on its own. The
-        # first one sleeps until a message comes, and the others wait for what it passes on.
+        # An idle scheduler would otherwise spin on a core that the learner could use;
+        # of several ranks, each on its own. The first one sleeps until a message comes,
+        # and the others wait for what it passes on.
         "sleep_on_idle": not cuda,
         "enable_metrics": recipe.monitor.prometheus,
         # For routing replay, and to compare the choices of both sides.
         "enable_return_routed_experts": bool(model.experts),
-        # With fusion, the shared expert would be reported among the chosen experts of every token.
+        # With fusion, the shared expert would be reported among the chosen experts of
+        # every token.
         "disable_shared_experts_fusion": bool(model.shared_feed_forward),
-        # On Blackwell SGLang would use kernels that choose the experts themselves and do not report which.
+        # On Blackwell SGLang would use kernels that choose the experts themselves and
+        # do not report which.
         "moe_runner_backend": "triton" if cuda and model.experts else "auto",
         "log_level": "info",
         "log_level_http": "warning",
-        # A line for each 400 decode steps, about ten seconds, instead of 40; CPUs take longer for a step.
+        # A line for each 400 decode steps, about ten seconds, instead of 40; CPUs take
+        # longer for a step.
         "decode_log_interval": 400 if cuda else 40,
     }
 
@@ -300,12 +372,20 @@ MIB_A_GIB = 1024
 
 
 def free_and_total() -> list[tuple[int, int]]:
-    """Return free and total MiB of each visible GPU, from nvidia-smi, because a CUDA context would take some of it."""
-    command = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
+    """Return free and total MiB of each visible GPU, from nvidia-smi, because a CUDA
+    context would take some of it.
+    """
+    command = [
+        "nvidia-smi",
+        "--query-gpu=memory.free,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command.append(f"--id={visible}")
     try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout.splitlines()
+        lines = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT_S, check=True
+        ).stdout.splitlines()
         return [(int(free), int(total)) for free, total in (line.split(",") for line in lines)]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         why = f"nvidia-smi does not say how much memory is free ({error}); is the driver installed?"
@@ -313,12 +393,14 @@ def free_and_total() -> list[tuple[int, int]]:
 
 
 def static_fraction(share: float, memory: list[tuple[int, int]]) -> float:
-    """Return SGLang's mem_fraction_static for `share` of each whole GPU. memory: (free, total) of each."""
+    """Return SGLang's mem_fraction_static for `share` of each whole GPU. memory: (free,
+    total) of each.
+    """
     free, total = min(memory, key=lambda gpu: gpu[0] / gpu[1])
     if share * total >= free:
         raise MegarlError(
-            f"serving.memory_fraction: {share:g} of the GPU are {share * total / MIB_A_GIB:.1f} GiB, and only "
-            f"{free / MIB_A_GIB:.1f} of {total / MIB_A_GIB:.1f} GiB are free; lower it, or learner.microbatch_tokens if the "
-            "learner has taken the rest"
+            f"serving.memory_fraction: {share:g} of the GPU are {share * total / MIB_A_GIB:.1f}"
+            f" GiB, and only {free / MIB_A_GIB:.1f} of {total / MIB_A_GIB:.1f} GiB are free; lower"
+            " it, or learner.microbatch_tokens if the learner has taken the rest"
         )
     return share * total / free

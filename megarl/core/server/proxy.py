@@ -1,4 +1,5 @@
-"""Access control in front of an SGLang server. All HTTP calls pass through it; SGLang itself gets no keys.
+"""Access control in front of an SGLang server. All HTTP calls pass through it; SGLang
+itself gets no keys.
 
     GET  /health                                      anybody
     POST /generate, GET /model_info, GET /v1/loads    the user key
@@ -9,18 +10,22 @@
     POST /freeze_gc                                   this machine, once: SGLang calls itself at the end of its start
     everything else                                   nobody
 
-Token ids of /generate are checked: an id outside the vocabulary would crash SGLang's scheduler, and a retry the next server's.
-SGLang's own check is not enough: anybody may make it generate (/health_generate) or open a websocket, it reveals its keys among
-its arguments, and other calls unpickle input or write files. Handles, which are unpickled, are useless on other machines.
+Token ids of /generate are checked: an id outside the vocabulary would crash SGLang's
+scheduler, and a retry the next server's. SGLang's own check is not enough: anybody may
+make it generate (/health_generate) or open a websocket, it reveals its keys among its
+arguments, and other calls unpickle input or write files. Handles, which are unpickled,
+are useless on other machines.
 
 `OwnReplies` replies in place of SGLang:
 
     GET  /device_identity                                       its machine and GPUs
     GET  /health                                                success, while it is paused
-    POST /release_memory_occupation, /resume_memory_occupation  nothing to do, if already done
+    POST /release_memory_occupation, /resume_memory_occupation  nothing to do, if
+    already done
 
-SGLang's /health generates a token, which a paused server cannot, so a server that waits for its learner would seem lost. SGLang
-also dies if memory is released or resumed twice, but a restarted learner does not know what its predecessor did.
+SGLang's /health generates a token, which a paused server cannot, so a server that waits
+for its learner would seem lost. SGLang also dies if memory is released or resumed
+twice, but a restarted learner does not know what its predecessor did.
 """
 
 import asyncio
@@ -63,16 +68,26 @@ ADMIN = frozenset(
 ) | {("GET", "/device_identity")}
 LOCAL = frozenset({("POST", "/update_weights_from_tensor")})
 FREEZE = ("POST", "/freeze_gc")
-"""Hides the objects made at the start from the garbage collector. SGLang makes this call without a key."""
+"""Hides the objects made at the start from the garbage collector. SGLang makes this
+call without a key.
+"""
 
 
-def status(method: str, path: str, authorization: bytes, endpoints: Endpoints, handles: bool) -> int:
-    """Return 200 if the call is allowed, 401 if it needs another key, 404 if nobody may make it. handles: as in Gate."""
+def status(
+    method: str, path: str, authorization: bytes, endpoints: Endpoints, handles: bool
+) -> int:
+    """Return 200 if the call is allowed, 401 if it needs another key, 404 if nobody may
+    make it. handles: as in Gate.
+    """
     call = (method, path)
     if call in OPEN:
         return 200
     local = LOCAL if handles else frozenset()
-    keys = ((USER, endpoints.api_key), (ADMIN | local, endpoints.admin_key), (METRICS, endpoints.metrics_key))
+    keys = (
+        (USER, endpoints.api_key),
+        (ADMIN | local, endpoints.admin_key),
+        (METRICS, endpoints.metrics_key),
+    )
     for calls, key in keys:
         if call in calls and key:
             return 200 if secrets.compare_digest(authorization, f"Bearer {key}".encode()) else 401
@@ -98,7 +113,9 @@ class Generate(msgspec.Struct):
 
 
 def nonsense(body: bytes, vocabulary: int) -> str:
-    """Return the first fault in the token ids of a generation request; empty if there is none."""
+    """Return the first fault in the token ids of a generation request; empty if there
+    is none.
+    """
     try:
         asked = msgspec.json.decode(body, type=Generate)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -115,16 +132,26 @@ def nonsense(body: bytes, vocabulary: int) -> str:
         rows: list[Any] = lists or [ids]
         for row in filter(None, rows):
             if not 0 <= min(row) <= max(row) < vocabulary:
-                return f"{name} has ids {min(row)} to {max(row)}, but the vocabulary only 0 to {vocabulary - 1}"
+                return (
+                    f"{name} has ids {min(row)} to {max(row)}, but the vocabulary only 0 to"
+                    f" {vocabulary - 1}"
+                )
     return ""
 
 
 class Gate:
-    """ASGI middleware that checks keys and token ids. refused: number of refused requests. handles: a learner on this machine
-    may send memory handles. vocabulary: the model's number of tokens."""
+    """ASGI middleware that checks keys and token ids. refused: number of refused
+    requests. handles: a learner on this machine may send memory handles. vocabulary:
+    the model's number of tokens.
+    """
 
     def __init__(self, app: ASGIApp, endpoints: Endpoints, handles: bool, vocabulary: int) -> None:
-        self._app, self._endpoints, self._handles, self._vocabulary = app, endpoints, handles, vocabulary
+        self._app, self._endpoints, self._handles, self._vocabulary = (
+            app,
+            endpoints,
+            handles,
+            vocabulary,
+        )
         self.refused = 0
         self._frozen = False
         self._session: aiohttp.ClientSession | None = None
@@ -135,7 +162,10 @@ class Gate:
         if scope["type"] != "http":
             self._count("a websocket", scope)
             return await send({"type": "websocket.close", "code": 1008})
-        call, authorization = (scope["method"], scope["path"]), dict(scope["headers"]).get(b"authorization", b"")
+        call, authorization = (
+            (scope["method"], scope["path"]),
+            dict(scope["headers"]).get(b"authorization", b""),
+        )
         if call == RELAY:
             return await self._relay(authorization, scope, receive, send)
         # A caller whose address equals the server's is on this machine.
@@ -144,7 +174,9 @@ class Gate:
         if local and not self._frozen and call == FREEZE:
             self._frozen, code = True, 200
         if code != 200:
-            return await self._refuse(code, "Unauthorized" if code == 401 else "Not Found", scope, receive, send)
+            return await self._refuse(
+                code, "Unauthorized" if code == 401 else "Not Found", scope, receive, send
+            )
         if call == GENERATE:
             try:
                 body = await Request(scope, receive).body()
@@ -155,8 +187,12 @@ class Gate:
                 return await self._refuse(400, why, scope, receive, send)
         await self._app(scope, receive, send)
 
-    async def _relay(self, authorization: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a call on to servers of the run, if this gate would allow it with this key."""
+    async def _relay(
+        self, authorization: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Pass a call on to servers of the run, if this gate would allow it with this
+        key.
+        """
         keys = (self._endpoints.api_key, self._endpoints.admin_key)
         if not any(secrets.compare_digest(authorization, f"Bearer {key}".encode()) for key in keys):
             return await self._refuse(401, "Unauthorized", scope, receive, send)
@@ -171,26 +207,36 @@ class Gate:
         if inner == GENERATE or not set(call.urls) <= set(self._endpoints.servers):
             code = 404
         if code != 200:
-            return await self._refuse(code, f"{call.path!r:.100} is not relayed", scope, receive, send)
+            return await self._refuse(
+                code, f"{call.path!r:.100} is not relayed", scope, receive, send
+            )
         if self._session is None:  # it belongs to the running event loop
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector)
         key = authorization.decode().removeprefix("Bearer ")
         await StreamingResponse(relayed(self._session, call, key))(scope, receive, send)
 
-    async def _refuse(self, code: int, why: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(
+        self, code: int, why: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         self._count(f"{scope['method']} {scope['path']!r:.100}: {code}: {why}", scope)
         await JSONResponse({"error": why}, code)(scope, receive, send)
 
     def _count(self, what: str, scope: Scope) -> None:
         self.refused += 1
-        if self.refused & (self.refused - 1) == 0:  # only powers of two, so that attempts cannot fill the log
+        if (
+            self.refused & (self.refused - 1) == 0
+        ):  # only powers of two, so that attempts cannot fill the log
             client = (scope.get("client") or "?")[0]
-            log.warning("requests refused so far: %d, this one from %s: %s", self.refused, client, what)
+            log.warning(
+                "requests refused so far: %d, this one from %s: %s", self.refused, client, what
+            )
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that delivers an already read body again, then the messages after it."""
+    """Return a `receive` that delivers an already read body again, then the messages
+    after it.
+    """
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:
@@ -204,7 +250,9 @@ RELEASED = {"/release_memory_occupation": True, "/resume_memory_occupation": Fal
 
 
 class OwnReplies:
-    """ASGI middleware that replies to some calls in place of SGLang. place: the reply to /device_identity."""
+    """ASGI middleware that replies to some calls in place of SGLang. place: the reply
+    to /device_identity.
+    """
 
     def __init__(self, app: ASGIApp, place: DeviceIdentity) -> None:
         self._app = app

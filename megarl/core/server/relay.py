@@ -1,10 +1,12 @@
-"""Calls to many servers, passed on by some of them, so that calling a thousand costs the caller about as much as twenty.
+"""Calls to many servers, passed on by some of them, so that calling a thousand costs
+the caller about as much as twenty.
 
     caller ── POST /relay: the call, 64 addresses ──► gate of server 0 ── the call ──► gates of servers 0 … 63
            ◄── errors at once, the rest together ◄──                  ◄── an answer each ◄──
 
-The caller's side is fleet.py. `relayed` is the gate's side (proxy.py): it passes a call on with the same key, which each gate
-checks itself. No gate passes a call on to a joined server.
+The caller's side is fleet.py. `relayed` is the gate's side (proxy.py): it passes a call
+on with the same key, which each gate checks itself. No gate passes a call on to a
+joined server.
 """
 
 import asyncio
@@ -20,10 +22,14 @@ from megarl.core.base.errors import MegarlError
 GRACE_S = 5.0
 """A relay may take this much longer than the servers behind it."""
 KEEP_ALIVE_S = 2.0
-"""Idle connections are dropped after this time. The server closes them after 5 s; a request on a closed one would be lost."""
+"""Idle connections are dropped after this time. The server closes them after 5 s; a
+request on a closed one would be lost.
+"""
 OK = 200
 SILENT, UNREACHABLE, RELAY_LOST = 0, -1, -2
-"""Used as status codes: no answer within the limit; no connection, or a lost one; unknown, as the relay was lost."""
+"""Used as status codes: no answer within the limit; no connection, or a lost one;
+unknown, as the relay was lost.
+"""
 
 
 class RelayLost(MegarlError):
@@ -31,7 +37,9 @@ class RelayLost(MegarlError):
 
 
 class ServerQuestion(NamedTuple):
-    """A call. body: JSON; a GET if empty. once: it must not be repeated if it is unknown whether the server got it."""
+    """A call. body: JSON; a GET if empty. once: it must not be repeated if it is
+    unknown whether the server got it.
+    """
 
     path: str
     body: bytes
@@ -41,7 +49,9 @@ class ServerQuestion(NamedTuple):
 
 
 class ServerAnswer(NamedTuple):
-    """A reply's status and text. Without a reply, one of the codes above and the reason."""
+    """A reply's status and text. Without a reply, one of the codes above and the
+    reason.
+    """
 
     status: int
     text: str
@@ -57,21 +67,30 @@ class RelayedCall(msgspec.Struct):
 
 
 class RelayedAnswer(msgspec.Struct):
-    """A line of the reply. positions: indices in `RelayedCall.urls` of the servers that gave this answer."""
+    """A line of the reply. positions: indices in `RelayedCall.urls` of the servers that
+    gave this answer.
+    """
 
     positions: list[int]
     status: int
     text: str
 
 
-async def exchange(session: aiohttp.ClientSession, server: str, question: ServerQuestion) -> ServerAnswer:
+async def exchange(
+    session: aiohttp.ClientSession, server: str, question: ServerQuestion
+) -> ServerAnswer:
     """Ask a server. Failures are answers, too."""
     method, url = "POST" if question.body else "GET", server + question.path
     headers = {"Authorization": f"Bearer {question.key}", "Content-Type": "application/json"}
     limit = aiohttp.ClientTimeout(total=question.limit_s)
     try:
         async with session.request(
-            method, url, data=question.body or None, headers=headers, timeout=limit, allow_redirects=False
+            method,
+            url,
+            data=question.body or None,
+            headers=headers,
+            timeout=limit,
+            allow_redirects=False,
         ) as reply:
             return ServerAnswer(reply.status, await reply.text(errors="replace"))
     except TimeoutError:
@@ -80,8 +99,12 @@ async def exchange(session: aiohttp.ClientSession, server: str, question: Server
         return ServerAnswer(UNREACHABLE, f"{type(error).__name__}: {error}")
 
 
-async def relayed(session: aiohttp.ClientSession, call: RelayedCall, key: str) -> AsyncIterator[bytes]:
-    """Make the call to all its servers at once, and yield the lines of the reply: errors as they come, then good answers."""
+async def relayed(
+    session: aiohttp.ClientSession, call: RelayedCall, key: str
+) -> AsyncIterator[bytes]:
+    """Make the call to all its servers at once, and yield the lines of the reply:
+    errors as they come, then good answers.
+    """
     question = ServerQuestion(call.path, call.body.encode(), key, call.limit_s)
     good: dict[str, list[int]] = {}
 

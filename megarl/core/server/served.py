@@ -1,4 +1,5 @@
-"""How an SGLang server stores Hugging Face tensors: joined along rows, a layer's experts in one parameter, some reordered.
+"""How an SGLang server stores Hugging Face tensors: joined along rows, a layer's
+experts in one parameter, some reordered.
 
 q_proj, k_proj, v_proj                              ►  qkv_proj           Llama 4: rows of q and k in rotary order
 gate_proj, up_proj                                  ►  gate_up_proj
@@ -6,7 +7,8 @@ experts.0.gate_proj, experts.0.up_proj, …1…         ►  experts.w13_weight 
 q_a_proj, kv_a_proj_with_mqa                        ►  fused_qkv_a_proj_with_mqa     DeepSeek-V3 with compressed q
 embed_tokens, lm_head                               ►  the same, with zero rows up to a multiple of 64
 
-In FP8 (base/block_fp8.py) the scales of these weights are joined in the same way: qkv_proj.weight_scale_inv, …
+In FP8 (base/block_fp8.py) the scales of these weights are joined in the same way:
+qkv_proj.weight_scale_inv, …
 """
 
 import re
@@ -26,14 +28,20 @@ SCALES = "weight_scale_inv"
 
 _ATTENTION = re.compile(r"\.(q|k|v)_proj\.(weight|bias|weight_scale_inv)$")
 _LATENT = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\.weight$")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|gate_up|down)_proj\.(weight|bias|weight_scale_inv)$")
+_EXPERT = re.compile(
+    r"\.experts\.(\d+)\.(gate|up|gate_up|down)_proj\.(weight|bias|weight_scale_inv)$"
+)
 _GATED = re.compile(r"\.(gate|up)_proj\.(weight|weight_scale_inv)$")
 _ENDINGS = {"weight": "", "bias": "_bias", SCALES: "_scale_inv"}
-"""How the server's name of stacked experts ends, after `weight`, by the ending of the Hugging Face name."""
+"""How the server's name of stacked experts ends, after `weight`, by the ending of the
+Hugging Face name.
+"""
 
 
 class ServedPart(NamedTuple):
-    """The part of the server's parameter `name`, from byte `start` on, that holds one Hugging Face tensor."""
+    """The part of the server's parameter `name`, from byte `start` on, that holds one
+    Hugging Face tensor.
+    """
 
     name: str
     start: int = 0
@@ -44,7 +52,9 @@ def place(name: str, tensor: Tensor, model: Architecture) -> ServedPart:
     if low := model.latent:
         if (match := _LATENT.search(name)) and low.query is not None:
             rows = 0 if match[1] == "q_a_proj" else low.query
-            return ServedPart(_LATENT.sub(".fused_qkv_a_proj_with_mqa.weight", name), rows * tensor[0].nbytes)
+            return ServedPart(
+                _LATENT.sub(".fused_qkv_a_proj_with_mqa.weight", name), rows * tensor[0].nbytes
+            )
     elif match := _ATTENTION.search(name):
         rows = {"q": 0, "k": model.query, "v": model.query + model.key}[match[1]]
         if match[2] == SCALES:
@@ -53,7 +63,9 @@ def place(name: str, tensor: Tensor, model: Architecture) -> ServedPart:
     if match := _EXPERT.search(name):
         expert, ending = int(match[1]), _ENDINGS[match[3]]
         if match[2] == "down":
-            return ServedPart(_EXPERT.sub(f".experts.w2_weight{ending}", name), expert * tensor.nbytes)
+            return ServedPart(
+                _EXPERT.sub(f".experts.w2_weight{ending}", name), expert * tensor.nbytes
+            )
         before = expert if match[2] == "gate_up" else 2 * expert + (match[2] == "up")
         return ServedPart(_EXPERT.sub(f".experts.w13_weight{ending}", name), before * tensor.nbytes)
     if match := _GATED.search(name):
@@ -62,21 +74,34 @@ def place(name: str, tensor: Tensor, model: Architecture) -> ServedPart:
 
 
 def as_held(name: str, tensor: Tensor, model: Architecture) -> Tensor:
-    """Return the tensor with its rows as the server stores them: in rotary order, or padded with zeros."""
-    if model.rope_interleaved and not model.latent and name.endswith((".q_proj.weight", ".k_proj.weight")):
+    """Return the tensor with its rows as the server stores them: in rotary order, or
+    padded with zeros.
+    """
+    if (
+        model.rope_interleaved
+        and not model.latent
+        and name.endswith((".q_proj.weight", ".k_proj.weight"))
+    ):
         return rotary_order(tensor, model.head_dim)
     missing = -len(tensor) % VOCABULARY_MULTIPLE if name.endswith(PADDED) else 0
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
 
 def is_padded_inside(name: str, held: Tensor) -> bool:
-    """Return whether a server, if it is on a CPU, pads this tensor [.., rows, columns] of an MLP."""
+    """Return whether a server, if it is on a CPU, pads this tensor [.., rows, columns]
+    of an MLP.
+    """
     if name.endswith("down_proj.weight"):
         return held.shape[-1] % INNER_MULTIPLE != 0
-    return name.endswith(("gate_proj.weight", "up_proj.weight")) and held.shape[-2] % INNER_MULTIPLE != 0
+    return (
+        name.endswith(("gate_proj.weight", "up_proj.weight"))
+        and held.shape[-2] % INNER_MULTIPLE != 0
+    )
 
 
 def rotary_order(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of q_proj or k_proj [heads * head_dim, hidden]: in each head the first of all pairs, then the second."""
+    """Reorder the rows of q_proj or k_proj [heads * head_dim, hidden]: in each head the
+    first of all pairs, then the second.
+    """
     hidden = weight.shape[-1]
     return weight.view(-1, head_dim // 2, 2, hidden).transpose(1, 2).reshape(-1, hidden)

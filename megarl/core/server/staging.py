@@ -1,15 +1,18 @@
-"""Weights that a server receives while it generates: into a copy of its parameters, which is swapped in at the end.
+"""Weights that a server receives while it generates: into a copy of its parameters,
+which is swapped in at the end.
 
     learner ──group──► bucket ──SGLang's load_weights──► the copy ──checksums──► learner
                        threads of the scheduler process     │
                        the scheduler, in a pause            └──swap──► the parameters, labelled with the version
 
-SGLang's own session (begin_weight_update, end_weight_update) does not suffice: it loads each bucket into the live parameters,
-on the scheduler's thread, so nothing is generated in that time, and loaded buckets cannot be undone.
+SGLang's own session (begin_weight_update, end_weight_update) does not suffice: it loads
+each bucket into the live parameters, on the scheduler's thread, so nothing is generated
+in that time, and loaded buckets cannot be undone.
 
-The copy is in the host's memory (pinned if there is a GPU) and has this rank's part of the model, with the same names, shapes
-and types. A copy that is not swapped in (a broken group, a wrong checksum, a lost learner) is dropped by the next `begin`.
-Until a swap the server keeps its complete old version.
+The copy is in the host's memory (pinned if there is a GPU) and has this rank's part of
+the model, with the same names, shapes and types. A copy that is not swapped in (a
+broken group, a wrong checksum, a lost learner) is dropped by the next `begin`. Until a
+swap the server keeps its complete old version.
 """
 
 import threading
@@ -26,7 +29,9 @@ from torch.nn import Module
 from megarl.core.base.broadcast import BroadcastGroup, LaunchOrder, in_thread
 
 DERIVED = ("w_kc", "w_vc")
-"""Tensors that SGLang derives from a parameter (DeepSeek-V3's kv_b_proj), in place, when it is loaded, and computes with."""
+"""Tensors that SGLang derives from a parameter (DeepSeek-V3's kv_b_proj), in place,
+when it is loaded, and computes with.
+"""
 
 IDLE_STREAMS: list[torch.cuda.Stream] = []
 
@@ -56,7 +61,9 @@ class Staging:
         self._jobs: dict[str, Future[Any]] = {}
 
     def job(self, step: str, act: Callable[[], Any]) -> Future[Any]:
-        """Start the step in a thread, unless it was started already; return its future. `ended` forgets it."""
+        """Start the step in a thread, unless it was started already; return its future.
+        `ended` forgets it.
+        """
         if step not in self._jobs:
             self._jobs[step] = in_thread(lambda: _beside(act))
         return self._jobs[step]
@@ -65,13 +72,18 @@ class Staging:
         self._jobs.pop(step, None)
 
     def begin(self, live: Module, serves: str, version: str, base: str = "") -> None:
-        """Drop what was staged before and open `version`. base: the tensors to come are deltas from
-        this version. RuntimeError if the server `serves` another one, or if it computes with weights
-        that SGLang derived when the model was loaded and that a swap would leave as they were."""
+        """Drop what was staged before and open `version`. base: the tensors to come are
+        deltas from this version. RuntimeError if the server `serves` another one, or if
+        it computes with weights that SGLang derived when the model was loaded and that
+        a swap would leave as they were.
+        """
         with self._loading:
             self._turns = LaunchOrder()
             if base and serves != base:
-                raise RuntimeError(f"version {version} comes as differences from {base}, and this server has {serves}")
+                raise RuntimeError(
+                    f"version {version} comes as differences from {base}, and this server has"
+                    f" {serves}"
+                )
             if self._model is None:
                 check_derived(live)
                 self._model = copy_of(live)
@@ -80,8 +92,10 @@ class Staging:
             self._version, self._held, self._summed = version, "", False
 
     def receive(self, group: BroadcastGroup) -> None:
-        """Load all buckets of one pipeline stage into the copy, each while the next one arrives. RuntimeError if the group
-        breaks, Unloadable if the model cannot load a bucket."""
+        """Load all buckets of one pipeline stage into the copy, each while the next one
+        arrives. RuntimeError if the group breaks, Unloadable if the model cannot load a
+        bucket.
+        """
         turns, loading = self._turns, in_thread(lambda: None)
         try:
             while (bucket := group.receive(turns)) is not None:
@@ -110,7 +124,9 @@ class Staging:
                 raise Unloadable(f"{head.names[0]} …: {error}") from error
 
     def checksums(self) -> Any:
-        """Return what /weights_checker would return for this rank's parameters after the swap."""
+        """Return what /weights_checker would return for this rank's parameters after
+        the swap.
+        """
         from sglang.srt.utils.weight_checker import WeightChecker
 
         sums = WeightChecker(get_model=lambda: self._model).handle("checksum", role="target")
@@ -118,7 +134,9 @@ class Staging:
         return sums
 
     def swap(self, live: Module, version: str) -> None:
-        """Write the copy, whose checksums were taken, to the parameters. Only in a pause, on the scheduler's thread."""
+        """Write the copy, whose checksums were taken, to the parameters. Only in a
+        pause, on the scheduler's thread.
+        """
         with self._loading:
             if self._model is None or version != self._version or not self._summed:
                 raise RuntimeError(f"version {version} is not staged with its checksums")
@@ -127,9 +145,11 @@ class Staging:
 
 
 def check_derived(model: Module) -> None:
-    """Raise RuntimeError if SGLang refuses to update this model's weights. Its own updates ask the
-    same before they load anything, and a swap goes past them. The answer never changes after the
-    start (SGLang's weight_updater.py: "startup-determined and rank-uniform")."""
+    """Raise RuntimeError if SGLang refuses to update this model's weights. Its own
+    updates ask the same before they load anything, and a swap goes past them. The
+    answer never changes after the start (SGLang's weight_updater.py:
+    "startup-determined and rank-uniform").
+    """
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
     reason = weight_updater._unsupported_derived_weight_cache_error(model)
@@ -138,8 +158,10 @@ def check_derived(model: Module) -> None:
 
 
 def copy_of(model: Module) -> Module:
-    """Return a copy of the model with its own parameters and buffers, with equal values, in host memory. All else is shared:
-    SGLang's loaders, which belong to the layers, write to the parameter that they are given."""
+    """Return a copy of the model with its own parameters and buffers, with equal
+    values, in host memory. All else is shared: SGLang's loaders, which belong to the
+    layers, write to the parameter that they are given.
+    """
     made: dict[int, Any] = {}
 
     def once(what: Any, make: Callable[[Any], Any]) -> Any:
@@ -148,7 +170,9 @@ def copy_of(model: Module) -> Module:
         return made.get(id(what))
 
     def tensor(there: torch.Tensor) -> torch.Tensor:
-        here = torch.empty_like(there, device="cpu", pin_memory=there.is_cuda, requires_grad=False).copy_(there)
+        here = torch.empty_like(
+            there, device="cpu", pin_memory=there.is_cuda, requires_grad=False
+        ).copy_(there)
         if isinstance(there, torch.nn.Parameter):
             here = torch.Tensor._make_subclass(type(there), here, False)
         here.__dict__.update(vars(there))
@@ -159,7 +183,9 @@ def copy_of(model: Module) -> Module:
         here.__dict__.update(vars(there))
         passing = there._non_persistent_buffers_set
         here.__dict__["_parameters"] = {n: once(p, tensor) for n, p in there._parameters.items()}
-        here.__dict__["_buffers"] = {n: b if n in passing else once(b, tensor) for n, b in there._buffers.items()}
+        here.__dict__["_buffers"] = {
+            n: b if n in passing else once(b, tensor) for n, b in there._buffers.items()
+        }
         for name in DERIVED:
             if isinstance(derived := vars(there).get(name), torch.Tensor):
                 here.__dict__[name] = once(derived, tensor)
@@ -180,20 +206,28 @@ def _copy(source: Module, destination: Module) -> None:
 
 
 def _tensors(model: Module) -> dict[str, torch.Tensor]:
-    derived = {f"{path}.{name}": vars(module).get(name) for path, module in model.named_modules() for name in DERIVED}
+    derived = {
+        f"{path}.{name}": vars(module).get(name)
+        for path, module in model.named_modules()
+        for name in DERIVED
+    }
     named = dict(model.named_parameters()) | dict(model.named_buffers()) | derived
     return {name: tensor for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _beside(act: Callable[[], Any]) -> Any:
-    """Run `act` beside the scheduler: without gradients and, on a GPU, on a stream that nothing else uses at that time."""
+    """Run `act` beside the scheduler: without gradients and, on a GPU, on a stream that
+    nothing else uses at that time.
+    """
     with torch.no_grad(), _own_stream() if torch.cuda.is_available() else nullcontext():
         return act()
 
 
 @contextmanager
 def _own_stream() -> Iterator[None]:
-    """Run on an idle stream, or a new one: torch keeps freed memory for each. SGLang decodes on streams of other priority."""
+    """Run on an idle stream, or a new one: torch keeps freed memory for each. SGLang
+    decodes on streams of other priority.
+    """
     try:
         stream = IDLE_STREAMS.pop()
     except IndexError:

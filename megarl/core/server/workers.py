@@ -1,6 +1,7 @@
 """The processes of a server.
 
-With a GPU, SGLang starts them with `spawn`, which imports this module first; without one they are forked.
+With a GPU, SGLang starts them with `spawn`, which imports this module first; without
+one they are forked.
 """
 
 import asyncio
@@ -19,17 +20,28 @@ import msgspec
 from megarl.core.base.process import die_with_parent, shared_memory_mark
 
 EARLIER = 0.75
-"""A server gives up waiting for a bucket after this share of the learner's limit, so that its reply still arrives in time."""
+"""A server gives up waiting for a bucket after this share of the learner's limit, so
+that its reply still arrives in time.
+"""
 POLL_S = 0.01
-"""Interval at which the scheduler is asked, between two of its own steps, whether a step of staging has ended."""
+"""Interval at which the scheduler is asked, between two of its own steps, whether a
+step of staging has ended.
+"""
 
 
 def scheduler(
-    weights_limit_s: float, start_limit_s: float, experts: int, fp8: bool, *args: object, **kwargs: object
+    weights_limit_s: float,
+    start_limit_s: float,
+    experts: int,
+    fp8: bool,
+    *args: object,
+    **kwargs: object,
 ) -> None:
-    """Run the process that owns the model. weights_limit_s: how long the learner waits for a bucket (weights.timeout_s).
-    start_limit_s: of the server's start (Recipe.start_limit_s). experts: of the model in each layer, 0 if it is dense.
-    fp8: its linear maps are in FP8 (serving.quantization)."""
+    """Run the process that owns the model. weights_limit_s: how long the learner waits
+    for a bucket (weights.timeout_s). start_limit_s: of the server's start
+    (Recipe.start_limit_s). experts: of the model in each layer, 0 if it is dense. fp8:
+    its linear maps are in FP8 (serving.quantization).
+    """
     without_megatron()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
@@ -47,31 +59,39 @@ def scheduler(
     if fp8:
         own_quantising()
     own_routing(experts)
-    # It would warn at each bucket about all parameters that are not in it: 1.7 TB of logs in a long run of Scout.
+    # It would warn at each bucket about all parameters that are not in it: 1.7 TB of
+    # logs in a long run of Scout.
     logging.getLogger("sglang.srt.models.mllama4").setLevel(logging.ERROR)
     run_scheduler_process(*args, **kwargs)
 
 
 def without_megatron() -> None:
-    """Hide megatron from SGLang, whose dumper imports it in each scheduler, with Transformer Engine, for seconds."""
+    """Hide megatron from SGLang, whose dumper imports it in each scheduler, with
+    Transformer Engine, for seconds.
+    """
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
 
 
 def own_start(limit_s: float) -> None:
-    """Let a rank that has loaded its part of the model wait this long for the slowest one. SGLang's 480 s, which nothing sets,
-    are too few for hundreds of gigabytes on storage that serves one node before another (SGLang's issue 5457)."""
+    """Let a rank that has loaded its part of the model wait this long for the slowest
+    one. SGLang's 480 s, which nothing sets, are too few for hundreds of gigabytes on
+    storage that serves one node before another (SGLang's issue 5457).
+    """
     from sglang.srt.model_executor.model_runner_components import load_model_utils
 
     load_model_utils.UNBALANCED_MODEL_LOADING_TIMEOUT_S = limit_s
 
 
 def own_labels() -> None:
-    """Label each token with the version that computed it, even if that was under way when a pause in place began.
+    """Label each token with the version that computed it, even if that was under way
+    when a pause in place began.
 
-    SGLang's scheduler processes a result while the next one is being computed. During the pause one result is left in its
-    queue, and would count as computed by the new weights. The pause also waits until the GPU has computed that result, before
-    the weights are replaced. However long it lasts (a large model is written to disk, a learner restarts), SGLang's watchdog
-    must not take it for a batch that never ends, and kill the server.
+    SGLang's scheduler processes a result while the next one is being computed. During
+    the pause one result is left in its queue, and would count as computed by the new
+    weights. The pause also waits until the GPU has computed that result, before the
+    weights are replaced. However long it lasts (a large model is written to disk, a
+    learner restarts), SGLang's watchdog must not take it for a batch that never ends,
+    and kill the server.
     """
     import torch
     from sglang.srt.managers.scheduler import Scheduler
@@ -93,12 +113,16 @@ def own_labels() -> None:
             return
         for batch, _ in getattr(self, "result_queue", ()):
             for request in batch.reqs:
-                if request.finished() or request.inflight_middle_chunks > 0:  # chunks of a prompt yield no token
+                if (
+                    request.finished() or request.inflight_middle_chunks > 0
+                ):  # chunks of a prompt yield no token
                     continue
                 if request.output_ids:
                     request.weight_version_events.pop()
                 tokens = len(request.output_ids) + 1
-                request.weight_version_events.append(WeightVersionEvent(old_version=before, num_output_tokens=tokens))
+                request.weight_version_events.append(
+                    WeightVersionEvent(old_version=before, num_output_tokens=tokens)
+                )
 
     Scheduler.pause_generation = pause_and_wait
     Scheduler.record_weight_version_change = change_after_what_is_queued
@@ -107,9 +131,11 @@ def own_labels() -> None:
 def own_batches() -> None:
     """Let a running batch forget what was asked only by requests that have left it.
 
-    When requests come in, SGLang joins what they need (top-k, top-p, a bias) with what the batch needs; when they leave, it
-    keeps that. In PipelineRL a running batch is never empty. So after a single greedy evaluation every step would sort the
-    vocabulary: on a CPU, 96 requests and 49,152 tokens then took five times as long."""
+    When requests come in, SGLang joins what they need (top-k, top-p, a bias) with what
+    the batch needs; when they leave, it keeps that. In PipelineRL a running batch is
+    never empty. So after a single greedy evaluation every step would sort the
+    vocabulary: on a CPU, 96 requests and 49,152 tokens then took five times as long.
+    """
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     drop = ScheduleBatch.filter_batch
@@ -124,7 +150,9 @@ def own_batches() -> None:
 
 
 def forget(batch: Any, asked: list[Any]) -> None:
-    """Set what a batch needs to what its requests ask for. batch: SamplingBatchInfo. asked: their SamplingParams; not empty."""
+    """Set what a batch needs to what its requests ask for. batch: SamplingBatchInfo.
+    asked: their SamplingParams; not empty.
+    """
     from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
     top_ks = [each.top_k for each in asked]
@@ -140,8 +168,10 @@ def forget(batch: Any, asked: list[Any]) -> None:
 
 
 def own_pauses() -> None:
-    """Let a paused scheduler sleep until a message comes, as an idle one does (sleep_on_idle). SGLang would spin: where server
-    and learner share the cores, for the whole step to which the server lends its memory."""
+    """Let a paused scheduler sleep until a message comes, as an idle one does
+    (sleep_on_idle). SGLang would spin: where server and learner share the cores, for
+    the whole step to which the server lends its memory.
+    """
     from sglang.srt.managers.scheduler import Scheduler
 
     record = Scheduler._record_scheduler_state_for_paused_engine
@@ -154,12 +184,15 @@ def own_pauses() -> None:
 
 
 def own_staging(limit_s: float) -> None:
-    """Make SGLang's workers receive weights by staging.py, over megarl's groups, whose waits end within limit_s. A step comes
-    as SGLang's request to update from a group, with its name as load_format, and its arguments in JSON as first of the
-    `names`."""
+    """Make SGLang's workers receive weights by staging.py, over megarl's groups, whose
+    waits end within limit_s. A step comes as SGLang's request to update from a group,
+    with its name as load_format, and its arguments in JSON as first of the `names`.
+    """
     import torch.distributed as dist
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager,
+    )
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.runtime_context import get_serving
 
@@ -169,7 +202,9 @@ def own_staging(limit_s: float) -> None:
 
     staging = Staging()
 
-    def join(updater: Any, name: str, master: str, port: int, first: int, world: int, backend: str) -> None:
+    def join(
+        updater: Any, name: str, master: str, port: int, first: int, world: int, backend: str
+    ) -> None:
         groups, rank = updater._model_update_group, first + updater.tp_rank
         leave_lost_learners(groups, name)
         groups[name] = BroadcastGroup(name, rank, world, backend, (master, port), limit_s)
@@ -196,7 +231,13 @@ def own_staging(limit_s: float) -> None:
                 said = future.result() if future.done() else RUNNING
             error = ""
         except Exception as failed:
-            said, error = None, f"{which if isinstance(failed, Unloadable) else LET_DOWN.get(which, which)}: {failed}"
+            said, error = (
+                None,
+                (
+                    f"{which if isinstance(failed, Unloadable) else LET_DOWN.get(which, which)}:"
+                    f" {failed}"
+                ),
+            )
             logging.getLogger(__name__).error("%s", error)
         ranks: list[Any] = [None] * dist.get_world_size(self.tp_cpu_group)
         dist.all_gather_object(ranks, (said, error), self.tp_cpu_group)
@@ -219,17 +260,23 @@ def own_staging(limit_s: float) -> None:
 
 
 def leave_lost_learners(groups: dict[str, Any], joining: str) -> None:
-    """Leave all groups but those of the learner that forms the group `joining`. A learner that was killed has told nobody, and
-    each of its groups would keep a communicator and two buckets for as long as the server lives."""
+    """Leave all groups but those of the learner that forms the group `joining`. A
+    learner that was killed has told nobody, and each of its groups would keep a
+    communicator and two buckets for as long as the server lives.
+    """
     from megarl.core.base.broadcast import in_thread
 
     learner = joining.rpartition("-")[0]
     for name in [name for name in groups if name.rpartition("-")[0] != learner]:
-        in_thread(partial(groups.pop(name).close, "its learner is gone"))  # which a machine that is gone may hold up
+        in_thread(
+            partial(groups.pop(name).close, "its learner is gone")
+        )  # which a machine that is gone may hold up
 
 
 def own_requests() -> None:
-    """Pass the steps of staging on at once, where SGLang would wait until no request is running, and poll until they end."""
+    """Pass the steps of staging on at once, where SGLang would wait until no request is
+    running, and poll until they end.
+    """
     from sglang.srt.managers.communicator import FanOutCommunicator
     from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 
@@ -253,12 +300,14 @@ def own_requests() -> None:
 
 
 def own_checksums() -> None:
-    """Answer /weights_checker with megarl's checksum of each parameter, which a learner can add up
-    from the tensors it sends. A GPU also computes those of the copy in the host's memory, because
-    SGLang gives torch only one CPU thread then. How the device computes them is tried once the
-    scheduler is made, which has chosen its GPU.
+    """Answer /weights_checker with megarl's checksum of each parameter, which a learner
+    can add up from the tensors it sends. A GPU also computes those of the copy in the
+    host's memory, because SGLang gives torch only one CPU thread then. How the device
+    computes them is tried once the scheduler is made, which has chosen its GPU.
 
-    FP8 values and their scales are two parameters here; SGLang would sum the weight that they stand for."""
+    FP8 values and their scales are two parameters here; SGLang would sum the weight
+    that they stand for.
+    """
     import torch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.utils import weight_checker
@@ -278,7 +327,9 @@ def own_checksums() -> None:
 
 
 def own_loading() -> None:
-    """Make all models also load deltas (base/delta.py). SGLang's own hook for loaders works only within one machine."""
+    """Make all models also load deltas (base/delta.py). SGLang's own hook for loaders
+    works only within one machine.
+    """
     from sglang.srt.model_loader import loader
 
     from megarl.core.base.delta import load
@@ -295,9 +346,11 @@ def own_loading() -> None:
 
 
 def own_quantising() -> None:
-    """Quantise each weight that a model loads in another type than FP8: of the directory with which the server starts, and of
-    those by which a learner publishes (weights.transport: disk). Before it serves, check that SGLang has left the parameters
-    as they are loaded, since later versions are loaded into the same ones."""
+    """Quantise each weight that a model loads in another type than FP8: of the
+    directory with which the server starts, and of those by which a learner publishes
+    (weights.transport: disk). Before it serves, check that SGLang has left the
+    parameters as they are loaded, since later versions are loaded into the same ones.
+    """
     from sglang.srt.model_loader import loader
 
     make, finish = loader._initialize_model, loader.DefaultModelLoader.postprocess_weights
@@ -305,7 +358,9 @@ def own_quantising() -> None:
     def made(*args: Any, **kwargs: Any) -> Any:
         model = make(*args, **kwargs)
         kind, loader_of = type(model), type(model).load_weights
-        kind.load_weights = lambda self, tensors: loader_of(self, quantised_on(device_of(self), tensors))
+        kind.load_weights = lambda self, tensors: loader_of(
+            self, quantised_on(device_of(self), tensors)
+        )
         return model
 
     def finished_and_checked(model: Any, target_device: Any) -> None:
@@ -321,8 +376,9 @@ def device_of(model: Any) -> Any:
 
 
 def quantised_on(device: Any, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors as a server holds them, quantised on this device: SGLang gives torch one CPU thread beside a
-    GPU. What is published in FP8 stays where it is."""
+    """Yield the tensors as a server holds them, quantised on this device: SGLang gives
+    torch one CPU thread beside a GPU. What is published in FP8 stays where it is.
+    """
     from megarl.core.base.block_fp8 import VALUES, is_quantised, quantised
 
     def moved() -> Iterator[tuple[str, Any]]:
@@ -334,9 +390,11 @@ def quantised_on(device: Any, tensors: Iterable[tuple[str, Any]]) -> Iterator[tu
 
 
 def check_fp8(model: Any) -> None:
-    """Raise RuntimeError unless the model has weights in FP8, each with a FP32 scale for each block. SGLang's kernels for
-    Blackwell and for GPUs without FP8 want other scales or another order, and it rewrites the parameters for them
-    (process_weights_after_loading in its layers/quantization/fp8.py)."""
+    """Raise RuntimeError unless the model has weights in FP8, each with a FP32 scale
+    for each block. SGLang's kernels for Blackwell and for GPUs without FP8 want other
+    scales or another order, and it rewrites the parameters for them
+    (process_weights_after_loading in its layers/quantization/fp8.py).
+    """
     import torch
 
     from megarl.core.base.block_fp8 import BLOCK, VALUES, scales_name
@@ -351,22 +409,34 @@ def check_fp8(model: Any) -> None:
         scales = parameters.get(scales_name(name))
         if scales is None or scales.dtype != torch.float32 or list(scales.shape) != wanted:
             found = "none" if scales is None else f"{list(scales.shape)} {scales.dtype}"
-            raise RuntimeError(f"serving.quantization: fp8: scales of {name} should be {wanted} FP32, and are {found}")
+            raise RuntimeError(
+                f"serving.quantization: fp8: scales of {name} should be {wanted} FP32, and are"
+                f" {found}"
+            )
 
 
 def own_routing(experts: int) -> None:
-    """Report the experts with which each token was sampled, even if its request was retracted since. SGLang would report those
-    of the second computation, perhaps with newer weights, but keeps the tokens and log-probs that it had. So their choices
-    [tokens, layers, chosen] are put aside before their places in the KV cache are freed, and are reported first.
+    """Report the experts with which each token was sampled, even if its request was
+    retracted since. SGLang would report those of the second computation, perhaps with
+    newer weights, but keeps the tokens and log-probs that it had. So their choices
+    [tokens, layers, chosen] are put aside before their places in the KV cache are
+    freed, and are reported first.
 
-    Each choice takes one byte, or two if there are more than 255 `experts`. SGLang would send four, and 32k tokens of
-    Qwen3-30B-A3B would take 67 MB in base64. -1, of no expert, becomes the largest number, which is none either."""
+    Each choice takes one byte, or two if there are more than 255 `experts`. SGLang
+    would send four, and 32k tokens of Qwen3-30B-A3B would take 67 MB in base64. -1, of
+    no expert, becomes the largest number, which is none either.
+    """
     import torch
     from sglang.srt.managers import schedule_batch
-    from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+    from sglang.srt.managers.scheduler_components.batch_result_processor import (
+        SchedulerBatchResultProcessor,
+    )
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
-    release, collect = schedule_batch.release_req, SchedulerBatchResultProcessor._maybe_collect_routed_experts
+    release, collect = (
+        schedule_batch.release_req,
+        SchedulerBatchResultProcessor._maybe_collect_routed_experts,
+    )
     kind = torch.uint8 if experts < 256 else torch.int16
 
     def put_aside_and_release(*, req: Any, req_to_token_pool: Any, **more: Any) -> bool:
@@ -376,7 +446,9 @@ def own_routing(experts: int) -> None:
             start = req.routed_experts_start_len + len(earlier)
             length = len(req.origin_input_ids) + len(req.output_ids)
             if start < length - 1:  # else the request has no new token since
-                new = capturer.get_topk(req.kv.req_pool_idx, length, req_to_token_pool, start).to(kind)
+                new = capturer.get_topk(req.kv.req_pool_idx, length, req_to_token_pool, start).to(
+                    kind
+                )
                 req.experts_put_aside = torch.cat([earlier, new]) if len(earlier) else new
         return bool(release(req=req, req_to_token_pool=req_to_token_pool, **more))
 
@@ -392,14 +464,20 @@ def own_routing(experts: int) -> None:
 
 
 def own_buffers() -> None:
-    """Name shared-memory buffers between ranks after the server's session, not after the process that makes them."""
+    """Name shared-memory buffers between ranks after the server's session, not after
+    the process that makes them.
+    """
     from sglang.srt.distributed.device_communicators import shm_broadcast
 
-    shm_broadcast.make_shm_name = lambda kind: f"{shared_memory_mark(os.getsid(0))}{kind}-{uuid.uuid4().hex[:8]}"
+    shm_broadcast.make_shm_name = lambda kind: (
+        f"{shared_memory_mark(os.getsid(0))}{kind}-{uuid.uuid4().hex[:8]}"
+    )
 
 
 def own_ports() -> None:
-    """Name the file in which a scheduler reports its load after the server's session, too."""
+    """Name the file in which a scheduler reports its load after the server's session,
+    too.
+    """
     from sglang.srt.server_args import PortArgs
 
     made = PortArgs.init_new
@@ -412,8 +490,10 @@ def own_ports() -> None:
 
 
 def own_further_nodes() -> None:
-    """On all nodes of a server but the first: open no port, and end when any rank of the node ends. SGLang would answer /health
-    there, without a key, and wait for the ranks' ends one after the other."""
+    """On all nodes of a server but the first: open no port, and end when any rank of
+    the node ends. SGLang would answer /health there, without a key, and wait for the
+    ranks' ends one after the other.
+    """
     from multiprocessing.connection import wait
 
     from sglang.srt.entrypoints import engine
@@ -430,6 +510,8 @@ def own_further_nodes() -> None:
 
 
 def no_detokenizer(server_args: object, port_args: object) -> None:
-    """Sleep in place of the detokenizer, which SGLang requires to be alive although it gets no work: there is no text."""
+    """Sleep in place of the detokenizer, which SGLang requires to be alive although it
+    gets no work: there is no text.
+    """
     die_with_parent()
     threading.Event().wait()

@@ -1,10 +1,12 @@
-"""torch's profiler over `monitor.profile_steps`, on every rank of the learner; does nothing in other steps.
+"""torch's profiler over `monitor.profile_steps`, on every rank of the learner; does
+nothing in other steps.
 
     a step of warm-up ─► first … last ─► RUN/profile/step-0000005-rank-0.json.gz (ui.perfetto.dev)
                                        └ memory, with a GPU ─► ….pickle (pytorch.org/memory_viz)
 
-A step lasts from the end of the previous one to its own end, so it includes publication and the wait for its batch. A learner
-that starts within the window records the rest of it.
+A step lasts from the end of the previous one to its own end, so it includes publication
+and the wait for its batch. A learner that starts within the window records the rest of
+it.
 """
 
 import logging

@@ -1,10 +1,13 @@
-"""How a role spends its time, written while it runs: RUN/trace/ROLE.jsonl, read by megarl/lab/report/trace.py.
+"""How a role spends its time, written while it runs: RUN/trace/ROLE.jsonl, read by
+megarl/lab/report/trace.py.
 
     spans.open, span, timed, event ─► queue ─► flush: one write       nothing per token, and nothing waits for the disk
-    ROLE.1.jsonl  the previous part, once ROLE.jsonl exceeds LARGEST_BYTES: at most two parts are kept
+    ROLE.1.jsonl  the previous part, once ROLE.jsonl exceeds LARGEST_BYTES: at most two
+    parts are kept
 
-Times are Unix seconds at the process's start, advanced by its monotonic clock, so that roles on several machines are aligned as
-well as their clocks are, and setting a clock later does no harm. A span's row in the picture (`on`) is `process/thread`.
+Times are Unix seconds at the process's start, advanced by its monotonic clock, so that
+roles on several machines are aligned as well as their clocks are, and setting a clock
+later does no harm. A span's row in the picture (`on`) is `process/thread`.
 """
 
 import logging
@@ -24,7 +27,9 @@ from megarl.core.base.rundir import opened_jsonl
 log = logging.getLogger(__name__)
 
 LARGEST_BYTES = 32 << 20
-"""Size of a part in bytes, enough for the spans of some 150 steps with 1000 requests each."""
+"""Size of a part in bytes, enough for the spans of some 150 steps with 1000 requests
+each.
+"""
 
 Value = str | int | float | bool | list[int]
 TICKETS = "groups/tickets"
@@ -32,7 +37,9 @@ TICKETS = "groups/tickets"
 
 
 class Life(msgspec.Struct, frozen=True, tag="life"):
-    """A process begins to write, or continues in a new part. `began` distinguishes it from others of its role."""
+    """A process begins to write, or continues in a new part. `began` distinguishes it
+    from others of its role.
+    """
 
     role: str
     host: str
@@ -41,7 +48,9 @@ class Life(msgspec.Struct, frozen=True, tag="life"):
 
 
 class Open(msgspec.Struct, frozen=True, tag="open", omit_defaults=True):
-    """A span has begun; it ends with a `Span` of the same place, name and begin, or with its process."""
+    """A span has begun; it ends with a `Span` of the same place, name and begin, or
+    with its process.
+    """
 
     on: str
     name: str
@@ -50,7 +59,9 @@ class Open(msgspec.Struct, frozen=True, tag="open", omit_defaults=True):
 
 
 class Span(msgspec.Struct, frozen=True, tag="span", omit_defaults=True):
-    """A span from `begin` to `end`. `cut`: it had not ended when its process did, or when it was read."""
+    """A span from `begin` to `end`. `cut`: it had not ended when its process did, or
+    when it was read.
+    """
 
     on: str
     name: str
@@ -75,7 +86,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Spans:
-    """Records the spans of one process, from all its threads; before `write_to`, none. Times are those of time.monotonic()."""
+    """Records the spans of one process, from all its threads; before `write_to`, none.
+    Times are those of time.monotonic().
+    """
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -84,7 +97,10 @@ class Spans:
         self._failed, self._lock = False, threading.Lock()
 
     def write_to(self, path: Path) -> None:
-        self._path, self._life = path, Life(path.stem, socket.gethostname(), os.getpid(), time.time())
+        self._path, self._life = (
+            path,
+            Life(path.stem, socket.gethostname(), os.getpid(), time.time()),
+        )
         self._add(self._life)
 
     def open(self, on: str, name: str, begin: float, **args: Value) -> None:

@@ -1,13 +1,16 @@
-"""Transport: the learner's buckets stay where they are, and the servers on the same GPU read them there.
+"""Transport: the learner's buckets stay where they are, and the servers on the same GPU
+read them there.
 
     GPU 0   rank 0  bucket ──handle (CUDA IPC)──► server 0       only the handle, a few hundred bytes, goes over HTTP
     GPU 1   rank 1  bucket ──handle────────────► server 1        the rank on a server's first GPU sends to it
 
-All ranks take part in gathering weights; those with a server divide them into buckets. A server has read a bucket when it
-replies; until then the bucket is kept, and the next one is not handed over. Without a GPU the buckets are in the machine's
-shared memory (/dev/shm), and everything else is the same.
+All ranks take part in gathering weights; those with a server divide them into buckets.
+A server has read a bucket when it replies; until then the bucket is kept, and the next
+one is not handed over. Without a GPU the buckets are in the machine's shared memory
+(/dev/shm), and everything else is the same.
 
-SGLang unpickles a handle (with its own allow-list), so a server accepts handles only from its own machine (server/proxy.py).
+SGLang unpickles a handle (with its own allow-list), so a server accepts handles only
+from its own machine (server/proxy.py).
 """
 
 import base64
@@ -27,15 +30,26 @@ from megarl.core.server.client import ServerClient
 from megarl.core.server.fleet import Fleet
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.served_weights import ServedWeights
-from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, holds_whole_parameters, with_last
+from megarl.core.weights.transport import (
+    Bucket,
+    Sent,
+    SentChecksums,
+    buckets,
+    holds_whole_parameters,
+    with_last,
+)
 
 DEVICE = 6
-"""Index of the device among rebuild_cuda_tensor's arguments. A device number means nothing to a process that sees other GPUs,
-so SGLang expects a UUID there (sglang.srt.utils.patch_torch)."""
+"""Index of the device among rebuild_cuda_tensor's arguments. A device number means
+nothing to a process that sees other GPUs, so SGLang expects a UUID there
+(sglang.srt.utils.patch_torch).
+"""
 
 
 class CudaIpcTransport:
-    """Sends weights from a learner rank to the servers on its GPU. `send` is collective over all ranks."""
+    """Sends weights from a learner rank to the servers on its GPU. `send` is collective
+    over all ranks.
+    """
 
     staged = False
 
@@ -43,7 +57,8 @@ class CudaIpcTransport:
         self._weights = weights
         self._last = last
         self._bucket_bytes = bucket_bytes
-        # The other strategy, file descriptors, would need a connection between the two processes.
+        # The other strategy, file descriptors, would need a connection between the two
+        # processes.
         torch.multiprocessing.set_sharing_strategy("file_system")
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
@@ -74,12 +89,20 @@ class CudaIpcTransport:
         expected = sums.expected()
         return Sent(errors, expected, size, sums.failed)
 
-    def _hand_over(self, fleet: Fleet, ids: Sequence[int], bucket: Bucket, complete: int | None) -> dict[int, str]:
-        """Have these servers read the bucket; return errors by server id. complete: as in ServerClient.take."""
+    def _hand_over(
+        self, fleet: Fleet, ids: Sequence[int], bucket: Bucket, complete: int | None
+    ) -> dict[int, str]:
+        """Have these servers read the bucket; return errors by server id. complete: as
+        in ServerClient.take.
+        """
         if bucket.flat.is_cuda:
             torch.cuda.current_stream().synchronize()
-        # Each handle counts as one reader of the memory, so every rank of a server gets its own.
-        handles = {i: [handle(bucket) for _ in range(fleet.servers[i].address.tensor_parallel)] for i in ids}
+        # Each handle counts as one reader of the memory, so every rank of a server gets
+        # its own.
+        handles = {
+            i: [handle(bucket) for _ in range(fleet.servers[i].address.tensor_parallel)]
+            for i in ids
+        }
         errors = fleet.each(ids, lambda s: s.take(handles[s.address.id], complete))[1]
         if bucket.flat.is_cuda:
             torch.cuda.ipc_collect()
@@ -87,21 +110,29 @@ class CudaIpcTransport:
 
 
 def handle(bucket: Bucket) -> str:
-    """Return the bucket in SGLang's format: `{"flattened_tensor", "metadata"}`, the tensor as a handle, pickled, in base64.
-    SGLang only reads attributes of the metadata; using its classes would import all of it into the learner."""
+    """Return the bucket in SGLang's format: `{"flattened_tensor", "metadata"}`, the
+    tensor as a handle, pickled, in base64. SGLang only reads attributes of the
+    metadata; using its classes would import all of it into the learner.
+    """
     metadata, start = [], 0
     for name, kind, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
         dtype = getattr(torch, kind)
         size = torch.Size(shape).numel() * dtype.itemsize
         end = start + size
-        metadata.append(SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=size))
+        metadata.append(
+            SimpleNamespace(
+                name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=size
+            )
+        )
         start = end
     body = {"flattened_tensor": _Handle(bucket.flat), "metadata": metadata}
     return base64.b64encode(ForkingPickler.dumps(body)).decode()
 
 
 class _Handle:
-    """A tensor that is pickled as torch pickles it for another process, except with its device's UUID."""
+    """A tensor that is pickled as torch pickles it for another process, except with its
+    device's UUID.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -115,10 +146,15 @@ class _Handle:
 
 
 async def _check_and_begin(server: ServerClient) -> None:
-    """Begin an update. MegarlError if the server cannot read this rank's memory: the first handle would crash SGLang."""
+    """Begin an update. MegarlError if the server cannot read this rank's memory: the
+    first handle would crash SGLang.
+    """
     mine, theirs = device.of_rank(), await server.device_identity()
     if mine.machine != theirs.machine or not set(mine.gpus) <= set(theirs.gpus):
         where = "machine" if mine.machine != theirs.machine else f"GPU ({', '.join(mine.gpus)})"
-        what = f"it is not on the learner's {where}; set resources.colocate=true, or weights.transport=process_group"
+        what = (
+            f"it is not on the learner's {where}; set resources.colocate=true, or"
+            " weights.transport=process_group"
+        )
         raise server.error("hand over", what)
     await server.begin()

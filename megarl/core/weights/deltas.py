@@ -3,9 +3,10 @@
     exported tensor ──┬─ whole ───────────────────────► (name, tensor)                    ─► buckets, by any transport
                       └─ compared to the last one sent ─► (name + SUFFIX, code) [bytes]       (base/delta.py)
 
-Servers get deltas only if the checksum of each one's parameters, taken before the pause, is still that with which the last
-version arrived. If one was restarted, joined late, was pinned or failed, all get all weights. No delta is sent twice, because
-it is unknown how much of it was already added.
+Servers get deltas only if the checksum of each one's parameters, taken before the
+pause, is still that with which the last version arrived. If one was restarted, joined
+late, was pinned or failed, all get all weights. No delta is sent twice, because it is
+unknown how much of it was already added.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,19 +18,25 @@ from torch import Tensor
 from megarl.core.base.delta import DTYPES, SUFFIX, encode
 
 MOST = 1 / 16
-"""A tensor is sent whole if its delta has at least this share of its bytes: decoding would take more memory than the tensor."""
+"""A tensor is sent whole if its delta has at least this share of its bytes: decoding
+would take more memory than the tensor.
+"""
 
 
 class _Held(NamedTuple):
-    """A server that has the last version sent: its parameters' checksum, and the number of deltas since it got all weights."""
+    """A server that has the last version sent: its parameters' checksum, and the number
+    of deltas since it got all weights.
+    """
 
     checksum: str
     deltas: int
 
 
 class LastSent:
-    """A copy of what this rank sent last, in the host's memory. With cuda_ipc it is the whole model, on each rank that has a
-    server; with others, what the rank sends of a pipeline stage. whole: whether all weights are sent now."""
+    """A copy of what this rank sent last, in the host's memory. With cuda_ipc it is the
+    whole model, on each rank that has a server; with others, what the rank sends of a
+    pipeline stage. whole: whether all weights are sent now.
+    """
 
     whole = True
 
@@ -45,20 +52,26 @@ class LastSent:
         return None if self.whole else self._version
 
     def expected(self, ids: Iterable[int]) -> dict[int, str] | None:
-        """Return the checksums that these servers must have to get deltas; None if one of them must get all weights."""
+        """Return the checksums that these servers must have to get deltas; None if one
+        of them must get all weights.
+        """
         held = {i: self._held.get(i) for i in ids}
         if any(h is None or h.deltas + 1 >= self._full_every for h in held.values()):
             return None
         return {i: h.checksum for i, h in held.items() if h}
 
     def changed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors or deltas to send for these tensors, and keep copies of the tensors."""
+        """Yield the tensors or deltas to send for these tensors, and keep copies of the
+        tensors.
+        """
         if self._full_every == 1:
             yield from tensors
             return
         for name, tensor in tensors:
             if name not in self._values:
-                self._values[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                self._values[name] = torch.empty_like(
+                    tensor, device="cpu", pin_memory=tensor.is_cuda
+                )
             last = self._values[name]
             code = None if self.whole or tensor.dtype not in DTYPES else encode(last, tensor)
             last.copy_(tensor)
@@ -68,7 +81,11 @@ class LastSent:
                 yield name, tensor
 
     def arrived(self, version: int, checksums: Mapping[int, str]) -> None:
-        """Note that `version` was sent last and that the servers with these checksums have it."""
-        now = {i: _Held(c, 0 if self.whole else self._held[i].deltas + 1) for i, c in checksums.items()}
+        """Note that `version` was sent last and that the servers with these checksums
+        have it.
+        """
+        now = {
+            i: _Held(c, 0 if self.whole else self._held[i].deltas + 1) for i, c in checksums.items()
+        }
         self._held = self._held | now if version == self._version else now
         self._version = version

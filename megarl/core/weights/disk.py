@@ -1,9 +1,11 @@
-"""Transport: the learner writes a Hugging Face directory that every server loads. Slow, but needs only a shared file system.
+"""Transport: the learner writes a Hugging Face directory that every server loads. Slow,
+but needs only a shared file system.
 
 RUN/weights/v7/  ◄── all ranks write          the newest KEEP are kept; if deltas are sent, it has only their files
      └────────► each server: update_weights_from_disk
 
-A whole directory is in the learner's type; servers in FP8 quantise what they read, as at their start (base/block_fp8.py).
+A whole directory is in the learner's type; servers in FP8 quantise what they read, as
+at their start (base/block_fp8.py).
 """
 
 import shutil
@@ -26,11 +28,15 @@ KEEP = 2
 
 
 class DiskTransport:
-    """Sends weights from a learner rank to the servers through a directory. `send` is collective over all ranks."""
+    """Sends weights from a learner rank to the servers through a directory. `send` is
+    collective over all ranks.
+    """
 
     staged = False
 
-    def __init__(self, weights: ServedWeights, last: LastSent, source: Path, directory: Path) -> None:
+    def __init__(
+        self, weights: ServedWeights, last: LastSent, source: Path, directory: Path
+    ) -> None:
         """source: the Hugging Face directory to copy the configuration from."""
         self._weights = weights
         self._last = last
@@ -38,16 +44,24 @@ class DiskTransport:
         self._directory = directory
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
-        """Send the weights to the paused servers `ids`. Every rank returns the same result. COLLECTIVE."""
+        """Send the weights to the paused servers `ids`. Every rank returns the same
+        result. COLLECTIVE.
+        """
         path = self._directory / f"v{version}"
         if dist.get_rank() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(path, ignore_errors=True)  # left by an earlier incarnation, perhaps with other weights
+            shutil.rmtree(
+                path, ignore_errors=True
+            )  # left by an earlier incarnation, perhaps with other weights
         from_rank_0(None)
         sums = SentChecksums(self._weights.family.architecture)
         tensors = self._weights.tensors()
         sent = sums.watch(tensors) if holds_whole_parameters(fleet, ids) else tensors
-        writes = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank(True) == 0
+        writes = (
+            parallel_state.get_tensor_model_parallel_rank()
+            == parallel_state.get_data_parallel_rank(True)
+            == 0
+        )
         if writes:
             sent = self._last.changed(sent)
         if self._last.whole:
@@ -55,7 +69,9 @@ class DiskTransport:
             deque(sent, maxlen=0)
         else:
             path.mkdir(exist_ok=True)
-            file = path / f"stage-{parallel_state.get_pipeline_model_parallel_rank():04}.safetensors"
+            file = (
+                path / f"stage-{parallel_state.get_pipeline_model_parallel_rank():04}.safetensors"
+            )
             mine = {name: tensor.to("cpu", copy=True) for name, tensor in sent}
             hf.everywhere(lambda: save_file(mine, file) if writes else None)
         expected = sums.expected()
@@ -65,7 +81,10 @@ class DiskTransport:
         errors: dict[int, str] = {}
         if dist.get_rank() == 0:
             errors = fleet.each(ids, lambda server: server.load(str(path.resolve()), version))[1]
-            others = sorted((p for p in self._directory.glob("v*") if p != path), key=lambda p: p.stat().st_mtime)
+            others = sorted(
+                (p for p in self._directory.glob("v*") if p != path),
+                key=lambda p: p.stat().st_mtime,
+            )
             for old in others[: 1 - KEEP]:
                 shutil.rmtree(old, ignore_errors=True)
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))

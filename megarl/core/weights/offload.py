@@ -1,9 +1,11 @@
-"""Servers release their KV memory while the learner trains a step (Recipe.lends_memory).
+"""Servers release their KV memory while the learner trains a step
+(Recipe.lends_memory).
 
     pause, requests retracted ─► release ─► the learner trains ─► it frees its unused memory ─► resume ─► continue
 
-Retracted requests wait without any memory and are recomputed afterwards; in the configurations that allow this, only requests
-of an evaluation can be running. A learner that dies in between leaves the servers paused until the next learner's publication
+Retracted requests wait without any memory and are recomputed afterwards; in the
+configurations that allow this, only requests of an evaluation can be running. A learner
+that dies in between leaves the servers paused until the next learner's publication
 wakes them (publisher.py). A server that does not answer is left as it is.
 """
 
@@ -26,7 +28,9 @@ from megarl.core.weights.transport import open_fleet
 log = logging.getLogger(__name__)
 
 LEAST_RELEASED = 2 << 20
-"""Bytes. torch_memory_saver releases whole pages of the GPU, of 2 MiB, two for each layer or more."""
+"""Bytes. torch_memory_saver releases whole pages of the GPU, of 2 MiB, two for each
+layer or more.
+"""
 
 
 class Offload:
@@ -40,14 +44,18 @@ class Offload:
 
     @contextmanager
     def released(self, version: int) -> Iterator[None]:
-        """Free the servers' memory within this context. version: of the weights, for error messages. COLLECTIVE."""
+        """Free the servers' memory within this context. version: of the weights, for
+        error messages. COLLECTIVE.
+        """
         if not self._on:
             yield
             return
         leader = dist.get_rank() == 0
         gathered(None)  # no rank's memory changes while another's is measured
         free_before = _free_bytes()
-        servers = self._each(range(len(self._endpoints.servers)), _release, version) if leader else []
+        servers = (
+            self._each(range(len(self._endpoints.servers)), _release, version) if leader else []
+        )
         gathered(None)
         if torch.cuda.is_available() and not self._measured:
             released = gathered(_free_bytes() - free_before)
@@ -62,11 +70,11 @@ class Offload:
             self._each(servers, _resume, version)
 
     def _compare(self, servers: Iterable[int], released: Sequence[int]) -> None:
-        """Warn of servers that said they had released memory, while a GPU of theirs has no more of
-        it free than before.
+        """Warn of servers that said they had released memory, while a GPU of theirs has
+        no more of it free than before.
 
-        released: bytes, by rank. The ranks of server i are on the GPUs of the learner's ranks from
-        i times its width on (run/placement.py).
+        released: bytes, by rank. The ranks of server i are on the GPUs of the learner's
+        ranks from i times its width on (run/placement.py).
         """
         kept = []
         for i in servers:
@@ -75,11 +83,11 @@ class Offload:
                 kept.append(i)
         if kept:
             log.warning(
-                "memory: %s released nothing, though asked to lend KV memory for the step, and the "
-                "learner may run out of it. torch_memory_saver's library has to be preloaded into a "
-                "server's ranks (LD_PRELOAD in /proc/PID/environ names it, /proc/PID/maps shows it) "
-                "and needs libcudart.so.13: add its folder to LD_LIBRARY_PATH, or set pipeline.k to "
-                "1 or more, with which servers keep their memory",
+                "memory: %s released nothing, though asked to lend KV memory for the step, and the"
+                " learner may run out of it. torch_memory_saver's library has to be preloaded into"
+                " a server's ranks (LD_PRELOAD in /proc/PID/environ names it, /proc/PID/maps shows"
+                " it) and needs libcudart.so.13: add its folder to LD_LIBRARY_PATH, or set"
+                " pipeline.k to 1 or more, with which servers keep their memory",
                 listed(kept),
             )
 
@@ -94,7 +102,9 @@ class Offload:
 
 
 def _free_bytes() -> int:
-    """Return the bytes that are free on this rank's GPU, for all its processes; 0 without a GPU."""
+    """Return the bytes that are free on this rank's GPU, for all its processes; 0
+    without a GPU.
+    """
     if not torch.cuda.is_available():
         return 0
     free, _total = torch.cuda.mem_get_info()

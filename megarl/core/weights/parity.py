@@ -1,7 +1,8 @@
-"""Parity: do servers and learner compute the same model? Pure functions of scores, which controller/parity.py collects.
+"""Parity: do servers and learner compute the same model? Pure functions of scores,
+which controller/parity.py collects.
 
-A few finished rollouts of each batch are scored by both sides. Every trained token then has up to four log-probs, and each
-neighbouring pair differs for one cause:
+A few finished rollouts of each batch are scored by both sides. Every trained token then
+has up to four log-probs, and each neighbouring pair differs for one cause:
 
     behaviour     the server sampled the token                           (decode, version u)
         │  decode; or stale_kv, if the rollout or its group's prompt began before version u, with older keys and values
@@ -11,7 +12,8 @@ neighbouring pair differs for one cause:
         │  kernels: other kernels, other precision, or a fault
     learner       the learner scored it, with the weights it published   (version v)
 
-`total` is behaviour against learner, the difference in the importance ratio. Checksums, not parity, tell if weights arrived.
+`total` is behaviour against learner, the difference in the importance ratio. Checksums,
+not parity, tell if weights arrived.
 """
 
 from collections import deque
@@ -26,7 +28,9 @@ LIMITED = ("kernels", "decode")
 """The causes that have limits; the others depend on how far the weights move."""
 SHARE_ABOVE = 0.1
 LASTING = 3
-"""The run ends if this many publications in a row exceed a limit; a single one may be due to one unlucky rollout."""
+"""The run ends if this many publications in a row exceed a limit; a single one may be
+due to one unlucky rollout.
+"""
 AT_ONCE = 20.0
 """The run ends at once if a publication exceeds a limit by this factor."""
 FEWEST_TOKENS = 64
@@ -35,11 +39,13 @@ FEWEST_TOKENS = 64
 
 @dataclass(frozen=True)
 class ParityLimits:
-    """The largest mean and median of |difference| of log-probs that rounding can explain, for kernels and for decode. A token
-    for which rounding chooses another expert is far off and raises the mean: with experts the median's limit is sharper.
+    """The largest mean and median of |difference| of log-probs that rounding can
+    explain, for kernels and for decode. A token for which rounding chooses another
+    expert is far off and raises the mean: with experts the median's limit is sharper.
 
-    mean, p50: over very many tokens. few: with n tokens the limits are 1 + few / sqrt(n) times as wide, because a mean of
-    fewer scatters more."""
+    mean, p50: over very many tokens. few: with n tokens the limits are 1 + few /
+    sqrt(n) times as wide, because a mean of fewer scatters more.
+    """
 
     mean: float
     p50: float
@@ -47,8 +53,9 @@ class ParityLimits:
     few: float = 0.0
 
     def mean_of(self, cause: str, tokens: int) -> float:
-        """Return the limit on the mean over so many tokens for a cause. A server differs less from itself (decode) than from
-        the learner."""
+        """Return the limit on the mean over so many tokens for a cause. A server
+        differs less from itself (decode) than from the learner.
+        """
         return self.mean * (0.9 if cause == "decode" else 1.0) * self._wider(tokens)
 
     def p50_of(self, tokens: int) -> float:
@@ -69,7 +76,9 @@ LIMITS = {
     ("fp16", False): ParityLimits(mean=0.0046, p50=0.0037, few=5.5),
     ("fp16", True): ParityLimits(mean=0.1, p50=0.012, routing=0.05),
 }
-"""Limits by model.dtype and whether the model has experts. benchmarks/README.md has the distributions behind them."""
+"""Limits by model.dtype and whether the model has experts. benchmarks/README.md has the
+distributions behind them.
+"""
 
 
 @dataclass(frozen=True)
@@ -82,12 +91,16 @@ class Distribution:
     p999: float
     max: float
     share: float  # of tokens above SHARE_ABOVE
-    k3: float  # KL(first || second), nats: the mean of exp(d) - 1 - d, d = second - first (joschu.net/blog/kl-approx.html)
+    # KL(first || second), nats: the mean of exp(d) - 1 - d, d = second - first
+    # (joschu.net/blog/kl-approx.html)
+    k3: float
     tokens: int
 
     @classmethod
     def of(cls, first: np.ndarray, second: np.ndarray) -> "Distribution | None":
-        """Compare log-probs [n] of the same tokens, without pairs with a NaN; None if none is left. Infinite ones count."""
+        """Compare log-probs [n] of the same tokens, without pairs with a NaN; None if
+        none is left. Infinite ones count.
+        """
         known = ~(np.isnan(first) | np.isnan(second))
         if not known.any():
             return None
@@ -97,13 +110,24 @@ class Distribution:
             p50, p99, p999 = np.quantile(size, (0.5, 0.99, 0.999), method="higher")
             k3 = np.mean(np.exp(d) - 1 - d)
         above, largest = float(np.mean(size > SHARE_ABOVE)), float(size.max())
-        return cls(float(size.mean()), float(p50), float(p99), float(p999), largest, above, float(k3), len(d))
+        return cls(
+            float(size.mean()),
+            float(p50),
+            float(p99),
+            float(p999),
+            largest,
+            above,
+            float(k3),
+            len(d),
+        )
 
 
 @dataclass(frozen=True)
 class RolloutScores:
-    """The scores of the trained tokens of one or more rollouts, [n] each; NaN if unknown. The first four are log-probs, as at
-    the top of this file. A gap is a log-prob less that of one fixed token at its position: the difference of two logits."""
+    """The scores of the trained tokens of one or more rollouts, [n] each; NaN if
+    unknown. The first four are log-probs, as at the top of this file. A gap is a
+    log-prob less that of one fixed token at its position: the difference of two logits.
+    """
 
     behaviour: np.ndarray
     sampled_at: np.ndarray
@@ -112,12 +136,16 @@ class RolloutScores:
     lag: np.ndarray  # number of versions from u to v
     position: np.ndarray  # index in the whole sequence
     stale: np.ndarray  # whether the rollout, or the first one of its group, began before version u
-    server: np.ndarray  # computed `served`; it also sampled the rollout's end, if it was still available
+    server: (
+        np.ndarray
+    )  # computed `served`; it also sampled the rollout's end, if it was still available
     served_gap: np.ndarray
     learner_gap: np.ndarray
 
     def pair(self, cause: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the two scores that differ for this cause, for the tokens that it affects."""
+        """Return the two scores that differ for this cause, for the tokens that it
+        affects.
+        """
         match cause:
             case "kernels":
                 return self.served, self.learner
@@ -140,7 +168,9 @@ class RolloutScores:
 
     @classmethod
     def joined(cls, parts: Sequence["RolloutScores"]) -> "RolloutScores":
-        return cls(*(np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])))
+        return cls(
+            *(np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0]))
+        )
 
 
 @dataclass(frozen=True)
@@ -154,14 +184,21 @@ class Measurement:
     differing: int = 0  # those whose sets of experts differ
 
     def by_server(self) -> dict[int | None, "Measurement"]:
-        """Return the part of each server, and under None the whole. Only the whole has choices of experts."""
+        """Return the part of each server, and under None the whole. Only the whole has
+        choices of experts.
+        """
         servers = self.scores.server
-        parts = {i: Measurement(self.version, self.scores.where(servers == i)) for i in np.unique(servers).tolist()}
+        parts = {
+            i: Measurement(self.version, self.scores.where(servers == i))
+            for i in np.unique(servers).tolist()
+        }
         return {None: self, **parts}
 
     @classmethod
     def joined(cls, parts: Sequence["Measurement"]) -> "Measurement":
-        """Return the rollouts of several publications as one measurement, with the version of the last."""
+        """Return the rollouts of several publications as one measurement, with the
+        version of the last.
+        """
         return cls(
             version=parts[-1].version,
             scores=RolloutScores.joined([part.scores for part in parts]),
@@ -179,7 +216,9 @@ class Measurement:
         return self.differing / self.choices if self.choices else None
 
     def metrics(self) -> dict[str, float]:
-        """Return `parity_STATISTIC/CAUSE` for each cause that was measured, for a row of metrics."""
+        """Return `parity_STATISTIC/CAUSE` for each cause that was measured, for a row
+        of metrics.
+        """
         found = {"parity_rollouts": float(self.rollouts)}
         for cause in CAUSES:
             if (d := self.distribution(cause)) is not None:
@@ -191,7 +230,9 @@ class Measurement:
 
 @dataclass(frozen=True)
 class ParityVerdict:
-    """A judgement. warning: what is wrong now; empty if nothing. ends: whether the run must end because of it."""
+    """A judgement. warning: what is wrong now; empty if nothing. ends: whether the run
+    must end because of it.
+    """
 
     warning: str = ""
     ends: bool = False
@@ -203,8 +244,9 @@ Limit = tuple[str, int | None]
 
 @dataclass(frozen=True)
 class Broken:
-    """How a limit is broken. excess: by which factor, at its latest judgement; in_a_row: judgements that broke it; suspects:
-    the newest of their measurements."""
+    """How a limit is broken. excess: by which factor, at its latest judgement;
+    in_a_row: judgements that broke it; suspects: the newest of their measurements.
+    """
 
     excess: float = 0.0
     in_a_row: int = 0
@@ -215,12 +257,17 @@ class Broken:
 
 
 class ParityJudge:
-    """Decides, from successive measurements, whether both sides still compute the same model. It judges all servers together,
-    and each by itself over the publications in which it was compared, since one of many may be faulty. Where a publication has
-    too few tokens, those of the next ones are gathered until they are enough. served_head, learner_head: that side's LM head
-    should be FP32. fp8: servers compute in FP8 (Serving.fp8_keys)."""
+    """Decides, from successive measurements, whether both sides still compute the same
+    model. It judges all servers together, and each by itself over the publications in
+    which it was compared, since one of many may be faulty. Where a publication has too
+    few tokens, those of the next ones are gathered until they are enough. served_head,
+    learner_head: that side's LM head should be FP32. fp8: servers compute in FP8
+    (Serving.fp8_keys).
+    """
 
-    def __init__(self, dtype: str, experts: bool, served_head: bool, learner_head: bool, fp8: bool = False) -> None:
+    def __init__(
+        self, dtype: str, experts: bool, served_head: bool, learner_head: bool, fp8: bool = False
+    ) -> None:
         self.limits = LIMITS["fp8" if fp8 else dtype, experts]
         self._dtype = dtype
         wide = (("server", served_head), ("learner", learner_head))
@@ -230,8 +277,10 @@ class ParityJudge:
         self._newest: deque[Measurement] = deque(maxlen=LASTING)
 
     def judge(self, measurement: Measurement) -> ParityVerdict:
-        """Return the verdict on the publications so far; `measurement` is from the latest. A limit that was broken stays so
-        while tokens are gathered for its next judgement."""
+        """Return the verdict on the publications so far; `measurement` is from the
+        latest. A limit that was broken stays so while tokens are gathered for its next
+        judgement.
+        """
         parts = measurement.by_server()
         judged = [key for server, part in parts.items() for key in self._judged(server, part)]
         standing = [key for key in self._gathering if key[1] in parts]
@@ -244,7 +293,9 @@ class ParityJudge:
         return ParityVerdict(self._text(*worst), bool(lasting or at_once))
 
     def _judged(self, server: int | None, part: Measurement) -> Iterator[Limit]:
-        """Judge each limit for which a server's measurements have enough tokens by now; yield those that were judged."""
+        """Judge each limit for which a server's measurements have enough tokens by now;
+        yield those that were judged.
+        """
         for what in (*LIMITED, "routing", *self._heads):
             key = what, server
             if not self._tokens(what, part):
@@ -261,8 +312,10 @@ class ParityJudge:
             yield key
 
     def metrics(self, measurement: Measurement) -> dict[str, float]:
-        """Return the metrics of a publication that was judged, how many tokens wait for a judgement, and the signs for
-        `named_cause` from the last LASTING publications together."""
+        """Return the metrics of a publication that was judged, how many tokens wait for
+        a judgement, and the signs for `named_cause` from the last LASTING publications
+        together.
+        """
         self._newest.append(measurement)
         newest = RolloutScores.joined([m.scores for m in self._newest])
         served, learner = newest.pair("kernels")
@@ -270,24 +323,37 @@ class ParityJudge:
         thirds = newest.position <= early, newest.position >= late
         first, last = (logit_error(served[third], learner[third]) for third in thirds)
         signs = _signs(newest, "kernels") | {"parity_growth": last / first if first else 1.0}
-        signs |= {f"parity_grid/{side}": grid_share(newest.gap(side), self._dtype) for side in self._heads.values()}
+        signs |= {
+            f"parity_grid/{side}": grid_share(newest.gap(side), self._dtype)
+            for side in self._heads.values()
+        }
         for cause in ("kernels", "decode"):
-            errors = [logit_error(*part.scores.pair(cause)) for part in measurement.by_server().values()]
+            errors = [
+                logit_error(*part.scores.pair(cause)) for part in measurement.by_server().values()
+            ]
             signs[f"parity_logit/{cause}"] = float(np.fmax.reduce(errors))
         signs |= self._unjudged(measurement)
-        return measurement.metrics() | {name: sign for name, sign in signs.items() if not np.isnan(sign)}
+        return measurement.metrics() | {
+            name: sign for name, sign in signs.items() if not np.isnan(sign)
+        }
 
     def _unjudged(self, measurement: Measurement) -> dict[str, float]:
-        """Return for each measured cause how many tokens are gathered for its next judgement; 0 if it was just judged."""
+        """Return for each measured cause how many tokens are gathered for its next
+        judgement; 0 if it was just judged.
+        """
         found = {}
         for cause in LIMITED:
             if self._tokens(cause, measurement):
                 gathered = self._gathering.get((cause, None))
-                found[f"parity_unjudged/{cause}"] = float(self._tokens(cause, gathered)) if gathered else 0.0
+                found[f"parity_unjudged/{cause}"] = (
+                    float(self._tokens(cause, gathered)) if gathered else 0.0
+                )
         return found
 
     def _tokens(self, what: str, m: Measurement) -> int:
-        """Return how many tokens, or choices of experts, a measurement has to judge this limit by."""
+        """Return how many tokens, or choices of experts, a measurement has to judge
+        this limit by.
+        """
         if what == "routing":
             return m.choices
         if what in self._heads:
@@ -296,8 +362,9 @@ class ParityJudge:
         return d.tokens if d else 0
 
     def _excess(self, what: str, m: Measurement) -> float:
-        """Return the factor by which a measurement exceeds a limit. It is 1 for a head or routing, and below 1 for a limit
-        that is kept."""
+        """Return the factor by which a measurement exceeds a limit. It is 1 for a head
+        or routing, and below 1 for a limit that is kept.
+        """
         if what == "routing":
             assert m.routing is not None
             return float(m.routing > self.limits.routing)
@@ -305,21 +372,28 @@ class ParityJudge:
             return float(grid_share(m.scores.gap(self._heads[what]), self._dtype) > GRID_LIMIT)
         d = m.distribution(what)
         assert d is not None
-        return max(d.mean / self.limits.mean_of(what, d.tokens), d.p50 / self.limits.p50_of(d.tokens))
+        return max(
+            d.mean / self.limits.mean_of(what, d.tokens), d.p50 / self.limits.p50_of(d.tokens)
+        )
 
     def _text(self, what: str, server: int | None) -> str:
-        """Return a text that says what differs, by how much, since when, and the likely cause."""
+        """Return a text that says what differs, by how much, since when, and the likely
+        cause.
+        """
         heads = [head for head in self._heads if (head, server) in self._broken]
         what = heads[0] if heads else what
         broken = self._broken[what, server]
         m = broken.suspects[-1]
-        since = f"{broken.in_a_row} comparisons in a row" if broken.in_a_row > 1 else "this comparison"
+        since = (
+            f"{broken.in_a_row} comparisons in a row" if broken.in_a_row > 1 else "this comparison"
+        )
         where = "the servers" if server is None else f"server {server}"
         if heads:
             side = "the learner" if self._heads[what] == "learner" else where
             return (
-                f"version {m.version}: logits of {side} lie on the grid of {self._dtype} numbers ({since}). Likely cause: "
-                f"one-sided head: {side} did not compute the LM head in FP32, as model.fp32_head asks"
+                f"version {m.version}: logits of {side} lie on the grid of {self._dtype} numbers"
+                f" ({since}). Likely cause: one-sided head: {side} did not compute the LM head in"
+                " FP32, as model.fp32_head asks"
             )
         said = self._said(what, m, where)
         cause = likely_cause(broken.suspects, self.limits, what)
@@ -328,33 +402,46 @@ class ParityJudge:
     def _said(self, what: str, m: Measurement, where: str) -> str:
         """Return by how much a measurement exceeds a limit, as text."""
         if what == "routing":
-            return f"{m.routing:.1%} of the choices of experts differ (limit {self.limits.routing:.1%})"
+            return (
+                f"{m.routing:.1%} of the choices of experts differ (limit"
+                f" {self.limits.routing:.1%})"
+            )
         d = m.distribution(what)
         assert d is not None
-        sides = f"{where} and the learner" if what == "kernels" else f"sampling and scoring of {where}"
+        sides = (
+            f"{where} and the learner" if what == "kernels" else f"sampling and scoring of {where}"
+        )
         mean = self.limits.mean_of(what, d.tokens)
         p50 = self.limits.p50_of(d.tokens)
         return (
-            f"{sides} differ by {d.mean:.3g} in log-prob on average, {d.p50:.3g} in the median (limits for {self._dtype} and "
-            f"{d.tokens} tokens: {mean:.3g} and {p50:.3g})"
+            f"{sides} differ by {d.mean:.3g} in log-prob on average, {d.p50:.3g} in the median"
+            f" (limits for {self._dtype} and {d.tokens} tokens: {mean:.3g} and {p50:.3g})"
         )
 
 
 GRID_LIMIT = 0.6
-"""If more than this share of logit differences is on the half-precision grid, a head is not FP32. By chance, a tenth is."""
+"""If more than this share of logit differences is on the half-precision grid, a head is
+not FP32. By chance, a tenth is.
+"""
 GRID = {"bf16": 2.0**9, "fp16": 2.0**12}
-"""Number of grid steps in an interval of length 1: the spacing of numbers just above 0.25."""
+"""Number of grid steps in an interval of length 1: the spacing of numbers just above
+0.25.
+"""
 GRID_TOLERANCE = 0.05
 
 
 def grid_steps(gap: np.ndarray, dtype: str) -> np.ndarray:
-    """Return differences of two logits [n] in spacings of `dtype`, without those that say nothing: 0 or not finite."""
+    """Return differences of two logits [n] in spacings of `dtype`, without those that
+    say nothing: 0 or not finite.
+    """
     return gap[np.isfinite(gap) & (gap != 0)].astype(np.float64) * GRID[dtype]
 
 
 def grid_share(gap: np.ndarray, dtype: str) -> float:
-    """Return the share of differences of two logits [n] that are a multiple of the spacing of `dtype`; NaN for too few. A head
-    that rounds its logits to bf16 or fp16 leaves them on a grid, and log-softmax in FP32 preserves their differences."""
+    """Return the share of differences of two logits [n] that are a multiple of the
+    spacing of `dtype`; NaN for too few. A head that rounds its logits to bf16 or fp16
+    leaves them on a grid, and log-softmax in FP32 preserves their differences.
+    """
     steps = grid_steps(gap, dtype)
     if len(steps) < FEWEST_TOKENS:
         return float("nan")
@@ -362,12 +449,16 @@ def grid_share(gap: np.ndarray, dtype: str) -> float:
 
 
 UNCERTAIN, FEWEST_UNCERTAIN = 1e-3, 8
-"""The smallest 1 - p at which a logit's error exceeds the rounding of log-probs, and how many such tokens are needed."""
+"""The smallest 1 - p at which a logit's error exceeds the rounding of log-probs, and
+how many such tokens are needed.
+"""
 SAME_BITS_LIMIT, TEMPERATURE_LIMIT, POSITION_LIMIT = 0.5, 0.35, 1.5
 
 
 def likely_cause(measurements: Sequence[Measurement], limits: ParityLimits, what: str) -> str:
-    """Return the likeliest cause of measurements that exceed the limit on `what`, and the numbers that point to it."""
+    """Return the likeliest cause of measurements that exceed the limit on `what`, and
+    the numbers that point to it.
+    """
     signs = _signs(RolloutScores.joined([m.scores for m in measurements]), what)
     choices = sum(m.choices for m in measurements)
     routing = sum(m.differing for m in measurements) / choices if choices else 0.0
@@ -375,16 +466,22 @@ def likely_cause(measurements: Sequence[Measurement], limits: ParityLimits, what
     # Unknown for a single server or a dense model.
     experts = f"; experts that differ: {routing:.1%}" if choices else ""
     return (
-        f"{named_cause(signs, routing > limits.routing, what == 'decode')} (same bits at two versions: {same:.0%}; explained "
-        f"by the log-prob: {line:.0%}; last third of positions over first: {growth:.2g}{experts})"
+        f"{named_cause(signs, routing > limits.routing, what == 'decode')} (same bits at two"
+        f" versions: {same:.0%}; explained by the log-prob: {line:.0%}; last third of positions"
+        f" over first: {growth:.2g}{experts})"
     )
 
 
 def _signs(scores: RolloutScores, what: str) -> dict[str, float]:
-    """Return the share of scores with the same bits at two versions, the share of variance that a line in the log-prob
-    explains, and the growth along sequences."""
+    """Return the share of scores with the same bits at two versions, the share of
+    variance that a line in the log-prob explains, and the growth along sequences.
+    """
     if what == "decode":  # its error grows along the sequence anyway, with the length of the cache
-        return {"parity_same_bits": 0.0, "parity_line": explained_by_logprob(*scores.pair(what)), "parity_growth": 1.0}
+        return {
+            "parity_same_bits": 0.0,
+            "parity_line": explained_by_logprob(*scores.pair(what)),
+            "parity_growth": 1.0,
+        }
     first, second = scores.pair("kernels")
     return {
         "parity_same_bits": same_bits(scores),
@@ -394,27 +491,49 @@ def _signs(scores: RolloutScores, what: str) -> dict[str, float]:
 
 
 def named_cause(signs: Mapping[str, float], routing: bool, decoding: bool = False) -> str:
-    """Return the likeliest cause of a difference. signs: metrics of a row; routing: too many choices of experts differ."""
+    """Return the likeliest cause of a difference. signs: metrics of a row; routing: too
+    many choices of experts differ.
+    """
     for side in ("server", "learner"):
         if signs.get(f"parity_grid/{side}", 0.0) > GRID_LIMIT:
-            return f"one-sided head: logits of the {side} lie on the grid of low-precision numbers, and should be FP32"
+            return (
+                f"one-sided head: logits of the {side} lie on the grid of low-precision numbers,"
+                " and should be FP32"
+            )
     if signs.get("parity_same_bits", 0.0) > SAME_BITS_LIMIT:
-        return "stale server: its scores did not change with the last publications, so it computes with older weights"
+        return (
+            "stale server: its scores did not change with the last publications, so it computes"
+            " with older weights"
+        )
     if signs.get("parity_line", 0.0) > TEMPERATURE_LIMIT:
         return "temperature: one side divides its logits by another temperature, or scales them"
     if signs.get("parity_growth", 1.0) > POSITION_LIMIT:
-        return "RoPE: differences grow along the sequence; compare rope_theta, rope_scaling, positions of both sides"
+        return (
+            "RoPE: differences grow along the sequence; compare rope_theta, rope_scaling, positions"
+            " of both sides"
+        )
     if routing:
-        return "routing: the sides choose different experts; compare router weights, biases and their precision"
+        return (
+            "routing: the sides choose different experts; compare router weights, biases and their"
+            " precision"
+        )
     if decoding:
-        return "dtype: the server's cache or decoding kernel has less precision than its prefill (kv_cache_dtype)"
-    return "dtype: one side computes in less precision than model.dtype, or with another kernel or epsilon"
+        return (
+            "dtype: the server's cache or decoding kernel has less precision than its prefill"
+            " (kv_cache_dtype)"
+        )
+    return (
+        "dtype: one side computes in less precision than model.dtype, or with another kernel or"
+        " epsilon"
+    )
 
 
 def logit_error(first: np.ndarray, second: np.ndarray) -> float:
-    """Return the error of logits, from log-probs [n] of the same tokens: the median of |difference| / (1 - p) over tokens of
-    which the policy is not certain; NaN for too few. An error e in a token's logit changes its log-prob by (1 - p) e, so unlike
-    the mean difference this does not fall as the policy grows certain."""
+    """Return the error of logits, from log-probs [n] of the same tokens: the median of
+    |difference| / (1 - p) over tokens of which the policy is not certain; NaN for too
+    few. An error e in a token's logit changes its log-prob by (1 - p) e, so unlike the
+    mean difference this does not fall as the policy grows certain.
+    """
     uncertain = -np.expm1(np.minimum(second, 0.0, dtype=np.float64))
     known = np.isfinite(first) & np.isfinite(second) & (uncertain > UNCERTAIN)
     if known.sum() < FEWEST_UNCERTAIN:
@@ -423,9 +542,11 @@ def logit_error(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def same_bits(scores: RolloutScores) -> float:
-    """Return the share of tokens that a server scores with the same bits at two versions, of the server with the largest
-    share. Tokens of which the policy is certain are left out, since their log-probs round to the same number, and so are
-    servers with too few others."""
+    """Return the share of tokens that a server scores with the same bits at two
+    versions, of the server with the largest share. Tokens of which the policy is
+    certain are left out, since their log-probs round to the same number, and so are
+    servers with too few others.
+    """
     changed = scores.where(scores.lag > 0)
     known = ~np.isnan(changed.sampled_at) & (-np.expm1(changed.served) > UNCERTAIN)
     same = changed.sampled_at == changed.served
@@ -438,7 +559,9 @@ def same_bits(scores: RolloutScores) -> float:
 
 
 def explained_by_logprob(first: np.ndarray, second: np.ndarray) -> float:
-    """Return R² of the line through (second, first - second): 1 if the difference is linear in the log-prob."""
+    """Return R² of the line through (second, first - second): 1 if the difference is
+    linear in the log-prob.
+    """
     known = np.isfinite(first) & np.isfinite(second)
     x, d = second[known].astype(np.float64), (first - second)[known].astype(np.float64)
     if len(d) < FEWEST_TOKENS or not x.std() or not d.std():
@@ -447,7 +570,9 @@ def explained_by_logprob(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def growth_along_sequence(first: np.ndarray, second: np.ndarray, position: np.ndarray) -> float:
-    """Return the mean |difference| in the last third of the positions over that in the first third."""
+    """Return the mean |difference| in the last third of the positions over that in the
+    first third.
+    """
     known = np.isfinite(first) & np.isfinite(second)
     size, at = np.abs(first - second)[known], position[known]
     if len(size) < FEWEST_TOKENS:
@@ -458,16 +583,28 @@ def growth_along_sequence(first: np.ndarray, second: np.ndarray, position: np.nd
 
 
 def pooled(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return each measured cause's distribution over the publications in rows of metrics: means over all tokens, medians over
-    publications of the quantiles, the largest difference (max) and mean (worst_mean), and how many there were."""
+    """Return each measured cause's distribution over the publications in rows of
+    metrics: means over all tokens, medians over publications of the quantiles, the
+    largest difference (max) and mean (worst_mean), and how many there were.
+    """
     found = {}
     for cause in CAUSES:
         keys = {field.name: f"parity_{field.name}/{cause}" for field in fields(Distribution)}
-        measured = [row for row in rows if all(key in row for key in keys.values()) and row[keys["tokens"]] > 0]
+        measured = [
+            row
+            for row in rows
+            if all(key in row for key in keys.values()) and row[keys["tokens"]] > 0
+        ]
         if measured:
-            column = {name: np.array([row[key] for row in measured], np.float64) for name, key in keys.items()}
+            column = {
+                name: np.array([row[key] for row in measured], np.float64)
+                for name, key in keys.items()
+            }
             found[cause] = {
-                **{s: float(np.average(column[s], weights=column["tokens"])) for s in ("mean", "share", "k3")},
+                **{
+                    s: float(np.average(column[s], weights=column["tokens"]))
+                    for s in ("mean", "share", "k3")
+                },
                 **{s: float(np.median(column[s])) for s in ("p50", "p99", "p999")},
                 "worst_mean": float(column["mean"].max()),
                 "max": float(column["max"].max()),
@@ -478,8 +615,9 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def shown(row: Mapping[str, float | None]) -> str:
-    """Return the mean |difference| of kernels in a row of metrics as text: "same bits" for 0. It says so if tokens are still
-    too few to judge it."""
+    """Return the mean |difference| of kernels in a row of metrics as text: "same bits"
+    for 0. It says so if tokens are still too few to judge it.
+    """
     mean = row.get("parity_mean/kernels")
     if mean is None or np.isnan(mean):
         return "not measured"

@@ -1,15 +1,17 @@
-"""Transport: pipeline stages and data-parallel copies broadcast weights to all servers at once, while these generate.
+"""Transport: pipeline stages and data-parallel copies broadcast weights to all servers
+at once, while these generate.
 
     stage 0   copy 0   source rank ──group──► server ranks     rank 0 of a group is the source; the servers' ranks follow in
               copy 1   source rank ──group──► server ranks     the order of the servers; each rank has a thread for each group.
     stage 1   copy 0   source rank ──group──► server ranks     It launches their broadcasts in one order (base/broadcast.py)
               copy 1   source rank ──group──► server ranks     each sends half of its stage's layers, by its own link
 
-One source can fill the network link of one GPU, so there are at most as many as a server has GPUs, and at most four, unless
-there are more stages.
+One source can fill the network link of one GPU, so there are at most as many as a
+server has GPUs, and at most four, unless there are more stages.
 
-Groups are kept from one publication to the next and formed again, under a new name, when a server fails, comes back, or joins.
-When a server dies, the others fail at different buckets, so all get everything again from bucket 0. A source completes the
+Groups are kept from one publication to the next and formed again, under a new name,
+when a server fails, comes back, or joins. When a server dies, the others fail at
+different buckets, so all get everything again from bucket 0. A source completes the
 export even if it cannot send, because its tensor-parallel peers take part in it.
 """
 
@@ -48,7 +50,9 @@ from megarl.core.weights.transport import Sent, SentChecksums, buckets, holds_wh
 log = logging.getLogger(__name__)
 
 VIEWS = 16
-"""A tensor larger than a bucket divided by this is sent from its own memory, not copied into a bucket with others."""
+"""A tensor larger than a bucket divided by this is sent from its own memory, not copied
+into a bucket with others.
+"""
 
 
 def backend() -> str:
@@ -62,25 +66,35 @@ class _Attempt:
     checksums: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
     failed: dict[int, str] = field(default_factory=dict)  # servers that failed by themselves
-    interrupted: dict[int, str] = field(default_factory=dict)  # that only failed to receive because the group failed
+    interrupted: dict[int, str] = field(
+        default_factory=dict
+    )  # that only failed to receive because the group failed
     broken: str = ""  # why the group can no longer be used
     unchecked: str = ""  # why the checksums are not known
 
     def add(self, errors: dict[int, MegarlError]) -> None:
         for i, error in errors.items():
-            said = isinstance(error, ServerSaid) and any(text in str(error) for text in LET_DOWN.values())
+            said = isinstance(error, ServerSaid) and any(
+                text in str(error) for text in LET_DOWN.values()
+            )
             let_down = said or isinstance(error, RelayLost)
             (self.interrupted if let_down else self.failed)[i] = str(error)
             self.broken = self.broken or str(error)
 
 
 class ProcessGroupTransport:
-    """Sends weights from a learner rank to the servers over process groups. `send` is collective over all ranks."""
+    """Sends weights from a learner rank to the servers over process groups. `send` is
+    collective over all ranks.
+    """
 
     staged = True
 
-    def __init__(self, weights: ServedWeights, last: LastSent, bucket_bytes: int, limit_s: float, links: int) -> None:
-        """bucket_bytes: under way to a server at once. limit_s: for each bucket (weights.timeout_s). links: a server's GPUs."""
+    def __init__(
+        self, weights: ServedWeights, last: LastSent, bucket_bytes: int, limit_s: float, links: int
+    ) -> None:
+        """bucket_bytes: under way to a server at once. limit_s: for each bucket
+        (weights.timeout_s). links: a server's GPUs.
+        """
         self._weights = weights
         self._last = last
         self._limit_s = limit_s
@@ -94,12 +108,15 @@ class ProcessGroupTransport:
         sends = self._copy < self._copies
         self._exports = sends or hf.experts_divided()
         self._source = sends and parallel_state.get_tensor_model_parallel_rank() == 0
-        self._learner: str = from_rank_0(f"weights-{uuid.uuid4().hex[:12]}")  # the names of its groups begin so
+        self._learner: str = from_rank_0(
+            f"weights-{uuid.uuid4().hex[:12]}"
+        )  # the names of its groups begin so
         self._group: BroadcastGroup | None = None
         self._attempts = 0  # to send, by all ranks together
         self._members: tuple[int, ...] = ()
         self._versions: dict[int, int] = {}  # the version that each member of the group got last
-        # Groups that servers were not told to leave, by server: they were not published to when the group was left.
+        # Groups that servers were not told to leave, by server: they were not published
+        # to when the group was left.
         self._untold: dict[int, str] = {}
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
@@ -108,15 +125,19 @@ class ProcessGroupTransport:
         untold = {i: self._untold.pop(i) for i in alive if i in self._untold}
         fleet.each(untold, lambda server: server.leave_group(untold[server.address.id]))
         if self._source and self._group is not None and self._members == alive:
-            # A server that was restarted at the same address is not in the group; its version reveals this.
+            # A server that was restarted at the same address is not in the group; its
+            # version reveals this.
             versions, failed = fleet.each(alive, lambda server: server.served_version())
             if failed or versions != self._versions:
                 self._leave(fleet)
         errors: dict[int, str] = {}
-        # Each attempt loses a server or is the last; one more attempt, in case a group breaks by itself.
+        # Each attempt loses a server or is the last; one more attempt, in case a group
+        # breaks by itself.
         for _ in range(len(ids) + 1):
             alive = tuple(i for i in alive if i not in errors)
-            errors |= from_rank_0(fleet.each(alive, lambda s: s.stage(version, self._last.base))[1] if leader else {})
+            errors |= from_rank_0(
+                fleet.each(alive, lambda s: s.stage(version, self._last.base))[1] if leader else {}
+            )
             alive = tuple(i for i in alive if i not in errors)
             if not alive:
                 break
@@ -129,14 +150,18 @@ class ProcessGroupTransport:
             log.warning("sending version %d again: %s", version, why)
             self._leave(fleet)
             self._last.whole = True  # it is unknown which deltas a server has added
-        errors |= dict.fromkeys(alive, f"publishing version {version}: its process groups broke in every attempt")
+        errors |= dict.fromkeys(
+            alive, f"publishing version {version}: its process groups broke in every attempt"
+        )
         return Sent(errors, {}, 0)
 
     def _send_all(self, fleet: Fleet, ids: tuple[int, ...]) -> _Attempt:
         self._attempts += 1
         whole, mine = _Attempt(), _Attempt()
         joined = True
-        for number in range(self._groups):  # in turn, or servers would wait for each other in different groups
+        for number in range(
+            self._groups
+        ):  # in turn, or servers would wait for each other in different groups
             if number == self._group_number and self._source:
                 self._join(mine, fleet, ids)
             joined = joined and not any(gathered(mine.broken))
@@ -152,7 +177,9 @@ class ProcessGroupTransport:
         return whole
 
     def _send_part(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
-        """Send this copy's part of its stage from the source; other ranks take part in gathering the tensors."""
+        """Send this copy's part of its stage from the source; other ranks take part in
+        gathering the tensors.
+        """
         if not self._source:
             deque(self._weights.gathered(self._copy, self._copies), maxlen=0)
             return
@@ -172,7 +199,9 @@ class ProcessGroupTransport:
         except TimeoutError:
             calls.over.cancel()
             for i in set(ids) - calls.results.keys() - calls.errors.keys():
-                why = fleet.servers[i].error("receive", f"no answer within {self._limit_s:g} s (weights.timeout_s)")
+                why = fleet.servers[i].error(
+                    "receive", f"no answer within {self._limit_s:g} s (weights.timeout_s)"
+                )
                 attempt.add({i: MegarlError(f"publishing version {fleet.version} to {why}")})
         attempt.add(calls.errors)
         if not attempt.broken:
@@ -190,8 +219,10 @@ class ProcessGroupTransport:
         calls: Calls[None],
         compared: bool,
     ) -> None:
-        """Broadcast buckets, at most bucket_bytes bytes at once, while the next ones are gathered. Note the
-        checksums, if they are `compared` with those of a server. The first error in broadcasting breaks the group."""
+        """Broadcast buckets, at most bucket_bytes bytes at once, while the next ones
+        are gathered. Note the checksums, if they are `compared` with those of a server.
+        The first error in broadcasting breaks the group.
+        """
         sums = SentChecksums(self._weights.family.architecture)
         under_way = deque[tuple[dist.Work, Tensor]]()
         sent = sums.watch(tensors) if compared else tensors
@@ -233,17 +264,24 @@ class ProcessGroupTransport:
             attempt.add(collect(fleet.start(ids, lambda server: refuse_one_gpu(server, mine)))[1])
             if attempt.broken:
                 return
-        # Servers listen only on the run's network, so our address on the route to one of them is reachable for all.
+        # Servers listen only on the run's network, so our address on the route to one
+        # of them is reachable for all.
         theirs = urlsplit(fleet.servers[ids[0]].address.url).hostname or ""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             s.connect((theirs, 9))  # sends nothing; the kernel only chooses the route
             address: str = s.getsockname()[0]
         limit = timedelta(seconds=form_limit_s(world, self._limit_s))
-        store = bound_store(address, 0, world, is_master=True, timeout=limit, wait_for_workers=False)
+        store = bound_store(
+            address, 0, world, is_master=True, timeout=limit, wait_for_workers=False
+        )
         first = {i: 1 + sum(widths[:n]) for n, i in enumerate(ids)}
-        calls = fleet.start(ids, lambda s: s.join_group(name, address, store.port, first[s.address.id], world, kind))
+        calls = fleet.start(
+            ids, lambda s: s.join_group(name, address, store.port, first[s.address.id], world, kind)
+        )
         try:
-            self._group = BroadcastGroup(name, 0, world, kind, (address, store.port), self._limit_s, store)
+            self._group = BroadcastGroup(
+                name, 0, world, kind, (address, store.port), self._limit_s, store
+            )
             self._members = ids
         except RuntimeError as error:
             attempt.broken = str(error).splitlines()[0]
@@ -255,15 +293,21 @@ class ProcessGroupTransport:
         group, self._group = self._group, None
         group.close()
         self._untold |= {i: group.name for i in self._members if i not in fleet.servers}
-        fleet.each([i for i in self._members if i in fleet.servers], lambda server: server.leave_group(group.name))
+        fleet.each(
+            [i for i in self._members if i in fleet.servers],
+            lambda server: server.leave_group(group.name),
+        )
 
 
 async def refuse_one_gpu(server: ServerClient, mine: DeviceIdentity) -> None:
-    """Raise MegarlError for a server on the GPU `mine`: NCCL refuses two processes of a group on one device."""
+    """Raise MegarlError for a server on the GPU `mine`: NCCL refuses two processes of a
+    group on one device.
+    """
     common = set(mine.gpus) & set((await server.device_identity()).gpus)
     if common:
         raise server.error(
             "form a process group",
-            f"server and learner are both on GPU {min(common)}, and NCCL cannot connect two processes there; set "
-            "resources.colocate=true and weights.transport=cuda_ipc, or give them different GPUs",
+            f"server and learner are both on GPU {min(common)}, and NCCL cannot connect two"
+            " processes there; set resources.colocate=true and weights.transport=cuda_ipc, or give"
+            " them different GPUs",
         )

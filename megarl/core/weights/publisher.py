@@ -1,4 +1,5 @@
-"""Publication of the learner's weights to the servers, in flight: requests continue across it.
+"""Publication of the learner's weights to the servers, in flight: requests continue
+across it.
 
     process_group.py   transport ─► checksums ─► pause all ─► swap ─► continue ─► Published      servers generate meanwhile
     the same, to servers of several GPUs (Recipe.generates_meanwhile)
@@ -6,14 +7,16 @@
     cuda_ipc, disk     pause all ─► transport ─► checksums ─► continue ─► Published              no memory for a second copy
                         └ a server that fails is left out: its requests are aborted
 
-The law of errors: whatever happens to one server, the others end up running with the new version,
-and the caller gets a result for each server within bounded time. The result of a server that did
-not get all new weights has an error, and so have those of all servers if the learner could not
-compute the checksums of what it sent.
+The law of errors: whatever happens to one server, the others end up running with the
+new version, and the caller gets a result for each server within bounded time. The
+result of a server that did not get all new weights has an error, and so have those of
+all servers if the learner could not compute the checksums of what it sent.
 
-An example. A learner of two tensor-parallel ranks has trained step 6, so its weights are version 7; servers a and b still have
-version 6. The controller replies `Publish(version=7, servers=(a, b))` to `Next(step=7)`; both ranks get it and call `publish`.
-Each step of staging (server/staging.py) runs in a thread on each server, which still generates and answers when it has ended:
+An example. A learner of two tensor-parallel ranks has trained step 6, so its weights
+are version 7; servers a and b still have version 6. The controller replies
+`Publish(version=7, servers=(a, b))` to `Next(step=7)`; both ranks get it and call
+`publish`. Each step of staging (server/staging.py) runs in a thread on each server,
+which still generates and answers when it has ended:
 
     rank 0                                        rank 1             servers a and b
  1  begin (version 7) ───────────────────────────────────────────►  drop earlier staged weights; the first time, make the copy
@@ -27,16 +30,20 @@ Each step of staging (server/staging.py) runs in a thread on each server, which 
     waits for the broadcast, then sends bucket 1 in the same way; after the last bucket, the end ─►  answer
  4  tells the result ◄──────────────────────────► waits for rank 0   (if b failed: 1 to 3 again from bucket 0, with only a)
  5  checksums ───────────────────────────────────────────────────►  answer with a checksum of every parameter of the copy
-    compares them with those of what was sent, and with each other: a server with a wrong checksum is not asked to swap
+    compares them with those of what was sent, and with each other: a server with a
+    wrong checksum is not asked to swap
  6  POST /pause_generation ──────────────────────────────────────►  stop sampling, keep requests and their KV cache, answer
     waits for both answers; tells who failed ───► waits, is done
  7  swap (version 7) ────────────────────────────────────────────►  write the copy to the parameters, answer
  8  POST /continue_generation ───────────────────────────────────►  go on; their next tokens are labelled version 7
-    returns Published(version=7, …), which the learner sends to the controller: from then on requests may rely on version 7
+    returns Published(version=7, …), which the learner sends to the controller: from
+    then on requests may rely on version 7
 
-Requests go to a and b all the time, and only experience the pause: their tokens before 6 have version 6, those after 8 version
-7. With `cuda_ipc` and `disk`, new ones wait for Published. With several pipeline stages, or data-parallel copies that
-divide the layers, each source rank has a group: 2 happens for one after the other, 3 for all at once.
+Requests go to a and b all the time, and only experience the pause: their tokens before
+6 have version 6, those after 8 version
+7. With `cuda_ipc` and `disk`, new ones wait for Published. With several pipeline
+   stages, or data-parallel copies that divide the layers, each source rank has a group:
+   2 happens for one after the other, 3 for all at once.
 """
 
 import logging
@@ -71,8 +78,12 @@ log = logging.getLogger(__name__)
 class Publisher:
     """One learner rank's part in publication; `publish` is collective over all ranks."""
 
-    def __init__(self, recipe: Recipe, endpoints: Endpoints, chunks: Sequence[Module], family: Family) -> None:
-        multiplies_exactly(next(chunks[0].parameters()).device)  # tried now, and not in the first publication
+    def __init__(
+        self, recipe: Recipe, endpoints: Endpoints, chunks: Sequence[Module], family: Family
+    ) -> None:
+        multiplies_exactly(
+            next(chunks[0].parameters()).device
+        )  # tried now, and not in the first publication
         weights = recipe.weights
         self._endpoints, self._limit_s = endpoints, weights.timeout_s
         self._wakes, self._meanwhile = recipe.lends_memory, recipe.generates_meanwhile
@@ -87,12 +98,18 @@ class Publisher:
             self._transport = CudaIpcTransport(served, self._last, bucket_bytes)
         else:
             links = recipe.resources.server_tensor_parallel
-            self._transport = ProcessGroupTransport(served, self._last, bucket_bytes, weights.timeout_s, links)
+            self._transport = ProcessGroupTransport(
+                served, self._last, bucket_bytes, weights.timeout_s, links
+            )
 
     def publish(self, command: Publish, incarnation: str) -> Published | None:
-        """Send the learner's present weights to the command's servers. COLLECTIVE; only rank 0 gets the result, with the errors
-        of servers. Raises only for faults on the learner's side."""
-        with closing(open_fleet(command.servers, self._endpoints, self._limit_s, command.version)) as fleet:
+        """Send the learner's present weights to the command's servers. COLLECTIVE; only
+        rank 0 gets the result, with the errors of servers. Raises only for faults on
+        the learner's side.
+        """
+        with closing(
+            open_fleet(command.servers, self._endpoints, self._limit_s, command.version)
+        ) as fleet:
             return self._publish(fleet, command, incarnation)
 
     def _publish(self, fleet: Fleet, command: Publish, incarnation: str) -> Published | None:
@@ -104,7 +121,9 @@ class Publisher:
         self._last.whole = from_rank_0(leader and self._needs_whole(fleet))
 
         def send() -> Sent:
-            sent = self._transport.send(fleet, [i for i in fleet.servers if i not in errors], command.version)
+            sent = self._transport.send(
+                fleet, [i for i in fleet.servers if i not in errors], command.version
+            )
             errors.update(sent.errors)
             if leader:
                 checksums.update(self._compare(fleet, sent, errors))
@@ -139,7 +158,8 @@ class Publisher:
             incarnation=incarnation,
             version=command.version,
             results=tuple(
-                ServerResult(id=i, error=errors.get(i, ""), checksum=checksums.get(i, "")) for i in fleet.servers
+                ServerResult(id=i, error=errors.get(i, ""), checksum=checksums.get(i, ""))
+                for i in fleet.servers
             ),
             pause_seconds=paused - pausing,
             transfer_seconds=pausing - started + arrived - paused,
@@ -149,7 +169,9 @@ class Publisher:
         )
 
     def _needs_whole(self, fleet: Fleet) -> bool:
-        """Return whether some server's checksum shows that it does not have the weights to which deltas would be added."""
+        """Return whether some server's checksum shows that it does not have the weights
+        to which deltas would be added.
+        """
         expected = self._last.expected(fleet.servers)
         if expected is None:
             return True
@@ -161,25 +183,40 @@ class Publisher:
         return bool(wrong or failed)
 
     async def _stop(self, server: ServerClient) -> None:
-        """Pause the server in place: its requests will keep their old keys and values, as in PipelineRL (arXiv 2509.19128).
-        Also resume its memory, a part of which a dead learner may have left released."""
+        """Pause the server in place: its requests will keep their old keys and values,
+        as in PipelineRL (arXiv 2509.19128). Also resume its memory, a part of which a
+        dead learner may have left released.
+        """
         await server.pause("in_place")
         if self._wakes:
             await server.resume_memory()
 
     def _compare(self, fleet: Fleet, sent: Sent, errors: dict[int, str]) -> dict[int, str]:
-        """Return each server's checksum; add to `errors` servers whose own is not that of what was sent, or not the others'."""
+        """Return each server's checksum; add to `errors` servers whose own is not that
+        of what was sent, or not the others'.
+        """
         asked, staged = [i for i in fleet.servers if i not in errors], self._transport.staged
         if sent.unchecked:
             why = f"checksum: the learner could not compute what to expect: {sent.unchecked}"
             errors |= {i: f"publishing version {fleet.version} to server {i}: {why}" for i in asked}
             return {}
-        answers, failed = fleet.each(asked, lambda s: s.staged_checksums() if staged else s.checksums())
+        answers, failed = fleet.each(
+            asked, lambda s: s.staged_checksums() if staged else s.checksums()
+        )
         errors |= failed
-        wrong = {i: differing(sent.checksums, parameters or {}) for i, (_, parameters) in answers.items()}
-        said = {i: f"{len(names)} differ, such as {names[0]}" for i, names in wrong.items() if names}
+        wrong = {
+            i: differing(sent.checksums, parameters or {}) for i, (_, parameters) in answers.items()
+        }
+        said = {
+            i: f"{len(names)} differ, such as {names[0]}" for i, names in wrong.items() if names
+        }
         sums = {i: whole for i, (whole, _) in answers.items() if i not in said}
         common = mode(sums.values()) if sums else ""
-        said |= {i: f"{whole[:12]}, others {common[:12]}" for i, whole in sums.items() if whole != common}
-        errors |= {i: f"publishing version {fleet.version} to server {i}: checksum: {text}" for i, text in said.items()}
+        said |= {
+            i: f"{whole[:12]}, others {common[:12]}" for i, whole in sums.items() if whole != common
+        }
+        errors |= {
+            i: f"publishing version {fleet.version} to server {i}: checksum: {text}"
+            for i, text in said.items()
+        }
         return sums

@@ -1,4 +1,5 @@
-"""The learner's weights in the form in which servers hold them: what every transport sends.
+"""The learner's weights in the form in which servers hold them: what every transport
+sends.
 
 megatron's parameters ──hf.export──► Hugging Face tensors ──► servers in the model's type
                                           └──block_fp8.quantised──► servers with serving.quantization: fp8
@@ -23,8 +24,10 @@ class ServedWeights:
         self._fp8 = fp8
 
     def tensors(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
-        """Yield this pipeline stage's tensors, or one of `parts` parts, each expert under a name of its
-        own. COLLECTIVE, like `hf.export`: a rank that sends nothing iterates over `gathered`."""
+        """Yield this pipeline stage's tensors, or one of `parts` parts, each expert
+        under a name of its own. COLLECTIVE, like `hf.export`: a rank that sends nothing
+        iterates over `gathered`.
+        """
         gathered = self.gathered(part, parts)
         return quantised(gathered) if self._fp8 else gathered
 

@@ -1,4 +1,5 @@
-"""Shared by all transports: buckets, many tensors in a flat array of bytes like SGLang's `flattened_bucket`, and checksums.
+"""Shared by all transports: buckets, many tensors in a flat array of bytes like
+SGLang's `flattened_bucket`, and checksums.
 
 (name, tensor) … ──► Bucket(names, dtypes, shapes, flat) …          all but the last are about `limit` bytes
 """
@@ -22,13 +23,16 @@ from megarl.core.server.fleet import Fleet
 from megarl.core.server.served import as_held, is_padded_inside, place
 
 TOGETHER = 64 << 20
-"""Bytes of tensors that are kept to be summed together. They are copied for it, so a tensor of this size, for which a few
-operations more do not matter, is summed alone."""
+"""Bytes of tensors that are kept to be summed together. They are copied for it, so a
+tensor of this size, for which a few operations more do not matter, is summed alone.
+"""
 
 
 class Sent(NamedTuple):
-    """The result of sending: errors by server id, checksums by the server's parameter, bytes that
-    each server received. unchecked: why the learner does not know the checksums; "" if it does."""
+    """The result of sending: errors by server id, checksums by the server's parameter,
+    bytes that each server received. unchecked: why the learner does not know the
+    checksums; "" if it does.
+    """
 
     errors: dict[int, str]
     checksums: dict[str, str]
@@ -37,28 +41,42 @@ class Sent(NamedTuple):
 
 
 class Transport(Protocol):
-    """Sends weights from a learner rank to servers. staged: into a copy (server/staging.py), to be swapped in."""
+    """Sends weights from a learner rank to servers. staged: into a copy
+    (server/staging.py), to be swapped in.
+    """
 
     staged: bool
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
-        """Send the weights to the servers `ids`. Every rank returns the same result. COLLECTIVE."""
+        """Send the weights to the servers `ids`. Every rank returns the same result.
+        COLLECTIVE.
+        """
 
 
-def open_fleet(servers: Iterable[ServerAddress], endpoints: Endpoints, limit_s: float, version: int) -> Fleet:
-    """Return a fleet of these servers. limit_s: for a call that moves weights. version: the one published, for errors."""
+def open_fleet(
+    servers: Iterable[ServerAddress], endpoints: Endpoints, limit_s: float, version: int
+) -> Fleet:
+    """Return a fleet of these servers. limit_s: for a call that moves weights. version:
+    the one published, for errors.
+    """
     clients = [ServerClient(a, endpoints.api_key, endpoints.admin_key, limit_s) for a in servers]
-    return Fleet(clients, version, {c.address.id for c in clients if c.address.url not in endpoints.servers})
+    return Fleet(
+        clients, version, {c.address.id for c in clients if c.address.url not in endpoints.servers}
+    )
 
 
 def holds_whole_parameters(fleet: Fleet, ids: Iterable[int]) -> bool:
-    """Return whether one of these servers has a single rank. Only its checksums can be compared with those of what was
-    sent; ranks of others hold parts of parameters, and sums of what is sent to them alone would be made for nothing."""
+    """Return whether one of these servers has a single rank. Only its checksums can be
+    compared with those of what was sent; ranks of others hold parts of parameters, and
+    sums of what is sent to them alone would be made for nothing.
+    """
     return any(fleet.servers[i].address.tensor_parallel == 1 for i in ids)
 
 
 class Bucket(NamedTuple):
-    """Tensors one after the other in `flat` [bytes] uint8, larger element sizes first so that each is aligned."""
+    """Tensors one after the other in `flat` [bytes] uint8, larger element sizes first
+    so that each is aligned.
+    """
 
     names: list[str]
     dtypes: list[str]
@@ -66,9 +84,13 @@ class Bucket(NamedTuple):
     flat: Tensor
 
 
-def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int, alone: float = math.inf) -> Iterator[Bucket]:
-    """Yield buckets of at most `limit` bytes, or of a single larger tensor. alone: a tensor of at least this many bytes gets
-    its own bucket and is not copied, so it may be memory of the model."""
+def buckets(
+    tensors: Iterable[tuple[str, Tensor]], limit: int, alone: float = math.inf
+) -> Iterator[Bucket]:
+    """Yield buckets of at most `limit` bytes, or of a single larger tensor. alone: a
+    tensor of at least this many bytes gets its own bucket and is not copied, so it may
+    be memory of the model.
+    """
     held: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
@@ -96,7 +118,9 @@ def _bucket(held: list[tuple[str, Tensor]]) -> Bucket:
 
 
 def with_last(items: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:
-    """Yield each bucket and whether it is the last. Fetches one ahead, so one is gathered while another is under way."""
+    """Yield each bucket and whether it is the last. Fetches one ahead, so one is
+    gathered while another is under way.
+    """
     for here, following in itertools.pairwise(itertools.chain(items, [None])):
         assert here is not None
         yield here, following is None
@@ -104,22 +128,27 @@ def with_last(items: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:
 
 @dataclass
 class _Pieces:
-    """Tensors of one of a server's parameters. starts: where each begins in it, in bytes."""
+    """Tensors of one of a server's parameters. starts: where each begins in it, in
+    bytes.
+    """
 
     tensors: list[Tensor] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
 
 
 class SentChecksums:
-    """The checksums that a server of one rank must return from `/weights_checker`, from the tensors that went through `watch`,
-    in any order: those of a parameter's pieces (server/served.py) add up (base/checksum.py), and one that was never sent is
-    missing in the sum. Nothing is copied to the CPU before `expected`, so a GPU does not wait.
+    """The checksums that a server of one rank must return from `/weights_checker`, from
+    the tensors that went through `watch`, in any order: those of a parameter's pieces
+    (server/served.py) add up (base/checksum.py), and one that was never sent is missing
+    in the sum. Nothing is copied to the CPU before `expected`, so a GPU does not wait.
 
-    Tensors are kept until there are TOGETHER bytes of them. Then those of one parameter, a layer's experts, are summed at
-    once: alone, each of the 18,432 tensors of Qwen3-30B-A3B's experts would take eight small operations.
+    Tensors are kept until there are TOGETHER bytes of them. Then those of one
+    parameter, a layer's experts, are summed at once: alone, each of the 18,432 tensors
+    of Qwen3-30B-A3B's experts would take eight small operations.
 
-    failed: why a checksum could not be computed; "" if all could. The tensors are then still
-    yielded, since other ranks take part in gathering them, and no checksum is known.
+    failed: why a checksum could not be computed; "" if all could. The tensors are then
+    still yielded, since other ranks take part in gathering them, and no checksum is
+    known.
     """
 
     def __init__(self, model: Architecture) -> None:
@@ -131,7 +160,9 @@ class SentChecksums:
         self._kept_bytes = 0
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors unchanged, and add up their checksums. None of them may change until `expected` has returned."""
+        """Yield the tensors unchanged, and add up their checksums. None of them may
+        change until `expected` has returned.
+        """
         for name, tensor in tensors:
             if not self.failed:
                 try:
@@ -192,5 +223,7 @@ def _first_line(error: Exception) -> str:
 
 
 def differing(expected: Mapping[str, str], served: Mapping[str, str]) -> list[str]:
-    """Return the parameters whose checksums differ. Parameters that only one side has (a tied head) are ignored."""
+    """Return the parameters whose checksums differ. Parameters that only one side has
+    (a tied head) are ignored.
+    """
     return sorted(name for name, value in expected.items() if served.get(name, value) != value)

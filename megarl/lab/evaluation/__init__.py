@@ -4,6 +4,7 @@ main.py ─► subject.py   which model: a directory, or a run's exported checkp
        ─► suites.py    the questions of `evaluation.suites` (shipped ones: megarl/recipes/suites/*.yaml)
        ─► servers.py   its own servers ─► core/evaluation/score.py ─► a table, curve.py
 
-multiple_choice.py  questions of ARC and HellaSwag, answered by log-likelihood instead of by generation
+multiple_choice.py  questions of ARC and HellaSwag, answered by log-likelihood instead
+of by generation
 compare.py          compares two evaluations prompt by prompt: a table and a page
 """

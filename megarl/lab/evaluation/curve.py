@@ -4,9 +4,9 @@
     with its interval, against n × mean tokens ─► table, and one picture with a colour for each model; all of
     them over the prompts that all models have answers to
 
-The answer is chosen by an oracle (pass@n, the upper bound for any choice), by majority (maj@n), or by a reward if the suite has
-one (best@n). Where two models' curves reach the same height, more training of one is worth as much as more answers of the
-other.
+The answer is chosen by an oracle (pass@n, the upper bound for any choice), by majority
+(maj@n), or by a reward if the suite has one (best@n). Where two models' curves reach
+the same height, more training of one is worth as much as more answers of the other.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,9 @@ STYLES = {"pass": ":", "maj": "-", "best": "--"}
 
 
 class CurvePoint(NamedTuple):
-    """A point of a curve. n: answers per prompt; tokens: the mean total of a prompt's n answers."""
+    """A point of a curve. n: answers per prompt; tokens: the mean total of a prompt's n
+    answers.
+    """
 
     n: int
     tokens: float
@@ -45,11 +47,18 @@ class ScoreCurve(NamedTuple):
 
 def curves(name: str, outcomes: Sequence[Outcome]) -> list[ScoreCurve]:
     prompts, count = metrics.by_prompt(outcomes), len(outcomes)
-    mean_tokens, ns = sum(o.tokens for o in outcomes) / count, metrics.powers_up_to(min(map(len, prompts)))
+    mean_tokens, ns = (
+        sum(o.tokens for o in outcomes) / count,
+        metrics.powers_up_to(min(map(len, prompts))),
+    )
     drawn = []
     for kind, chosen in metrics.choices(outcomes).items():
-        scores = (metrics.over_prompts([chosen(answers, n) for answers in prompts], count, n) for n in ns)
-        points = [CurvePoint(n, n * mean_tokens, score) for n, score in zip(ns, scores, strict=True)]
+        scores = (
+            metrics.over_prompts([chosen(answers, n) for answers in prompts], count, n) for n in ns
+        )
+        points = [
+            CurvePoint(n, n * mean_tokens, score) for n, score in zip(ns, scores, strict=True)
+        ]
         drawn.append(ScoreCurve(name, kind, points))
     return drawn
 
@@ -59,13 +68,23 @@ def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
     places = [place for out in outs for place in _places(out)]
     common = sorted(set.intersection(*(set(suites_in(place)) for place in places)))
     if suite is not None and suite not in common:
-        raise MegarlError(f"--suite: {suite!r} is not in all of them; what all have: {', '.join(common) or 'nothing'}")
+        raise MegarlError(
+            f"--suite: {suite!r} is not in all of them; what all have:"
+            f" {', '.join(common) or 'nothing'}"
+        )
     if not common:
-        raise MegarlError(f"{', '.join(map(str, places))}: no suite has answers in all of them; name others, or one")
+        raise MegarlError(
+            f"{', '.join(map(str, places))}: no suite has answers in all of them; name others,"
+            " or one"
+        )
     if picture is not None and suite is None and len(common) > 1:
-        raise MegarlError(f"--picture: shows one suite; choose it with --suite ({', '.join(common)})")
+        raise MegarlError(
+            f"--picture: shows one suite; choose it with --suite ({', '.join(common)})"
+        )
     if picture is not None and picture.suffix not in ("", ".png", ".svg"):
-        raise MegarlError(f"--picture: {picture}: it is drawn as PNG or SVG; end the name with .png or .svg")
+        raise MegarlError(
+            f"--picture: {picture}: it is drawn as PNG or SVG; end the name with .png or .svg"
+        )
     console = terminal.console()
     for name in [suite] if suite else common:
         answered = {place: metrics.read_outcomes(SuiteDir(place, name).answers) for place in places}
@@ -74,15 +93,23 @@ def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
                 raise MegarlError(f"{SuiteDir(place, name).answers}: has no answers")
         asked = [{one.id for one in outcomes} for outcomes in answered.values()]
         if not (shared := set.intersection(*asked)):
-            raise MegarlError(f"{name}: no prompt has answers in all of them: their sets are different")
-        models = [f"step {step_of(place)}" if CHECKPOINT.fullmatch(place.name) else place.name for place in answered]
+            raise MegarlError(
+                f"{name}: no prompt has answers in all of them: their sets are different"
+            )
+        models = [
+            f"step {step_of(place)}" if CHECKPOINT.fullmatch(place.name) else place.name
+            for place in answered
+        ]
         drawn: list[ScoreCurve] = []
         for model, (place, outcomes) in zip(models, answered.items(), strict=True):
             unique = model if models.count(model) == 1 else str(place)
             drawn += curves(unique, [one for one in outcomes if one.id in shared])
         console.print(table(name, drawn))
         if (most := max(map(len, asked))) > len(shared):
-            console.print(f"Over the {len(shared)} prompts that all have answers to; one has {most}.", highlight=False)
+            console.print(
+                f"Over the {len(shared)} prompts that all have answers to; one has {most}.",
+                highlight=False,
+            )
         path = picture or outs[0] / f"curve-{name}.png"
         draw(name, drawn, path)
         console.print(f"{path}", highlight=False, soft_wrap=True)
@@ -90,12 +117,21 @@ def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
 
 
 def _places(out: Path) -> list[Path]:
-    """Return [out], or for a run its evaluations that have ended, in the order of their steps. MegarlError without answers."""
+    """Return [out], or for a run its evaluations that have ended, in the order of their
+    steps. MegarlError without answers.
+    """
     of_run = RunDir(out).evaluations
-    ended = sorted({result.parent.parent for result in of_run.glob("*/*/result.json")}) if of_run.is_dir() else [out]
+    ended = (
+        sorted({result.parent.parent for result in of_run.glob("*/*/result.json")})
+        if of_run.is_dir()
+        else [out]
+    )
     places = [place for place in ended if suites_in(place)]
     if not places:
-        raise MegarlError(f"{out}: no answers there; give a directory of `megarl eval`, RUN, or RUN/evaluations/step-N")
+        raise MegarlError(
+            f"{out}: no answers there; give a directory of `megarl eval`, RUN, or"
+            " RUN/evaluations/step-N"
+        )
     return places
 
 
@@ -103,8 +139,12 @@ def table(suite: str, drawn: Sequence[ScoreCurve]) -> Table:
     kinds = [kind for kind in WORDS if any(curve.kind == kind for curve in drawn)]
     headings = ("n", "tokens a\nprompt", *(WORDS[kind].replace(" (", "\n(") for kind in kinds))
     columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
-    columns.insert(0, Column("model", overflow="fold"))  # shrinks on a narrow terminal; columns of numbers cannot
-    shown = Table(*columns, box=None, padding=(0, 1, 0, 0), pad_edge=False, title=suite, title_justify="left")
+    columns.insert(
+        0, Column("model", overflow="fold")
+    )  # shrinks on a narrow terminal; columns of numbers cannot
+    shown = Table(
+        *columns, box=None, padding=(0, 1, 0, 0), pad_edge=False, title=suite, title_justify="left"
+    )
     for model in dict.fromkeys(curve.model for curve in drawn):
         points = {curve.kind: curve.points for curve in drawn if curve.model == model}
         for at, point in enumerate(points["pass"]):
@@ -115,7 +155,9 @@ def table(suite: str, drawn: Sequence[ScoreCurve]) -> Table:
 
 
 def draw(suite: str, drawn: Sequence[ScoreCurve], path: Path) -> None:
-    """Draw scores against tokens: one colour per model, one line style per way of choosing, shaded intervals."""
+    """Draw scores against tokens: one colour per model, one line style per way of
+    choosing, shaded intervals.
+    """
     from matplotlib import colormaps  # slow to import
 
     models = list(dict.fromkeys(curve.model for curve in drawn))

@@ -1,9 +1,11 @@
-"""`megarl eval`: asks a model the questions of suites, on servers of its own; writes answers and results, and prints a table.
+"""`megarl eval`: asks a model the questions of suites, on servers of its own; writes
+answers and results, and prints a table.
 
     --model ─► subject.py ─► suites.py: prompts ─► settings.json: do they allow earlier answers to be kept?
             ─► a checkpoint is exported ─► servers.py ─► score.py, each answer saved at once ─► metrics ─► result.json, table
 
-A repeated command asks only the questions without an answer. Ctrl-C leaves only complete rows.
+A repeated command asks only the questions without an answer. Ctrl-C leaves only
+complete rows.
 """
 
 import asyncio
@@ -43,9 +45,17 @@ from megarl.run.process import lock, outlive_screen
 
 
 def main(
-    model: str, suite: str, overrides: Sequence[str], samples: int | None, limit: int | None, data: str | None, out: Path | None
-) -> int:  # fmt: skip
-    """Return 0, or 1 if an answer is void. None: as the suite says; for `out`, a directory in runs/evaluations."""
+    model: str,
+    suite: str,
+    overrides: Sequence[str],
+    samples: int | None,
+    limit: int | None,
+    data: str | None,
+    out: Path | None,
+) -> int:
+    """Return 0, or 1 if an answer is void. None: as the suite says; for `out`, a
+    directory in runs/evaluations.
+    """
     outlive_screen()
     console = terminal.console()
     subject = subject_of(model)
@@ -55,20 +65,30 @@ def main(
     if not words:
         raise MegarlError("--suite: names no suite")
     if data and len(words) != 1:
-        raise MegarlError("--data: is for one suite; for several, give evaluation.suites.NAME.data=SOURCE")
-    recipe, names = recipe_of(subject, words, [f"{k}={v}" for k, v in given.items() if v is not None], overrides, out)
+        raise MegarlError(
+            "--data: is for one suite; for several, give evaluation.suites.NAME.data=SOURCE"
+        )
+    recipe, names = recipe_of(
+        subject, words, [f"{k}={v}" for k, v in given.items() if v is not None], overrides, out
+    )
     tokenizer = load_tokenizer(subject.hf)
     questions, results = [], []
     reasons = Counter[str]()
     with lock(RunDir(recipe.run.path).path, "megarl eval", "--out"):
         for name in names:
             rows = recipe.evaluation.suites[name]
-            loaded = suites.load(name, rows, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
+            loaded = suites.load(
+                name, rows, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate
+            )
             for reason, count in loaded.left_out.items():
                 text = f"{name}: {count} of {loaded.rows} rows are not asked: {reason}"
                 console.print(text, style="yellow", highlight=False)
-            settings = {"model": subject.identity, "prompts": loaded.digest} | settings_of(recipe, rows)
-            questions.append((_with_earlier(loaded.questions, SuiteDir(out, name), settings), settings))
+            settings = {"model": subject.identity, "prompts": loaded.digest} | settings_of(
+                recipe, rows
+            )
+            questions.append(
+                (_with_earlier(loaded.questions, SuiteDir(out, name), settings), settings)
+            )
         if any(q.open for q, _ in questions):
             _ask(subject, recipe, tokenizer, [q for q, _ in questions], out, console)
         for q, settings in questions:
@@ -99,47 +119,78 @@ def asked_now(questions: SuiteQuestions, outcomes: Sequence[Outcome]) -> list[Ou
 
 
 def never_thinks(results: Sequence[Result], end_of_thinking: str) -> str:
-    """Return advice if most answers lack the end of thinking, as those of a model that never thinks do; else an empty text."""
-    missing = [r.metrics.get("format_error_rate", 0.0) - r.metrics["truncation_rate"] for r in results]
+    """Return advice if most answers lack the end of thinking, as those of a model that
+    never thinks do; else an empty text.
+    """
+    missing = [
+        r.metrics.get("format_error_rate", 0.0) - r.metrics["truncation_rate"] for r in results
+    ]
     if not end_of_thinking or max(missing) < 0.5:
         return ""
-    advice = "if the model never writes it, evaluate it with \"length.end_of_thinking=''\" and another --out"
+    advice = (
+        "if the model never writes it, evaluate it with \"length.end_of_thinking=''\" and another"
+        " --out"
+    )
     return f"most answers count as wrong because they have no {end_of_thinking}; {advice}"
 
 
-def _with_earlier(questions: SuiteQuestions, place: SuiteDir, settings: Mapping[str, object]) -> SuiteQuestions:
-    """Return the questions with the answers that already exist. MegarlError if those were made with other settings."""
+def _with_earlier(
+    questions: SuiteQuestions, place: SuiteDir, settings: Mapping[str, object]
+) -> SuiteQuestions:
+    """Return the questions with the answers that already exist. MegarlError if those
+    were made with other settings.
+    """
     place.path.mkdir(parents=True, exist_ok=True)
     if place.settings.is_file():
         before = earlier_settings(place.settings)
         if changed := [key for key in settings if before.get(key) != settings[key]]:
-            otherwise = f"made with other settings: {', '.join(changed)} changed (see {place.settings.name})"
-            raise MegarlError(f"{place.path}: has answers that were {otherwise}; give another --out, or remove it")
+            otherwise = (
+                f"made with other settings: {', '.join(changed)} changed (see"
+                f" {place.settings.name})"
+            )
+            raise MegarlError(
+                f"{place.path}: has answers that were {otherwise}; give another --out, or remove it"
+            )
     else:
         write_atomically(place.settings, json.dumps(settings, indent=2).encode() + b"\n")
-    return replace(questions, answered=[one for one in read_outcomes(place.answers) if not one.void])
+    return replace(
+        questions, answered=[one for one in read_outcomes(place.answers) if not one.void]
+    )
 
 
 def earlier_settings(file: Path) -> dict[str, object]:
-    """Return the settings with which answers were made. MegarlError if the file is damaged."""
+    """Return the settings with which answers were made. MegarlError if the file is
+    damaged.
+    """
     try:
         settings = json.loads(contents(file))
     except ValueError:
         settings = None
     if not isinstance(settings, dict):
-        raise MegarlError(f"{file}: damaged: not a JSON object; give another --out, or remove {file.parent}")
+        raise MegarlError(
+            f"{file}: damaged: not a JSON object; give another --out, or remove {file.parent}"
+        )
     return settings
 
 
 def _ask(
-    subject: Subject, recipe: Recipe, tokenizer: Tokenizer, questions: Sequence[SuiteQuestions], out: Path, console: Console
-) -> None:  # fmt: skip
+    subject: Subject,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    questions: Sequence[SuiteQuestions],
+    out: Path,
+    console: Console,
+) -> None:
     with ExitStack() as stack:
         if subject.run is not None:
-            exported = stack.enter_context(_exported(subject.source, RunDir(recipe.run.path).path / "model"))
+            exported = stack.enter_context(
+                _exported(subject.source, RunDir(recipe.run.path).path / "model")
+            )
             model = recipe.model.model_copy(update={"path": str(exported)})
             recipe = recipe.model_copy(update={"model": model})
-        with console.status(f"starting {recipe.resources.servers} server{'s' * (recipe.resources.servers > 1)}"):
+        with console.status(
+            f"starting {recipe.resources.servers} server{'s' * (recipe.resources.servers > 1)}"
+        ):
             servers = stack.enter_context(own_servers(recipe))
         count = stack.enter_context(counted(questions, console))
         places = {q.name: stack.enter_context(closing(SuiteDir(out, q.name))) for q in questions}
@@ -159,15 +210,27 @@ def _ask(
         except ExceptionGroup as errors:
             first = first_of(errors)
             if isinstance(first, GraderDown):
-                first = MegarlError(f"the grader is down: {first}; answers are kept, and the same command continues")
+                first = MegarlError(
+                    f"the grader is down: {first}; answers are kept, and the same command continues"
+                )
             raise first from None
 
 
 @contextmanager
 def _exported(checkpoint: Path, where: Path) -> Iterator[Path]:
-    """Yield a temporary Hugging Face directory with the exported checkpoint. Another process exports, as that needs torch."""
+    """Yield a temporary Hugging Face directory with the exported checkpoint. Another
+    process exports, as that needs torch.
+    """
     shutil.rmtree(where, ignore_errors=True)  # a process that was killed may have left it
-    command = [sys.executable, "-m", "checkpoints_tools", "convert", "megatron-to-hf", str(checkpoint), str(where)]
+    command = [
+        sys.executable,
+        "-m",
+        "checkpoints_tools",
+        "convert",
+        "megatron-to-hf",
+        str(checkpoint),
+        str(where),
+    ]
     if subprocess.run(command).returncode:
         raise MegarlError(f"{checkpoint}: could not be exported to {where}; see above")
     try:
@@ -180,9 +243,16 @@ LINE_S = 30.0  # seconds between progress lines when the output is not a termina
 
 
 @contextmanager
-def counted(questions: Sequence[SuiteQuestions], console: Console) -> Iterator[Callable[[Answer], None]]:
-    """Show the progress of each suite: answers so far, and the share that is right. Yield a function that counts an answer."""
-    name, share = progress.TextColumn("{task.description}", markup=False), progress.TextColumn("{task.fields[right]}")
+def counted(
+    questions: Sequence[SuiteQuestions], console: Console
+) -> Iterator[Callable[[Answer], None]]:
+    """Show the progress of each suite: answers so far, and the share that is right.
+    Yield a function that counts an answer.
+    """
+    name, share = (
+        progress.TextColumn("{task.description}", markup=False),
+        progress.TextColumn("{task.fields[right]}"),
+    )
     counts = (name, progress.BarColumn(), progress.MofNCompleteColumn(), share)
     times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
     live, last = console.is_terminal, time.monotonic()
@@ -198,10 +268,14 @@ def counted(questions: Sequence[SuiteQuestions], console: Console) -> Iterator[C
         nonlocal last
         bar = bars[answer.suite]
         right[answer.suite] += answer.correct
-        shown.update(bar.id, advance=1, right=f"{right[answer.suite] / (bar.completed + 1):.1%} right")
+        shown.update(
+            bar.id, advance=1, right=f"{right[answer.suite] / (bar.completed + 1):.1%} right"
+        )
         if not live and time.monotonic() - last >= LINE_S:
             last = time.monotonic()
-            parts = [f"{name}: {bar.completed} of {bar.total} answers" for name, bar in bars.items()]
+            parts = [
+                f"{name}: {bar.completed} of {bar.total} answers" for name, bar in bars.items()
+            ]
             console.print(" · ".join(parts), highlight=False, soft_wrap=True)
 
     with shown:
@@ -209,21 +283,40 @@ def counted(questions: Sequence[SuiteQuestions], console: Console) -> Iterator[C
 
 
 RATES = {
-    "truncated": "truncation_rate", "interrupted": "interruption_rate", "no answer": "format_error_rate",
-    "grader ran out of time": "grader_timeout_rate", "grader failed": "grader_error_rate",
+    "truncated": "truncation_rate",
+    "interrupted": "interruption_rate",
+    "no answer": "format_error_rate",
+    "grader ran out of time": "grader_timeout_rate",
+    "grader failed": "grader_error_rate",
     "not generated or judged": "void_rate",
-}  # fmt: skip
+}
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Make a table with one column per suite; a row for which no suite has a value is left out."""
+    """Make a table with one column per suite; a row for which no suite has a value is
+    left out.
+    """
     columns = [Column("", style="dim", no_wrap=True)]
     columns += [Column(result.suite, justify="right", no_wrap=True) for result in results]
-    shown = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=results[0].model, title_justify="left")
-    shown.add_row("prompts × answers", *(f"{r.metrics['n_prompts']:.0f} × {r.samples}" for r in results))
+    shown = Table(
+        *columns,
+        box=None,
+        padding=(0, 2),
+        pad_edge=False,
+        title=results[0].model,
+        title_justify="left",
+    )
+    shown.add_row(
+        "prompts × answers", *(f"{r.metrics['n_prompts']:.0f} × {r.samples}" for r in results)
+    )
     kinds = {"mean@k": "pass_rate", "choice by length": "pass_rate_by_length"}
     for kind in ("pass", "maj", "best"):
-        ks = {int(m[1]) for r in results for name in r.metrics if (m := re.fullmatch(rf"{kind}@(\d+)", name))}
+        ks = {
+            int(m[1])
+            for r in results
+            for name in r.metrics
+            if (m := re.fullmatch(rf"{kind}@(\d+)", name))
+        }
         kinds |= {f"{kind}@{k}": f"{kind}@{k}" for k in sorted(ks) if k > 1}
     for label, name in kinds.items():
         if any(name in r.metrics for r in results):
@@ -231,7 +324,9 @@ def table(results: Sequence[Result]) -> Table:
     for label, name in RATES.items():
         if any(r.metrics.get(name) for r in results):
             shown.add_row(label, *(f"{r.metrics.get(name, 0.0):.1%}" for r in results))
-    lengths = [r.metrics[f"completion_tokens_{part}"] for r in results for part in ("mean", "p50", "p95")]
+    lengths = [
+        r.metrics[f"completion_tokens_{part}"] for r in results for part in ("mean", "p50", "p95")
+    ]
     texts = (" · ".join(f"{length:,.0f}" for length in three) for three in batched(lengths, 3))
     shown.add_row("tokens: mean, median, 95 %", *texts)
     entropies = (f"{r.metrics['entropy']:.3f}" if "entropy" in r.metrics else "–" for r in results)

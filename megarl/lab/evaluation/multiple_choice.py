@@ -1,17 +1,22 @@
-"""Multiple choice by log-likelihood: ARC and HellaSwag, asked and scored as in lm-evaluation-harness 0.4.13.
+"""Multiple choice by log-likelihood: ARC and HellaSwag, asked and scored as in
+lm-evaluation-harness 0.4.13.
 
     rows of a suite ─[load_questions]─► Question: context, choices, gold ─► Choices, asked by score.py
                     ─[ask]─► a server gives log p(" " + choice | context) for each choice ─[answered]─► Answer
 
-Context and choice are tokenized as in the harness (`TemplateLM._encode_pair`), so that our numbers equal its numbers. They are
-encoded as one text, with the tokenizer's usual special tokens (Llama 3 puts <|begin_of_text|> in front); whitespace at the end
-of the context belongs to the continuation; and if the context alone has n tokens, the continuation is all after the first n.
+Context and choice are tokenized as in the harness (`TemplateLM._encode_pair`), so that
+our numbers equal its numbers. They are encoded as one text, with the tokenizer's usual
+special tokens (Llama 3 puts <|begin_of_text|> in front); whitespace at the end of the
+context belongs to the continuation; and if the context alone has n tokens, the
+continuation is all after the first n.
 
-There are two verdicts: `chosen` is the choice with the largest log-likelihood (the harness's acc), `chosen_normalised` the one
-with the largest log-likelihood per character (not byte) of the choice (acc_norm). Nothing is sampled, so a question has one
+There are two verdicts: `chosen` is the choice with the largest log-likelihood (the
+harness's acc), `chosen_normalised` the one with the largest log-likelihood per
+character (not byte) of the choice (acc_norm). Nothing is sampled, so a question has one
 answer.
 
-The harness itself is not used, because it returns answers only at the end of a whole task, so no evaluation could resume.
+The harness itself is not used, because it returns answers only at the end of a whole
+task, so no evaluation could resume.
 """
 
 import logging
@@ -42,7 +47,9 @@ DELIMITER = " "  # separates context and choice
 
 
 class Continuation(NamedTuple):
-    """A tokenized choice. tokens [n] int32: context and choice, scored from `first` on; cut: the context's start is missing."""
+    """A tokenized choice. tokens [n] int32: context and choice, scored from `first` on;
+    cut: the context's start is missing.
+    """
 
     tokens: np.ndarray
     first: int
@@ -53,28 +60,45 @@ class Continuation(NamedTuple):
         return len(self.tokens) - self.first
 
 
-def joined(tokenizer: Tokenizer, context: str, continuations: Sequence[str], longest: int) -> list[Continuation]:
-    """Append each continuation to the context. As in the harness, only the last `longest` tokens of a longer text are kept.
-    MegarlError if a continuation has no tokens of its own, or is too long by itself."""
-    if other := next((text for text in continuations if tokenizer.least_tokens(len(text)) > longest), None):
-        raise MegarlError(f"{other[:60]!r} cannot be scored: it is longer than the {longest} tokens that fit")
-    context = context[-(longest + 1) * tokenizer.longest_token :]  # what precedes would be dropped below
+def joined(
+    tokenizer: Tokenizer, context: str, continuations: Sequence[str], longest: int
+) -> list[Continuation]:
+    """Append each continuation to the context. As in the harness, only the last
+    `longest` tokens of a longer text are kept. MegarlError if a continuation has no
+    tokens of its own, or is too long by itself.
+    """
+    if other := next(
+        (text for text in continuations if tokenizer.least_tokens(len(text)) > longest), None
+    ):
+        raise MegarlError(
+            f"{other[:60]!r} cannot be scored: it is longer than the {longest} tokens that fit"
+        )
+    context = context[
+        -(longest + 1) * tokenizer.longest_token :
+    ]  # what precedes would be dropped below
     kept = context.rstrip()
     blanks = context[len(kept) :]
-    alone, *wholes = tokenizer.encode_all([kept, *(kept + blanks + text for text in continuations)], framed=True)
+    alone, *wholes = tokenizer.encode_all(
+        [kept, *(kept + blanks + text for text in continuations)], framed=True
+    )
     continued = []
     for text, whole in zip(continuations, wholes, strict=True):
         over = max(0, len(whole) - longest)
         first = len(alone) - over
         if not 1 <= first < len(whole) - over:
-            fits = f"{len(whole) - len(alone)} tokens of its own, after at least one other, where {longest} fit"
+            fits = (
+                f"{len(whole) - len(alone)} tokens of its own, after at least one other, where"
+                f" {longest} fit"
+            )
             raise MegarlError(f"{text!r} cannot be scored after {context[-60:]!r}: {fits}")
         continued.append(Continuation(whole[over:], first, over > 0))
     return continued
 
 
 class Question(NamedTuple):
-    """A question. context: the text before the choice; gold: the index of the right choice."""
+    """A question. context: the text before the choice; gold: the index of the right
+    choice.
+    """
 
     id: str
     context: str
@@ -83,33 +107,59 @@ class Question(NamedTuple):
 
 
 def arc(raw: Raw) -> Question:
-    """Read huggingface.co/datasets/allenai/ai2_arc (arXiv 1803.05457), whose labels are A … E or 1 … 5."""
+    """Read huggingface.co/datasets/allenai/ai2_arc (arXiv 1803.05457), whose labels are
+    A … E or 1 … 5.
+    """
     labels, choices = column("choices.label")(raw), column("choices.text")(raw)
     key = column("answerKey")(raw)
     if key not in labels:
-        raise UnfitError(f"the answerKey {key!r} is not one of the labels {', '.join(map(str, labels))}")
-    return _question(raw.get("id"), f"Question: {column('question')(raw)}\nAnswer:", choices, labels.index(key))
+        raise UnfitError(
+            f"the answerKey {key!r} is not one of the labels {', '.join(map(str, labels))}"
+        )
+    return _question(
+        raw.get("id"), f"Question: {column('question')(raw)}\nAnswer:", choices, labels.index(key)
+    )
 
 
 def hellaswag(raw: Raw) -> Question:
-    """Read huggingface.co/datasets/Rowan/hellaswag (arXiv 1905.07830); its test split has no labels. `ctx`, which is ctx_a and
-    ctx_b joined, is not read: the harness joins them itself, with a capital letter."""
+    """Read huggingface.co/datasets/Rowan/hellaswag (arXiv 1905.07830); its test split
+    has no labels. `ctx`, which is ctx_a and ctx_b joined, is not read: the harness
+    joins them itself, with a capital letter.
+    """
     label, endings = str(column("label")(raw)), column("endings")(raw)
     if not label.isdecimal() or int(label) >= len(endings):
-        raise UnfitError(f"the label {label!r} is not an index of its {len(endings)} endings; the test split has none")
-    begin = f"{column('activity_label')(raw)}: {column('ctx_a')(raw)} {column('ctx_b')(raw).capitalize()}"
-    return _question(raw.get("ind"), _without_brackets(begin), [_without_brackets(e) for e in endings], int(label))
+        raise UnfitError(
+            f"the label {label!r} is not an index of its {len(endings)} endings; the test split has"
+            " none"
+        )
+    begin = (
+        f"{column('activity_label')(raw)}: {column('ctx_a')(raw)}"
+        f" {column('ctx_b')(raw).capitalize()}"
+    )
+    return _question(
+        raw.get("ind"),
+        _without_brackets(begin),
+        [_without_brackets(e) for e in endings],
+        int(label),
+    )
 
 
 def _without_brackets(text: str) -> str:
-    """Remove marks such as [title] of HellaSwag's WikiHow part, as the harness and the authors' release do."""
+    """Remove marks such as [title] of HellaSwag's WikiHow part, as the harness and the
+    authors' release do.
+    """
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def _question(name: object, context: str, choices: Sequence[str], gold: int) -> Question:
     if len(choices) < 2 or not all(choices):
         raise UnfitError(f"fewer than two choices, or an empty one: {list(choices)}")
-    return Question(str(name) if name is not None else f"{fingerprint(context):016x}", context, tuple(choices), gold)
+    return Question(
+        str(name) if name is not None else f"{fingerprint(context):016x}",
+        context,
+        tuple(choices),
+        gold,
+    )
 
 
 SETS: Mapping[str, Callable[[Raw], Question]] = {"arc": arc, "hellaswag": hellaswag}
@@ -117,8 +167,10 @@ SETS: Mapping[str, Callable[[Raw], Question]] = {"arc": arc, "hellaswag": hellas
 
 
 def load_questions(source: str, mapping: str) -> tuple[list[Question], Counter[str]]:
-    """Load the questions of a source, in order. mapping: a key of SETS. MegarlError if there are none. Rows that do not fit the
-    schema, or repeat an id, are left out, counted by reason and reported; published sets have some."""
+    """Load the questions of a source, in order. mapping: a key of SETS. MegarlError if
+    there are none. Rows that do not fit the schema, or repeat an id, are left out,
+    counted by reason and reported; published sets have some.
+    """
     questions: dict[str, Question] = {}
     left_out, faults = Counter[str](), []
     for number, raw in stream(source):
@@ -143,20 +195,26 @@ def load_questions(source: str, mapping: str) -> tuple[list[Question], Counter[s
 
 @dataclass(frozen=True)
 class Choices(Questions[Question]):
-    """Questions whose choices are scored. If one is too long, the start of its context is cut, and its answer `truncated`."""
+    """Questions whose choices are scored. If one is too long, the start of its context
+    is cut, and its answer `truncated`.
+    """
 
     def answerer(self, asker: Asker) -> Callable[[Question, int, Order], Awaitable[Answer]]:
         return partial(self._answer, asker)
 
     async def _answer(self, asker: Asker, asked: Question, sample: int, order: Order) -> Answer:
-        """Return the answer; void if its requests are lost more than MAX_RETRIES times, or if it cannot be asked."""
+        """Return the answer; void if its requests are lost more than MAX_RETRIES times,
+        or if it cannot be asked.
+        """
         longest = asker.recipe.length.context_tokens - KEPT_FROM_INPUT
         servers, why = asker.sampler.servers, ""
         for tries in range(1, MAX_RETRIES + 2):
             server, _ = await servers.places.take(order, asker.may_use)
             life = servers.life(server)
             try:
-                return await ask(servers.clients[server], asker.tokenizer, asked, self.name, longest, asker.salt)
+                return await ask(
+                    servers.clients[server], asker.tokenizer, asked, self.name, longest, asker.salt
+                )
             except ServerLost as lost:
                 if not lost.alone:
                     servers.server_lost(server, life, str(lost))
@@ -169,12 +227,21 @@ class Choices(Questions[Question]):
 
 
 async def ask(
-    client: ServerClient, tokenizer: Tokenizer, question: Question, suite: str, longest: int, salt: str
+    client: ServerClient,
+    tokenizer: Tokenizer,
+    question: Question,
+    suite: str,
+    longest: int,
+    salt: str,
 ) -> Answer:
-    """Return the answer of the model that `client` serves. longest: tokens that fit in the context window. salt: unique to an
-    evaluation and a version of the weights. Raises ServerLost or ServerRefused; MegarlError as in `joined`, and if the model's
-    log-probs are not finite."""
-    continuations = joined(tokenizer, question.context, [DELIMITER + choice for choice in question.choices], longest)
+    """Return the answer of the model that `client` serves. longest: tokens that fit in
+    the context window. salt: unique to an evaluation and a version of the weights.
+    Raises ServerLost or ServerRefused; MegarlError as in `joined`, and if the model's
+    log-probs are not finite.
+    """
+    continuations = joined(
+        tokenizer, question.context, [DELIMITER + choice for choice in question.choices], longest
+    )
     tokens, first, _ = zip(*continuations, strict=True)
     scores = await client.score(tokens, first, f"{salt}/{question.id}")
     sums = [float(np.sum(s.logprobs, dtype=np.float64)) for s in scores]
@@ -183,7 +250,9 @@ async def ask(
     return answered(question, suite, sums, continuations)
 
 
-def answered(question: Question, suite: str, scores: Sequence[float], continuations: Sequence[Continuation]) -> Answer:
+def answered(
+    question: Question, suite: str, scores: Sequence[float], continuations: Sequence[Continuation]
+) -> Answer:
     """Make the answer from the choices' log-likelihoods, `scores`, in nats."""
     chosen = int(np.argmax(scores))
     text = question.choices[chosen]
@@ -197,15 +266,33 @@ def answered(question: Question, suite: str, scores: Sequence[float], continuati
         tokens=continuations[chosen].scored,
         loglikelihoods=tuple(scores),
         chosen=chosen,
-        chosen_normalised=int(np.argmax(np.divide(scores, [len(choice) for choice in question.choices]))),
+        chosen_normalised=int(
+            np.argmax(np.divide(scores, [len(choice) for choice in question.choices]))
+        ),
     )
 
 
 def _void(question: Question, suite: str, why: str) -> Answer:
-    """Return an answer without scores. why: the reason why it is void, "" if it is not. A void
-    answer is not malformed: its model wrote nothing."""
+    """Return an answer without scores. why: the reason why it is void, "" if it is not.
+    A void answer is not malformed: its model wrote nothing.
+    """
     return Answer(
-        suite=suite, id=question.id, sample=0, prompt=question.context, expected=question.choices[question.gold],
-        completion="", answer="", vote="", correct=False, truncated=False, interrupted=False, format_ok=True,
-        grader_timeout=False, grader_error=False, tokens=0, entropy=None, void=why, choices=question.choices,
-    )  # fmt: skip
+        suite=suite,
+        id=question.id,
+        sample=0,
+        prompt=question.context,
+        expected=question.choices[question.gold],
+        completion="",
+        answer="",
+        vote="",
+        correct=False,
+        truncated=False,
+        interrupted=False,
+        format_ok=True,
+        grader_timeout=False,
+        grader_error=False,
+        tokens=0,
+        entropy=None,
+        void=why,
+        choices=question.choices,
+    )

@@ -1,7 +1,9 @@
-"""Starts, queries and ends an evaluation's own servers. No weights are published to them: they keep those they read.
+"""Starts, queries and ends an evaluation's own servers. No weights are published to
+them: they keep those they read.
 
-`megarl serve` reads and writes OUT/.servers/: recipe.yaml, endpoints.json, logs/server/.
-A failed request is retried on any server. If a server's process ends, so does the evaluation, with all answers so far on disk.
+`megarl serve` reads and writes OUT/.servers/: recipe.yaml, endpoints.json,
+logs/server/. A failed request is retried on any server. If a server's process ends, so
+does the evaluation, with all answers so far on disk.
 """
 
 import asyncio
@@ -46,7 +48,10 @@ class OwnServers:
 
     @cached_property
     def clients(self) -> dict[int, ServerClient]:
-        width, keys = self.recipe.resources.server_tensor_parallel, (self.endpoints.api_key, self.endpoints.admin_key)
+        width, keys = (
+            self.recipe.resources.server_tensor_parallel,
+            (self.endpoints.api_key, self.endpoints.admin_key),
+        )
         return {
             n: ServerClient(ServerAddress(id=n, url=url, tensor_parallel=width), *keys)
             for n, url in enumerate(self.endpoints.servers)
@@ -65,7 +70,10 @@ class OwnServers:
     async def asker(self, tokenizer: Tokenizer) -> AsyncIterator[Asker]:
         """Yield an Asker, which queries these servers and grades their answers."""
         recipe, ids = self.recipe, set(self.clients)
-        graders, environments = TaskGraders(recipe, tokenizer.decode), TaskEnvironments(recipe, tokenizer)
+        graders, environments = (
+            TaskGraders(recipe, tokenizer.decode),
+            TaskEnvironments(recipe, tokenizer),
+        )
         agents = TaskAgents(recipe, tokenizer)
         sampler = Sampler(recipe, tokenizer, self, environments, agents, positions(recipe))
         at_once, salt = self.places.limit * len(ids), secrets.token_hex(8)
@@ -82,7 +90,9 @@ class OwnServers:
         return 0
 
     def server_lost(self, server: int, life: int, reason: str) -> None:
-        """Do nothing: the request is retried within MAX_RETRIES, and `watch` notices a server that is gone for good."""
+        """Do nothing: the request is retried within MAX_RETRIES, and `watch` notices a
+        server that is gone for good.
+        """
 
     async def watch(self) -> None:
         """Watch the servers until cancelled. MegarlError when a server has ended."""
@@ -95,12 +105,16 @@ class OwnServers:
             if (status := process.status()) is not None:
                 log = log_of(RunDir(self.recipe.run.path), Role("server", n))
                 said = "\n  ".join(last_lines(log)) if log is not None else ""
-                raise MegarlError(f"server {n} has ended with status {status}; the end of {log}:\n  {said}")
+                raise MegarlError(
+                    f"server {n} has ended with status {status}; the end of {log}:\n  {said}"
+                )
 
 
 @contextmanager
 def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
-    """Start servers, wait until they are ready, and end them after the block. MegarlError says why one does not start."""
+    """Start servers, wait until they are ready, and end them after the block.
+    MegarlError says why one does not start.
+    """
     rundir = RunDir(recipe.run.path)
     launcher = LocalLauncher()
     (node,) = launcher.survey(recipe.resources.servers)
@@ -112,16 +126,24 @@ def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
     write_atomically(rundir.recipe, dump(recipe).encode())
     urls = tuple(f"http://{node.address}:{port}" for port in node.ports)
     endpoints = Endpoints(
-        session="evaluation", controller="", servers=urls, api_key=secrets.token_hex(16), admin_key=secrets.token_hex(16),
-        link=LinkKeys.new(), rendezvous_port=0,
-    )  # fmt: skip
+        session="evaluation",
+        controller="",
+        servers=urls,
+        api_key=secrets.token_hex(16),
+        admin_key=secrets.token_hex(16),
+        link=LinkKeys.new(),
+        rendezvous_port=0,
+    )
     rundir.write_endpoints(endpoints)
     processes: list[LocalProcess] = []
     try:
         for n, port in enumerate(node.ports):
             role = Role("server", n)
             processes.append(launcher.start(task(recipe, rundir, role, port, placed[role])))
-        servers, until = OwnServers(recipe, endpoints, processes), time.monotonic() + recipe.start_limit_s
+        servers, until = (
+            OwnServers(recipe, endpoints, processes),
+            time.monotonic() + recipe.start_limit_s,
+        )
         for url, process in zip(urls, processes, strict=True):
             try:
                 wait_ready(url, max(0.0, until - time.monotonic()), process.status)
@@ -140,9 +162,13 @@ def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
 POLL_S = 0.1
 
 
-def wait_ready(url: str, limit_s: float, exit_code: Callable[[], int | None] = lambda: None) -> float:
-    """Wait until the server at `url` is ready; return the seconds. MegarlError if it has ended, or after `limit_s` seconds.
-    exit_code: returns its exit status, None while it runs."""
+def wait_ready(
+    url: str, limit_s: float, exit_code: Callable[[], int | None] = lambda: None
+) -> float:
+    """Wait until the server at `url` is ready; return the seconds. MegarlError if it
+    has ended, or after `limit_s` seconds. exit_code: returns its exit status, None
+    while it runs.
+    """
 
     async def wait() -> float:
         start = time.monotonic()
@@ -152,7 +178,10 @@ def wait_ready(url: str, limit_s: float, exit_code: Callable[[], int | None] = l
                     why = f"ended with status {code} before it was ready; its log says why"
                     raise MegarlError(f"the server for {url} {why}")
                 if time.monotonic() - start > limit_s:
-                    why = f"was not ready within {limit_s:g} s; if it only needs more, raise weights.timeout_s"
+                    why = (
+                        f"was not ready within {limit_s:g} s; if it only needs more, raise"
+                        " weights.timeout_s"
+                    )
                     raise MegarlError(f"the server at {url} {why}")
                 await asyncio.sleep(POLL_S)
         return time.monotonic() - start

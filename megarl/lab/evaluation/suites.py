@@ -1,6 +1,8 @@
-"""Loads the questions of a suite: its source's rows, mapped, in its prompt and template, as token ids; or multiple choice.
+"""Loads the questions of a suite: its source's rows, mapped, in its prompt and
+template, as token ids; or multiple choice.
 
-A row that cannot be asked is left out, counted and reported. An answer may have any size, as it may be a program's tests.
+A row that cannot be asked is left out, counted and reported. An answer may have any
+size, as it may be a program's tests.
 """
 
 import hashlib
@@ -30,7 +32,9 @@ type SuiteQuestions = Sampled | Choices
 
 
 class Loaded(NamedTuple):
-    """A loaded suite. questions: those to ask; rows: how many there are; left_out: counts by reason; digest: of usable rows."""
+    """A loaded suite. questions: those to ask; rows: how many there are; left_out:
+    counts by reason; digest: of usable rows.
+    """
 
     questions: SuiteQuestions
     rows: int
@@ -38,11 +42,21 @@ class Loaded(NamedTuple):
     digest: str
 
 
-def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, decontaminate: Sequence[str] = ()) -> Loaded:
-    """Load a suite. MegarlError if no row is usable. decontaminate: data.decontaminate, for rows held out of a training set."""
+def load(
+    name: str,
+    suite: Suite,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    decontaminate: Sequence[str] = (),
+) -> Loaded:
+    """Load a suite. MegarlError if no row is usable. decontaminate: data.decontaminate,
+    for rows held out of a training set.
+    """
     if suite.mapping in MULTIPLE_CHOICE:
         every, unfit = load_questions(suite.data, suite.mapping)
-        one_each = Choices(name, choose(every, suite.prompts), 1, rows=suite)  # whatever `samples` says
+        one_each = Choices(
+            name, choose(every, suite.prompts), 1, rows=suite
+        )  # whatever `samples` says
         return Loaded(one_each, len(every) + unfit.total(), unfit, _digest(map(list, every)))
     read = mapping_of(suite.mapping, suite.columns)
     if "code" in suite.graders:
@@ -55,13 +69,22 @@ def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, deconta
         surveyed = survey(suite.data, read, suite.heldout, overlap_with(decontaminate))
         rows, left_out = suite.heldout, {}
     sets = load_set(
-        surveyed, lambda row: within(with_question(row, suite.prompt)), tokenizer, max_tokens, name, suite.data
+        surveyed,
+        lambda row: within(with_question(row, suite.prompt)),
+        tokenizer,
+        max_tokens,
+        name,
+        suite.data,
     )
     prompts = sets[suite.heldout is not None].prompts
     if too_long := rows - sum(left_out.values()) - len(prompts):
         left_out[f"longer than {max_tokens} tokens"] = too_long
-    sampled = Sampled(name, choose(prompts, suite.prompts), suite.samples, rows=suite, rewards=suite.rewards)
-    return Loaded(sampled, rows, left_out, _digest([p.id, p.tokens.tolist(), *p.answers] for p in prompts))
+    sampled = Sampled(
+        name, choose(prompts, suite.prompts), suite.samples, rows=suite, rewards=suite.rewards
+    )
+    return Loaded(
+        sampled, rows, left_out, _digest([p.id, p.tokens.tolist(), *p.answers] for p in prompts)
+    )
 
 
 def with_question(row: PromptRow, form: str) -> PromptRow:
@@ -74,7 +97,9 @@ def with_question(row: PromptRow, form: str) -> PromptRow:
 
 
 def _digest(asked: Iterable[list[object]]) -> str:
-    """Return a digest of the questions, each an id and its content, independent of their order."""
+    """Return a digest of the questions, each an id and its content, independent of
+    their order.
+    """
     return digest_of(map(msgspec.msgpack.encode, sorted(asked, key=itemgetter(0))))
 
 
@@ -85,15 +110,21 @@ def digest_of(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def questions_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: Tokenizer) -> list[SuiteQuestions]:
-    """Return the questions of each evaluation during a run: the tasks' held-out prompts, then suites."""
+def questions_of(
+    recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: Tokenizer
+) -> list[SuiteQuestions]:
+    """Return the questions of each evaluation during a run: the tasks' held-out
+    prompts, then suites.
+    """
     chosen = recipe.evaluation
     questions: list[SuiteQuestions] = [
         Sampled(name, choose(prompts[name].heldout, chosen.prompts), chosen.samples, rows=task)
         for name, task in recipe.data.tasks.items()
     ]
     for name, suite in chosen.suites.items():
-        loaded = load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
+        loaded = load(
+            name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate
+        )
         for reason, count in loaded.left_out.items():
             log.warning("%s: %d of %d rows are not asked: %s", name, count, loaded.rows, reason)
         questions.append(loaded.questions)

@@ -1,1 +1,3 @@
-"""Shows data: rollouts.py shows a run's journal (`megarl rollouts show`), data.py rows of a data set."""
+"""Shows data: rollouts.py shows a run's journal (`megarl rollouts show`), data.py rows
+of a data set.
+"""

@@ -1,4 +1,5 @@
-"""`megarl data inspect`: lengths, difficulties, answer types and samples of a source, or of a recipe's tasks and traces.
+"""`megarl data inspect`: lengths, difficulties, answer types and samples of a source,
+or of a recipe's tasks and traces.
 
 inspect ─► survey of a source ─[look]─► Seen: statistics of a prompt set, 16 bytes per row and a few samples ─► show
 """
@@ -34,9 +35,12 @@ from megarl.tasks.data.survey import Reader, Survey, chosen, survey
 from megarl.tasks.data.traces import MAX_TOKENS, are_traces, spoken, templated
 
 MOST_TOKENS = 1 << 17
-"""Texts that must be longer are not encoded; the least number of their tokens is shown."""
+"""Texts that must be longer are not encoded; the least number of their tokens is shown.
+"""
 BARS, BAR = 8, 32  # most bars of a histogram, and characters of the longest
-SHOWN_TEXT = 400  # characters shown of a sample's prompt and of its answer; the number of the others is shown
+# characters shown of a sample's prompt and of its answer; the number of the others is
+# shown
+SHOWN_TEXT = 400
 
 ANSWERS: tuple[tuple[str, str], ...] = (
     ("whole number", r"[-+]?\d+"),
@@ -47,7 +51,9 @@ ANSWERS: tuple[tuple[str, str], ...] = (
     ("expression", r".*[\\^_=+*/{}].*"),
     ("word", r"[^\W\d]+"),
 )
-"""Kinds of answers, each with a pattern for the whole text; the first that matches is the answer's kind."""
+"""Kinds of answers, each with a pattern for the whole text; the first that matches is
+the answer's kind.
+"""
 SEVERAL = "several accepted"
 JSON_LIST = "JSON text of a list"
 ONE_ANSWER = (
@@ -57,7 +63,9 @@ ONE_ANSWER = (
 
 
 def kind_of_answer(text: str) -> str:
-    """Return one of the kinds in `ANSWERS`, `unit tests` for tests of code, or `text` for anything else."""
+    """Return one of the kinds in `ANSWERS`, `unit tests` for tests of code, or `text`
+    for anything else.
+    """
     plain = text.strip().strip("$").strip()
     with suppress(ValueError):
         if plain.startswith("{") and "tests" in json.loads(plain):
@@ -72,8 +80,10 @@ def kind_of_answer(text: str) -> str:
 
 @dataclass
 class Seen:
-    """Statistics of a prompt set. samples: rows to show; lengths, answers: tokens or characters; sampled: hash, number, row;
-    formulas: the answers that are not plainly numbers, with their frequencies."""
+    """Statistics of a prompt set. samples: rows to show; lengths, answers: tokens or
+    characters; sampled: hash, number, row; formulas: the answers that are not plainly
+    numbers, with their frequencies.
+    """
 
     samples: int
     lengths: array[int] = field(default_factory=lambda: array("L"))
@@ -90,17 +100,30 @@ class Seen:
         self.difficulties[row.difficulty] += 1
         kind = SEVERAL if row.alternatives else kind_of_answer(row.answer)
         self.kinds[kind] += 1
-        is_record = row.answer.startswith('{"')  # such as unit tests, which no grader reads as mathematics
+        is_record = row.answer.startswith(
+            '{"'
+        )  # such as unit tests, which no grader reads as mathematics
         if not is_record and not is_plain(row.answers):
             self.formulas[row.answers] += 1
-        entry = digest(f"sample/{row.id}"), len(self.lengths), row  # the smallest hashes give the same sample each time
+        entry = (
+            digest(f"sample/{row.id}"),
+            len(self.lengths),
+            row,
+        )  # the smallest hashes give the same sample each time
         self.sampled = nsmallest(self.samples, [*self.sampled, entry])
 
 
 def inspect(
-    source: str, overrides: Sequence[str], columns: Sequence[str], mapping: str, tokenizer: Path | None, samples: int
+    source: str,
+    overrides: Sequence[str],
+    columns: Sequence[str],
+    mapping: str,
+    tokenizer: Path | None,
+    samples: int,
 ) -> int:
-    """Print what a source or a recipe holds; return 0. tokenizer: a model directory; samples: rows shown of each set."""
+    """Print what a source or a recipe holds; return 0. tokenizer: a model directory;
+    samples: rows shown of each set.
+    """
     console = terminal.console()
     if not is_source(source):
         if mapping or columns:
@@ -129,24 +152,32 @@ def prompt_text(row: PromptRow) -> str:
 
 
 def reader(mapping: str, columns: Sequence[str]) -> Reader:
-    """Return a function that reads rows of this published set, or with these columns, each FIELD=COLUMN."""
+    """Return a function that reads rows of this published set, or with these columns,
+    each FIELD=COLUMN.
+    """
     if mapping and mapping not in MAPPINGS:
         raise MegarlError(f"--mapping: {mapping!r} is not one of {', '.join(MAPPINGS)}")
     given = dict(column.partition("=")[::2] for column in columns)
     for name, path in given.items():
         if name not in get_args(ColumnName) or not path:
-            raise MegarlError(f"--column: write FIELD=COLUMN, with a field of {', '.join(get_args(ColumnName))}")
+            raise MegarlError(
+                f"--column: write FIELD=COLUMN, with a field of {', '.join(get_args(ColumnName))}"
+            )
     return mapping_of(mapping, cast(dict[ColumnName, str], given))
 
 
 def _inspect_recipe(recipe: Recipe, model: Path | None, samples: int, console: Console) -> None:
-    """Print each task as a run of the recipe would use it: in its template, without prompts of evaluation sets."""
+    """Print each task as a run of the recipe would use it: in its template, without
+    prompts of evaluation sets.
+    """
     tokenizer = load_tokenizer(model or recipe.model.path)
     evaluation = overlap_with(recipe.data.decontaminate)
     for name, task in recipe.data.tasks.items():
         read, render = mapping_of(task.mapping, task.columns), renderer(task, tokenizer)
         split = task.heldout if isinstance(task.heldout, int) else 0
-        train, heldout = look(survey(task.train, read, split, evaluation), render, tokenizer, samples, console)
+        train, heldout = look(
+            survey(task.train, read, split, evaluation), render, tokenizer, samples, console
+        )
         if isinstance(task.heldout, str):
             heldout, _ = look(survey(task.heldout, read), render, tokenizer, samples, console)
         for part, seen in (("train", train), ("heldout", heldout)):
@@ -157,18 +188,34 @@ def _inspect_recipe(recipe: Recipe, model: Path | None, samples: int, console: C
 
 
 def _inspect_traces(
-    source: str, tokenizer: Tokenizer | None, samples: int, decontaminate: Sequence[str], console: Console
+    source: str,
+    tokenizer: Tokenizer | None,
+    samples: int,
+    decontaminate: Sequence[str],
+    console: Console,
 ) -> None:
     """Print traces as `megarl sft` would use them."""
     surveyed = survey(source, spoken, evaluation=overlap_with(decontaminate), repeats=True)
-    seen, _ = look(surveyed if tokenizer is None else templated(surveyed, tokenizer), None, tokenizer, samples, console)
+    seen, _ = look(
+        surveyed if tokenizer is None else templated(surveyed, tokenizer),
+        None,
+        tokenizer,
+        samples,
+        console,
+    )
     show(source, seen, console, "tokens" if tokenizer else "characters", MAX_TOKENS, None)
 
 
 def look(
-    surveyed: Survey, render: Render | None, tokenizer: Tokenizer | None, samples: int, console: Console
+    surveyed: Survey,
+    render: Render | None,
+    tokenizer: Tokenizer | None,
+    samples: int,
+    console: Console,
 ) -> tuple[Seen, Seen]:
-    """Print which rows are left out; return statistics of the training rows and the held-out ones. render: None for traces."""
+    """Print which rows are left out; return statistics of the training rows and the
+    held-out ones. render: None for traces.
+    """
 
     counts = surveyed.left_out.counts
     left_out = f"{counts.total():,}" if counts else "none"
@@ -176,7 +223,11 @@ def look(
     text = f"{surveyed.source}: {len(surveyed.kept):,} rows, {left_out} left out{again}"
     console.print(text, markup=False, soft_wrap=True)
     if counts:
-        columns = Column("left out", no_wrap=True), Column("rows", justify="right", no_wrap=True), Column("first")
+        columns = (
+            Column("left out", no_wrap=True),
+            Column("rows", justify="right", no_wrap=True),
+            Column("first"),
+        )
         table = Table(*columns, box=None, padding=(0, 2), pad_edge=False)
         for reason, count in counts.most_common():
             number, what = surveyed.left_out.first[reason][0]
@@ -193,7 +244,9 @@ def _statistics(
         for row, is_held_out in chosen(surveyed):
             seen[is_held_out].add(row, len((render or prompt_text)(row)), len(row.answer))
     elif render is None:
-        for part in in_parts(chosen(surveyed), lambda pair: len(pair[0].prompt) + len(pair[0].answer)):
+        for part in in_parts(
+            chosen(surveyed), lambda pair: len(pair[0].prompt) + len(pair[0].answer)
+        ):
             prompts = token_counts([row.prompt for row, _ in part], tokenizer)
             answers = token_counts([row.answer for row, _ in part], tokenizer)
             for (row, is_held_out), prompt, answer in zip(part, prompts, answers, strict=True):
@@ -205,7 +258,9 @@ def _statistics(
 
 
 def token_counts(texts: Sequence[str], tokenizer: Tokenizer) -> list[int]:
-    """Return the numbers of tokens of texts; of one that is far too long, the least number."""
+    """Return the numbers of tokens of texts; of one that is far too long, the least
+    number.
+    """
     too_long = [tokenizer.least_tokens(len(text)) > MOST_TOKENS for text in texts]
     short = [text for text, skipped in zip(texts, too_long, strict=True) if not skipped]
     encoded = iter(tokenizer.encode_all(short))
@@ -218,7 +273,10 @@ def token_counts(texts: Sequence[str], tokenizer: Tokenizer) -> list[int]:
 def _unread(seen: Seen, unread: Collection[Accepted]) -> str:
     count = sum(seen.formulas[answers] for answers in unread)
     first = (" or ".join(answers) for answers in seen.formulas if answers in unread)
-    return f"{described(count, len(seen.lengths), first)}: only the same text is right (data.unreadable)"
+    return (
+        f"{described(count, len(seen.lengths), first)}: only the same text is right"
+        " (data.unreadable)"
+    )
 
 
 def show(
@@ -230,14 +288,20 @@ def show(
     render: Render | None,
     grader: str = "math",
 ) -> None:
-    """Print one prompt set, or traces if render is None. limit: the most tokens in a prompt or trace that is used."""
+    """Print one prompt set, or traces if render is None. limit: the most tokens in a
+    prompt or trace that is used.
+    """
     if not seen.lengths:
         console.print(Text.assemble((name, "bold"), ": no rows"))
         return
     prompts, answers = np.array(seen.lengths), np.array(seen.answers)
     parts = [_lengths_view("prompts", prompts, unit)]
     if render:
-        what, used, many = f"length.prompt_tokens={limit}", prompts, len(seen.difficulties) > BARS + 2
+        what, used, many = (
+            f"length.prompt_tokens={limit}",
+            prompts,
+            len(seen.difficulties) > BARS + 2,
+        )
         difficulties = [(str(value), count) for value, count in sorted(seen.difficulties.items())]
         parts.append(_lengths_view("answers", answers, "characters"))
         parts.append(_bars("answer types", seen.kinds.most_common()))
@@ -245,18 +309,24 @@ def show(
             parts.append(Text(f"{in_json:,} answers are {ONE_ANSWER}", style="yellow"))
         if grader == "math" and (unread := unreadable(seen.formulas)):
             parts.append(Text(_unread(seen, unread), style="yellow"))
-        parts.append(_bars("difficulty", _in_steps(seen.difficulties, BARS) if many else difficulties))
+        parts.append(
+            _bars("difficulty", _in_steps(seen.difficulties, BARS) if many else difficulties)
+        )
     else:
         what, used = f"{limit} tokens", prompts + answers + 1  # and the end token
         parts.append(_lengths_view("completions", answers, unit))
     if limit is not None and unit == "tokens":
         over = int((used > limit).sum())
-        parts.append(Text(f"{over:,} longer than {what}: left out", style="yellow" if over else "dim"))
+        parts.append(
+            Text(f"{over:,} longer than {what}: left out", style="yellow" if over else "dim")
+        )
     _framed(f"{len(prompts):,} {'rows' if render else 'traces'} · {name}", Group(*parts), console)
     for _, _, row in seen.sampled:
         text = Text(_shortened((render or prompt_text)(row), SHOWN_TEXT))
         text.append(f"\n→ {_shortened(' or '.join(row.answers), SHOWN_TEXT)}", style="green")
-        _framed(f"{printable(row.id)} · difficulty {row.difficulty}" if render else "", text, console)
+        _framed(
+            f"{printable(row.id)} · difficulty {row.difficulty}" if render else "", text, console
+        )
 
 
 def _framed(title: str, shown: RenderableType, console: Console) -> None:
@@ -265,13 +335,17 @@ def _framed(title: str, shown: RenderableType, console: Console) -> None:
 
 def _lengths_view(name: str, lengths: np.ndarray, unit: str) -> RenderableType:
     at = {"shortest": 0, "median": 50, "90 %": 90, "99 %": 99, "longest": 100}
-    quantiles = " · ".join(f"{q} {int(np.percentile(lengths, p, method='lower')):,}" for q, p in at.items())
+    quantiles = " · ".join(
+        f"{q} {int(np.percentile(lengths, p, method='lower')):,}" for q, p in at.items()
+    )
     bars = _in_steps(Counter(lengths.tolist()), min(BARS, max(1, len(np.unique(lengths)))))
     return Group(Text(f"{name}, {unit}: {quantiles}"), _bars("", bars))
 
 
 def _in_steps(counted: Mapping[int, int], bars: int) -> list[tuple[str, int]]:
-    """Return a histogram with `bars` equal steps: the smallest whole number in each step, as a label, and its count."""
+    """Return a histogram with `bars` equal steps: the smallest whole number in each
+    step, as a label, and its count.
+    """
     counts, edges = np.histogram(list(counted), bins=bars, weights=list(counted.values()))
     return [(f"{int(np.ceil(a)):,} …", int(n)) for a, n in zip(edges, counts, strict=False)]
 
@@ -279,13 +353,24 @@ def _in_steps(counted: Mapping[int, int], bars: int) -> list[tuple[str, int]]:
 def _bars(name: str, counted: list[tuple[str, int]]) -> RenderableType:
     counts = [count for _, count in counted]
     most, total = max(counts), sum(counts)
-    table = Table(box=None, show_header=False, padding=(0, 1), title=name or None, title_justify="left", title_style="")
+    table = Table(
+        box=None,
+        show_header=False,
+        padding=(0, 1),
+        title=name or None,
+        title_justify="left",
+        title_style="",
+    )
     table.add_column(justify="right", no_wrap=True)
     for label, count in counted:
         bar = "█" * max(round(BAR * count / most), count > 0)
-        table.add_row(label, Text(bar, style="blue"), f"{count:,}", Text(f"{count / total:.1%}", style="dim"))
+        table.add_row(
+            label, Text(bar, style="blue"), f"{count:,}", Text(f"{count / total:.1%}", style="dim")
+        )
     return table
 
 
 def _shortened(text: str, most: int) -> str:
-    return printable(text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} characters more)")
+    return printable(
+        text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} characters more)"
+    )

@@ -1,4 +1,5 @@
-"""`megarl rollouts show RUN`: shows what the policy wrote, from the journal, also while the run is live.
+"""`megarl rollouts show RUN`: shows what the policy wrote, from the journal, also while
+the run is live.
 
 no option     a table of the latest groups: step, ticket, pass rate, weight versions, tokens
 --step S      the same table for one batch
@@ -27,19 +28,37 @@ from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import State
 
 VERSION_STYLES = ("cyan", "yellow", "magenta", "blue")
-"""Version v has style v modulo 4, so a version looks the same everywhere. Red and green are left to verdicts."""
+"""Version v has style v modulo 4, so a version looks the same everywhere. Red and green
+are left to verdicts.
+"""
 PROMPT_KEYS = ("id", "task", "difficulty", "answer")
 ROLLOUT_KEYS = (
-    "sample", "reward", "correct", "finish", "interrupted", "format_ok", "grader_timeout", "grader_error", "rewards", "retries",
-)  # fmt: skip
+    "sample",
+    "reward",
+    "correct",
+    "finish",
+    "interrupted",
+    "format_ok",
+    "grader_timeout",
+    "grader_error",
+    "rewards",
+    "retries",
+)
 
 
 def show(
-    run_path: Path, ticket: int | None = None, step: int | None = None, limit: int = 20,
-    tokenizer: Tokenizer | None = None, as_json: bool = False, console: Console | None = None,
-) -> None:  # fmt: skip
-    """Print groups of the run in `run_path`. MegarlError if there is no such journal, ticket or batch. limit: most groups in
-    the table, or rollouts of a ticket. tokenizer: the policy's; without one, token ids are shown."""
+    run_path: Path,
+    ticket: int | None = None,
+    step: int | None = None,
+    limit: int = 20,
+    tokenizer: Tokenizer | None = None,
+    as_json: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Print groups of the run in `run_path`. MegarlError if there is no such journal,
+    ticket or batch. limit: most groups in the table, or rollouts of a ticket.
+    tokenizer: the policy's; without one, token ids are shown.
+    """
     console = console or terminal.console()
     reader = JournalReader(RunDir(run_path).rollouts)
     state = reader.fold()
@@ -55,7 +74,9 @@ def show(
             console.print(_one(group, due, limit, tokenizer, _named(group, state)))
 
 
-def _chosen(reader: JournalReader, state: State, ticket: int | None, step: int | None, limit: int) -> list[int]:
+def _chosen(
+    reader: JournalReader, state: State, ticket: int | None, step: int | None, limit: int
+) -> list[int]:
     if ticket is not None:
         return [ticket]
     if step is None:
@@ -65,19 +86,33 @@ def _chosen(reader: JournalReader, state: State, ticket: int | None, step: int |
     if step >= oldest and (tickets := batch(step)) is not None:
         return list(tickets)[:limit]
     end = next(number for number in count(oldest) if batch(number) is None)
-    complete = f"complete batches are {oldest} to {end - 1}" if end > oldest else "none is complete yet"
+    complete = (
+        f"complete batches are {oldest} to {end - 1}" if end > oldest else "none is complete yet"
+    )
     raise MegarlError(f"{reader.path}: no batch of step {step} ({size} tickets) here; {complete}")
 
 
 def _due(state: State, ticket: int) -> int | None:
-    """Return the step that trains on a finished ticket; None if that was so long ago that it is forgotten."""
+    """Return the step that trains on a finished ticket; None if that was so long ago
+    that it is forgotten.
+    """
     return state.admission.due(ticket) if ticket >= state.admission.first_ticket(0) else None
 
 
 def _table(groups: tuple[Group, ...], state: State) -> Table:
     title = f"{len(groups)} groups of {state.finished} finished"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for heading in ("step", "ticket", "prompt", "pass rate", "reward", "weights", "lag", "tokens", "notes"):
+    for heading in (
+        "step",
+        "ticket",
+        "prompt",
+        "pass rate",
+        "reward",
+        "weights",
+        "lag",
+        "tokens",
+        "notes",
+    ):
         table.add_column(
             heading,
             justify="left" if heading in ("prompt", "notes") else "right",
@@ -85,19 +120,27 @@ def _table(groups: tuple[Group, ...], state: State) -> Table:
         )
     for group in groups:
         due, versions = _due(state, group.ticket), _versions(group.rollouts)
-        scores = ("", "") if group.void else (f"{group.pass_rate:.2f}", f"{group.rewards.mean():+.2f}")
+        scores = (
+            ("", "") if group.void else (f"{group.pass_rate:.2f}", f"{group.rewards.mean():+.2f}")
+        )
         table.add_row(
-            "?" if due is None else str(due), str(group.ticket), Text(_named(group, state)), *scores, _span(versions),
+            "?" if due is None else str(due),
+            str(group.ticket),
+            Text(_named(group, state)),
+            *scores,
+            _span(versions),
             "" if due is None or not len(versions) else str(due - versions.min()),
             f"{sum(len(r.tokens) for r in group.rollouts):,}",
             Text(_notes(group), style="red" if group.void else "dim"),
-        )  # fmt: skip
+        )
     return table
 
 
 def _named(group: Group, state: State) -> str:
     """Return the prompt's id, with its task if there are several."""
-    return printable(f"{group.prompt.task}/{group.prompt.id}" if len(state.tasks) > 1 else group.prompt.id)
+    return printable(
+        f"{group.prompt.task}/{group.prompt.id}" if len(state.tasks) > 1 else group.prompt.id
+    )
 
 
 def _notes(group: Group) -> str:
@@ -115,19 +158,26 @@ def _notes(group: Group) -> str:
     return ", ".join(notes if group.has_variance else ["no variance", *notes])
 
 
-def _one(group: Group, due: int | None, limit: int, tokenizer: Tokenizer | None, name: str) -> Lines:
+def _one(
+    group: Group, due: int | None, limit: int, tokenizer: Tokenizer | None, name: str
+) -> Lines:
     head = Text.assemble(
         (f"ticket {group.ticket}", "bold"),
-        f" · step {'?' if due is None else due} · prompt {name} · epoch {group.epoch}"
-        f" · answer {printable(' or '.join(group.prompt.answers))} · pass rate {group.pass_rate:.2f}",
+        f" · step {'?' if due is None else due} · prompt {name} · epoch {group.epoch} · answer"
+        f" {printable(' or '.join(group.prompt.answers))} · pass rate {group.pass_rate:.2f}",
     )
-    parts: list[RenderableType] = [head, Padding(Text(printable(_text(group.prompt.tokens, tokenizer))), (0, 0, 1, 2))]
+    parts: list[RenderableType] = [
+        head,
+        Padding(Text(printable(_text(group.prompt.tokens, tokenizer))), (0, 0, 1, 2)),
+    ]
     if group.void:
         parts.append(Text(_notes(group), style="red"))
     for rollout in group.rollouts[:limit]:
         parts += [_about(rollout, due), Padding(_coloured(rollout, tokenizer), (0, 0, 1, 2))]
     if len(group.rollouts) > limit:
-        parts.append(Text(f"… and {len(group.rollouts) - limit} more rollouts (--limit)", style="dim"))
+        parts.append(
+            Text(f"… and {len(group.rollouts) - limit} more rollouts (--limit)", style="dim")
+        )
     return Lines(*parts)
 
 
@@ -156,19 +206,26 @@ def _about(rollout: Rollout, due: int | None) -> Text:
 
 
 def _coloured(rollout: Rollout, tokenizer: Tokenizer | None) -> Text:
-    """Return the completion in colour. A version's number precedes its first token; untrained text is dim."""
+    """Return the completion in colour. A version's number precedes its first token;
+    untrained text is dim.
+    """
     text, version = Text(), None
     begins = {sum(p.segments for p in rollout.paths[:n]): n for n in range(len(rollout.paths))}
     for number, segment in enumerate(rollout.segments):
         if number in begins and len(begins) > 1:
             path = rollout.paths[begins[number]]
             after = f", after {path.shared:,} tokens of path {path.parent}" if path.shared else ""
-            text.append(f"{chr(10) if number else ''}(path {begins[number]}{after})\n", style="bold")
+            text.append(
+                f"{chr(10) if number else ''}(path {begins[number]}{after})\n", style="bold"
+            )
         style = VERSION_STYLES[segment.weight_version % len(VERSION_STYLES)]
         if segment.trained and segment.weight_version != version:
             version = segment.weight_version
             text.append(f"[{version}]", style=f"reverse {style}")
-        text.append(printable(_text(segment.tokens, tokenizer)), style=style if segment.trained else "dim italic")
+        text.append(
+            printable(_text(segment.tokens, tokenizer)),
+            style=style if segment.trained else "dim italic",
+        )
     return text
 
 
@@ -179,13 +236,20 @@ def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict
     rollouts = []
     for rollout in group.rollouts:
         segments = [
-            {"weight_version": s.weight_version, "trained": s.trained, "logprobs": s.logprobs.tolist()}
+            {
+                "weight_version": s.weight_version,
+                "trained": s.trained,
+                "logprobs": s.logprobs.tolist(),
+            }
             | ({"turn": s.turn, "credit": s.credit} if s.turn >= 0 else {})
             | shown(s.tokens)
             for s in rollout.segments
         ]
         values = {key: getattr(rollout, key) for key in ROLLOUT_KEYS}
-        more = {"episode": msgspec.to_builtins(rollout.episode), "paths": msgspec.to_builtins(rollout.paths)}
+        more = {
+            "episode": msgspec.to_builtins(rollout.episode),
+            "paths": msgspec.to_builtins(rollout.paths),
+        }
         rollouts.append(values | more | {"segments": segments})
     prompt = {key: getattr(group.prompt, key) for key in PROMPT_KEYS} | shown(group.prompt.tokens)
     record = {key: getattr(group, key) for key in ("ticket", "epoch", "void", "pass_rate")}
@@ -193,12 +257,17 @@ def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict
 
 
 def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
-    """Return the text of the ids, with special tokens and all spaces; without a tokenizer, the ids themselves."""
+    """Return the text of the ids, with special tokens and all spaces; without a
+    tokenizer, the ids themselves.
+    """
     return tokenizer.continued(tokens) if tokenizer else " ".join(map(str, tokens.tolist())) + " "
 
 
 def _versions(rollouts: tuple[Rollout, ...]) -> np.ndarray:
-    return np.array([s.weight_version for r in rollouts for s in r.segments if s.trained and len(s.tokens)], dtype=int)
+    return np.array(
+        [s.weight_version for r in rollouts for s in r.segments if s.trained and len(s.tokens)],
+        dtype=int,
+    )
 
 
 def _span(versions: np.ndarray) -> str:

@@ -1,11 +1,13 @@
-"""Writes metrics: one row per step to RUN/metrics.jsonl and to every program that displays them.
+"""Writes metrics: one row per step to RUN/metrics.jsonl and to every program that
+displays them.
 
     controller's Train.stats ─┐                                    ┌─► metrics.jsonl
     learner's train_step ─────┴─► one dict ─► MetricsWriter.row ───┼─► TensorBoard (Board)   ┐
     controller ─► eval.jsonl ────────────────► (mirrored) ─────────┼─► wandb_writer.py       ┘ tag(name): heading/name
                                                                    └─► prometheus.py: GET /metrics
 
-If a step appears twice, the last row counts: after a crash the replayed steps are written again.
+If a step appears twice, the last row counts: after a crash the replayed steps are
+written again.
 """
 
 import logging
@@ -19,7 +21,15 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import Endpoints, Row, RunDir, append_jsonl, by_step, rows_in_order, writing
+from megarl.core.base.rundir import (
+    Endpoints,
+    Row,
+    RunDir,
+    append_jsonl,
+    by_step,
+    rows_in_order,
+    writing,
+)
 from megarl.core.recipe import Recipe
 from megarl.core.telemetry.names import tag
 from megarl.lab.monitoring import wandb_writer
@@ -31,11 +41,15 @@ from megarl.run.observe import Tail
 log = logging.getLogger(__name__)
 
 MOMENT_S = 30.0
-"""How long writing metrics.jsonl may fail before the learner ends and trains all steps since its checkpoint again."""
+"""How long writing metrics.jsonl may fail before the learner ends and trains all steps
+since its checkpoint again.
+"""
 
 
 class MetricsWriter:
-    """The metrics writer of learner rank 0. If `row` is called again for a step, the later row counts."""
+    """The metrics writer of learner rank 0. If `row` is called again for a step, the
+    later row counts.
+    """
 
     def __init__(self, recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
         self._path = rundir.metrics
@@ -44,7 +58,9 @@ class MetricsWriter:
         if wandb_writer.project():
             self._writers.append(WandbWriter(recipe, rundir))
         self._latest = LearnerMetrics()
-        self._close_exporter = serve(endpoints.learner_metrics, endpoints.metrics_key, self._latest.families)
+        self._close_exporter = serve(
+            endpoints.learner_metrics, endpoints.metrics_key, self._latest.families
+        )
         self._evaluations = Tail(rundir.eval)
         self._evaluations.new()  # skips those that an earlier life of the run has shown
 
@@ -60,7 +76,9 @@ class MetricsWriter:
         self._mirror_evaluations()
 
     def _append(self, row: Row) -> None:
-        """Append the row to metrics.jsonl; if that fails, try again until MOMENT_S have passed."""
+        """Append the row to metrics.jsonl; if that fails, try again until MOMENT_S have
+        passed.
+        """
         until = time.monotonic() + MOMENT_S
         while True:
             try:
@@ -72,8 +90,10 @@ class MetricsWriter:
             time.sleep(1.0)
 
     def _health_before(self, step: int) -> Health:
-        """Return the judgement on the rows before this step. Writers drop what they have from there on, and get again the
-        evaluations among it, which are not made again."""
+        """Return the judgement on the rows before this step. Writers drop what they
+        have from there on, and get again the evaluations among it, which are not made
+        again.
+        """
         health, newest = Health(), -1
         for row in rows_in_order(self._path, step - MEMORY):
             newest = row["step"]
@@ -100,13 +120,19 @@ class MetricsWriter:
                 self._show(step, {f"eval/{name}": row[name] for name in row if name != "step"})
 
     def _show(self, step: int, values: Row) -> None:
-        scalars = {n: float(v) for n, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
+        scalars = {
+            n: float(v)
+            for n, v in values.items()
+            if isinstance(v, int | float) and math.isfinite(v)
+        }
         for writer in self._writers:
             writer.write(step, scalars)
 
 
 class Board:
-    """Writes scalars to TensorBoard. If its file cannot be written, the run goes on, and a new one is begun."""
+    """Writes scalars to TensorBoard. If its file cannot be written, the run goes on,
+    and a new one is begun.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -114,8 +140,15 @@ class Board:
             self._events: EventFileWriter | None = EventFileWriter(str(folder))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._add(event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)))
+        values = [
+            summary_pb2.Summary.Value(tag=name, simple_value=value)
+            for name, value in scalars.items()
+        ]
+        self._add(
+            event_pb2.Event(
+                wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)
+            )
+        )
 
     def begin_again(self, step: int) -> None:
         """Make TensorBoard drop its values from this step on, before they are replayed."""
@@ -135,10 +168,14 @@ class Board:
 
     @contextmanager
     def _survived(self) -> Iterator[None]:
-        """Log a failure to write. A learner that ended by it would train all steps since its checkpoint again."""
+        """Log a failure to write. A learner that ended by it would train all steps
+        since its checkpoint again.
+        """
         try:
             yield
         except OSError as error:
             if self._events is not None:
-                log.warning("%s: cannot be written, values are lost: %s", self._folder, error.strerror)
+                log.warning(
+                    "%s: cannot be written, values are lost: %s", self._folder, error.strerror
+                )
             self._events = None

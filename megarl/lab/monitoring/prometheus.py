@@ -1,8 +1,10 @@
-"""A role's GET /metrics for Prometheus: its latest metrics or status, for everyone who has the key.
+"""A role's GET /metrics for Prometheus: its latest metrics or status, for everyone who
+has the key.
 
-Rows of metrics and the controller's status become families of Prometheus metrics. Their names are `megarl_` and the name in
-metrics.jsonl; the task in `pass_rate_train/math` becomes a label. A value that only grows is a counter; it starts at 0 when its
-process does, which Prometheus' rate() handles.
+Rows of metrics and the controller's status become families of Prometheus metrics. Their
+names are `megarl_` and the name in metrics.jsonl; the task in `pass_rate_train/math`
+becomes a label. A value that only grows is a counter; it starts at 0 when its process
+does, which Prometheus' rate() handles.
 """
 
 import hmac
@@ -29,8 +31,10 @@ Totals = Mapping[int, Mapping[str, float]]  # totals by server: tokens, busy_sec
 
 
 def serve(address: str, key: str, families: Families) -> Callable[[], None]:
-    """Serve `address` (host:port), unless it is empty, from a thread; return a function that ends that. families: called at
-    each scrape. MegarlError if the address cannot be used."""
+    """Serve `address` (host:port), unless it is empty, from a thread; return a function
+    that ends that. families: called at each scrape. MegarlError if the address cannot
+    be used.
+    """
     if not address:
         return lambda: None
     registry = CollectorRegistry()
@@ -52,7 +56,9 @@ def serve(address: str, key: str, families: Families) -> Callable[[], None]:
     try:
         server = make_server(host, int(port), guarded, ThreadingWSGIServer, _Handler)
     except OSError as error:
-        raise MegarlError(f"monitor.prometheus: cannot listen on {address}: {error.strerror}") from None
+        raise MegarlError(
+            f"monitor.prometheus: cannot listen on {address}: {error.strerror}"
+        ) from None
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
 
     def close() -> None:
@@ -62,9 +68,15 @@ def serve(address: str, key: str, families: Families) -> Callable[[], None]:
     return close
 
 
-def serve_controller(endpoints: Endpoints, latest: Callable[[], tuple[StatusJson, Totals]]) -> Callable[[], None]:
-    """Serve the controller's metrics, if the run exports any; return a function to end that. latest: called at each scrape."""
-    return serve(endpoints.controller_metrics, endpoints.metrics_key, lambda: controller_families(*latest()))
+def serve_controller(
+    endpoints: Endpoints, latest: Callable[[], tuple[StatusJson, Totals]]
+) -> Callable[[], None]:
+    """Serve the controller's metrics, if the run exports any; return a function to end
+    that. latest: called at each scrape.
+    """
+    return serve(
+        endpoints.controller_metrics, endpoints.metrics_key, lambda: controller_families(*latest())
+    )
 
 
 class _Handler(WSGIRequestHandler):
@@ -87,7 +99,9 @@ PARTS = ("wait", "train", "publish", "checkpoint")
 
 
 class LearnerMetrics:
-    """The metrics of the latest row, and totals over all rows that this process has written."""
+    """The metrics of the latest row, and totals over all rows that this process has
+    written.
+    """
 
     def __init__(self) -> None:
         self._row: Mapping[str, Any] = {}
@@ -106,25 +120,44 @@ class LearnerMetrics:
         self._row = row
 
     def families(self) -> Iterator[Metric]:
-        yield CounterMetricFamily("megarl_steps", "steps of this process, replayed ones included", self._steps)
-        yield CounterMetricFamily("megarl_skipped_steps", "those whose loss or gradient was not finite", self._skipped)
-        yield CounterMetricFamily("megarl_generated_tokens", "tokens the policy sampled for the steps", self._tokens)
+        yield CounterMetricFamily(
+            "megarl_steps", "steps of this process, replayed ones included", self._steps
+        )
+        yield CounterMetricFamily(
+            "megarl_skipped_steps", "those whose loss or gradient was not finite", self._skipped
+        )
+        yield CounterMetricFamily(
+            "megarl_generated_tokens", "tokens the policy sampled for the steps", self._tokens
+        )
         yield CounterMetricFamily("megarl_trained_tokens", "tokens in the loss", self._trained)
-        seconds = CounterMetricFamily("megarl_step_seconds", "wall time of the steps, by part", labels=["part"])
+        seconds = CounterMetricFamily(
+            "megarl_step_seconds", "wall time of the steps, by part", labels=["part"]
+        )
         yield _filled(seconds, (([part], spent) for part, spent in self._seconds.items()))
-        yield from gauges("megarl_", self._row, {"generated_tokens", "step_seconds", "skipped_steps", "time"})
+        yield from gauges(
+            "megarl_", self._row, {"generated_tokens", "step_seconds", "skipped_steps", "time"}
+        )
 
 
 def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[Metric]:
-    """Yield a gauge for each number. The part of its name after a slash (a task, suite or reward) becomes the label `name`."""
+    """Yield a gauge for each number. The part of its name after a slash (a task, suite
+    or reward) becomes the label `name`.
+    """
     by_name: dict[str, GaugeMetricFamily] = {}
     for whole, value in row.items():
         name, _, label = whole.partition("/")
-        if name in without or isinstance(value, bool | str) or not isinstance(value, int | float) or math.isnan(value):
+        if (
+            name in without
+            or isinstance(value, bool | str)
+            or not isinstance(value, int | float)
+            or math.isnan(value)
+        ):
             continue
         if name not in by_name:
             clean = prefix + re.sub(r"[^a-zA-Z0-9_]", "_", name.replace("@", "_at_"))
-            by_name[name] = GaugeMetricFamily(clean, NAMES.get(name, ("", "of the latest row"))[1], labels=["name"])
+            by_name[name] = GaugeMetricFamily(
+                clean, NAMES.get(name, ("", "of the latest row"))[1], labels=["name"]
+            )
         by_name[name].add_metric([label], value)
     yield from by_name.values()
 
@@ -134,24 +167,42 @@ def controller_families(status: StatusJson, totals: Totals) -> Iterator[Metric]:
         return
     seconds, tickets = 3600 * status["compute_hours"], status["tickets"]
     yield GaugeMetricFamily("megarl_controller_step", "the next step to train", status["step"])
-    yield GaugeMetricFamily("megarl_published_version", "the newest published weights", status["version"])
-    yield CounterMetricFamily("megarl_compute_seconds", "devices held x wall time of all lives", seconds)
+    yield GaugeMetricFamily(
+        "megarl_published_version", "the newest published weights", status["version"]
+    )
+    yield CounterMetricFamily(
+        "megarl_compute_seconds", "devices held x wall time of all lives", seconds
+    )
     for name, about, value in (
         ("weight_version", "version of its weights, -1 before the first", "version"),
         ("running_requests", "requests on it now", "running"),
     ):
         gauge = GaugeMetricFamily(f"megarl_server_{name}", about, labels=["server"])
         yield _filled(gauge, (([str(server["id"])], server[value]) for server in status["servers"]))
-    for name, about in (("tokens", "tokens it has sampled"), ("busy_seconds", "time with any request running")):
+    for name, about in (
+        ("tokens", "tokens it has sampled"),
+        ("busy_seconds", "time with any request running"),
+    ):
         counter = CounterMetricFamily(f"megarl_server_{name}", about, labels=["server"])
-        yield _filled(counter, (([str(server["id"])], totals[server["id"]][name]) for server in status["servers"]))
-    state = GaugeMetricFamily("megarl_server_state", "1 for the state it is in", labels=["server", "state"])
-    yield _filled(state, (([str(server["id"]), server["state"]], 1) for server in status["servers"]))
+        yield _filled(
+            counter,
+            (([str(server["id"])], totals[server["id"]][name]) for server in status["servers"]),
+        )
+    state = GaugeMetricFamily(
+        "megarl_server_state", "1 for the state it is in", labels=["server", "state"]
+    )
+    yield _filled(
+        state, (([str(server["id"]), server["state"]], 1) for server in status["servers"])
+    )
     now = GaugeMetricFamily("megarl_tickets", "tickets now, by state", labels=["state"])
     yield _filled(now, (([name], tickets[name]) for name in ("running", "waiting")))
-    done = CounterMetricFamily("megarl_tickets_done", "tickets of all lives, by result", labels=["result"])
+    done = CounterMetricFamily(
+        "megarl_tickets_done", "tickets of all lives, by result", labels=["result"]
+    )
     yield _filled(done, (([name], tickets[name]) for name in ("finished", "void", "removed")))
-    yield GaugeMetricFamily("megarl_tickets_limit", "limit on tickets drawn and not trained", tickets["window_limit"])
+    yield GaugeMetricFamily(
+        "megarl_tickets_limit", "limit on tickets drawn and not trained", tickets["window_limit"]
+    )
     for name, about in (
         ("malformed_requests", "messages with the right key that could not be decoded"),
         ("refused_connections", "connections without the learner's key"),

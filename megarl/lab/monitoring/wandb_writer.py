@@ -1,8 +1,11 @@
-"""Writes to Weights & Biases if `WANDB_PROJECT` is set: the same scalars as to TensorBoard, under the same names.
+"""Writes to Weights & Biases if `WANDB_PROJECT` is set: the same scalars as to
+TensorBoard, under the same names.
 
-It never stops a run: without a network the run is written offline to RUN/wandb, for `wandb sync`; otherwise W&B sends data from
-a process of its own. A thread hands them to that process, which may hang. wandb reads the project and the key (WANDB_API_KEY)
-from the environment. The run's id is kept in RUN/wandb/run-id, so that a resumed run continues the same W&B run.
+It never stops a run: without a network the run is written offline to RUN/wandb, for
+`wandb sync`; otherwise W&B sends data from a process of its own. A thread hands them to
+that process, which may hang. wandb reads the project and the key (WANDB_API_KEY) from
+the environment. The run's id is kept in RUN/wandb/run-id, so that a resumed run
+continues the same W&B run.
 """
 
 import logging
@@ -24,7 +27,9 @@ from megarl.core.recipe import Recipe
 log = logging.getLogger(__name__)
 
 INIT_LIMIT_S, FINISH_LIMIT_S = 30.0, 60.0
-"""Seconds after which the run is begun offline instead, and for sending the rest at the end; what is left is in RUN/wandb."""
+"""Seconds after which the run is begun offline instead, and for sending the rest at the
+end; what is left is in RUN/wandb.
+"""
 MOST_WAITING = 1000
 """Rows that wait while wandb takes none; those that come after them are dropped."""
 
@@ -35,7 +40,9 @@ def project() -> str:
 
 
 def check() -> None:
-    """Raise MegarlError if the environment names a project, but wandb or the key for it is missing."""
+    """Raise MegarlError if the environment names a project, but wandb or the key for it
+    is missing.
+    """
     if not project():
         return
     if find_spec("wandb") is None:
@@ -47,11 +54,15 @@ def check() -> None:
 
 
 class WandbWriter:
-    """A writer of scalars to W&B, from a thread: whatever wandb raises, or waits for, the run goes on."""
+    """A writer of scalars to W&B, from a thread: whatever wandb raises, or waits for,
+    the run goes on.
+    """
 
     def __init__(self, recipe: Recipe, rundir: RunDir) -> None:
         self._rows: queue.Queue[Mapping[str, float] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._send, args=(recipe, rundir), name="wandb", daemon=True)
+        self._thread = threading.Thread(
+            target=self._send, args=(recipe, rundir), name="wandb", daemon=True
+        )
         self._thread.start()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -59,14 +70,19 @@ class WandbWriter:
             self._rows.put({**scalars, "step": step})
 
     def begin_again(self, step: int) -> None:
-        """Do nothing: replayed steps are logged again. To W&B, `step` is an ordinary axis; it draws later points on top."""
+        """Do nothing: replayed steps are logged again. To W&B, `step` is an ordinary
+        axis; it draws later points on top.
+        """
 
     def close(self) -> None:
         """Wait until everything is sent, at most FINISH_LIMIT_S."""
         self._rows.put(None)
         self._thread.join(FINISH_LIMIT_S)
         if self._thread.is_alive():
-            log.warning("W&B has not received everything within %g s; send the rest with `wandb sync`", FINISH_LIMIT_S)
+            log.warning(
+                "W&B has not received everything within %g s; send the rest with `wandb sync`",
+                FINISH_LIMIT_S,
+            )
             ending = threading.Timer(FINISH_LIMIT_S, _end_process)
             ending.daemon = True
             ending.start()
@@ -95,20 +111,26 @@ def _begun(recipe: Recipe, rundir: RunDir) -> Any:
     known.parent.mkdir(exist_ok=True)
     if not known.exists():
         write_atomically(known, secrets.token_hex(4).encode())
-    quiet = wandb.Settings(init_timeout=INIT_LIMIT_S, console="off", silent=True, disable_git=True, save_code=False)
+    quiet = wandb.Settings(
+        init_timeout=INIT_LIMIT_S, console="off", silent=True, disable_git=True, save_code=False
+    )
     begin = partial(
         wandb.init,
         name=recipe.run.name,
         id=known.read_text(),
         resume="allow",
         dir=str(rundir.path),
-        config=recipe.model_dump(mode="json", exclude={"data": {"services"}}),  # a URL may contain a key
+        config=recipe.model_dump(
+            mode="json", exclude={"data": {"services"}}
+        ),  # a URL may contain a key
         settings=quiet,
     )
     try:
         run = begin()
     except wandb.Error as error:
-        log.warning("W&B cannot be reached, the run is written offline (`wandb sync` sends it): %s", error)
+        log.warning(
+            "W&B cannot be reached, the run is written offline (`wandb sync` sends it): %s", error
+        )
         wandb.teardown()  # wandb's process still holds the id
         run = begin(mode="offline")
     run.define_metric("step")

@@ -1,4 +1,5 @@
-"""`megarl plan`: what a recipe needs and how fast it will be, before anything is started. It does not use torch.
+"""`megarl plan`: what a recipe needs and how fast it will be, before anything is
+started. It does not use torch.
 
     recipe + model configuration + GPUs ─► layouts.py ─► layouts that fit, with memory and step time ─► show.py: table, JSON
                                                               └─► simulate.py: the pipeline in virtual time ─► figures.py

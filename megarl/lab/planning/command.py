@@ -1,8 +1,10 @@
-"""`megarl plan RECIPE --gpus N --gpu h100`: shows the best few layouts that fit, and why others are refused.
+"""`megarl plan RECIPE --gpus N --gpu h100`: shows the best few layouts that fit, and
+why others are refused.
 
 --simulate   also runs the recipe as written and the best few layouts through the simulator, and draws a picture
 
-`megarl train RECIPE --plan GPU` divides this machine's GPUs among servers and learner as in the best plan.
+`megarl train RECIPE --plan GPU` divides this machine's GPUs among servers and learner
+as in the best plan.
 """
 
 import json
@@ -28,15 +30,25 @@ from megarl.run.devices import gpus
 SIMULATED = 3
 
 
-def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool, price: float | None) -> int:
+def main(
+    posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool, price: float | None
+) -> int:
     """Search and show; return 0 if a layout fits and may run.
 
     drawn: steps to simulate and the picture's path; price: of a GPU-hour."""
-    if posed.gpus < 2 + (taught := posed.recipe.teacher_gpus) and not posed.recipe.resources.colocate:
+    if (
+        posed.gpus < 2 + (taught := posed.recipe.teacher_gpus)
+        and not posed.recipe.resources.colocate
+    ):
         unless = "unless they share it (resources.colocate, as in scalerl-1gpu)"
         if taught:
-            unless = f"besides the teacher's {taught} (resources.teacher_servers x teacher_tensor_parallel)"
-        raise MegarlError(f"--gpus: {posed.gpus} is too few: at least one generates and one trains, {unless}")
+            unless = (
+                f"besides the teacher's {taught} (resources.teacher_servers x"
+                " teacher_tensor_parallel)"
+            )
+        raise MegarlError(
+            f"--gpus: {posed.gpus} is too few: at least one generates and one trains, {unless}"
+        )
     written, found = as_written(posed), search(posed)
     chosen = show.named(posed, written, found, SIMULATED)
     simulated = _simulated(posed, chosen, found, *drawn) if drawn and chosen else show.Simulated()
@@ -50,29 +62,45 @@ def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool, 
     return 0 if fits and not refusal(posed) else 1
 
 
-def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work: Workload) -> PlanningProblem:
-    """Return the planning problem. gpu: a name in hardware.yaml; model_config: for architecture.read; None: the recipe's."""
+def problem(
+    recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work: Workload
+) -> PlanningProblem:
+    """Return the planning problem. gpu: a name in hardware.yaml; model_config: for
+    architecture.read; None: the recipe's.
+    """
     shape = architecture.read(model_config or recipe.model.path)
     return PlanningProblem(recipe, shape, gpu_named(gpu), gpus, work)
 
 
 def work(
-    recipe: Recipe, mean_tokens: float | None = None, spread: float = 0.5, run: Path | None = None, trained_share: float = 1.0
-) -> Workload:  # fmt: skip
-    """Return the work of a step, with lengths from the recipe's limits, or with this mean, or from the journal of `run`."""
+    recipe: Recipe,
+    mean_tokens: float | None = None,
+    spread: float = 0.5,
+    run: Path | None = None,
+    trained_share: float = 1.0,
+) -> Workload:
+    """Return the work of a step, with lengths from the recipe's limits, or with this
+    mean, or from the journal of `run`.
+    """
     lengths: Lengths = lognormal(recipe, mean_tokens, spread) if run is None else lengths_of(run)
     return workload(recipe, lengths, trained_share, recipe.run.seed)
 
 
-def _simulated(problem: PlanningProblem, plans: dict[str, Plan], found: Found, steps: int, out: Path) -> show.Simulated:
+def _simulated(
+    problem: PlanningProblem, plans: dict[str, Plan], found: Found, steps: int, out: Path
+) -> show.Simulated:
     from megarl.lab.planning import figures, simulate
 
     figures.check_format(out)
     results = {name: simulate.simulated(problem, plan, steps) for name, plan in plans.items()}
-    # Vary window and tails of the best plan: in a plan limited by its learner they would have no visible effect.
+    # Vary window and tails of the best plan: in a plan limited by its learner they
+    # would have no visible effect.
     swept = "plan 1" if "plan 1" in plans else next(iter(plans))
     best, summaries = plans[swept], {name: result.summary for name, result in results.items()}
-    by_lag, by_spread = simulate.by_lag(problem, best, steps), simulate.by_spread(problem, best, steps)
+    by_lag, by_spread = (
+        simulate.by_lag(problem, best, steps),
+        simulate.by_spread(problem, best, steps),
+    )
     told = show.Simulated(summaries, swept, by_lag, by_spread)
     figures.draw(results, found.plans, told, out)
     return told
@@ -82,18 +110,28 @@ ALONE = "resources.colocate=false weights.transport=process_group serving.memory
 
 
 def planned(name: str, overrides: Sequence[str], gpu: str) -> Recipe:
-    """Return the recipe with the counts and layout of the best plan. MegarlError if there are too few GPUs or nothing fits."""
+    """Return the recipe with the counts and layout of the best plan. MegarlError if
+    there are too few GPUs or nothing fits.
+    """
     recipe, count = load(name, overrides), len(gpus())
     if recipe.resources.colocate:
-        raise MegarlError(f"--plan: resources.colocate shares GPUs instead of dividing them; to divide them: {ALONE}")
+        raise MegarlError(
+            "--plan: resources.colocate shares GPUs instead of dividing them; to divide them:"
+            f" {ALONE}"
+        )
     if count < 2:
-        raise MegarlError(f"--plan: divides the GPUs of this machine, and it has {count}; leave out --plan")
+        raise MegarlError(
+            f"--plan: divides the GPUs of this machine, and it has {count}; leave out --plan"
+        )
     posed = problem(recipe, count, gpu, None, work(recipe))
     if refused := refusal(posed):
         raise MegarlError(f"--plan: no such run starts on {gpu}: {refused}")
     plans = search(posed).plans
     if not plans:
-        raise MegarlError(f"--plan: no layout of {name} fits {count} {gpu}; `megarl plan` says why each is refused")
+        raise MegarlError(
+            f"--plan: no layout of {name} fits {count} {gpu}; `megarl plan` says why each is"
+            " refused"
+        )
     chosen = show.overrides(plans[0])
     terminal.say("planned:", *chosen)
     return load(name, [*overrides, *chosen])

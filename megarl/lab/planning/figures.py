@@ -1,4 +1,6 @@
-"""The picture of `megarl plan --simulate`: lag, idle shares, throughput; and how the split, k and long tails affect them."""
+"""The picture of `megarl plan --simulate`: lag, idle shares, throughput; and how the
+split, k and long tails affect them.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,20 +20,33 @@ PALE, LIGHT = "#b9c7da", "#d9dce1"
 
 
 def check_format(path: Path) -> None:
-    """Raise MegarlError, before anything is simulated, if the name does not end in a known picture format."""
+    """Raise MegarlError, before anything is simulated, if the name does not end in a
+    known picture format.
+    """
     if path.suffix and path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-        raise MegarlError(f"--out: {path}: no picture is drawn as {path.suffix}; end the name with .png or .svg")
+        raise MegarlError(
+            f"--out: {path}: no picture is drawn as {path.suffix}; end the name with .png or .svg"
+        )
 
 
-def draw(results: Mapping[str, Simulation], plans: Sequence[Plan], told: Simulated, path: Path) -> None:
-    """Draw the simulations `results`, all plans, and the swept plan with other k and other tails of lengths."""
+def draw(
+    results: Mapping[str, Simulation], plans: Sequence[Plan], told: Simulated, path: Path
+) -> None:
+    """Draw the simulations `results`, all plans, and the swept plan with other k and
+    other tails of lengths.
+    """
     with drawing((13, 10), 3, 2) as (figure, axes):
         _lags(axes[0], results)
         _shares(axes[1], results)
         _steps(axes[2], results)
         _split(axes[3], plans, results)
         _sweep(axes[4], told.by_lag, f"{told.swept}: effect of k", "pipeline.k")
-        _sweep(axes[5], told.by_spread, f"{told.swept}: effect of long tails", "standard deviation of log length")
+        _sweep(
+            axes[5],
+            told.by_spread,
+            f"{told.swept}: effect of long tails",
+            "standard deviation of log length",
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, rendered(figure, path.suffix[1:] or "png", dpi=110))
 
@@ -52,8 +67,16 @@ def _lags(axes: Axes, results: Mapping[str, Simulation]) -> None:
 
 
 def _shares(axes: Axes, results: Mapping[str, Simulation]) -> None:
-    summaries, rows, left = [r.summary for r in results.values()], np.arange(len(results))[::-1], np.zeros(len(results))
-    parts = {"training": ("training", BLUE), "publishing": ("publishing", ORANGE), "waiting": ("learner_idle", LIGHT)}
+    summaries, rows, left = (
+        [r.summary for r in results.values()],
+        np.arange(len(results))[::-1],
+        np.zeros(len(results)),
+    )
+    parts = {
+        "training": ("training", BLUE),
+        "publishing": ("publishing", ORANGE),
+        "waiting": ("learner_idle", LIGHT),
+    }
     for label, (name, colour) in parts.items():
         shares = np.array([getattr(summary, name) for summary in summaries])
         axes.barh(rows + 0.2, shares, 0.36, left=left, color=colour, label=f"learner {label}")
@@ -73,8 +96,12 @@ def _steps(axes: Axes, results: Mapping[str, Simulation]) -> None:
         axes.plot(np.diff([0.0, *(s.ended for s in result.steps)]), color=colour, label=name)
     axes.axvspan(0, max(r.warm_up for r in results.values()), color=GREY, alpha=0.12, linewidth=0)
     usual = max(r.summary.step_seconds for r in results.values())
-    axes.set_ylim(0, 2 * usual)  # the first step waits for the first rollouts and would flatten the rest
-    axes.set(title="a step (shaded: the window fills, not counted)", xlabel="step", ylabel="seconds")
+    axes.set_ylim(
+        0, 2 * usual
+    )  # the first step waits for the first rollouts and would flatten the rest
+    axes.set(
+        title="a step (shaded: the window fills, not counted)", xlabel="step", ylabel="seconds"
+    )
 
 
 def _split(axes: Axes, plans: Sequence[Plan], results: Mapping[str, Simulation]) -> None:
@@ -89,14 +116,21 @@ def _split(axes: Axes, plans: Sequence[Plan], results: Mapping[str, Simulation])
         axes.plot(*point, "D", color=colour, label=f"{name}, simulated")
         if plans and result.plan.gpus != plans[0].gpus:
             text = f"as written: {result.plan.gpus} GPUs"
-            axes.annotate(text, point, xytext=(6, -3), textcoords="offset points", fontsize=8, color=colour)
+            axes.annotate(
+                text, point, xytext=(6, -3), textcoords="offset points", fontsize=8, color=colour
+            )
     axes.set_ylim(bottom=0)
-    axes.set(title="completion tokens a second, by the split", xlabel="GPUs of the learner; the others generate")
+    axes.set(
+        title="completion tokens a second, by the split",
+        xlabel="GPUs of the learner; the others generate",
+    )
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.legend()
 
 
-def _sweep(axes: Axes, summaries: Mapping[int, Summary] | Mapping[float, Summary], title: str, label: str) -> None:
+def _sweep(
+    axes: Axes, summaries: Mapping[int, Summary] | Mapping[float, Summary], title: str, label: str
+) -> None:
     rows = np.arange(len(summaries))
     axes.bar(rows, [s.tokens_per_second for s in summaries.values()], 0.5, color=PALE)
     axes.set_xticks(rows, [f"{value:g}" for value in summaries])

@@ -12,7 +12,9 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator, in bytes, bytes/s (one way) and FLOP/s (dense); from `training` on, values fitted in hardware.yaml."""
+    """One accelerator, in bytes, bytes/s (one way) and FLOP/s (dense); from `training`
+    on, values fitted in hardware.yaml.
+    """
 
     name: str
     memory: float
@@ -43,10 +45,20 @@ class Gpu:
 
 
 UNITS = {
-    "hbm_gb": GB, "hbm_gb_s": GB, "bf16_tflops": 1e12, "fp8_tflops": 1e12, "nvlink_gb_s": GB, "nvlink_gpus": 1,
-    "network_gb_s": GB, "host_gb_s": GB, "host_gb": GB, "capability": 1,
-}  # fmt: skip
-"""The columns of hardware.yaml in the order of `Gpu`'s fields, each with its unit. capability is a text, such as 9.0."""
+    "hbm_gb": GB,
+    "hbm_gb_s": GB,
+    "bf16_tflops": 1e12,
+    "fp8_tflops": 1e12,
+    "nvlink_gb_s": GB,
+    "nvlink_gpus": 1,
+    "network_gb_s": GB,
+    "host_gb_s": GB,
+    "host_gb": GB,
+    "capability": 1,
+}
+"""The columns of hardware.yaml in the order of `Gpu`'s fields, each with its unit.
+capability is a text, such as 9.0.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,19 +86,29 @@ class Assumed:
 _TREE = yaml.safe_load((Path(__file__).parent / "hardware.yaml").read_text())
 _FITTED = _TREE["fitted"]
 GPUS = {
-    name: Gpu(name, *(row[key] * unit for key, unit in UNITS.items()), **_FITTED["general"] | _FITTED.get(name, {}))
+    name: Gpu(
+        name,
+        *(row[key] * unit for key, unit in UNITS.items()),
+        **_FITTED["general"] | _FITTED.get(name, {}),
+    )
     for name, row in _TREE["gpus"].items()
 }
 ASSUMED = Assumed(**_TREE["assumed"])
 ERRORS: dict[str, float] = _TREE["errors"]
-"""Relative errors of estimates (training, generation, publication): half of the published rows have a smaller one."""
+"""Relative errors of estimates (training, generation, publication): half of the
+published rows have a smaller one.
+"""
 STEP_TAKES: tuple[float, float] = tuple(_TREE["step_takes"])
-"""Published seconds of a step of RL over planned ones: a tenth of the rows lie below, a tenth above."""
+"""Published seconds of a step of RL over planned ones: a tenth of the rows lie below, a
+tenth above.
+"""
 
 
 def gpu_named(name: str) -> Gpu:
     """Return a GPU's record. MegarlError if it is not in hardware.yaml."""
     if name not in GPUS:
         known = ", ".join(GPUS)
-        raise MegarlError(f"--gpu: {name!r} is not known; known: {known}. Its numbers would go into hardware.yaml")
+        raise MegarlError(
+            f"--gpu: {name!r} is not known; known: {known}. Its numbers would go into hardware.yaml"
+        )
     return GPUS[name]

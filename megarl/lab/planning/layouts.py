@@ -1,11 +1,13 @@
-"""Finds the layouts that a recipe can have on N GPUs, how fast each would be, and why others are impossible.
+"""Finds the layouts that a recipe can have on N GPUs, how fast each would be, and why
+others are impossible.
 
     learner GPUs L ─► TP x PP x CP x EP ─► megarl's own rules ─► memory ─► seconds of training ─► the fastest for this L  ┐
     server TP      ─► memory, KV        ─► rate of a server ──────────────────────────────────────────────────────────┤
                                                                   (N - T - L) / TP servers: seconds of a step ◄────────┘
 T: GPUs of the recipe's teacher, if it has one.
 
-A step is estimated to take as long as the slower of its two halves; `megarl plan --simulate` simulates the best layouts.
+A step is estimated to take as long as the slower of its two halves; `megarl plan
+--simulate` simulates the best layouts.
 """
 
 import itertools
@@ -28,14 +30,20 @@ from megarl.lab.planning.workload import Workload
 TENSOR = PIPELINE = (1, 2, 4, 8)
 CONTEXT, EXPERT = (1, 2, 4), (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SERVER_TENSOR = (*TENSOR, 16, 32)
-SPLITS = 40  # approximate number of generator : trainer splits tried; learner GPUs are multiples of a power of two
+# approximate number of generator : trainer splits tried; learner GPUs are multiples of
+# a power of two
+SPLITS = 40
 MOST_PACKED = 1024
-"""Most sequences packed to estimate a step's micro-batches; of more, a share is packed for a share of the ranks."""
+"""Most sequences packed to estimate a step's micro-batches; of more, a share is packed
+for a share of the ranks.
+"""
 
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """The input of a search, which replaces the recipe's layout and GPU counts, and keeps everything else."""
+    """The input of a search, which replaces the recipe's layout and GPU counts, and
+    keeps everything else.
+    """
 
     recipe: Recipe
     shape: Architecture
@@ -54,7 +62,9 @@ class LearnerChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One division of the GPUs, with its expected performance. gpus: their number, including those of a teacher."""
+    """One division of the GPUs, with its expected performance. gpus: their number,
+    including those of a teacher.
+    """
 
     recipe: Recipe
     gpus: int
@@ -85,7 +95,9 @@ class Plan:
 
 
 class Found(NamedTuple):
-    """Plans, best first; counts of refused layouts; changes to `learner` if needed, the best step without (0: none fits)."""
+    """Plans, best first; counts of refused layouts; changes to `learner` if needed, the
+    best step without (0: none fits).
+    """
 
     plans: list[Plan]
     refused: Counter[str]
@@ -102,19 +114,24 @@ SAVING: tuple[dict[str, str | float], ...] = (
 )
 """What makes a learner smaller and slower, tried in this order."""
 WAITING = 0.5
-"""A learner that waits for servers longer than this share of a step may be slower, where that leaves them more GPUs."""
+"""A learner that waits for servers longer than this share of a step may be slower,
+where that leaves them more GPUs.
+"""
 
 
 def refusal(problem: PlanningProblem) -> str:
-    """Return why no layout of this recipe may run on these GPUs; empty if some may. `megarl plan`,
-    `megarl submit` and `megarl train` refuse such a run."""
+    """Return why no layout of this recipe may run on these GPUs; empty if some may.
+    `megarl plan`, `megarl submit` and `megarl train` refuse such a run.
+    """
     longest = problem.recipe.length.context_tokens
     return attention_problem(problem.shape, longest, [problem.gpu.capability])
 
 
 def search(problem: PlanningProblem) -> Found:
-    """Search all splits and layouts; none if colocated. Where nothing fits, or only learners that wait for the few servers
-    beside them, also with a learner that saves memory."""
+    """Search all splits and layouts; none if colocated. Where nothing fits, or only
+    learners that wait for the few servers beside them, also with a learner that saves
+    memory.
+    """
     refused: Counter[str] = Counter()
     if problem.recipe.resources.colocate:
         return Found([], refused, {})
@@ -124,7 +141,11 @@ def search(problem: PlanningProblem) -> Found:
     own = problem.recipe.learner
     tried = [own.model_copy(update=saving) for saving in SAVING]
     for learner in tried[tried.index(own) + 1 :] if own in tried else tried:
-        saving = {key: getattr(learner, key) for key in SAVING[-1] if getattr(learner, key) != getattr(own, key)}
+        saving = {
+            key: getattr(learner, key)
+            for key in SAVING[-1]
+            if getattr(learner, key) != getattr(own, key)
+        }
         recipe = problem.recipe.model_copy(update={"learner": learner})
         smaller = _search(replace(problem, recipe=recipe), Counter())
         if smaller and not plans:
@@ -135,7 +156,9 @@ def search(problem: PlanningProblem) -> Found:
 
 
 def _search(problem: PlanningProblem, refused: Counter[str]) -> list[Plan]:
-    """Return the plans with the recipe's learner settings, best first; count in `refused` the layouts that are refused."""
+    """Return the plans with the recipe's learner settings, best first; count in
+    `refused` the layouts that are refused.
+    """
     tried = {ranks: server_of(problem, ranks) for ranks in SERVER_TENSOR}
     refused.update(reason for reason in tried.values() if isinstance(reason, str))
     plans = []
@@ -159,9 +182,14 @@ def _search(problem: PlanningProblem, refused: Counter[str]) -> list[Plan]:
 
 
 def as_written(problem: PlanningProblem) -> Plan | str:
-    """Return a plan with the recipe's own layout and counts, or the reason why it does not fit."""
+    """Return a plan with the recipe's own layout and counts, or the reason why it does
+    not fit.
+    """
     recipe = problem.recipe
-    learner, memory_of = learner_of(problem, recipe), server_of(problem, recipe.resources.server_tensor_parallel)
+    learner, memory_of = (
+        learner_of(problem, recipe),
+        server_of(problem, recipe.resources.server_tensor_parallel),
+    )
     if isinstance(learner, str):
         return learner
     if isinstance(memory_of, str):
@@ -169,7 +197,9 @@ def as_written(problem: PlanningProblem) -> Plan | str:
     if recipe.resources.colocate:
         # Two processes share a GPU, so the memory that each reserves counts twice.
         room = problem.gpu.usable - ASSUMED.reserved_gb * GB
-        step = learner.memory.total - learner.memory.state  # alternates with KV if memory is released
+        step = (
+            learner.memory.total - learner.memory.state
+        )  # alternates with KV if memory is released
         served = memory_of.kv + memory_of.transient
         turns = max(step, served) if recipe.lends_memory else step + served
         need = learner.memory.state + memory_of.weights + turns
@@ -177,16 +207,29 @@ def as_written(problem: PlanningProblem) -> Plan | str:
             advice = "lower serving.memory_fraction or learner.microbatch_tokens"
             needs = f"{need / GB:.0f} GB, and {room / GB:.0f} GB of a GPU can be used"
             return f"learner and server together need {needs}; {advice}"
-    return evaluate(problem, learner, memory_of, recipe.resources.server_tensor_parallel, recipe.resources.servers)
+    return evaluate(
+        problem,
+        learner,
+        memory_of,
+        recipe.resources.server_tensor_parallel,
+        recipe.resources.servers,
+    )
 
 
-def _quickest(problem: PlanningProblem, learner_gpus: int, refused: Counter[str]) -> LearnerChoice | None:
+def _quickest(
+    problem: PlanningProblem, learner_gpus: int, refused: Counter[str]
+) -> LearnerChoice | None:
     best, recipe = None, changed(problem.recipe, "resources", learner_ranks=learner_gpus)
     experts = [e for e in EXPERT if not problem.shape.experts % e] if problem.shape.experts else [1]
     for tp, pp, cp, ep in itertools.product(TENSOR, PIPELINE, CONTEXT, experts):
         if tp * pp * cp > learner_gpus or ep * pp > learner_gpus:
             continue
-        layout = {"tensor_parallel": tp, "pipeline_parallel": pp, "context_parallel": cp, "expert_parallel": ep}
+        layout = {
+            "tensor_parallel": tp,
+            "pipeline_parallel": pp,
+            "context_parallel": cp,
+            "expert_parallel": ep,
+        }
         layout |= {"virtual_pipeline_parallel": 1, "expert_tensor_parallel": 1}
         choice = learner_of(problem, changed(recipe, "model", **layout))
         if isinstance(choice, str):
@@ -197,22 +240,33 @@ def _quickest(problem: PlanningProblem, learner_gpus: int, refused: Counter[str]
 
 
 def learner_of(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
-    """Return the learner of this recipe, or the reason why it is impossible, in few words so that reasons can be counted."""
+    """Return the learner of this recipe, or the reason why it is impossible, in few
+    words so that reasons can be counted.
+    """
     model = recipe.model
     sizes = problem.shape.megatron_sizes()
-    for broken in itertools.chain(impossible(recipe), impossible_for(model, sizes, recipe.learner.recompute)):
+    for broken in itertools.chain(
+        impossible(recipe), impossible_for(model, sizes, recipe.learner.recompute)
+    ):
         key = broken.split(":")[0]
         return f"{key}: {_RULES.get(key, 'breaks a rule of the recipe')}"
     if model.fp8 != "none" and not problem.gpu.fp8:
         return f"model.fp8: {problem.gpu.name} has no FP8 products"
     if model.tensor_parallel * model.context_parallel > problem.gpu.nvlink_gpus:
         return f"TP x CP is beyond the {problem.gpu.nvlink_gpus} GPUs of one NVLink domain"
-    recipe, shape, room = _with_microbatch_tokens(problem, recipe), problem.shape, problem.gpu.usable
+    recipe, shape, room = (
+        _with_microbatch_tokens(problem, recipe),
+        problem.shape,
+        problem.gpu.usable,
+    )
     tokens, one_size = recipe.learner.microbatch_tokens, model.pipeline_parallel > 1
     micro = packed(problem.work, shape, tokens, recipe.data_parallel, one_size)
     need = memory.learner(recipe, shape, micro.largest, micro.microbatches)
     if need.total > room:
-        parts = {"weights, gradients and AdamW are": need.state, "activations are": need.activations}
+        parts = {
+            "weights, gradients and AdamW are": need.state,
+            "activations are": need.activations,
+        }
         parts["the head's logits are"] = need.head
         largest = max(parts, key=parts.__getitem__)
         return f"learner: does not fit {room / GB:.0f} GB a GPU; {largest} the largest part"
@@ -220,19 +274,31 @@ def learner_of(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
     node = min(problem.gpu.nvlink_gpus, problem.gpu.node_gpus)
     if need.host * min(recipe.resources.learner_ranks, node) > problem.gpu.host_memory * node:
         has = f"{problem.gpu.host_memory / GB:.0f} GB of host memory a GPU"
-        return f"learner: {has} do not hold a checkpoint's copy and what of AdamW is offloaded; more ranks share them"
+        return (
+            f"learner: {has} do not hold a checkpoint's copy and what of AdamW is offloaded; more"
+            " ranks share them"
+        )
     return LearnerChoice(recipe, need, speed.train_seconds(recipe, shape, micro, problem.gpu))
 
 
 def _with_microbatch_tokens(problem: PlanningProblem, recipe: Recipe) -> Recipe:
-    """Replace `auto` by the size that the learner would find (megarl/core/learner/microbatch_size.py), by estimated memory."""
+    """Replace `auto` by the size that the learner would find
+    (megarl/core/learner/microbatch_size.py), by estimated memory.
+    """
     if recipe.learner.microbatch_tokens != "auto":
         return recipe
     longest, stages = recipe.length.context_tokens, recipe.model.pipeline_parallel
     share = recipe.data_parallel * (4 * stages if stages > 1 else 1)
-    sizes, room = sizes_to_try(longest, longest * problem.work.rollouts // share), problem.gpu.usable
+    sizes, room = (
+        sizes_to_try(longest, longest * problem.work.rollouts // share),
+        problem.gpu.usable,
+    )
     # A size below the longest sequence is useless.
-    fitting = (n for n in sizes if n >= longest and memory.learner(recipe, problem.shape, n, 2 * stages).total <= room)
+    fitting = (
+        n
+        for n in sizes
+        if n >= longest and memory.learner(recipe, problem.shape, n, 2 * stages).total <= room
+    )
     return changed(recipe, "learner", microbatch_tokens=max(fitting, default=longest))
 
 
@@ -249,18 +315,28 @@ _RULES = {
 
 
 @lru_cache(maxsize=4096)
-def packed(work: Workload, shape: Architecture, microbatch_tokens: int, data_parallel: int, one_size: bool) -> Packing:
-    """Pack the step's sequences; if there are more than MOST_PACKED, pack a share of them for a share of the ranks."""
+def packed(
+    work: Workload, shape: Architecture, microbatch_tokens: int, data_parallel: int, one_size: bool
+) -> Packing:
+    """Pack the step's sequences; if there are more than MOST_PACKED, pack a share of
+    them for a share of the ranks.
+    """
     count = len(work.trained)
     ranks = max(1, data_parallel * min(count, MOST_PACKED) // count)
     taken = min(count * ranks // data_parallel, MOST_PACKED)
-    some = speed.packing(work.trained[:taken].tolist(), microbatch_tokens, ranks, cost_of(shape), one_size)
+    some = speed.packing(
+        work.trained[:taken].tolist(), microbatch_tokens, ranks, cost_of(shape), one_size
+    )
     more = (count / data_parallel) / (taken / ranks)
-    return some._replace(microbatches=round(some.microbatches * more), rank_tokens=round(some.rank_tokens * more))
+    return some._replace(
+        microbatches=round(some.microbatches * more), rank_tokens=round(some.rank_tokens * more)
+    )
 
 
 def server_of(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
-    """Return the memory of a server with this many GPUs, or the reason why it is impossible."""
+    """Return the memory of a server with this many GPUs, or the reason why it is
+    impossible.
+    """
     shape, gpu, longest = problem.shape, problem.gpu, problem.recipe.length.context_tokens
     if what := undivided(shape, ranks):
         return f"server TP {ranks}: does not divide {what}"
@@ -269,8 +345,13 @@ def server_of(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
     if why := fp8_problem(problem.recipe, shape, ranks):
         return f"server TP {ranks}: {why}"
     if ranks > gpu.nvlink_gpus and (gpu.nvlink_gpus < gpu.node_gpus or ranks % gpu.nvlink_gpus):
-        return f"server TP {ranks}: beyond one NVLink domain, and not several whole nodes of {gpu.node_gpus}"
-    needed = memory.server(changed(problem.recipe, "resources", server_tensor_parallel=ranks), shape, gpu.memory)
+        return (
+            f"server TP {ranks}: beyond one NVLink domain, and not several whole nodes of"
+            f" {gpu.node_gpus}"
+        )
+    needed = memory.server(
+        changed(problem.recipe, "resources", server_tensor_parallel=ranks), shape, gpu.memory
+    )
     room = gpu.usable - needed.weights - needed.transient
     fitting = replace(needed, kv=min(needed.kv, max(room, 0.0)))
     if fitting.kv_tokens < longest:
@@ -284,8 +365,12 @@ def changed(recipe: Recipe, section: str, **keys: object) -> Recipe:
     return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=keys)})
 
 
-def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMemory, ranks: int, servers: int) -> Plan:
-    """Estimate the performance of this learner with `servers` servers of `ranks` GPUs each."""
+def evaluate(
+    problem: PlanningProblem, learner: LearnerChoice, server: ServerMemory, ranks: int, servers: int
+) -> Plan:
+    """Estimate the performance of this learner with `servers` servers of `ranks` GPUs
+    each.
+    """
     work, pipeline = problem.work, problem.recipe.pipeline
     learner_gpus = learner.recipe.resources.learner_ranks
     recipe = changed(learner.recipe, "resources", servers=servers, server_tensor_parallel=ranks)
@@ -295,13 +380,16 @@ def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMem
     gpus += recipe.teacher_gpus
     decoder = Decoder(recipe, problem.shape, problem.gpu, server.kv_token)
     most_tokens = float(work.sample.max())
-    # A batch is complete when its longest rollout is, and only the window's batches are in progress, so of the window's
-    # rollouts the share mean / longest is running.
+    # A batch is complete when its longest rollout is, and only the window's batches are
+    # in progress, so of the window's rollouts the share mean / longest is running.
     window = pipeline.window_steps * work.rollouts / servers * work.mean_tokens / most_tokens
     limit = min(recipe.serving.max_running_requests, server.kv_tokens / work.live_context)
     running = min(limit, window)
     prefill = decoder.prefill_seconds(work.prompt_tokens)
-    seconds = decoder.step_seconds(running, running * work.live_context) + running * prefill / work.mean_tokens
+    seconds = (
+        decoder.step_seconds(running, running * work.live_context)
+        + running * prefill / work.mean_tokens
+    )
     tokens, longest = work.rollouts * work.mean_tokens, most_tokens * seconds
     paused = published.pause / pipeline.phase_steps
     busy = learner.train_seconds + sum(published) / pipeline.phase_steps
@@ -309,17 +397,31 @@ def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMem
         decode = tokens / (servers * running / seconds)
         # Learner and servers that share a GPU take turns.
         step = decode + busy if shared else max(decode + paused, busy)
-        # If the learner is the bottleneck, the window is full: k steps' tickets are ahead of it. If not, tokens wait for the
-        # last of their group, and half of them are sampled in the first half of that time.
+        # If the learner is the bottleneck, the window is full: k steps' tickets are
+        # ahead of it. If not, tokens wait for the last of their group, and half of them
+        # are sampled in the first half of that time.
         lag = k if busy > decode + paused else min(k, 0.5 + longest / 2 / step)
     else:  # nothing is made ahead: the halves alternate, each phase waits for its last rollout; lag is half a phase
         requests = pipeline.phase_steps * work.rollouts / servers
-        decode = decoder.batch_seconds(work.sample, work.prompt_tokens, requests, limit) / pipeline.phase_steps
+        decode = (
+            decoder.batch_seconds(work.sample, work.prompt_tokens, requests, limit)
+            / pipeline.phase_steps
+        )
         step, lag = decode + busy, (pipeline.phase_steps - 1) / 2
     scoring = recipe.evaluation_servers * running / seconds
     evaluated = recipe.evaluation.prompts * recipe.evaluation.samples * work.mean_tokens / scoring
     return Plan(
-        recipe=recipe, gpus=gpus, learner=learner.memory, server=server, decoder=decoder, publication=published,
-        running=running, train_seconds=learner.train_seconds, generate_seconds=decode + paused, step_seconds=step,
-        tokens_per_second=tokens / step, lag=lag, evaluation_seconds=evaluated,
-    )  # fmt: skip
+        recipe=recipe,
+        gpus=gpus,
+        learner=learner.memory,
+        server=server,
+        decoder=decoder,
+        publication=published,
+        running=running,
+        train_seconds=learner.train_seconds,
+        generate_seconds=decode + paused,
+        step_seconds=step,
+        tokens_per_second=tokens / step,
+        lag=lag,
+        evaluation_seconds=evaluated,
+    )

@@ -1,9 +1,11 @@
-"""`megarl plan RECIPE --measured RUN`: how long a run will take by what another has taken, on CPUs or any other machine.
+"""`megarl plan RECIPE --measured RUN`: how long a run will take by what another has
+taken, on CPUs or any other machine.
 
     metrics of RUN ──► Speeds: seconds of servers and learner for a rollout ──► a step, an evaluation, all steps
 
-Servers and learner work at once (pipeline.k above 0), so that a step takes as long as the slower of the two; with k = 0 they
-take turns. A run of five steps is enough, on a machine that is as busy as it will be.
+Servers and learner work at once (pipeline.k above 0), so that a step takes as long as
+the slower of the two; with k = 0 they take turns. A run of five steps is enough, on a
+machine that is as busy as it will be.
 """
 
 import json
@@ -19,13 +21,17 @@ from megarl.run.summary import steady
 
 FEWEST_STEPS = 2
 SAME = ("model", "resources", "length", "sampling.temperature", "learner.microbatch_tokens")
-"""Keys and sections in which the run should be like the recipe: the speeds depend on them."""
+"""Keys and sections in which the run should be like the recipe: the speeds depend on
+them.
+"""
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a run's steps took. server_tokens: tokens a second of one busy server; learner_seconds: for a
-    rollout of the batch, trained or not; other_seconds: the rest of a step, such as publications."""
+    """What a run's steps took. server_tokens: tokens a second of one busy server;
+    learner_seconds: for a rollout of the batch, trained or not; other_seconds: the rest
+    of a step, such as publications.
+    """
 
     steps: int
     server_tokens: float
@@ -36,7 +42,9 @@ class Speeds:
 
 @dataclass(frozen=True)
 class DurationEstimate:
-    """Seconds that a recipe's parts will take. servers, learner, step: of one step; evaluation: of one."""
+    """Seconds that a recipe's parts will take. servers, learner, step: of one step;
+    evaluation: of one.
+    """
 
     servers: float
     learner: float
@@ -59,33 +67,46 @@ def main(recipe: Recipe, run: Path, mean_tokens: float | None, as_json: bool) ->
     answers = answers_of(recipe)
     slower = "servers" if found.servers > found.learner else "learner"
     terminal.say(
-        f"measured: {run}, {speeds.steps} steps; a server {speeds.server_tokens:,.0f} tokens/s while it generates, "
-        f"the learner {speeds.learner_seconds:.3g} s a rollout",
-        f"a step: {rollouts} rollouts of {tokens:,.0f} tokens: servers {found.servers:,.1f} s, learner "
-        f"{found.learner:,.1f} s ({speeds.other_seconds:,.1f} of them not training); {found.step:,.1f} s, by the {slower}",
-        f"an evaluation: {answers:,} answers, {found.evaluation:,.1f} s; {found.evaluations} of them",
-        f"all: {recipe.run.steps} steps in {in_words(found.total)}, starts and checkpoints not counted",
+        f"measured: {run}, {speeds.steps} steps; a server {speeds.server_tokens:,.0f} tokens/s"
+        f" while it generates, the learner {speeds.learner_seconds:.3g} s a rollout",
+        f"a step: {rollouts} rollouts of {tokens:,.0f} tokens: servers {found.servers:,.1f} s,"
+        f" learner {found.learner:,.1f} s ({speeds.other_seconds:,.1f} of them not training);"
+        f" {found.step:,.1f} s, by the {slower}",
+        f"an evaluation: {answers:,} answers, {found.evaluation:,.1f} s; {found.evaluations} of"
+        " them",
+        f"all: {recipe.run.steps} steps in {in_words(found.total)}, starts and checkpoints not"
+        " counted",
         sep="\n",
     )
     for key, old, new in differences(measured, recipe):
         if any(key == same or key.startswith(f"{same}.") for same in SAME) and key != "model.path":
-            terminal.say(f"note: {key} was {old!r} there and is {new!r} here, which changes the speeds")
+            terminal.say(
+                f"note: {key} was {old!r} there and is {new!r} here, which changes the speeds"
+            )
     return 0
 
 
 def speeds_of(run: Path, recipe: Recipe) -> Speeds:
-    """Return what the steps of a run took. recipe: the run's own. MegarlError if it has made too few."""
+    """Return what the steps of a run took. recipe: the run's own. MegarlError if it has
+    made too few.
+    """
     rundir = RunDir(run)
     rows = [row for row in steady(latest_rows(rundir.metrics), rundir) if _is_timed(row)]
     if len(rows) < FEWEST_STEPS:
         steps = FEWEST_STEPS + 1
-        what = f"{len(rows)} steps were timed there, and {FEWEST_STEPS} are needed besides the first of each start"
-        raise MegarlError(f"--measured: {run}: {what}; let it make {steps} or more (run.steps={steps + 2})")
+        what = (
+            f"{len(rows)} steps were timed there, and {FEWEST_STEPS} are needed besides the first"
+            " of each start"
+        )
+        raise MegarlError(
+            f"--measured: {run}: {what}; let it make {steps} or more (run.steps={steps + 2})"
+        )
     tokens = _sum(rows, "generated_tokens")
     busy = math.fsum(row["server_busy_share"] * row["step_seconds"] for row in rows)
     if not tokens or not busy:
         raise MegarlError(
-            f"--measured: {run}: no tokens were generated in its {len(rows)} timed steps; take another run"
+            f"--measured: {run}: no tokens were generated in its {len(rows)} timed steps; take"
+            " another run"
         )
     training = _sum(rows, "train_seconds")
     rollouts = recipe.batch.prompts * recipe.sampling.generations * len(rows)
@@ -100,7 +121,13 @@ def speeds_of(run: Path, recipe: Recipe) -> Speeds:
 
 
 def _is_timed(row: Row) -> bool:
-    names = ("generated_tokens", "server_busy_share", "step_seconds", "train_seconds", "wait_seconds")
+    names = (
+        "generated_tokens",
+        "server_busy_share",
+        "step_seconds",
+        "train_seconds",
+        "wait_seconds",
+    )
     return all(is_figure(row.get(name)) for name in names)
 
 
@@ -120,7 +147,9 @@ def estimate(recipe: Recipe, speeds: Speeds, mean_tokens: float) -> DurationEsti
     servers = rollouts * mean_tokens / rate
     learner = rollouts * speeds.learner_seconds + speeds.other_seconds
     step = max(servers, learner) if recipe.pipeline.max_lag else servers + learner
-    evaluation = answers_of(recipe) * mean_tokens / (speeds.server_tokens * recipe.evaluation_servers)
+    evaluation = (
+        answers_of(recipe) * mean_tokens / (speeds.server_tokens * recipe.evaluation_servers)
+    )
     evaluations = 1 + math.ceil(recipe.run.steps / recipe.evaluation.every)
     total = recipe.run.steps * step + evaluations * evaluation
     return DurationEstimate(servers, learner, step, evaluation, evaluations, total)

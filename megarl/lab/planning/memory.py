@@ -1,13 +1,15 @@
 """Bytes on a learner rank and on a server's GPU.
 
 [AR]   Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198
-[ZeRO] Rajbhandari et al., ZeRO, arXiv 1910.02054; bytes per parameter as in Megatron-Core's guide to its distributed optimizer
+[ZeRO] Rajbhandari et al., ZeRO, arXiv 1910.02054; bytes per parameter as in
+Megatron-Core's guide to its distributed optimizer
 [PP]   Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473
 [Inf]  Pope et al., Efficiently Scaling Transformer Inference, arXiv 2211.05102
 
-Activations are those of fused kernels: flash attention, no dropout, gated MLPs, RMS norms, bf16.
-In a pipeline the first stage has the embedding and the most activations in flight, and the last stage has the head and one
-micro-batch in flight; the larger of the two counts.
+Activations are those of fused kernels: flash attention, no dropout, gated MLPs, RMS
+norms, bf16. In a pipeline the first stage has the embedding and the most activations in
+flight, and the last stage has the head and one micro-batch in flight; the larger of the
+two counts.
 """
 
 import math
@@ -22,14 +24,18 @@ HALF, FP32, FP8, INT32 = 2, 4, 1, 4
 WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}  # bytes of a number, by `model.dtype`
 
 SCORED_AT_ONCE = 2048
-"""Tokens whose logits SGLang computes together when parity asks for log-probs of a prompt (SGLANG_LOGPROB_CHUNK_SIZE)."""
+"""Tokens whose logits SGLang computes together when parity asks for log-probs of a
+prompt (SGLANG_LOGPROB_CHUNK_SIZE).
+"""
 
 
 @dataclass(frozen=True)
 class LearnerMemory:
-    """Bytes on the rank that holds most. state: weights, gradients, optimiser, also of a critic, and the
-    weights of a reference model. publication: buckets that are sent between
-    steps, when there are no activations. host: bytes in the host's memory, not counted in `total`."""
+    """Bytes on the rank that holds most. state: weights, gradients, optimiser, also of
+    a critic, and the weights of a reference model. publication: buckets that are sent
+    between steps, when there are no activations. host: bytes in the host's memory, not
+    counted in `total`.
+    """
 
     state: float
     activations: float
@@ -44,8 +50,10 @@ class LearnerMemory:
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """Bytes on each GPU of a server. kv: the static part without the weights. transient: peak use outside the static part. In
-    the host's memory: new weights that wait for their swap (staged), and for each token of KV the experts that were chosen."""
+    """Bytes on each GPU of a server. kv: the static part without the weights.
+    transient: peak use outside the static part. In the host's memory: new weights that
+    wait for their swap (staged), and for each token of KV the experts that were chosen.
+    """
 
     weights: float
     kv: float
@@ -63,12 +71,18 @@ class ServerMemory:
         return self.staged + self.routed_token * self.kv_tokens
 
 
-def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, microbatches: int) -> LearnerMemory:
-    """Return the memory of the layout. microbatch_tokens: in the largest packed micro-batch, over context-parallel ranks."""
+def learner(
+    recipe: Recipe, shape: Architecture, microbatch_tokens: float, microbatches: int
+) -> LearnerMemory:
+    """Return the memory of the layout. microbatch_tokens: in the largest packed
+    micro-batch, over context-parallel ranks.
+    """
     model, alone = recipe.model, recipe.model.pipeline_parallel == 1
     tokens = microbatch_tokens / model.context_parallel
     held = in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
-    layers, again = (each * tokens for each in activation_bytes(recipe, shape, recipe.learner.recompute))
+    layers, again = (
+        each * tokens for each in activation_bytes(recipe, shape, recipe.learner.recompute)
+    )
     head = head_bytes(tokens, shape, WIDTH[model.dtype])
     ends = shape.embedding_parameters / model.tensor_parallel
     ends += shape.head_parameters / model.tensor_parallel if alone else 0.0
@@ -81,58 +95,98 @@ def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, micro
     host = _host(recipe, shape, ends)
     host += batch_bytes(recipe, shape, microbatch_tokens * microbatches)
     first = LearnerMemory(state, layers * held + again, head if alone else 0.0, publication, host)
-    return max(first, LearnerMemory(state, layers + again, head, publication, host), key=lambda m: m.total)
+    return max(
+        first, LearnerMemory(state, layers + again, head, publication, host), key=lambda m: m.total
+    )
 
 
 def critic_state(recipe: Recipe, shape: Architecture) -> float:
-    """Return bytes of weights, gradients and optimiser on a rank, for a critic of the policy's size in its own precision."""
-    changed = {"model": recipe.critic_model, "learner": recipe.learner.model_copy(update={"optimizer_offload": 0.0})}
-    return _state(recipe.model_copy(update=changed), shape, shape.embedding_parameters / recipe.model.tensor_parallel)
+    """Return bytes of weights, gradients and optimiser on a rank, for a critic of the
+    policy's size in its own precision.
+    """
+    changed = {
+        "model": recipe.critic_model,
+        "learner": recipe.learner.model_copy(update={"optimizer_offload": 0.0}),
+    }
+    return _state(
+        recipe.model_copy(update=changed),
+        shape,
+        shape.embedding_parameters / recipe.model.tensor_parallel,
+    )
 
 
 def _parameters(recipe: Recipe, shape: Architecture) -> tuple[float, float]:
-    """Return the numbers of dense parameters and of experts' parameters on a rank, without embedding and head."""
-    tensor, experts = recipe.model.tensor_parallel, recipe.model.expert_parallel * recipe.model.expert_tensor_parallel
+    """Return the numbers of dense parameters and of experts' parameters on a rank,
+    without embedding and head.
+    """
+    tensor, experts = (
+        recipe.model.tensor_parallel,
+        recipe.model.expert_parallel * recipe.model.expert_tensor_parallel,
+    )
     share = stage_share(recipe, shape)
     return shape.dense_parameters * share / tensor, shape.routed_parameters * share / experts
 
 
 def stage_share(recipe: Recipe, shape: Architecture) -> float:
-    """Return the share of the model's layers that a pipeline stage has. The last one may have fewer."""
+    """Return the share of the model's layers that a pipeline stage has. The last one
+    may have fewer.
+    """
     return recipe.model.stage_layers(shape.layers)[0] / shape.layers
 
 
 def layer_parameters(recipe: Recipe, shape: Architecture) -> float:
-    """Return the number of parameters in all layers on one of the ranks that share each layer, as if there were one stage."""
+    """Return the number of parameters in all layers on one of the ranks that share each
+    layer, as if there were one stage.
+    """
     return sum(_parameters(recipe, shape)) / stage_share(recipe, shape)
 
 
 def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
-    """Return bytes of weights, gradients and optimiser on a rank that holds `ends` parameters of embedding and head."""
+    """Return bytes of weights, gradients and optimiser on a rank that holds `ends`
+    parameters of embedding and head.
+    """
     width, kept = WIDTH[recipe.model.dtype], 1 - recipe.learner.optimizer_offload
     model, (dense, routed) = recipe.model, _parameters(recipe, shape)
-    sharing = model.tensor_parallel, model.expert_parallel * model.expert_tensor_parallel  # in each pipeline stage
+    sharing = (
+        model.tensor_parallel,
+        model.expert_parallel * model.expert_tensor_parallel,
+    )  # in each pipeline stage
     stage = recipe.resources.learner_ranks // model.pipeline_parallel
     copies, expert_copies = (stage // ranks for ranks in sharing)
-    # FP8 matrix units read both factors row by row, so each weight is also kept transposed (Transformer Engine's guide).
+    # FP8 matrix units read both factors row by row, so each weight is also kept
+    # transposed (Transformer Engine's guide).
     fp8 = 2 * FP8 * (dense + routed) if recipe.model.fp8 != "none" else 0.0
-    return fp8 + state_bytes(dense + ends, width, copies, kept) + state_bytes(routed, width, expert_copies, kept)
+    return (
+        fp8
+        + state_bytes(dense + ends, width, copies, kept)
+        + state_bytes(routed, width, expert_copies, kept)
+    )
 
 
 def _host(recipe: Recipe, shape: Architecture, ends: float) -> float:
-    """Return a rank's bytes in the host's memory: the copy from which a checkpoint is written while training goes on, and the
-    offloaded part of AdamW with its gradients. For a checkpoint each rank gathers AdamW's state of its whole stage, and copies
-    the part that it writes: at most its weights, and its share of AdamW's state."""
-    model, offloaded = recipe.model.model_copy(update={"fp8": "none"}), recipe.learner.optimizer_offload
+    """Return a rank's bytes in the host's memory: the copy from which a checkpoint is
+    written while training goes on, and the offloaded part of AdamW with its gradients.
+    For a checkpoint each rank gathers AdamW's state of its whole stage, and copies the
+    part that it writes: at most its weights, and its share of AdamW's state.
+    """
+    model, offloaded = (
+        recipe.model.model_copy(update={"fp8": "none"}),
+        recipe.learner.optimizer_offload,
+    )
     learner = recipe.learner.model_copy(update={"optimizer_offload": 0.0})
     parameters, width = sum(_parameters(recipe, shape)) + ends, WIDTH[model.dtype]
-    copied = _state(recipe.model_copy(update={"learner": learner, "model": model}), shape, ends) - parameters * FP32
+    copied = (
+        _state(recipe.model_copy(update={"learner": learner, "model": model}), shape, ends)
+        - parameters * FP32
+    )
     return 3 * FP32 * parameters + copied + offloaded * (copied - parameters * width) * 4 / 3
 
 
 def batch_bytes(recipe: Recipe, shape: Architecture, tokens: float) -> float:
-    """Return a step's bytes in a rank's host memory, if its rollouts carry their experts; otherwise they are few. Each
-    rank holds all ranks' `tokens` as received and as decoded, and the experts of its own in two bytes each, too."""
+    """Return a step's bytes in a rank's host memory, if its rollouts carry their
+    experts; otherwise they are few. Each rank holds all ranks' `tokens` as received and
+    as decoded, and the experts of its own in two bytes each, too.
+    """
     if not recipe.model.moe.routing_replay:
         return 0.0
     choices, width = shape.moe_layers * shape.experts_per_token, 1 if shape.experts <= 256 else 2
@@ -140,7 +194,9 @@ def batch_bytes(recipe: Recipe, shape: Architecture, tokens: float) -> float:
 
 
 def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tuple[float, float]:
-    """Return bytes per token on a rank: kept by a stage's layers until the backward pass, and in the layer being recomputed."""
+    """Return bytes per token on a rank: kept by a stage's layers until the backward
+    pass, and in the layer being recomputed.
+    """
     model, width = recipe.model, WIDTH[recipe.model.dtype]
     tensor = model.tensor_parallel
     kept = width if model.fp8 == "none" else FP8
@@ -163,17 +219,25 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
 
 
 def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemory:
-    """Return the memory of a server with resources.server_tensor_parallel GPUs of this size. If the model has experts, each
-    rank of SGLang keeps those of every layer as int32, in pinned memory: [tokens of KV, layers, chosen] (BaseHostCache in its
-    state_capturer/base.py)."""
+    """Return the memory of a server with resources.server_tensor_parallel GPUs of this
+    size. If the model has experts, each rank of SGLang keeps those of every layer as
+    int32, in pinned memory: [tokens of KV, layers, chosen] (BaseHostCache in its
+    state_capturer/base.py).
+    """
     ranks, running = recipe.resources.server_tensor_parallel, recipe.serving.max_running_requests
     weights = served_bytes(recipe, shape) / ranks
     logits = FP32 * max(running / ranks, SCORED_AT_ONCE) * shape.vocabulary
     landings = 2 if recipe.stages_weights else 1
-    kv_token, share = kv_bytes(shape, ranks, kv_width(recipe)), recipe.serving.memory_fraction or ASSUMED.static_share
+    kv_token, share = (
+        kv_bytes(shape, ranks, kv_width(recipe)),
+        recipe.serving.memory_fraction or ASSUMED.static_share,
+    )
     return ServerMemory(
         weights=weights,
-        kv=max(0.0, min(share * gpu_memory - weights, (recipe.serving.kv_tokens or math.inf) * kv_token)),
+        kv=max(
+            0.0,
+            min(share * gpu_memory - weights, (recipe.serving.kv_tokens or math.inf) * kv_token),
+        ),
         kv_token=kv_token,
         transient=logits + landings * largest_bucket(recipe, shape),
         staged=weights if recipe.stages_weights else 0.0,
@@ -187,13 +251,20 @@ def kv_width(recipe: Recipe) -> int:
 
 
 def map_width(recipe: Recipe) -> float:
-    """Return the bytes of a weight in the servers' linear maps, with its share of a block's scale (base/block_fp8.py)."""
-    return WIDTH[recipe.model.dtype] if recipe.serving.quantization == "none" else FP8 + FP32 / FP8_BLOCK**2
+    """Return the bytes of a weight in the servers' linear maps, with its share of a
+    block's scale (base/block_fp8.py).
+    """
+    return (
+        WIDTH[recipe.model.dtype]
+        if recipe.serving.quantization == "none"
+        else FP8 + FP32 / FP8_BLOCK**2
+    )
 
 
 def dense_served_bytes(recipe: Recipe, shape: Architecture) -> float:
-    """Return bytes of what servers hold, without routed experts, embedding and head. Routers, norms and
-    biases are not quantised."""
+    """Return bytes of what servers hold, without routed experts, embedding and head.
+    Routers, norms and biases are not quantised.
+    """
     exact = shape.vector_parameters + shape.moe_layers * shape.experts * shape.hidden
     return exact * WIDTH[recipe.model.dtype] + (shape.dense_parameters - exact) * map_width(recipe)
 
@@ -205,32 +276,44 @@ def served_bytes(recipe: Recipe, shape: Architecture) -> float:
 
 
 def largest_bucket(recipe: Recipe, shape: Architecture) -> float:
-    """Return bytes of the largest publication bucket. A tensor is not divided, and the embedding is the largest. A learner's
-    rank holds the embedding twice, gathered and as a bucket, while the previous bucket is being sent."""
-    return max(recipe.weights.bucket_mb * 2.0**20, shape.vocabulary * shape.hidden * WIDTH[recipe.model.dtype])
+    """Return bytes of the largest publication bucket. A tensor is not divided, and the
+    embedding is the largest. A learner's rank holds the embedding twice, gathered and
+    as a bucket, while the previous bucket is being sent.
+    """
+    return max(
+        recipe.weights.bucket_mb * 2.0**20,
+        shape.vocabulary * shape.hidden * WIDTH[recipe.model.dtype],
+    )
 
 
 def state_bytes(parameters: float, width: int, shards: int, kept: float = 1.0) -> float:
-    """Return bytes of weights, gradients and AdamW on a rank, with the optimiser divided among `shards` ranks. [ZeRO], stage 1.
-    Half: 2 weight + 4 FP32 gradient + (4 main weight + 4 + 4 moments) / tensor. fp32: 4 + 4 + 8 / tensor. kept: the share of
-    the optimiser's state that is not in the host's memory."""
+    """Return bytes of weights, gradients and AdamW on a rank, with the optimiser
+    divided among `shards` ranks. [ZeRO], stage 1. Half: 2 weight + 4 FP32 gradient + (4
+    main weight + 4 + 4 moments) / tensor. fp32: 4 + 4 + 8 / tensor. kept: the share of
+    the optimiser's state that is not in the host's memory.
+    """
     return parameters * (width + FP32 + (3 if width == HALF else 2) * FP32 / shards * kept)
 
 
 def replicated_activation_bytes(shape: Architecture, width: int, kept: int) -> float:
-    """Return bytes per token and layer that only sequence parallelism divides: input and output of both norms.
+    """Return bytes per token and layer that only sequence parallelism divides: input
+    and output of both norms.
 
-    [AR] section 4.2.1 counts 10 sbh outside tensor-parallel parts: 4 for the layer norms' inputs, 4 for the inputs of the parts
-    after them (here the norms' outputs), and 2 for dropout masks, of which there are none. width: bytes of an activation; kept:
-    bytes of a value in the input that a linear layer keeps, 1 if it multiplies in FP8.
+    [AR] section 4.2.1 counts 10 sbh outside tensor-parallel parts: 4 for the layer
+    norms' inputs, 4 for the inputs of the parts after them (here the norms' outputs),
+    and 2 for dropout masks, of which there are none. width: bytes of an activation;
+    kept: bytes of a value in the input that a linear layer keeps, 1 if it multiplies in
+    FP8.
     """
     return 2 * shape.hidden * (width + kept)
 
 
 def attention_activation_bytes(shape: Architecture, width: int, kept: int) -> float:
-    """Return bytes per token and layer that TP divides: q, k, v, the output, and the softmax's normaliser (FP32). [AR] equation
-    1 without 5as/h: flash attention (arXiv 2205.14135) recomputes the scores. The linear layer after it keeps the same output,
-    unless it keeps that in FP8."""
+    """Return bytes per token and layer that TP divides: q, k, v, the output, and the
+    softmax's normaliser (FP32). [AR] equation 1 without 5as/h: flash attention (arXiv
+    2205.14135) recomputes the scores. The linear layer after it keeps the same output,
+    unless it keeps that in FP8.
+    """
     output_again = shape.attended * kept if kept != width else 0
     wide = shape.query + shape.key + shape.value + shape.attended
     if low := shape.latent:  # v and the output are padded to the width of q (models/layers.py)
@@ -239,47 +322,66 @@ def attention_activation_bytes(shape: Architecture, width: int, kept: int) -> fl
 
 
 def mlp_activation_bytes(feed_forward: int, width: int, kept: int) -> float:
-    """Return bytes per token of a gated MLP, which TP divides: gate and up, and their product. [AR] 4.1, for SwiGLU."""
+    """Return bytes per token of a gated MLP, which TP divides: gate and up, and their
+    product. [AR] 4.1, for SwiGLU.
+    """
     return feed_forward * (2 * width + kept)
 
 
-def routed_activation_bytes(shape: Architecture, expert_tensor_parallel: int, width: int, kept: int) -> float:
-    """Return bytes per token of one layer's chosen experts together, if tokens are spread evenly over the experts. Each choice
-    is a separate row: gathered input and output [hidden], and those of the gated MLP. Router logits are in FP32."""
+def routed_activation_bytes(
+    shape: Architecture, expert_tensor_parallel: int, width: int, kept: int
+) -> float:
+    """Return bytes per token of one layer's chosen experts together, if tokens are
+    spread evenly over the experts. Each choice is a separate row: gathered input and
+    output [hidden], and those of the gated MLP. Router logits are in FP32.
+    """
     rows = shape.hidden * (width + kept) * expert_tensor_parallel
     inner = mlp_activation_bytes(shape.expert_feed_forward, width, kept)
     return shape.experts_per_token * (rows + inner) + FP32 * shape.experts
 
 
 def light_activation_bytes(shape: Architecture, kept: int) -> float:
-    """Return bytes per token of a layer with experts that `learner.recompute: light` does not keep: the output of the norm
-    before the experts, and of each chosen expert the product of gate and up. Norms that Transformer Engine computes within the
-    next linear layer, attention's and a dense MLP's, are kept. kept: as in replicated_activation_bytes."""
+    """Return bytes per token of a layer with experts that `learner.recompute: light`
+    does not keep: the output of the norm before the experts, and of each chosen expert
+    the product of gate and up. Norms that Transformer Engine computes within the next
+    linear layer, attention's and a dense MLP's, are kept. kept: as in
+    replicated_activation_bytes.
+    """
     norm = shape.hidden * kept
     activated = shape.experts_per_token * shape.expert_feed_forward * kept
     return norm + activated
 
 
 def in_flight(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
-    """Return the most micro-batches for which the first stage holds its layers' activations. [AR] 4.2.3, [PP] 2.2. 1F1B: as
-    many as there are stages; interleaved: (1 + (p - 1) / (p v)) times as many."""
+    """Return the most micro-batches for which the first stage holds its layers'
+    activations. [AR] 4.2.3, [PP] 2.2. 1F1B: as many as there are stages; interleaved:
+    (1 + (p - 1) / (p v)) times as many.
+    """
     if virtual == 1:
         return min(pipeline_parallel, microbatches)
     return pipeline_parallel * (1 + (pipeline_parallel - 1) / (pipeline_parallel * virtual))
 
 
-HEAD_CHUNK = 4096 * 8192  # logits that the learner's head holds at a time (megarl/core/models/head/)
+HEAD_CHUNK = (
+    4096 * 8192
+)  # logits that the learner's head holds at a time (megarl/core/models/head/)
 
 
 def head_bytes(tokens: float, shape: Architecture, width: int) -> float:
-    """Return peak bytes of the head for this many trained tokens in a micro-batch (megarl/core/models/head/). A chunk of FP32
-    logits and its gradient; the gradient of the tokens' hidden states, as summed (FP32) and as passed on (`width` bytes per
-    number, as in the model)."""
+    """Return peak bytes of the head for this many trained tokens in a micro-batch
+    (megarl/core/models/head/). A chunk of FP32 logits and its gradient; the gradient of
+    the tokens' hidden states, as summed (FP32) and as passed on (`width` bytes per
+    number, as in the model).
+    """
     return (FP32 + width) * (HEAD_CHUNK + tokens * shape.hidden)
 
 
 def kv_bytes(shape: Architecture, tensor_parallel: int, width: int) -> float:
-    """Return KV bytes per token on each GPU of a server [Inf]. With more GPUs than KV groups, GPUs hold copies."""
+    """Return KV bytes per token on each GPU of a server [Inf]. With more GPUs than KV
+    groups, GPUs hold copies.
+    """
     if shape.latent:
-        return shape.layers * shape.cached * width  # one vector for all heads, which every GPU holds
+        return (
+            shape.layers * shape.cached * width
+        )  # one vector for all heads, which every GPU holds
     return 2 * shape.layers * max(shape.groups / tensor_parallel, 1) * shape.head_dim * width

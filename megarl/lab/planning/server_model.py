@@ -1,10 +1,12 @@
-"""Simulates a server's requests, token by token, in virtual time. One decode step gives each running request one token.
+"""Simulates a server's requests, token by token, in virtual time. One decode step gives
+each running request one token.
 
     generate(context, tokens) ─► joins the running requests ─► returns `tokens` decode steps later: tokens by weight version
     pause() … resume(version)    nothing is decoded in between; requests then continue with the new weights
 
-The seconds of a decode step depend on the running requests and on the context that they hold. They are recomputed whenever a
-request comes or goes, and every STRIDE steps, so the number of events depends on requests, not on tokens.
+The seconds of a decode step depend on the running requests and on the context that they
+hold. They are recomputed whenever a request comes or goes, and every STRIDE steps, so
+the number of events depends on requests, not on tokens.
 """
 
 import asyncio
@@ -14,7 +16,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 StepSeconds = Callable[[float, float], float]
-"""(running requests, tokens of context that they hold in total) -> seconds of one decode step."""
+"""(running requests, tokens of context that they hold in total) -> seconds of one
+decode step.
+"""
 STRIDE = 256
 TINY = 1e-9
 
@@ -28,7 +32,9 @@ class _Decoding(NamedTuple):
 
 
 class SimulatedServer:
-    """A simulated server. busy_seconds: time not paused and with any request; running_seconds: that, summed over requests."""
+    """A simulated server. busy_seconds: time not paused and with any request;
+    running_seconds: that, summed over requests.
+    """
 
     def __init__(self, step_seconds: StepSeconds) -> None:
         self._step_seconds = step_seconds
@@ -44,7 +50,9 @@ class SimulatedServer:
         self.busy_seconds = self.running_seconds = 0.0
 
     async def generate(self, context: int, tokens: int) -> dict[int, int]:
-        """Return how many tokens of a request were sampled with each version of the weights, after they are decoded."""
+        """Return how many tokens of a request were sampled with each version of the
+        weights, after they are decoded.
+        """
         self._advance()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         request = _Decoding(self._steps + tokens, next(self._order), self._steps, context, done)
@@ -80,7 +88,9 @@ class SimulatedServer:
         return counts
 
     def _advance(self) -> None:
-        """Advance the count of decode steps to now, and end requests that have all their tokens."""
+        """Advance the count of decode steps to now, and end requests that have all
+        their tokens.
+        """
         now = asyncio.get_running_loop().time()
         passed = now - self._since
         if self._rate:

@@ -16,7 +16,9 @@ from megarl.lab.planning.simulate import Summary
 
 @dataclass(frozen=True)
 class Simulated:
-    """Simulations. plans: summaries by plan. by_lag, by_spread: of plan `swept` with other k and other tails of lengths."""
+    """Simulations. plans: summaries by plan. by_lag, by_spread: of plan `swept` with
+    other k and other tails of lengths.
+    """
 
     plans: Mapping[str, Summary] = field(default_factory=dict)
     swept: str = ""
@@ -28,18 +30,27 @@ BEST, MOST_REASONS = 5, 12
 NEARER = "±: half of the published rows have a smaller error (docs/plan.md)"
 LIKELY = "likely: eight of ten published steps of RL took so much, over their plan"
 TAKEN_OVER_PLANNED = (1.7, 14)
-"""GPU-hours that the ScaleRL paper's runs of 8B took, divided by those planned for them (a table in docs/plan.md)."""
+"""GPU-hours that the ScaleRL paper's runs of 8B took, divided by those planned for them
+(a table in docs/plan.md).
+"""
 
 
 def tables(
-    problem: PlanningProblem, written: Plan | str, found: Found, simulated: Simulated, price: float | None
+    problem: PlanningProblem,
+    written: Plan | str,
+    found: Found,
+    simulated: Simulated,
+    price: float | None,
 ) -> None:
-    """Print the recipe as written, the best plans, why others are refused, and the simulations. price: that of a GPU-hour."""
+    """Print the recipe as written, the best plans, why others are refused, and the
+    simulations. price: that of a GPU-hour.
+    """
     console, work, shape = terminal.console(), problem.work, problem.shape
     console.print(
-        f"{problem.gpus} x {problem.gpu.name} ({problem.gpu.memory / GB:.0f} GB); model of {shape.parameters / 1e9:.2f}B "
-        f"parameters, {shape.active_parameters / 1e9:.2f}B active; {work.prompts} x {work.generations} rollouts a step of "
-        f"{work.mean_tokens:,.0f} tokens on average, {work.trained_share:.0%} trained"
+        f"{problem.gpus} x {problem.gpu.name} ({problem.gpu.memory / GB:.0f} GB); model of"
+        f" {shape.parameters / 1e9:.2f}B parameters, {shape.active_parameters / 1e9:.2f}B active;"
+        f" {work.prompts} x {work.generations} rollouts a step of {work.mean_tokens:,.0f} tokens on"
+        f" average, {work.trained_share:.0%} trained"
     )
     if refused := refusal(problem):
         console.print(f"no such run starts on {problem.gpu.name}: {refused}")
@@ -49,13 +60,22 @@ def tables(
         console.print(f"nothing fits {problem.gpus} GPUs, {tried}; the reasons are below")
     if found.saving:
         saving = " and ".join(f"learner.{key}={value}" for key, value in found.saving.items())
-        otherwise = f"a step takes {seconds:.1f} s" if (seconds := found.seconds_without) else "nothing fits"
+        otherwise = (
+            f"a step takes {seconds:.1f} s"
+            if (seconds := found.seconds_without)
+            else "nothing fits"
+        )
         console.print(f"{otherwise} without {saving}, which the plans set")
-    table, figures = narrow("", *plans), [_figures(plan) for plan in plans.values()]  # a column a plan: it is narrow
+    table, figures = (
+        narrow("", *plans),
+        [_figures(plan) for plan in plans.values()],
+    )  # a column a plan: it is narrow
     for label in figures[0] if figures else ():
         table.add_row(label, *(texts[label] for texts in figures))
     # Details are those of the first plan that has as many GPUs as were asked for.
-    name = next((name for name, plan in plans.items() if plan.gpus == problem.gpus), next(iter(plans), ""))
+    name = next(
+        (name for name, plan in plans.items() if plan.gpus == problem.gpus), next(iter(plans), "")
+    )
     if plans:
         console.print(table)
         console.print(f"{NEARER}; {LIKELY}")
@@ -68,7 +88,9 @@ def tables(
         console.print(f"note: the recipe's resources use {written.gpus} GPUs, not {problem.gpus}")
     if plans:
         plan = plans[name]
-        console.print(largest_allocation(plan, shape), host_memory(plan), *_remarks(problem, plan), sep="\n")
+        console.print(
+            largest_allocation(plan, shape), host_memory(plan), *_remarks(problem, plan), sep="\n"
+        )
     if found.refused:
         console.print("\nrefused", style="bold")
         for reason, count in found.refused.most_common(MOST_REASONS):
@@ -78,36 +100,61 @@ def tables(
         console.print(_simulated(simulated))
 
 
-def named(problem: PlanningProblem, written: Plan | str, found: Found, best: int) -> dict[str, Plan]:
-    """Name the recipe as written (with its number of GPUs if that differs from the planned one) and the best plans."""
+def named(
+    problem: PlanningProblem, written: Plan | str, found: Found, best: int
+) -> dict[str, Plan]:
+    """Name the recipe as written (with its number of GPUs if that differs from the
+    planned one) and the best plans.
+    """
     plans = {f"plan {i}": plan for i, plan in enumerate(found.plans[:best], 1)}
     if isinstance(written, str):
         return plans
-    return {"as written" if written.gpus == problem.gpus else f"written ({written.gpus})": written} | plans
+    return {
+        "as written" if written.gpus == problem.gpus else f"written ({written.gpus})": written
+    } | plans
 
 
 def narrow(first: str, *headings: str) -> Table:
     columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
-    return Table(Column(first, no_wrap=True), *columns, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    return Table(
+        Column(first, no_wrap=True), *columns, box=None, pad_edge=False, padding=(0, 1, 0, 0)
+    )
 
 
 LAYOUT = (
-    "resources.servers", "resources.server_tensor_parallel", "resources.learner_ranks", "model.tensor_parallel",
-    "model.pipeline_parallel", "model.context_parallel", "model.expert_parallel",
+    "resources.servers",
+    "resources.server_tensor_parallel",
+    "resources.learner_ranks",
+    "model.tensor_parallel",
+    "model.pipeline_parallel",
+    "model.context_parallel",
+    "model.expert_parallel",
     "model.expert_tensor_parallel",
-)  # fmt: skip
+)
 FIGURES = (
-    "running", "step_seconds", "tokens_per_second", "train_seconds", "generate_seconds", "lag", "learner_idle", "server_idle",
+    "running",
+    "step_seconds",
+    "tokens_per_second",
+    "train_seconds",
+    "generate_seconds",
+    "lag",
+    "learner_idle",
+    "server_idle",
     "gpu_hours_per_1000_steps",
-)  # fmt: skip
+)
 
 
 def overrides(plan: Plan) -> list[str]:
     """Return the overrides that turn the recipe into this plan."""
     learner = plan.recipe.learner
     saving = [f"learner.recompute={learner.recompute}"] if learner.recompute != "none" else []
-    saving += [f"learner.optimizer_offload={learner.optimizer_offload}"] if learner.optimizer_offload else []
-    # In lower case, as YAML writes true and false; no other value of a layout has letters.
+    saving += (
+        [f"learner.optimizer_offload={learner.optimizer_offload}"]
+        if learner.optimizer_offload
+        else []
+    )
+    # In lower case, as YAML writes true and false; no other value of a layout has
+    # letters.
     return [*saving, *(f"{key}={str(attrgetter(key)(plan.recipe)).lower()}" for key in LAYOUT)]
 
 
@@ -117,8 +164,9 @@ def error(figure: str) -> str:
 
 
 def likely(planned: float) -> tuple[float, float]:
-    """Return between which values a planned step's seconds, or what is proportional to them, will lie: by what
-    published steps of RL took, over their plan."""
+    """Return between which values a planned step's seconds, or what is proportional to
+    them, will lie: by what published steps of RL took, over their plan.
+    """
     least, most = STEP_TAKES
     return planned * least, planned * most
 
@@ -130,7 +178,9 @@ def in_short(bounds: tuple[float, float]) -> str:
 
 
 def cost(plan: Plan, price: float | None = None) -> str:
-    """Describe what all steps of the recipe take, and how far such estimates are from real runs. price: that of a GPU-hour."""
+    """Describe what all steps of the recipe take, and how far such estimates are from
+    real runs. price: that of a GPU-hour.
+    """
     steps = plan.recipe.run.steps
     hours = plan.step_seconds * steps / 3600
     money = "" if price is None else f", which cost {hours * plan.gpus * price:,.0f}"
@@ -138,16 +188,22 @@ def cost(plan: Plan, price: float | None = None) -> str:
     gpu_hours = hours * plan.gpus
     expected = f"{in_short(likely(hours))} h and {in_short(likely(gpu_hours))} GPU-hours"
     return (
-        f"{steps:,} steps take {hours:,.1f} h and {gpu_hours:,.0f} GPU-hours{money} (likely {expected}), "
-        "without starts and evaluations; the ScaleRL paper's runs of 8B took "
-        f"{least:g} to {most:g} times what is planned for them (docs/plan.md)"
+        f"{steps:,} steps take {hours:,.1f} h and {gpu_hours:,.0f} GPU-hours{money} (likely"
+        f" {expected}), without starts and evaluations; the ScaleRL paper's runs of 8B took"
+        f" {least:g} to {most:g} times what is planned for them (docs/plan.md)"
     )
 
 
 def largest_allocation(plan: Plan, shape: Architecture) -> str:
-    """Describe the largest piece of memory that a publication allocates at once, and who holds it."""
+    """Describe the largest piece of memory that a publication allocates at once, and
+    who holds it.
+    """
     size = memory.largest_bucket(plan.recipe, shape)
-    what = "the embedding" if size > plan.recipe.weights.bucket_mb << 20 else "a bucket (weights.bucket_mb)"
+    what = (
+        "the embedding"
+        if size > plan.recipe.weights.bucket_mb << 20
+        else "a bucket (weights.bucket_mb)"
+    )
     held = f"a learner's rank holds {plan.learner.publication / GB:.1f} GB of buckets"
     served = f"{what}, {size / GB:.1f} GB, on a server's GPU beside weights and KV"
     return f"largest allocation of a publication: {served}; {held}"
@@ -156,7 +212,10 @@ def largest_allocation(plan: Plan, shape: Architecture) -> str:
 def host_memory(plan: Plan) -> str:
     """Describe what roles keep in the host's memory, which `megarl train` checks."""
     rank = f"{plan.learner.host / GB:.0f} GB for a learner's rank (a checkpoint, offloaded AdamW)"
-    return f"host memory: {rank}, {plan.server.host / GB:.0f} GB for a server's GPU (new weights, tokens' experts)"
+    return (
+        f"host memory: {rank}, {plan.server.host / GB:.0f} GB for a server's GPU (new weights,"
+        " tokens' experts)"
+    )
 
 
 def _figures(plan: Plan) -> dict[str, str]:
@@ -186,37 +245,61 @@ def _figures(plan: Plan) -> dict[str, str]:
 def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     recipe, evaluation = plan.recipe, plan.recipe.evaluation
     if taught := recipe.teacher_gpus:
-        yield f"note: {taught} GPUs are the teacher's (resources.teacher_*); whether it fits and keeps up is not estimated"
+        yield (
+            f"note: {taught} GPUs are the teacher's (resources.teacher_*); whether it fits and"
+            " keeps up is not estimated"
+        )
     if recipe.has_critic:
         size = memory.critic_state(recipe, problem.shape) / GB
-        what = f"a critic of the policy's size in {recipe.critic.dtype} takes {size:,.0f} GB of a rank"
+        what = (
+            f"a critic of the policy's size in {recipe.critic.dtype} takes {size:,.0f} GB of a rank"
+        )
         yield f"note: {what} (critic.dtype); its time is not counted"
     if (late := plan.evaluation_seconds / plan.step_seconds) > evaluation.every:
         yield (
-            f"note: an evaluation ({evaluation.prompts} x {evaluation.samples} rollouts, "
-            f"{recipe.evaluation_servers} servers) takes as long as {late:,.0f} steps, and evaluation.every is "
-            f"{evaluation.every}; lower evaluation.prompts or samples, or evaluate less often"
+            f"note: an evaluation ({evaluation.prompts} x {evaluation.samples} rollouts,"
+            f" {recipe.evaluation_servers} servers) takes as long as {late:,.0f} steps, and"
+            f" evaluation.every is {evaluation.every}; lower evaluation.prompts or samples, or"
+            " evaluate less often"
         )
 
 
 def _simulated(simulated: Simulated) -> Table:
     """Make a table that fits 80 columns, with headings of two lines."""
     table = narrow(
-        "\nsimulated", "\nstep, s", "\ntokens/s", "mean\nlag", "max\nlag", "learner\nidle", "servers\nidle",
-        "rollouts\nat once", "publi-\ncation",
-    )  # fmt: skip
+        "\nsimulated",
+        "\nstep, s",
+        "\ntokens/s",
+        "mean\nlag",
+        "max\nlag",
+        "learner\nidle",
+        "servers\nidle",
+        "rollouts\nat once",
+        "publi-\ncation",
+    )
     lags = {f"{simulated.swept}, k = {k}": s for k, s in simulated.by_lag.items()}
     spreads = {f"{simulated.swept}, spread {x:g}": s for x, s in simulated.by_spread.items()}
     for name, s in {**simulated.plans, **lags, **spreads}.items():
         table.add_row(
-            name, f"{s.step_seconds:.1f}", f"{s.tokens_per_second:,.0f}", f"{s.lag_mean:.1f}", str(s.lag_max),
-            f"{s.learner_idle:.0%}", f"{1 - s.server_busy:.0%}", f"{s.server_running:.0f}", f"{s.publishing:.0%}",
-        )  # fmt: skip
+            name,
+            f"{s.step_seconds:.1f}",
+            f"{s.tokens_per_second:,.0f}",
+            f"{s.lag_mean:.1f}",
+            str(s.lag_max),
+            f"{s.learner_idle:.0%}",
+            f"{1 - s.server_busy:.0%}",
+            f"{s.server_running:.0f}",
+            f"{s.publishing:.0%}",
+        )
     return table
 
 
 def as_json(
-    problem: PlanningProblem, written: Plan | str, found: Found, simulated: Simulated, price: float | None
+    problem: PlanningProblem,
+    written: Plan | str,
+    found: Found,
+    simulated: Simulated,
+    price: float | None,
 ) -> dict[str, object]:
     """Return as JSON what `tables` prints, unrounded."""
     return {

@@ -1,14 +1,17 @@
-"""Runs the pipeline in virtual time: core/controller/pipeline.py and decision.py with modelled servers and a modelled learner.
+"""Runs the pipeline in virtual time: core/controller/pipeline.py and decision.py with
+modelled servers and a modelled learner.
 
     groups    generations x (GroupPlaces.take ─► SimulatedServer ─► give back)
     learner   decide(Next) ─► TrainStep: seconds of training this batch │ Publish: transfer, then parity │ Wait
 
-The model covers lengths, and the seconds of prompts, decode steps, training and publications. It does not cover grading, the
-network between controller and servers, or failures. One seed determines all randomness.
+The model covers lengths, and the seconds of prompts, decode steps, training and
+publications. It does not cover grading, the network between controller and servers, or
+failures. One seed determines all randomness.
 
-`run` gives asyncio a clock that jumps to the next timer when nothing is ready. asyncio.sleep, call_later and timeouts follow
-that clock, so asyncio code (core/sampling/places.py) runs unchanged. Nothing may wait for a socket or a thread: a simulation
-that waits for something that cannot happen is an error.
+`run` gives asyncio a clock that jumps to the next timer when nothing is ready.
+asyncio.sleep, call_later and timeouts follow that clock, so asyncio code
+(core/sampling/places.py) runs unchanged. Nothing may wait for a socket or a thread: a
+simulation that waits for something that cannot happen is an error.
 """
 
 import asyncio
@@ -29,7 +32,15 @@ from megarl.core.base.messages import Next, Publish, ServerAddress, Stop
 from megarl.core.base.types import Group, Prompt, int32
 from megarl.core.controller.decision import TrainStep, decide
 from megarl.core.controller.pipeline import Pipeline, settled
-from megarl.core.journal.records import Admitted, Evaluated, Finished, JournalRecord, PublishedVersion, Removed, State
+from megarl.core.journal.records import (
+    Admitted,
+    Evaluated,
+    Finished,
+    JournalRecord,
+    PublishedVersion,
+    Removed,
+    State,
+)
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import GroupPlaces, Places
 from megarl.core.server.membership import Membership
@@ -44,7 +55,9 @@ PROMPT = Prompt(id="", tokens=int32(()), answer="")
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that things take, and the most requests that a server works on at once (limit)."""
+    """Seconds that things take, and the most requests that a server works on at once
+    (limit).
+    """
 
     step_seconds: StepSeconds
     train_seconds: Callable[[Sequence[int]], float]  # for sequences of these lengths
@@ -56,7 +69,9 @@ class Costs:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One step. ended: seconds since the start, as are busy_seconds and running_seconds of all servers. lags: tokens by lag."""
+    """One step. ended: seconds since the start, as are busy_seconds and running_seconds
+    of all servers. lags: tokens by lag.
+    """
 
     step: int
     ended: float
@@ -72,7 +87,9 @@ class SimulatedStep:
 
 @dataclass
 class _Ticket:
-    """varied: whether the group has a gradient. lengths: those of its rollouts. versions: tokens by version of the weights."""
+    """varied: whether the group has a gradient. lengths: those of its rollouts.
+    versions: tokens by version of the weights.
+    """
 
     varied: bool
     lengths: list[int]
@@ -82,12 +99,16 @@ class _Ticket:
 def simulate(
     recipe: Recipe, work: Workload, costs: Costs, steps: int, seed: int = 0, evaluate: bool = False
 ) -> list[SimulatedStep]:
-    """Return the first `steps` steps of the recipe's pipeline, in order, of a run that would go on after them."""
+    """Return the first `steps` steps of the recipe's pipeline, in order, of a run that
+    would go on after them.
+    """
     return run(_SimulatedRun(recipe, work, costs, steps, seed, evaluate).run())
 
 
 class _End(Exception):
-    """Raised to leave the task group after the last step; that cancels the tickets of later steps."""
+    """Raised to leave the task group after the last step; that cancels the tickets of
+    later steps.
+    """
 
 
 @dataclass
@@ -104,9 +125,13 @@ class _Unwritten:
 
 
 class _SimulatedRun:
-    """Modelled servers and a modelled learner around the pipeline. It is also the source of the pipeline's groups."""
+    """Modelled servers and a modelled learner around the pipeline. It is also the
+    source of the pipeline's groups.
+    """
 
-    def __init__(self, recipe: Recipe, work: Workload, costs: Costs, steps: int, seed: int, evaluate: bool) -> None:
+    def __init__(
+        self, recipe: Recipe, work: Workload, costs: Costs, steps: int, seed: int, evaluate: bool
+    ) -> None:
         self.recipe, self.work, self.costs, self.count = recipe, work, costs, steps
         self.random = np.random.default_rng(seed)
         addresses = [ServerAddress(i, "") for i in range(recipe.resources.servers)]
@@ -116,10 +141,14 @@ class _SimulatedRun:
         self.tickets: dict[int, _Ticket] = {}
         self.changed = asyncio.Event()
         self.steps: list[SimulatedStep] = []
-        state = State(Admission(recipe.batch.prompts, recipe.pipeline.max_lag, recipe.pipeline.phase_steps))
+        state = State(
+            Admission(recipe.batch.prompts, recipe.pipeline.max_lag, recipe.pipeline.phase_steps)
+        )
         if not evaluate:
             state.apply(_evaluated(steps))
-        self.pipeline = Pipeline(recipe, _Unwritten(state), self.places, self, self._on_change, steps, math.inf)
+        self.pipeline = Pipeline(
+            recipe, _Unwritten(state), self.places, self, self._on_change, steps, math.inf
+        )
 
     async def run(self) -> list[SimulatedStep]:
         for server in self.membership.members:
@@ -143,14 +172,20 @@ class _SimulatedRun:
         async with asyncio.TaskGroup() as rollouts:
             for sample, length in enumerate(ticket.lengths):
                 rollouts.create_task(self._rollout(ticket, places, sample, length))
-        record = settled(self.recipe, Group(ticket=admitted.ticket, prompt=PROMPT, rollouts=()), ticket.varied)
+        record = settled(
+            self.recipe, Group(ticket=admitted.ticket, prompt=PROMPT, rollouts=()), ticket.varied
+        )
         if isinstance(record, Removed):
             del self.tickets[admitted.ticket]
         return record
 
-    async def _rollout(self, ticket: _Ticket, places: GroupPlaces, sample: int, length: int) -> None:
+    async def _rollout(
+        self, ticket: _Ticket, places: GroupPlaces, sample: int, length: int
+    ) -> None:
         context, legs = self.work.prompt_tokens, [length]
-        if self.recipe.length.control == "interruption":  # of thinking; the answer is then a request of its own
+        if (
+            self.recipe.length.control == "interruption"
+        ):  # of thinking; the answer is then a request of its own
             low, high = self.recipe.length.thinking_tokens
             budget = int(self.random.integers(low, high + 1))
             legs = [budget, length - budget] if length > budget else legs
@@ -178,7 +213,12 @@ class _SimulatedRun:
                     assert tickets is not None
                     self.pipeline.window.taken(step)
                     chosen = [self.tickets[t] for t in tickets]
-                    lengths = [n + self.work.prompt_tokens for t in chosen if kept or t.varied for n in t.lengths]
+                    lengths = [
+                        n + self.work.prompt_tokens
+                        for t in chosen
+                        if kept or t.varied
+                        for n in t.lengths
+                    ]
                     await asyncio.sleep(self.costs.train_seconds(lengths) if lengths else 0.0)
                     spent["train"] += now() - start
                     self._close_step(step, tickets, spent)
@@ -198,12 +238,21 @@ class _SimulatedRun:
             for version, count in self.tickets.pop(number).versions.items():
                 lags[step - version] += count
         self.pipeline.admission.forget(step + 1)
-        busy, running = sum(s.busy_seconds for s in self.servers), sum(s.running_seconds for s in self.servers)
+        busy, running = (
+            sum(s.busy_seconds for s in self.servers),
+            sum(s.running_seconds for s in self.servers),
+        )
         now = asyncio.get_running_loop().time()
         done = SimulatedStep(
-            step=step, ended=now, tokens=lags.total(), tickets=tickets, lags=lags, busy_seconds=busy, running_seconds=running,
+            step=step,
+            ended=now,
+            tokens=lags.total(),
+            tickets=tickets,
+            lags=lags,
+            busy_seconds=busy,
+            running_seconds=running,
             **spent,
-        )  # fmt: skip
+        )
         self.steps.append(done)
         self.places.refresh()
 
@@ -224,7 +273,9 @@ class _SimulatedRun:
         for i in ids:
             self.membership.published(i, command.version, LEARNER, "")
         window = self.pipeline.published(command.version)
-        published = PublishedVersion(version=command.version, time=0.0, compute_hours=0.0, servers=(), window=window)
+        published = PublishedVersion(
+            version=command.version, time=0.0, compute_hours=0.0, servers=(), window=window
+        )
         self.pipeline.state.apply(published)
         self._on_change()
 
@@ -236,7 +287,9 @@ class _SimulatedRun:
 
         async def work() -> None:
             for n, length in lengths:
-                server, _ = await self.places.take((0, n, 0), lambda candidate, _: candidate in servers)
+                server, _ = await self.places.take(
+                    (0, n, 0), lambda candidate, _: candidate in servers
+                )
                 await self.servers[server].generate(self.work.prompt_tokens, length)
                 self.places.give_back(server)
 
@@ -253,12 +306,16 @@ class _SimulatedRun:
 
 
 def _evaluated(version: int) -> Evaluated:
-    return Evaluated(version=version, time=0.0, compute_hours=0.0, pass_rate=0.0, n_prompts=0, samples=0)
+    return Evaluated(
+        version=version, time=0.0, compute_hours=0.0, pass_rate=0.0, n_prompts=0, samples=0
+    )
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures for the steps after the pipeline has filled: shares of their time, lags in steps, completion tokens/s."""
+    """Figures for the steps after the pipeline has filled: shares of their time, lags
+    in steps, completion tokens/s.
+    """
 
     steps: int
     step_seconds: float
@@ -274,9 +331,13 @@ class Summary:
 
 
 def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summary:
-    """Summarise the steps after step `warm_up`; their time starts when that step ends. MegarlError if there are none."""
+    """Summarise the steps after step `warm_up`; their time starts when that step ends.
+    MegarlError if there are none.
+    """
     if len(steps) < warm_up + 2:
-        raise MegarlError(f"--steps: {len(steps)} leave none after the first {warm_up}, which fill the pipeline")
+        raise MegarlError(
+            f"--steps: {len(steps)} leave none after the first {warm_up}, which fill the pipeline"
+        )
     before, counted = steps[warm_up], steps[warm_up + 1 :]
     last, lags = counted[-1], sum((step.lags for step in counted), Counter[int]())
     seconds, total = last.ended - before.ended, lags.total()
@@ -300,7 +361,9 @@ SPREADS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 class Simulation(NamedTuple):
-    """A simulated plan. warm_up: the number of steps that only fill the pipeline and are not counted in `summary`."""
+    """A simulated plan. warm_up: the number of steps that only fill the pipeline and
+    are not counted in `summary`.
+    """
 
     plan: Plan
     steps: list[SimulatedStep]
@@ -318,21 +381,33 @@ def costs(problem: PlanningProblem, plan: Plan) -> Costs:
         packed = speed.packing(lengths, microbatch_tokens, recipe.data_parallel, cost, one_size)
         return speed.train_seconds(recipe, problem.shape, packed, problem.gpu)
 
-    # Nothing is decoded while a prompt is read; that time is spread over the tokens of the request.
-    decoder, prefill = plan.decoder, plan.decoder.prefill_seconds(problem.work.prompt_tokens) / problem.work.mean_tokens
+    # Nothing is decoded while a prompt is read; that time is spread over the tokens of
+    # the request.
+    decoder, prefill = (
+        plan.decoder,
+        plan.decoder.prefill_seconds(problem.work.prompt_tokens) / problem.work.mean_tokens,
+    )
 
     def step_seconds(running: float, held: float) -> float:
         return decoder.step_seconds(running, held) + running * prefill
 
-    limit = min(recipe.serving.max_running_requests, plan.server.kv_tokens / problem.work.live_context)
-    return Costs(step_seconds, train_seconds, limit=max(1, int(limit)), **plan.publication._asdict())
+    limit = min(
+        recipe.serving.max_running_requests, plan.server.kv_tokens / problem.work.live_context
+    )
+    return Costs(
+        step_seconds, train_seconds, limit=max(1, int(limit)), **plan.publication._asdict()
+    )
 
 
 def simulated(problem: PlanningProblem, plan: Plan, steps: int) -> Simulation:
-    """Simulate `steps` steps of the plan, after steps that fill its window and, if it is `auto`, let it shrink."""
+    """Simulate `steps` steps of the plan, after steps that fill its window and, if it
+    is `auto`, let it shrink.
+    """
     recipe, pipeline = plan.recipe, plan.recipe.pipeline
     warm_up = (4 if pipeline.window == "auto" else 2) * pipeline.window_steps
-    done = simulate(recipe, problem.work, costs(problem, plan), steps + warm_up + 1, recipe.run.seed)
+    done = simulate(
+        recipe, problem.work, costs(problem, plan), steps + warm_up + 1, recipe.run.seed
+    )
     return Simulation(plan, done, warm_up, summary(done, recipe.resources.servers, warm_up))
 
 
@@ -347,7 +422,9 @@ def by_spread(problem: PlanningProblem, plan: Plan, steps: int) -> dict[float, S
     recipe, work, summaries = plan.recipe, problem.work, {}
     for spread in SPREADS:
         lengths = LogNormal(work.mean_tokens, spread, recipe.length.completion_tokens)
-        other = replace(problem, work=workload(recipe, lengths, work.trained_share, recipe.run.seed))
+        other = replace(
+            problem, work=workload(recipe, lengths, work.trained_share, recipe.run.seed)
+        )
         summaries[spread] = simulated(other, plan, steps).summary
     return summaries
 
@@ -357,7 +434,9 @@ class Standstill(Exception):
 
 
 class _Jump(selectors.SelectSelector):
-    """A selector that waits for no file, and instead moves the clock forward by `timeout` seconds."""
+    """A selector that waits for no file, and instead moves the clock forward by
+    `timeout` seconds.
+    """
 
     now = 0.0
 
@@ -378,6 +457,8 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run[T](main: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine in virtual time and return its result. Raises Standstill where it would wait forever in real time."""
+    """Run the coroutine in virtual time and return its result. Raises Standstill where
+    it would wait forever in real time.
+    """
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(main)

@@ -1,9 +1,10 @@
-"""Estimates the seconds of a training step, of a server's decode step, and of a publication.
+"""Estimates the seconds of a training step, of a server's decode step, and of a
+publication.
 
-[PaLM] Chowdhery et al., PaLM, arXiv 2204.02311, appendix B
-[Roof] Williams et al., Roofline, Communications of the ACM 52(4), 2009
-[Ring] Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH, 2005
-[AR], [PP], [ZeRO]: memory.py
+[PaLM] Chowdhery et al., PaLM, arXiv 2204.02311, appendix B [Roof] Williams et al.,
+Roofline, Communications of the ACM 52(4), 2009 [Ring] Thakur, Rabenseifner, Gropp,
+Optimization of Collective Communication Operations in MPICH, 2005 [AR], [PP], [ZeRO]:
+memory.py
 """
 
 import math
@@ -21,9 +22,13 @@ from megarl.lab.planning.hardware import ASSUMED, GB, Gpu
 from megarl.lab.planning.memory import FP32, HALF, WIDTH
 
 CONTROL_CALLS = 7
-"""HTTP calls to a server in a publication (weights/publisher.py): version, begin, receive, checksums, pause, swap, continue."""
+"""HTTP calls to a server in a publication (weights/publisher.py): version, begin,
+receive, checksums, pause, swap, continue.
+"""
 TAIL_PARTS = 32
-"""Number of quantiles of the lengths. Requests of a batch between two of them are treated as ending together."""
+"""Number of quantiles of the lengths. Requests of a batch between two of them are
+treated as ending together.
+"""
 PREFILL_CHUNK = 8192
 """Prompt tokens that SGLang reads at a time (--chunked-prefill-size)."""
 
@@ -38,7 +43,11 @@ class Packing(NamedTuple):
 
 
 def packing(
-    lengths: Sequence[int], microbatch_tokens: int, data_parallel: int, cost: Cost, one_size: bool = False
+    lengths: Sequence[int],
+    microbatch_tokens: int,
+    data_parallel: int,
+    cost: Cost,
+    one_size: bool = False,
 ) -> Packing:
     """Pack sequences of these lengths with the learner's own packing."""
     members = pack(lengths, microbatch_tokens, data_parallel, cost, one_size)
@@ -52,47 +61,73 @@ def packing(
     )
 
 
-def train_seconds(recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu, by_node: bool = False) -> float:
-    """Return seconds of a step on the slowest rank: forward, backward, gradients, optimiser. by_node: see `_link_seconds`."""
+def train_seconds(
+    recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu, by_node: bool = False
+) -> float:
+    """Return seconds of a step on the slowest rank: forward, backward, gradients,
+    optimiser. by_node: see `_link_seconds`.
+    """
     model, stages, microbatches = recipe.model, recipe.model.pipeline_parallel, packed.microbatches
-    # Stages exchange micro-batches of one size (learner/microbatch.py), so the fullest one sets the pace.
-    tokens = (packed.rank_tokens / microbatches if stages == 1 else packed.largest) / model.context_parallel
-    layers = _layer_seconds(recipe, shape, tokens, packed.positions, gpu, by_node) * memory.stage_share(recipe, shape)
-    head = tokens * HEAD_PASSES * head_flop(shape) / (gpu.bf16 * gpu.training) / model.tensor_parallel
+    # Stages exchange micro-batches of one size (learner/microbatch.py), so the fullest
+    # one sets the pace.
+    tokens = (
+        packed.rank_tokens / microbatches if stages == 1 else packed.largest
+    ) / model.context_parallel
+    layers = _layer_seconds(
+        recipe, shape, tokens, packed.positions, gpu, by_node
+    ) * memory.stage_share(recipe, shape)
+    head = (
+        tokens * HEAD_PASSES * head_flop(shape) / (gpu.bf16 * gpu.training) / model.tensor_parallel
+    )
     bubble = (stages - 1) / (microbatches * model.virtual_pipeline_parallel)  # [PP] 2.2
-    # Gradients are reduced during the last micro-batch's backward pass, two thirds of its time (learner/optimizer.py).
+    # Gradients are reduced during the last micro-batch's backward pass, two thirds of
+    # its time (learner/optimizer.py).
     update = _update_seconds(recipe, shape, gpu, hidden=(layers + head) * 2 / 3)
-    passes = (1 + (recipe.reference.coefficient > 0) / LAYER_PASSES) * microbatches  # a reference only scores: forward
+    passes = (
+        1 + (recipe.reference.coefficient > 0) / LAYER_PASSES
+    ) * microbatches  # a reference only scores: forward
     return (layers + head) * passes * (1 + bubble) + update
 
 
 def _layer_seconds(
     recipe: Recipe, shape: Architecture, tokens: float, positions: float, gpu: Gpu, by_node: bool
 ) -> float:
-    """Return seconds of forward and backward passes through all layers, for a micro-batch with `tokens` tokens on the rank.
+    """Return seconds of forward and backward passes through all layers, for a
+    micro-batch with `tokens` tokens on the rank.
 
-    The GPU does products, memory traffic and exchanges one after the other. The CPU launches its kernels ahead of time, so a
-    layer takes the longer of GPU time and CPU time. Each of three passes writes and reads every number kept for the backward
-    pass, once in a product and once in an element-wise kernel, and reads the weights. [Roof], [AR] 4.1
+    The GPU does products, memory traffic and exchanges one after the other. The CPU
+    launches its kernels ahead of time, so a layer takes the longer of GPU time and CPU
+    time. Each of three passes writes and reads every number kept for the backward pass,
+    once in a product and once in an element-wise kernel, and reads the weights. [Roof],
+    [AR] 4.1
     """
     model, recompute = recipe.model, recipe.learner.recompute
     body, ranks = shape.body_parameters, model.tensor_parallel
     bf16 = gpu.bf16 * gpu.training
-    # The backward pass repeats the products of all layers, or of MLPs and experts (models/build.py): [AR] section 5
+    # The backward pass repeats the products of all layers, or of MLPs and experts
+    # (models/build.py): [AR] section 5
     feed_forward = body - shape.layers * shape.attention_parameters
     again = {"none": 0.0, "light": 0.0, "selective": feed_forward, "full": body}[recompute]
     linear = LAYER_PASSES * layer_flop(shape) + 2 * again
     attention = (LAYER_PASSES + (recompute == "full")) * attention_flop(shape, positions)
-    products = linear / (bf16 if model.fp8 == "none" else gpu.fp8 * gpu.fp8_training) + attention / bf16
+    products = (
+        linear / (bf16 if model.fp8 == "none" else gpu.fp8 * gpu.fp8_training) + attention / bf16
+    )
     kept = memory.activation_bytes(recipe, shape, "none")[0] * model.pipeline_parallel
     passes = LAYER_PASSES + again / body
-    # A token's row for each expert is reordered before and after two exchanges: read and written, forward and backward.
+    # A token's row for each expert is reordered before and after two exchanges: read
+    # and written, forward and backward.
     rows = shape.experts_per_token * shape.moe_layers / ranks
     ordered = 16 * HALF * shape.hidden * rows / LAYER_PASSES
-    traffic = passes * (tokens * (2 * kept + ordered) + WIDTH[model.dtype] * memory.layer_parameters(recipe, shape))
+    traffic = passes * (
+        tokens * (2 * kept + ordered) + WIDTH[model.dtype] * memory.layer_parameters(recipe, shape)
+    )
     if recompute == "light":
-        # An element-wise kernel reads gate and up of each product, or a norm's input, and writes one number again.
-        traffic += tokens * 3 * memory.light_activation_bytes(shape, HALF) * shape.moe_layers / ranks
+        # An element-wise kernel reads gate and up of each product, or a norm's input,
+        # and writes one number again.
+        traffic += (
+            tokens * 3 * memory.light_activation_bytes(shape, HALF) * shape.moe_layers / ranks
+        )
     moved = traffic / (gpu.memory_rate * ASSUMED.bandwidth_efficiency)
     device = tokens * products / ranks + moved + _link_seconds(recipe, shape, tokens, gpu, by_node)
     dense = shape.layers - shape.moe_layers
@@ -100,103 +135,178 @@ def _layer_seconds(
     return max(device, host)
 
 
-def _link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, by_node: bool) -> float:
-    """Return seconds, in all layers, of those exchanges of tensor, context and expert parallelism that no computation hides.
-    by_node: rows for several experts of a node cross the network once, as with DeepEP (github.com/deepseek-ai/DeepEP)."""
+def _link_seconds(
+    recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, by_node: bool
+) -> float:
+    """Return seconds, in all layers, of those exchanges of tensor, context and expert
+    parallelism that no computation hides. by_node: rows for several experts of a node
+    cross the network once, as with DeepEP (github.com/deepseek-ai/DeepEP).
+    """
     model, again, row = recipe.model, recipe.learner.recompute, HALF * shape.hidden
     tensor, context, experts = model.tensor_parallel, model.context_parallel, model.expert_parallel
     rate = gpu.nvlink * ASSUMED.network_efficiency
-    # [AR] 4.2.2. Sequence parallelism: four gathers and two scatters of [tokens, hidden]. Two scatters of the backward pass
-    # and two gathers for weight gradients are hidden by the products beside them (megatron's tensor_parallel/layers.py).
+    # [AR] 4.2.2. Sequence parallelism: four gathers and two scatters of [tokens,
+    # hidden]. Two scatters of the backward pass and two gathers for weight gradients
+    # are hidden by the products beside them (megatron's tensor_parallel/layers.py).
     # Recomputation repeats two exchanges or one.
     passes = 6 + {"none": 0, "light": 0, "selective": 2, "full": 4}[again]
     seconds = shape.layers * (passes * tokens * row * (tensor - 1) / tensor) / rate
-    # k and v of all ranks are gathered and their gradients scattered (models/layers.py); recomputation gathers again.
-    size = (3 if again == "full" else 2) * tokens * (context - 1) * HALF * (shape.key + shape.value) / tensor
+    # k and v of all ranks are gathered and their gradients scattered
+    # (models/layers.py); recomputation gathers again.
+    size = (
+        (3 if again == "full" else 2)
+        * tokens
+        * (context - 1)
+        * HALF
+        * (shape.key + shape.value)
+        / tensor
+    )
     seconds += shape.layers * size / rate
-    # Each pass goes there and back: GShard, arXiv 2006.16668. A token has a row for each expert, chosen uniformly; some leave.
+    # Each pass goes there and back: GShard, arXiv 2006.16668. A token has a row for
+    # each expert, chosen uniformly; some leave.
     passes = 6 if again in ("selective", "full") else 4
     chosen = shape.experts_per_token
     nodes = max(1.0, experts / gpu.nvlink_gpus)
     reached = nodes * (1 - (1 - 1 / nodes) ** chosen) if by_node else chosen
-    far, near = reached * (nodes - 1) / nodes / gpu.network, chosen * (experts - 1) / experts / gpu.nvlink
-    return seconds + shape.moe_layers * passes * tokens / tensor * row * max(far, near) / ASSUMED.network_efficiency
+    far, near = (
+        reached * (nodes - 1) / nodes / gpu.network,
+        chosen * (experts - 1) / experts / gpu.nvlink,
+    )
+    return (
+        seconds
+        + shape.moe_layers
+        * passes
+        * tokens
+        / tensor
+        * row
+        * max(far, near)
+        / ASSUMED.network_efficiency
+    )
 
 
 def _update_seconds(recipe: Recipe, shape: Architecture, gpu: Gpu, hidden: float) -> float:
-    """Return seconds to reduce gradients (less `hidden`, in the backward pass), run AdamW on a rank's share, gather weights."""
+    """Return seconds to reduce gradients (less `hidden`, in the backward pass), run
+    AdamW on a rank's share, gather weights.
+    """
     model, ranks = recipe.model, recipe.resources.learner_ranks
     seconds, reduced, offload = 0.0, 0.0, recipe.learner.optimizer_offload
     dense = shape.parameters - shape.routed_parameters
     experts = model.expert_parallel * model.expert_tensor_parallel
-    for parameters, neighbours in ((dense, model.tensor_parallel), (shape.routed_parameters, experts)):
+    for parameters, neighbours in (
+        (dense, model.tensor_parallel),
+        (shape.routed_parameters, experts),
+    ):
         shards = neighbours * model.pipeline_parallel
         local, copies = parameters / shards, ranks // shards
-        # Groups of copies interleave: a group has every n-th rank, n being `neighbours`. A ring over several nodes uses as many
-        # network adapters of a node as it has ranks there, since NCCL makes a ring for each (nccl-tests, PERFORMANCE.md).
+        # Groups of copies interleave: a group has every n-th rank, n being
+        # `neighbours`. A ring over several nodes uses as many network adapters of a
+        # node as it has ranks there, since NCCL makes a ring for each (nccl-tests,
+        # PERFORMANCE.md).
         here, inside = max(1, gpu.nvlink_gpus // neighbours), copies * neighbours <= gpu.nvlink_gpus
-        rate = (gpu.nvlink if inside else min(gpu.network * here, gpu.nvlink)) * ASSUMED.network_efficiency
+        rate = (
+            gpu.nvlink if inside else min(gpu.network * here, gpu.nvlink)
+        ) * ASSUMED.network_efficiency
         # FP32 gradients scattered, weights gathered: [ZeRO] 7.2.1
         reduced += FP32 * local * (copies - 1) / copies / rate
         seconds += WIDTH[model.dtype] * local * (copies - 1) / copies / rate
         mine = local / copies
-        kept = (1 - offload) * optimizer_bytes(mine) / (gpu.memory_rate * ASSUMED.bandwidth_efficiency)
-        # The offloaded part: FP32 gradients go to the host's memory, FP32 weights come back.
+        kept = (
+            (1 - offload) * optimizer_bytes(mine) / (gpu.memory_rate * ASSUMED.bandwidth_efficiency)
+        )
+        # The offloaded part: FP32 gradients go to the host's memory, FP32 weights come
+        # back.
         moved = 2 * FP32 * offload * mine / (gpu.host * ASSUMED.network_efficiency)
         seconds += max(kept, moved + optimizer_bytes(offload * mine) / (ASSUMED.host_gb_s * GB))
     return seconds + max(0.0, reduced - hidden)
 
 
 class Decoder:
-    """Computes seconds of a server's decode steps. kv_token: bytes of a token's k and v on each of the server's GPUs."""
+    """Computes seconds of a server's decode steps. kv_token: bytes of a token's k and v
+    on each of the server's GPUs.
+    """
 
     def __init__(self, recipe: Recipe, shape: Architecture, gpu: Gpu, kv_token: float) -> None:
-        self.shape, self.kv_token, self.ranks = shape, kv_token, recipe.resources.server_tensor_parallel
+        self.shape, self.kv_token, self.ranks = (
+            shape,
+            kv_token,
+            recipe.resources.server_tensor_parallel,
+        )
         width = WIDTH[recipe.model.dtype]
-        # On each GPU: bytes read in any step, and per expert used in all layers; FLOP per token, those in FP8 counted as the
-        # bf16 ones that take as long; fixed seconds of a step.
-        self.read = (memory.dense_served_bytes(recipe, shape) + width * shape.embedding_parameters) / self.ranks
-        self.read_expert = memory.map_width(recipe) * shape.moe_layers * shape.expert_parameters / self.ranks
+        # On each GPU: bytes read in any step, and per expert used in all layers; FLOP
+        # per token, those in FP8 counted as the bf16 ones that take as long; fixed
+        # seconds of a step.
+        self.read = (
+            memory.dense_served_bytes(recipe, shape) + width * shape.embedding_parameters
+        ) / self.ranks
+        self.read_expert = (
+            memory.map_width(recipe) * shape.moe_layers * shape.expert_parameters / self.ranks
+        )
         self.flop = (layer_flop(shape) * _quickened(recipe, gpu) + head_flop(shape)) / self.ranks
-        nodes = max(1.0, self.ranks / gpu.nvlink_gpus)  # an all-reduce goes up and down a tree of nodes: [Ring]
-        allreduce = 2 * (ASSUMED.allreduce_latency_s + 2 * math.log2(nodes) * ASSUMED.hop_latency_s) * (self.ranks > 1)
+        nodes = max(
+            1.0, self.ranks / gpu.nvlink_gpus
+        )  # an all-reduce goes up and down a tree of nodes: [Ring]
+        allreduce = (
+            2
+            * (ASSUMED.allreduce_latency_s + 2 * math.log2(nodes) * ASSUMED.hop_latency_s)
+            * (self.ranks > 1)
+        )
         dense, routed = shape.layers - shape.moe_layers, shape.moe_layers
         self.fixed_seconds = dense * ASSUMED.decode_layer_s + routed * gpu.decode_expert_layer_s
         self.fixed_seconds += shape.layers * allreduce + ASSUMED.decode_overhead_s
         # CPU seconds for a chunk of prompts; bytes exchanged per token: [AR] 4.2.2
-        self.host_seconds = dense * ASSUMED.layer_s / LAYER_PASSES + routed * ASSUMED.prefill_expert_layer_s
+        self.host_seconds = (
+            dense * ASSUMED.layer_s / LAYER_PASSES + routed * ASSUMED.prefill_expert_layer_s
+        )
         self.exchanged = 2 * shape.layers * 2 * HALF * shape.hidden * (self.ranks - 1) / self.ranks
         self.memory_rate = gpu.memory_rate * gpu.serving
         self.flop_rate = gpu.bf16 * ASSUMED.decode_efficiency
-        # A ring over several nodes uses all network adapters of each, as for gradients (`_update_seconds`).
+        # A ring over several nodes uses all network adapters of each, as for gradients
+        # (`_update_seconds`).
         rate = gpu.nvlink if nodes == 1 else min(gpu.network * gpu.nvlink_gpus, gpu.nvlink)
         self.link_rate = rate * ASSUMED.network_efficiency
 
     def step_seconds(self, running: float, context_tokens: float) -> float:
-        """Return seconds to decode one token for each of `running` requests that hold `context_tokens` in total."""
-        shape, positions = self.shape, context_tokens  # positions: tokens whose k and v are read, averaged over layers
+        """Return seconds to decode one token for each of `running` requests that hold
+        `context_tokens` in total.
+        """
+        shape, positions = (
+            self.shape,
+            context_tokens,
+        )  # positions: tokens whose k and v are read, averaged over layers
         if shape.local_positions is not None:
             local = min(context_tokens, running * shape.local_positions)
             positions -= shape.local_layers / shape.layers * (context_tokens - local)
         moved = self.read + positions * self.kv_token
-        if shape.experts:  # only the experts that any request uses are read; each request chooses uniformly
-            moved += shape.experts * (1 - (1 - shape.experts_per_token / shape.experts) ** running) * self.read_expert
+        if (
+            shape.experts
+        ):  # only the experts that any request uses are read; each request chooses uniformly
+            moved += (
+                shape.experts
+                * (1 - (1 - shape.experts_per_token / shape.experts) ** running)
+                * self.read_expert
+            )
         attention = attention_flop(shape, context_tokens / max(running, 1)) / self.ranks
         # Memory or products, whichever is slower: [Roof]
         limit = max(moved / self.memory_rate, running * (self.flop + attention) / self.flop_rate)
         return limit + running * self.exchanged / self.link_rate + self.fixed_seconds
 
     def prefill_seconds(self, tokens: float, prompts: float = 1.0) -> float:
-        """Return seconds to read prompts of `tokens` tokens each, PREFILL_CHUNK at a time, while nothing is decoded."""
+        """Return seconds to read prompts of `tokens` tokens each, PREFILL_CHUNK at a
+        time, while nothing is decoded.
+        """
         flop = self.flop + attention_flop(self.shape, tokens / 2) / self.ranks
         chunks = max(1.0, tokens * prompts / PREFILL_CHUNK)
         device = tokens * prompts * (flop / self.flop_rate + self.exchanged / self.link_rate)
         return max(device, chunks * self.host_seconds)
 
-    def batch_seconds(self, lengths: np.ndarray, prompt: float, requests: float, limit: float) -> float:
-        """Return seconds until the last of `requests` ends. Completions are like `lengths`; at most `limit` run at once. While
-        requests wait, `limit` run, and a prompt is read alone when another request ends; then ever fewer run until the longest
-        ends. prompt: tokens of each prompt."""
+    def batch_seconds(
+        self, lengths: np.ndarray, prompt: float, requests: float, limit: float
+    ) -> float:
+        """Return seconds until the last of `requests` ends. Completions are like
+        `lengths`; at most `limit` run at once. While requests wait, `limit` run, and a
+        prompt is read alone when another request ends; then ever fewer run until the
+        longest ends. prompt: tokens of each prompt.
+        """
         last, mean = min(requests, limit), float(lengths.mean())
         held = prompt + float((lengths**2).mean()) / (2 * mean)  # as in Workload.live_context
         each = mean * self.step_seconds(last, last * held) / last + self.prefill_seconds(prompt)
@@ -206,20 +316,26 @@ class Decoder:
         tail = 0.0
         for part, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             running = max(1.0, last * (1 - part / TAIL_PARTS))
-            tail += (end - begin) * self.step_seconds(running, running * (prompt + (begin + end) / 2))
+            tail += (end - begin) * self.step_seconds(
+                running, running * (prompt + (begin + end) / 2)
+            )
         return self.prefill_seconds(prompt, last) + waiting + tail
 
 
 def _quickened(recipe: Recipe, gpu: Gpu) -> float:
-    """Return the time of a product on a server as a share of that in bf16. FP8 products of servers were not measured: they are
-    taken to reach the share of their peak that those of training reach."""
+    """Return the time of a product on a server as a share of that in bf16. FP8 products
+    of servers were not measured: they are taken to reach the share of their peak that
+    those of training reach.
+    """
     if recipe.serving.quantization == "none":
         return 1.0
     return gpu.bf16 * gpu.training / (gpu.fp8 * gpu.fp8_training)
 
 
 class Publication(NamedTuple):
-    """Seconds for which the learner waits: weights are sent (transfer), swapped in by servers that generated, then parity."""
+    """Seconds for which the learner waits: weights are sent (transfer), swapped in by
+    servers that generated, then parity.
+    """
 
     transfer: float
     swap: float
@@ -227,14 +343,18 @@ class Publication(NamedTuple):
 
     @property
     def pause(self) -> float:
-        """Seconds in which servers generate nothing: the swap, or all if they do not generate as they receive."""
+        """Seconds in which servers generate nothing: the swap, or all if they do not
+        generate as they receive.
+        """
         return self.swap or self.transfer
 
 
 def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> Publication:
-    """Return the cost of sending the whole model to all servers, in buckets. Each source of `process_group` is taken to use
-    another network adapter of a server, as long as there are some. A rank of a server copies its part to the host's memory as
-    it arrives, and reads it there for the checksums and for the swap."""
+    """Return the cost of sending the whole model to all servers, in buckets. Each
+    source of `process_group` is taken to use another network adapter of a server, as
+    long as there are some. A rank of a server copies its part to the host's memory as
+    it arrives, and reads it there for the checksums and for the swap.
+    """
     servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
     size = memory.served_bytes(recipe, shape)
     bucket = recipe.weights.bucket_mb * 2**20
@@ -247,7 +367,8 @@ def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> 
         part = size / ranks / (gpu.host * ASSUMED.network_efficiency)
     rate = gpu.nvlink if devices <= gpu.nvlink_gpus else min(sources * gpu.network, gpu.nvlink)
     arriving = max(size / (rate * ASSUMED.network_efficiency), part)
-    # A pipelined ring: bytes cross each link once, and the last rank is as many hops away as there are receivers: [Ring]
+    # A pipelined ring: bytes cross each link once, and the last rank is as many hops
+    # away as there are receivers: [Ring]
     hops = buckets * servers * ranks * ASSUMED.hop_latency_s
     calls = CONTROL_CALLS * in_a_row(servers) * ASSUMED.call_seconds
     transfer = arriving + hops + part + calls + ASSUMED.control_seconds
@@ -257,21 +378,33 @@ def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> 
 
 
 def layer_flop(shape: Architecture) -> float:
-    """Return forward FLOP per token: 2 per parameter that multiplies it, without embedding and head. [PaLM]"""
+    """Return forward FLOP per token: 2 per parameter that multiplies it, without
+    embedding and head. [PaLM]
+    """
     return 2 * shape.body_parameters
 
 
 def attention_flop(shape: Architecture, positions: float) -> float:
-    """Return forward FLOP of attention for a token that attends to `positions`: scores and sum of values. [PaLM], causal."""
+    """Return forward FLOP of attention for a token that attends to `positions`: scores
+    and sum of values. [PaLM], causal.
+    """
     local = shape.local_layers * min(positions, shape.local_positions or positions)
-    return 2 * (shape.query + shape.attended) * (local + (shape.layers - shape.local_layers) * positions)
+    return (
+        2
+        * (shape.query + shape.attended)
+        * (local + (shape.layers - shape.local_layers) * positions)
+    )
 
 
 def head_flop(shape: Architecture) -> float:
-    """Return forward FLOP per token, at bf16's rate: on servers and learner, FP32 logits are sums of bf16 products. [PaLM]"""
+    """Return forward FLOP per token, at bf16's rate: on servers and learner, FP32
+    logits are sums of bf16 products. [PaLM]
+    """
     return 2 * shape.embedding_parameters
 
 
 def optimizer_bytes(parameters: float) -> float:
-    """Return the bytes that AdamW reads and writes: the gradient, three values read and written, and the weight."""
+    """Return the bytes that AdamW reads and writes: the gradient, three values read and
+    written, and the weight.
+    """
     return (FP32 + 6 * FP32 + HALF) * parameters

@@ -1,7 +1,8 @@
 """The work of a step: how many rollouts, and how long they are.
 
-Lengths are log-normal with a given mean and spread, roughly like those of reasoning traces, and cut off at the recipe's longest
-completion; or they are drawn from those of a measured run. Rollouts of a prompt are drawn independently.
+Lengths are log-normal with a given mean and spread, roughly like those of reasoning
+traces, and cut off at the recipe's longest completion; or they are drawn from those of
+a measured run. Rollouts of a prompt are drawn independently.
 """
 
 import math
@@ -37,14 +38,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Log-normal lengths, cut off at `longest`. mean: after the cut; spread: standard deviation of the logarithm before it."""
+    """Log-normal lengths, cut off at `longest`. mean: after the cut; spread: standard
+    deviation of the logarithm before it.
+    """
 
     mean: float
     spread: float
     longest: int
 
     def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
-        # Find the mean of the logarithm that gives the wanted mean, by bisection, since the mean rises with it.
+        # Find the mean of the logarithm that gives the wanted mean, by bisection, since
+        # the mean rises with it.
         low, high = math.log(self.mean) - self.spread**2, math.log(self.longest) + 10 * self.spread
         for _ in range(80):
             middle = (low + high) / 2
@@ -53,9 +57,13 @@ class LogNormal:
         return np.clip(np.ceil(drawn), 1, self.longest).astype(np.int64)
 
     def _mean(self, location: float) -> float:
-        """Return E min(X, c) = exp(m + s^2/2) Phi((ln c - m - s^2) / s) + c (1 - Phi((ln c - m) / s))."""
+        """Return E min(X, c) = exp(m + s^2/2) Phi((ln c - m - s^2) / s) + c (1 -
+        Phi((ln c - m) / s)).
+        """
         above, phi = math.log(self.longest) - location, NormalDist().cdf
-        below = math.exp(location + self.spread**2 / 2) * phi((above - self.spread**2) / self.spread)
+        below = math.exp(location + self.spread**2 / 2) * phi(
+            (above - self.spread**2) / self.spread
+        )
         return below + self.longest * (1 - phi(above / self.spread))
 
 
@@ -80,7 +88,9 @@ class Workload:
 
     @property
     def live_context(self) -> float:
-        """Mean tokens that a request holds at a random moment, at which long requests are more likely to be found."""
+        """Mean tokens that a request holds at a random moment, at which long requests
+        are more likely to be found.
+        """
         lengths = self.sample.astype(np.float64)
         return self.prompt_tokens + float((lengths**2).mean() / (2 * lengths.mean()))
 
@@ -97,7 +107,9 @@ PROMPT_SHARE = 0.125  # typical prompt as a share of the longest: 256 tokens of 
 
 def workload(recipe: Recipe, lengths: Lengths, trained_share: float, seed: int) -> Workload:
     if not 0 < trained_share <= 1:
-        raise MegarlError(f"--trained-share: {trained_share} is not a share; give more than 0, at most 1")
+        raise MegarlError(
+            f"--trained-share: {trained_share} is not a share; give more than 0, at most 1"
+        )
     prompts, generations = recipe.batch.prompts, recipe.sampling.generations
     prompt_tokens = max(1, round(PROMPT_SHARE * recipe.length.prompt_tokens))
     sample = lengths.draw(np.random.default_rng(seed), prompts * generations)
@@ -105,13 +117,21 @@ def workload(recipe: Recipe, lengths: Lengths, trained_share: float, seed: int) 
 
 
 def lognormal(recipe: Recipe, mean: float | None, spread: float) -> LogNormal:
-    """Return log-normal lengths up to the recipe's longest completion. MegarlError if mean or spread is out of range."""
+    """Return log-normal lengths up to the recipe's longest completion. MegarlError if
+    mean or spread is out of range.
+    """
     longest = recipe.length.completion_tokens
     mean = MEAN_SHARE * longest if mean is None else mean
     if not 1 <= mean < longest:
-        raise MegarlError(f"--mean-tokens: {mean:g} is not between 1 and the longest completion, {longest} (length.*)")
+        raise MegarlError(
+            f"--mean-tokens: {mean:g} is not between 1 and the longest completion, {longest}"
+            " (length.*)"
+        )
     if not 0 < spread <= 3:
-        raise MegarlError(f"--spread: {spread:g} is not above 0 and at most 3 (deviation of the lengths' logarithm)")
+        raise MegarlError(
+            f"--spread: {spread:g} is not above 0 and at most 3 (deviation of the lengths'"
+            " logarithm)"
+        )
     return LogNormal(mean, spread, longest)
 
 
@@ -122,7 +142,9 @@ def lengths_of(run: Path) -> Measured:
     """Return lengths measured in the run's latest groups, sampled tokens only."""
     rundir = RunDir(run)
     if not rundir.rollouts.is_dir():
-        raise MegarlError(f"--lengths: {run} has no journal ({rundir.rollouts}); give a run directory")
+        raise MegarlError(
+            f"--lengths: {run} has no journal ({rundir.rollouts}); give a run directory"
+        )
     reader = JournalReader(rundir.rollouts)
     groups = reader.groups(reader.finished(MOST_GROUPS))
     lengths = tuple(r.trained_tokens for g in groups for r in g.rollouts if r.trained_tokens)

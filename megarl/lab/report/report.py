@@ -1,4 +1,5 @@
-"""`megarl report RUN`: RUN/report.html, one file that opens offline, and RUN/reward.png. Works while the run is live.
+"""`megarl report RUN`: RUN/report.html, one file that opens offline, and
+RUN/reward.png. Works while the run is live.
 
 recipe.yaml, metrics.jsonl, eval.jsonl, rollouts/ ──► tiles, charts (inline SVG), table, sample rollouts ──► report.html
 """
@@ -49,7 +50,9 @@ def write_report(rundir: RunDir) -> None:
         warnings=_warnings(values["warnings"]),
         tiles=_joined(tile.format(text, name) for name, text in _tiles(values)),
         charts=_joined(Markup("<div>{}</div>").format(picture) for picture in drawn),
-        table=_joined(line.format(name, text) for name, text in summary.lines(values | {"warnings": []})),
+        table=_joined(
+            line.format(name, text) for name, text in summary.lines(values | {"warnings": []})
+        ),
         parity=_parity(rows),
         rollouts=_rollouts(recipe, rundir),
         recipe=dump(recipe),
@@ -65,7 +68,10 @@ def _tiles(v: Row) -> Iterable[tuple[str, str]]:
     yield "tokens a second", summary.show(v["tokens_per_second"], ",.0f")
     yield "largest lag", f"{summary.show(v['lag_max'], '.0f')} of {v['lag_limit']}"
     same = v["parity_mean_max"] == 0
-    yield "server − learner log-prob", "same bits" if same else summary.show(v["parity_mean"], ".1e")
+    yield (
+        "server − learner log-prob",
+        "same bits" if same else summary.show(v["parity_mean"], ".1e"),
+    )
 
 
 def _warnings(texts: Sequence[str]) -> Markup:
@@ -91,18 +97,31 @@ def _joined(parts: Iterable[Markup]) -> Markup:
 
 
 def _parity(rows: Sequence[Row]) -> Markup:
-    """Return a table of how far servers and learner differ, with one row per cause, or "" if nothing was compared."""
+    """Return a table of how far servers and learner differ, with one row per cause, or
+    "" if nothing was compared.
+    """
     pooled = parity.pooled(rows)
     if not pooled:
         return Markup("")
     heads = ["", *STATISTICS.values(), f"above {parity.SHARE_ABOVE:g}", "tokens", "publications"]
     table = _row("th", heads)
     for cause, d in pooled.items():
-        values = ["same bits"] if d["max"] == 0 else [summary.show(d[name], ".1e") for name in STATISTICS]
+        values = (
+            ["same bits"]
+            if d["max"] == 0
+            else [summary.show(d[name], ".1e") for name in STATISTICS]
+        )
         values += [""] * (len(STATISTICS) - len(values))
-        values += [summary.show(d["share"], ".2%"), summary.show(d["tokens"]), summary.show(d["publications"])]
+        values += [
+            summary.show(d["share"], ".2%"),
+            summary.show(d["tokens"]),
+            summary.show(d["publications"]),
+        ]
         table += _row("td", [charts.CAUSES[cause], *values])
-    text = "|difference| of log-probs, by cause; mean, share and k3 of all tokens, percentiles as medians of the publications."
+    text = (
+        "|difference| of log-probs, by cause; mean, share and k3 of all tokens, percentiles as"
+        " medians of the publications."
+    )
     routing = summary.mean(rows, "parity_routing")
     text += "" if routing is None else f" Choices of experts that differ: {routing:.2%}."
     page = '<h2>Servers against learner</h2><p class="sub">{}</p><table class="parity">{}</table>'
@@ -115,8 +134,9 @@ def _row(tag: str, cells: Sequence[str]) -> Markup:
 
 
 def _rollouts(recipe: Recipe, rundir: RunDir) -> Markup:
-    """Return a right and a wrong answer from each of the newest groups as HTML, coloured by weight version, or "" if there is
-    no journal or tokenizer."""
+    """Return a right and a wrong answer from each of the newest groups as HTML,
+    coloured by weight version, or "" if there is no journal or tokenizer.
+    """
     newest = _newest_groups(JournalReader(rundir.rollouts))
     if not newest or not (Path(recipe.model.path) / "tokenizer.json").exists():
         return Markup("")
@@ -128,19 +148,26 @@ def _rollouts(recipe: Recipe, rundir: RunDir) -> Markup:
         for rollout in [r for r in group.rollouts if r.correct is right][:1]
     ]
     several = len(recipe.data.tasks) > 1
-    shown = _joined(_rollout(tokenizer, group, rollout, several) for group, rollout in chosen[:SAMPLES])
+    shown = _joined(
+        _rollout(tokenizer, group, rollout, several) for group, rollout in chosen[:SAMPLES]
+    )
     legend = Markup(
-        'Newest groups. <span class="v0">Backgrounds</span> <span class="v1">change</span> with the version of the weights; '
-        '<span class="phrase">this one</span> was inserted and is not trained.'
+        'Newest groups. <span class="v0">Backgrounds</span> <span class="v1">change</span> with the'
+        ' version of the weights; <span class="phrase">this one</span> was inserted and is not'
+        " trained."
     )
     return Markup('<h2>Rollouts</h2><p class="sub">{}</p>{}').format(legend, shown)
 
 
 def _newest_groups(reader: JournalReader) -> Sequence[Group]:
-    """Return the groups that were finished last, oldest first. Earlier files, of which there may be thousands, are not read."""
+    """Return the groups that were finished last, oldest first. Earlier files, of which
+    there may be thousands, are not read.
+    """
     newest: deque[Group] = deque()
     for number in reversed(reader.files()):
-        finished = (record.group for record in reader.replay(number) if isinstance(record, Finished))
+        finished = (
+            record.group for record in reader.replay(number) if isinstance(record, Finished)
+        )
         newest = deque(finished, 2 * SAMPLES)
         if len(newest) == 2 * SAMPLES:
             break
@@ -159,10 +186,14 @@ def _rollout(tokenizer: Tokenizer, group: Group, rollout: Rollout, several_tasks
         colour = f"v{versions.index(segment.weight_version) % 2}" if segment.trained else "phrase"
         parts.append(Markup('<span class="{}">{}</span>').format(colour, text))
     facts = Markup(" · ").join(_facts(group, rollout, versions, several_tasks))
-    return Markup('<p class="sub">{}</p><pre class="rollout">{}</pre>').format(facts, _joined(parts))
+    return Markup('<p class="sub">{}</p><pre class="rollout">{}</pre>').format(
+        facts, _joined(parts)
+    )
 
 
-def _facts(group: Group, rollout: Rollout, versions: Sequence[int], several_tasks: bool) -> Iterable[str | Markup]:
+def _facts(
+    group: Group, rollout: Rollout, versions: Sequence[int], several_tasks: bool
+) -> Iterable[str | Markup]:
     yield f"ticket {group.ticket}"
     if several_tasks:
         yield group.prompt.task

@@ -1,18 +1,22 @@
-"""`megarl trace RUN`: shows the last steps of a run in ui.perfetto.dev or chrome://tracing, also while it runs.
+"""`megarl trace RUN`: shows the last steps of a run in ui.perfetto.dev or
+chrome://tracing, also while it runs.
 
     RUN/trace/*.jsonl (telemetry/spans.py) ─► the window of these steps ──► lanes, groups ─────► ChromeTrace ─► trace.json.gz
     RUN/metrics.jsonl (lag)      ────────────────────────────────────────────────────────────┘
 
-A process in the trace is a role. The learner's step contains its phases. A server is busy while any request runs on it, and
-paused while a publication holds it; requests and gradings get as many lanes as run concurrently. A group's span goes from its
-ticket to the batch that trains it, from which an arrow leads to the step. Counters are derived from the spans.
+A process in the trace is a role. The learner's step contains its phases. A server is
+busy while any request runs on it, and paused while a publication holds it; requests and
+gradings get as many lanes as run concurrently. A group's span goes from its ticket to
+the batch that trains it, from which an arrow leads to the step. Counters are derived
+from the spans.
 
-The file is in Trace Event Format, object form, with times in whole microseconds; it uses these events: X complete, i instant,
-C counter, s and f flow, M metadata.
+The file is in Trace Event Format, object form, with times in whole microseconds; it
+uses these events: X complete, i instant, C counter, s and f flow, M metadata.
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
-Lanes are laid out here, instead of by Perfetto from async events (b, e): it names tracks after such events, so each ticket
-would have a track of its own or lose its number, and it binds s and f to threads only (json_trace_parser_impl.cc).
+Lanes are laid out here, instead of by Perfetto from async events (b, e): it names
+tracks after such events, so each ticket would have a track of its own or lose its
+number, and it binds s and f to threads only (json_trace_parser_impl.cc).
 """
 
 import gzip
@@ -50,7 +54,9 @@ def nested(spans: Iterable[Span]) -> list[SpanTree]:
 
 
 def packed(units: Iterable[SpanTree]) -> list[list[Span]]:
-    """Distribute units over as few lanes as possible, such that units on one lane do not overlap."""
+    """Distribute units over as few lanes as possible, such that units on one lane do
+    not overlap.
+    """
     lanes: list[list[SpanTree]] = []
     for unit in sorted(units, key=lambda u: (u[0].begin, -u[0].end)):
         if lane := next((lane for lane in lanes if lane[-1][0].end <= unit[0].begin), None):
@@ -61,7 +67,9 @@ def packed(units: Iterable[SpanTree]) -> list[list[Span]]:
 
 
 def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
-    """Return (time, count from then on) for each time at which the count of open spans changes. spans: (begin, end)."""
+    """Return (time, count from then on) for each time at which the count of open spans
+    changes. spans: (begin, end).
+    """
     steps: dict[float, int] = defaultdict(int)
     for begin, end in spans:
         steps[begin] += 1
@@ -73,11 +81,22 @@ def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
 def union(spans: Iterable[Span]) -> list[tuple[float, ...]]:
     """Return, in order, the disjoint intervals that are covered by any span."""
     counts = changes((span.begin, span.end) for span in spans)
-    return list(batched([at for (_, before), (at, now) in pairwise([(0.0, 0), *counts]) if not (before and now)], 2))
+    return list(
+        batched(
+            [
+                at
+                for (_, before), (at, now) in pairwise([(0.0, 0), *counts])
+                if not (before and now)
+            ],
+            2,
+        )
+    )
 
 
 class GroupLife(NamedTuple):
-    """A group from its ticket to the batch that trains it. An unfinished part ends at `now`."""
+    """A group from its ticket to the batch that trains it. An unfinished part ends at
+    `now`.
+    """
 
     ticket: int
     begin: float
@@ -108,7 +127,9 @@ class GroupLife(NamedTuple):
 
 
 def group_lives(spans: Sequence[Span], events: Iterable[SpanEvent]) -> list[GroupLife]:
-    """Return the groups, ordered by ticket. A group interrupted by a crash of the controller goes on in its next life."""
+    """Return the groups, ordered by ticket. A group interrupted by a crash of the
+    controller goes on in its next life.
+    """
     parts: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         if span.on == TICKETS:
@@ -122,13 +143,23 @@ def group_lives(spans: Sequence[Span], events: Iterable[SpanEvent]) -> list[Grou
     for ticket, own in sorted(parts.items()):
         last, batch = max(own, key=lambda span: span.end), batches.get(ticket)
         begin, removed = min(span.begin for span in own), bool(last.args.get("removed"))
-        taken, step = (None, -1) if batch is None else (max(batch.at, last.end), cast(int, batch.args["step"]))
-        lives.append(GroupLife(ticket, begin, now, None if last.cut else last.end, taken, step, removed, last.args))
+        taken, step = (
+            (None, -1)
+            if batch is None
+            else (max(batch.at, last.end), cast(int, batch.args["step"]))
+        )
+        lives.append(
+            GroupLife(
+                ticket, begin, now, None if last.cut else last.end, taken, step, removed, last.args
+            )
+        )
     return lives
 
 
 class ChromeTrace:
-    """A trace under construction. Processes and threads are given by name, times in seconds; `base` becomes time 0."""
+    """A trace under construction. Processes and threads are given by name, times in
+    seconds; `base` becomes time 0.
+    """
 
     def __init__(self, base: float) -> None:
         self._base = base
@@ -137,8 +168,12 @@ class ChromeTrace:
         self._events: list[JsonObject] = []
         self._flows = 0
 
-    def complete(self, on: str, name: str, begin: float, end: float, args: dict[str, Value]) -> None:
-        """Add a span on `process/thread`. Spans of one thread must be nested or disjoint."""
+    def complete(
+        self, on: str, name: str, begin: float, end: float, args: dict[str, Value]
+    ) -> None:
+        """Add a span on `process/thread`. Spans of one thread must be nested or
+        disjoint.
+        """
         self.add("X", on, name, begin, dur=self._us(end) - self._us(begin), args=args)
 
     def counter(self, process: str, name: str, at: float, values: dict[str, float]) -> None:
@@ -146,17 +181,31 @@ class ChromeTrace:
         self.add("C", process, name, at, args=values)
 
     def arrow(self, name: str, start: tuple[str, float], end: tuple[str, float]) -> None:
-        """Draw an arrow between two spans, each given as (process/thread, time), with a time within the span."""
+        """Draw an arrow between two spans, each given as (process/thread, time), with a
+        time within the span.
+        """
         self._flows += 1
         self.add("s", start[0], name, start[1], cat="group", id=self._flows)
         self.add("f", end[0], name, end[1], cat="group", id=self._flows, bp="e")
 
     def tree(self, shown: JsonObject) -> JsonObject:
-        """Return the file's content: metadata, then events by time. shown: the run's path, its steps, the time that is 0."""
+        """Return the file's content: metadata, then events by time. shown: the run's
+        path, its steps, the time that is 0.
+        """
         named = [("process", process, pid, 0) for process, pid in self._processes.items()]
-        named += [("thread", thread, self._processes[process], tid) for (process, thread), tid in self._threads.items()]
+        named += [
+            ("thread", thread, self._processes[process], tid)
+            for (process, thread), tid in self._threads.items()
+        ]
         metadata = [
-            {"name": f"{kind}_{key}", "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": {key: value}}
+            {
+                "name": f"{kind}_{key}",
+                "ph": "M",
+                "pid": pid,
+                "tid": tid,
+                "ts": 0,
+                "args": {key: value},
+            }
             for kind, name, pid, tid in named
             for key, value in (("name", name), ("sort_index", tid or pid))
         ]
@@ -167,7 +216,9 @@ class ChromeTrace:
         process, _, thread = on.partition("/")
         pid = self._processes.setdefault(process, len(self._processes) + 1)
         tid = self._threads.setdefault((process, thread), len(self._threads) + 1) if thread else 0
-        self._events.append({"ph": phase, "name": name, "pid": pid, "tid": tid, "ts": self._us(at)} | more)
+        self._events.append(
+            {"ph": phase, "name": name, "pid": pid, "tid": tid, "ts": self._us(at)} | more
+        )
 
     def _us(self, seconds: float) -> int:
         return round((seconds - self._base) * 1e6)
@@ -181,31 +232,45 @@ def main(run: Path, steps: int, output: Path | None) -> int:
     rundir = RunDir.opened(run)
     trace = trace_of(rundir, steps)
     path = output or rundir.path / "trace.json.gz"
-    written = path.write_bytes if output else partial(write_atomically, path)  # which replaces a link
+    written = (
+        path.write_bytes if output else partial(write_atomically, path)
+    )  # which replaces a link
     data = json.dumps(trace, separators=(",", ":"), allow_nan=False).encode()
     try:
         written(gzip.compress(data, 6) if path.suffix == ".gz" else data)
     except OSError as error:
-        raise MegarlError(f"{path}: cannot be written: {error.strerror}; name another file with --output") from None
+        raise MegarlError(
+            f"{path}: cannot be written: {error.strerror}; name another file with --output"
+        ) from None
     shown = trace["otherData"]["steps"]
     what = f"steps {shown[0]} to {shown[-1]}" if shown else "no step is complete yet"
     terminal.say(
-        f"{path}: {what}, {len(trace['traceEvents'])} events; open it at https://ui.perfetto.dev or chrome://tracing"
+        f"{path}: {what}, {len(trace['traceEvents'])} events; open it at https://ui.perfetto.dev or"
+        " chrome://tracing"
     )
     return 0
 
 
 def trace_of(rundir: RunDir, steps: int) -> JsonObject:
-    """Build the trace from the start of the last `steps` complete steps. MegarlError if nothing is recorded yet."""
+    """Build the trace from the start of the last `steps` complete steps. MegarlError if
+    nothing is recorded yet.
+    """
     spans, events = read(rundir.trace)
     if not spans:
-        raise MegarlError(f"{rundir.trace}: nothing is recorded there yet; try again once the run samples")
+        raise MegarlError(
+            f"{rundir.trace}: nothing is recorded there yet; try again once the run samples"
+        )
     done = [s for s in spans if s.on == LEARNER and s.name == f"step {s.args.get('step')}"][-steps:]
     since = done[0].begin if done else spans[0].begin
     rows = _places(spans)
     lives = group_lives(spans, events)
     seen = [life for life in lives if life.end > since]
-    first = min([*(s.begin for row in rows.values() for s in row if s.end > since), *(g.begin for g in seen)])
+    first = min(
+        [
+            *(s.begin for row in rows.values() for s in row if s.end > since),
+            *(g.begin for g in seen),
+        ]
+    )
     trace = ChromeTrace(first)
     for place in sorted(rows, key=_order):
         shown = [span for span in rows[place] if span.end > since]
@@ -221,11 +286,19 @@ def trace_of(rundir: RunDir, steps: int) -> JsonObject:
     for event in events:
         if event.at > since:
             trace.add("i", event.on, event.name, event.at, s="t", args=event.args)
-    return trace.tree({"run": str(rundir.path), "steps": [cast(int, s.args["step"]) for s in done], "begin": first})
+    return trace.tree(
+        {
+            "run": str(rundir.path),
+            "steps": [cast(int, s.args["step"]) for s in done],
+            "begin": first,
+        }
+    )
 
 
 def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
-    """Return the spans by the place where they are drawn, without those of groups; add spans for when each server was busy."""
+    """Return the spans by the place where they are drawn, without those of groups; add
+    spans for when each server was busy.
+    """
     rows: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.on != TICKETS:
@@ -237,7 +310,9 @@ def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
 
 
 def _order(place: str) -> tuple[int, int, str]:
-    """Return a sort key: the learner first, then servers by number, then the controller."""
+    """Return a sort key: the learner first, then servers by number, then the
+    controller.
+    """
     role, _, number = place.partition("/")[0].partition(" ")
     return {"learner": 0, "server": 1}.get(role, 2), int(number or 0), place
 
@@ -248,7 +323,13 @@ def _draw(trace: ChromeTrace, place: str, units: Sequence[SpanTree]) -> dict[int
     for number, lane in enumerate(lanes, 1):
         on = place if len(lanes) == 1 else f"{place} {number}"
         for span in lane:
-            trace.complete(on, span.name, span.begin, span.end, span.args | ({"unfinished": True} if span.cut else {}))
+            trace.complete(
+                on,
+                span.name,
+                span.begin,
+                span.end,
+                span.args | ({"unfinished": True} if span.cut else {}),
+            )
             where[id(span)] = on
     return where
 
@@ -259,18 +340,31 @@ def _draw_groups(trace: ChromeTrace, seen: Sequence[GroupLife], learner: Sequenc
     where = _draw(trace, TICKETS, units)
     training = [span for span in learner if span.name == "train"]
     for group, unit in zip(seen, units, strict=True):
-        step = next((s for s in training if s.args["step"] == group.step and s.end > group.end), None)
+        step = next(
+            (s for s in training if s.args["step"] == group.step and s.end > group.end), None
+        )
         if group.taken is not None and step is not None:
             into = min(step.begin + MARGIN_S, step.end)  # it may have begun just now
-            trace.arrow(f"step {group.step}", (where[id(unit[0])], group.end - MARGIN_S), (LEARNER, into))
+            trace.arrow(
+                f"step {group.step}", (where[id(unit[0])], group.end - MARGIN_S), (LEARNER, into)
+            )
 
 
-def _count(trace: ChromeTrace, rows: Mapping[str, Sequence[Span]], lives: Sequence[GroupLife], since: float) -> None:
-    """Draw counters from `since` on: requests on each server, tickets being generated, and tickets that wait for their step."""
+def _count(
+    trace: ChromeTrace, rows: Mapping[str, Sequence[Span]], lives: Sequence[GroupLife], since: float
+) -> None:
+    """Draw counters from `since` on: requests on each server, tickets being generated,
+    and tickets that wait for their step.
+    """
     generating = changes((g.begin, g.now if g.generated is None else g.generated) for g in lives)
     waiting = changes((g.generated, g.end) for g in lives if g.generated is not None)
     counters = [
-        (place.removesuffix(REQUESTS), "running requests", "requests", changes((s.begin, s.end) for s in rows[place]))
+        (
+            place.removesuffix(REQUESTS),
+            "running requests",
+            "requests",
+            changes((s.begin, s.end) for s in rows[place]),
+        )
         for place in sorted(rows)
         if place.endswith(REQUESTS)
     ]
@@ -278,7 +372,10 @@ def _count(trace: ChromeTrace, rows: Mapping[str, Sequence[Span]], lives: Sequen
     counters.append(("groups", "tickets waiting for their step", "tickets", waiting))
     for process, name, what, counts in counters:
         before = [count for at, count in counts if at <= since]
-        for at, count in [(since, before[-1] if before else 0), *(c for c in counts if c[0] > since)]:
+        for at, count in [
+            (since, before[-1] if before else 0),
+            *(c for c in counts if c[0] > since),
+        ]:
             trace.counter(process, name, at, {what: count})
 
 
@@ -286,9 +383,13 @@ _decode = msgspec.json.Decoder(TraceRow).decode
 
 
 def read(folder: Path) -> tuple[list[Span], list[SpanEvent]]:
-    """Return the spans and events of all roles, ordered by their begin. Spans still open end at the last known time."""
+    """Return the spans and events of all roles, ordered by their begin. Spans still
+    open end at the last known time.
+    """
     rows: dict[str, list[TraceRow]] = defaultdict(list)
-    for path in sorted(folder.glob("*.jsonl")):  # ROLE.1.jsonl, the earlier part, comes before ROLE.jsonl
+    for path in sorted(
+        folder.glob("*.jsonl")
+    ):  # ROLE.1.jsonl, the earlier part, comes before ROLE.jsonl
         rows[path.name.removesuffix(".jsonl").removesuffix(".1")] += _rows(path)
     roles = [_role(of_role) for of_role in rows.values()]
     now = max((last for *_, last in roles), default=0.0)
@@ -301,7 +402,9 @@ Begun = dict[tuple[str, str, float], Open]
 
 
 def _role(rows: Iterable[TraceRow]) -> tuple[list[Span], Begun, list[SpanEvent], float]:
-    """Return for one role the spans that have ended, those still open, the events, and the last known time."""
+    """Return for one role the spans that have ended, those still open, the events, and
+    the last known time.
+    """
     ended: list[Span] = []
     begun: Begun = {}
     events: list[SpanEvent] = []
@@ -331,7 +434,9 @@ def _cut(begun: Iterable[Open], at: float) -> list[Span]:
 
 
 def _rows(path: Path) -> Iterator[TraceRow]:
-    """Yield the rows of a file, if it still exists. Incomplete lines (a crash, a write in progress) are skipped."""
+    """Yield the rows of a file, if it still exists. Incomplete lines (a crash, a write
+    in progress) are skipped.
+    """
     with suppress(FileNotFoundError):
         for line in lines_of(path):
             with suppress(msgspec.DecodeError):

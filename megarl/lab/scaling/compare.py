@@ -2,9 +2,11 @@
 
     {name: curves} ──► a fit each ──► all refitted at one A ──► each against the first ──► table, verdict
 
-Exponents B of two fits are comparable only at one ceiling. ScaleRL compares those of all arms at one fixed A (section 4; .605)
-if the arms' A agree within 0.02, the difference between three seeds of one recipe (arXiv 2510.13786, section 2). That A is
-given, or the mean of all runs' A. Two runs that agree with each other, but not with that mean, are compared at their own.
+Exponents B of two fits are comparable only at one ceiling. ScaleRL compares those of
+all arms at one fixed A (section 4; .605) if the arms' A agree within 0.02, the
+difference between three seeds of one recipe (arXiv 2510.13786, section 2). That A is
+given, or the mean of all runs' A. Two runs that agree with each other, but not with
+that mean, are compared at their own.
 """
 
 import math
@@ -36,12 +38,16 @@ class Pair(NamedTuple):
     other: str
     same_ceiling: bool
     overtakes: tuple[tuple[str, float], ...]
-    """(name, hours) at which a run takes the lead, in order; the first entry is the run that leads at the start."""
+    """(name, hours) at which a run takes the lead, in order; the first entry is the run
+    that leads at the start.
+    """
     text: str
 
 
 class RunComparison(NamedTuple):
-    """A comparison of runs. at_ceiling: the fits at the common A, `ceiling`, where exponents B are comparable."""
+    """A comparison of runs. at_ceiling: the fits at the common A, `ceiling`, where
+    exponents B are comparable.
+    """
 
     entries: tuple[RunFit, ...]
     pairs: tuple[Pair, ...]
@@ -52,31 +58,49 @@ class RunComparison(NamedTuple):
     def comparable(self) -> dict[str, Fit]:
         """Those of `at_ceiling` whose own A is near that ceiling."""
         own = {entry.name: entry.fit.A for entry in self.entries if entry.fit}
-        return {name: fit for name, fit in self.at_ceiling.items() if abs(own[name] - self.ceiling) <= SAME_CEILING}
+        return {
+            name: fit
+            for name, fit in self.at_ceiling.items()
+            if abs(own[name] - self.ceiling) <= SAME_CEILING
+        }
 
     @property
     def verdict(self) -> str:
         """The comparison in plain words, one group of sentences per pair."""
-        failed = [f"{entry.name} was not fitted: {entry.problem}" for entry in self.entries if entry.fit is None]
+        failed = [
+            f"{entry.name} was not fitted: {entry.problem}"
+            for entry in self.entries
+            if entry.fit is None
+        ]
         return "\n".join([*(pair.text for pair in self.pairs), *failed])
 
     def rows(self) -> list[dict[str, object]]:
-        """Return the table as records: a run's name, its fit, and its B, with an interval, and C_mid at the common A."""
+        """Return the table as records: a run's name, its fit, and its B, with an
+        interval, and C_mid at the common A.
+        """
         records = []
         for entry in self.entries:
             row: dict[str, object] = {"name": entry.name}
             row |= {"problem": entry.problem} if entry.fit is None else entry.fit.record()
             if refitted := self.at_ceiling.get(entry.name):
-                row |= {"A_common": self.ceiling, "B_at_A_common": refitted.B, "C_mid_at_A_common": refitted.C_mid}
+                row |= {
+                    "A_common": self.ceiling,
+                    "B_at_A_common": refitted.B,
+                    "C_mid_at_A_common": refitted.C_mid,
+                }
                 row["B_at_A_common_interval"] = list(refitted.B_interval)
             records.append(row)
         return records
 
 
 def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) -> RunComparison:
-    """Compare all runs with the first that can be fitted. options: of `fit`; ceiling: the common A, by default their mean."""
+    """Compare all runs with the first that can be fitted. options: of `fit`; ceiling:
+    the common A, by default their mean.
+    """
     if len(units := {unit_name(curve.unit) for curves in runs.values() for curve in curves}) > 1:
-        raise MegarlError(f"runs whose compute is in {' and in '.join(sorted(units))} cannot be compared by it")
+        raise MegarlError(
+            f"runs whose compute is in {' and in '.join(sorted(units))} cannot be compared by it"
+        )
     entries, fits = [], {}
     alone: FitOptions = {**options, "ceiling": None}
     for name, curves in runs.items():
@@ -89,7 +113,9 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
         for name, found in fits.items():
             if (reached := float(found(found.hours[-1:])[0])) > given + SAME_CEILING:
                 advice = "give one that no run has passed"
-                raise MegarlError(f"--ceiling is {given:g}, and {name} has reached {reached:.3f}; {advice}")
+                raise MegarlError(
+                    f"--ceiling is {given:g}, and {name} has reached {reached:.3f}; {advice}"
+                )
     ceiling = given or _mean_ceiling(fits.values())
     common: FitOptions = {**options, "ceiling": ceiling}
     at_ceiling = {name: fit(runs[name], **common) for name in fits} if len(fits) > 1 else {}
@@ -100,7 +126,11 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
         same = abs(first.A - second.A) <= SAME_CEILING
         ahead = overtakes(*named)
         both = {name: at_ceiling[name] for name in (reference, other)}
-        if same and not given and max(abs(one.A - ceiling) for one in (first, second)) > SAME_CEILING:
+        if (
+            same
+            and not given
+            and max(abs(one.A - ceiling) for one in (first, second)) > SAME_CEILING
+        ):
             at: FitOptions = {**options, "ceiling": _mean_ceiling((first, second))}
             both = {name: fit(runs[name], **at) for name in both}
         said = _exponents(*named, both) if same else _ceiling(*named)
@@ -116,7 +146,9 @@ def _mean_ceiling(fits: Iterable[Fit]) -> float:
 
 
 def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, float], ...]:
-    """Return (name, hours) for each change of lead, up to ten times the compute seen; differences below noise do not count."""
+    """Return (name, hours) for each change of lead, up to ten times the compute seen;
+    differences below noise do not count.
+    """
     hours = np.geomspace(max(a.window[0], b.window[0]), 10 * max(a.window[1], b.window[1]), 2000)
     difference = a(hours) - b(hours)
     clear = np.flatnonzero(np.abs(difference) > max(a.rmse, b.rmse, 1e-3))
@@ -132,8 +164,9 @@ def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, floa
 
 
 def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return points (log10 C, log10 F) with F(R) = C_mid^B / ((A − R_0)/(R − R_0) − 1), which lie on a line of slope B. Scores
-    outside R_0 … A give no point."""
+    """Return points (log10 C, log10 F) with F(R) = C_mid^B / ((A − R_0)/(R − R_0) − 1),
+    which lie on a line of slope B. Scores outside R_0 … A give no point.
+    """
     share = (pass_rate - fit.R_0) / max(fit.A - fit.R_0, 1e-300)
     inside = (share > 0) & (share < 1)
     log_f = fit.B * math.log10(fit.C_mid) - np.log10(1 / share[inside] - 1)
@@ -144,26 +177,51 @@ def _exponents(name_a: str, a: Fit, name_b: str, b: Fit, at_ceiling: Mapping[str
     x, y = at_ceiling[name_a], at_ceiling[name_b]
     apart = x.B_interval[1] < y.B_interval[0] or y.B_interval[1] < x.B_interval[0]
     says, against = ("B differs", "against") if apart else ("B does not differ measurably", "and")
-    wide = [(n, f.A_interval) for n, f in ((name_a, a), (name_b, b)) if np.ptp(f.A_interval) > WIDE_INTERVAL]
-    unsure = "".join(f" But A of {n} may be anywhere in {low:.3f} … {high:.3f}." for n, (low, high) in wide)
-    same = f"{name_a} and {name_b} have the same ceiling within {SAME_CEILING} (A {a.A:.3f} and {b.A:.3f})"
-    return f"{same}; with both at {x.A:.3f}, {says}: {x.B:.2f} ({name_a}) {against} {y.B:.2f} ({name_b}).{unsure}"
+    wide = [
+        (n, f.A_interval)
+        for n, f in ((name_a, a), (name_b, b))
+        if np.ptp(f.A_interval) > WIDE_INTERVAL
+    ]
+    unsure = "".join(
+        f" But A of {n} may be anywhere in {low:.3f} … {high:.3f}." for n, (low, high) in wide
+    )
+    same = (
+        f"{name_a} and {name_b} have the same ceiling within {SAME_CEILING} (A {a.A:.3f} and"
+        f" {b.A:.3f})"
+    )
+    return (
+        f"{same}; with both at {x.A:.3f}, {says}: {x.B:.2f} ({name_a}) {against} {y.B:.2f}"
+        f" ({name_b}).{unsure}"
+    )
 
 
 def _ceiling(name_a: str, a: Fit, name_b: str, b: Fit) -> str:
-    (low_name, low), (high_name, high) = sorted(((name_a, a), (name_b, b)), key=lambda pair: pair[1].A)
-    sure = "" if low.A_interval[1] < high.A_interval[0] else "; their 95 % intervals overlap, so this is not certain"
-    return f"{high_name} has the higher ceiling: A {high.A:.3f} against {low.A:.3f} of {low_name}{sure}."
+    (low_name, low), (high_name, high) = sorted(
+        ((name_a, a), (name_b, b)), key=lambda pair: pair[1].A
+    )
+    sure = (
+        ""
+        if low.A_interval[1] < high.A_interval[0]
+        else "; their 95 % intervals overlap, so this is not certain"
+    )
+    return (
+        f"{high_name} has the higher ceiling: A {high.A:.3f} against {low.A:.3f} of"
+        f" {low_name}{sure}."
+    )
 
 
 def _speed(name_a: str, a: Fit, name_b: str, b: Fit) -> str:
-    """Return a sentence on which run needs less compute for half of the gain that both can make."""
+    """Return a sentence on which run needs less compute for half of the gain that both
+    can make.
+    """
     r0 = max(a.R_0, b.R_0)
     halfway = (r0 + min(a.A, b.A)) / 2
     hours_a, hours_b = hours_of(a, halfway), hours_of(b, halfway)
     if halfway <= r0 or abs(hours_a - hours_b) <= 0.03 * max(hours_a, hours_b):
         return "Neither is quicker to half of the gain both can make."
-    name, few, many = (name_a, hours_a, hours_b) if hours_a < hours_b else (name_b, hours_b, hours_a)
+    name, few, many = (
+        (name_a, hours_a, hours_b) if hours_a < hours_b else (name_b, hours_b, hours_a)
+    )
     half = f"{halfway:.3f}, half of the gain both can make,"
     return f"{name} is quicker: {half} after {amount(few, a.unit)} instead of {amount(many)}."
 

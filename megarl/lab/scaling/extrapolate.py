@@ -1,7 +1,9 @@
-"""Predictions of a fit beyond its points: the score at some compute, the compute for a score, each with its 95 % interval.
+"""Predictions of a fit beyond its points: the score at some compute, the compute for a
+score, each with its 95 % interval.
 
-Both describe how the fitted curves (for several seeds, their mean) continue. The intervals cover the error of the law and how
-far the curves have strayed from it, but not the noise that a single evaluation adds.
+Both describe how the fitted curves (for several seeds, their mean) continue. The
+intervals cover the error of the law and how far the curves have strayed from it, but
+not the noise that a single evaluation adds.
 """
 
 import math
@@ -21,10 +23,14 @@ from megarl.lab.scaling.forms import FORMS
 from megarl.lab.scaling.points import Curve, PointColumns, curve_of_run
 from megarl.lab.scaling.posterior import INTERVAL
 
-BEFORE = 10.0  # how many times less compute than that of the first point is the earliest at which a score is looked for
+# how many times less compute than that of the first point is the earliest at which a
+# score is looked for
+BEFORE = 10.0
 
 
-MOST_LATER = 200  # points at which the band is computed, with effort in their cube; in between it is interpolated
+# points at which the band is computed, with effort in their cube; in between it is
+# interpolated
+MOST_LATER = 200
 
 
 class Prediction(NamedTuple):
@@ -37,7 +43,9 @@ class Prediction(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """Hours at which the curve passes a score; infinite if never, as is the interval's end if the asymptote may be below it."""
+    """Hours at which the curve passes a score; infinite if never, as is the interval's
+    end if the asymptote may be below it.
+    """
 
     hours: float
     interval: tuple[float, float]
@@ -45,7 +53,9 @@ class Reached(NamedTuple):
 
 @dataclass(frozen=True)
 class Later:
-    """How well the fit predicted points after its window. Errors are measured − predicted."""
+    """How well the fit predicted points after its window. Errors are measured −
+    predicted.
+    """
 
     n: int
     until: float
@@ -65,23 +75,31 @@ def hours_to(fit: Fit, score: float) -> Reached:
     """Return the compute at which the curve passes `score`."""
     grid = np.geomspace(fit.hours[0] / BEFORE, fit.window[1] * 1000, 240)
     band = predict(fit, grid)
-    hours, earliest, latest = (_first(grid, scores, score) for scores in (band.pass_rate, band.high, band.low))
+    hours, earliest, latest = (
+        _first(grid, scores, score) for scores in (band.pass_rate, band.high, band.low)
+    )
     return Reached(hours, (earliest, latest))
 
 
 TESTED, FAR = 4.0, 10.0
-"""Multiples of the last point's compute: up to which intervals were tested on real runs (benchmarks/README.md), and from which
-a prediction says so."""
+"""Multiples of the last point's compute: up to which intervals were tested on real runs
+(benchmarks/README.md), and from which a prediction says so.
+"""
 
 
 def doubts(fit: Fit, hours: float | None) -> Iterator[str]:
     """Yield one sentence if a prediction at `hours` is far beyond the points."""
     if hours is not None and (ahead := hours / fit.window[1]) > FAR:
-        yield f"that is {ahead:,.0f} times the compute of the last point; intervals were tested up to {TESTED:g} times"
+        yield (
+            f"that is {ahead:,.0f} times the compute of the last point; intervals were tested up to"
+            f" {TESTED:g} times"
+        )
 
 
 def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
-    """Compare the fit with points at more compute than its window; None if there are none."""
+    """Compare the fit with points at more compute than its window; None if there are
+    none.
+    """
     hours = np.concatenate([c.hours for c in curves])
     rates = np.concatenate([c.pass_rate for c in curves])
     behind = hours > fit.window[1]
@@ -94,30 +112,40 @@ def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
     band = Prediction(hours, *(np.interp(hours, at, part) for part in predict(fit, at)[1:]))
     errors = rates - band.pass_rate
     noise = 1.96 * math.sqrt(fit.sse / max(1, fit.n - len(fit.theta)))
-    low, high = np.hypot(band.pass_rate - band.low, noise), np.hypot(band.high - band.pass_rate, noise)
+    low, high = (
+        np.hypot(band.pass_rate - band.low, noise),
+        np.hypot(band.high - band.pass_rate, noise),
+    )
     inside = int(((errors >= -low) & (errors <= high)).sum())
     worst = float(errors[np.abs(errors).argmax()])
     return Later(len(hours), float(hours.max()), float(errors.mean()), worst, inside)
 
 
-def forecast(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, score: str = PASS_RATE) -> Row:
-    """Forecast the rest of a live run of `steps` steps after the last of these evaluations; return columns of eval.jsonl.
+def forecast(
+    evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, score: str = PASS_RATE
+) -> Row:
+    """Forecast the rest of a live run of `steps` steps after the last of these
+    evaluations; return columns of eval.jsonl.
 
-    The budget, i.e. compute at the last step, is the present compute times steps / step.
-    `predicted_rest_high`: the gain from the rest of the budget, at the upper end of its 95 %
-    interval. `predicted_least`, `predicted_most`: the lower and the higher of the curve's values
-    now and at the end, each with the outer end of its interval; all later scores should lie
-    between them (core/evaluation/departure.py). Empty if there are too few scores, or no curve
-    fits. score: the column to forecast, `pass_rate` or that of a task or suite, such as
-    `pass_rate/math`.
+    The budget, i.e. compute at the last step, is the present compute times steps /
+    step. `predicted_rest_high`: the gain from the rest of the budget, at the upper end
+    of its 95 % interval. `predicted_least`, `predicted_most`: the lower and the higher
+    of the curve's values now and at the end, each with the outer end of its interval;
+    all later scores should lie between them (core/evaluation/departure.py). Empty if
+    there are too few scores, or no curve fits. score: the column to forecast,
+    `pass_rate` or that of a task or suite, such as `pass_rate/math`.
     """
     last = evaluations[-1]
     if not last["step"]:
         return {}
-    if last.get("compute_unit") == "gpu":  # later epochs do not matter, and of a long run there are gigabytes
+    if (
+        last.get("compute_unit") == "gpu"
+    ):  # later epochs do not matter, and of a long run there are gigabytes
         metrics = takewhile(lambda row: row.get("compute_hours", 0.0) <= EARLY_HOURS, metrics)
     try:
-        fitted = fit_curves([curve_of_run("run", evaluations, metrics, "the run", PointColumns(score=score))])
+        fitted = fit_curves(
+            [curve_of_run("run", evaluations, metrics, "the run", PointColumns(score=score))]
+        )
     except MegarlError:
         return {}
     now = last["compute_hours"]
@@ -154,7 +182,9 @@ def inverse(fit: Fit, score: float) -> float:
 
 
 def _first(hours: np.ndarray, scores: np.ndarray, score: float) -> float:
-    """Return the compute at which the score is first reached, interpolated; 0 if below the grid, infinite if never."""
+    """Return the compute at which the score is first reached, interpolated; 0 if below
+    the grid, infinite if never.
+    """
     found = np.flatnonzero(scores >= score)
     if not len(found):
         return math.inf

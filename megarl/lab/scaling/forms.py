@@ -1,4 +1,5 @@
-"""The three curves that can be fitted, each with a ceiling A, a speed B and a position C_mid.
+"""The three curves that can be fitted, each with a ceiling A, a speed B and a position
+C_mid.
 
     R(C) = R_0 + (A − R_0) · s(z)
 
@@ -6,7 +7,8 @@
     logistic   s = 1/(1 + e^−z)   z = B · (C − C_mid)       the same s over linear compute, a different curve; B is per hour
     power      s = 1 − e^−z       z = B · ln(C / C_mid)     A − (A − R_0)(C_mid/C)^B: the sigmoid's tail for C ≫ C_mid
 
-For the power law C_mid is not the middle of the curve but the point at which it leaves R_0; for less compute s is 0.
+For the power law C_mid is not the middle of the curve but the point at which it leaves
+R_0; for less compute s is 0.
 """
 
 import math
@@ -20,7 +22,9 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Form:
-    """A form of curve. Internally z = e^w · (x − u), where x is compute / `scale` (the fit's largest), or its logarithm."""
+    """A form of curve. Internally z = e^w · (x − u), where x is compute / `scale` (the
+    fit's largest), or its logarithm.
+    """
 
     name: str
     log: bool
@@ -59,6 +63,14 @@ FORMS = {
     for form in (
         Form("sigmoid", True, _logistic, _logit, _WIDE, _WIDE, (math.log(0.05), math.log(50))),
         Form("logistic", False, _logistic, _logit, 2.0, 10.0, (math.log(0.1), math.log(500))),
-        Form("power", True, _rise, lambda s: -math.log(1 - s), 2 * _WIDE, 0.0, (math.log(0.02), math.log(50))),
+        Form(
+            "power",
+            True,
+            _rise,
+            lambda s: -math.log(1 - s),
+            2 * _WIDE,
+            0.0,
+            (math.log(0.02), math.log(50)),
+        ),
     )
 }

@@ -1,14 +1,18 @@
-"""Detects over-optimisation: the trusted score of held-out prompts has passed its peak while the trained reward still rises.
+"""Detects over-optimisation: the trusted score of held-out prompts has passed its peak
+while the trained reward still rises.
 
     RUN/evaluations/step-N/TASK/result.json ─► reward (the proxy) and trusted score of each prompt ─► judge ─► eval.jsonl
 
-Gao, Schulman and Hilton (arXiv 2210.10760) find R = d (α − β ln d) for the trusted score in RL, where d² is the KL divergence
-from the initial policy: the score rises to a peak and then falls for good. Only runs with a reference model measure d, so steps
-stand in for it: from each evaluation that may be the peak, a line in ln(1 + step / first step) is fitted to all later scores.
-If scores never fall, no such line has a negative slope, whatever their shape, so a curve that rises to its ceiling is no alarm.
+Gao, Schulman and Hilton (arXiv 2210.10760) find R = d (α − β ln d) for the trusted
+score in RL, where d² is the KL divergence from the initial policy: the score rises to a
+peak and then falls for good. Only runs with a reference model measure d, so steps stand
+in for it: from each evaluation that may be the peak, a line in ln(1 + step / first
+step) is fitted to all later scores. If scores never fall, no such line has a negative
+slope, whatever their shape, so a curve that rises to its ceiling is no alarm.
 
-Standard errors are over prompts, each with its own line, so scores are paired. They are never below the error that follows from
-how far the mean score strays from one evaluation to the next.
+Standard errors are over prompts, each with its own line, so scores are paired. They are
+never below the error that follows from how far the mean score strays from one
+evaluation to the next.
 """
 
 import math
@@ -24,15 +28,21 @@ from megarl.core.base.rundir import CHECKPOINT, Row, RunDir, step_of
 from megarl.core.evaluation.answers import SuiteDir
 
 FALSE_ALARMS = 0.05
-"""Chance of any alarm in a run whose trusted score never falls, however often it is evaluated, for known Gaussian noise."""
+"""Chance of any alarm in a run whose trusted score never falls, however often it is
+evaluated, for known Gaussian noise.
+"""
 LEAST = 3  # fewest evaluations for a line
-STRAYS = 0.1  # share of the deviation between prompts; with right and wrong answers, about 0.04 of pass rate
+# share of the deviation between prompts; with right and wrong answers, about 0.04 of
+# pass rate
+STRAYS = 0.1
 PRIOR = 2  # second differences
 RISES = 2.0  # standard errors by which a score must have risen to count as rising
 
 
 class PassedPeak(NamedTuple):
-    """How much the fitted lines have changed since `step`. errors: the trusted score's fall in standard errors."""
+    """How much the fitted lines have changed since `step`. errors: the trusted score's
+    fall in standard errors.
+    """
 
     step: int
     trusted_fall: float
@@ -41,15 +51,18 @@ class PassedPeak(NamedTuple):
 
 
 def judge(steps: np.ndarray, proxy: np.ndarray, trusted: np.ndarray) -> PassedPeak | None:
-    """Judge the newest of these evaluations. None if it is not certain that the trusted score fell while the proxy rose. steps:
-    [evaluations] ascending; proxy, trusted: [evaluations, prompts] mean scores of the same prompts."""
+    """Judge the newest of these evaluations. None if it is not certain that the trusted
+    score fell while the proxy rose. steps: [evaluations] ascending; proxy, trusted:
+    [evaluations, prompts] mean scores of the same prompts.
+    """
     from scipy.special import stdtrit  # slow to import, and few runs have a trusted grader
 
     number, prompts = len(steps) - 1, trusted.shape[1]
     if number < LEAST or prompts < 2:
         return None
-    # Evaluation number n gets a share 1 / (n (n + 1)) of the false alarms, so that all shares sum to 1. Each of the at most n
-    # lines that end there gets an n-th of that share.
+    # Evaluation number n gets a share 1 / (n (n + 1)) of the false alarms, so that all
+    # shares sum to 1. Each of the at most n lines that end there gets an n-th of that
+    # share.
     limit = float(stdtrit(prompts - 1, 1 - FALSE_ALARMS / (number**2 * (number + 1))))
     strays, found = (straying(trusted), straying(proxy)), []
     for since in range(number + 2 - LEAST):
@@ -60,24 +73,33 @@ def judge(steps: np.ndarray, proxy: np.ndarray, trusted: np.ndarray) -> PassedPe
     return max(found, key=lambda one: one.errors, default=None)
 
 
-def trend(steps: np.ndarray, scores: np.ndarray, strays: float, since: int = 0) -> tuple[float, float]:
-    """Return the change of a line through the scores [evaluations, prompts] from evaluation `since` to the last, and that
-    change in standard errors. strays: from `straying`."""
+def trend(
+    steps: np.ndarray, scores: np.ndarray, strays: float, since: int = 0
+) -> tuple[float, float]:
+    """Return the change of a line through the scores [evaluations, prompts] from
+    evaluation `since` to the last, and that change in standard errors. strays: from
+    `straying`.
+    """
     x = np.log1p(steps / steps[1])[since:]
     line = x - x.mean()
     weights = line * (x[-1] - x[0]) / (line @ line)
     each = weights @ scores[since:]
     error = max(each.std(ddof=1) / math.sqrt(len(each)), strays * float(np.linalg.norm(weights)))
     rounding = 1e-9 * float(np.abs(scores).max())
-    return float(each.mean()), float(each.mean() / max(error, rounding)) if error + rounding > 0 else 0.0
+    return float(each.mean()), (
+        float(each.mean() / max(error, rounding)) if error + rounding > 0 else 0.0
+    )
 
 
 def straying(scores: np.ndarray) -> float:
-    """Return by how much the mean over prompts of scores [evaluations, prompts] strays around a smooth curve.
+    """Return by how much the mean over prompts of scores [evaluations, prompts] strays
+    around a smooth curve.
 
-    The median |second difference| is 0.674 times its deviation, and its variance is six times that of a score. A collapse in a
-    few evaluations looks like straying, so this estimate is at most STRAYS times the deviation between prompts. A few
-    evaluations can look calm by chance, so that bound is counted like PRIOR more second differences.
+    The median |second difference| is 0.674 times its deviation, and its variance is six
+    times that of a score. A collapse in a few evaluations looks like straying, so this
+    estimate is at most STRAYS times the deviation between prompts. A few evaluations
+    can look calm by chance, so that bound is counted like PRIOR more second
+    differences.
     """
     bends, bound = np.diff(scores.mean(1), 2), STRAYS * float(scores.std(1, ddof=1).mean())
     found = min(float(np.median(np.abs(bends))) / (0.6745 * math.sqrt(6)), bound)
@@ -85,28 +107,48 @@ def straying(scores: np.ndarray) -> float:
 
 
 def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
-    """Return the columns of eval.jsonl for the evaluation of this version, whose results must be on disk. Tasks without a
-    trusted grader have none. With several tasks the columns end in `/TASK`."""
-    known = [path for path in sorted(rundir.evaluations.glob("step-*")) if CHECKPOINT.fullmatch(path.name)]
+    """Return the columns of eval.jsonl for the evaluation of this version, whose
+    results must be on disk. Tasks without a trusted grader have none. With several
+    tasks the columns end in `/TASK`.
+    """
+    known = [
+        path
+        for path in sorted(rundir.evaluations.glob("step-*"))
+        if CHECKPOINT.fullmatch(path.name)
+    ]
     folders = {step_of(path): path for path in known if step_of(path) <= version}
     row: Row = {}
     for name in tasks:
         if version not in folders or not _scores(SuiteDir(folders[version], name)):
             continue  # without a read of all earlier results
-        scores = {step: found for step, folder in folders.items() if (found := _scores(SuiteDir(folder, name)))}
+        scores = {
+            step: found
+            for step, folder in folders.items()
+            if (found := _scores(SuiteDir(folder, name)))
+        }
         same = sorted(set.intersection(*(set(each) for each in scores.values())))
-        both = np.array([[each[id] for id in same] for each in scores.values()]).reshape(len(scores), len(same), 2)
+        both = np.array([[each[id] for id in same] for each in scores.values()]).reshape(
+            len(scores), len(same), 2
+        )
         proxy, trusted = both.transpose(2, 0, 1)
-        passed, end = judge(np.array(list(scores)), proxy, trusted), f"/{name}" if len(tasks) > 1 else ""
+        passed, end = (
+            judge(np.array(list(scores)), proxy, trusted),
+            f"/{name}" if len(tasks) > 1 else "",
+        )
         row[f"warning_overoptimisation{end}"] = float(passed is not None)
         if passed:
-            row |= {f"trusted_peak_step{end}": passed.step, f"trusted_fall{end}": passed.trusted_fall}
+            row |= {
+                f"trusted_peak_step{end}": passed.step,
+                f"trusted_fall{end}": passed.trusted_fall,
+            }
             row |= {f"proxy_rise{end}": passed.proxy_rise}
     return row
 
 
 def _scores(place: SuiteDir) -> dict[str, tuple[float, float]]:
-    """Return each prompt's proxy and trusted scores by id; empty if that evaluation used no trusted grader."""
+    """Return each prompt's proxy and trusted scores by id; empty if that evaluation
+    used no trusted grader.
+    """
     with suppress(OSError, MegarlError):  # not written, or damaged
         if (scores := place.read_result().proxy_and_trusted) is not UNSET:
             return scores

@@ -1,15 +1,19 @@
-"""Computes the posterior of a law's parameters, by quadrature, and the scores that it predicts.
+"""Computes the posterior of a law's parameters, by quadrature, and the scores that it
+predicts.
 
     y = R_0 (1 − s) + A s + misfit + seed + noise           s = share(e^w (x − u))     (forms.py)
 
     misfit    the law is only nearly right: an Ornstein-Uhlenbeck process over log compute, as a share of the gain seen so far;
-              ahead of the last point its slope drifts as well, so the error grows with the distance, and levels off
+              ahead of the last point its slope drifts as well, so the error grows with
+              the distance, and levels off
     seed      another seed ends at another score: an offset of each curve that grows with its score
     noise     of evaluations: from the number of answers if that is known
 
-Given (u, w) and the sizes of these three, y is linear in R_0 and A and everything is Gaussian, so R_0 and A are integrated in
-closed form. The rest is a sum over a grid of (u, w), misfits and noises. It is exact up to the grid's spacing, deterministic,
-and takes a tenth of a second. In each cell R_0 and A have a truncated Gaussian, from which `Posterior` draws.
+Given (u, w) and the sizes of these three, y is linear in R_0 and A and everything is
+Gaussian, so R_0 and A are integrated in closed form. The rest is a sum over a grid of
+(u, w), misfits and noises. It is exact up to the grid's spacing, deterministic, and
+takes a tenth of a second. In each cell R_0 and A have a truncated Gaussian, from which
+`Posterior` draws.
 """
 
 import math
@@ -27,7 +31,9 @@ ROUNDS = 3  # number of grids, each of which covers the mass of the one before
 TRACE = 1e-6
 DRAWS = 4000
 MOST = 48  # most points; if there are more, neighbours are averaged
-DRIFT = 6.0  # of the slope ahead, in misfits over one unit of x; chosen on runs of the corpus (benchmarks/README.md)
+# of the slope ahead, in misfits over one unit of x; chosen on runs of the corpus
+# (benchmarks/README.md)
+DRIFT = 6.0
 LEVELS_OFF = 2.0  # units of x ahead at which the drift has grown to 1 − 1/e of its largest
 EXACT = 1e-6  # standard deviation of a value that is given
 FLAT = 10.0  # standard deviation of a value about which nothing is known, for scores from 0 to 1
@@ -39,7 +45,9 @@ _CDF = np.array([0.5 * (1 + math.erf(z / math.sqrt(2))) for z in _Z])
 
 @dataclass(frozen=True, eq=False)
 class CurvePoints:
-    """Evaluations of one or more curves, [points] each. x: compute, in the form's units; curve: the number of the curve."""
+    """Evaluations of one or more curves, [points] each. x: compute, in the form's
+    units; curve: the number of the curve.
+    """
 
     x: Array
     y: Array
@@ -57,7 +65,11 @@ class CurvePoints:
             parts += [rows[i : i + together] for i in range(0, len(rows), together)]
         size = np.array([len(part) for part in parts])
         x, y = (np.array([values[part].mean() for part in parts]) for values in (self.x, self.y))
-        noise = None if self.noise is None else np.array([self.noise[part].mean() for part in parts]) / np.sqrt(size)
+        noise = (
+            None
+            if self.noise is None
+            else np.array([self.noise[part].mean() for part in parts]) / np.sqrt(size)
+        )
         return CurvePoints(x, y, np.array([self.curve[part[0]] for part in parts]), noise)
 
 
@@ -68,7 +80,9 @@ class Normal(NamedTuple):
 
 @dataclass(frozen=True)
 class Prior:
-    """What is known without the points. Misfits and seeds are shares of the gain that the points show."""
+    """What is known without the points. Misfits and seeds are shares of the gain that
+    the points show.
+    """
 
     w: Normal | None  # None: flat within the form's bounds
     r0: Normal
@@ -76,8 +90,12 @@ class Prior:
     misfits: tuple[float, ...]
     length: float  # correlation length of the misfit, in units of x
     seeds: float
-    noises: tuple[float, ...]  # multiples of the points' noise, or of the gain if the noise is unknown
-    beyond: tuple[float, float] | None = None  # how far u may lie below and above all x; None: the form's limits
+    noises: tuple[
+        float, ...
+    ]  # multiples of the points' noise, or of the gain if the noise is unknown
+    beyond: tuple[float, float] | None = (
+        None  # how far u may lie below and above all x; None: the form's limits
+    )
 
 
 class _Sizes(NamedTuple):
@@ -89,7 +107,9 @@ class _Sizes(NamedTuple):
 
 
 class _Cells(NamedTuple):
-    """Cells of (u, w): logarithms of mass and peak, and the Gaussian of (R_0, A) in each cell, all [noises, cells]."""
+    """Cells of (u, w): logarithms of mass and peak, and the Gaussian of (R_0, A) in
+    each cell, all [noises, cells].
+    """
 
     log_mass: Array
     log_peak: Array
@@ -125,10 +145,15 @@ class Posterior:
 
     def _integrate(self, box: Array) -> None:
         """Integrate over the cells of a box [u and w; low and high]."""
-        self._axes = np.linspace(box[0, 0], box[0, 1], CELLS[0]), np.linspace(box[1, 0], box[1, 1], CELLS[1])
+        self._axes = (
+            np.linspace(box[0, 0], box[0, 1], CELLS[0]),
+            np.linspace(box[1, 0], box[1, 1], CELLS[1]),
+        )
         self._u, self._w = (part.ravel() for part in np.meshgrid(*self._axes, indexing="ij"))
         each = [self._integrated(sizes, self._u, self._w) for sizes in self._sizes]
-        self._cells = _Cells(*(np.concatenate(parts) for parts in zip(*each, strict=True)))  # [sizes x noises, cells]
+        self._cells = _Cells(
+            *(np.concatenate(parts) for parts in zip(*each, strict=True))
+        )  # [sizes x noises, cells]
         mass = np.exp(self._cells.log_mass - self._cells.log_mass.max())
         self._mass = mass / mass.sum()
 
@@ -145,20 +170,30 @@ class Posterior:
         return (misfit * self.gain) ** 2 * np.exp(-np.abs(x[:, None] - other) / self.prior.length)
 
     def _drift(self, misfit: float, x: Array) -> Array:
-        """Return the covariance [x, x] that the slope's drift adds to scores ahead: that of an integrated Wiener process."""
+        """Return the covariance [x, x] that the slope's drift adds to scores ahead:
+        that of an integrated Wiener process.
+        """
         ahead = LEVELS_OFF * -np.expm1(-np.maximum(x - self.points.x.max(), 0) / LEVELS_OFF)
         near, far = np.minimum(ahead[:, None], ahead), np.maximum(ahead[:, None], ahead)
         covariance: Array = (DRIFT * misfit * self.gain) ** 2 * near**2 * (3 * far - near) / 6
         return covariance
 
     def _rise(self) -> Array:
-        """Return the share of a seed's offset in each point: 0 before training, 1 at the largest gain."""
+        """Return the share of a seed's offset in each point: 0 before training, 1 at
+        the largest gain.
+        """
         return np.clip((self.points.y - self.prior.r0.mean) / self.gain, 0, 1)
 
     @property
     def _unit(self) -> Array:
-        """The unit of the noises, [points]: the points' own noise, or the gain if that is unknown."""
-        return np.full(len(self.points.x), self.gain) if self.points.noise is None else self.points.noise
+        """The unit of the noises, [points]: the points' own noise, or the gain if that
+        is unknown.
+        """
+        return (
+            np.full(len(self.points.x), self.gain)
+            if self.points.noise is None
+            else self.points.noise
+        )
 
     def _each_size(self) -> Iterator[_Sizes]:
         points, same = self.points, self.points.curve[:, None] == self.points.curve
@@ -172,16 +207,28 @@ class Posterior:
 
     def _integrated(self, sizes: _Sizes, u: Array, w: Array) -> _Cells:
         """Integrate over R_0 and A in the cells (u, w)."""
-        share = self.form.share(np.exp(w)[:, None] * (self.points.x - u[:, None]))  # [cells, points]
+        share = self.form.share(
+            np.exp(w)[:, None] * (self.points.x - u[:, None])
+        )  # [cells, points]
         v, r0, a = sizes.weights, self.prior.r0, self.prior.a
         s = share @ sizes.vectors
         q = sizes.vectors.sum(0) - s
-        y = self.points.y @ sizes.vectors - q * r0.mean - s * a.mean  # residuals of the prior's means
-        p00, paa, p0a = (q * q) @ v + r0.deviation**-2, (s * s) @ v + a.deviation**-2, (s * q) @ v  # [cells, noises]
+        y = (
+            self.points.y @ sizes.vectors - q * r0.mean - s * a.mean
+        )  # residuals of the prior's means
+        p00, paa, p0a = (
+            (q * q) @ v + r0.deviation**-2,
+            (s * s) @ v + a.deviation**-2,
+            (s * q) @ v,
+        )  # [cells, noises]
         b0, ba = (q * y) @ v, (s * y) @ v
         determinant = p00 * paa - p0a**2
         to_r0, to_a = (paa * b0 - p0a * ba) / determinant, (p00 * ba - p0a * b0) / determinant
-        mean_r0, mean_a, error = r0.mean + to_r0, a.mean + to_a, (y * y) @ v - b0 * to_r0 - ba * to_a
+        mean_r0, mean_a, error = (
+            r0.mean + to_r0,
+            a.mean + to_a,
+            (y * y) @ v - b0 * to_r0 - ba * to_a,
+        )
         log_peak = 0.5 * (np.log(v).sum(0) - error)
         if self.prior.w is not None:
             log_peak -= 0.5 * ((w[:, None] - self.prior.w.mean) / self.prior.w.deviation) ** 2
@@ -192,14 +239,22 @@ class Posterior:
         return _Cells(*(part.T for part in cells._replace(log_mass=log_mass, log_peak=log_peak)))
 
     def mode(self) -> Array:
-        """Return the parameters [4] that fit these curves best if the law is exact, by a search around the best cell."""
+        """Return the parameters [4] that fit these curves best if the law is exact, by
+        a search around the best cell.
+        """
         noises = np.array(self.prior.noises)
-        plain = _Sizes(0.0, np.diag(1 / self._unit), np.broadcast_to(noises**-2, (len(self._unit), len(noises))))
+        plain = _Sizes(
+            0.0,
+            np.diag(1 / self._unit),
+            np.broadcast_to(noises**-2, (len(self._unit), len(noises))),
+        )
         masses = self._integrated(plain, self._u, self._w).log_mass
         n, best = divmod(int(masses.argmax()), masses.shape[1])
         plain = plain._replace(weights=plain.weights[:, [n]])
         u, w, wide = self._u[best], self._w[best], 1.5
-        steps_u, steps_w = (part.ravel() for part in np.meshgrid(*[np.linspace(-1, 1, 9)] * 2, indexing="ij"))
+        steps_u, steps_w = (
+            part.ravel() for part in np.meshgrid(*[np.linspace(-1, 1, 9)] * 2, indexing="ij")
+        )
         apart_u, apart_w = (axis[1] - axis[0] for axis in self._axes)
         for _ in range(24):
             us = np.clip(u + wide * apart_u * steps_u, *self._widest[0])
@@ -212,20 +267,34 @@ class Posterior:
 
     @cached_property
     def _drawn(self) -> tuple[Array, Array]:
-        """Parameters [draws, 4], and for each draw the row of `_cells` with its misfit and noise."""
+        """Parameters [draws, 4], and for each draw the row of `_cells` with its misfit
+        and noise.
+        """
         rng = np.random.default_rng(0)
-        steps = (np.arange(DRAWS) + rng.random()) / DRAWS  # systematic sampling: each cell in proportion to its mass
+        steps = (
+            np.arange(DRAWS) + rng.random()
+        ) / DRAWS  # systematic sampling: each cell in proportion to its mass
         where = np.searchsorted(np.cumsum(self._mass.ravel()), steps).clip(max=self._mass.size - 1)
         sizes, cell = np.divmod(where, self._mass.shape[1])
         cells = _Cells(*(part[sizes, cell] for part in self._cells))
         low, high = _ends(cells)
         determinant = cells.p00 * cells.paa - cells.p0a**2
         chance = np.clip(low + (high - low) * rng.random(DRAWS), 1e-12, 1 - 1e-12)
-        # The maximum matters only where A is so surely below R_0 that the table has no chance for it to be above.
-        a = np.maximum(cells.a + np.sqrt(cells.p00 / determinant) * np.interp(chance, _CDF, _Z), cells.r0)
-        r0 = cells.r0 - cells.p0a / cells.p00 * (a - cells.a) + rng.standard_normal(DRAWS) / np.sqrt(cells.p00)
+        # The maximum matters only where A is so surely below R_0 that the table has no
+        # chance for it to be above.
+        a = np.maximum(
+            cells.a + np.sqrt(cells.p00 / determinant) * np.interp(chance, _CDF, _Z), cells.r0
+        )
+        r0 = (
+            cells.r0
+            - cells.p0a / cells.p00 * (a - cells.a)
+            + rng.standard_normal(DRAWS) / np.sqrt(cells.p00)
+        )
         jitter = [(axis[1] - axis[0]) * (rng.random(DRAWS) - 0.5) for axis in self._axes]
-        u, w = self._u[cell] + jitter[0], np.clip(self._w[cell] + jitter[1], self._axes[1][0], self._axes[1][-1])
+        u, w = (
+            self._u[cell] + jitter[0],
+            np.clip(self._w[cell] + jitter[1], self._axes[1][0], self._axes[1][-1]),
+        )
         return np.stack([a.clip(0, 1), u, w, r0.clip(0, 1)], axis=1), sizes
 
     @property
@@ -233,7 +302,9 @@ class Posterior:
         return self._drawn[0]
 
     def scores(self, x: Array) -> Array:
-        """Return draws [draws, x] of the mean score of these curves at x, with misfit but without the noise of evaluations."""
+        """Return draws [draws, x] of the mean score of these curves at x, with misfit
+        but without the noise of evaluations.
+        """
         theta, of_sizes = self._drawn
         a, u, w, r0 = theta.T[:, :, None]
 
@@ -250,7 +321,9 @@ class Posterior:
             across = (self._kernel(sizes.misfit, x, self.points.x) + offsets * rise) / len(curves)
             prior = (self._kernel(sizes.misfit, x, x) + offsets) / len(curves)
             projected = (across @ sizes.vectors) * sizes.weights[:, noise]
-            covariance = prior - projected @ (across @ sizes.vectors).T + self._drift(sizes.misfit, x)
+            covariance = (
+                prior - projected @ (across @ sizes.vectors).T + self._drift(sizes.misfit, x)
+            )
             values, vectors = np.linalg.eigh(covariance)
             root = vectors * np.sqrt(np.maximum(values, 0))
             scores[rows] += misses[rows] @ sizes.vectors @ projected.T
@@ -259,8 +332,10 @@ class Posterior:
 
 
 def _peak(cells: _Cells) -> tuple[Array, Array, Array]:
-    """Return R_0 and A where each cell's density is highest, with A from R_0 to 1, and by how much its logarithm is lower there
-    than if both were free. If a falling law would fit best, it is the best constant."""
+    """Return R_0 and A where each cell's density is highest, with A from R_0 to 1, and
+    by how much its logarithm is lower there than if both were free. If a falling law
+    would fit best, it is the best constant.
+    """
     both, determinant = cells.p00 + cells.paa + 2 * cells.p0a, cells.p00 * cells.paa - cells.p0a**2
     level = ((cells.p00 + cells.p0a) * cells.r0 + (cells.paa + cells.p0a) * cells.a) / both
     falls, a = cells.a < cells.r0, cells.a.clip(0, 1)

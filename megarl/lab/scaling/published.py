@@ -1,4 +1,6 @@
-"""The fits of ScaleRL's paper (published.yaml), as curves to compare a run with and as a source of synthetic points."""
+"""The fits of ScaleRL's paper (published.yaml), as curves to compare a run with and as
+a source of synthetic points.
+"""
 
 from functools import cache
 from pathlib import Path
@@ -27,10 +29,14 @@ class Law(msgspec.Struct, frozen=True, kw_only=True):
     fitted: float | None = None  # GPU-hours up to which the paper fitted it; the rest is its test
     hours: float | None = None  # GPU-hours of the run
     mark: str = ""
-    r0: float = 0.0  # read off the paper's figure 1 and used for all rows, as the paper does not state it
+    r0: float = (
+        0.0  # read off the paper's figure 1 and used for all rows, as the paper does not state it
+    )
 
     def __call__(self, hours: np.ndarray) -> np.ndarray:
-        """Return pass rates [points] at `hours` GPU-hours. MegarlError if no C_mid is published."""
+        """Return pass rates [points] at `hours` GPU-hours. MegarlError if no C_mid is
+        published.
+        """
         if self.C_mid is None:
             raise MegarlError(f"{self.name}: no C_mid is published, so its curve cannot be drawn")
         return self.r0 + (self.A - self.r0) / (1 + (self.C_mid / hours) ** self.B)
@@ -56,14 +62,18 @@ def law_named(name: str) -> Law:
 
 
 def synthetic(law: Law, hours: np.ndarray, seed: int) -> Curve:
-    """Draw points and R_0 from the law, with the binomial noise of SAMPLES independent completions; real ones share prompts."""
+    """Draw points and R_0 from the law, with the binomial noise of SAMPLES independent
+    completions; real ones share prompts.
+    """
     rng = np.random.default_rng(seed)
     scores = rng.binomial(SAMPLES, law(hours)) / SAMPLES
     return Curve(law.name, hours, scores, float(rng.binomial(SAMPLES, law.r0) / SAMPLES))
 
 
 def csv_of(curves: list[Curve], about: str) -> str:
-    """Return a CSV that `read_points` can read, with `about` as a comment, and a column `seed` if there are several curves."""
+    """Return a CSV that `read_points` can read, with `about` as a comment, and a column
+    `seed` if there are several curves.
+    """
     several = len(curves) > 1
     lines = [f"# {about}", "gpu_hours,pass_rate" + ",seed" * several]
     for seed, curve in enumerate(curves):

@@ -4,10 +4,10 @@
     JSON          an array of objects, an object a line, or pandas' columns
     Parquet                                                            each of them also as .gz
 
-The first bytes say what a file is, rather than its name. Numbers may have thousands separators,
-decimal commas and percent signs: whether a comma is a decimal mark, the other numbers of a column
-or file say, since 1,234 by itself does not. Two columns of one name are an error, as either could
-be meant.
+The first bytes say what a file is, rather than its name. Numbers may have thousands
+separators, decimal commas and percent signs: whether a comma is a decimal mark, the
+other numbers of a column or file say, since 1,234 by itself does not. Two columns of
+one name are an error, as either could be meant.
 """
 
 import csv
@@ -38,12 +38,16 @@ def name_of(path: Path) -> str:
 
 
 def read_table(path: Path) -> list[Placed]:
-    """Read the rows of a file. MegarlError, with the place, for anything that is no table."""
+    """Read the rows of a file. MegarlError, with the place, for anything that is no
+    table.
+    """
     data = _decompressed(path, _bytes(path))
     if data.startswith(b"PAR1"):
         return _parquet(path, data)
     if data.startswith(b"PK"):
-        raise MegarlError(f"{path}: a workbook or a ZIP archive; save the sheet as CSV, or unpack it")
+        raise MegarlError(
+            f"{path}: a workbook or a ZIP archive; save the sheet as CSV, or unpack it"
+        )
     text = _text(path, data)
     is_json = text.lstrip().startswith(("{", "["))
     if is_json or Path(path.name.removesuffix(".gz")).suffix in JSON_SUFFIXES:
@@ -71,7 +75,9 @@ def _decompressed(path: Path, data: bytes) -> bytes:
     except (OSError, EOFError, zlib.error) as error:
         raise MegarlError(f"{path}: cannot be decompressed ({error}); write it again") from None
     if len(plain) > LARGEST_BYTES:
-        raise MegarlError(f"{path}: more than {LARGEST_BYTES >> 20} MiB once decompressed, too much for a table")
+        raise MegarlError(
+            f"{path}: more than {LARGEST_BYTES >> 20} MiB once decompressed, too much for a table"
+        )
     return plain
 
 
@@ -117,7 +123,10 @@ def _delimited(path: Path, text: str) -> list[Placed]:
         raise MegarlError(f"{path}: not a CSV file ({error})") from None
     names = [name.strip() for name in header]
     _refuse_header(path, names)
-    placed = [(f"{path}, row {n}", _named(f"{path}, row {n}", names, row)) for n, row in enumerate(rows, 1)]
+    placed = [
+        (f"{path}, row {n}", _named(f"{path}, row {n}", names, row))
+        for n, row in enumerate(rows, 1)
+    ]
     return _with_plain_numbers([(where, row) for where, row in placed if any(row.values())])
 
 
@@ -128,7 +137,10 @@ def _fields(lines: Sequence[str], separator: str) -> list[str]:
 def _refuse_header(path: Path, names: Sequence[str]) -> None:
     _refuse_repeated(str(path), names)
     if names and all(_number_of(name, ".") for name in names):
-        raise MegarlError(f"{path}: its first line has numbers only; write a line with the columns' names above it")
+        raise MegarlError(
+            f"{path}: its first line has numbers only; write a line with the columns' names"
+            " above it"
+        )
 
 
 def _refuse_repeated(where: str, names: Sequence[str]) -> None:
@@ -141,11 +153,15 @@ def _refuse_repeated(where: str, names: Sequence[str]) -> None:
 
 
 def _named(where: str, names: Sequence[str], fields: Sequence[str]) -> Row:
-    """Return the fields by name, without those of columns that have none, such as pandas' index."""
+    """Return the fields by name, without those of columns that have none, such as
+    pandas' index.
+    """
     beyond = fields[len(names) :]
     blank = not any(field.strip() for field in fields)
     if not blank and (len(fields) < len(names) or any(field.strip() for field in beyond)):
-        raise MegarlError(f"{where}: {len(names)} headers, but another number of fields ({len(fields)})")
+        raise MegarlError(
+            f"{where}: {len(names)} headers, but another number of fields ({len(fields)})"
+        )
     return {name: field.strip() for name, field in zip(names, fields, strict=False) if name}
 
 
@@ -160,7 +176,9 @@ MARKS = {".": POINT, ",": COMMA}
 
 
 def _number_of(text: str, mark: str) -> str | None:
-    """Return a number as Python writes it, if it is one with `mark` before its decimals."""
+    """Return a number as Python writes it, if it is one with `mark` before its
+    decimals.
+    """
     is_share = text.endswith("%")
     digits = GROUPS.sub("", text.removesuffix("%").rstrip())
     if not MARKS[mark].fullmatch(digits) or not any(character.isdigit() for character in digits):
@@ -171,19 +189,25 @@ def _number_of(text: str, mark: str) -> str | None:
 
 
 def _with_plain_numbers(rows: Sequence[Placed]) -> list[Placed]:
-    """Return the rows with all numbers as Python writes them. A column that tells no mark has that
-    of the others."""
+    """Return the rows with all numbers as Python writes them. A column that tells no
+    mark has that of the others.
+    """
     telling: dict[str, set[str]] = {}
     for _, row in rows:
         for name, text in row.items():
             telling.setdefault(name, set()).update(_telling_mark(text))
     of_file = _only(set().union(*telling.values()))
     marks = {name: _only(marks) if marks else of_file for name, marks in telling.items()}
-    return [(where, {name: _plain(text, marks[name]) for name, text in row.items()}) for where, row in rows]
+    return [
+        (where, {name: _plain(text, marks[name]) for name, text in row.items()})
+        for where, row in rows
+    ]
 
 
 def _telling_mark(text: str) -> str:
-    """Return the mark before the decimals if this text can be a number with no other; else ""."""
+    """Return the mark before the decimals if this text can be a number with no other;
+    else "".
+    """
     if "." not in text and "," not in text:
         return ""
     marks = [mark for mark in MARKS if _number_of(text, mark)]
@@ -195,8 +219,9 @@ def _only(marks: set[str]) -> str:
 
 
 def _plain(text: str, mark: str) -> str:
-    """Return a number as Python writes it, and any other text as it is. Without a mark 1.234 has a
-    decimal point, and 1,234 is left for the message that it is no number."""
+    """Return a number as Python writes it, and any other text as it is. Without a mark
+    1.234 has a decimal point, and 1,234 is left for the message that it is no number.
+    """
     if not mark and "," in text:
         return text
     number = _number_of(text, mark or ".")
@@ -217,7 +242,10 @@ def _json(path: Path, text: str) -> list[Placed]:
     except RecursionError:
         raise MegarlError(f"{path}: brackets are nested too deep for a table") from None
     if isinstance(document, list):
-        return [(f"{path}, row {n}", _object(f"{path}, row {n}", row)) for n, row in enumerate(document, 1)]
+        return [
+            (f"{path}, row {n}", _object(f"{path}, row {n}", row))
+            for n, row in enumerate(document, 1)
+        ]
     rows = _rows_of_columns(path, document) if isinstance(document, dict) else None
     if rows is not None:
         return [(f"{path}, row {n}", row) for n, row in enumerate(rows, 1)]
@@ -225,7 +253,9 @@ def _json(path: Path, text: str) -> list[Placed]:
 
 
 def _json_lines(path: Path, text: str) -> Iterator[Placed]:
-    """Yield an object a line. A last line without an end is what a crash, or a writer at work, left."""
+    """Yield an object a line. A last line without an end is what a crash, or a writer
+    at work, left.
+    """
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
@@ -257,7 +287,8 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> Row:
 def _object(where: str, row: object) -> Row:
     if isinstance(row, list):
         raise MegarlError(
-            f"{where}: not a JSON object but a list without names, as in TensorBoard's JSON; save its CSV"
+            f"{where}: not a JSON object but a list without names, as in TensorBoard's JSON; save"
+            " its CSV"
         )
     if not isinstance(row, dict):
         raise MegarlError(f"{where}: not a JSON object")
@@ -265,8 +296,9 @@ def _object(where: str, row: object) -> Row:
 
 
 def _rows_of_columns(path: Path, document: Row) -> list[Row] | None:
-    """Return the rows of an object that has them by column, as pandas writes them (orient: columns,
-    split or table), as lists, or by index; None for another object."""
+    """Return the rows of an object that has them by column, as pandas writes them
+    (orient: columns, split or table), as lists, or by index; None for another object.
+    """
     if isinstance(document.get("data"), list):
         names = document.get("columns")
         if isinstance(names, list):

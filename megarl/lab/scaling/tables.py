@@ -34,7 +34,9 @@ def say(found: Fit, text: str, warnings: Sequence[str] | None = None) -> None:
     """Print a text, then warnings, by default those of the fit."""
     terminal.say(text)
     if found.unit == "core":
-        terminal.say("Compute is core-hours of CPUs, not GPU-hours: it compares only with runs on CPUs.")
+        terminal.say(
+            "Compute is core-hours of CPUs, not GPU-hours: it compares only with runs on CPUs."
+        )
     for warning in found.warnings if warnings is None else warnings:
         terminal.say(f"warning: {warning}")
 
@@ -45,8 +47,9 @@ def window(found: Fit) -> str:
 
 
 def _origin(found: Fit) -> str:
-    """Return where R_0 comes from. A measured score before training is only evidence of it (fit.py),
-    unless the form or the grid takes it as it is."""
+    """Return where R_0 comes from. A measured score before training is only evidence of
+    it (fit.py), unless the form or the grid takes it as it is.
+    """
     if found.score_before is None:
         return "estimated from the points"
     if abs(found.R_0 - found.score_before) < SAME_SCORE:
@@ -58,8 +61,8 @@ def between_seeds(each: Sequence[Fit]) -> str:
     """Return a text on how seeds differ."""
     ceilings = [found.A for found in each]
     return (
-        f"A of the {len(each)} seeds alone: {min(ceilings):.3f} to {max(ceilings):.3f} (ScaleRL's three: ±0.015). The "
-        "interval of each includes the variation between seeds."
+        f"A of the {len(each)} seeds alone: {min(ceilings):.3f} to {max(ceilings):.3f} (ScaleRL's"
+        " three: ±0.015). The interval of each includes the variation between seeds."
     )
 
 
@@ -67,7 +70,9 @@ def fits(rows: Sequence[tuple[str, Fit]]) -> Table:
     """Make a table with one fit per row, each parameter above its 95 % interval."""
     table = _table("", "A", "B", f"C_mid, {unit_name(rows[0][1].unit)}", "R²", "rmse", "points")
     for name, found in rows:
-        table.add_row(name, *_parameters(found), f"{found.r2:.4f}", f"{found.rmse:.4f}", str(found.n))
+        table.add_row(
+            name, *_parameters(found), f"{found.r2:.4f}", f"{found.rmse:.4f}", str(found.n)
+        )
     return table
 
 
@@ -91,7 +96,9 @@ def compared(comparison: RunComparison) -> Table:
     for entry in comparison.entries:
         common = comparison.comparable.get(entry.name)
         at_common = [_parameters(common)[1]] if common else []
-        table.add_row(entry.name, *(_parameters(entry.fit) if entry.fit else ["no fit"]), *at_common)
+        table.add_row(
+            entry.name, *(_parameters(entry.fit) if entry.fit else ["no fit"]), *at_common
+        )
     return table
 
 
@@ -102,7 +109,9 @@ def laws(rows: Sequence[Law]) -> Table:
         if n and law.group != rows[n - 1].group:
             table.add_row()
         middle = "" if law.C_mid is None else amount(law.C_mid)
-        table.add_row(law.name + "*" * bool(law.mark), middle, f"{law.B:.2f}", f"{law.A:.3f}", law.about)
+        table.add_row(
+            law.name + "*" * bool(law.mark), middle, f"{law.B:.2f}", f"{law.A:.3f}", law.about
+        )
     return table
 
 
@@ -112,24 +121,46 @@ def reached(found: Fit, score: float, when: Reached) -> str:
         if when.hours == 0:
             if score <= found.R_0:
                 return f"{score:g} is not above R_0 = {found.R_0:.3f}: it takes no training."
-            return f"{score:g} is reached before {amount(found.hours[0] / BEFORE, found.unit)}, long before the first point."
+            return (
+                f"{score:g} is reached before {amount(found.hours[0] / BEFORE, found.unit)}, long"
+                " before the first point."
+            )
         low, high = when.interval
-        until = f"to {amount(high)}" if math.isfinite(high) else "to never, because A may be below it"
-        return f"{score:g} is reached after {amount(when.hours, found.unit)} (95 %: {amount(low)} {until})."
+        until = (
+            f"to {amount(high)}" if math.isfinite(high) else "to never, because A may be below it"
+        )
+        return (
+            f"{score:g} is reached after {amount(when.hours, found.unit)} (95 %: {amount(low)}"
+            f" {until})."
+        )
     high = found.A_interval[1]
     if score < found.A:
         most = "but most curves that the points allow end below"
-        text = f"{score:g} is likely never reached: the best fit's A = {found.A:.3f} is above it, {most}"
+        text = (
+            f"{score:g} is likely never reached: the best fit's A = {found.A:.3f} is above it,"
+            f" {most}"
+        )
     else:
         text = f"{score:g} is never reached: the asymptote A = {found.A:.3f} is below it"
     if math.isinf(when.interval[0]):
-        return f"{text}, and so is its whole interval, up to {high:.3f}." if score > high else f"{text}."
+        return (
+            f"{text}, and so is its whole interval, up to {high:.3f}."
+            if score > high
+            else f"{text}."
+        )
     earliest = amount(when.interval[0], found.unit)
-    return f"{text}; with A at the upper end of its interval ({high:.3f}) it could be after {earliest}."
+    return (
+        f"{text}; with A at the upper end of its interval ({high:.3f}) it could be after"
+        f" {earliest}."
+    )
 
 
-def transferred(size: float, found: Transferred, hours: Sequence[float], scores: Array, unit: str) -> str:
-    """Return a text on the law predicted for a model size and its scores. scores: [3, hours] median, low and high end."""
+def transferred(
+    size: float, found: Transferred, hours: Sequence[float], scores: Array, unit: str
+) -> str:
+    """Return a text on the law predicted for a model size and its scores. scores: [3,
+    hours] median, low and high end.
+    """
     said = [f"{size:.3g} parameters, by a power law in them (95 %):"]
     names = ("A", "B", f"C_mid, {unit_name(unit)}", "R_0")
     for name, (middle, low, high) in zip(names, found.intervals.T, strict=True):
@@ -142,21 +173,27 @@ def transferred(size: float, found: Transferred, hours: Sequence[float], scores:
 
 def later(found: Fit, after: Later) -> str:
     return (
-        f"{after.n} points are later, up to {amount(after.until, found.unit)}: measured - predicted is "
-        f"{after.mean_error:+.4f} on average, {after.largest_error:+.4f} at most; {after.inside} of {after.n} lie in the "
-        "interval widened by the noise of an evaluation."
+        f"{after.n} points are later, up to {amount(after.until, found.unit)}: measured - predicted"
+        f" is {after.mean_error:+.4f} on average, {after.largest_error:+.4f} at most;"
+        f" {after.inside} of {after.n} lie in the interval widened by the noise of an evaluation."
     )
 
 
 def _parameters(found: Fit, score: Callable[[float], float] = float) -> tuple[Text, Text, Text]:
-    """Return texts of A, B and C_mid, each with its interval. score: converts A to its own unit."""
+    """Return texts of A, B and C_mid, each with its interval. score: converts A to its
+    own unit.
+    """
 
     def over(text: Callable[[float], str], value: float, ends: tuple[float, float]) -> Text:
         low, high = map(text, ends)
         return Text.assemble(f"{text(value)}\n", (f"{low} … {high}", "dim"))
 
     return (
-        over("{:.3f}".format, score(found.A), (score(found.A_interval[0]), score(found.A_interval[1]))),
+        over(
+            "{:.3f}".format,
+            score(found.A),
+            (score(found.A_interval[0]), score(found.A_interval[1])),
+        ),
         over("{:.3g}".format, found.B, found.B_interval),
         over(amount, found.C_mid, found.C_mid_interval),
     )
@@ -164,7 +201,13 @@ def _parameters(found: Fit, score: Callable[[float], float] = float) -> tuple[Te
 
 def _table(first: str, *headings: str) -> Table:
     columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
-    return Table(Column(first, style="bold", overflow="fold"), *columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    return Table(
+        Column(first, style="bold", overflow="fold"),
+        *columns,
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
 
 
 def sliced(parts: Sequence["Slice"], unit: str) -> Table:

@@ -2,12 +2,14 @@
 
     DIR/data ─► DIR/models/SIZE ─`megarl sft`─► DIR/models/SIZE-TASK ─► a study of KINDS ─► DIR/records/NAME.jsonl.gz
 
-A kind is a shipped recipe with a policy size and a dtype. Runs are evaluated, on 4,096 answers, at steps that grow by a factor,
-so that each part of the curve has points; a run continues until its curve has flattened. All runs with the same size, task and
+A kind is a shipped recipe with a policy size and a dtype. Runs are evaluated, on 4,096
+answers, at steps that grow by a factor, so that each part of the curve has points; a
+run continues until its curve has flattened. All runs with the same size, task and
 family begin with one warm start.
 
-A record is JSON lines: a description of the run (`CorpusRun`), its scores, and its steps with all their metrics. Compute is in
-FLOP, from the generated tokens and the active parameters, so that other work on the machine does not shift a point.
+A record is JSON lines: a description of the run (`CorpusRun`), its scores, and its
+steps with all their metrics. Compute is in FLOP, from the generated tokens and the
+active parameters, so that other work on the machine does not shift a point.
 """
 
 import gzip
@@ -34,7 +36,9 @@ from megarl.tasks.data.arithmetic_models import LLAMA, LLAMA4, save_model
 
 
 class Size(NamedTuple):
-    """A tiny policy: hidden size, layers, heads, key-value heads, and settings of its training."""
+    """A tiny policy: hidden size, layers, heads, key-value heads, and settings of its
+    training.
+    """
 
     hidden: int
     layers: int
@@ -44,9 +48,14 @@ class Size(NamedTuple):
     sft_steps: int
 
     def config(self, experts: bool) -> JsonObject:
-        """Return the content of config.json. With experts the model has as many active parameters as without."""
+        """Return the content of config.json. With experts the model has as many active
+        parameters as without.
+        """
         base = LLAMA4 | {"head_dim": self.hidden // self.heads} if experts else LLAMA
-        widths = {"intermediate_size": self.hidden * 3 // 2, "intermediate_size_mlp": self.hidden * 3}
+        widths = {
+            "intermediate_size": self.hidden * 3 // 2,
+            "intermediate_size_mlp": self.hidden * 3,
+        }
         return base | {
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
@@ -126,7 +135,10 @@ RUN = (
 
 def recipes(directory: Path, overrides: tuple[str, ...] = ()) -> dict[str, Recipe]:
     """Return the recipe of each kind, by its name."""
-    return {kind.name: load(kind.recipe, [*_places(directory, kind), *RUN, *overrides]) for kind in KINDS}
+    return {
+        kind.name: load(kind.recipe, [*_places(directory, kind), *RUN, *overrides])
+        for kind in KINDS
+    }
 
 
 def _places(directory: Path, kind: Kind) -> Iterator[str]:
@@ -146,7 +158,9 @@ def warm_start(directory: Path, kind: Kind) -> Path:
 
 
 def before(task: StudyTask) -> list[list[str]]:
-    """Make the data and the random model from which the run starts; return the warm start's command if that is missing."""
+    """Make the data and the random model from which the run starts; return the warm
+    start's command if that is missing.
+    """
     kind = next(kind for kind in KINDS if kind.name == task.variant)
     if not (task.study / "data" / "init-moe").exists():  # `write` makes this last
         arithmetic.write(task.study / "data", seed=0)
@@ -154,13 +168,18 @@ def before(task: StudyTask) -> list[list[str]]:
         return []
     (task.study / "models").mkdir(exist_ok=True)
     save_model(task.study / "models" / kind.init, SIZES[kind.size].config(kind.experts), seed=0)
-    # In fp32, so that runs of one size start from the same weights whatever their dtype.
-    return [[sys.executable, "-m", "megarl", "sft", str(task.recipe), "model.dtype=fp32", "run.seed=0"]]
+    # In fp32, so that runs of one size start from the same weights whatever their
+    # dtype.
+    return [
+        [sys.executable, "-m", "megarl", "sft", str(task.recipe), "model.dtype=fp32", "run.seed=0"]
+    ]
 
 
 @dataclass(frozen=True)
 class CorpusRun:
-    """A run and its results. scores: rows of eval.jsonl, with an added `flop`; steps: rows of metrics.jsonl."""
+    """A run and its results. scores: rows of eval.jsonl, with an added `flop`; steps:
+    rows of metrics.jsonl.
+    """
 
     recipe: str
     size: str
@@ -178,18 +197,30 @@ class CorpusRun:
 
     @property
     def held_out(self) -> bool:
-        """Whether the run must not be used to develop forecasts. It is the same for all seeds and dtypes. The leading 0 is the
-        first salt for which both parts have each task, dense models, experts and low precision. It was chosen before any run
-        existed."""
+        """Whether the run must not be used to develop forecasts. It is the same for all
+        seeds and dtypes. The leading 0 is the first salt for which both parts have each
+        task, dense models, experts and low precision. It was chosen before any run
+        existed.
+        """
         return sha256(f"0/{self.recipe}/{self.size}/{self.task}".encode()).digest()[0] % 2 == 0
 
     @property
     def curve(self) -> Curve:
         """The run's held-out pass rates. The curve's hours are petaFLOP here."""
         later = [row for row in self.scores if row["step"]]
-        flop, rates = (np.array([row[name] for row in later], float) for name in ("flop", "pass_rate"))
+        flop, rates = (
+            np.array([row[name] for row in later], float) for name in ("flop", "pass_rate")
+        )
         answers = int(self.scores[0]["n_prompts"] * self.scores[0]["samples"])
-        return Curve(self.name, flop / 1e15, rates, self.scores[0]["pass_rate"], "core", self.seed, answers=answers)
+        return Curve(
+            self.name,
+            flop / 1e15,
+            rates,
+            self.scores[0]["pass_rate"],
+            "core",
+            self.seed,
+            answers=answers,
+        )
 
 
 def record_of(task: StudyTask) -> Path:
@@ -203,10 +234,14 @@ def record(task: StudyTask) -> None:
     scores = [_short(row) for row in latest_scores(task.rundir.eval)]
     tokens = np.cumsum([0.0, *(row["generated_tokens"] for row in steps)])
     for row in scores:
-        row["flop"] = float(8 * SIZES[kind.size].active * tokens[row["step"]])  # 2 to generate, 6 to train
+        row["flop"] = float(
+            8 * SIZES[kind.size].active * tokens[row["step"]]
+        )  # 2 to generate, 6 to train
     packages = {name: version(name) for name in ("megarl", "torch", "sglang", "megatron-core")}
     machine = f"{os.cpu_count()} cores, {platform.machine()}"
-    run = CorpusRun(kind.recipe, kind.size, kind.dtype, kind.task, task.seed, machine, packages, (), ())
+    run = CorpusRun(
+        kind.recipe, kind.size, kind.dtype, kind.task, task.seed, machine, packages, (), ()
+    )
     lines = [asdict(run), *({"score": row} for row in scores), *({"step": row} for row in steps)]
     record_of(task).parent.mkdir(exist_ok=True)
     data = "".join(json.dumps(line) + "\n" for line in lines).encode()
@@ -214,7 +249,9 @@ def record(task: StudyTask) -> None:
 
 
 def _short(row: Row) -> Row:
-    """Return the row with numbers rounded to six digits, without the columns of forecasts."""
+    """Return the row with numbers rounded to six digits, without the columns of
+    forecasts.
+    """
     return {
         key: value if isinstance(value, str | int) else float(f"{value:.6g}")
         for key, value in row.items()

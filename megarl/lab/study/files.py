@@ -5,8 +5,9 @@
 
     variants_of("kl", "scalerl-8b", ["run.steps=500"])  ──►  {scalerl-8b: Recipe, kl-0.01: Recipe, …}
 
-The recipe itself comes first, under its own name, or as `base` if common keys change it. Of one
-key, a variant's value wins over the command line's, and this over the common one.
+The recipe itself comes first, under its own name, or as `base` if common keys change
+it. Of one key, a variant's value wins over the command line's, and this over the common
+one.
 """
 
 import difflib
@@ -34,8 +35,8 @@ class StudyFile:
 def variants_of(study: str, recipe: str, overrides: Sequence[str]) -> dict[str, Recipe]:
     """Return the recipe with the study's common keys, and its variants, by name.
 
-    study: the name of a shipped study, or a path. A variant that would train like an earlier
-    one is left out. MegarlError for a file or a key that is none.
+    study: the name of a shipped study, or a path. A variant that would train like an
+    earlier one is left out. MegarlError for a file or a key that is none.
     """
     file = opened(study)
     common = [*_overrides(file.common), *overrides]
@@ -45,7 +46,9 @@ def variants_of(study: str, recipe: str, overrides: Sequence[str]) -> dict[str, 
     distinct = [_comparable(base)]
     for name, keys in file.variants.items():
         if name == own_name:
-            raise MegarlError(f"{file.path}: variants.{name}: the recipe itself has this name; choose another")
+            raise MegarlError(
+                f"{file.path}: variants.{name}: the recipe itself has this name; choose another"
+            )
         try:
             variant = load(recipe, [*common, *_overrides(keys)])
         except MegarlError as error:
@@ -60,7 +63,9 @@ def _comparable(recipe: Recipe) -> Recipe:
     """Return the recipe without the choice of a head in FP32 if the whole model is."""
     if recipe.model.dtype != "fp32":
         return recipe
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"fp32_head": "both"})})
+    return recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"fp32_head": "both"})}
+    )
 
 
 def opened(study: str) -> StudyFile:
@@ -70,10 +75,14 @@ def opened(study: str) -> StudyFile:
     if study not in known and not os.path.isfile(path):
         close = difflib.get_close_matches(study, known, 1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise MegarlError(f"no study {study!r}: neither a file nor a shipped one ({', '.join(known)}){hint}")
+        raise MegarlError(
+            f"no study {study!r}: neither a file nor a shipped one ({', '.join(known)}){hint}"
+        )
     tree = read_mapping(path)
     if unknown := sorted(map(str, tree.keys() - {"common", "variants"})):
-        raise MegarlError(f"{path}: {unknown[0]}: unknown key; a study file has common and variants")
+        raise MegarlError(
+            f"{path}: {unknown[0]}: unknown key; a study file has common and variants"
+        )
     variants = _mapping(path, "variants", tree.get("variants"))
     if not variants:
         raise MegarlError(f"{path}: variants: name at least one, with the keys in which it differs")

@@ -1,9 +1,11 @@
-"""`megarl study loo | run | compare | corpus | results`: runs a study's tasks in turn, or in a Slurm array one per job.
+"""`megarl study loo | run | compare | corpus | results`: runs a study's tasks in turn,
+or in a Slurm array one per job.
 
     waiting or begun ─► `megarl train STUDY/recipes/NAME.yaml` ─► done | failed        (a begun run resumes from its checkpoint)
 
-Ctrl-C and SIGTERM are passed on to the run, which saves and exits; the same command resumes it. A failed task does not stop
-the others. The run dies with this process, however that ends.
+Ctrl-C and SIGTERM are passed on to the run, which saves and exits; the same command
+resumes it. A failed task does not stop the others. The run dies with this process,
+however that ends.
 """
 
 import os
@@ -37,7 +39,9 @@ TRAIN = (sys.executable, "-m", "megarl", "train")
 
 
 class StudyOptions(NamedTuple):
-    """Options of a study. directory: "" for runs/studies/KIND-RECIPE; task: the number of the only task to run; None: all."""
+    """Options of a study. directory: "" for runs/studies/KIND-RECIPE; task: the number
+    of the only task to run; None: all.
+    """
 
     seeds: str
     directory: str
@@ -47,7 +51,9 @@ class StudyOptions(NamedTuple):
 
 
 def run_variants(study: str, recipe: str, beside: Sequence[str], options: StudyOptions) -> int:
-    """Study the variants of `recipe` that a study file names, and the recipes `beside` with them."""
+    """Study the variants of `recipe` that a study file names, and the recipes `beside`
+    with them.
+    """
     recipes = variants_of(study, recipe, options.overrides)
     others = side_by_side(beside, options.overrides)
     if twice := recipes.keys() & others.keys():
@@ -66,13 +72,18 @@ def corpus(options: StudyOptions) -> int:
 
     path = Path(options.directory or "runs/studies/corpus")
     recipes = kinds.recipes(path, tuple(options.overrides))
-    hooks = StudyHooks(kinds.before, lambda task: kinds.record_of(task).exists(), kinds.record, lambda _: 0)
+    hooks = StudyHooks(
+        kinds.before, lambda task: kinds.record_of(task).exists(), kinds.record, lambda _: 0
+    )
     return _study("corpus", recipes, options, hooks)
 
 
 def table_and_plots(path: Path) -> int:
     """Write the results of a study, also of an unfinished one; return the exit status."""
-    from megarl.lab.study import results, search  # `results` imports matplotlib, so only when needed
+    from megarl.lab.study import (
+        results,
+        search,
+    )  # `results` imports matplotlib, so only when needed
 
     study, console = plan.opened(path), terminal.console()
     if study.rungs:
@@ -87,9 +98,11 @@ CommandLines = Sequence[Sequence[str]]
 
 
 class StudyHooks(NamedTuple):
-    """The steps in which kinds of study differ. before: returns the commands that a task needs before `megarl train`; ended:
-    returns whether a task has nothing left to do; done: called after a task's run; end: called after all tasks, returns the
-    exit status."""
+    """The steps in which kinds of study differ. before: returns the commands that a
+    task needs before `megarl train`; ended: returns whether a task has nothing left to
+    do; done: called after a task's run; end: called after all tasks, returns the exit
+    status.
+    """
 
     before: Callable[[StudyTask], CommandLines] = lambda task: ()
     ended: Callable[[StudyTask], bool] = lambda task: task.state() == "done"
@@ -100,7 +113,9 @@ class StudyHooks(NamedTuple):
 USUAL = StudyHooks()
 
 
-def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, hooks: StudyHooks = USUAL) -> int:
+def _study(
+    kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, hooks: StudyHooks = USUAL
+) -> int:
     if (study := prepared(kind, recipes, options)) is None:
         return 0
     if options.task is None:
@@ -109,14 +124,27 @@ def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, hook
 
 
 def prepared(
-    kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, rungs: Sequence[int] = (), branch: int = 0
+    kind: str,
+    recipes: Mapping[str, Recipe],
+    options: StudyOptions,
+    rungs: Sequence[int] = (),
+    branch: int = 0,
 ) -> Study | None:
-    """Return the study that the options describe, new or found in its directory; for a dry run, show it and return None."""
-    path, seeds = Path(options.directory or f"runs/studies/{kind}"), numbers("--seeds", options.seeds)
+    """Return the study that the options describe, new or found in its directory; for a
+    dry run, show it and return None.
+    """
+    path, seeds = (
+        Path(options.directory or f"runs/studies/{kind}"),
+        numbers("--seeds", options.seeds),
+    )
     if len(set(seeds)) < len(seeds):
-        raise MegarlError(f"--seeds: {options.seeds} has a seed twice, whose runs would be the same")
+        raise MegarlError(
+            f"--seeds: {options.seeds} has a seed twice, whose runs would be the same"
+        )
     if options.task is not None and not 0 <= options.task < len(recipes) * len(seeds):
-        raise MegarlError(f"--task: the study has tasks 0 to {len(recipes) * len(seeds) - 1}, not {options.task}")
+        raise MegarlError(
+            f"--task: the study has tasks 0 to {len(recipes) * len(seeds) - 1}, not {options.task}"
+        )
     if options.dry_run:
         runs = f"{len(recipes) * len(seeds)} runs, seeds {options.seeds}"
         if rungs:
@@ -140,11 +168,18 @@ def numbers(option: str, text: str) -> list[int]:
 
 def planned(title: str, recipes: Mapping[str, Recipe]) -> Table:
     """Make a table of what a study would run, for a dry run."""
-    columns = Column("variant", style="bold", no_wrap=True), Column("differs from the first in", overflow="fold")
-    shown = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=title, title_justify="left")
+    columns = (
+        Column("variant", style="bold", no_wrap=True),
+        Column("differs from the first in", overflow="fold"),
+    )
+    shown = Table(
+        *columns, box=None, padding=(0, 2), pad_edge=False, title=title, title_justify="left"
+    )
     first = next(iter(recipes.values()))
     for name, recipe in recipes.items():
-        changed = [f"{key}={new}" for key, _, new in differences(first, recipe) if key != "run.name"]
+        changed = [
+            f"{key}={new}" for key, _, new in differences(first, recipe) if key != "run.name"
+        ]
         shown.add_row(name, " ".join(changed))
     return shown
 
@@ -157,9 +192,13 @@ def side_by_side(recipes: Sequence[str], overrides: Sequence[str]) -> dict[str, 
     return {name: load(recipe, overrides) for name, recipe in zip(names, recipes, strict=True)}
 
 
-def run(study: Study, tasks: Sequence[StudyTask], console: Console, hooks: StudyHooks = USUAL) -> int:
-    """Run each of `tasks` to its end. Return 0 if all are done, 1 if some failed, 128 + signal if asked to stop. A terminal
-    shows a table of all tasks; other output gets a line when a task ends, and one per minute."""
+def run(
+    study: Study, tasks: Sequence[StudyTask], console: Console, hooks: StudyHooks = USUAL
+) -> int:
+    """Run each of `tasks` to its end. Return 0 if all are done, 1 if some failed, 128 +
+    signal if asked to stop. A terminal shows a table of all tasks; other output gets a
+    line when a task ends, and one per minute.
+    """
     outlive_screen()
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
     began = last = time.monotonic()
@@ -172,21 +211,27 @@ def run(study: Study, tasks: Sequence[StudyTask], console: Console, hooks: Study
             last = time.monotonic()
             done = sum(hooks.ended(task) for task in study.tasks)
             at = "step {}, pass rate {}".format(*_progress(now))
-            terminal.say(f"{done}/{len(study.tasks)} done · {now.name}: {now.state()}, {at}", flush=True)
+            terminal.say(
+                f"{done}/{len(study.tasks)} done · {now.name}: {now.state()}, {at}", flush=True
+            )
 
     with stop_requests() as stop_request, live or nullcontext():
         for task in tasks:
             if hooks.ended(task):
                 continue
             if task.state() != "done":
-                task.rundir.summary.unlink(missing_ok=True)  # an earlier life that was stopped has left it
+                task.rundir.summary.unlink(
+                    missing_ok=True
+                )  # an earlier life that was stopped has left it
                 for command in (*hooks.before(task), [*TRAIN, *task.arguments]):
                     if _finish(command, task, stop_request, show) or stop_request.count:
                         break
             if task.state() == "done":
                 hooks.done(task)
             if stop_request.count:
-                console.print("stopped as asked; the same command continues from here", highlight=False)
+                console.print(
+                    "stopped as asked; the same command continues from here", highlight=False
+                )
                 return 128 + stop_request.signal
     failed = [task for task in tasks if not hooks.ended(task)]
     for task in failed:
@@ -194,13 +239,22 @@ def run(study: Study, tasks: Sequence[StudyTask], console: Console, hooks: Study
     return 1 if failed else 0
 
 
-def _finish(command: Sequence[str], task: StudyTask, stop_request: StopRequest, show: Callable[..., None]) -> int:
-    """Run a command to its end and return its status. Each request to stop is passed on to it once."""
+def _finish(
+    command: Sequence[str], task: StudyTask, stop_request: StopRequest, show: Callable[..., None]
+) -> int:
+    """Run a command to its end and return its status. Each request to stop is passed on
+    to it once.
+    """
     environment = os.environ | {SUPERVISOR: str(os.getpid())}
     heard = 0
     with task.log.open("ab") as log:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         while process.poll() is None:
             if stop_request.count > heard:
@@ -214,18 +268,31 @@ def _finish(command: Sequence[str], task: StudyTask, stop_request: StopRequest, 
 
 def table(study: Study, now: StudyTask, elapsed_s: float) -> Table:
     """Make a table with the state of each task. now: the task that is running."""
-    shown = Table(box=None, padding=(0, 2), pad_edge=False, caption=f"{elapsed_s / 60:.0f} min", caption_justify="left")
+    shown = Table(
+        box=None,
+        padding=(0, 2),
+        pad_edge=False,
+        caption=f"{elapsed_s / 60:.0f} min",
+        caption_justify="left",
+    )
     for heading in ("run", "state", "step", "held-out pass rate", ""):
         shown.add_column(heading, no_wrap=True)
     for task in study.tasks:
         state = "running" if task == now and task.state() == "begun" else task.state()
-        style = {"done": "green", "failed": "red", "running": "bold", "waiting": "dim"}.get(state, "")
+        style = {"done": "green", "failed": "red", "running": "bold", "waiting": "dim"}.get(
+            state, ""
+        )
         shown.add_row(task.name, state, *_progress(task), style=style)
     return shown
 
 
 def _progress(task: StudyTask) -> tuple[str, str, str]:
-    """Return texts: the number of steps so far, the first and the last pass rate, and a sparkline of all."""
-    rows, rates = latest_rows(task.rundir.metrics), [row["pass_rate"] for row in latest_scores(task.rundir.eval)]
+    """Return texts: the number of steps so far, the first and the last pass rate, and a
+    sparkline of all.
+    """
+    rows, rates = (
+        latest_rows(task.rundir.metrics),
+        [row["pass_rate"] for row in latest_scores(task.rundir.eval)],
+    )
     ends = " → ".join(f"{rate:.3f}" for rate in rates[:: max(1, len(rates) - 1)])
     return f"{rows[-1]['step'] + 1}" if rows else "-", ends, sparkline(rates, 20)

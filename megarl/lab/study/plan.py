@@ -1,10 +1,12 @@
-"""A study on disk: its tasks, and the state of each. One task is one run: a recipe of the study with one seed.
+"""A study on disk: its tasks, and the state of each. One task is one run: a recipe of
+the study with one seed.
 
 STUDY/study.json         names of the recipes and the seeds, in order     STUDY/logs/NAME.log    output of `megarl train`
 STUDY/recipes/NAME.yaml  resolved recipe, one per task                    STUDY/runs/NAME/       the task's run directory
 STUDY/rungs/STEP.json    a search's decision at this step (search.py)
 
-These files are written once: a resumed study uses them, and a different study in the same directory is refused.
+These files are written once: a resumed study uses them, and a different study in the
+same directory is refused.
 """
 
 import json
@@ -26,7 +28,9 @@ TaskState = Literal["waiting", "begun", "done", "failed"]
 
 @dataclass(frozen=True)
 class StudyTask:
-    """A run of the study. study: the study's directory; steps: the step at which it ends for now, 0 for the recipe's last."""
+    """A run of the study. study: the study's directory; steps: the step at which it
+    ends for now, 0 for the recipe's last.
+    """
 
     study: Path
     variant: str
@@ -55,7 +59,9 @@ class StudyTask:
         return [str(self.recipe), *([f"run.steps={self.steps}"] if self.steps else [])]
 
     def state(self) -> TaskState:
-        """Return the state, from the run's own files. `begun` means that it would resume if started again, alive or not."""
+        """Return the state, from the run's own files. `begun` means that it would
+        resume if started again, alive or not.
+        """
         if not self.rundir.summary.exists():
             return "begun" if self.rundir.recipe.exists() else "waiting"
         states: dict[str, TaskState] = {"finished": "done", "failed": "failed"}
@@ -67,9 +73,11 @@ class StudyTask:
 
 @dataclass(frozen=True)
 class Study:
-    """A study. All recipes run with one seed before any runs with the next, so that a stopped study has complete rounds. rungs:
-    steps at which a search (search.py) drops variants. branch: the step up to which all variants share one run, the trunk; 0
-    for none. steps: as in `StudyTask`."""
+    """A study. All recipes run with one seed before any runs with the next, so that a
+    stopped study has complete rounds. rungs: steps at which a search (search.py) drops
+    variants. branch: the step up to which all variants share one run, the trunk; 0 for
+    none. steps: as in `StudyTask`.
+    """
 
     path: Path
     variants: tuple[str, ...]
@@ -80,18 +88,30 @@ class Study:
 
     @property
     def tasks(self) -> list[StudyTask]:
-        return [StudyTask(self.path, variant, seed, self.steps) for seed in self.seeds for variant in self.variants]
+        return [
+            StudyTask(self.path, variant, seed, self.steps)
+            for seed in self.seeds
+            for variant in self.variants
+        ]
 
     @property
     def trunk(self) -> "Study":
-        """The study of runs of the first variant, one per seed, from which all variants branch."""
+        """The study of runs of the first variant, one per seed, from which all variants
+        branch.
+        """
         return replace(self, variants=("trunk",) if self.branch else (), steps=self.branch)
 
 
 def prepare(
-    path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int], rungs: Sequence[int] = (), branch: int = 0
+    path: Path,
+    recipes: Mapping[str, Recipe],
+    seeds: Sequence[int],
+    rungs: Sequence[int] = (),
+    branch: int = 0,
 ) -> Study:
-    """Return the study at `path`, newly written or found there. MegarlError if a different one is there."""
+    """Return the study at `path`, newly written or found there. MegarlError if a
+    different one is there.
+    """
     study = Study(path, tuple(recipes), tuple(seeds), tuple(rungs), branch)
     recipes, wanted = {"trunk": next(iter(recipes.values())), **recipes}, {}
     for task in [*study.tasks, *study.trunk.tasks]:
@@ -102,7 +122,10 @@ def prepare(
         wanted[task] = recipe.model_copy(update={"run": recipe.run.model_copy(update=run)})
     if (path / "study.json").exists():
         if (there := opened(path)) != study:
-            holds = f"holds a study of {', '.join(there.variants)} with seeds {', '.join(map(str, there.seeds))}"
+            holds = (
+                f"holds a study of {', '.join(there.variants)} with seeds"
+                f" {', '.join(map(str, there.seeds))}"
+            )
             holds += f", rungs {', '.join(map(str, there.rungs))}" if there.rungs else ""
             holds += f", branch {there.branch}" if there.branch else ""
             raise MegarlError(f"{path}: {holds}; go on with the same, or give another --dir")
@@ -134,7 +157,9 @@ class StudyRecord(msgspec.Struct):
 def opened(path: Path) -> Study:
     file = path / "study.json"
     if not file.exists():
-        raise MegarlError(f"{path}: no study (no study.json); `megarl study loo` or `compare` makes one")
+        raise MegarlError(
+            f"{path}: no study (no study.json); `megarl study loo` or `compare` makes one"
+        )
     try:
         record = msgspec.json.decode(contents(file), type=StudyRecord)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

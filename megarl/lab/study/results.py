@@ -1,8 +1,10 @@
-"""Writes the results of a study: points, fits, a table and plots, from the files of its finished runs.
+"""Writes the results of a study: points, fits, a table and plots, from the files of its
+finished runs.
 
 RUN/eval.jsonl of each task ─► points/NAME.csv ─► fit (seeds of a variant pooled) ─► table.md, scaling and final .png .svg
 
-scaling: one panel per variant, with its seeds and fit drawn over those of the first variant, with which all are compared.
+scaling: one panel per variant, with its seeds and fit drawn over those of the first
+variant, with which all are compared.
 final:   each variant's last pass rate for each seed, and its fitted asymptote with interval.
 """
 
@@ -27,7 +29,9 @@ from megarl.run.summary import mean
 
 
 class EvaluationPoint(NamedTuple):
-    """One evaluation of one run: a line of its CSV. tokens: those generated so far; lag: the mean over the steps so far."""
+    """One evaluation of one run: a line of its CSV. tokens: those generated so far;
+    lag: the mean over the steps so far.
+    """
 
     compute_hours: float
     pass_rate: float
@@ -39,8 +43,10 @@ class EvaluationPoint(NamedTuple):
 
 
 class VariantResult(NamedTuple):
-    """A variant with all its seeds. common [seeds]: pass rates at the compute that every run of the study has reached.
-    at_ceiling: the fit with A fixed at the ceiling common to all variants, where exponents B are comparable (compare.py)."""
+    """A variant with all its seeds. common [seeds]: pass rates at the compute that
+    every run of the study has reached. at_ceiling: the fit with A fixed at the ceiling
+    common to all variants, where exponents B are comparable (compare.py).
+    """
 
     variant: str
     runs: tuple[tuple[EvaluationPoint, ...], ...]
@@ -60,7 +66,9 @@ def write(study: Study, console: Console) -> int:
     rows, done = collect(study), [task for task in study.tasks if task.state() == "done"]
     points = study.path / "points"
     if points.is_symlink():
-        raise MegarlError(f"{points}: a link, and files of a study would be written where it leads; remove it")
+        raise MegarlError(
+            f"{points}: a link, and files of a study would be written where it leads; remove it"
+        )
     points.mkdir(exist_ok=True)
     for task in done:  # for `megarl scaling`; no value has a comma
         lines = [f"{h:.6f},{rate:.6f},{','.join(map(str, rest))}" for h, rate, *rest in read(task)]
@@ -70,7 +78,12 @@ def write(study: Study, console: Console) -> int:
     write_atomically(study.path / "table.md", markdown(rows, missing).encode())
     plot_scaling(rows, study.path / "scaling")
     plot_final(rows, study.path / "final")
-    shown = Table(*(Column(heading, no_wrap=True) for heading in HEADINGS), box=None, padding=(0, 2), pad_edge=False)
+    shown = Table(
+        *(Column(heading, no_wrap=True) for heading in HEADINGS),
+        box=None,
+        padding=(0, 2),
+        pad_edge=False,
+    )
     for row in rows:
         shown.add_row(*cells(row))
     console.print(shown)
@@ -83,7 +96,11 @@ def collect(study: Study) -> list[VariantResult]:
     if not done:
         raise MegarlError(f"{study.path}: no run has finished yet; wait, or look at its logs/")
     hours = min(read(task)[-1].compute_hours for task in done)
-    tasks = {name: own for name in study.variants if (own := [task for task in done if task.variant == name])}
+    tasks = {
+        name: own
+        for name in study.variants
+        if (own := [task for task in done if task.variant == name])
+    }
     curves: dict[str, list[Curve]] = {}
     entries: dict[str, RunFit] = {}
     for name, own in tasks.items():
@@ -96,28 +113,56 @@ def collect(study: Study) -> list[VariantResult]:
     results = []
     for name, own in tasks.items():
         runs, entry = tuple(read(task) for task in own), entries[name]
-        common = [np.interp(hours, [p.compute_hours for p in run], [p.pass_rate for p in run]) for run in runs]
+        common = [
+            np.interp(hours, [p.compute_hours for p in run], [p.pass_rate for p in run])
+            for run in runs
+        ]
         at_ceiling = compared.at_ceiling.get(name, entry.fit)
-        results.append(VariantResult(name, runs, np.array(common), entry.fit, at_ceiling, entry.problem))
+        results.append(
+            VariantResult(name, runs, np.array(common), entry.fit, at_ceiling, entry.problem)
+        )
     return results
 
 
 def read(task: StudyTask) -> tuple[EvaluationPoint, ...]:
-    """Return a run's evaluations by step. The score is the one that its recipe forecasts, else that of all tasks together."""
+    """Return a run's evaluations by step. The score is the one that its recipe
+    forecasts, else that of all tasks together.
+    """
     score = load(str(task.recipe)).forecast_column or "pass_rate"
     rows = latest_rows(task.rundir.metrics)
     points = []
     for row in latest_scores(task.rundir.eval):
         made = [earlier for earlier in rows if earlier["step"] < row["step"]]
-        tokens, lag = int(sum(earlier["generated_tokens"] for earlier in made)), round(mean(made, "lag_mean") or 0.0, 3)
-        values = row["compute_hours"], row[score], row["step"], tokens, task.seed, row["compute_unit"], lag
+        tokens, lag = (
+            int(sum(earlier["generated_tokens"] for earlier in made)),
+            round(mean(made, "lag_mean") or 0.0, 3),
+        )
+        values = (
+            row["compute_hours"],
+            row[score],
+            row["step"],
+            tokens,
+            task.seed,
+            row["compute_unit"],
+            lag,
+        )
         points.append(EvaluationPoint(*values))
     return tuple(points)
 
 
 HEADINGS = (
-    "variant", "seeds", "before", "after", "at equal compute", "lag", "A", "B", "C_mid", "hours a run", "tokens a run",
-)  # fmt: skip
+    "variant",
+    "seeds",
+    "before",
+    "after",
+    "at equal compute",
+    "lag",
+    "A",
+    "B",
+    "C_mid",
+    "hours a run",
+    "tokens a run",
+)
 
 
 def cells(row: VariantResult) -> list[str]:
@@ -128,7 +173,11 @@ def cells(row: VariantResult) -> list[str]:
     found, held = row.fit, row.at_ceiling
     fitted = ["-"] * 3
     if found is not None and held is not None:
-        values = (found.A, *found.A_interval), (held.B, *held.B_interval), (found.C_mid, *found.C_mid_interval)
+        values = (
+            (found.A, *found.A_interval),
+            (held.B, *held.B_interval),
+            (found.C_mid, *found.C_mid_interval),
+        )
         forms = ("{:.3f} [{:.3f}, {:.3f}]", "{:.2f} [{:.2f}, {:.2f}]", "{:.3g} [{:.3g}, {:.3g}]")
         fitted = [form.format(*three) for form, three in zip(forms, values, strict=True)]
     rates = [f"{before:.3f}", _spread(row.final), _spread(row.common), f"{lag:.2f}"]
@@ -148,16 +197,23 @@ def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
         "|" + "---|" * len(HEADINGS),
         *("| " + " | ".join(cells(row)) + " |" for row in rows),
         "",
-        f"Pass rates are of held-out prompts: mean over seeds ± standard deviation of a seed. Compute in {unit}-hours. At "
-        f"equal compute: at the {common_hours:.3g} hours that every run reached, interpolated. Lag: mean over a run. A, B, "
-        f"C_mid: sigmoid fitted to all seeds of a variant together{held}; with 95 % intervals.",
+        (
+            "Pass rates are of held-out prompts: mean over seeds ± standard deviation of a seed."
+            f" Compute in {unit}-hours. At equal compute: at the {common_hours:.3g} hours that"
+            " every run reached, interpolated. Lag: mean over a run. A, B, C_mid: sigmoid fitted"
+            f" to all seeds of a variant together{held}; with 95 % intervals."
+        ),
     ]
     notes: dict[str, list[str]] = {}
     for row in rows:
         for note in [row.why_no_fit] if row.fit is None else row.fit.warnings:
             notes.setdefault(note, []).append(row.variant)
     lines += [f"- {note}: {', '.join(variants)}" for note, variants in notes.items()]
-    if apart := [row.variant for row in rows if held and row.fit and abs(row.fit.A - ceilings[0]) > SAME_CEILING]:
+    if apart := [
+        row.variant
+        for row in rows
+        if held and row.fit and abs(row.fit.A - ceilings[0]) > SAME_CEILING
+    ]:
         what = f"A is more than {SAME_CEILING} from that at which B is held, so B is no speed"
         lines.append(f"- {what}: {', '.join(apart)}")
     if missing:
@@ -175,7 +231,10 @@ PANELS_A_LINE, CURVE_POINTS = 4, 200
 def plot_scaling(rows: Sequence[VariantResult], path: Path) -> None:
     """Write `path`.png and `path`.svg with one panel per variant."""
     lines, columns = -(-len(rows) // PANELS_A_LINE), min(len(rows), PANELS_A_LINE)
-    with drawing((3.1 * columns, 2.6 * lines + 0.5), lines, columns, sharex=True, sharey=True) as (figure, panels):
+    with drawing((3.1 * columns, 2.6 * lines + 0.5), lines, columns, sharex=True, sharey=True) as (
+        figure,
+        panels,
+    ):
         for axes, row in zip(panels, rows, strict=False):
             if row is not rows[0]:
                 _curve(axes, rows[0], GREY)
@@ -192,7 +251,9 @@ def plot_scaling(rows: Sequence[VariantResult], path: Path) -> None:
 
 
 def plot_final(rows: Sequence[VariantResult], path: Path) -> None:
-    """Write `path`.png and `path`.svg, with the first variant on top and a dotted line at its mean."""
+    """Write `path`.png and `path`.svg, with the first variant on top and a dotted line
+    at its mean.
+    """
     with drawing((8, 1.2 + 0.42 * len(rows))) as (figure, (axes,)):
         axes.plot([], [], "o", color=BLUE, label="last pass rate of a seed")
         axes.plot([], [], color=ORANGE, linewidth=2, label="asymptote A, 95 %")

@@ -1,4 +1,5 @@
-"""Unmodified agents: programs that talk to a model endpoint, and whose conversations the policy is trained on.
+"""Unmodified agents: programs that talk to a model endpoint, and whose conversations
+the policy is trained on.
 
     agent ── HTTP ──► gateway ─► session ─► tree: which conversation ─► tokens as sampled, then the new ones ─► policy
                                               └─► paths: the part of the session that is trained on

@@ -1,5 +1,5 @@
-"""How long a request may be. Checked before it is parsed, rendered or tokenised, so that a request
-that is much too long for the context costs little time and memory.
+"""How long a request may be. Checked before it is parsed, rendered or tokenised, so
+that a request that is much too long for the context costs little time and memory.
 
     bytes of the body ─► number of messages and tools ─► tokens, counted piece by piece (rendering.py)
       all requests together: ByteBudget
@@ -16,12 +16,15 @@ from megarl.core.recipe.tree import Length
 from megarl.tasks.agents.errors import ContextFull, WireError
 
 BYTES_PER_TOKEN = 32
-"""Most bytes of a body per token of the context. Conversations have about eight; escapes such as
-`\\u00e9`, tools and ids add to them."""
+"""Most bytes of a body per token of the context. Conversations have about eight;
+escapes such as `\\u00e9`, tools and ids add to them.
+"""
 SMALLEST_LIMIT = 1 << 20
 """Bytes that every body may have, however short the context."""
 LARGEST_BODY = 32 << 20
-"""Bytes that no body may exceed. A conversation of 500 turns and 193,000 tokens has 1.5 million."""
+"""Bytes that no body may exceed. A conversation of 500 turns and 193,000 tokens has 1.5
+million.
+"""
 LARGEST_REWARD = 1 << 16
 """Bytes of a body that posts a reward."""
 IN_FLIGHT = 128 << 20
@@ -34,14 +37,17 @@ MOST_STOPS = 64
 
 @dataclass(frozen=True)
 class RequestBounds:
-    """The bounds of one session's requests. prompt_tokens: the longest prompt that leaves room for
-    an answer."""
+    """The bounds of one session's requests. prompt_tokens: the longest prompt that
+    leaves room for an answer.
+    """
 
     prompt_tokens: int
 
     @staticmethod
     def of(length: Length) -> "RequestBounds":
-        """Return the bounds for a recipe's context. Servers refuse prompts that come closer to it."""
+        """Return the bounds for a recipe's context. Servers refuse prompts that come
+        closer to it.
+        """
         return RequestBounds(length.context_tokens - KEPT_FROM_INPUT - 1)
 
     @property
@@ -50,15 +56,18 @@ class RequestBounds:
         return min(LARGEST_BODY, max(SMALLEST_LIMIT, BYTES_PER_TOKEN * self.prompt_tokens))
 
     def check_bytes(self, size: int) -> None:
-        """Raise ContextFull if a body of `size` bytes is too long for the context, and WireError if
-        it is too long for any."""
+        """Raise ContextFull if a body of `size` bytes is too long for the context, and
+        WireError if it is too long for any.
+        """
         if size > LARGEST_BODY:
             raise WireError(413, f"the body is longer than {LARGEST_BODY:,} bytes", "too_large")
         if size > self.body_bytes:
             raise ContextFull(size // BYTES_PER_TOKEN, self.prompt_tokens, at_least=True)
 
     def check_count(self, count: int) -> None:
-        """Raise ContextFull if there are more messages, or tools, than the prompt may have tokens."""
+        """Raise ContextFull if there are more messages, or tools, than the prompt may
+        have tokens.
+        """
         if count > self.prompt_tokens:
             raise ContextFull(count, self.prompt_tokens, at_least=True)
 
@@ -73,8 +82,9 @@ class ByteBudget:
 
     @asynccontextmanager
     async def lend(self, count: int) -> AsyncIterator[None]:
-        """Wait until `count` bytes are free, and occupy them while the block runs. WireError if
-        they are not free within WAIT_LIMIT_S."""
+        """Wait until `count` bytes are free, and occupy them while the block runs.
+        WireError if they are not free within WAIT_LIMIT_S.
+        """
         count = min(count, self._size)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((count, turn))

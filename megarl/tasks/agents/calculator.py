@@ -1,9 +1,10 @@
-"""The quickstart's agent, such as a user would write: it asks the policy for a product, and calculates the terms in brackets.
+"""The quickstart's agent, such as a user would write: it asks the policy for a product,
+and calculates the terms in brackets.
 
     123*456= ─► policy: <think>[123*456] ─► agent: 56088 ─► policy: </think>56088 ─► the task's grader
 
-It knows nothing of megarl: any program that can use OpenAI's API would do. It imports nothing that is slow to import, because
-each rollout is a process of its own.
+It knows nothing of megarl: any program that can use OpenAI's API would do. It imports
+nothing that is slow to import, because each rollout is a process of its own.
 """
 
 import json
@@ -33,5 +34,7 @@ def ask(task: Any, messages: list[dict[str, str]]) -> str:
     """Return the policy's next message."""
     headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
     body = json.dumps({"model": task.model, "messages": messages}).encode()
-    with urllib.request.urlopen(urllib.request.Request(f"{task.base_url}/chat/completions", body, headers)) as reply:
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{task.base_url}/chat/completions", body, headers)
+    ) as reply:
         return json.load(reply)["choices"][0]["message"]["content"]

@@ -13,8 +13,8 @@ from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMes
 from megarl.tasks.agents.session import ServedTurn
 
 SEVERAL_ANSWERS = (
-    "a request has one answer; for several, send it several times at once. Not one after another: of a request that is sent "
-    "again after its answer came, only the last answer is trained"
+    "a request has one answer; for several, send it several times at once. Not one after another:"
+    " of a request that is sent again after its answer came, only the last answer is trained"
 )
 
 
@@ -89,7 +89,9 @@ class ChatCompletions(wire.WireProtocol):
         )
 
     def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
-        text = turn.message.text or (None if turn.message.calls else "")  # agents strip it without a look
+        text = turn.message.text or (
+            None if turn.message.calls else ""
+        )  # agents strip it without a look
         message: JsonObject = {"role": "assistant", "content": text}
         if turn.message.reasoning:
             message["reasoning_content"] = turn.message.reasoning
@@ -124,7 +126,10 @@ def _messages(m: ChatMessage, where: str) -> Iterator[CanonicalMessage]:
 
 
 def _calls(message: CanonicalMessage) -> list[JsonObject]:
-    return [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.json}} for c in message.calls]
+    return [
+        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.json}}
+        for c in message.calls
+    ]
 
 
 def _head(turn: ServedTurn, body: JsonObject, kind: str) -> JsonObject:

@@ -1,4 +1,6 @@
-"""The errors that an agent reads. Each protocol writes them in its provider's form (wire.py)."""
+"""The errors that an agent reads. Each protocol writes them in its provider's form
+(wire.py).
+"""
 
 
 class WireError(Exception):
@@ -11,18 +13,19 @@ class WireError(Exception):
 
 
 class ContextFull(WireError):
-    """A prompt that leaves no room for an answer. Agents know each provider's wording for it.
+    """A prompt that leaves no room for an answer. Agents know each provider's wording
+    for it.
 
-    tokens: its length; limit: the longest prompt. at_least: it was not tokenised to its end, and
-    may have more than `tokens`.
+    tokens: its length; limit: the longest prompt. at_least: it was not tokenised to its
+    end, and may have more than `tokens`.
     """
 
     def __init__(self, tokens: int, limit: int, at_least: bool = False) -> None:
         more = " or more" if at_least else ""
         super().__init__(
             400,
-            f"This model's maximum context length is {limit} tokens. However, your messages resulted "
-            f"in {tokens} tokens{more}. Please reduce the length of the messages.",
+            f"This model's maximum context length is {limit} tokens. However, your messages"
+            f" resulted in {tokens} tokens{more}. Please reduce the length of the messages.",
             "context_length_exceeded",
         )
         self.tokens = tokens
@@ -30,11 +33,14 @@ class ContextFull(WireError):
 
 
 def refused_field(field: str, why: str) -> WireError:
-    """Return the error for a field with which the policy would sample from another distribution,
-    or that asks for something that it cannot do."""
+    """Return the error for a field with which the policy would sample from another
+    distribution, or that asks for something that it cannot do.
+    """
     return WireError(400, f"{field}: {why}", "unsupported_parameter")
 
 
 def session_over(why: str) -> WireError:
-    """Return the error for a request to a session that has ended. Clients do not repeat a 400."""
+    """Return the error for a request to a session that has ended. Clients do not repeat
+    a 400.
+    """
     return WireError(400, f"the session is over: {why}", "session_over")

@@ -1,12 +1,15 @@
-"""The model endpoint that agents talk to: an HTTP server on the controller's event loop.
+"""The model endpoint that agents talk to: an HTTP server on the controller's event
+loop.
 
     agent ── POST /v1/chat/completions, /v1/messages, /v1/responses ──► key? ─► body ─► session.begin ─► answer, or its stream
              GET  /v1/models    POST /v1/reward {"reward": 1.0}          401       400
 
-A session has one key for requests and one for rewards, so that programs of the policy, which find the first in the environment,
-cannot reward themselves. Clients send a key as `Authorization: Bearer KEY`, as `x-api-key: KEY`, or in the path, `/s/KEY/v1/…`.
-While the policy generates, a space or a comment every KEEP_ALIVE_S keeps the connection alive. A request's bytes count against
-its session's and everybody's ByteBudget until its prompt has been rendered.
+A session has one key for requests and one for rewards, so that programs of the policy,
+which find the first in the environment, cannot reward themselves. Clients send a key as
+`Authorization: Bearer KEY`, as `x-api-key: KEY`, or in the path, `/s/KEY/v1/…`. While
+the policy generates, a space or a comment every KEEP_ALIVE_S keeps the connection
+alive. A request's bytes count against its session's and everybody's ByteBudget until
+its prompt has been rendered.
 """
 
 import asyncio
@@ -40,7 +43,9 @@ log = logging.getLogger(__name__)
 MODEL = "policy"
 """The name of the only model that is served."""
 BODY_LIMIT_S = 60.0
-"""Seconds within which a request's body must arrive, and a client must accept each part of an answer."""
+"""Seconds within which a request's body must arrive, and a client must accept each part
+of an answer.
+"""
 KEEP_ALIVE_S = 15.0
 
 
@@ -49,7 +54,9 @@ PROTOCOLS: tuple[WireProtocol, ...] = (CHAT, MESSAGES, Responses())
 
 
 class Gateway:
-    """Serves sessions on `host` from `start` to `close`. url: the server's address, without /v1."""
+    """Serves sessions on `host` from `start` to `close`. url: the server's address,
+    without /v1.
+    """
 
     def __init__(self, host: str) -> None:
         self._host, self.url = host, ""
@@ -62,11 +69,15 @@ class Gateway:
         for prefix in ("", "/s/{key}"):
             for protocol in PROTOCOLS:
                 app.router.add_post(prefix + protocol.path, self._handler(protocol, self._answer))
-            app.router.add_post(f"{prefix}{MESSAGES.path}/count_tokens", self._handler(MESSAGES, self._count))
+            app.router.add_post(
+                f"{prefix}{MESSAGES.path}/count_tokens", self._handler(MESSAGES, self._count)
+            )
             app.router.add_post(prefix + "/v1/reward", self._handler(CHAT, self._reward))
             app.router.add_get(prefix + "/v1/models", self._handler(CHAT, self._models))
             app.router.add_get(prefix + "/v1/models/{model}", self._handler(CHAT, self._models))
-        self._runner = web.AppRunner(app, access_log=None, logger=_server_log(), shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, logger=_server_log(), shutdown_timeout=1.0
+        )
 
     async def start(self) -> "Gateway":
         """Start to listen; return this gateway."""
@@ -97,7 +108,9 @@ class Gateway:
             session.end("the agent has ended")
 
     def _handler(
-        self, protocol: WireProtocol, serve: Callable[[web.Request, WireProtocol, AgentSession], Any]
+        self,
+        protocol: WireProtocol,
+        serve: Callable[[web.Request, WireProtocol, AgentSession], Any],
     ) -> Callable[[web.Request], Any]:
         keys = self._rewarded if serve == self._reward else self._sessions
 
@@ -118,7 +131,9 @@ class Gateway:
         return handle
 
     def _opened(self, request: web.Request, keys: Mapping[str, AgentSession]) -> AgentSession:
-        """Return the session that the request's key belongs to, before any of the body is read. WireError if none has it."""
+        """Return the session that the request's key belongs to, before any of the body
+        is read. WireError if none has it.
+        """
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         given = (request.match_info.get("key", ""), bearer, request.headers.get("x-api-key", ""))
         for key in given:
@@ -129,18 +144,26 @@ class Gateway:
             right = "`reward_key`, which the agent is given with its task"
             if not self._sessions.keys().isdisjoint(given) and not self._warned:
                 self._warned = True
-                log.warning("a reward was refused, because it came with the key for requests; use %s", right)
+                log.warning(
+                    "a reward was refused, because it came with the key for requests; use %s", right
+                )
         raise WireError(401, f"no session has this key; use {right}", "invalid_api_key")
 
-    async def _models(self, request: web.Request, protocol: WireProtocol, _session: AgentSession) -> web.Response:
+    async def _models(
+        self, request: web.Request, protocol: WireProtocol, _session: AgentSession
+    ) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}
         named = request.match_info.get("model")
         if named not in (None, MODEL):
             raise _unknown(named)
         return web.json_response(model if named else {"object": "list", "data": [model]})
 
-    async def _reward(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.Response:
-        """Accept a reward for the session. What is refused is noted there: the agent may not have looked at the answer."""
+    async def _reward(
+        self, request: web.Request, protocol: WireProtocol, session: AgentSession
+    ) -> web.Response:
+        """Accept a reward for the session. What is refused is noted there: the agent
+        may not have looked at the answer.
+        """
         try:
             reward = _reward_of(await _read(request, _check_reward))
         except WireError as error:
@@ -151,7 +174,9 @@ class Gateway:
 
     @asynccontextmanager
     async def _admitted(self, request: web.Request, session: AgentSession) -> AsyncIterator[bytes]:
-        """Read a request's body; while the block works on it, it counts against the budgets."""
+        """Read a request's body; while the block works on it, it counts against the
+        budgets.
+        """
         size = session.bounds.body_bytes
         if request.content_length is not None and "Content-Encoding" not in request.headers:
             size = request.content_length
@@ -160,14 +185,18 @@ class Gateway:
             async with session.budget.lend(size), self._budget.lend(size):
                 yield await _read(request, session.bounds.check_bytes)
 
-    async def _count(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.Response:
+    async def _count(
+        self, request: web.Request, protocol: WireProtocol, session: AgentSession
+    ) -> web.Response:
         """Answer with the number of tokens that the policy would be sent for a request."""
         async with self._admitted(request, session) as data:
             session.check()
             asked = _asked(protocol, protocol.parse(data), session)
             return web.json_response({"input_tokens": await session.prompt_tokens(asked)})
 
-    async def _answer(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, protocol: WireProtocol, session: AgentSession
+    ) -> web.StreamResponse:
         async with self._admitted(request, session) as data:
             pending, body = self._begin(request, protocol, session, data)
             del data  # the answer may take an hour
@@ -190,17 +219,22 @@ class Gateway:
             if stream:
                 await _send(request, response, _event(*protocol.error_event(error)), last=True)
             elif request.transport is not None:
-                request.transport.close()  # too late for another status; clients ask again, and get 400
+                # too late for another status; clients ask again, and get 400
+                request.transport.close()
             return response
         protocol.note_answer(turn, session.known)
         await _send(request, response, _written(protocol, body, turn, stream), last=True)
-        session.tree.deliver(turn.node)  # whether or not the client has closed: it has the whole answer
+        session.tree.deliver(
+            turn.node
+        )  # whether or not the client has closed: it has the whole answer
         return response
 
     def _begin(
         self, request: web.Request, protocol: WireProtocol, session: AgentSession, data: bytes
     ) -> tuple[PendingTurn, JsonObject]:
-        """Return the generation that answers a request, and the fields of its body without the conversation."""
+        """Return the generation that answers a request, and the fields of its body
+        without the conversation.
+        """
         digest = hashlib.sha256(protocol.path.encode())
         digest.update(data)
         retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
@@ -214,7 +248,9 @@ class Gateway:
             session.check()
             pending = session.begin(_asked(protocol, body, session), digest.digest(), is_open)
             self._note_ignored(protocol, body)
-        return pending, {name: value for name, value in body.items() if not isinstance(value, msgspec.Raw)}
+        return pending, {
+            name: value for name, value in body.items() if not isinstance(value, msgspec.Raw)
+        }
 
     def _note_ignored(self, protocol: WireProtocol, body: JsonObject) -> None:
         for field in protocol.ignored(body):
@@ -224,7 +260,9 @@ class Gateway:
 
 
 def _server_log() -> logging.Logger:
-    """Return aiohttp's log, in which a malformed request is one line: its traceback says nothing of ours."""
+    """Return aiohttp's log, in which a malformed request is one line: its traceback
+    says nothing of ours.
+    """
 
     def shorten(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -252,12 +290,17 @@ async def _unknown_routes(
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
         there = ", ".join(protocol.path for protocol in PROTOCOLS)
         why = f"there is no {request.method} {request.path} here; agents POST to {there}"
-        return web.json_response(CHAT.error(WireError(error.status, why, "not_found")), status=error.status)
+        return web.json_response(
+            CHAT.error(WireError(error.status, why, "not_found")), status=error.status
+        )
 
 
-async def _send(request: web.Request, response: web.StreamResponse, data: bytes, last: bool = False) -> None:
-    """Write this part of an answer. ConnectionResetError if the client has gone or does not read: the answer then counts as
-    not delivered, and is not trained on."""
+async def _send(
+    request: web.Request, response: web.StreamResponse, data: bytes, last: bool = False
+) -> None:
+    """Write this part of an answer. ConnectionResetError if the client has gone or does
+    not read: the answer then counts as not delivered, and is not trained on.
+    """
     if not response.prepared:
         await response.prepare(request)
     try:
@@ -282,7 +325,9 @@ def _event(name: str, data: Any) -> bytes:
 
 
 def _reward_of(data: bytes) -> float:
-    """Return the reward in a body of JSON; true and false are 1 and -1. WireError if it is not a finite number."""
+    """Return the reward in a body of JSON; true and false are 1 and -1. WireError if it
+    is not a finite number.
+    """
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -291,7 +336,9 @@ def _reward_of(data: bytes) -> float:
     if isinstance(reward, bool):
         return 1.0 if reward else -1.0
     if not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
-        raise WireError(400, f"reward: should be a finite number, or true or false, got {reward!r:.80}")
+        raise WireError(
+            400, f"reward: should be a finite number, or true or false, got {reward!r:.80}"
+        )
     return float(reward)
 
 
@@ -303,17 +350,22 @@ def _asked(protocol: WireProtocol, body: JsonObject, session: AgentSession) -> A
 
 
 def _unknown(model: str | None) -> WireError:
-    return WireError(404, f"the model {model!r} does not exist; the only one is {MODEL!r}", "model_not_found")
+    return WireError(
+        404, f"the model {model!r} does not exist; the only one is {MODEL!r}", "model_not_found"
+    )
 
 
 def _check_reward(size: int) -> None:
     if size > LARGEST_REWARD:
-        raise WireError(413, f"reward: the body is longer than {LARGEST_REWARD:,} bytes", "too_large")
+        raise WireError(
+            413, f"reward: the body is longer than {LARGEST_REWARD:,} bytes", "too_large"
+        )
 
 
 async def _read(request: web.Request, check_size: Callable[[int], None]) -> bytes:
-    """Return a request's body. check_size: raises WireError if so many bytes are too many. WireError also if it is slow to
-    arrive."""
+    """Return a request's body. check_size: raises WireError if so many bytes are too
+    many. WireError also if it is slow to arrive.
+    """
     parts: list[bytes] = []
     size = 0
     try:
@@ -323,5 +375,7 @@ async def _read(request: web.Request, check_size: Callable[[int], None]) -> byte
                 size += len(part)
                 check_size(size)
     except TimeoutError:
-        raise WireError(408, f"the body did not arrive within {BODY_LIMIT_S:g} s", "timeout") from None
+        raise WireError(
+            408, f"the body did not arrive within {BODY_LIMIT_S:g} s", "timeout"
+        ) from None
     return b"".join(parts)

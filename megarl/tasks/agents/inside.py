@@ -1,8 +1,10 @@
-"""The main program of an agent's process: it sets limits, then runs the user's command or function.
+"""The main program of an agent's process: it sets limits, then runs the user's command
+or function.
 
 stdin  {"prompt", "id", "task", "answer", "reward_key"}      environment  OPENAI_BASE_URL, …: how to reach the session
 command PYTHONPATH WORD …     replaces this process; it posts its reward, or leaves it to the task's grader
-function package.module:name  is called with an `AgentTask` and returns the reward, or None to leave it to the grader
+function package.module:name  is called with an `AgentTask` and returns the reward, or
+None to leave it to the grader
 """
 
 import inspect
@@ -24,14 +26,21 @@ from megarl.core.base.process import die_with_parent, imported
 
 REWARD_LIMIT_S = 60.0
 LARGEST_FILE = 1 << 30
-KERNEL_FILES = ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/proc/mtrr", "/sys/power/state")
+KERNEL_FILES = (
+    "/proc/sys/kernel/core_pattern",
+    "/proc/sysrq-trigger",
+    "/proc/mtrr",
+    "/sys/power/state",
+)
 """Whoever may write one of them can do so outside every sandbox."""
 
 
 @dataclass(frozen=True)
 class AgentTask:
-    """The argument of a user's function. base_url, api_key, model: as OpenAI's clients take them. answer: the task's reference
-    answer, for computing a reward; reward_key: for posting one. Put neither anywhere that the policy can read."""
+    """The argument of a user's function. base_url, api_key, model: as OpenAI's clients
+    take them. answer: the task's reference answer, for computing a reward; reward_key:
+    for posting one. Put neither anywhere that the policy can read.
+    """
 
     prompt: str
     id: str
@@ -44,7 +53,9 @@ class AgentTask:
 
 
 def problem(words: list[str]) -> str:
-    """Return why this process is no place for the agent `function NAME` or `command WORD …`; "" if it is one."""
+    """Return why this process is no place for the agent `function NAME` or `command
+    WORD …`; "" if it is one.
+    """
     for file in KERNEL_FILES:
         if os.access(file, os.W_OK):
             return f"agents could write {file}, which is the kernel's"
@@ -69,7 +80,9 @@ def main(words: list[str]) -> None:
     if words[0] == "command":
         os.environ["PYTHONPATH"] = words[1]  # ours would make another Python import our packages
         os.execvp(words[2], words[2:])
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that `finally` and `atexit` clean up
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # so that `finally` and `atexit` clean up
     function, env = imported(words[1]), os.environ
     task = AgentTask(
         **json.load(sys.stdin),
@@ -92,7 +105,9 @@ async def _awaited(reward: Awaitable[object]) -> object:
 
 def _post(task: AgentTask, reward: object) -> None:
     headers = {"Authorization": f"Bearer {task.reward_key}", "Content-Type": "application/json"}
-    is_bool = isinstance(reward, bool) or str(getattr(reward, "dtype", "")).endswith("bool")  # numpy's and torch's, too
+    is_bool = isinstance(reward, bool) or str(getattr(reward, "dtype", "")).endswith(
+        "bool"
+    )  # numpy's and torch's, too
     number = bool(reward) if is_bool else float(reward)  # type: ignore[arg-type]
     if not math.isfinite(number):
         raise ValueError(f"the agent's function returned {number}; a reward is a finite number")

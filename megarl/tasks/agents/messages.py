@@ -1,13 +1,16 @@
-"""The content of an agent's request, independent of the protocol: canonical messages, and when two messages are the same.
+"""The content of an agent's request, independent of the protocol: canonical messages,
+and when two messages are the same.
 
     chat completions ┐
     messages         ├─► AgentRequest: CanonicalMessage …, tools ─► tree.py: which conversation it continues ─► tokens
     responses        ┘
 
-Agents seldom send back exactly what they were served: they join parts, strip whitespace, re-encode the arguments' JSON, drop
-ids and reasoning. Two messages are the same if their roles, texts (an assistant's stripped of whitespace) and calls agree.
-Arguments are compared as JSON values (`number_of`): 1, 1.0 and 1e0 are one number; true and "1" are others; the order of keys
-does not matter. Reasoning and ids are compared separately (tree.py).
+Agents seldom send back exactly what they were served: they join parts, strip
+whitespace, re-encode the arguments' JSON, drop ids and reasoning. Two messages are the
+same if their roles, texts (an assistant's stripped of whitespace) and calls agree.
+Arguments are compared as JSON values (`number_of`): 1, 1.0 and 1e0 are one number; true
+and "1" are others; the order of keys does not matter. Reasoning and ids are compared
+separately (tree.py).
 """
 
 import hashlib
@@ -30,8 +33,9 @@ CACHED_MESSAGE = 500
 
 
 class ToolCall(NamedTuple):
-    """A tool call by the policy. arguments: a JSON value, or the text as written if it is not JSON. written: the id that the
-    policy wrote in the call, "" if none."""
+    """A tool call by the policy. arguments: a JSON value, or the text as written if it
+    is not JSON. written: the id that the policy wrote in the call, "" if none.
+    """
 
     id: str
     name: str
@@ -40,7 +44,9 @@ class ToolCall(NamedTuple):
 
     @staticmethod
     def of(id: str, name: str, arguments: Any) -> "ToolCall":
-        """Make a call from the fields of a request, where the arguments are a string of JSON or an object."""
+        """Make a call from the fields of a request, where the arguments are a string of
+        JSON or an object.
+        """
         if isinstance(arguments, str):
             with suppress(ValueError, RecursionError):
                 arguments = msgspec.json.decode(arguments or "{}")
@@ -49,12 +55,18 @@ class ToolCall(NamedTuple):
     @property
     def json(self) -> str:
         """Return the arguments as the text that is served."""
-        return self.arguments if isinstance(self.arguments, str) else json.dumps(self.arguments, ensure_ascii=False)
+        return (
+            self.arguments
+            if isinstance(self.arguments, str)
+            else json.dumps(self.arguments, ensure_ascii=False)
+        )
 
 
 @dataclass(frozen=True)
 class CanonicalMessage:
-    """A message. marks: opaque ids in an assistant's message, made by us; answers: the id of the call that a tool answers."""
+    """A message. marks: opaque ids in an assistant's message, made by us; answers: the
+    id of the call that a tool answers.
+    """
 
     role: str
     text: str = ""
@@ -73,7 +85,9 @@ class CanonicalMessage:
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """A request for the next message. tools: functions in OpenAI's format; max_tokens: None if the agent sets no limit."""
+    """A request for the next message. tools: functions in OpenAI's format; max_tokens:
+    None if the agent sets no limit.
+    """
 
     messages: tuple[CanonicalMessage, ...]
     tools: tuple[JsonObject, ...] = ()
@@ -93,9 +107,10 @@ def comparable(arguments: Any) -> Any:
 
 
 def number_of(text: str) -> float | list[str]:
-    """Return the number as a double, as which JavaScript reads it: 1.0, 1 and 1e0 are equal, -0.0
-    and 0 too, and so are integers above 2**53 that have the same double. A number that no double
-    can hold equals only itself."""
+    """Return the number as a double, as which JavaScript reads it: 1.0, 1 and 1e0 are
+    equal, -0.0 and 0 too, and so are integers above 2**53 that have the same double. A
+    number that no double can hold equals only itself.
+    """
     number = float(text)
     if math.isfinite(number):
         return number + 0.0  # -0.0 becomes 0.0
@@ -103,9 +118,11 @@ def number_of(text: str) -> float | list[str]:
 
 
 class ReadMessages:
-    """A cache of messages that a session has sent, by the hash of their JSON: each request repeats the whole conversation. It
-    holds as much as two bodies can contain; when it would exceed that, it is emptied. answered: the parts of the session's
-    answers by their items' ids (responses.py), by which some clients name them."""
+    """A cache of messages that a session has sent, by the hash of their JSON: each
+    request repeats the whole conversation. It holds as much as two bodies can contain;
+    when it would exceed that, it is emptied. answered: the parts of the session's
+    answers by their items' ids (responses.py), by which some clients name them.
+    """
 
     def __init__(self, bounds: RequestBounds) -> None:
         self.bounds = bounds
@@ -114,11 +131,17 @@ class ReadMessages:
         self._bytes = 0
 
     def read[T](
-        self, raw: msgspec.Raw, kind: type[T], said: Callable[[T, str], Iterable[CanonicalMessage]], field: str
+        self,
+        raw: msgspec.Raw,
+        kind: type[T],
+        said: Callable[[T, str], Iterable[CanonicalMessage]],
+        field: str,
     ) -> list[CanonicalMessage]:
-        """Return the messages in `raw`, the list in a request's `field`. kind: the type of its items; said: maps an item and
-        its place (for errors) to the item's messages. WireError if there are too many, if an item is not a `kind`, or if
-        `said` raises it."""
+        """Return the messages in `raw`, the list in a request's `field`. kind: the type
+        of its items; said: maps an item and its place (for errors) to the item's
+        messages. WireError if there are too many, if an item is not a `kind`, or if
+        `said` raises it.
+        """
         messages: list[CanonicalMessage] = []
         items = decoded(raw, list[msgspec.Raw], field)
         self.bounds.check_count(len(items))

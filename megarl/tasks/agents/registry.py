@@ -1,10 +1,13 @@
-"""A recipe's agents, by task. Each rollout is a session: the agent runs in a process of its own and queries the policy by HTTP.
+"""A recipe's agents, by task. Each rollout is a session: the agent runs in a process of
+its own and queries the policy by HTTP.
 
     session(prompt, policy) ─► one of `agent.at_once` places ─► key ─► process ─► its paths, last message, and reward
-                                                                        ends, or a limit ends it
+                                                                        ends, or a limit
+                                                                        ends it
 
-An agent that fails without a reward is run once more, in a new session; if it fails again, the rollout cannot be judged. An
-agent that runs out of time is graded on what it has done so far.
+An agent that fails without a reward is run once more, in a new session; if it fails
+again, the rollout cannot be judged. An agent that runs out of time is graded on what it
+has done so far.
 """
 
 import asyncio
@@ -51,7 +54,9 @@ _CODE = "import sys; from megarl.tasks.agents.inside import main; main(sys.argv[
 
 
 class Turns:
-    """Lets at most `count` tasks run at a time. Of those that wait, the one with the smallest `order` goes first."""
+    """Lets at most `count` tasks run at a time. Of those that wait, the one with the
+    smallest `order` goes first.
+    """
 
     def __init__(self, count: int) -> None:
         self._free, self._numbers = count, itertools.count()
@@ -81,7 +86,9 @@ class Turns:
 
 
 class TaskAgents:
-    """The agents of a recipe, by task or suite. MegarlError if one cannot run here, or if the model has no chat template."""
+    """The agents of a recipe, by task or suite. MegarlError if one cannot run here, or
+    if the model has no chat template.
+    """
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         self._recipe, self._tokenizer = recipe, tokenizer
@@ -99,10 +106,15 @@ class TaskAgents:
         for problem in sorted(problems - {""}):
             log.warning("%s", problem)
         if any(rendering.calls is None for rendering in self._renderings.values()):
-            said = "%s: tool calls of the chat template cannot be read; agents get all text in `content`"
+            said = (
+                "%s: tool calls of the chat template cannot be read; agents get all text in"
+                " `content`"
+            )
             log.info(said, tokenizer.path)
         for name, task in self._tasks.items():
-            key = f"{'data.tasks' if name in recipe.data.tasks else 'evaluation.suites'}.{name}.agent"
+            key = (
+                f"{'data.tasks' if name in recipe.data.tasks else 'evaluation.suites'}.{name}.agent"
+            )
             if isinstance(task.agent, str):
                 check_importable(f"{key}:", task.agent, may_be_async=True)
             elif shutil.which(task.agent[0]) is None:
@@ -117,17 +129,25 @@ class TaskAgents:
         return task in self._tasks
 
     async def session(
-        self, prompt: Prompt, order: tuple[int, int, int], policy: Policy, waited: Callable[[], float]
+        self,
+        prompt: Prompt,
+        order: tuple[int, int, int],
+        policy: Policy,
+        waited: Callable[[], float],
     ) -> AgentRollout:
         if self._gateway is None:
             self._gateway = asyncio.create_task(Gateway(self._host).start())
         gateway, rendering = await asyncio.shield(self._gateway), self._renderings[prompt.task]
         async with self._turns.turn(order):
             for left in reversed(range(TRIES)):
-                async with gateway.session(self._recipe, self._tokenizer, rendering, policy) as session:
+                async with gateway.session(
+                    self._recipe, self._tokenizer, rendering, policy
+                ) as session:
                     try:
                         why = await self._run(prompt, session, gateway.url, waited)
-                    except Exception as error:  # agents may have filled the disk, or taken all processes
+                    except (
+                        Exception
+                    ) as error:  # agents may have filled the disk, or taken all processes
                         unforeseen = None if isinstance(error, OSError) else error
                         log.warning("an agent cannot be run: %s", error, exc_info=unforeseen)
                         why = f"it cannot be run: {error}"
@@ -136,10 +156,15 @@ class TaskAgents:
                     rollout = session.rollout()
                 if not why:
                     return rollout
-                log.warning("the agent of task %s failed at prompt %s: %s", prompt.task, prompt.id, why)
+                log.warning(
+                    "the agent of task %s failed at prompt %s: %s", prompt.task, prompt.id, why
+                )
                 if not left:
                     break
-        why = f"the agent of task {prompt.task} failed {TRIES} times without a reward, the last time: {why}"
+        why = (
+            f"the agent of task {prompt.task} failed {TRIES} times without a reward, the last time:"
+            f" {why}"
+        )
         raise AgentDown(why, rollout)
 
     async def close(self) -> None:
@@ -147,8 +172,12 @@ class TaskAgents:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await (await self._gateway).close()
 
-    async def _run(self, prompt: Prompt, session: AgentSession, url: str, waited: Callable[[], float]) -> str:
-        """Run the agent's process until it ends or reaches a limit; return why there is nothing to grade, or ""."""
+    async def _run(
+        self, prompt: Prompt, session: AgentSession, url: str, waited: Callable[[], float]
+    ) -> str:
+        """Run the agent's process until it ends or reaches a limit; return why there is
+        nothing to grade, or "".
+        """
         with tempfile.TemporaryFile() as output:
             async with async_scratch() as folder:
                 status = await self._run_in(folder, output, prompt, session, url, waited)
@@ -173,10 +202,16 @@ class TaskAgents:
         url: str,
         waited: Callable[[], float],
     ) -> int | None:
-        """Run the agent's process as in `_run`, with this folder; return its exit status."""
+        """Run the agent's process as in `_run`, with this folder; return its exit
+        status.
+        """
         agent = self._tasks[prompt.task].agent
         command = [] if isinstance(agent, str) else list(agent)
-        words = ["command", os.environ.get("PYTHONPATH", ""), *command] if command else ["function", str(agent)]
+        words = (
+            ["command", os.environ.get("PYTHONPATH", ""), *command]
+            if command
+            else ["function", str(agent)]
+        )
         variables = environment() | _variables(url, session.key, str(folder))
         around: list[str] = []
         if self._recipe.data.sandbox == "bubblewrap":
@@ -201,7 +236,9 @@ class TaskAgents:
         }
         try:
             assert process.stdin
-            with contextlib.suppress(OSError, RuntimeError):  # it may exit before it has read its task
+            with contextlib.suppress(
+                OSError, RuntimeError
+            ):  # it may exit before it has read its task
                 process.stdin.write(json.dumps(task).encode())
                 process.stdin.close()
             await _ended(process, session, self._recipe.agent, waited)
@@ -213,7 +250,10 @@ class TaskAgents:
 
 
 async def _ended(
-    process: asyncio.subprocess.Process, session: AgentSession, limits: AgentSection, waited: Callable[[], float]
+    process: asyncio.subprocess.Process,
+    session: AgentSession,
+    limits: AgentSection,
+    waited: Callable[[], float],
 ) -> None:
     """Wait until the process has exited or must be stopped."""
     over_since, before = None, waited()
@@ -224,10 +264,14 @@ async def _ended(
         if now - session.began - (waited() - before) > limits.time_s:
             session.end(f"its time is up (agent.time_s={limits.time_s:g})", limited=True)
         if session.idle_since is not None and now - session.idle_since > limits.idle_s:
-            session.end(f"there was no request for {limits.idle_s:g} s, a third of agent.time_s", limited=True)
+            session.end(
+                f"there was no request for {limits.idle_s:g} s, a third of agent.time_s",
+                limited=True,
+            )
         if session.failure is not None:
             return
-        # The agent learns of it at its next request, and may still clean up and post a reward.
+        # The agent learns of it at its next request, and may still clean up and post a
+        # reward.
         if session.over and not session.answering:
             over_since = over_since or now
             if now - over_since > KILL_LIMIT_S:
@@ -235,19 +279,29 @@ async def _ended(
 
 
 def _variables(url: str, key: str, folder: str) -> dict[str, str]:
-    """Return the environment variables that give an agent its session's address (used without a proxy) and its own folder."""
+    """Return the environment variables that give an agent its session's address (used
+    without a proxy) and its own folder.
+    """
     return {
-        "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL,
-        "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": MODEL,
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": key,
+        "OPENAI_MODEL": MODEL,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_MODEL": MODEL,
         "TMPDIR": folder,
-        **{f"ANTHROPIC_DEFAULT_{size}_MODEL": MODEL for size in ("HAIKU", "SONNET", "OPUS")},  # of Claude Code's sub-agents
+        **{
+            f"ANTHROPIC_DEFAULT_{size}_MODEL": MODEL for size in ("HAIKU", "SONNET", "OPUS")
+        },  # of Claude Code's sub-agents
         **without_proxy(url.removeprefix("http://").partition(":")[0]),
-    }  # fmt: skip
+    }
 
 
 async def _killed(process: asyncio.subprocess.Process) -> None:
-    """Kill the agent and the processes that it started, and wait until it has exited. If it still runs, SIGTERM comes first: it
-    may have begun what no signal reaches, such as containers."""
+    """Kill the agent and the processes that it started, and wait until it has exited.
+    If it still runs, SIGTERM comes first: it may have begun what no signal reaches,
+    such as containers.
+    """
     try:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGTERM)
@@ -260,11 +314,15 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
     try:
         await asyncio.wait_for(process.wait(), KILL_LIMIT_S)
     except TimeoutError:
-        log.warning("process %d of an agent did not end %g s after SIGKILL", process.pid, KILL_LIMIT_S)
+        log.warning(
+            "process %d of an agent did not end %g s after SIGKILL", process.pid, KILL_LIMIT_S
+        )
 
 
 def _address(interface: str) -> str:
-    """Return the address that the gateway listens on. MegarlError if the interface has no IPv4 address."""
+    """Return the address that the gateway listens on. MegarlError if the interface has
+    no IPv4 address.
+    """
     if not interface:
         return "127.0.0.1"
     known = psutil.net_if_addrs()

@@ -1,14 +1,18 @@
-"""Turns requests into tokens: all of the messages, or only the tail, i.e. the messages after the policy's last one.
+"""Turns requests into tokens: all of the messages, or only the tail, i.e. the messages
+after the policy's last one.
 
     user, A, tool result ─► template of [user "?", a placeholder answer with A's calls, tool result]
                                                └ cut here, after the calls ─► the tail, tokenised, without its first token
 
-The first token is dropped because A's turn ended with it or its equivalent: gpt-oss's template ends an answer with <|end|> once
-something follows, where the policy wrote <|return|>. GLM-4.5's template ends no turn; the policy stops by sampling the start of
-the next turn. If a different turn follows, the model was trained on no such tail, and the request is rendered whole.
+The first token is dropped because A's turn ended with it or its equivalent: gpt-oss's
+template ends an answer with <|end|> once something follows, where the policy wrote
+<|return|>. GLM-4.5's template ends no turn; the policy stops by sampling the start of
+the next turn. If a different turn follows, the model was trained on no such tail, and
+the request is rendered whole.
 
-So sampled tokens are never tokenised again, and a template that would drop A's thinking (`agent.history: sampled`) or rewrite
-its calls cannot change them. Names of special tokens in messages are tokenised as plain text.
+So sampled tokens are never tokenised again, and a template that would drop A's thinking
+(`agent.history: sampled`) or rewrite its calls cannot change them. Names of special
+tokens in messages are tokenised as plain text.
 """
 
 import re
@@ -32,34 +36,52 @@ from megarl.tasks.data.chat import ChatTemplate
 UNKNOWN = "?"
 UNLIMITED = sys.maxsize
 CHARACTERS = 5
-"""Characters per token, with which a text may still fit. Longer texts are first counted piece by piece, up to the limit."""
+"""Characters per token, with which a text may still fit. Longer texts are first counted
+piece by piece, up to the limit.
+"""
 PIECE = 1 << 16
-"""Characters that are tokenised at a time to count them: a token takes about 400 bytes until its text has been tokenised."""
+"""Characters that are tokenised at a time to count them: a token takes about 400 bytes
+until its text has been tokenised.
+"""
 
 
 class Rendering:
-    """Renders requests with a model's chat template. calls: the template's format of tool calls; None if it is unknown."""
+    """Renders requests with a model's chat template. calls: the template's format of
+    tool calls; None if it is unknown.
+    """
 
-    def __init__(self, chat: ChatTemplate, tokenizer: Tokenizer, history: Literal["sampled", "template"]) -> None:
+    def __init__(
+        self, chat: ChatTemplate, tokenizer: Tokenizer, history: Literal["sampled", "template"]
+    ) -> None:
         self._chat, self._tokenizer, self._history = chat, tokenizer, history
         self.ends = tuple(tokenizer.decode(int32([end])) for end in tokenizer.ends)
         self.calls = call_format(chat, self.ends)
         added = tokenizer.backend.get_added_tokens_decoder().values()
-        self._special = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        self._special = sorted(
+            (token.content for token in added if token.special), key=len, reverse=True
+        )
         self._literal = tokenizer.literal()
-        self._guard, self._said = f"literal-{secrets.token_hex(8)}-", f"{SAID}-{secrets.token_hex(8)}"
+        self._guard, self._said = (
+            f"literal-{secrets.token_hex(8)}-",
+            f"{SAID}-{secrets.token_hex(8)}",
+        )
         names = sorted({*self._special, *self.ends}, key=len, reverse=True)
         self._mark = re.compile("|".join(map(re.escape, names)))
         self._closes = self._closed()
 
     def whole(self, request: AgentRequest, limit: int = UNLIMITED) -> np.ndarray:
-        """Return the tokens of all messages and the start of the next. WireError if the template rejects the messages,
-        ContextFull if they are much longer than `limit`, the longest prompt."""
+        """Return the tokens of all messages and the start of the next. WireError if the
+        template rejects the messages, ContextFull if they are much longer than `limit`,
+        the longest prompt.
+        """
         return self._tokens(self._render(request), limit)
 
-    def tail(self, node: TreeNode, request: AgentRequest, limit: int = UNLIMITED) -> np.ndarray | None:
-        """Return the tokens to append to the node's; None if the request has to be rendered whole. ContextFull as
-        in `whole`."""
+    def tail(
+        self, node: TreeNode, request: AgentRequest, limit: int = UNLIMITED
+    ) -> np.ndarray | None:
+        """Return the tokens to append to the node's; None if the request has to be
+        rendered whole. ContextFull as in `whole`.
+        """
         sampled = node.sampled
         ended = len(sampled) > 0 and int(sampled[-1]) in self._tokenizer.ends
         known = (*node.history, node.served)
@@ -68,8 +90,13 @@ class Rendering:
             for sent, had in zip(request.messages, known, strict=False)
             for theirs, call in zip(sent.calls, had.calls, strict=False)
         }  # the agent may have given the calls other ids
-        tail = [replace(m, answers=ours.get(m.answers, m.answers)) for m in request.messages[len(known) :]]
-        if self._history == "template":  # the messages as they were served; the agent may send back less of them
+        tail = [
+            replace(m, answers=ours.get(m.answers, m.answers))
+            for m in request.messages[len(known) :]
+        ]
+        if (
+            self._history == "template"
+        ):  # the messages as they were served; the agent may send back less of them
             served = replace(request, messages=(*known, *tail))
             text = self._behind(node.tokens[:-1] if ended else node.tokens, served)
         else:
@@ -89,11 +116,13 @@ class Rendering:
         before: Sequence[CanonicalMessage] = (CanonicalMessage("user", "?"),),
         known: Iterable[CanonicalMessage] = (),
     ) -> str | None:
-        """Return the text of `tail` after an answer, and the start of the next message; None if it cannot be determined. The
-        text begins with a special token: the one that ends the answer, or that begins the message after it.
+        """Return the text of `tail` after an answer, and the start of the next message;
+        None if it cannot be determined. The text begins with a special token: the one
+        that ends the answer, or that begins the message after it.
 
-        before: messages before the answer; known: earlier messages, whose calls the tail may answer. The arguments of
-        calls are left out: they come before the cut, and could contain the end of a turn.
+        before: messages before the answer; known: earlier messages, whose calls the
+        tail may answer. The arguments of calls are left out: they come before the cut,
+        and could contain the end of a turn.
         """
         calls = tuple(call._replace(arguments={}) for call in served.calls)
         said = replace(served, text=self._said, reasoning="", calls=calls)
@@ -104,7 +133,9 @@ class Rendering:
             begun = self._chat.render(begin, tools, reply=False)
         except MegarlError:
             return None
-        if text.count(self._said) == begun.count(self._said) == 1:  # a template may drop text that accompanies calls
+        if (
+            text.count(self._said) == begun.count(self._said) == 1
+        ):  # a template may drop text that accompanies calls
             text, begun = (one.partition(self._said)[2] for one in (text, begun))
         if self._closes:
             ends = [mark.start() for mark in self._mark.finditer(begun) if mark[0] in self.ends]
@@ -112,14 +143,22 @@ class Rendering:
                 return None
             begun = begun[: ends[-1]]
         behind = text.removeprefix(begun)
-        # A template may put what the system says at the beginning of the conversation, or leave it out.
-        said_there = all(self._guarded(m.text).strip() in behind for m in tail if m.role == "system")
+        # A template may put what the system says at the beginning of the conversation,
+        # or leave it out.
+        said_there = all(
+            self._guarded(m.text).strip() in behind for m in tail if m.role == "system"
+        )
         return self._tail(behind) if text.startswith(begun) and said_there else None
 
     def _closed(self) -> bool | None:
-        """Return how the template ends an answer: True: with a token at which generation stops; False: with no special token;
-        None: with another one, or it renders no answer."""
-        messages = [{"role": "user", "content": UNKNOWN}, {"role": "assistant", "content": self._said}]
+        """Return how the template ends an answer: True: with a token at which
+        generation stops; False: with no special token; None: with another one, or it
+        renders no answer.
+        """
+        messages = [
+            {"role": "user", "content": UNKNOWN},
+            {"role": "assistant", "content": self._said},
+        ]
         try:
             text = self._chat.render(messages, reply=False)
         except MegarlError:
@@ -128,13 +167,17 @@ class Rendering:
         return (marks[-1] in self.ends or None) if marks else False
 
     def _tail(self, text: str) -> str | None:
-        """Return the text if it begins with a special token that a sampled end token can equal or stand in for, else None."""
+        """Return the text if it begins with a special token that a sampled end token
+        can equal or stand in for, else None.
+        """
         begins = None if self._closes is None else self._mark.match(text)
         return text if begins and (self._closes or begins[0] in self.ends) else None
 
     def _behind(self, tokens: np.ndarray, request: AgentRequest) -> str | None:
-        """Return the rest of the whole request's rendered text after the text of these tokens; None if it differs from theirs.
-        WireError if the template rejects the messages."""
+        """Return the rest of the whole request's rendered text after the text of these
+        tokens; None if it differs from theirs. WireError if the template rejects the
+        messages.
+        """
         text, said = self._render(request), self._tokenizer.decode(tokens)
         cut = passed = 0
         for literal, part in self._parts(text):
@@ -152,12 +195,16 @@ class Rendering:
     def _render(self, request: AgentRequest) -> str:
         named = self._named(request.messages)
         try:
-            return self._chat.render([self._wire(m, named) for m in request.messages], request.tools)
+            return self._chat.render(
+                [self._wire(m, named) for m in request.messages], request.tools
+            )
         except MegarlError as error:
             raise WireError(400, f"messages: {error}") from None
 
     def _named(self, messages: Iterable[CanonicalMessage]) -> dict[str, tuple[str, str]]:
-        """Map the id of each call in a conversation to the id that the template is given and to the call's name."""
+        """Map the id of each call in a conversation to the id that the template is
+        given and to the call's name.
+        """
         calls = [call for message in messages if message.calls for call in message.calls]
         given = (lambda call, _: call.id) if self.calls is None else self.calls.template_id
         return {call.id: (given(call, n), call.name) for n, call in enumerate(calls)}
@@ -168,10 +215,16 @@ class Rendering:
         if message.calls:
             as_text = self.calls is not None and self.calls.as_text
             made["tool_calls"] = [
-                {"id": named.get(c.id, (c.id,))[0], "type": "function",
-                 "function": {"name": c.name, "arguments": self._guarded(c.json if as_text else c.arguments)}}
+                {
+                    "id": named.get(c.id, (c.id,))[0],
+                    "type": "function",
+                    "function": {
+                        "name": c.name,
+                        "arguments": self._guarded(c.json if as_text else c.arguments),
+                    },
+                }
                 for c in message.calls
-            ]  # fmt: skip
+            ]
         if message.reasoning:
             made["reasoning_content"] = self._guarded(message.reasoning)
         if message.role == "tool":
@@ -180,7 +233,9 @@ class Rendering:
         return made
 
     def _guarded(self, value: Any) -> Any:
-        """Return the value with the names of special tokens replaced by placeholders that templates leave alone."""
+        """Return the value with the names of special tokens replaced by placeholders
+        that templates leave alone.
+        """
         match value:
             case str():
                 for n, name in enumerate(self._special):
@@ -193,7 +248,9 @@ class Rendering:
         return value
 
     def _parts(self, text: str) -> list[tuple[bool, str]]:
-        """Return the parts of a rendered text, each with whether it is the name of a special token written in a message."""
+        """Return the parts of a rendered text, each with whether it is the name of a
+        special token written in a message.
+        """
         first, *rest = text.split(self._guard)
         parts = [(False, first)]
         for part in rest:
@@ -201,17 +258,24 @@ class Rendering:
         return parts
 
     def _tokens(self, text: str, limit: int, before: int = 0) -> np.ndarray:
-        """Return the tokens of a rendered text. ContextFull if they and the `before` tokens that precede them are far beyond
-        `limit`."""
-        parts = [(self._literal if literal else self._tokenizer, part) for literal, part in self._parts(text) if part]
+        """Return the tokens of a rendered text. ContextFull if they and the `before`
+        tokens that precede them are far beyond `limit`.
+        """
+        parts = [
+            (self._literal if literal else self._tokenizer, part)
+            for literal, part in self._parts(text)
+            if part
+        ]
         if len(text) > CHARACTERS * (limit - before):
             _check_length(parts, limit, before)
         return np.concatenate([int32(()), *(tokenizer.ids(part) for tokenizer, part in parts)])
 
 
 def _check_length(parts: Iterable[tuple[Tokenizer, str]], limit: int, before: int) -> None:
-    """Raise ContextFull as soon as the pieces of the parts have an eighth more tokens than `limit`. Cut into pieces, a text has
-    a few tokens more than it has as a whole, so the rest is left to whoever counts the whole."""
+    """Raise ContextFull as soon as the pieces of the parts have an eighth more tokens
+    than `limit`. Cut into pieces, a text has a few tokens more than it has as a whole,
+    so the rest is left to whoever counts the whole.
+    """
     count = before
     for tokenizer, part in parts:
         for begin in range(0, len(part), PIECE):
@@ -221,12 +285,20 @@ def _check_length(parts: Iterable[tuple[Tokenizer, str]], limit: int, before: in
 
 
 def tail_problem(chat: ChatTemplate, rendering: Rendering) -> str:
-    """Return how a tail rendered alone differs from the one in a whole conversation, or that no tail can be rendered alone; ""
-    if all is well. Tried: the results of two parallel calls, the result of one more call, and a user's message after an answer.
-    A request whose tail cannot be determined is rendered whole, which is a problem only if it is so for all of them."""
+    """Return how a tail rendered alone differs from the one in a whole conversation, or
+    that no tail can be rendered alone; "" if all is well. Tried: the results of two
+    parallel calls, the result of one more call, and a user's message after an answer. A
+    request whose tail cannot be determined is rendered whole, which is a problem only
+    if it is so for all of them.
+    """
     calls = [ToolCall(f"call0000{n}", NAME, {KEY: VALUE}) for n in range(3)]
-    answers = [CanonicalMessage("assistant", SAID, made) for made in (tuple(calls[:2]), tuple(calls[2:]), ())]
-    results = [CanonicalMessage("tool", f"result {n}", answers=call.id) for n, call in enumerate(calls)]
+    answers = [
+        CanonicalMessage("assistant", SAID, made)
+        for made in (tuple(calls[:2]), tuple(calls[2:]), ())
+    ]
+    results = [
+        CanonicalMessage("tool", f"result {n}", answers=call.id) for n, call in enumerate(calls)
+    ]
     tails = [results[:2], results[2:], [CanonicalMessage("user", "go on")]]
     said = [CanonicalMessage("system", "be brief"), CanonicalMessage("user", "begin")]
     tools, told = [PROBE] if rendering.calls else [], False
@@ -235,14 +307,20 @@ def tail_problem(chat: ChatTemplate, rendering: Rendering) -> str:
             continue
         told, whole = True, rendering.tail_text(answer, tail, tools, before=said)
         if alone != whole:
-            what = "a user's words" if tail[0].role == "user" else f"the results of {len(tail)} calls"
-            written = f"{what} are written {alone!r} after an answer, and {whole!r} in a whole conversation"
+            what = (
+                "a user's words" if tail[0].role == "user" else f"the results of {len(tail)} calls"
+            )
+            written = (
+                f"{what} are written {alone!r} after an answer, and {whole!r} in a whole"
+                " conversation"
+            )
             return f"{chat.path}: {written}; the policy will see the first"
         said = [*said, replace(answer, text="An answer."), *tail]
     if told:
         return ""
     ends = " or ".join(map(repr, rendering.ends))
     return (
-        f"{chat.path}: the chat template neither ends an answer nor begins the next message with {ends}, the eos_token of "
-        "tokenizer_config.json and others of generation_config.json; each request of an agent is rendered whole, as a new path"
+        f"{chat.path}: the chat template neither ends an answer nor begins the next message with"
+        f" {ends}, the eos_token of tokenizer_config.json and others of generation_config.json;"
+        " each request of an agent is rendered whole, as a new path"
     )

@@ -8,9 +8,10 @@
 The network is the machine's; processes, IPC and /dev are the sandbox's own.
 
 Root owns the files below /proc/sys even without capabilities, and the program named in
-/proc/sys/kernel/core_pattern runs outside every sandbox. So under root an agent is nobody. It
-then cannot pass a directory such as /root, where Python or the agent's program may lie: in
-the sandbox, an empty directory covers it, with only the paths that the agent needs.
+/proc/sys/kernel/core_pattern runs outside every sandbox. So under root an agent is
+nobody. It then cannot pass a directory such as /root, where Python or the agent's
+program may lie: in the sandbox, an empty directory covers it, with only the paths that
+the agent needs.
 """
 
 import os
@@ -44,8 +45,8 @@ _CHECK = "import sys; from megarl.tasks.agents.inside import problem; print(prob
 def agent_sandbox(own: Path, hidden: Path, command: Sequence[str] = ()) -> list[str]:
     """Build the bwrap command that runs an agent.
 
-    own: the agent's folder. hidden: a directory that is empty in the sandbox. command: the
-    agent's, whose files it must be able to read.
+    own: the agent's folder. hidden: a directory that is empty in the sandbox. command:
+    the agent's, whose files it must be able to read.
     """
     sandbox = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/"]
     sandbox += ["--dev", "/dev", "--proc", "/proc"]
@@ -80,7 +81,8 @@ def check_agent_sandbox(what: str, agent: str | Sequence[str]) -> None:
     if problem:
         otherwise = "or set data.sandbox=rlimits if agents may do all that you can"
         raise MegarlError(
-            f"data.sandbox: {what} cannot be run with bubblewrap here ({problem}); {_advice(problem)}; {otherwise}"
+            f"data.sandbox: {what} cannot be run with bubblewrap here ({problem});"
+            f" {_advice(problem)}; {otherwise}"
         )
 
 
@@ -117,7 +119,9 @@ def _advice(problem: str) -> str:
 
 
 def _needed(command: Sequence[str]) -> Iterator[Path]:
-    """Yield the paths that an agent reads: our Python, what it imports, and its own files."""
+    """Yield the paths that an agent reads: our Python, what it imports, and its own
+    files.
+    """
     yield from (Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
     yield from map(Path, filter(None, sys.path))
     yield from map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
@@ -129,7 +133,9 @@ def _needed(command: Sequence[str]) -> Iterator[Path]:
 
 
 def _installation(program: Path) -> Path:
-    """Return the folder that a program is installed in: of /opt/tool/bin/program, /opt/tool."""
+    """Return the folder that a program is installed in: of /opt/tool/bin/program,
+    /opt/tool.
+    """
     folder = program.absolute().parent
     return folder.parent if folder.name == "bin" else folder
 
@@ -137,8 +143,8 @@ def _installation(program: Path) -> Path:
 def _opened_to_nobody(paths: Iterable[Path]) -> list[str]:
     """Return bwrap's arguments with which nobody reaches these paths.
 
-    They concern paths with a directory on the way that not everybody may pass. The files
-    themselves have to be readable by everybody.
+    They concern paths with a directory on the way that not everybody may pass. The
+    files themselves have to be readable by everybody.
     """
     wanted = sorted({stop for path in paths for stop in _stops(path)})
     closed_at = {path: _closed(path) for path in wanted}
@@ -180,7 +186,9 @@ def _closed(path: Path) -> Path | None:
 
 
 def _shown(path: Path, closed: Path) -> list[str]:
-    """Return the arguments that show this path in the empty directory that covers `closed`."""
+    """Return the arguments that show this path in the empty directory that covers
+    `closed`.
+    """
     arguments: list[str] = []
     for parent in reversed(path.parents):
         if parent.is_relative_to(closed) and parent != closed:
@@ -196,7 +204,9 @@ def _shown(path: Path, closed: Path) -> list[str]:
 
 
 def _folder(path: Path) -> list[str]:
-    """Return the arguments for a directory that everybody may pass; bwrap's own are closed."""
+    """Return the arguments for a directory that everybody may pass; bwrap's own are
+    closed.
+    """
     return ["--perms", "0755", "--dir", str(path)]
 
 

@@ -1,4 +1,5 @@
-"""One session: an agent, its key, its tree, its limits, and which client waits for which answer.
+"""One session: an agent, its key, its tree, its limits, and which client waits for
+which answer.
 
     resume(digest) ─► the PendingTurn of the same body, if its client has gone, or if this one is marked as a retry
     begin(request) ─► PendingTurn ─► tree.find ─► rendering ─► policy ─► tree.answer ─► done
@@ -7,7 +8,8 @@
     a limit on requests, paths or tokens ─► close: no new requests; those in progress are answered, if they keep the limits
     time, the agent's end, the run's ─────► end: those in progress get 400, too
 
-A generation continues after its client has gone, since the client may come back; an answer that nobody collects is not trained.
+A generation continues after its client has gone, since the client may come back; an
+answer that nobody collects is not trained.
 """
 
 import asyncio
@@ -38,16 +40,19 @@ from megarl.tasks.agents.rendering import Rendering
 from megarl.tasks.agents.tree import SessionTree, TreeNode, tokens_of
 
 LONG_TAIL = 20_000
-"""Characters. A longer tail is rendered in a thread, because the event loop would stand still for tens of milliseconds."""
+"""Characters. A longer tail is rendered in a thread, because the event loop would stand
+still for tens of milliseconds.
+"""
 
 
 @dataclass(eq=False)
 class PendingTurn:
     """A request in progress.
 
-    asked: when it came, by the tree's clock. rendered: set once its prompt is known; placed: once
-    the prompt is allowed, too; both if it has failed or been cancelled. clients: one function per
-    client, which returns whether its connection is still open.
+    asked: when it came, by the tree's clock. rendered: set once its prompt is known;
+    placed: once the prompt is allowed, too; both if it has failed or been cancelled.
+    clients: one function per client, which returns whether its connection is still
+    open.
     """
 
     asked: int
@@ -83,14 +88,17 @@ class ServedTurn:
 class AgentSession:
     """A session, open until `close` or `end`.
 
-    key: for requests; reward_key: for rewards. over: why it accepts no more requests, "" while it
-    does; limited: whether a limit of the recipe ended it. rewards: those the agent posted, as
-    (moment, reward); refused: why the last one was refused, "" if it was not. failure: the
-    exception that the policy raised. idle_since: when the last request was done (time.monotonic),
-    None while one is in progress. bounds, budget: of its requests' bodies.
+    key: for requests; reward_key: for rewards. over: why it accepts no more requests,
+    "" while it does; limited: whether a limit of the recipe ended it. rewards: those
+    the agent posted, as (moment, reward); refused: why the last one was refused, "" if
+    it was not. failure: the exception that the policy raised. idle_since: when the last
+    request was done (time.monotonic), None while one is in progress. bounds, budget: of
+    its requests' bodies.
     """
 
-    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, rendering: Rendering, policy: Policy) -> None:
+    def __init__(
+        self, recipe: Recipe, tokenizer: Tokenizer, rendering: Rendering, policy: Policy
+    ) -> None:
         self.key, self.reward_key = secrets.token_hex(16), secrets.token_hex(16)
         self.bounds = RequestBounds.of(recipe.length)
         self.budget = ByteBudget(2 * self.bounds.body_bytes)
@@ -109,9 +117,11 @@ class AgentSession:
         self._room, self._lent, self._returned = recipe.agent.trained_tokens, 0, asyncio.Event()
 
     def resume(self, body: bytes, retried: bool, is_open: Callable[[], bool]) -> PendingTurn | None:
-        """Return the generation whose answer this request wants, None if it is a new request. body: its digest; retried: the
-        client marked it as a retry. Parallel sub-agents may send the same request, so while the first one's client waits, the
-        second is not a retry."""
+        """Return the generation whose answer this request wants, None if it is a new
+        request. body: its digest; retried: the client marked it as a retry. Parallel
+        sub-agents may send the same request, so while the first one's client waits, the
+        second is not a retry.
+        """
         before = [turn for turn in self._asked.get(body, ()) if not turn.failed]
         left = [turn for turn in before if turn.abandoned]
         again = left[-1:] or (before[-1:] if retried else [])
@@ -133,8 +143,12 @@ class AgentSession:
         self._asked.setdefault(body, []).append(generation)
         return generation
 
-    def _settled(self, body: bytes, generation: PendingTurn, _done: "asyncio.Task[ServedTurn]") -> None:
-        """Let its clients go on, also if it was cancelled before it began. A failure is not kept: it would keep the request."""
+    def _settled(
+        self, body: bytes, generation: PendingTurn, _done: "asyncio.Task[ServedTurn]"
+    ) -> None:
+        """Let its clients go on, also if it was cancelled before it began. A failure is
+        not kept: it would keep the request.
+        """
         generation.rendered.set()
         generation.placed.set()
         if generation.failed:
@@ -155,7 +169,9 @@ class AgentSession:
                 self.idle_since = time.monotonic()
 
     def post(self, reward: float) -> None:
-        """Accept a reward. If several come without a request in between, the last one counts."""
+        """Accept a reward. If several come without a request in between, the last one
+        counts.
+        """
         if self.rewards and self.rewards[-1][0] > self._asked_last:
             self.rewards.pop()
         self.rewards.append((self.tree.moment(), reward))
@@ -163,8 +179,12 @@ class AgentSession:
 
     @property
     def reward(self) -> float | None:
-        """The session's reward: the last one posted. With `agent.credit: turn`, None unless it came after the last request."""
-        if not self.rewards or (self._settings.credit == "turn" and self.rewards[-1][0] < self._asked_last):
+        """The session's reward: the last one posted. With `agent.credit: turn`, None
+        unless it came after the last request.
+        """
+        if not self.rewards or (
+            self._settings.credit == "turn" and self.rewards[-1][0] < self._asked_last
+        ):
             return None
         return self.rewards[-1][1]
 
@@ -174,7 +194,9 @@ class AgentSession:
             raise session_over(self.over)
 
     def close(self, why: str) -> None:
-        """Accept no more requests, because a limit was reached. Those in progress are answered."""
+        """Accept no more requests, because a limit was reached. Those in progress are
+        answered.
+        """
         if not self.over:
             self.over = why
             self.limited = True
@@ -193,7 +215,9 @@ class AgentSession:
             generation.done.cancel()
 
     def rollout(self) -> AgentRollout:
-        """Return the tokens to train on, and the text to grade if there is no `reward`: the last message the agent received."""
+        """Return the tokens to train on, and the text to grade if there is no `reward`:
+        the last message the agent received.
+        """
         final = self.reward
         if self._settings.credit == "turn":
             self.tree.credit(self.rewards[:-1] if final is not None else self.rewards)
@@ -202,17 +226,24 @@ class AgentSession:
         last = max(served, key=lambda node: node.delivered, default=None)
         calls = sum(len(node.served.calls) for node in served)
         episode = Episode(
-            turns=len(served), calls=calls, errors=0, seconds=self._alone, limited=self.limited,
+            turns=len(served),
+            calls=calls,
+            errors=0,
+            seconds=self._alone,
+            limited=self.limited,
             untrained=self.tree.untrained_tokens(),
-        )  # fmt: skip
+        )
         text = "" if last is None else self._text(last.segments, last.stopped)
         truncated = last is not None and not last.stopped and not self._ended_itself(last.segments)
         verdict = None if final is None else Verdict(final)
-        return AgentRollout(segments, paths, text, "length" if self.limited else "stop", verdict, episode, truncated)
+        return AgentRollout(
+            segments, paths, text, "length" if self.limited else "stop", verdict, episode, truncated
+        )
 
     async def prompt_tokens(self, request: AgentRequest) -> int:
-        """Return the number of tokens that the policy would be sent for the request. Of one that is
-        much too long they are counted until that is clear."""
+        """Return the number of tokens that the policy would be sent for the request. Of
+        one that is much too long they are counted until that is clear.
+        """
         try:
             parent, _, put = await self._placed(request)
         except ContextFull as full:
@@ -227,26 +258,40 @@ class AgentSession:
         parent, key, put = await self._placed(request)
         generation.rendered.set()
         before = np.concatenate([int32(()) if parent is None else parent.tokens, put])
-        while self._room <= 0 < self._lent:  # parallel requests may not use all the tokens they were allotted
+        while (
+            self._room <= 0 < self._lent
+        ):  # parallel requests may not use all the tokens they were allotted
             self._returned.clear()
             await self._returned.wait()
         limit = self._allowed(request, len(before), parent is None or bool(parent.children))
         generation.node = node = self.tree.add(parent, put, request, key, generation.asked)
         generation.placed.set()
-        turn, node.stopped = await self._sampled(before, limit, len(before) - len(put), request.stop)
+        turn, node.stopped = await self._sampled(
+            before, limit, len(before) - len(put), request.stop
+        )
         text = self._text(turn.segments, node.stopped)
         cut = bool(node.stopped) or not turn.ended
-        form, prompt = self._rendering.calls if request.tools else None, self._tokenizer.decode(before[-8:]).rstrip()
-        served = read_turn(text, form, self._length.end_of_thinking, node.number, request.tools, cut, prompt)
+        form, prompt = (
+            self._rendering.calls if request.tools else None,
+            self._tokenizer.decode(before[-8:]).rstrip(),
+        )
+        served = read_turn(
+            text, form, self._length.end_of_thinking, node.number, request.tools, cut, prompt
+        )
         self.tree.answer(node, turn.segments, served)
-        finish: Literal["stop", "length", "tool_calls"] = "stop" if turn.ended or node.stopped else "length"
-        return ServedTurn(node, served, "tool_calls" if served.calls else finish, len(before), len(node.sampled))
+        finish: Literal["stop", "length", "tool_calls"] = (
+            "stop" if turn.ended or node.stopped else "length"
+        )
+        return ServedTurn(
+            node, served, "tool_calls" if served.calls else finish, len(before), len(node.sampled)
+        )
 
     async def _sampled(
         self, before: np.ndarray, limit: int, kept: int, stops: tuple[str, ...]
     ) -> tuple[PolicyTurn, str]:
-        """Return the policy's turn after these tokens [n], and the stop text that ended it, or "". The session lends it `limit`
-        tokens, and gets back what is left."""
+        """Return the policy's turn after these tokens [n], and the stop text that ended
+        it, or "". The session lends it `limit` tokens, and gets back what is left.
+        """
         self._room -= limit
         self._lent += limit
         written = 0
@@ -255,7 +300,9 @@ class AgentSession:
             segments, stopped = self._stopped(turn, stops)
             written = sum(len(s.tokens) for s in segments)
             return PolicyTurn(segments, turn.ended), stopped
-        except Exception as error:  # no server could answer; TaskAgents.session raises this error again
+        except (
+            Exception
+        ) as error:  # no server could answer; TaskAgents.session raises this error again
             self.failure = error
             why = f"the policy cannot be asked: {error}"
             self.end(why)
@@ -265,8 +312,12 @@ class AgentSession:
             self._lent -= limit
             self._returned.set()
 
-    async def _placed(self, request: AgentRequest) -> tuple[TreeNode | None, "hashlib._Hash", np.ndarray]:
-        """Return the node that the request continues (None: a new root), the request's hash, and the tokens to append."""
+    async def _placed(
+        self, request: AgentRequest
+    ) -> tuple[TreeNode | None, "hashlib._Hash", np.ndarray]:
+        """Return the node that the request continues (None: a new root), the request's
+        hash, and the tokens to append.
+        """
         longest = self.bounds.prompt_tokens
         try:
             parent, key = self.tree.find(request)
@@ -285,18 +336,29 @@ class AgentSession:
             raise WireError(400, f"messages: {error}") from None
 
     def _allowed(self, request: AgentRequest, before: int, branches: bool) -> int:
-        """Return how many tokens may be sampled after a prompt of `before` tokens. branches: whether a new path begins.
-        WireError if there is no room for any, or if `agent.paths` is exceeded."""
+        """Return how many tokens may be sampled after a prompt of `before` tokens.
+        branches: whether a new path begins. WireError if there is no room for any, or
+        if `agent.paths` is exceeded.
+        """
         settings = self._settings
         if before > self.bounds.prompt_tokens:
             raise ContextFull(before, self.bounds.prompt_tokens)
         if branches and self._paths >= settings.paths:
             raise self._closed(f"agent.paths={settings.paths} conversations were begun")
         if self._room <= 0:
-            raise self._closed(f"the policy has written agent.trained_tokens={settings.trained_tokens}")
+            raise self._closed(
+                f"the policy has written agent.trained_tokens={settings.trained_tokens}"
+            )
         self._paths += branches
-        longest = self._length.completion_tokens if request.max_tokens is None else request.max_tokens
-        return min(longest, self._length.completion_tokens, self._length.context_tokens - before, self._room)
+        longest = (
+            self._length.completion_tokens if request.max_tokens is None else request.max_tokens
+        )
+        return min(
+            longest,
+            self._length.completion_tokens,
+            self._length.context_tokens - before,
+            self._room,
+        )
 
     def _closed(self, why: str) -> WireError:
         """Close the session; return the error for the request that reached the limit."""
@@ -304,7 +366,9 @@ class AgentSession:
         return session_over(why)
 
     def _stopped(self, turn: PolicyTurn, stops: tuple[str, ...]) -> tuple[tuple[Segment, ...], str]:
-        """Return the turn up to the token that completes the first stop text in it, and that text ("" if it has none)."""
+        """Return the turn up to the token that completes the first stop text in it, and
+        that text ("" if it has none).
+        """
         tokens = tokens_of(turn.segments)
 
         def found(count: int) -> str:
@@ -327,7 +391,9 @@ class AgentSession:
         return len(tokens) > 0 and int(tokens[-1]) in self._tokenizer.ends
 
     def _text(self, segments: tuple[Segment, ...], stopped: str) -> str:
-        """Return the sampled text, without the end token, up to the stop text that ended it."""
+        """Return the sampled text, without the end token, up to the stop text that
+        ended it.
+        """
         tokens = tokens_of(segments)
         if self._ended_itself(segments):
             tokens = tokens[:-1]

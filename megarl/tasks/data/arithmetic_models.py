@@ -1,4 +1,6 @@
-"""Shared by the quickstart's two tasks: their files' format, a tokenizer of 32 characters, an untrained Llama and Llama 4."""
+"""Shared by the quickstart's two tasks: their files' format, a tokenizer of 32
+characters, an untrained Llama and Llama 4.
+"""
 
 import operator
 import random
@@ -25,7 +27,8 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    # For a short warm start: weights of a size that suits a width of 128, and positions distinguishable within 100 tokens.
+    # For a short warm start: weights of a size that suits a width of 128, and positions
+    # distinguishable within 100 tokens.
     "initializer_range": 0.06,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     "tie_word_embeddings": False,
@@ -33,19 +36,26 @@ LLAMA = {
 LLAMA4 = LLAMA | {
     "model_type": "llama4_text",
     "head_dim": 32,
-    "intermediate_size": 192,  # of each expert, also the shared one: as many active parameters as the dense model
+    # of each expert, also the shared one: as many active parameters as the dense
+    # model
+    "intermediate_size": 192,
     "intermediate_size_mlp": 384,
     "num_local_experts": 4,
     "num_experts_per_tok": 1,
     "interleave_moe_layer_step": 1,
-    "attention_chunk_size": 64,  # shorter than the longest sequence, so that chunking matters here too
+    # shorter than the longest sequence, so that chunking matters here too
+    "attention_chunk_size": 64,
 }
 MODELS = {"init": LLAMA, "init-moe": LLAMA4}
-"""Configurations by directory name: 0.8 million parameters; 1.6 million, of which 0.8 are active per token."""
+"""Configurations by directory name: 0.8 million parameters; 1.6 million, of which 0.8
+are active per token.
+"""
 
 
 class Exercise(NamedTuple):
-    """The problem `left sign right`; left ≥ right in a subtraction, so that no answer is negative."""
+    """The problem `left sign right`; left ≥ right in a subtraction, so that no answer
+    is negative.
+    """
 
     left: int
     sign: str
@@ -57,7 +67,9 @@ class Exercise(NamedTuple):
 
     @property
     def answer(self) -> int:
-        return {"+": operator.add, "-": operator.sub, "*": operator.mul}[self.sign](self.left, self.right)
+        return {"+": operator.add, "-": operator.sub, "*": operator.mul}[self.sign](
+            self.left, self.right
+        )
 
     @property
     def digits(self) -> int:
@@ -77,8 +89,10 @@ def write_task(
     kinds: Mapping[str, float],
     trace: Callable[[Exercise, str, random.Random], str | list[str]],
 ) -> dict[str, list[JsonObject]]:
-    """Write heldout.jsonl, train.jsonl and sft.jsonl, each complete or not at all; return the rows of the first two. All
-    prompts are distinct, and no trace is of a held-out problem. kinds: the share of each kind of trace."""
+    """Write heldout.jsonl, train.jsonl and sft.jsonl, each complete or not at all;
+    return the rows of the first two. All prompts are distinct, and no trace is of a
+    held-out problem. kinds: the share of each kind of trace.
+    """
     drawn: dict[Exercise, None] = {}
     while len(drawn) < HELDOUT_PROMPTS + TRAIN_PROMPTS:
         drawn[draw(rng)] = None
@@ -86,7 +100,12 @@ def write_task(
     written = {}
     for name, chosen in (("heldout", heldout), ("train", train)):
         written[name] = [
-            {"id": f"{name}-{n}", "prompt": e.prompt, "answer": str(e.answer), "difficulty": e.difficulty}
+            {
+                "id": f"{name}-{n}",
+                "prompt": e.prompt,
+                "answer": str(e.answer),
+                "difficulty": e.difficulty,
+            }
             for n, e in enumerate(chosen)
         ]
         write_jsonl(directory / f"{prefix}{name}.jsonl", written[name])
@@ -103,7 +122,9 @@ def write_task(
 
 
 def completion(work: str, answer: int | str, kind: str, rng: random.Random) -> str:
-    """Return a trace with this work and answer, without the end token. kind: `interrupted`, `unclosed`, or else complete."""
+    """Return a trace with this work and answer, without the end token. kind:
+    `interrupted`, `unclosed`, or else complete.
+    """
     match kind:
         case "interrupted":
             return f"{THINK}{work[: rng.randint(0, len(work))]}{INTERRUPTION}{answer}"
@@ -113,12 +134,19 @@ def completion(work: str, answer: int | str, kind: str, rng: random.Random) -> s
             return f"{THINK}{work}{END_OF_THINKING}{answer}"
 
 
-CHAT = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-"""The chat template for agents: the messages' texts in a row, each of the policy's followed by the end token."""
+CHAT = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif"
+    " %}{% endfor %}"
+)
+"""The chat template for agents: the messages' texts in a row, each of the policy's
+followed by the end token.
+"""
 
 
 def character_tokenizer() -> Any:
-    """Build a tokenizer of 32 tokens: one per character and special text. Encoding any other character is an error."""
+    """Build a tokenizer of 32 tokens: one per character and special text. Encoding any
+    other character is an error.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -126,7 +154,9 @@ def character_tokenizer() -> Any:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIAL]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -154,7 +184,10 @@ def save_model(directory: Path, config: JsonObject, seed: int) -> None:
         dtype="float32",
     )
     directory.mkdir(exist_ok=True)
-    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory(dir=directory.parent) as folder:
+    with (
+        torch.random.fork_rng(devices=[]),
+        tempfile.TemporaryDirectory(dir=directory.parent) as folder,
+    ):
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(whole).save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -12,7 +12,15 @@ from decimal import Decimal
 from typing import Any
 
 from megarl.tasks.data.conversations import prompt_of
-from megarl.tasks.data.rows import LARGEST_DIFFICULTY, PromptRow, Raw, UnfitError, hashed_id, identity, shown
+from megarl.tasks.data.rows import (
+    LARGEST_DIFFICULTY,
+    PromptRow,
+    Raw,
+    UnfitError,
+    hashed_id,
+    identity,
+    shown,
+)
 
 MOST_ANSWERS = 100
 """Most accepted answers of a row: the grader compares with one after the other."""
@@ -26,7 +34,9 @@ def nothing(raw: Raw) -> None:
 
 @dataclass(frozen=True)
 class Columns:
-    """How to read a row of another schema. Without an id a prompt's is a hash of its text."""
+    """How to read a row of another schema. Without an id a prompt's is a hash of its
+    text.
+    """
 
     prompt: Getter
     answer: Getter
@@ -69,7 +79,9 @@ def optional(name: str) -> Getter:
 
 
 def alternatives(path: str) -> Getter:
-    """Return a getter for a column with a list of accepted answers, or with its JSON text."""
+    """Return a getter for a column with a list of accepted answers, or with its JSON
+    text.
+    """
     get = column(path)
 
     def read(raw: Raw) -> Any:
@@ -94,7 +106,9 @@ def text_of(value: Any) -> str:
 
 
 def answers_of(value: object) -> tuple[str, ...]:
-    """Return the accepted answers: of a list each text in it, once; at least one, maybe empty."""
+    """Return the accepted answers: of a list each text in it, once; at least one, maybe
+    empty.
+    """
     if not isinstance(value, list):
         return (answer_of(value),)
     if len(value) > MOST_ANSWERS:

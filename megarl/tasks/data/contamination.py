@@ -1,10 +1,12 @@
 """Finds prompts of evaluation sets among training prompts, by shared n-grams of words.
 
-As in GPT-3 (arXiv 2005.14165, appendix C), words are lower-cased and stripped of punctuation; a training text that shares 13
-consecutive words with an evaluation text is contaminated; and an evaluation text of 8 to 12 words is searched for as a whole.
-An even shorter one matches only if it is the entire training text. GPT-3 cut out parts of long documents; here the document is
-the prompt, so all of it is removed. N-grams in more than `COMMON` different evaluation texts belong to their instruction
-("Solve the following math problem step by step…"), identify none of them, and are not searched for.
+As in GPT-3 (arXiv 2005.14165, appendix C), words are lower-cased and stripped of
+punctuation; a training text that shares 13 consecutive words with an evaluation text is
+contaminated; and an evaluation text of 8 to 12 words is searched for as a whole. An
+even shorter one matches only if it is the entire training text. GPT-3 cut out parts of
+long documents; here the document is the prompt, so all of it is removed. N-grams in
+more than `COMMON` different evaluation texts belong to their instruction ("Solve the
+following math problem step by step…"), identify none of them, and are not searched for.
 """
 
 from collections import Counter
@@ -19,8 +21,9 @@ from megarl.tasks.data.sources import Unreadable, stream
 
 NGRAM, SHORTEST, COMMON = 13, 8, 10
 QUESTIONS = ("prompt", "problem", "question", "question_content", "text")
-"""Columns with the text of an evaluation row; the first that the row has is used. They cover AIME, MATH-500, GSM8K,
-LiveCodeBench, HumanEval, MBPP."""
+"""Columns with the text of an evaluation row; the first that the row has is used. They
+cover AIME, MATH-500, GSM8K, LiveCodeBench, HumanEval, MBPP.
+"""
 
 
 class Hit(NamedTuple):
@@ -55,8 +58,11 @@ class Overlap:
             length: {gram: at for gram, at in owners.items() if texts_with[gram] <= COMMON}
             for length, owners in grams.items()
         }
-        # Joining 13 words is what takes time, and most texts do not share even the first two words of any n-gram.
-        self._begin = {tuple(gram.split(" ", 2)[:2]) for owners in self._grams.values() for gram in owners}
+        # Joining 13 words is what takes time, and most texts do not share even the
+        # first two words of any n-gram.
+        self._begin = {
+            tuple(gram.split(" ", 2)[:2]) for owners in self._grams.values() for gram in owners
+        }
 
     def __len__(self) -> int:
         return len(self._names)

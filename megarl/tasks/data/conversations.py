@@ -1,10 +1,12 @@
-"""Reads conversations as data sets have them: messages as of OpenAI, TRL, verl and ShareGPT.
+"""Reads conversations as data sets have them: messages as of OpenAI, TRL, verl and
+ShareGPT.
 
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
     [{"role": "user", "content": [{"type": "text", "text": "1+1=?"}]}]
     [{"from": "human", "value": "1+1=?"}]
 
-`messages_of` reads them for prompts and traces alike; `prompt_of` says which are prompts.
+`messages_of` reads them for prompts and traces alike; `prompt_of` says which are
+prompts.
 """
 
 import json
@@ -21,10 +23,11 @@ CALLS = ("tool_calls", "function_call")
 
 
 def prompt_of(value: Any) -> tuple[str, tuple[Message, ...]]:
-    """Return what the user says in a prompt, and its messages if there is more than that.
+    """Return what the user says in a prompt, and its messages if there is more than
+    that.
 
-    value: a text, messages, or the JSON text of messages. UnfitError if it is none of these,
-    or a conversation that does not end with the user's message.
+    value: a text, messages, or the JSON text of messages. UnfitError if it is none of
+    these, or a conversation that does not end with the user's message.
     """
     if isinstance(value, str):
         value = _from_json(value)
@@ -40,14 +43,18 @@ def prompt_of(value: Any) -> tuple[str, tuple[Message, ...]]:
 
 
 def messages_of(value: Any) -> list[Message]:
-    """Return messages as {"role", "content"}, both texts. UnfitError if one has neither."""
+    """Return messages as {"role", "content"}, both texts. UnfitError if one has
+    neither.
+    """
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
         raise UnfitError("the messages are not a list of role and content")
     return [_message(one) for one in value]
 
 
 def user_text(messages: list[Message]) -> str:
-    """Return what the user says in all turns: the text that is compared with evaluation sets."""
+    """Return what the user says in all turns: the text that is compared with evaluation
+    sets.
+    """
     return "\n".join(message["content"] for message in messages if message["role"] == "user")
 
 
@@ -63,7 +70,9 @@ def _from_json(text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     first = value[0] if value else None
-    known = isinstance(first, Mapping) and ({"role", "content"} <= set(first) or {"from", "value"} <= set(first))
+    known = isinstance(first, Mapping) and (
+        {"role", "content"} <= set(first) or {"from", "value"} <= set(first)
+    )
     return value if known else text
 
 
@@ -92,7 +101,9 @@ def _text_of_part(part: Any) -> str:
 
 
 def _check_prompt(value: list[Mapping[str, Any]], messages: list[Message]) -> None:
-    """Raise UnfitError unless these messages are a prompt, which the assistant is to answer."""
+    """Raise UnfitError unless these messages are a prompt, which the assistant is to
+    answer.
+    """
     roles = [message["role"] for message in messages]
     called = any(one.get(field) for one in value for field in CALLS)
     if called or "tool" in roles or "function" in roles:

@@ -1,15 +1,18 @@
 """Finds texts that a careless conversion has damaged, so that nobody could answer them.
 
-In JSON and in most languages `"\\frac"` with a single backslash is a form feed and `rac`,
-`"\\times"` a tab and `imes`, `"\\nabla"` a line break and `abla`. Backspaces and the like never
-belong in a text. Tabs and line breaks do, so what follows must be the rest of a command and
-no word or name; the rests that may be one count only within a formula.
+In JSON and in most languages `"\\frac"` with a single backslash is a form feed and
+`rac`, `"\\times"` a tab and `imes`, `"\\nabla"` a line break and `abla`. Backspaces and
+the like never belong in a text. Tabs and line breaks do, so what follows must be the
+rest of a command and no word or name; the rests that may be one count only within a
+formula.
 """
 
 import re
 
 NO_ANSWERS = frozenset({"proof", "notfound"})
-"""What NuminaMath writes in place of an answer. A policy that writes it too would be right."""
+"""What NuminaMath writes in place of an answer. A policy that writes it too would be
+right.
+"""
 
 CONTROL = re.compile(r"[\x07\x08\x0b][a-z]+|\x0c(?:rac|orall|lat|rown|ootnote|box\{)[a-z]*")
 """What is left of \\alpha, \\boxed, \\beta, \\vec, \\frac, \\forall, …"""
@@ -32,7 +35,21 @@ RESTS = {
 
 IN_FORMULAS = {
     "\t": ("o", "an", "au", "op"),
-    "\n": ("eq", "e", "u", "ot", "eg", "i", "mid", "leq", "geq", "cong", "sim", "exists", "parallel"),
+    "\n": (
+        "eq",
+        "e",
+        "u",
+        "ot",
+        "eg",
+        "i",
+        "mid",
+        "leq",
+        "geq",
+        "cong",
+        "sim",
+        "exists",
+        "parallel",
+    ),
     "\r": ("angle", "floor", "ceil", "m"),
 }
 """Rests that are words or names elsewhere."""
@@ -80,7 +97,9 @@ def eaten_command(text: str) -> str | None:
 
 
 def eaten_in_answer(answer: str) -> str | None:
-    """Return the first damaged command in an answer, which may be a formula without dollars."""
+    """Return the first damaged command in an answer, which may be a formula without
+    dollars.
+    """
     if found := eaten_command(answer):
         return found
     match = WITHIN.search(answer)

@@ -5,8 +5,9 @@
 Each file has its own columns, so the parts of a set may differ in columns that nobody
 reads. In Parquet and Arrow a column is converted only when a row is asked for it.
 
-JSON is not read through `datasets`, which reports no line numbers and gives a column one
-type: texts become dates, whole numbers are rounded, texts beside numbers get quotes.
+JSON is not read through `datasets`, which reports no line numbers and gives a column
+one type: texts become dates, whole numbers are rounded, texts beside numbers get
+quotes.
 """
 
 import bz2
@@ -56,7 +57,8 @@ def format_of(name: str | Path) -> str | None:
 
 
 def rows_of(path: Path) -> Iterator[Numbered]:
-    """Yield a file's rows with their numbers from 1: of texts the numbers of their lines.
+    """Yield a file's rows with their numbers from 1: of texts the numbers of their
+    lines.
 
     MegarlError if the file is not what its name says. Errors of the readers' libraries
     are the caller's to catch.
@@ -93,7 +95,9 @@ def _open_text(path: Path) -> BinaryIO:
 
 
 def _other_than_text(begin: bytes) -> str:
-    """Return what a file that begins like this is instead of UTF-8 text, and what to do."""
+    """Return what a file that begins like this is instead of UTF-8 text, and what to
+    do.
+    """
     if begin.startswith(b"\x1f\x8b"):
         return "it is packed by gzip; end its name in .gz"
     if begin.startswith(b"\x28\xb5\x2f\xfd"):
@@ -151,13 +155,17 @@ def _array(path: Path) -> Iterator[Raw | Unreadable]:
 
 
 def _alone(path: Path, first: bytes) -> Iterator[Numbered]:
-    """Yield the only row of a file. MegarlError if it holds columns, or rows over lines."""
+    """Yield the only row of a file. MegarlError if it holds columns, or rows over
+    lines.
+    """
     with _open_text(path) as file:
         only = _row(file.read())
     advice = "write an array of rows, or one row per line"
     if isinstance(only, Mapping) and _holds_columns(only):
         names = ", ".join(map(str, list(only)[:5]))
-        raise MegarlError(f"{path}: it is one JSON object with the keys {names}, not rows; {advice}")
+        raise MegarlError(
+            f"{path}: it is one JSON object with the keys {names}, not rows; {advice}"
+        )
     if isinstance(only, Mapping):
         yield 1, only
     elif first.strip() == b"{":
@@ -167,7 +175,9 @@ def _alone(path: Path, first: bytes) -> Iterator[Numbered]:
 
 
 def _holds_columns(row: Raw) -> bool:
-    """Return whether an object's values are columns: lists of equal lengths, or objects."""
+    """Return whether an object's values are columns: lists of equal lengths, or
+    objects.
+    """
     values = list(row.values())
     if any(_is_conversation(value) for value in values):
         return False
@@ -197,7 +207,9 @@ def _as_object(row: object) -> Raw | Unreadable:
 
 
 def _with_nan(text: bytes) -> Any:
-    """Decode JSON that has NaN or Infinity, as Python writes them; None if it has neither."""
+    """Decode JSON that has NaN or Infinity, as Python writes them; None if it has
+    neither.
+    """
     if b"NaN" not in text and b"Infinity" not in text:
         return None
     try:
@@ -218,7 +230,9 @@ def _why(text: bytes, error: Exception) -> str:
 
 
 def _csv_rows(delimiter: str, path: Path) -> Iterator[Numbered]:
-    """Yield the rows of CSV or TSV, whose first line names the columns; values are texts."""
+    """Yield the rows of CSV or TSV, whose first line names the columns; values are
+    texts.
+    """
     csv.field_size_limit(LONGEST_FIELD)
     with io.TextIOWrapper(_open_text(path), "utf-8", newline="") as text:
         lines = csv.reader(text, delimiter=delimiter, strict=True)
@@ -239,7 +253,9 @@ def _csv_rows(delimiter: str, path: Path) -> Iterator[Numbered]:
 
 
 class _LazyColumns:
-    """The columns of a part of a table, each converted when a row is first asked for it."""
+    """The columns of a part of a table, each converted when a row is first asked for
+    it.
+    """
 
     def __init__(self, table: Any) -> None:
         self.places = {name: place for place, name in enumerate(table.schema.names)}

@@ -1,10 +1,11 @@
-"""Finds the expected answers that the grader `math` cannot read as a whole, before a run trains on them.
+"""Finds the expected answers that the grader `math` cannot read as a whole, before a
+run trains on them.
 
     answers of a set ──► those that are not plainly numbers, once each ──► processes ──► unreadable
 
-An answer that is not read as a whole is right only if it is the same text, and an answer comes
-from strangers: reading it may take forever or all memory. So other processes read (pool.py),
-each answer within LIMIT_S.
+An answer that is not read as a whole is right only if it is the same text, and an
+answer comes from strangers: reading it may take forever or all memory. So other
+processes read (pool.py), each answer within LIMIT_S.
 """
 
 import asyncio
@@ -28,14 +29,18 @@ from megarl.tasks.graders.functions import MEMORY_BYTES
 from megarl.tasks.graders.pool import Pool
 
 READER = "megarl.tasks.data.golds:is_readable"
-"""What the processes run, as a grader of answers: right if it can read the expected one."""
+"""What the processes run, as a grader of answers: right if it can read the expected
+one.
+"""
 LIMIT_S = 2.0
 """Time for one answer; one that takes longer is unreadable."""
 MOST_WORKERS = 32
 """Most processes; nothing else runs yet, so each core may have one."""
 MOST_HOSTILE = 50
 """Answers that may run out of time or end their process; a set with more is refused."""
-PLAIN = re.compile(r"-?(?:\d{1,15}(?:\.\d{1,15})?|\d{1,15}/[1-9]\d{0,14}|\\d?frac\{\d{1,15}\}\{[1-9]\d{0,14}\})")
+PLAIN = re.compile(
+    r"-?(?:\d{1,15}(?:\.\d{1,15})?|\d{1,15}/[1-9]\d{0,14}|\\d?frac\{\d{1,15}\}\{[1-9]\d{0,14}\})"
+)
 """Numbers that are certainly readable: most answers of most sets."""
 EXAMPLES = 3
 
@@ -47,7 +52,9 @@ known: dict[str, bool] = {}
 
 
 def is_readable(submission: Submission) -> bool:
-    """Return whether the grader `math` reads an expected answer as a whole. Runs in a process."""
+    """Return whether the grader `math` reads an expected answer as a whole. Runs in a
+    process.
+    """
     _limit_memory()
     readable = imported("megarl.tasks.graders.math:readable")
     return bool(readable(submission.expected))
@@ -64,7 +71,8 @@ def is_plain(answers: Accepted) -> bool:
 
 
 def unreadable(rows: Iterable[Accepted]) -> frozenset[Accepted]:
-    """Return those rows' answers of which none can be read. Shows progress if it takes long.
+    """Return those rows' answers of which none can be read. Shows progress if it takes
+    long.
 
     MegarlError if the processes fail, or too many answers run out of time.
     """
@@ -116,7 +124,10 @@ async def _reads(pool: Pool, text: str, hostile: list[str]) -> bool:
     if is_hostile:
         hostile.append(text)
     if len(hostile) > MOST_HOSTILE:
-        what = f"more than {MOST_HOSTILE} answers end the process that reads them, or take over {LIMIT_S:g} s"
+        what = (
+            f"more than {MOST_HOSTILE} answers end the process that reads them, or take over"
+            f" {LIMIT_S:g} s"
+        )
         raise MegarlError(listed(f"{what}; correct them:", [repr(one[:60]) for one in hostile]))
     return is_read
 

@@ -1,9 +1,12 @@
-"""Maps a row of a published set to a prompt: which column holds what, and which part of it is the answer.
+"""Maps a row of a published set to a prompt: which column holds what, and which part of
+it is the answer.
 
-`MAPPINGS` holds well-known sets by name, each with the source of its schema. A recipe names one (`mapping: gsm8k`), or names
-columns (`columns: {prompt: problem, answer: solution}`), or both, in which case the columns take precedence. A dot reaches
-into a nested column: `reward_model.ground_truth`. With neither, rows are in the project's own format:
-{"prompt", "answer", "id", "difficulty"}, of which the last two may be missing. columns.py reads prompts and answers.
+`MAPPINGS` holds well-known sets by name, each with the source of its schema. A recipe
+names one (`mapping: gsm8k`), or names columns (`columns: {prompt: problem, answer:
+solution}`), or both, in which case the columns take precedence. A dot reaches into a
+nested column: `reward_model.ground_truth`. With neither, rows are in the project's own
+format: {"prompt", "answer", "id", "difficulty"}, of which the last two may be missing.
+columns.py reads prompts and answers.
 """
 
 import re
@@ -37,18 +40,23 @@ def own(raw: Raw) -> PromptRow:
 
 
 def _naming(lacking: list[str], raw: Raw) -> str:
-    """Return how to say which columns the prompt and the answer are in, with names of this row."""
+    """Return how to say which columns the prompt and the answer are in, with names of
+    this row.
+    """
     others = [name for name in raw if name not in ("prompt", "answer", "id", "difficulty")]
     pairs = list(zip(lacking, [*others, "COLUMN", "COLUMN"], strict=False))
     options = " ".join(f"--column {field}={name}" for field, name in pairs)
     keys = ", ".join(f"{field}: {name}" for field, name in pairs)
     return (
-        f"say which it is, such as {options} (in a recipe columns: {{{keys}}}), or which set it is (mapping, --mapping)"
+        f"say which it is, such as {options} (in a recipe columns: {{{keys}}}), or which set it is"
+        " (mapping, --mapping)"
     )
 
 
 def mapping_of(name: str, columns: Mapping[ColumnName, str]) -> Callable[[Raw], PromptRow]:
-    """Return the reader for a recipe's `mapping` ("": none) and `columns` ("": not given)."""
+    """Return the reader for a recipe's `mapping` ("": none) and `columns` ("": not
+    given).
+    """
     given: dict[str, Any] = {field: column(path) for field, path in columns.items() if path}
     if not name and not given:
         return own
@@ -59,7 +67,9 @@ def mapping_of(name: str, columns: Mapping[ColumnName, str]) -> Callable[[Raw], 
 
 
 def eighths(raw: Raw) -> int:
-    """Read Polaris's difficulty. `5/8` is the pass rate of DeepSeek-R1-Distill-Qwen-7B; the difficulty is its 3 failures."""
+    """Read Polaris's difficulty. `5/8` is the pass rate of DeepSeek-R1-Distill-Qwen-7B;
+    the difficulty is its 3 failures.
+    """
     rate = column("difficulty")(raw)
     parts = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", rate) if isinstance(rate, str) else None
     if parts is None:
@@ -68,7 +78,9 @@ def eighths(raw: Raw) -> int:
 
 
 def after_hashes(raw: Raw) -> str:
-    """Read a GSM8K answer: the text after the last `####`, without thousands separators."""
+    """Read a GSM8K answer: the text after the last `####`, without thousands
+    separators.
+    """
     _, hashes, answer = text_of(column("answer")(raw)).rpartition("####")
     if not hashes:
         raise UnfitError("the answer has no ####")
@@ -76,7 +88,9 @@ def after_hashes(raw: Raw) -> str:
 
 
 def boxed_answer(raw: Raw) -> Any:
-    """Read a MATH answer: the column `answer` if there is one (MATH-500), else the last box of the solution."""
+    """Read a MATH answer: the column `answer` if there is one (MATH-500), else the last
+    box of the solution.
+    """
     if "answer" in raw:
         return raw["answer"]
     found = last_box(text_of(column("solution")(raw)))
@@ -86,46 +100,66 @@ def boxed_answer(raw: Raw) -> Any:
 
 
 def math_level(raw: Raw) -> int:
-    """Read a MATH level: `Level 5`, or the number 5 in MATH-500; a few problems have `Level ?`, read as unknown."""
+    """Read a MATH level: `Level 5`, or the number 5 in MATH-500; a few problems have
+    `Level ?`, read as unknown.
+    """
     level = raw.get("level")
     return 0 if isinstance(level, str) and not re.search(r"\d", level) else whole_of(level)
 
 
 MAPPINGS: dict[str, Columns] = {
-    # huggingface.co/datasets/POLARIS-Project/Polaris-Dataset-53K, dataset card: problem, answer, and difficulty, "the pass rate
-    # of the problem estimated by Deepseek-R1-distill-Qwen-7B", written 0/8 … 7/8.
+    # huggingface.co/datasets/POLARIS-Project/Polaris-Dataset-53K, dataset card:
+    # problem, answer, and difficulty, "the pass rate of the problem estimated by
+    # Deepseek-R1-distill-Qwen-7B", written 0/8 … 7/8.
     "polaris": Columns(column("problem"), column("answer"), eighths),
-    # huggingface.co/datasets/agentica-org/DeepScaleR-Preview-Dataset: deepscaler.json has problem, answer, solution. Per its
-    # discussion 4, six rows have no answer; they are left out and reported.
+    # huggingface.co/datasets/agentica-org/DeepScaleR-Preview-Dataset: deepscaler.json
+    # has problem, answer, solution. Per its discussion 4, six rows have no answer; they
+    # are left out and reported.
     "deepscaler": Columns(column("problem"), column("answer")),
-    # verl's format, github.com/volcengine/verl, docs "Prepare Data for Post-Training": data_source, prompt [{role, content}],
-    # ability, reward_model {style, ground_truth}, extra_info. Some sets, such as Skywork-OR1-RL-Data, give the ground truth
-    # as the JSON text of a list of accepted answers. extra_info.index is not unique where sets were joined.
+    # verl's format, github.com/volcengine/verl, docs "Prepare Data for Post-Training":
+    # data_source, prompt [{role, content}], ability, reward_model {style,
+    # ground_truth}, extra_info. Some sets, such as Skywork-OR1-RL-Data, give the ground
+    # truth as the JSON text of a list of accepted answers. extra_info.index is not
+    # unique where sets were joined.
     "verl": Columns(column("prompt"), alternatives("reward_model.ground_truth")),
-    # huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k, schema as on the cards of its copies (koajoel/…-dedup):
-    # data_source, prompt [{content, role}], ability, reward_model {ground_truth, style}, extra_info {index}. The published
-    # file repeats each prompt a hundred times. The prompt keeps its instruction to end with `Answer: …`.
-    "dapo-math-17k": Columns(column("prompt"), column("reward_model.ground_truth"), id=column("extra_info.index")),
-    # huggingface.co/datasets/agentica-org/DeepCoder-Preview-Dataset, parts primeintellect, taco, lcbv5, codeforces: problem,
-    # tests (JSON), in some parts starter_code and metadata {func_name}. Tests have the forms that its own readers accept: a
-    # list of {input, output, type | testtype}; for TACO {inputs, outputs, fn_name}.
-    "deepcoder": Columns(programs.with_starter_code("problem"), programs.unit_tests),
-    # huggingface.co/datasets/openai/gsm8k, main: question, answer ("… #### 72", arXiv 2110.14168).
-    "gsm8k": Columns(column("question"), after_hashes),
-    # github.com/hendrycks/math (arXiv 2103.03874), huggingface.co/datasets/EleutherAI/hendrycks_math: problem, level, type,
-    # solution; HuggingFaceH4/MATH-500: problem, solution, answer, subject, level, unique_id.
-    # AIME 2024 and 2025 have the same columns: HuggingFaceH4/aime_2024, yentinglin/aime_2025.
-    "math": Columns(column("problem"), boxed_answer, math_level),
-    # github.com/LiveCodeBench (arXiv 2403.07974), huggingface.co/datasets/livecodebench/code_generation_lite: question_content,
-    # question_id, starter_code, public_test_cases, private_test_cases, metadata {func_name}; a test {input, output, testtype}.
-    "livecodebench": Columns(
-        programs.with_starter_code("question_content"), programs.livecodebench_tests, id=column("question_id")
+    # huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k, schema as on the cards of
+    # its copies (koajoel/…-dedup): data_source, prompt [{content, role}], ability,
+    # reward_model {ground_truth, style}, extra_info {index}. The published file repeats
+    # each prompt a hundred times. The prompt keeps its instruction to end with `Answer:
+    # …`.
+    "dapo-math-17k": Columns(
+        column("prompt"), column("reward_model.ground_truth"), id=column("extra_info.index")
     ),
-    # github.com/openai/human-eval, huggingface.co/datasets/openai/openai_humaneval: task_id, prompt, canonical_solution, test,
-    # entry_point.
+    # huggingface.co/datasets/agentica-org/DeepCoder-Preview-Dataset, parts
+    # primeintellect, taco, lcbv5, codeforces: problem, tests (JSON), in some parts
+    # starter_code and metadata {func_name}. Tests have the forms that its own readers
+    # accept: a list of {input, output, type | testtype}; for TACO {inputs, outputs,
+    # fn_name}.
+    "deepcoder": Columns(programs.with_starter_code("problem"), programs.unit_tests),
+    # huggingface.co/datasets/openai/gsm8k, main: question, answer ("… #### 72", arXiv
+    # 2110.14168).
+    "gsm8k": Columns(column("question"), after_hashes),
+    # github.com/hendrycks/math (arXiv 2103.03874),
+    # huggingface.co/datasets/EleutherAI/hendrycks_math: problem, level, type, solution;
+    # HuggingFaceH4/MATH-500: problem, solution, answer, subject, level, unique_id. AIME
+    # 2024 and 2025 have the same columns: HuggingFaceH4/aime_2024,
+    # yentinglin/aime_2025.
+    "math": Columns(column("problem"), boxed_answer, math_level),
+    # github.com/LiveCodeBench (arXiv 2403.07974),
+    # huggingface.co/datasets/livecodebench/code_generation_lite: question_content,
+    # question_id, starter_code, public_test_cases, private_test_cases, metadata
+    # {func_name}; a test {input, output, testtype}.
+    "livecodebench": Columns(
+        programs.with_starter_code("question_content"),
+        programs.livecodebench_tests,
+        id=column("question_id"),
+    ),
+    # github.com/openai/human-eval, huggingface.co/datasets/openai/openai_humaneval:
+    # task_id, prompt, canonical_solution, test, entry_point.
     "humaneval": Columns(column("prompt"), programs.humaneval_check, id=column("task_id")),
-    # github.com/google-research/google-research/tree/master/mbpp, huggingface.co/datasets/google-research-datasets/mbpp: full
-    # (task_id, text, code, test_list, test_setup_code, challenge_test_list), sanitized (task_id, prompt, code, test_imports,
-    # test_list).
+    # github.com/google-research/google-research/tree/master/mbpp,
+    # huggingface.co/datasets/google-research-datasets/mbpp: full (task_id, text, code,
+    # test_list, test_setup_code, challenge_test_list), sanitized (task_id, prompt,
+    # code, test_imports, test_list).
     "mbpp": Columns(programs.mbpp_prompt, programs.mbpp_tests, id=column("task_id")),
 }

@@ -1,10 +1,12 @@
-"""`megarl data prepare`: turn any source into files of the project's own rows, cleaned, split, decontaminated, streamed.
+"""`megarl data prepare`: turn any source into files of the project's own rows, cleaned,
+split, decontaminated, streamed.
 
     OUT/train.jsonl        RL prompts                    OUT/report.json     counts, and which rows were left out and why
     OUT/heldout.jsonl      prompts never trained on      OUT/removed.jsonl   each row found in an evaluation set, with the match
 
-The source is read twice, by survey.py and by the writers; memory holds 35 bytes per row, however large the rows are. Rows keep
-the source's order, since drawing prompts shuffles them in each epoch. Files appear complete or not at all.
+The source is read twice, by survey.py and by the writers; memory holds 35 bytes per
+row, however large the rows are. Rows keep the source's order, since drawing prompts
+shuffles them in each epoch. Files appear complete or not at all.
 """
 
 import math
@@ -16,7 +18,14 @@ from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.progress import Task as ProgressTask
 from rich.text import Text
 
@@ -34,7 +43,9 @@ BATCH = 4096
 
 
 class Prepared(NamedTuple):
-    """The result of a preparation: the numbers of rows read and written, and the rows left out."""
+    """The result of a preparation: the numbers of rows read and written, and the rows
+    left out.
+    """
 
     rows: int
     train: int
@@ -46,15 +57,26 @@ class _RowsPerSecond(ProgressColumn):
     """The progress bar's column of rows per second."""
 
     def render(self, task: ProgressTask) -> Text:
-        return Text(f"{task.completed / (task.finished_time or task.elapsed or math.inf):,.0f} rows/s")
+        return Text(
+            f"{task.completed / (task.finished_time or task.elapsed or math.inf):,.0f} rows/s"
+        )
 
 
 def prepare(
-    source: str, out: Path, read: Reader, heldout: int, against: Sequence[str], form: str, console: Console
+    source: str,
+    out: Path,
+    read: Reader,
+    heldout: int,
+    against: Sequence[str],
+    form: str,
+    console: Console,
 ) -> Prepared:
     outputs = {out / f"{side}.{form}" for side in ("train", "heldout") for form in FORMATS}
     if Path(source).resolve() in {path.resolve() for path in (*outputs, out / "removed.jsonl")}:
-        raise MegarlError(f"{out}: the source is in this directory and would be overwritten; name another directory")
+        raise MegarlError(
+            f"{out}: the source is in this directory and would be overwritten; name another"
+            " directory"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -88,16 +110,25 @@ def prepare(
         stale.unlink(missing_ok=True)
     left_out = surveyed.left_out
     report = {
-        "source": source, "rows": len(surveyed.kept), "train": kept - held, "heldout": held,
-        "evaluation_texts": len(evaluation or ()), "left_out": dict(left_out.counts),
-        "first": {name: [f"{number}: {what}" for number, what in first] for name, first in left_out.first.items()},
-    }  # fmt: skip
+        "source": source,
+        "rows": len(surveyed.kept),
+        "train": kept - held,
+        "heldout": held,
+        "evaluation_texts": len(evaluation or ()),
+        "left_out": dict(left_out.counts),
+        "first": {
+            name: [f"{number}: {what}" for number, what in first]
+            for name, first in left_out.first.items()
+        },
+    }
     write_atomically(out / "report.json", msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     return Prepared(len(surveyed.kept), kept - held, held, left_out)
 
 
 def _as_written(row: PromptRow, shape: RowShape) -> JsonObject:
-    """Return a row in the project's own format, each column with the type that it has in all rows."""
+    """Return a row in the project's own format, each column with the type that it has
+    in all rows.
+    """
     messages = row.messages or ({"role": "user", "content": row.prompt},)
     return {
         "id": row.id,
@@ -109,7 +140,9 @@ def _as_written(row: PromptRow, shape: RowShape) -> JsonObject:
 
 @contextmanager
 def _file(path: Path, shape: RowShape) -> Iterator[Callable[[JsonObject], None]]:
-    """Yield a function that appends a row to the file. The file has another name until it is complete."""
+    """Yield a function that appends a row to the file. The file has another name until
+    it is complete.
+    """
     part, rows = path.with_name(f".{path.name}.part"), list[JsonObject]()
     try:
         with _opened(part, path.suffix, shape) as write:
@@ -129,8 +162,12 @@ def _file(path: Path, shape: RowShape) -> Iterator[Callable[[JsonObject], None]]
 
 
 @contextmanager
-def _opened(path: Path, suffix: str, shape: RowShape) -> Iterator[Callable[[list[JsonObject]], object]]:
-    """Yield a function that writes rows: as JSONL, Parquet, or an Arrow stream for `datasets`."""
+def _opened(
+    path: Path, suffix: str, shape: RowShape
+) -> Iterator[Callable[[list[JsonObject]], object]]:
+    """Yield a function that writes rows: as JSONL, Parquet, or an Arrow stream for
+    `datasets`.
+    """
     if suffix == ".jsonl":
         encoder = msgspec.json.Encoder()
         with path.open("wb") as file:
@@ -143,6 +180,10 @@ def _opened(path: Path, suffix: str, shape: RowShape) -> Iterator[Callable[[list
     messages = pa.list_(pa.struct([("role", text), ("content", text)]))
     prompt = messages if shape.has_messages else text
     answer = pa.list_(text) if shape.has_alternatives else text
-    schema = pa.schema([("id", text), ("prompt", prompt), ("answer", answer), ("difficulty", pa.int64())])
-    with (pq.ParquetWriter if suffix == ".parquet" else pa.ipc.new_stream)(str(path), schema) as writer:
+    schema = pa.schema(
+        [("id", text), ("prompt", prompt), ("answer", answer), ("difficulty", pa.int64())]
+    )
+    with (pq.ParquetWriter if suffix == ".parquet" else pa.ipc.new_stream)(
+        str(path), schema
+    ) as writer:
         yield lambda rows: writer.write_table(pa.Table.from_pylist(rows, schema))

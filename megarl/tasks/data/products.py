@@ -1,28 +1,40 @@
-"""Exercises too hard for the quickstart's model by itself, and a calculator that solves them.
+"""Exercises too hard for the quickstart's model by itself, and a calculator that solves
+them.
 
     prompt      123*456=
     by hand     <think>123*6=738;123*50=6150;123*400=49200</think>56088
     with tool   <think>[123*456]56088</think>56088            the calculator, not the model, writes 56088 after `]`
 
-A model of a million parameters cannot learn partial products of three digits and their sum in a warm start; but it can copy
-a call from the prompt, and the reply into the answer. `write` creates these files beside the quickstart's own, all as
-functions of one seed:
+A model of a million parameters cannot learn partial products of three digits and their
+sum in a warm start; but it can copy a call from the prompt, and the reply into the
+answer. `write` creates these files beside the quickstart's own, all as functions of one
+seed:
 
     products-heldout.jsonl, products-train.jsonl     evaluation prompts, and RL prompts, none of them held out
     products-sft.jsonl                               traces of a teacher that sometimes calls the tool, and errs (`TRACES`)
     products-agent-sft.jsonl                         the same for an agent (agents/calculator.py): a call ends the message
 
-In a trace the calculator's texts are separate parts, on which `megarl sft` does not train (traces.py).
+In a trace the calculator's texts are separate parts, on which `megarl sft` does not
+train (traces.py).
 """
 
 import random
 from pathlib import Path
 
 from megarl.core.base.rundir import read_jsonl, write_jsonl
-from megarl.tasks.data.arithmetic_models import END, END_OF_THINKING, THINK, Exercise, completion, write_task
+from megarl.tasks.data.arithmetic_models import (
+    END,
+    END_OF_THINKING,
+    THINK,
+    Exercise,
+    completion,
+    write_task,
+)
 
 DIGITS = {(2, 2): 0.25, (3, 2): 0.4, (3, 3): 0.35}
-"""Share of products by the numbers of digits of the two factors. The difficulty is the sum of both numbers, minus 3."""
+"""Share of products by the numbers of digits of the two factors. The difficulty is the
+sum of both numbers, minus 3.
+"""
 
 TRACES = {
     "called": 0.25,  # calls the tool on the whole product; its reply is the answer
@@ -46,20 +58,29 @@ def write(directory: Path, seed: int) -> None:
 
 
 def in_messages(parts: list[str]) -> list[str]:
-    """Return the trace's parts with an end token after the call, so that the call ends the policy's message."""
+    """Return the trace's parts with an end token after the call, so that the call ends
+    the policy's message.
+    """
     return [parts[0] + END, *parts[1:]] if len(parts) > 1 else parts
 
 
 def product(rng: random.Random) -> Exercise:
     """Draw a random product, with the longer factor on either side."""
-    factors = [rng.randint(10 ** (n - 1), 10**n - 1) for n in rng.choices(list(DIGITS), list(DIGITS.values()))[0]]
+    factors = [
+        rng.randint(10 ** (n - 1), 10**n - 1)
+        for n in rng.choices(list(DIGITS), list(DIGITS.values()))[0]
+    ]
     rng.shuffle(factors)
     return Exercise(factors[0], "*", factors[1])
 
 
-def partial_products(factors: Exercise, wrong: int | None, rng: random.Random) -> tuple[list[str], int]:
-    """Return the equations for the left factor times each digit of the right one, ones first, and the sum of their results.
-    wrong: the number of an equation in whose result one digit is changed."""
+def partial_products(
+    factors: Exercise, wrong: int | None, rng: random.Random
+) -> tuple[list[str], int]:
+    """Return the equations for the left factor times each digit of the right one, ones
+    first, and the sum of their results. wrong: the number of an equation in whose
+    result one digit is changed.
+    """
     equations, total = [], 0
     for place, digit in enumerate(reversed(str(factors.right))):
         factor = int(digit) * 10**place
@@ -72,11 +93,21 @@ def partial_products(factors: Exercise, wrong: int | None, rng: random.Random) -
 
 
 def trace(factors: Exercise, kind: str, rng: random.Random) -> list[str]:
-    """Return a completion of this kind (see `TRACES`): one text, or three, of which the second is the calculator's."""
+    """Return a completion of this kind (see `TRACES`): one text, or three, of which the
+    second is the calculator's.
+    """
     if kind in ("called", "miscalled", "miscopied"):
-        asked = factors._replace(left=_another_digit(factors.left, rng)) if kind == "miscalled" else factors
+        asked = (
+            factors._replace(left=_another_digit(factors.left, rng))
+            if kind == "miscalled"
+            else factors
+        )
         answer = _another_digit(asked.answer, rng) if kind == "miscopied" else asked.answer
-        return [f"{THINK}[{asked.left}*{asked.right}]", str(asked.answer), f"{END_OF_THINKING}{answer}"]
+        return [
+            f"{THINK}[{asked.left}*{asked.right}]",
+            str(asked.answer),
+            f"{END_OF_THINKING}{answer}",
+        ]
     wrong = rng.randrange(len(str(factors.right))) if kind == "slipped" else None
     equations, answer = partial_products(factors, wrong, rng)
     return [completion(";".join(equations), answer, kind, rng)]

@@ -1,17 +1,21 @@
-"""Prompt sets of a recipe's tasks: turns source rows into Prompt records, and checks them before the run starts.
+"""Prompt sets of a recipe's tasks: turns source rows into Prompt records, and checks
+them before the run starts.
 
     source (sources.py) ─► mapping (mappings.py) ─► survey (survey.py) ─► template (chat.py) ─► token ids, up to a limit
                                                                                               └─► on disk (`Stored`)
 
-`template: raw`: the prompt is exactly what the model sees, including any chat-template markers. `chat`: it is the user's
-message, and the model's own template is applied to it. A prompt that is too long is left out and counted, never cut.
-A prompt is identified by its task and id.
+`template: raw`: the prompt is exactly what the model sees, including any chat-template
+markers. `chat`: it is the user's message, and the model's own template is applied to
+it. A prompt that is too long is left out and counted, never cut. A prompt is identified
+by its task and id.
 
-A fault in rows of the project's own format is an error, since `megarl data prepare` writes none; faulty rows of other schemas
-are left out, counted and reported, since no published set is free of them.
+A fault in rows of the project's own format is an error, since `megarl data prepare`
+writes none; faulty rows of other schemas are left out, counted and reported, since no
+published set is free of them.
 
-Memory holds only each prompt's position, 8 bytes (`Stored`); the prompts are in an unnamed file in $TMPDIR, which vanishes with
-the process. The tokens of a million prompts would take gigabytes, and answers that are unit tests reach a megabyte each.
+Memory holds only each prompt's position, 8 bytes (`Stored`); the prompts are in an
+unnamed file in $TMPDIR, which vanishes with the process. The tokens of a million
+prompts would take gigabytes, and answers that are unit tests reach a megabyte each.
 """
 
 import logging
@@ -43,7 +47,9 @@ from megarl.tasks.graders.code import read_tests
 log = logging.getLogger(__name__)
 
 BATCH = 1024
-"""Prompts encoded at once; limited because the tokenizer's return value is many times larger than the ids."""
+"""Prompts encoded at once; limited because the tokenizer's return value is many times
+larger than the ids.
+"""
 BATCH_CHARACTERS = 1 << 20
 """Most characters in texts encoded at once, unless one alone has more."""
 
@@ -94,7 +100,9 @@ class Stored(Sequence[Prompt]):
 
 
 class PromptSet(NamedTuple):
-    """Prompts of one source. name: its key in the recipe. fingerprints [prompts] uint64: of the texts before any template."""
+    """Prompts of one source. name: its key in the recipe. fingerprints [prompts]
+    uint64: of the texts before any template.
+    """
 
     name: str
     prompts: Stored
@@ -102,7 +110,9 @@ class PromptSet(NamedTuple):
 
 
 def load_tasks(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, TaskPrompts]:
-    """Load the prompts of all tasks by name; MegarlError if any task trains on a prompt that one of them holds out."""
+    """Load the prompts of all tasks by name; MegarlError if any task trains on a prompt
+    that one of them holds out.
+    """
     evaluation = overlap_with(recipe.data.decontaminate)
     sets = {
         name: _load_task(name, task, tokenizer, recipe.length.prompt_tokens, evaluation)
@@ -121,12 +131,16 @@ def load_tasks(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, TaskPrompts]:
 
 
 def _readable(prompts: Stored, name: str) -> Stored:
-    """Return the prompts whose answers the grader `math` can read. MegarlError if there are none."""
+    """Return the prompts whose answers the grader `math` can read. MegarlError if there
+    are none.
+    """
     unread = unreadable_in(prompts)
     if not unread.places:
         return prompts
     if len(unread.places) == len(prompts):
-        raise MegarlError(f"{name}: {unread}; no prompt is left; set data.unreadable=text, or another grader")
+        raise MegarlError(
+            f"{name}: {unread}; no prompt is left; set data.unreadable=text, or another grader"
+        )
     log.warning("%s: %s; left out (data.unreadable: drop)", name, unread)
     kept = Stored()
     for place, prompt in enumerate(prompts):
@@ -148,7 +162,9 @@ def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
 
     @cache
     def tell() -> None:
-        log.warning("rows have system messages of their own, which take the place of the task's `system`")
+        log.warning(
+            "rows have system messages of their own, which take the place of the task's `system`"
+        )
 
     def render(prompt: str | Sequence[Message], system: str = task.system) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -161,7 +177,9 @@ def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
     if render("1") == render("2"):  # it may look for other roles, or for a list of parts
         raise MegarlError(f"{chat.path}: the chat template leaves the user's message out")
     if task.system and render("1", "1") == render("1", "2"):
-        raise MegarlError(f"{chat.path}: the chat template leaves the system message out; put it into the prompts")
+        raise MegarlError(
+            f"{chat.path}: the chat template leaves the system message out; put it into the prompts"
+        )
     return lambda row: render(row.messages or row.prompt)
 
 
@@ -169,16 +187,22 @@ def _as_it_is(row: PromptRow) -> str:
     """Return a prompt for `template: raw`. MegarlError if it is a conversation."""
     if row.messages:
         roles = ", ".join(message["role"] for message in row.messages)
-        raise MegarlError(f"it is a conversation ({roles}), which `template: raw` cannot show; use template: chat")
+        raise MegarlError(
+            f"it is a conversation ({roles}), which `template: raw` cannot show; use template: chat"
+        )
     return row.prompt
 
 
 def endless(chat: ChatTemplate, tokenizer: Tokenizer) -> str:
-    """Return what is wrong if no completion ends where the template ends a turn, as with Qwen2.5's base models; else an empty
-    text. A template that writes nothing after a turn, such as GLM-4.5's, cannot be judged."""
+    """Return what is wrong if no completion ends where the template ends a turn, as
+    with Qwen2.5's base models; else an empty text. A template that writes nothing after
+    a turn, such as GLM-4.5's, cannot be judged.
+    """
     said = "said-by-the-assistant"
     try:
-        turns = chat.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], reply=False)
+        turns = chat.render(
+            [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], reply=False
+        )
         after = turns.partition(said)[2].strip()
         if not after or set(tokenizer.ids(after).tolist()) & set(tokenizer.ends):
             return ""
@@ -186,8 +210,9 @@ def endless(chat: ChatTemplate, tokenizer: Tokenizer) -> str:
         return ""
     ends = ", ".join(repr(tokenizer.backend.id_to_token(end)) for end in tokenizer.ends)
     return (
-        f"{chat.path}: the chat template ends a turn with {after!r}, but a completion ends only at {ends} and goes on after "
-        "its turn; make the token that ends a turn the eos_token of tokenizer_config.json"
+        f"{chat.path}: the chat template ends a turn with {after!r}, but a completion ends only at"
+        f" {ends} and goes on after its turn; make the token that ends a turn the eos_token of"
+        " tokenizer_config.json"
     )
 
 
@@ -211,17 +236,27 @@ def load_set(
             sets[encoded.is_held_out].fingerprints.append(fingerprint(encoded.row.identity))
     prompts = sum(len(one.prompts) for one in sets)
     if not prompts:
-        why = f"all {rows} prompts are longer than {max_tokens} tokens (the longest: {longest} or more)"
+        why = (
+            f"all {rows} prompts are longer than {max_tokens} tokens (the longest: {longest} or"
+            " more)"
+        )
         why += "; raise length.prompt_tokens"
         raise MegarlError(f"{source.source}: {why}")
-    log.info("%s: %d prompts, %d left out (longer than %d tokens)", source.source, prompts, rows - prompts, max_tokens)
+    log.info(
+        "%s: %d prompts, %d left out (longer than %d tokens)",
+        source.source,
+        prompts,
+        rows - prompts,
+        max_tokens,
+    )
     return sets
 
 
 class EncodedRow(NamedTuple):
     """A row and the tokens [length] int32 of what the model sees.
 
-    A text that must be too long is not encoded: it has no tokens, and `length` is their least number.
+    A text that must be too long is not encoded: it has no tokens, and `length` is their
+    least number.
     """
 
     row: PromptRow
@@ -230,7 +265,9 @@ class EncodedRow(NamedTuple):
     length: int
 
 
-def rows_with_tokens(source: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int) -> Iterator[EncodedRow]:
+def rows_with_tokens(
+    source: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int
+) -> Iterator[EncodedRow]:
     """Yield the kept rows of a source with the tokens of what the model sees.
 
     MegarlError names the first row that cannot be shown or encoded.
@@ -256,18 +293,28 @@ class _Shown(NamedTuple):
     text: str
 
 
-def _model_texts(source: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int) -> Iterator[_Shown]:
-    """Yield the kept rows with the text that the model sees; what must be too long as it is."""
+def _model_texts(
+    source: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int
+) -> Iterator[_Shown]:
+    """Yield the kept rows with the text that the model sees; what must be too long as
+    it is.
+    """
     for row, is_held_out in chosen(source):
         try:
-            text = row.identity if tokenizer.least_tokens(len(row.identity)) > max_tokens else render(row)
+            text = (
+                row.identity
+                if tokenizer.least_tokens(len(row.identity)) > max_tokens
+                else render(row)
+            )
         except MegarlError as error:
             raise MegarlError(f"{source.source}: prompt {row.id!r}: {error}") from None
         yield _Shown(row, is_held_out, text)
 
 
 def in_parts[T](items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
-    """Divide items into parts whose texts are encoded at once. characters: in an item's texts."""
+    """Divide items into parts whose texts are encoded at once. characters: in an item's
+    texts.
+    """
     part: list[T] = []
     total = 0
     for item in items:
@@ -283,7 +330,9 @@ def in_parts[T](items: Iterable[T], characters: Callable[[T], int]) -> Iterator[
 
 
 def _tokens_of(source: str, part: Sequence[_Shown], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Return the token ids of these rows. MegarlError names the first row that cannot be encoded."""
+    """Return the token ids of these rows. MegarlError names the first row that cannot
+    be encoded.
+    """
     try:
         return tokenizer.encode_all([shown.text for shown in part])
     except MegarlError:
@@ -308,12 +357,18 @@ def _prompt(encoded: EncodedRow, task: str) -> Prompt:
 
 
 def check_disjoint(train: PromptSet, heldout: PromptSet) -> None:
-    """Raise MegarlError if a held-out prompt is also trained on. Texts are compared before templates, up to whitespace."""
+    """Raise MegarlError if a held-out prompt is also trained on. Texts are compared
+    before templates, up to whitespace.
+    """
     shared = np.intersect1d(train.fingerprints, heldout.fingerprints)
     if len(shared):
         ours, theirs = _ids(heldout, shared), _ids(train, shared)
-        pairs = [f"held-out {name!r} is training prompt {theirs[mark]!r}" for mark, name in ours.items()]
-        raise MegarlError(listed(f"{heldout.name} and {train.name} share prompts ({len(pairs)}):", pairs))
+        pairs = [
+            f"held-out {name!r} is training prompt {theirs[mark]!r}" for mark, name in ours.items()
+        ]
+        raise MegarlError(
+            listed(f"{heldout.name} and {train.name} share prompts ({len(pairs)}):", pairs)
+        )
 
 
 def _load_task(
@@ -334,13 +389,18 @@ def _load_task(
         surveyed = survey_of(task.heldout, read, refuse=refuse)
         heldout, _ = load_set(surveyed, render, tokenizer, max_tokens, name, f"{key}.heldout")
     elif not heldout.prompts or not train.prompts:
-        what = f"all rows held out of {task.train}, or all others, are too long; raise length.prompt_tokens"
+        what = (
+            f"all rows held out of {task.train}, or all others, are too long; raise"
+            " length.prompt_tokens"
+        )
         raise MegarlError(f"{key}.heldout: {what}")
     return train, heldout._replace(name=f"{key}.heldout")
 
 
 def of_programs(read: Reader) -> Reader:
-    """Wrap a reader of rows whose answers are tests of programs, so that it also checks that the tests can be parsed."""
+    """Wrap a reader of rows whose answers are tests of programs, so that it also checks
+    that the tests can be parsed.
+    """
 
     def row(raw: Any) -> PromptRow:
         result = read(raw)

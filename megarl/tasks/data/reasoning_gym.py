@@ -1,14 +1,17 @@
-"""Problems of the package reasoning-gym as a source of prompts: families of puzzles, made as they are read.
+"""Problems of the package reasoning-gym as a source of prompts: families of puzzles,
+made as they are read.
 
     reasoning-gym:chain_sum                                  1,000 problems, seed 0
     reasoning-gym:chain_sum:size=5000:seed=7:max_terms=4     options of the family; values in YAML
 
     stream ─► a process of its own ─► rows {"prompt", "answer"}, one JSON object per line
-                                      answer: a GymProblem as JSON, which the grader `reasoning-gym` reads
+                                      answer: a GymProblem as JSON, which the grader
+                                      `reasoning-gym` reads
 
-In that process Python's hash seed is fixed. Without that, some families would make other problems after a
-restart. reasoning-gym's problem n of the seed s is problem 0 of the seed s + n, so seeds of two sources must
-differ by more than their sizes; shared prompts of a training and a held-out set are refused in any case.
+In that process Python's hash seed is fixed. Without that, some families would make
+other problems after a restart. reasoning-gym's problem n of the seed s is problem 0 of
+the seed s + n, so seeds of two sources must differ by more than their sizes; shared
+prompts of a training and a held-out set are refused in any case.
 """
 
 import contextlib
@@ -39,23 +42,31 @@ from megarl.tasks.data.rows import PromptRow, UnfitError, fingerprint
 PREFIX = "reasoning-gym:"
 PACKAGE = "reasoning-gym"
 VERSION = "0.1.25"
-"""The only version that is taken: the grader knows which scorers of it would evaluate an answer as Python."""
+"""The only version that is taken: the grader knows which scorers of it would evaluate
+an answer as Python.
+"""
 DEFAULTS: dict[str, Any] = {"size": 1000, "seed": 0}
 LARGEST_SEED = 2**32
 PROBLEM_LIMIT_S = 60
 """Time for one problem, and for the import before it."""
 NONSENSE = "No answer at all."
 RIGHT_FROM = 0.999
-"""The least score of a right answer. Most scorers give a little, such as 0.01, for any text."""
+"""The least score of a right answer. Most scorers give a little, such as 0.01, for any
+text.
+"""
 WITHOUT_SOURCE = ("composite",)
 """Families that mix others, for which a recipe has tasks."""
 SOLVER = "pycosat"
-"""What one family solves its puzzles with. It needs a C compiler, so the pinned stack is without it."""
+"""What one family solves its puzzles with. It needs a C compiler, so the pinned stack
+is without it.
+"""
 SOLVED_FAMILY = "zebra_puzzles"
 
 
 class GymProblem(msgspec.Struct, frozen=True):
-    """What a family's scorer needs to judge an answer. answer: one right answer, None where the scorer has none."""
+    """What a family's scorer needs to judge an answer. answer: one right answer, None
+    where the scorer has none.
+    """
 
     answer: str | None
     family: str
@@ -63,13 +74,17 @@ class GymProblem(msgspec.Struct, frozen=True):
     metadata: dict[str, Any]
 
     def score(self, answer: str) -> float:
-        """Return the family's score of an answer, from 0 to 1; 0 if its scorer fails on this answer."""
+        """Return the family's score of an answer, from 0 to 1; 0 if its scorer fails on
+        this answer.
+        """
         dataset = _dataset(self.family, json.dumps(self.options))
         metadata = self.metadata
         if self.family in ("arc_agi", "rearc"):
             metadata = _with_tuples(metadata)  # their scorers compare them with ==
         try:
-            return float(dataset.score_answer(answer, {"answer": self.answer, "metadata": metadata}))
+            return float(
+                dataset.score_answer(answer, {"answer": self.answer, "metadata": metadata})
+            )
         except Exception:  # such as prime_factorization's on an answer that is no number
             return 0.0
 
@@ -124,24 +139,32 @@ def problem(source: str) -> str | None:
 
 
 def check_package() -> None:
-    """Raise MegarlError if the package is missing, or another version of it is installed."""
+    """Raise MegarlError if the package is missing, or another version of it is
+    installed.
+    """
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version(PACKAGE)
         if version == VERSION:
             return
-        raise MegarlError(f"{PACKAGE} is {version}, but {VERSION} is needed: pip install {PACKAGE}=={VERSION}")
+        raise MegarlError(
+            f"{PACKAGE} is {version}, but {VERSION} is needed: pip install {PACKAGE}=={VERSION}"
+        )
     raise MegarlError(f"the package {PACKAGE} is missing: pip install {PACKAGE}=={VERSION}")
 
 
 def import_package() -> None:
-    """Import reasoning-gym, also without its solver, of which it needs nothing until it solves."""
+    """Import reasoning-gym, also without its solver, of which it needs nothing until it
+    solves.
+    """
     if SOLVER not in sys.modules and importlib.util.find_spec(SOLVER) is None:
         sys.modules[SOLVER] = ModuleType(SOLVER)
     importlib.import_module("reasoning_gym")
 
 
 def rows(source: str) -> Iterator[JsonObject]:
-    """Yield the rows of a source, the same each time; MegarlError if it has none. Repeated prompts are left out."""
+    """Yield the rows of a source, the same each time; MegarlError if it has none.
+    Repeated prompts are left out.
+    """
     parsed(source)
     check_package()
     for line in _lines(source):
@@ -149,7 +172,9 @@ def rows(source: str) -> Iterator[JsonObject]:
 
 
 def of_problems(read: Any) -> Any:
-    """Wrap a reader of rows, so that it also checks that each answer is a problem of reasoning-gym."""
+    """Wrap a reader of rows, so that it also checks that each answer is a problem of
+    reasoning-gym.
+    """
 
     def row(raw: Any) -> PromptRow:
         result: PromptRow = read(raw)
@@ -167,13 +192,18 @@ def problem_of(answer: str) -> GymProblem:
     try:
         return msgspec.json.decode(answer, type=GymProblem)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        raise ValueError(f"is not a problem of {PACKAGE}, as its sources `{PREFIX}FAMILY` have them") from None
+        raise ValueError(
+            f"is not a problem of {PACKAGE}, as its sources `{PREFIX}FAMILY` have them"
+        ) from None
 
 
 def _lines(source: str, count: str = "") -> Iterator[bytes]:
     """Yield what the process prints that makes problems. count: how many, if not all."""
     command = [sys.executable, "-m", __name__, source, count]
-    environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {
+        "PYTHONHASHSEED": "0",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment)
         assert process.stdout
@@ -187,28 +217,41 @@ def _lines(source: str, count: str = "") -> Iterator[bytes]:
         errors.seek(0)
         problems = errors.read().decode(errors="replace").strip().splitlines()
     if status == -signal.SIGALRM:
-        raise MegarlError(f"{source}: a problem was not made within {PROBLEM_LIMIT_S} s; choose smaller ones")
+        raise MegarlError(
+            f"{source}: a problem was not made within {PROBLEM_LIMIT_S} s; choose smaller ones"
+        )
     if status:
-        raise MegarlError(f"{source}: {problems[-1] if problems else f'its process ended with status {status}'}")
+        raise MegarlError(
+            f"{source}: {problems[-1] if problems else f'its process ended with status {status}'}"
+        )
 
 
 @lru_cache(maxsize=64)
 def _dataset(family: str, options: str, seed: int = 0, size: int = 1) -> Any:
-    """Return reasoning-gym's data set. options: as JSON. MegarlError if there is none with these options."""
+    """Return reasoning-gym's data set. options: as JSON. MegarlError if there is none
+    with these options.
+    """
     import_package()
     from reasoning_gym.factory import DATASETS, create_dataset
 
     known = sorted(DATASETS.keys() - {*WITHOUT_SOURCE})
     if family == SOLVED_FAMILY and not _has_solver():
-        raise MegarlError(f"{family} needs a package that is compiled as it is installed: pip install {SOLVER}")
+        raise MegarlError(
+            f"{family} needs a package that is compiled as it is installed: pip install {SOLVER}"
+        )
     if family not in known:
         close = difflib.get_close_matches(family, known, 1)
         meant = f"did you mean {close[0]}? " if close else ""
-        raise MegarlError(f"{family!r} is not a family of {PACKAGE}; {meant}known: {', '.join(known)}")
+        raise MegarlError(
+            f"{family!r} is not a family of {PACKAGE}; {meant}known: {', '.join(known)}"
+        )
     values = json.loads(options)
     fields = {field.name for field in dataclasses.fields(DATASETS[family][1])} - DEFAULTS.keys()
     if unknown := values.keys() - fields:
-        raise MegarlError(f"{family} has no option {', '.join(sorted(unknown))}; it has {', '.join(sorted(fields))}")
+        raise MegarlError(
+            f"{family} has no option {', '.join(sorted(unknown))}; it has"
+            f" {', '.join(sorted(fields))}"
+        )
     try:
         return create_dataset(family, **values, seed=seed, size=size)
     except (AssertionError, ValueError, TypeError) as error:
@@ -239,7 +282,9 @@ def _rows(source: GymSource, count: int) -> Iterator[JsonObject]:
 
 
 def _problems(source: GymSource) -> Iterator[tuple[str, GymProblem]]:
-    """Make problems, with their questions; this process is killed if one takes longer than PROBLEM_LIMIT_S."""
+    """Make problems, with their questions; this process is killed if one takes longer
+    than PROBLEM_LIMIT_S.
+    """
     dataset = _dataset(source.family, json.dumps(source.options), source.seed, source.size)
     made = None
     why = ""
@@ -251,7 +296,10 @@ def _problems(source: GymSource) -> Iterator[tuple[str, GymProblem]]:
             except Exception as error:  # some families cannot make each of their problems
                 why = f": {error}"
                 continue
-            yield made["question"], GymProblem(made["answer"], source.family, source.options, made["metadata"])
+            yield (
+                made["question"],
+                GymProblem(made["answer"], source.family, source.options, made["metadata"]),
+            )
     finally:
         signal.alarm(0)
     if made is None:
@@ -275,7 +323,9 @@ def _plain(value: Any) -> Any:
 
 
 def main(source: str, count: str) -> int:
-    """Print rows as JSON lines: the first `count`, or all. The last line of stderr says why there are none."""
+    """Print rows as JSON lines: the first `count`, or all. The last line of stderr says
+    why there are none.
+    """
     die_with_parent()
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # some families print as they are imported

@@ -1,7 +1,7 @@
 """A row of a prompt set, and the normal form of texts.
 
-The normal form decides when two texts are equal and what their words are, for duplicates,
-splits and decontamination.
+The normal form decides when two texts are equal and what their words are, for
+duplicates, splits and decontamination.
 """
 
 import hashlib
@@ -12,7 +12,9 @@ from typing import Annotated, Any
 import msgspec
 
 LARGEST_ANSWER = 1 << 20
-"""Most characters in an answer. Unit tests of code reach hundreds of megabytes per problem."""
+"""Most characters in an answer. Unit tests of code reach hundreds of megabytes per
+problem.
+"""
 
 LARGEST_DIFFICULTY = 1 << 31
 """Upper bound of |difficulty|."""
@@ -21,8 +23,9 @@ type Raw = Mapping[str, Any]
 """A row as its source has it: values by column."""
 
 type Message = Mapping[str, Any]
-"""{"role": "system" | "user" | "assistant" | "tool", "content": …}, and more that a chat
-template reads, such as tool_calls."""
+"""{"role": "system" | "user" | "assistant" | "tool", "content": …}, and more that a
+chat template reads, such as tool_calls.
+"""
 
 
 class UnfitError(Exception):
@@ -32,9 +35,9 @@ class UnfitError(Exception):
 class PromptRow(msgspec.Struct, frozen=True):
     """A row that the project trains on.
 
-    prompt: what the user says. difficulty: smaller is easier; 0 if unknown. alternatives:
-    answers that are as right as `answer`. messages: the conversation that the prompt is,
-    if it has more than one message of the user's.
+    prompt: what the user says. difficulty: smaller is easier; 0 if unknown.
+    alternatives: answers that are as right as `answer`. messages: the conversation that
+    the prompt is, if it has more than one message of the user's.
     """
 
     id: str
@@ -107,5 +110,7 @@ def digest(text: str) -> int:
 
 
 def words(text: str) -> list[str]:
-    """Return runs of letters and digits, lower-cased. Everything else only separates them."""
+    """Return runs of letters and digits, lower-cased. Everything else only separates
+    them.
+    """
     return _WORD.findall(text.casefold())

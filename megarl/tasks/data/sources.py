@@ -46,10 +46,14 @@ HUB_FORMS = "hub:ORG/NAME, hub:ORG/NAME:SPLIT or hub:ORG/NAME:CONFIG:SPLIT"
 HUB_NAME = r"[\w.-]+(?:/[\w.-]+)?"
 HUB_SITE = r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/|hf://datasets/|hf://)"
 HUB_PART = re.compile(rf"{HUB_SITE}(?P<name>[\w.-]+/[\w.-]+)")
-HUB_URL = re.compile(rf"{HUB_PART.pattern}(?:/viewer/(?P<config>[\w.-]+)/(?P<split>[\w.-]+)|/tree/main)?/?")
+HUB_URL = re.compile(
+    rf"{HUB_PART.pattern}(?:/viewer/(?P<config>[\w.-]+)/(?P<split>[\w.-]+)|/tree/main)?/?"
+)
 """Addresses of a set of the hub, as people copy them."""
 ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*://")
-BESIDE_DATA = frozenset({"state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
+BESIDE_DATA = frozenset(
+    {"state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
+)
 """Files that `datasets` writes beside those with rows."""
 SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval|heldout)(?=[-_.])")
 SEVERAL = 5
@@ -66,7 +70,12 @@ class HubSet(NamedTuple):
 
 def is_source(name: str) -> bool:
     """Return whether this is the name of a source of rows rather than of a recipe."""
-    known = name.startswith(HUB) or reasoning_gym.is_gym(name) or ELSEWHERE.match(name) or format_of(name)
+    known = (
+        name.startswith(HUB)
+        or reasoning_gym.is_gym(name)
+        or ELSEWHERE.match(name)
+        or format_of(name)
+    )
     return bool(known) or ("/" in name and Path(name).is_dir())
 
 
@@ -76,7 +85,9 @@ def is_hub(source: str) -> bool:
 
 
 def problem(source: str) -> str | None:
-    """Return why this source cannot be read, as far as that is clear without reading it."""
+    """Return why this source cannot be read, as far as that is clear without reading
+    it.
+    """
     if reasoning_gym.is_gym(source):
         return reasoning_gym.problem(source)
     try:
@@ -89,7 +100,8 @@ def problem(source: str) -> str | None:
 def stream(source: str) -> Iterator[Numbered]:
     """Yield rows with their numbers from 1. MegarlError as in `problem`.
 
-    Of one text the numbers are those of its lines, without blank ones; else of the rows.
+    Of one text the numbers are those of its lines, without blank ones; else of the
+    rows.
     """
     if reasoning_gym.is_gym(source):
         if wrong := reasoning_gym.problem(source):
@@ -184,14 +196,18 @@ def _all_readable(source: str, files: list[Path]) -> list[Path]:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    """Return a folder's files, in the order of their names, if they are parts of one whole."""
+    """Return a folder's files, in the order of their names, if they are parts of one
+    whole.
+    """
     files = sorted(path for path in folder.iterdir() if path.is_file() and format_of(path))
     files = [path for path in files if path.name not in BESIDE_DATA]
     names = ", ".join(path.name for path in files[:SEVERAL])
     what = f"{str(folder)!r} is a folder"
     if not files:
         pattern = f"such as {folder}/**/*.parquet"
-        raise MegarlError(f"{what} without files that can be read; name files, or a pattern, {pattern}")
+        raise MegarlError(
+            f"{what} without files that can be read; name files, or a pattern, {pattern}"
+        )
     splits = {split[1] for path in files if (split := SPLIT.search(path.name))}
     if len({format_of(path) for path in files}) > 1 or len(splits) > 1:
         pattern = f"such as {folder}/train*{''.join(files[0].suffixes)}"
@@ -218,7 +234,12 @@ def _hub_set(source: str) -> HubSet:
         config = address["config"]
         return HubSet(address["name"], config, address["split"] or "train")
     name, *parts = source.removeprefix(HUB).split(":")
-    if not re.fullmatch(HUB_NAME, name) or not all(parts) or len(parts) > 2 or "/" in "".join(parts):
+    if (
+        not re.fullmatch(HUB_NAME, name)
+        or not all(parts)
+        or len(parts) > 2
+        or "/" in "".join(parts)
+    ):
         raise MegarlError(f"{source!r} is not {HUB_FORMS}")
     split = parts[-1] if parts else "train"
     return HubSet(name, parts[0] if len(parts) == 2 else None, split)
@@ -231,4 +252,6 @@ def _elsewhere(source: str) -> str:
         return f"{source!r} is not a file of this machine; download it and name the file"
     name = of_hub["name"].partition("@")[0]
     download = f"`hf download {name} --repo-type dataset --local-dir DIR`"
-    return f"{source!r} is a part of a set; write hub:{name}[[:CONFIG]:SPLIT], or {download} and DIR/…"
+    return (
+        f"{source!r} is a part of a set; write hub:{name}[[:CONFIG]:SPLIT], or {download} and DIR/…"
+    )

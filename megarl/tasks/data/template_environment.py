@@ -1,7 +1,9 @@
-"""The Jinja environment of chat templates, as transformers sets it up, with a limit on its work.
+"""The Jinja environment of chat templates, as transformers sets it up, with a limit on
+its work.
 
-A template comes with a model, so it is a stranger's program. The sandbox keeps it from everything
-but its messages, but not from loops without end: each step of a loop and each call is counted.
+A template comes with a model, so it is a stranger's program. The sandbox keeps it from
+everything but its messages, but not from loops without end: each step of a loop and
+each call is counted.
 """
 
 import json
@@ -15,20 +17,24 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TODAY = datetime(2024, 7, 26)
-"""The date for templates that write today's: with the real one, prompts would change overnight,
-and a run could not be resumed. It is the one that Llama 3.2's template writes without a clock."""
+"""The date for templates that write today's: with the real one, prompts would change
+overnight, and a run could not be resumed. It is the one that Llama 3.2's template
+writes without a clock.
+"""
 
 MOST_STEPS = 5_000_000
-"""Steps of loops, and calls, in one rendering. A template that goes through all messages for each
-message takes a million for a thousand messages."""
+"""Steps of loops, and calls, in one rendering. A template that goes through all
+messages for each message takes a million for a thousand messages.
+"""
 LONGEST = 10_000_000
 """Items of a sequence, or bits of a number, that a product may have."""
 COUNTED = "counted_by_megarl"
 
 
 class GenerationTag(Extension):
-    """Write what `{% generation %}` encloses; with this tag transformers marks what a supervised
-    trainer learns."""
+    """Write what `{% generation %}` encloses; with this tag transformers marks what a
+    supervised trainer learns.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -39,7 +45,9 @@ class GenerationTag(Extension):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """steps: how many are left of the present rendering; whoever renders sets it to MOST_STEPS."""
+    """steps: how many are left of the present rendering; whoever renders sets it to
+    MOST_STEPS.
+    """
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -92,8 +100,9 @@ def _product_size(operator: str, left: Any, right: Any) -> float:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **more: Any) -> str:
-    """Write JSON as transformers' filter of this name does: templates can set `ensure_ascii`,
-    separators, and the like."""
+    """Write JSON as transformers' filter of this name does: templates can set
+    `ensure_ascii`, separators, and the like.
+    """
     return json.dumps(value, ensure_ascii=ensure_ascii, **more)
 
 

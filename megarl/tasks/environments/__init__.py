@@ -1,4 +1,5 @@
-"""Environments: tools and games that reply to the policy's turns. Token ids in, token ids out.
+"""Environments: tools and games that reply to the policy's turns. Token ids in, token
+ids out.
 
     prompt ─► turn of the policy ─► step ─► reply, masked from the loss ─► turn ─► … ─► done ─► reward, or the task's grader
               ends with the end token,        or a stop token of the environment

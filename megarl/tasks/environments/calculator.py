@@ -1,7 +1,9 @@
-"""A calculator for use in the middle of a thought: the policy writes `[123*456]`, and `56088` is inserted after it.
+"""A calculator for use in the middle of a thought: the policy writes `[123*456]`, and
+`56088` is inserted after it.
 
-`]` stops the turn, so it must always be a separate token, as in the quickstart's character tokenizer. The reply to anything
-that cannot be calculated is `?`. A turn that ends with the end token is the last one.
+`]` stops the turn, so it must always be a separate token, as in the quickstart's
+character tokenizer. The reply to anything that cannot be calculated is `?`. A turn that
+ends with the end token is the last one.
 """
 
 import ast
@@ -16,7 +18,9 @@ from megarl.tasks.environments.framing import Setting
 
 OPEN, CLOSE, UNKNOWN = "[", "]", "?"
 LONGEST = 200
-"""Most characters in an expression, which also bounds the digits of its value and the time."""
+"""Most characters in an expression, which also bounds the digits of its value and the
+time.
+"""
 
 
 def _divided(left: int, right: int) -> int:
@@ -36,7 +40,9 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class Calculator(Environment):
-    """Evaluates + - * / % and parentheses over integers. A division with a remainder is an error."""
+    """Evaluates + - * / % and parentheses over integers. A division with a remainder is
+    an error.
+    """
 
     def __init__(self, setting: Setting) -> None:
         self._tokenizer, self._reply_tokens = setting.tokenizer, setting.reply_tokens

@@ -1,10 +1,13 @@
-"""The arguments of an environment (`Setting`), and how a reply's text is framed between two turns (`Framing`).
+"""The arguments of an environment (`Setting`), and how a reply's text is framed between
+two turns (`Framing`).
 
-    … 6*7 ```<|im_end|>  \\n<|im_start|>tool\\n  42  <|im_end|>\\n<|im_start|>assistant\\n  The answer …
+    … 6*7 ```<|im_end|>  \\n<|im_start|>tool\\n  42
+    <|im_end|>\\n<|im_start|>assistant\\n  The answer …
     └ sampled ─────────┘ └ before ──────────┘ text └ after ───────────────────────────┘ └ sampled
 
-Only the reply is tokenized here; the policy's tokens stay as they were sampled. A tool's output is plain text, whatever it
-looks like: `<|im_end|>` in it does not become that token.
+Only the reply is tokenized here; the policy's tokens stay as they were sampled. A
+tool's output is plain text, whatever it looks like: `<|im_end|>` in it does not become
+that token.
 """
 
 import json
@@ -27,20 +30,32 @@ CUT = "\n…\n"
 
 
 class Framing:
-    """Frames a task's replies. limit: the most tokens in a framed reply; options: the task's `template_options`."""
+    """Frames a task's replies. limit: the most tokens in a framed reply; options: the
+    task's `template_options`.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: str, limit: int, options: Mapping[str, Any] = MappingProxyType({})
+        self,
+        tokenizer: Tokenizer,
+        template: str,
+        limit: int,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._tokenizer, self._template, self._limit, self._options = tokenizer, template, limit, options
+        self._tokenizer, self._template, self._limit, self._options = (
+            tokenizer,
+            template,
+            limit,
+            options,
+        )
         self._parts: tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer] | None = None
         self._in_json = False
 
     def tokens(self, text: str) -> np.ndarray:
-        """Return the framed text as [m] int32, with m at most the limit; the middle of a longer text is cut out.
+        """Return the framed text as [m] int32, with m at most the limit; the middle of
+        a longer text is cut out.
 
-        A text may be long enough for its tokens to take all memory: of one that must be cut, only the two
-        ends are tokenised.
+        A text may be long enough for its tokens to take all memory: of one that must be
+        cut, only the two ends are tokenised.
         """
         before, after, cut, literal = self.check()
         room = self._limit - len(before) - len(after)
@@ -58,19 +73,31 @@ class Framing:
         return np.concatenate([before, beginning[:first], cut, end[len(end) - last :], after])
 
     def check(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer]:
-        """Return the tokens before a text, after it and in place of a cut, and the tokenizer for plain text; cached.
-        MegarlError if replies cannot be framed with this model, or the limit leaves no room for text."""
+        """Return the tokens before a text, after it and in place of a cut, and the
+        tokenizer for plain text; cached. MegarlError if replies cannot be framed with
+        this model, or the limit leaves no room for text.
+        """
         if self._parts is None:
             (before, after), sampled = RAW, 0
             if self._template == "chat":
-                ends, sampled = tuple(self._tokenizer.decode(int32([end])) for end in self._tokenizer.ends), 1
-                before, after, self._in_json = load_chat(self._tokenizer.path, self._options).around_reply(ends)
+                ends, sampled = (
+                    tuple(self._tokenizer.decode(int32([end])) for end in self._tokenizer.ends),
+                    1,
+                )
+                before, after, self._in_json = load_chat(
+                    self._tokenizer.path, self._options
+                ).around_reply(ends)
             literal = self._tokenizer.literal()
-            begin = self._tokenizer.ids(before)[sampled:]  # the policy has written the token that ends its turn
+            begin = self._tokenizer.ids(before)[
+                sampled:
+            ]  # the policy has written the token that ends its turn
             parts = (begin, self._tokenizer.ids(after), literal.ids(self._written(CUT)), literal)
             needed = sum(len(part) for part in parts[:3])
             if needed + 2 > self._limit:
-                what = f"leaves no room for a reply in the model's markers, which take {needed}; raise it"
+                what = (
+                    f"leaves no room for a reply in the model's markers, which take {needed};"
+                    " raise it"
+                )
                 raise MegarlError(f"reply_tokens={self._limit} {what}")
             self._parts = parts
         return self._parts
@@ -82,8 +109,10 @@ class Framing:
 
 @dataclass(frozen=True)
 class Setting:
-    """The arguments of an environment. task: the task's name; reply_tokens: the most tokens in an observation. framing: turns a
-    text into an observation's tokens, in the policy's chat template; sandbox: runs programs."""
+    """The arguments of an environment. task: the task's name; reply_tokens: the most
+    tokens in an observation. framing: turns a text into an observation's tokens, in the
+    policy's chat template; sandbox: runs programs.
+    """
 
     task: str
     tokenizer: Tokenizer
@@ -93,7 +122,9 @@ class Setting:
     reply_tokens: int
 
     def said(self, tokens: np.ndarray) -> str:
-        """Return a turn's text without its thinking, if that is closed. An empty end_of_thinking means: no thinking."""
+        """Return a turn's text without its thinking, if that is closed. An empty
+        end_of_thinking means: no thinking.
+        """
         text = self.tokenizer.continued(tokens)
         parts = without_thinking(text, self.end_of_thinking)
         return text if parts is None else parts[1]

@@ -1,9 +1,11 @@
-"""A guessing game: the prompt's answer is a secret whole number, and the last number in each turn is a guess at it.
+"""A guessing game: the prompt's answer is a secret whole number, and the last number in
+each turn is a guess at it.
 
     50 ─► lower ─► 25 ─► higher ─► 37 ─► (right: done)
 
-It gives the reward itself: right if the number was guessed within the allowed turns, else wrong. Text written after the
-thinking budget has run out no longer counts as a guess.
+It gives the reward itself: right if the number was guessed within the allowed turns,
+else wrong. Text written after the thinking budget has run out no longer counts as a
+guess.
 """
 
 import re
@@ -37,7 +39,9 @@ class Guessing(Environment):
         self._right = guess == self._secret
         if self._right:
             return DONE
-        return Observation(self._setting.framing.tokens("higher" if guess < self._secret else "lower"))
+        return Observation(
+            self._setting.framing.tokens("higher" if guess < self._secret else "lower")
+        )
 
     async def reward(self) -> Verdict | None:
         return judged(self._right)

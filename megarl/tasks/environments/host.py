@@ -1,4 +1,5 @@
-"""Keeps an environment's process alive, and determines which episode is to blame when the process fails.
+"""Keeps an environment's process alive, and determines which episode is to blame when
+the process fails.
 
 episodes ── ask ──► Process ── frames ──► worker.py          dies or blocks: killed, and replaced at the next request;
                       ▲ reply, or Died(culprit)              the episode whose code was running fails, others are replayed
@@ -21,18 +22,29 @@ import msgspec
 from megarl.core.base.contracts import EnvironmentDown
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import decode, encode
-from megarl.tasks.environments.worker import HEAD, MARK, EpisodeReply, EpisodeRequest, Setup, frame, longest_reply
+from megarl.tasks.environments.worker import (
+    HEAD,
+    MARK,
+    EpisodeReply,
+    EpisodeRequest,
+    Setup,
+    frame,
+    longest_reply,
+)
 from megarl.tasks.graders.functions import environment
 
 log = logging.getLogger(__name__)
 START_LIMIT_S = 120.0
 MARGIN_S = 5.0
-"""Grace after the time at which the process should itself have ended a slow call. If it then has sent nothing for that long, it
-is considered blocked."""
+"""Grace after the time at which the process should itself have ended a slow call. If it
+then has sent nothing for that long, it is considered blocked.
+"""
 
 
 class Died(Exception):
-    """The process ended before it replied. culprit: the episode whose code was running; 0 if none was, or if unknown."""
+    """The process ended before it replied. culprit: the episode whose code was running;
+    0 if none was, or if unknown.
+    """
 
     def __init__(self, culprit: int, why: str) -> None:
         super().__init__(why)
@@ -43,7 +55,9 @@ class Process:
     """One run of an environment's process, after its greeting."""
 
     def __init__(self, process: asyncio.subprocess.Process, mark: mmap.mmap, longest: int) -> None:
-        """mark: the memory in which the process says whose code is running; longest: bytes of its longest reply."""
+        """mark: the memory in which the process says whose code is running; longest:
+        bytes of its longest reply.
+        """
         self._process, self._mark, self._longest = process, mark, longest
         self._waiting: dict[int, asyncio.Future[EpisodeReply]] = {}
         self._heard = 0.0
@@ -51,14 +65,18 @@ class Process:
         self._reading = asyncio.create_task(self._read())
 
     async def ask(self, request: EpisodeRequest) -> EpisodeReply:
-        """Return the reply to a request. The process itself should end the call within `limit_s`. Raises Died."""
+        """Return the reply to a request. The process itself should end the call within
+        `limit_s`. Raises Died.
+        """
         assert self._process.stdin
         if self.over:
             raise Died(self.over.culprit, str(self.over))
         reply: asyncio.Future[EpisodeReply] = asyncio.get_running_loop().create_future()
         self._waiting[request.call] = reply
         try:
-            with contextlib.suppress(OSError, RuntimeError):  # it has just ended; `_read` notices that too
+            with contextlib.suppress(
+                OSError, RuntimeError
+            ):  # it has just ended; `_read` notices that too
                 self._process.stdin.write(frame(encode(request)))
             for _ in range(2):  # a process that is slow because of its load gets twice the time
                 if (await asyncio.wait({reply}, timeout=request.limit_s + MARGIN_S))[0]:
@@ -67,12 +85,16 @@ class Process:
                     blocks = f"blocked its process for more than {request.limit_s:g} s"
                     self.end(Died(MARK.unpack_from(self._mark)[0] or request.episode, blocks))
                     return reply.result()
-            return EpisodeReply(call=request.call, error=f"took longer than {request.limit_s:g} s, and still runs")
+            return EpisodeReply(
+                call=request.call, error=f"took longer than {request.limit_s:g} s, and still runs"
+            )
         finally:
             self._waiting.pop(request.call, None)
 
     def end(self, why: Died) -> None:
-        """Kill the process and its children. Everyone who waits for a reply gets the error `why`."""
+        """Kill the process and its children. Everyone who waits for a reply gets the
+        error `why`.
+        """
         if self.over:
             return
         self.over = why
@@ -112,12 +134,18 @@ class Host:
         self.numbers = itertools.count(1)  # for episodes and calls
 
     def check(self) -> None:
-        """Raise MegarlError if the environment is unusable. Another process checks that, since an import may do anything."""
+        """Raise MegarlError if the environment is unusable. Another process checks
+        that, since an import may do anything.
+        """
         try:
             done = subprocess.run(
-                [*_COMMAND, "-1"], input=frame(encode(self._setup)), env=environment(), capture_output=True,
-                timeout=START_LIMIT_S, start_new_session=True,
-            )  # fmt: skip
+                [*_COMMAND, "-1"],
+                input=frame(encode(self._setup)),
+                env=environment(),
+                capture_output=True,
+                timeout=START_LIMIT_S,
+                start_new_session=True,
+            )
             greeting: EpisodeReply = decode(done.stdout[HEAD.size :], EpisodeReply)
             if greeting.error is None:
                 return
@@ -163,9 +191,15 @@ async def _started(setup: Setup) -> Process:
         os.ftruncate(descriptor, MARK.size)
         mark = mmap.mmap(descriptor, MARK.size)
         process = await asyncio.create_subprocess_exec(
-            *_COMMAND, str(descriptor), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=longest,
-            env=environment(), pass_fds=(descriptor,), start_new_session=True,
-        )  # fmt: skip
+            *_COMMAND,
+            str(descriptor),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=longest,
+            env=environment(),
+            pass_fds=(descriptor,),
+            start_new_session=True,
+        )
     finally:
         os.close(descriptor)
     assert process.stdin
@@ -181,7 +215,9 @@ async def _started(setup: Setup) -> Process:
         if isinstance(error, TimeoutError):
             raise EnvironmentDown(f"its process was not ready within {START_LIMIT_S:g} s") from None
         if isinstance(error, EOFError | OSError | RuntimeError | msgspec.DecodeError | ValueError):
-            raise EnvironmentDown("its process ended as it started; the controller's log has the reason") from None
+            raise EnvironmentDown(
+                "its process ended as it started; the controller's log has the reason"
+            ) from None
         raise
     return Process(process, mark, longest)
 

@@ -1,11 +1,12 @@
-"""A Python tool: runs the last program in a turn in the sandbox, and replies with its output.
+"""A Python tool: runs the last program in a turn in the sandbox, and replies with its
+output.
 
     ```python                        or      <tool_call>
     print(6 * 7)                             {"name": "python", "arguments": {"code": "print(6 * 7)"}}
     ```                                      </tool_call>
 
-Each call runs in a new process, so no state is kept between calls. Errors are printed as Python prints them. A turn without a
-program outside its thinking is the last one.
+Each call runs in a new process, so no state is kept between calls. Errors are printed
+as Python prints them. A turn without a program outside its thinking is the last one.
 """
 
 import json
@@ -31,11 +32,15 @@ except Exception as error:
     traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
     sys.exit(1)
 """
-"""The program as it is run. Errors go to stdout, because a sandbox does not return stderr."""
+"""The program as it is run. Errors go to stdout, because a sandbox does not return
+stderr.
+"""
 
 
 class Python(Environment):
-    """The environment; it has no state. The sandbox limits how many programs run at once."""
+    """The environment; it has no state. The sandbox limits how many programs run at
+    once.
+    """
 
     def __init__(self, setting: Setting) -> None:
         setting.framing.check()
@@ -50,11 +55,15 @@ class Python(Environment):
         except ValueError as error:
             return Observation(self._setting.framing.tokens(str(error)), error=True)
         ran = await self._setting.sandbox.run(WRAPPED.format(program=program), "")
-        return Observation(self._setting.framing.tokens(told(ran)), error=ran.ended != "exit" or ran.status != 0)
+        return Observation(
+            self._setting.framing.tokens(told(ran)), error=ran.ended != "exit" or ran.status != 0
+        )
 
 
 def last_call(text: str) -> tuple[str, str] | None:
-    """Return kind (FENCE or TOOL_CALL) and content of the last closed call, or None, in time linear in the text's length."""
+    """Return kind (FENCE or TOOL_CALL) and content of the last closed call, or None, in
+    time linear in the text's length.
+    """
     last = max(blocks(text, OPENING, CLOSING), key=lambda block: block.begin, default=None)
     if last is None:
         return None
@@ -63,7 +72,9 @@ def last_call(text: str) -> tuple[str, str] | None:
 
 
 def program_of(kind: str, called: str) -> str:
-    """Return the program of a call; ValueError, with a text for the policy, for a malformed tool call."""
+    """Return the program of a call; ValueError, with a text for the policy, for a
+    malformed tool call.
+    """
     if kind == FENCE:
         return called
     try:
@@ -72,14 +83,21 @@ def program_of(kind: str, called: str) -> str:
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError('error: a call is {"name": "python", "arguments": {"code": …}}') from None
     if name != "python" or not isinstance(program, str):
-        raise ValueError(f"error: there is no tool {name!r}; the only one is python, with its code as a string")
+        raise ValueError(
+            f"error: there is no tool {name!r}; the only one is python, with its code as a string"
+        )
     return program
 
 
 def told(ran: Ran) -> str:
-    """Return the reply to the policy about a program that has run: its output, and why it failed."""
+    """Return the reply to the policy about a program that has run: its output, and why
+    it failed.
+    """
     printed = ran.stdout.strip("\n")
-    why = {"time": "it took too long and was ended", "output": "it printed too much and was ended"}.get(ran.ended, "")
+    why = {
+        "time": "it took too long and was ended",
+        "output": "it printed too much and was ended",
+    }.get(ran.ended, "")
     if not why and (ran.status < 0 or (ran.status and not printed)):
         why = f"ended with status {ran.status}"
     return f"{printed}\nerror: {why}".lstrip("\n") if why else printed or "(nothing was printed)"

@@ -1,11 +1,12 @@
-"""A recipe's environments, by task; each plays an episode within limits set by the recipe.
+"""A recipe's environments, by task; each plays an episode within limits set by the
+recipe.
 
 async with bounded.played(prompt):      reset … close
     observation = await bounded.step(turn)
 bounded.told()                          the part of the rollout's record about the episode
 
-If another episode brings down the process, the episode goes on in a new one: that is given the same turns again, and must
-reply to them in the same way.
+If another episode brings down the process, the episode goes on in a new one: that is
+given the same turns again, and must reply to them in the same way.
 """
 
 import asyncio
@@ -24,11 +25,21 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Episode, Prompt
 from megarl.core.recipe import Recipe, Rows
 from megarl.tasks.environments.host import Died, Host, Process
-from megarl.tasks.environments.worker import BUILT_IN, Act, EpisodeReply, EpisodeRequest, Episodes, Part, Setup
+from megarl.tasks.environments.worker import (
+    BUILT_IN,
+    Act,
+    EpisodeReply,
+    EpisodeRequest,
+    Episodes,
+    Part,
+    Setup,
+)
 
 log = logging.getLogger(__name__)
 REPLY_LIMIT_S = 600.0
-"""Time limit for a reply, including the wait for a free sandbox, which may take minutes when many episodes wait."""
+"""Time limit for a reply, including the wait for a free sandbox, which may take minutes
+when many episodes wait.
+"""
 LIVES = 3
 """Number of successive processes in which an episode may be played."""
 
@@ -71,7 +82,10 @@ class Bounded:
         self._calls += 1
         self._errors += reply.error
         if len(reply.tokens) > self._task.reply_tokens:
-            raise self._down(f"replied {len(reply.tokens)} tokens, more than reply_tokens={self._task.reply_tokens}")
+            raise self._down(
+                f"replied {len(reply.tokens)} tokens, more than"
+                f" reply_tokens={self._task.reply_tokens}"
+            )
         self._check_tokens(reply.tokens.tolist(), "replied")
         return reply
 
@@ -82,10 +96,18 @@ class Bounded:
         return verdict
 
     def told(self, turns: int, limited: bool) -> Episode:
-        return Episode(turns=turns, calls=self._calls, errors=self._errors, seconds=self._seconds, limited=limited)
+        return Episode(
+            turns=turns,
+            calls=self._calls,
+            errors=self._errors,
+            seconds=self._seconds,
+            limited=limited,
+        )
 
     async def _surely[T](self, act: Callable[[], Awaitable[T]]) -> T:
-        """Run `act` with the process that plays the episode; if it dies, with the next one, up to LIVES."""
+        """Run `act` with the process that plays the episode; if it dies, with the next
+        one, up to LIVES.
+        """
         why = ""
         for _ in range(LIVES):
             try:
@@ -101,10 +123,14 @@ class Bounded:
             except Exception as error:  # no episode may end the controller
                 log.exception("%s failed in a way that nobody foresaw", self._where)
                 raise self._down(f"{type(error).__name__}: {error}", ": ") from None
-        raise self._down(f"{why}; the last of {LIVES} processes, and it is unknown which episode was to blame")
+        raise self._down(
+            f"{why}; the last of {LIVES} processes, and it is unknown which episode was to blame"
+        )
 
     async def _begin(self) -> None:
-        """Begin the episode in the live process; an episode already in progress is replayed up to where it was."""
+        """Begin the episode in the live process; an episode already in progress is
+        replayed up to where it was.
+        """
         again = self._process is not None
         self._process = await self._host.process()
         begun = await self._answered("reset", prompt=self._prompt)
@@ -113,7 +139,10 @@ class Bounded:
         for tokens, before in self._past:
             reply = await self._observed(tokens)
             if reply[1:] != before[1:] or not np.array_equal(reply.tokens, before.tokens):
-                raise self._down("was replayed, because its process had ended, and answered the same turns differently")
+                raise self._down(
+                    "was replayed, because its process had ended, and answered the same turns"
+                    " differently"
+                )
         if again:
             log.info("%s goes on in another process after %d turns", self._where, len(self._past))
 
@@ -126,7 +155,9 @@ class Bounded:
     async def _answered(self, act: Act, **given: Any) -> EpisodeReply:
         assert self._process is not None
         call, limit_s = next(self._host.numbers), REPLY_LIMIT_S
-        request = EpisodeRequest(call=call, episode=self._episode, limit_s=limit_s, act=act, **given)
+        request = EpisodeRequest(
+            call=call, episode=self._episode, limit_s=limit_s, act=act, **given
+        )
         reply = await self._process.ask(request)
         if reply.error is not None:
             raise self._down(reply.error, ": ")
@@ -135,18 +166,24 @@ class Bounded:
     def _check_tokens(self, tokens: list[int] | tuple[int, ...], what: str) -> None:
         for token in tokens:
             if not 0 <= token < self._vocabulary:
-                raise self._down(f"{what} token {token}, which is not in the vocabulary of {self._vocabulary}")
+                raise self._down(
+                    f"{what} token {token}, which is not in the vocabulary of {self._vocabulary}"
+                )
 
     def _down(self, why: str, between: str = " ") -> EnvironmentDown:
         return EnvironmentDown(f"{self._where}{between}{why}")
 
 
 class TaskEnvironments:
-    """Environments by task or suite, with one process per environment. MegarlError if one of the recipe's is unusable here."""
+    """Environments by task or suite, with one process per environment. MegarlError if
+    one of the recipe's is unusable here.
+    """
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         self._keys = {name: f"data.tasks.{name}.environment" for name in recipe.data.tasks}
-        self._keys |= {name: f"evaluation.suites.{name}.environment" for name in recipe.evaluation.sampled}
+        self._keys |= {
+            name: f"evaluation.suites.{name}.environment" for name in recipe.evaluation.sampled
+        }
         self._tasks = {name: task for name, task in recipe.sampled.items() if task.environment}
         self._tokenizer = tokenizer
         self._hosts: dict[str, Host] = {}
@@ -158,12 +195,16 @@ class TaskEnvironments:
                     reply_tokens=task.reply_tokens,
                     template_options=task.template_options,
                 )
-                for name, task in self._tasks.items() if task.environment == environment
-            }  # fmt: skip
+                for name, task in self._tasks.items()
+                if task.environment == environment
+            }
             setup = Setup(
-                environment=environment, tokenizer=str(tokenizer.path), sandbox=recipe.data.sandbox,
-                end_of_thinking=recipe.length.end_of_thinking, parts=parts,
-            )  # fmt: skip
+                environment=environment,
+                tokenizer=str(tokenizer.path),
+                sandbox=recipe.data.sandbox,
+                end_of_thinking=recipe.length.end_of_thinking,
+                parts=parts,
+            )
             self._hosts[environment] = host = Host(setup)
             if environment in BUILT_IN:
                 Episodes(setup, tokenizer, int)

@@ -1,12 +1,14 @@
 """The process that plays the episodes of one environment, many at a time.
 
     stdin   Setup, then requests of episodes
-    stdout  an EpisodeReply: episodes can begin, or why not; then one for each request, in the order in which they are ready
-            both in frames: 8 bytes with the length of the rest, then msgpack
+    stdout  an EpisodeReply: episodes can begin, or why not; then one for each request,
+            in the order in which they are ready both in frames: 8 bytes with the length
+            of the rest, then msgpack
 
-A user's class is instantiated and called only here. Whatever it raises becomes the error in a reply. host.py deals with code
-that ends or blocks this process; `mark` is shared memory that tells it which episode's code is running. The process ends when
-its parent ends or its stdin is closed.
+A user's class is instantiated and called only here. Whatever it raises becomes the
+error in a reply. host.py deals with code that ends or blocks this process; `mark` is
+shared memory that tells it which episode's code is running. The process ends when its
+parent ends or its stdin is closed.
 """
 
 import asyncio
@@ -47,7 +49,9 @@ SAID = 1000
 
 
 class Part(Record, frozen=True):
-    """What an environment needs to know about a task or suite. key: the environment's key in the recipe, for errors."""
+    """What an environment needs to know about a task or suite. key: the environment's
+    key in the recipe, for errors.
+    """
 
     key: str
     template: str
@@ -56,7 +60,9 @@ class Part(Record, frozen=True):
 
 
 class Setup(Record, frozen=True):
-    """The environment that a process runs. tokenizer: the tokenizer's directory; parts: by task or suite."""
+    """The environment that a process runs. tokenizer: the tokenizer's directory; parts:
+    by task or suite.
+    """
 
     environment: str
     tokenizer: str
@@ -74,7 +80,9 @@ Act = Literal["reset", "step", "reward", "close"]
 
 
 class EpisodeRequest(Record, frozen=True):
-    """A call of an episode. prompt: the episode's prompt, for a reset; tokens [n] int32: the policy's turn, for a step."""
+    """A call of an episode. prompt: the episode's prompt, for a reset; tokens [n]
+    int32: the policy's turn, for a step.
+    """
 
     call: int
     episode: int
@@ -85,7 +93,9 @@ class EpisodeRequest(Record, frozen=True):
 
 
 class EpisodeReply(Record, frozen=True):
-    """The result of a call; call 0 is the process's greeting. error: why there is no result."""
+    """The result of a call; call 0 is the process's greeting. error: why there is no
+    result.
+    """
 
     call: int = 0
     error: str | None = None
@@ -95,8 +105,10 @@ class EpisodeReply(Record, frozen=True):
 
 
 class Episodes:
-    """The episodes of this process. mark: called with the number of the episode whose code runs, or 0 when none does.
-    MegarlError if the environment is unusable here; to find out, one is instantiated for each task."""
+    """The episodes of this process. mark: called with the number of the episode whose
+    code runs, or 0 when none does. MegarlError if the environment is unusable here; to
+    find out, one is instantiated for each task.
+    """
 
     def __init__(self, setup: Setup, tokenizer: Tokenizer, mark: Callable[[int], object]) -> None:
         self._setup, self._mark = setup, mark
@@ -108,20 +120,28 @@ class Episodes:
         self._factory = _found(next(iter(setup.parts.values())).key, setup.environment)
         for name, part in setup.parts.items():
             framing = Framing(tokenizer, part.template, part.reply_tokens, part.template_options)
-            setting = Setting(name, tokenizer, framing, sandbox, setup.end_of_thinking, part.reply_tokens)
+            setting = Setting(
+                name, tokenizer, framing, sandbox, setup.end_of_thinking, part.reply_tokens
+            )
             self._settings[name] = setting
             try:
                 environment = self._factory(setting)
             except MegarlError as error:
                 raise MegarlError(f"{part.key}: {error}") from None
             except BaseException as error:  # a user's class may raise anything
-                raise MegarlError(f"{part.key}: {setup.environment} cannot be made: {_said(error)}") from error
+                raise MegarlError(
+                    f"{part.key}: {setup.environment} cannot be made: {_said(error)}"
+                ) from error
             if not isinstance(environment, Environment):
                 what = f"{part.key}: {setup.environment}"
-                raise MegarlError(f"{what} is not an Environment; derive it from megarl.environments.Environment")
+                raise MegarlError(
+                    f"{what} is not an Environment; derive it from megarl.environments.Environment"
+                )
 
     async def answer(self, request: EpisodeRequest) -> bytes:
-        """Return an encoded reply, whatever the environment does. Never returns if the environment cannot be cancelled."""
+        """Return an encoded reply, whatever the environment does. Never returns if the
+        environment cannot be cancelled.
+        """
         try:
             message = encode(await self._reply(request))
             most = longest_reply(self._setup)
@@ -138,10 +158,15 @@ class Episodes:
             return EpisodeReply(call=request.call)  # its environment was never created
         try:
             async with asyncio.timeout(request.limit_s) as limit:
-                return await _Marked(self._answer(request), lambda inside: self._mark(request.episode if inside else 0))
+                return await _Marked(
+                    self._answer(request),
+                    lambda inside: self._mark(request.episode if inside else 0),
+                )
         except GraderDown as error:
             return EpisodeReply(call=request.call, error=_said(error).partition(": ")[2])
-        except BaseException as error:  # CancelledError and SystemExit too: they come from the environment
+        except (
+            BaseException
+        ) as error:  # CancelledError and SystemExit too: they come from the environment
             if limit.expired():
                 late = f"{request.act} took longer than {request.limit_s:g} s"
                 return EpisodeReply(call=request.call, error=late)
@@ -157,26 +182,36 @@ class Episodes:
             environment = self._factory(self._settings[request.prompt.task])
             self._playing[request.episode] = environment
             await _awaited(environment.reset(request.prompt))
-            return EpisodeReply(call=request.call, stop_tokens=tuple(int(token) for token in environment.stop_tokens))
+            return EpisodeReply(
+                call=request.call,
+                stop_tokens=tuple(int(token) for token in environment.stop_tokens),
+            )
         environment = self._playing[request.episode]
         if request.tokens is not None:
             return EpisodeReply(
-                call=request.call, observation=_observed(await _awaited(environment.step(request.tokens)))
+                call=request.call,
+                observation=_observed(await _awaited(environment.step(request.tokens))),
             )
         if request.act == "reward":
-            return EpisodeReply(call=request.call, verdict=_verdict(await _awaited(environment.reward())))
+            return EpisodeReply(
+                call=request.call, verdict=_verdict(await _awaited(environment.reward()))
+            )
         del self._playing[request.episode]
         await _awaited(environment.close())
         return EpisodeReply(call=request.call)
 
 
 async def _awaited(result: Any) -> Any:
-    """Return what a user's method returns, which may be no coroutine: a plain `def` is easily written."""
+    """Return what a user's method returns, which may be no coroutine: a plain `def` is
+    easily written.
+    """
     return await result if inspect.isawaitable(result) else result
 
 
 class _Marked[T]:
-    """Awaits `inner`; calls `mark(True)` whenever its code starts to run, and `mark(False)` when it waits or ends."""
+    """Awaits `inner`; calls `mark(True)` whenever its code starts to run, and
+    `mark(False)` when it waits or ends.
+    """
 
     def __init__(self, inner: Awaitable[T], mark: Callable[[bool], object]) -> None:
         self._inner, self._mark = inner, mark
@@ -199,10 +234,15 @@ class _Marked[T]:
 
 
 def _observed(answer: Any) -> Observation:
-    """Validate the answer of a user's environment, which may be anything. TypeError or ValueError if it is unusable."""
+    """Validate the answer of a user's environment, which may be anything. TypeError or
+    ValueError if it is unusable.
+    """
     if not isinstance(answer, Observation):
         raise TypeError(f"it answered {answer!r:.80}, not an Observation")
-    tokens, wrong = np.asarray(answer.tokens), f"it answered {answer.tokens!r:.80}, which are not token ids"
+    tokens, wrong = (
+        np.asarray(answer.tokens),
+        f"it answered {answer.tokens!r:.80}, which are not token ids",
+    )
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise TypeError(wrong)
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 31:
@@ -227,7 +267,9 @@ def _said(error: BaseException) -> str:
 
 
 def _found(key: str, environment: str) -> Factory:
-    """Return the class that the recipe names: a built-in one, or the user's, from PYTHONPATH or the working directory."""
+    """Return the class that the recipe names: a built-in one, or the user's, from
+    PYTHONPATH or the working directory.
+    """
     if environment in BUILT_IN:
         return BUILT_IN[environment]
     try:
@@ -242,10 +284,14 @@ def frame(message: bytes) -> bytes:
 
 
 def main(mark: int) -> None:
-    """Serve one environment until stdin closes. mark: the descriptor of the shared memory, or -1 for ordinary memory."""
+    """Serve one environment until stdin closes. mark: the descriptor of the shared
+    memory, or -1 for ordinary memory.
+    """
     die_with_parent()
     Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this dies first
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4  # for this and each child process
+    most = (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    )  # for this and each child process
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -265,7 +311,9 @@ def main(mark: int) -> None:
 
 async def _serve(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> None:
     reader = asyncio.StreamReader(limit=LONGEST)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), requests
+    )
     tasks = set[asyncio.Task[None]]()
 
     async def one(request: EpisodeRequest) -> None:
@@ -276,7 +324,9 @@ async def _serve(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> N
             (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
             request: EpisodeRequest = decode(await reader.readexactly(length), EpisodeRequest)
         except asyncio.IncompleteReadError:
-            os._exit(0)  # no more requests will come; do not wait for code of the environment that still runs
+            os._exit(
+                0
+            )  # no more requests will come; do not wait for code of the environment that still runs
         task = asyncio.create_task(one(request))
         tasks.add(task)
         task.add_done_callback(tasks.discard)

@@ -1,4 +1,5 @@
-"""Rewards: is the answer after the thinking trace right? +1 if so, else −1; further rewards may be added with weights.
+"""Rewards: is the answer after the thinking trace right? +1 if so, else −1; further
+rewards may be added with weights.
 
 completion text ─► the text after `</think>`; if there is none, that is a format error, and wrong
                       ├─ exact: equal to the prompt's answer, up to surrounding whitespace (in this process, microseconds)
@@ -6,7 +7,8 @@ completion text ─► the text after `</think>`; if there is none, that is a fo
                       ├─ reasoning-gym: its family's scorer gives the full score     (reasoning_gym.py, worker.py)
                       └─ code:  its last block of Python passes the tests            (code.py, sandbox.py, inside.py)
 
-Others: an HTTP service (remote.py), the user's own function (worker.py), `format`: whether there is an answer at all.
+Others: an HTTP service (remote.py), the user's own function (worker.py), `format`:
+whether there is an answer at all.
 
 grader.py   TaskGraders: the controller's interface to the graders, by task
 answer.py   Submission: what a grader sees, and the grade that follows from verdicts

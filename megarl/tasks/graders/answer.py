@@ -1,4 +1,6 @@
-"""What a grader is shown (`Submission`), and how graders' verdicts become a grade (`graded`)."""
+"""What a grader is shown (`Submission`), and how graders' verdicts become a grade
+(`graded`).
+"""
 
 import math
 from collections.abc import Mapping
@@ -10,10 +12,10 @@ from megarl.core.base.contracts import RIGHT, WRONG, Grade, GraderDown, Verdict
 class Submission(NamedTuple):
     """What a grader sees.
 
-    answer: the text after the thinking trace ("" if there is none, or the trace is not closed);
-    completion: the whole text; expected: the data set's answer. If a row accepts several, the
-    grader is asked with one after the other until it finds the answer right. truncated: whether
-    a length limit cut the text off.
+    answer: the text after the thinking trace ("" if there is none, or the trace is not
+    closed); completion: the whole text; expected: the data set's answer. If a row
+    accepts several, the grader is asked with one after the other until it finds the
+    answer right. truncated: whether a length limit cut the text off.
     """
 
     answer: str
@@ -25,12 +27,18 @@ class Submission(NamedTuple):
 
 
 def judged(correct: bool, timeout: bool = False) -> Verdict:
-    """Return the verdict of a grader that knows only right and wrong. timeout: whether it ran out of time."""
+    """Return the verdict of a grader that knows only right and wrong. timeout: whether
+    it ran out of time.
+    """
     return Verdict(RIGHT if correct else WRONG, timeout)
 
 
-def graded(answer: str, main: Verdict, others: Mapping[str, Verdict], weights: Mapping[str, float]) -> Grade:
-    """Combine the main verdict with the others', by name. GraderDown if all judged, but the square of the sum is not finite."""
+def graded(
+    answer: str, main: Verdict, others: Mapping[str, Verdict], weights: Mapping[str, float]
+) -> Grade:
+    """Combine the main verdict with the others', by name. GraderDown if all judged, but
+    the square of the sum is not finite.
+    """
     verdicts = {"answer": main, **others}
     reward = main.score + sum(weights[name] * verdict.score for name, verdict in others.items())
     judged = not any(math.isnan(verdict.score) for verdict in verdicts.values())
@@ -38,6 +46,18 @@ def graded(answer: str, main: Verdict, others: Mapping[str, Verdict], weights: M
         scores = ", ".join(f"{name} {verdict.score:g}" for name, verdict in verdicts.items())
         what = f"the reward is {reward}, not a number of magnitude below 1e154"
         raise GraderDown(f"{what} (scores before their weights: {scores})")
-    timeout, error = any(v.timeout for v in verdicts.values()), any(v.error for v in verdicts.values())
-    rewards = {name: verdict.score for name, verdict in verdicts.items()} if others and judged else {}
-    return Grade(reward if judged else math.nan, main.score > 0, bool(answer), timeout, error or not judged, rewards)
+    timeout, error = (
+        any(v.timeout for v in verdicts.values()),
+        any(v.error for v in verdicts.values()),
+    )
+    rewards = (
+        {name: verdict.score for name, verdict in verdicts.items()} if others and judged else {}
+    )
+    return Grade(
+        reward if judged else math.nan,
+        main.score > 0,
+        bool(answer),
+        timeout,
+        error or not judged,
+        rewards,
+    )

@@ -1,4 +1,5 @@
-"""Grades a program by tests: each runs in the sandbox, its result is compared outside, and the first failure ends the grading.
+"""Grades a program by tests: each runs in the sandbox, its result is compared outside,
+and the first failure ends the grading.
 
     answer ─► program (fences.py) ─► for each test ─► Sandbox ─► printed result  ═?═  the test's expected result
 
@@ -9,8 +10,9 @@ The prompt's `answer` is the JSON text of the tests, of four kinds, which may be
                {"assert": "assert add(1, 2) == 3"},            the same, as MBPP writes it
                {"check": "def check(candidate): …", "entry_point": "add"}]}       code with asserts, as in HumanEval
 
-The program can never reach the expected result: that stays outside or, for a check, in a separate sandbox that calls the
-function through a pipe. A program that exits before its tests, reads its own memory or lies about its success gains nothing.
+The program can never reach the expected result: that stays outside or, for a check, in
+a separate sandbox that calls the function through a pipe. A program that exits before
+its tests, reads its own memory or lies about its success gains nothing.
 """
 
 import ast
@@ -30,10 +32,20 @@ from megarl.tasks.graders.fences import program_of
 from megarl.tasks.graders.sandbox import Ran, Sandbox
 
 SHOWN_BYTES = 1 << 16
-"""A result longer than this plus 4 times the expected one is not parsed: that would take too much of the controller's time."""
+"""A result longer than this plus 4 times the expected one is not parsed: that would
+take too much of the controller's time.
+"""
 PASSED = "passed"
 """The output of a check's sandbox if no assert failed."""
-UNREADABLE = (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError, OverflowError)
+UNREADABLE = (
+    ValueError,
+    SyntaxError,
+    TypeError,
+    KeyError,
+    MemoryError,
+    RecursionError,
+    OverflowError,
+)
 """The exceptions from parsing a text that is malformed, or made to break its parser."""
 NON_FINITE: dict[str, complex] = {
     "inf": math.inf,
@@ -43,11 +55,15 @@ NON_FINITE: dict[str, complex] = {
 }
 """How `repr` writes numbers that are not finite; those with j are imaginary."""
 FLOATS_AGREE = 1e-6
-"""Tolerance for float results, and for printed numbers with a decimal point: relative or absolute, as most judges have it."""
+"""Tolerance for float results, and for printed numbers with a decimal point: relative
+or absolute, as most judges have it.
+"""
 
 
 class UnitTest(NamedTuple):
-    """One test: `given` (stdin) with `printed`, `call` with `result`, or `check` with `entry_point`."""
+    """One test: `given` (stdin) with `printed`, `call` with `result`, or `check` with
+    `entry_point`.
+    """
 
     given: str = ""
     printed: str = ""
@@ -64,7 +80,9 @@ class Code:
         self._sandbox = sandbox
 
     async def check(self, submission: Submission) -> Verdict:
-        """Return whether the program in the answer passes all tests; timeout: whether a test timed out."""
+        """Return whether the program in the answer passes all tests; timeout: whether a
+        test timed out.
+        """
         program = await asyncio.to_thread(program_of, submission.answer, submission.truncated)
         if program is None:
             return judged(False)
@@ -72,14 +90,18 @@ class Code:
             if test.check:
                 ran = await self._sandbox.run_checked(program, test.entry_point, test.check)
             else:
-                ran = await self._sandbox.run(program, test.given, test.call, expected=4 * len(test.printed))
+                ran = await self._sandbox.run(
+                    program, test.given, test.call, expected=4 * len(test.printed)
+                )
             if not passed(test, ran):
                 return judged(False, timeout=ran.ended == "time")
         return judged(True)
 
 
 def passed(test: UnitTest, ran: Ran) -> bool:
-    """Return whether the program exited by itself and gave the result that the test expects."""
+    """Return whether the program exited by itself and gave the result that the test
+    expects.
+    """
     if ran.ended != "exit":
         return False
     if test.check:
@@ -95,8 +117,12 @@ def passed(test: UnitTest, ran: Ran) -> bool:
 
 
 def same_text(printed: str, expected: str) -> bool:
-    """Compare word by word within each line, and ignore empty lines around all; equal numbers may be written differently."""
-    ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (printed, expected))
+    """Compare word by word within each line, and ignore empty lines around all; equal
+    numbers may be written differently.
+    """
+    ours, theirs = (
+        [line.split() for line in text.strip().splitlines()] for text in (printed, expected)
+    )
     if [len(line) for line in ours] != [len(line) for line in theirs]:
         return False
     words = zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True)
@@ -104,13 +130,18 @@ def same_text(printed: str, expected: str) -> bool:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Compare like Python's ==, but a tuple equals a list, NaN equals NaN, and floats and complex numbers may differ
-    within FLOATS_AGREE."""
+    """Compare like Python's ==, but a tuple equals a list, NaN equals NaN, and floats
+    and complex numbers may differ within FLOATS_AGREE.
+    """
     if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
-        return value.keys() == expected.keys() and all(same_value(value[key], expected[key]) for key in value)
-    numbers = isinstance(value, int | float | complex) and isinstance(expected, int | float | complex)
+        return value.keys() == expected.keys() and all(
+            same_value(value[key], expected[key]) for key in value
+        )
+    numbers = isinstance(value, int | float | complex) and isinstance(
+        expected, int | float | complex
+    )
     if numbers and (isinstance(value, float | complex) or isinstance(expected, float | complex)):
         if cmath.isnan(value) or cmath.isnan(expected):
             return cmath.isnan(value) and cmath.isnan(expected)
@@ -136,7 +167,9 @@ def _test(row: Any, number: int) -> UnitTest:
             return UnitTest(given=given, printed=printed)
         case {"call": str(call), "result": str(result), **more} if not more and call.strip():
             return UnitTest(call=call, result=_literal(result, number))
-        case {"check": str(check), "entry_point": str(name), **more} if not more and name.isidentifier():
+        case {"check": str(check), "entry_point": str(name), **more} if (
+            not more and name.isidentifier()
+        ):
             return UnitTest(check=_checked(check, number), entry_point=name)
         case {"assert": str(line), **more} if not more:
             return _asserted(line, number)
@@ -145,18 +178,28 @@ def _test(row: Any, number: int) -> UnitTest:
 
 
 def _checked(source: str, number: int) -> str:
-    """Return the source if it can run, else raise ValueError: programs must not fail because of a faulty check."""
+    """Return the source if it can run, else raise ValueError: programs must not fail
+    because of a faulty check.
+    """
     try:
         tree = ast.parse(source)
     except UNREADABLE as error:
         raise ValueError(f"test {number}: the check is not Python: {error}") from None
     if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
         raise ValueError(f"test {number}: the check defines no function `check`")
-    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    imports = [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    ]
     imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     foreign = sorted({name.partition(".")[0] for name in imports} - sys.stdlib_module_names)
     if foreign:
-        raise ValueError(f"test {number}: the check imports {', '.join(foreign)}; only the standard library is there")
+        raise ValueError(
+            f"test {number}: the check imports {', '.join(foreign)}; only the standard library is"
+            " there"
+        )
     return source
 
 
@@ -175,12 +218,16 @@ def _literal(text: str, number: int) -> Any:
     try:
         return literal(text)
     except UNREADABLE:
-        raise ValueError(f"test {number}: the result {text[:80]!r} is not a Python literal") from None
+        raise ValueError(
+            f"test {number}: the result {text[:80]!r} is not a Python literal"
+        ) from None
 
 
 def literal(text: str) -> Any:
-    """Return the value of a Python literal, in which inf and nan may stand for numbers: as `repr` writes them, or as
-    `float("inf")`, `math.inf` or `np.inf`. One of UNREADABLE if it is none."""
+    """Return the value of a Python literal, in which inf and nan may stand for numbers:
+    as `repr` writes them, or as `float("inf")`, `math.inf` or `np.inf`. One of
+    UNREADABLE if it is none.
+    """
     try:
         return ast.literal_eval(text)
     except ValueError:
@@ -197,13 +244,17 @@ class _NonFinite(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         match node:
-            case ast.Attribute(value=ast.Name(id="math" | "np" | "numpy"), attr="inf" | "nan" as name):
+            case ast.Attribute(
+                value=ast.Name(id="math" | "np" | "numpy"), attr="inf" | "nan" as name
+            ):
                 return ast.Constant(NON_FINITE[name])
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         match node:
-            case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(written))], keywords=[]):
+            case ast.Call(
+                func=ast.Name(id="float"), args=[ast.Constant(value=str(written))], keywords=[]
+            ):
                 return ast.Constant(float(written))
         return node
 
@@ -215,6 +266,8 @@ def _same_number(printed: str, expected: str) -> bool:
         b = Decimal(expected)
         if a.is_nan() or b.is_nan():
             return a.is_qnan() and b.is_qnan()
-        return a == b or ("." in expected and abs(a - b) <= Decimal(FLOATS_AGREE) * max(Decimal(1), abs(b)))
+        return a == b or (
+            "." in expected and abs(a - b) <= Decimal(FLOATS_AGREE) * max(Decimal(1), abs(b))
+        )
     except ArithmeticError:  # a word, or a number of a million digits
         return False

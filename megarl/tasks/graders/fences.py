@@ -2,8 +2,9 @@
 
     answer ─► markdown-it's block parser ─► CodeBlock, CodeBlock, … ─► the last one marked as Python, else the last one
 
-So a block may stand in a list item or a quotation, with three or more backticks or tildes, and may have
-another fence within a longer one. Only HTML is not CommonMark's: a fence directly below `<answer>` counts.
+So a block may stand in a list item or a quotation, with three or more backticks or
+tildes, and may have another fence within a longer one. Only HTML is not CommonMark's: a
+fence directly below `<answer>` counts.
 """
 
 import re
@@ -14,14 +15,20 @@ from functools import cache
 from markdown_it import MarkdownIt
 
 PYTHON = re.compile(r"[\s{.]*(?:python|py)(?![a-z])", re.IGNORECASE)
-"""What an info string begins with if the block is Python: `python`, `py`, `Python 3`, `{.python}`; not `pycon`."""
+"""What an info string begins with if the block is Python: `python`, `py`, `Python 3`,
+`{.python}`; not `pycon`.
+"""
 NOT_NEEDED = ["html_block", "reference", "heading", "lheading"]
-"""Block rules that decide nothing about fences, but for HTML, in which CommonMark would not see them."""
+"""Block rules that decide nothing about fences, but for HTML, in which CommonMark would
+not see them.
+"""
 
 
 @dataclass(frozen=True)
 class CodeBlock:
-    """A fenced code block. info: what follows the opening fence; closed: it has a closing fence."""
+    """A fenced code block. info: what follows the opening fence; closed: it has a
+    closing fence.
+    """
 
     info: str
     content: str
@@ -35,8 +42,9 @@ class CodeBlock:
 def program_of(answer: str, truncated: bool = False) -> str | None:
     """Return the last block that is marked as Python, else the last block, else None.
 
-    Blank blocks do not count. CommonMark ends a block without a closing fence at the end of the text;
-    in a truncated answer such a block does not count either, since more of it was to come.
+    Blank blocks do not count. CommonMark ends a block without a closing fence at the
+    end of the text; in a truncated answer such a block does not count either, since
+    more of it was to come.
     """
     blocks = [block for block in code_blocks(answer) if block.content.strip()]
     if truncated:
@@ -47,7 +55,9 @@ def program_of(answer: str, truncated: bool = False) -> str | None:
 
 
 def code_blocks(text: str) -> Iterator[CodeBlock]:
-    """Yield the fenced code blocks of a text in Markdown. Time is linear in its length: 1 to 10 µs per character."""
+    """Yield the fenced code blocks of a text in Markdown. Time is linear in its length:
+    1 to 10 µs per character.
+    """
     for token in _parser().parse(text):
         if token.type != "fence" or token.map is None:
             continue

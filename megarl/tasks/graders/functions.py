@@ -1,6 +1,8 @@
-"""The functions that worker processes run: `math`, and the user's own, named `package.module:function`.
+"""The functions that worker processes run: `math`, and the user's own, named
+`package.module:function`.
 
-A function takes a Submission and returns a number, or a bool for right and wrong; None or NaN if it cannot judge.
+A function takes a Submission and returns a number, or a bool for right and wrong; None
+or NaN if it cannot judge.
 """
 
 import inspect
@@ -29,7 +31,9 @@ def same_in_mathematics(submission: Submission) -> bool:
 
 
 def named(grader: str) -> Function:
-    """Return the function that a recipe names `math`, `reasoning-gym` or `package.module:function`."""
+    """Return the function that a recipe names `math`, `reasoning-gym` or
+    `package.module:function`.
+    """
     if grader == "math":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         return same_in_mathematics
@@ -45,15 +49,22 @@ def named(grader: str) -> Function:
 
 
 def environment() -> dict[str, str]:
-    """Return a worker's environment variables; with them it finds this process's modules and the working directory's, and a
-    folder for temporary files even if TMPDIR names one that this node does not have."""
+    """Return a worker's environment variables; with them it finds this process's
+    modules and the working directory's, and a folder for temporary files even if TMPDIR
+    names one that this node does not have.
+    """
     path = os.pathsep.join([*(p for p in sys.path if p), os.getcwd()])
     return os.environ | {"PYTHONPATH": path, "TMPDIR": tempfile.gettempdir()}
 
 
 def import_problem(code: str, *arguments: str) -> str:
-    """Run this code in another process, since importing may do anything; return its error's text if it fails, else ""."""
-    placed = "import sys; sys.excepthook = lambda kind, error, _: print(f'{kind.__name__}: {error}', file=sys.stderr)"
+    """Run this code in another process, since importing may do anything; return its
+    error's text if it fails, else "".
+    """
+    placed = (
+        "import sys; sys.excepthook = lambda kind, error, _: print(f'{kind.__name__}: {error}',"
+        " file=sys.stderr)"
+    )
     words = [
         sys.executable,
         "-c",
@@ -61,22 +72,34 @@ def import_problem(code: str, *arguments: str) -> str:
         *arguments,
     ]  # a traceback's last line has no place of a SyntaxError
     try:
-        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=IMPORT_LIMIT_S)
+        done = subprocess.run(
+            words, env=environment(), capture_output=True, text=True, timeout=IMPORT_LIMIT_S
+        )
     except subprocess.TimeoutExpired:
         return f"not imported within {IMPORT_LIMIT_S:g} s"
-    return (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1] if done.returncode else ""
+    return (
+        (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        if done.returncode
+        else ""
+    )
 
 
 def check_importable(what: str, function: str, may_be_async: bool = False) -> None:
-    """Raise MegarlError if this function cannot be imported and called. what: its description in the message."""
+    """Raise MegarlError if this function cannot be imported and called. what: its
+    description in the message.
+    """
     code = f"from {__name__} import usable; usable({function!r}, {may_be_async})"
     if said := import_problem(code):
-        must = f"it must be a function of one argument in a module on PYTHONPATH or in {os.getcwd()}"
+        must = (
+            f"it must be a function of one argument in a module on PYTHONPATH or in {os.getcwd()}"
+        )
         raise MegarlError(f"{what} {function} cannot be used: {said}; {must}")
 
 
 def usable(function: str, may_be_async: bool) -> None:
-    """Import a function; TypeError if it cannot be called with one argument, or returns a coroutine and must not."""
+    """Import a function; TypeError if it cannot be called with one argument, or returns
+    a coroutine and must not.
+    """
     found = named(function)
     if not callable(found):
         raise TypeError("it cannot be called")

@@ -1,4 +1,5 @@
-"""The graders of a run: for each task one that decides right or wrong, and others whose weighted rewards are added.
+"""The graders of a run: for each task one that decides right or wrong, and others whose
+weighted rewards are added.
 
 recipe ─► a Check for each distinct name      ─┬─ exact, format           in this process, immediately
                                                ├─ math, reasoning-gym     worker processes (pool.py)
@@ -33,10 +34,13 @@ log = logging.getLogger(__name__)
 Check = Callable[[Submission], Awaitable[Verdict]]
 """Grades a submission. GraderDown if there can be no verdict."""
 READS_TRUNCATED = ("math", "exact", "reasoning-gym", "code")
-"""Graders for which `length.grade_truncated` counts: with it, a truncated answer is to them a finished one."""
+"""Graders for which `length.grade_truncated` counts: with it, a truncated answer is to
+them a finished one.
+"""
 Decode = Callable[[np.ndarray], str]
 LIMIT_S = 10.0
-"""Time limit for one answer in a worker process; an answer that takes longer is wrong."""
+"""Time limit for one answer in a worker process; an answer that takes longer is wrong.
+"""
 
 
 async def exact(submission: Submission) -> Verdict:
@@ -50,8 +54,9 @@ async def well_formed(submission: Submission) -> Verdict:
 
 
 def _guarded(name: str, check: Check) -> Check:
-    """Return the check; an error at an answer, other than those that graders may raise, costs that
-    answer its verdict, and not the run."""
+    """Return the check; an error at an answer, other than those that graders may raise,
+    costs that answer its verdict, and not the run.
+    """
 
     async def guarded(submission: Submission) -> Verdict:
         try:
@@ -60,7 +65,9 @@ def _guarded(name: str, check: Check) -> Check:
             raise
         except Exception as error:
             log.exception(
-                "the grader %s failed in a way that nobody foresaw; the answer: %.80r", name, submission.answer
+                "the grader %s failed in a way that nobody foresaw; the answer: %.80r",
+                name,
+                submission.answer,
             )
             raise GraderDown(f"the grader {name} failed: {type(error).__name__}: {error}") from None
 
@@ -68,7 +75,8 @@ def _guarded(name: str, check: Check) -> Check:
 
 
 async def any_of(check: Check, submissions: Sequence[Submission]) -> Verdict:
-    """Return the best verdict on one answer, compared with each accepted answer until one is equal.
+    """Return the best verdict on one answer, compared with each accepted answer until
+    one is equal.
 
     If the grader runs out of time, that is the verdict: it would with the others, too.
     """
@@ -83,7 +91,9 @@ async def any_of(check: Check, submissions: Sequence[Submission]) -> Verdict:
 
 
 def unless_cut_off(check: Check) -> Check:
-    """Return the check, to which a truncated answer is wrong unless it states its result completely."""
+    """Return the check, to which a truncated answer is wrong unless it states its
+    result completely.
+    """
 
     async def checked(submission: Submission) -> Verdict:
         if submission.truncated and not has_complete_answer(submission.answer):
@@ -103,7 +113,9 @@ def as_finished(check: Check) -> Check:
 
 
 def _logged(name: str, check: Check) -> Check:
-    """Return the check; it logs its failures, only at each doubling of their number, so that the log does not fill."""
+    """Return the check; it logs its failures, only at each doubling of their number, so
+    that the log does not fill.
+    """
     failures = 0
 
     async def logged(submission: Submission) -> Verdict:
@@ -121,7 +133,9 @@ def _logged(name: str, check: Check) -> Check:
 
 
 def check_graders(recipe: Recipe) -> None:
-    """Raise MegarlError if a grader's sandbox, function (tried in another process) or service key is unusable here."""
+    """Raise MegarlError if a grader's sandbox, function (tried in another process) or
+    service key is unusable here.
+    """
     for name in _named(recipe):
         if name == "code":
             Sandbox(recipe.data.sandbox, 1).check()
@@ -142,9 +156,11 @@ def _named(recipe: Recipe) -> list[str]:
 
 @dataclass(frozen=True)
 class TaskGrader:
-    """A `Grader`. check: decides right or wrong; compare: the same without a log, because it compares answers of the policy,
-    which may be unreadable; others, weights: further rewards, by name; trusted: if any, asked only by `grade_answer`, with
-    weight 0; decode: maps tokens to text."""
+    """A `Grader`. check: decides right or wrong; compare: the same without a log,
+    because it compares answers of the policy, which may be unreadable; others, weights:
+    further rewards, by name; trusted: if any, asked only by `grade_answer`, with weight
+    0; decode: maps tokens to text.
+    """
 
     check: Check
     compare: Check
@@ -154,14 +170,20 @@ class TaskGrader:
     end_of_thinking: str
     decode: Decode
 
-    async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False) -> Grade:
-        return await self._grade(self._submission(text, prompt, truncated), prompt, verdict, self.others)
+    async def grade(
+        self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False
+    ) -> Grade:
+        return await self._grade(
+            self._submission(text, prompt, truncated), prompt, verdict, self.others
+        )
 
     async def grade_answer(
         self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False
     ) -> Grade:
         trusted = {} if self.trusted is None else {**self.others, "trusted": self.trusted}
-        return await self._grade(self._submission(text, prompt, truncated), prompt, verdict, trusted)
+        return await self._grade(
+            self._submission(text, prompt, truncated), prompt, verdict, trusted
+        )
 
     def _submission(self, text: str, prompt: Prompt, truncated: bool) -> Submission:
         return Submission(
@@ -174,27 +196,40 @@ class TaskGrader:
         )
 
     async def _grade(
-        self, submission: Submission, prompt: Prompt, verdict: Verdict | None, others: Mapping[str, Check]
+        self,
+        submission: Submission,
+        prompt: Prompt,
+        verdict: Verdict | None,
+        others: Mapping[str, Check],
     ) -> Grade:
         submissions = [submission._replace(expected=expected) for expected in prompt.answers]
         judged = (any_of(check, submissions) for check in others.values())
         main, *more = await asyncio.gather(self._judge(submissions, verdict), *judged)
-        return graded(submission.answer, main, dict(zip(others, more, strict=True)), {"trusted": 0.0, **self.weights})
+        return graded(
+            submission.answer,
+            main,
+            dict(zip(others, more, strict=True)),
+            {"trusted": 0.0, **self.weights},
+        )
 
     async def agrees(self, answer: str, expected: str) -> bool:
         return (await self.compare(Submission(answer, expected))).score > 0
 
     async def _judge(self, submissions: Sequence[Submission], verdict: Verdict | None) -> Verdict:
-        """Return the main verdict: the given one, if any, or the grader's. An empty answer is wrong without asking it."""
+        """Return the main verdict: the given one, if any, or the grader's. An empty
+        answer is wrong without asking it.
+        """
         if verdict is not None:
             return verdict
         return await any_of(self.check, submissions) if submissions[0].answer else Verdict(WRONG)
 
 
 class TaskGraders:
-    """The graders of a recipe's tasks and suites, by name. Create it within a running event loop. workers: processes per pool,
-    and programs at once (default: `places()`); limit_s: time limit for one answer in a worker; limits: those of a program.
-    MegarlError as in `check_graders`."""
+    """The graders of a recipe's tasks and suites, by name. Create it within a running
+    event loop. workers: processes per pool, and programs at once (default: `places()`);
+    limit_s: time limit for one answer in a worker; limits: those of a program.
+    MegarlError as in `check_graders`.
+    """
 
     def __init__(
         self,
@@ -204,10 +239,18 @@ class TaskGraders:
         limit_s: float = LIMIT_S,
         limits: Limits | None = None,
     ) -> None:
-        self._data, self._workers, self._limit_s, self._limits = recipe.data, workers or places(), limit_s, limits
+        self._data, self._workers, self._limit_s, self._limits = (
+            recipe.data,
+            workers or places(),
+            limit_s,
+            limits,
+        )
         self._pools: list[Pool] = []
         check_graders(recipe)
-        made = {name: _guarded(name, self._made(name, recipe.length.grade_truncated)) for name in _named(recipe)}
+        made = {
+            name: _guarded(name, self._made(name, recipe.length.grade_truncated))
+            for name in _named(recipe)
+        }
         checks = {name: _logged(name, check) for name, check in made.items()}
         self._graders = {
             name: TaskGrader(
@@ -215,7 +258,11 @@ class TaskGraders:
                 made[task.grader],
                 {key: checks[reward.grader] for key, reward in task.rewards.items()},
                 {key: reward.weight for key, reward in task.rewards.items()},
-                checks[task.trusted_grader] if isinstance(task, Task) and task.trusted_grader else None,
+                (
+                    checks[task.trusted_grader]
+                    if isinstance(task, Task) and task.trusted_grader
+                    else None
+                ),
                 recipe.length.end_of_thinking,
                 decode,
             )

@@ -1,15 +1,19 @@
-"""Runs inside a sandbox: drops every privilege it can, then executes the program. This source is given to `python -c`.
+"""Runs inside a sandbox: drops every privilege it can, then executes the program. This
+source is given to `python -c`.
 
     stdin  {"program": …, "input": …, then one of      read in full before the program starts; nothing in it is secret
             "call": …                                  print the value of this expression, and nothing else
             "pipes": [from, to], "serves": …           answer calls of this function that come through a pipe
             "pipes": [from, to]}                       call the program's `check` with the function at the pipes' other end
-    stdout `started`, then the program's output; in the three cases above: the value, nothing, or `passed`
+    stdout `started`, then the program's output; in the three cases above: the value,
+    nothing, or `passed`
 
-Only plain values go through the pipes (numbers, texts, lists, dicts and the like, pickled; no class is ever looked up), so a
-result has no methods that could deceive the comparison.
+Only plain values go through the pipes (numbers, texts, lists, dicts and the like,
+pickled; no class is ever looked up), so a result has no methods that could deceive the
+comparison.
 
-It imports only the standard library, and nothing of megarl, since the sandbox has nothing else. sandbox.py sets that up.
+It imports only the standard library, and nothing of megarl, since the sandbox has
+nothing else. sandbox.py sets that up.
 """
 
 from __future__ import annotations
@@ -23,7 +27,9 @@ import resource
 import struct
 import sys
 
-TYPE_CHECKING = False  # imports delay every program: typing and pickle would add 50 % to the start-up time
+TYPE_CHECKING = (
+    False  # imports delay every program: typing and pickle would add 50 % to the start-up time
+)
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, BinaryIO
@@ -34,62 +40,242 @@ LONGEST = 1 << 20
 ALONE: tuple[type[Any], ...] = (int, float, complex, str, bytes)
 TOGETHER: dict[type[Any], type[Any]] = {list: list, tuple: tuple, set: set, frozenset: set}
 USUAL = (
-    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json "
-    "builtins typing"
+    "string re datetime collections heapq bisect copy math random statistics itertools functools"
+    " operator io sys json builtins typing"
 )
 RECURSION = 50_000
-"""The modules whose names a class Solution need not import, and how deep it may recur: LiveCodeBench's, after LeetCode's."""
-STOPS = ("StopIteration", "StopAsyncIteration")  # raised again, they would end a check's `all(map(candidate, …))` early
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 4, 38, 22, 2
+"""The modules whose names a class Solution need not import, and how deep it may recur:
+LiveCodeBench's, after LeetCode's.
+"""
+STOPS = (
+    "StopIteration",
+    "StopAsyncIteration",
+)  # raised again, they would end a check's `all(map(candidate, …))` early
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = (
+    1,
+    4,
+    38,
+    22,
+    2,
+)
 CLONE_NEWUSER, ANY_CLONE_NEW, CLONE_PARENT = 0x10000000, 0x7E020000, 0x8000
 EPERM, ENOSYS, SIGKILL, O_PATH = 1, 38, 9, 0x200000
 KILL, ALLOW, ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 FIRST, SECOND, THIRD = 16, 24, 32  # offsets of the low halves of a call's arguments
-F_SETFL, O_ASYNC, F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY = 4, 0x2000, 8, 10, 15, 1024, 1026
+F_SETFL, O_ASYNC, F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY = (
+    4,
+    0x2000,
+    8,
+    10,
+    15,
+    1024,
+    1026,
+)
 FIOASYNC, FIOSETOWN, SIOCSPGRP = 0x5452, 0x8901, 0x8902
 ARCHITECTURES = {
-    # audit number of the architecture; then numbers of clone, clone3, prlimit64, fcntl, ioctl; then the calls that are refused:
-    # socket, kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal, pidfd_open, ptrace,
-    # process_vm_readv and writev, setsid, setpgid, unshare, setns, mount, umount2, pivot_root, memfd_create, memfd_secret, bpf,
-    # keyctl, add_key, perf_event_open, userfaultfd, io_uring_setup, open_tree, move_mount, fsopen,
-    # shmget, shmat, shmctl, semget, semop, semctl, semtimedop, msgget, msgsnd, msgrcv, msgctl, mq_open, mq_unlink,
-    # setpriority, ioprio_set, sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr, migrate_pages, move_pages;
-    # then the calls that are also refused where the user's own files are visible, because Landlock allows them:
-    # (chmod), fchmod, fchmodat, fchmodat2, (chown), fchown, (lchown), fchownat, (utime, utimes, futimesat), utimensat,
-    # setxattr, lsetxattr, fsetxattr, removexattr, lremovexattr, fremovexattr, setxattrat, removexattrat, file_setattr, truncate
-    "x86_64": (0xC000003E, 56, 435, 302, 72, 16, (
-        41, 62, 200, 234, 129, 297, 424, 434, 101,
-        310, 311, 112, 109, 272, 308, 165, 166, 155, 319, 447, 321,
-        250, 248, 298, 323, 425, 428, 429, 430,
-        29, 30, 31, 64, 65, 66, 220, 68, 69, 70, 71, 240, 241,
-        141, 251, 203, 144, 142, 314, 256, 279,
-    ), (
-        90, 91, 268, 452, 92, 93, 94, 260, 132, 235, 261, 280,
-        188, 189, 190, 197, 198, 199, 463, 466, 469, 76,
-    )),
-    "aarch64": (0xC00000B7, 220, 435, 261, 25, 29, (
-        198, 129, 130, 131, 138, 240, 424, 434, 117,
-        270, 271, 157, 154, 97, 268, 40, 39, 41, 279, 447, 280,
-        219, 217, 241, 282, 425, 428, 429, 430,
-        194, 196, 195, 190, 193, 191, 192, 186, 189, 188, 187, 180, 181,
-        140, 30, 122, 119, 118, 274, 238, 239,
-    ), (
-        52, 53, 452, 55, 54, 88,
-        5, 6, 7, 14, 15, 16, 463, 466, 469, 45,
-    )),
-}  # fmt: skip
-LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF, LANDLOCK_RULE_PATH_BENEATH = 444, 445, 446, 1
+    # audit number of the architecture; then numbers of clone, clone3, prlimit64, fcntl,
+    # ioctl; then the calls that are refused: socket, kill, tkill, tgkill,
+    # rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal, pidfd_open, ptrace,
+    # process_vm_readv and writev, setsid, setpgid, unshare, setns, mount, umount2,
+    # pivot_root, memfd_create, memfd_secret, bpf, keyctl, add_key, perf_event_open,
+    # userfaultfd, io_uring_setup, open_tree, move_mount, fsopen, shmget, shmat, shmctl,
+    # semget, semop, semctl, semtimedop, msgget, msgsnd, msgrcv, msgctl, mq_open,
+    # mq_unlink, setpriority, ioprio_set, sched_setaffinity, sched_setscheduler,
+    # sched_setparam, sched_setattr, migrate_pages, move_pages; then the calls that are
+    # also refused where the user's own files are visible, because Landlock allows them:
+    # (chmod), fchmod, fchmodat, fchmodat2, (chown), fchown, (lchown), fchownat, (utime,
+    # utimes, futimesat), utimensat, setxattr, lsetxattr, fsetxattr, removexattr,
+    # lremovexattr, fremovexattr, setxattrat, removexattrat, file_setattr, truncate
+    "x86_64": (
+        0xC000003E,
+        56,
+        435,
+        302,
+        72,
+        16,
+        (
+            41,
+            62,
+            200,
+            234,
+            129,
+            297,
+            424,
+            434,
+            101,
+            310,
+            311,
+            112,
+            109,
+            272,
+            308,
+            165,
+            166,
+            155,
+            319,
+            447,
+            321,
+            250,
+            248,
+            298,
+            323,
+            425,
+            428,
+            429,
+            430,
+            29,
+            30,
+            31,
+            64,
+            65,
+            66,
+            220,
+            68,
+            69,
+            70,
+            71,
+            240,
+            241,
+            141,
+            251,
+            203,
+            144,
+            142,
+            314,
+            256,
+            279,
+        ),
+        (
+            90,
+            91,
+            268,
+            452,
+            92,
+            93,
+            94,
+            260,
+            132,
+            235,
+            261,
+            280,
+            188,
+            189,
+            190,
+            197,
+            198,
+            199,
+            463,
+            466,
+            469,
+            76,
+        ),
+    ),
+    "aarch64": (
+        0xC00000B7,
+        220,
+        435,
+        261,
+        25,
+        29,
+        (
+            198,
+            129,
+            130,
+            131,
+            138,
+            240,
+            424,
+            434,
+            117,
+            270,
+            271,
+            157,
+            154,
+            97,
+            268,
+            40,
+            39,
+            41,
+            279,
+            447,
+            280,
+            219,
+            217,
+            241,
+            282,
+            425,
+            428,
+            429,
+            430,
+            194,
+            196,
+            195,
+            190,
+            193,
+            191,
+            192,
+            186,
+            189,
+            188,
+            187,
+            180,
+            181,
+            140,
+            30,
+            122,
+            119,
+            118,
+            274,
+            238,
+            239,
+        ),
+        (
+            52,
+            53,
+            452,
+            55,
+            54,
+            88,
+            5,
+            6,
+            7,
+            14,
+            15,
+            16,
+            463,
+            466,
+            469,
+            45,
+        ),
+    ),
+}
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF, LANDLOCK_RULE_PATH_BENEATH = (
+    444,
+    445,
+    446,
+    1,
+)
 EXECUTE, WRITE, READ, LIST = 1, 2, 4, 8  # Landlock's access rights to files and directories
-ALL_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""Landlock's rights by its version: the third adds truncation, the fifth ioctl on devices; later ones add none for files."""
+ALL_RIGHTS = {
+    1: (1 << 13) - 1,
+    2: (1 << 14) - 1,
+    3: (1 << 15) - 1,
+    4: (1 << 15) - 1,
+    5: (1 << 16) - 1,
+}
+"""Landlock's rights by its version: the third adds truncation, the fifth ioctl on
+devices; later ones add none for files.
+"""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 def system_call_filter(machine: str, files_in_sight: bool) -> bytes:
-    """Build a BPF program that refuses forbidden system calls. It forbids network, signals, namespaces, mounts, memory outside
-    the limits, messages and semaphores that outlive the program, new sessions, and changing how other processes are scheduled;
-    with files_in_sight, also changing a file's owner, mode, times or length."""
+    """Build a BPF program that refuses forbidden system calls. It forbids network,
+    signals, namespaces, mounts, memory outside the limits, messages and semaphores that
+    outlive the program, new sessions, and changing how other processes are scheduled;
+    with files_in_sight, also changing a file's owner, mode, times or length.
+    """
     audit, clone, clone3, prlimit, fcntl, ioctl, refused, of_files = ARCHITECTURES[machine]
 
     def op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -106,14 +292,18 @@ def system_call_filter(machine: str, files_in_sight: bool) -> bytes:
         code = op(LOAD, argument) + tests + allow
         return op(EQUAL, number, 0, len(code) // len(allow)) + code
 
-    owner = refuse(F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY)  # a pipe sends signals to any owner
+    owner = refuse(
+        F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY
+    )  # a pipe sends signals to any owner
     asynchronous = op(EQUAL, F_SETFL, 0, 3) + op(LOAD, THIRD) + op(ANY_BIT, O_ASYNC, 0, 1) + deny
     return b"".join(
         [
             op(LOAD, 4) + op(EQUAL, audit, 1, 0) + op(RETURN, KILL),
             op(LOAD, 0) + op(AT_LEAST, 0x40000000, 0, 1) + deny,  # x32, another way to every call
             refuse(*refused, *(of_files if files_in_sight else ())),
-            refuse(clone3, how=op(RETURN, ERRNO | ENOSYS)),  # its flags cannot be inspected; libc falls back to clone
+            refuse(
+                clone3, how=op(RETURN, ERRNO | ENOSYS)
+            ),  # its flags cannot be inspected; libc falls back to clone
             inspect(clone, FIRST, op(ANY_BIT, ANY_CLONE_NEW | CLONE_PARENT, 0, 1) + deny),
             inspect(prlimit, FIRST, op(EQUAL, 0, 1, 0) + deny),  # refused for other processes
             inspect(ioctl, SECOND, refuse(FIOASYNC, FIOSETOWN, SIOCSPGRP)),
@@ -129,14 +319,20 @@ def landlock_version(libc: ctypes.CDLL) -> int:
 
 
 def shut_files_out(libc: ctypes.CDLL, readable: list[str]) -> None:
-    """Allow reading only these paths, and everything in the working directory, as far as this kernel's Landlock can."""
+    """Allow reading only these paths, and everything in the working directory, as far
+    as this kernel's Landlock can.
+    """
     version = landlock_version(libc)
     if not version:
         return
     everything = ALL_RIGHTS[min(version, max(ALL_RIGHTS))]
-    handled = struct.pack("QQQ", everything, 0, 3 if version >= 6 else 0)  # no network; 3: signals, abstract sockets
+    handled = struct.pack(
+        "QQQ", everything, 0, 3 if version >= 6 else 0
+    )  # no network; 3: signals, abstract sockets
     ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, handled, len(handled), 0)
-    rights = [(path, EXECUTE | READ | LIST) for path in readable] + [(path, WRITE | READ) for path in DEVICES]
+    rights = [(path, EXECUTE | READ | LIST) for path in readable] + [
+        (path, WRITE | READ) for path in DEVICES
+    ]
     for path, allowed in [*rights, (".", everything)]:
         try:
             place = os.open(path, O_PATH)
@@ -154,7 +350,9 @@ def shut_files_out(libc: ctypes.CDLL, readable: list[str]) -> None:
 
 
 def give_up(limits: dict[str, int], readable: list[str]) -> None:
-    """Give up identity, resources and system calls for good; if `readable` is not empty, also all files except those."""
+    """Give up identity, resources and system calls for good; if `readable` is not
+    empty, also all files except those.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out, this dies first
@@ -163,7 +361,9 @@ def give_up(limits: dict[str, int], readable: list[str]) -> None:
         os.setgid(NOBODY)
         os.setuid(NOBODY)
     processes = limits["processes"]
-    if libc.unshare(CLONE_NEWUSER):  # failed: without its own user namespace the user's other processes count, too
+    if libc.unshare(
+        CLONE_NEWUSER
+    ):  # failed: without its own user namespace the user's other processes count, too
         processes += limits["processes_of_others"]
     for what, limit in (
         (resource.RLIMIT_NPROC, processes),
@@ -200,7 +400,9 @@ def unpickled(data: bytes) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return the value in built-in types: a Counter becomes a dict, a named tuple a tuple. TypeError if that is impossible."""
+    """Return the value in built-in types: a Counter becomes a dict, a named tuple a
+    tuple. TypeError if that is impossible.
+    """
     if value is None or isinstance(value, bool):
         return value
     for kind in ALONE:
@@ -227,7 +429,9 @@ def send(to: BinaryIO, message: Any) -> None:
 
 
 def receive(source: BinaryIO) -> Any:
-    """Receive a message; end this process if the sender is gone or the message is too long."""
+    """Receive a message; end this process if the sender is gone or the message is too
+    long.
+    """
     head = source.read(8)
     if len(head) < 8 or struct.unpack("<Q", head)[0] > LONGEST:
         os._exit(1)
@@ -246,7 +450,9 @@ def serve(function: Callable[..., Any], source: BinaryIO, to: BinaryIO) -> None:
 
 
 def far(source: BinaryIO, to: BinaryIO) -> Callable[..., Any]:
-    """Return a stand-in for the function that `serve` offers at the other end of the pipes."""
+    """Return a stand-in for the function that `serve` offers at the other end of the
+    pipes.
+    """
 
     def candidate(*arguments: Any, **named: Any) -> Any:
         send(to, (arguments, named))
@@ -273,13 +479,20 @@ def called(program: Any, call: str, names: dict[str, Any]) -> Any:
         if not call.startswith("Solution()"):
             raise
     usual = USUAL.split()
-    exec("".join([f"from {name} import *\n" for name in usual] + [f"import {name}\n" for name in usual]), names)
+    exec(
+        "".join(
+            [f"from {name} import *\n" for name in usual] + [f"import {name}\n" for name in usual]
+        ),
+        names,
+    )
     exec(program, names)
     return eval(call, names)
 
 
 def main() -> None:
-    with open(0, "rb", buffering=0, closefd=False) as stdin:  # unbuffered: nothing is left in the buffer of sys.stdin
+    with open(
+        0, "rb", buffering=0, closefd=False
+    ) as stdin:  # unbuffered: nothing is left in the buffer of sys.stdin
         task = json.loads(stdin.read())
     given = os.memfd_create("input")
     os.write(given, task["input"].encode())
@@ -292,12 +505,15 @@ def main() -> None:
     limits, readable = json.loads(sys.argv[1]), json.loads(sys.argv[2])
     sys.argv = ["solution.py"]
     module = type(sys)("__main__" if alone else "solution")
-    sys.modules[module.__name__] = module  # where dataclasses, typing and pickle look up the program's names
+    sys.modules[module.__name__] = (
+        module  # where dataclasses, typing and pickle look up the program's names
+    )
     names = vars(module)
     give_up(limits, readable)
     os.write(answer, b"started\n")
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # -S leaves out site, which defines them
-    # It inherits this file's `from __future__ import annotations`, so that starter code with `nums: List[int]` needs no import.
+    # It inherits this file's `from __future__ import annotations`, so that starter code
+    # with `nums: List[int]` needs no import.
     program = compile(task["program"], "solution.py", "exec")
     if task["call"]:
         os.write(answer, repr(plain(called(program, task["call"], names))).encode())

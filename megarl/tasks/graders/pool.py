@@ -1,10 +1,14 @@
 """A pool of grading processes, which survives whatever an answer does to one of them.
 
     check(submission) ─► a free worker ─► verdict            worker hangs: killed, replaced, verdict "timeout"
-                                                                   worker dies:  replaced, the answer tried once more
+                                                                   worker dies:
+                                                                   replaced, the answer
+                                                                   tried once more
 
-Workers are plain subprocesses that import neither torch nor the controller, and are ready within a second. pebble is not used,
-because its workers come from multiprocessing: they fork the controller with all its threads, or first import its main module.
+Workers are plain subprocesses that import neither torch nor the controller, and are
+ready within a second. pebble is not used, because its workers come from
+multiprocessing: they fork the controller with all its threads, or first import its main
+module.
 """
 
 import asyncio
@@ -21,12 +25,16 @@ from megarl.tasks.graders.functions import environment
 log = logging.getLogger(__name__)
 START_LIMIT_S = 120.0
 KILL_MARGIN_S = 2.0
-"""Grace before a worker is killed: unless it hangs inside a C call, it stops by itself at the limit."""
+"""Grace before a worker is killed: unless it hangs inside a C call, it stops by itself
+at the limit.
+"""
 TRIES = 2
 
 
 class Pool:
-    """`size` workers for one grader, each with one answer at a time. Create it within a running event loop."""
+    """`size` workers for one grader, each with one answer at a time. Create it within a
+    running event loop.
+    """
 
     def __init__(self, size: int, limit_s: float, grader: str = "math") -> None:
         self._limit_s, self._grader = limit_s, grader
@@ -42,7 +50,9 @@ class Pool:
         for attempt in range(TRIES):
             starting, stays = await self._free.get(), False
             try:
-                verdict = await asyncio.wait_for(_ask(await starting, submission), self._limit_s + KILL_MARGIN_S)
+                verdict = await asyncio.wait_for(
+                    _ask(await starting, submission), self._limit_s + KILL_MARGIN_S
+                )
                 stays = True
                 return verdict
             except TimeoutError:
@@ -57,7 +67,10 @@ class Pool:
                 if not stays:
                     self._end(starting)
                 self._free.put_nowait(starting if stays else self._start())
-        what = f"processes of the grader {self._grader} failed {TRIES} times at the answer {submission.answer[:80]!r}"
+        what = (
+            f"processes of the grader {self._grader} failed {TRIES} times at the answer"
+            f" {submission.answer[:80]!r}"
+        )
         raise GraderDown(f"{what}, the last time: {why}")
 
     def close(self) -> None:
@@ -65,7 +78,9 @@ class Pool:
             self._end(starting)
 
     async def end(self) -> None:
-        """Close, and wait until the processes are gone, so that the event loop may be closed."""
+        """Close, and wait until the processes are gone, so that the event loop may be
+        closed.
+        """
         self.close()
         await asyncio.gather(*map(_gone, self._ended), return_exceptions=True)
 
@@ -79,7 +94,11 @@ class Pool:
         self._ended.append(starting)
         if not starting.done():
             starting.cancel()
-        elif not starting.cancelled() and not starting.exception() and starting.result().returncode is None:
+        elif (
+            not starting.cancelled()
+            and not starting.exception()
+            and starting.result().returncode is None
+        ):
             starting.result().kill()
 
 
@@ -90,20 +109,30 @@ async def _gone(starting: "asyncio.Task[asyncio.subprocess.Process]") -> None:
 async def _started(limit_s: float, grader: str) -> asyncio.subprocess.Process:
     """Start a worker and wait until it is ready."""
     worker = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "megarl.tasks.graders.worker", str(limit_s), grader,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24,
+        sys.executable,
+        "-m",
+        "megarl.tasks.graders.worker",
+        str(limit_s),
+        grader,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=1 << 24,
         env=environment(),
-    )  # fmt: skip
+    )
     assert worker.stdout
     try:
         line = await asyncio.wait_for(worker.stdout.readline(), START_LIMIT_S)
     except BaseException as error:
         worker.kill()
         if isinstance(error, TimeoutError):
-            raise GraderDown(f"a grading process was not ready within {START_LIMIT_S:g} s") from None
+            raise GraderDown(
+                f"a grading process was not ready within {START_LIMIT_S:g} s"
+            ) from None
         raise
     if line != b"ready\n":
-        raise GraderDown(f"a grading process ended as it started (it said {line!r}; its error is on stderr)")
+        raise GraderDown(
+            f"a grading process ended as it started (it said {line!r}; its error is on stderr)"
+        )
     return worker
 
 

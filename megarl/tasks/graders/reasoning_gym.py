@@ -1,9 +1,11 @@
-"""The grader `reasoning-gym`: a family's own scorer judges the answer. It runs in worker processes (pool.py).
+"""The grader `reasoning-gym`: a family's own scorer judges the answer. It runs in
+worker processes (pool.py).
 
     answer ─► the last <answer>…</answer>, else the last box, else all of it ─► score_answer of the family: 0 to 1
 
-Only the full score is right: most scorers give a little for any text. A few scorers evaluate the answer as
-Python; what these are given is restricted to lists, or to formulas, that can do nothing but be evaluated.
+Only the full score is right: most scorers give a little for any text. A few scorers
+evaluate the answer as Python; what these are given is restricted to lists, or to
+formulas, that can do nothing but be evaluated.
 """
 
 import re
@@ -20,7 +22,9 @@ FORMULA = re.compile(
     rf"(?>\s|\d++(?:\.\d*+)?(?:[eE][-+]?\d++)?|\.\d++|(?:{FUNCTIONS}|[A-Za-z])(?!\w)|[-+*/^(),])*+",
     re.ASCII,
 )
-"""Numbers, letters, operations, and functions of one name; no attribute, text or other function."""
+"""Numbers, letters, operations, and functions of one name; no attribute, text or other
+function.
+"""
 EVALUATED = {
     "binary_matrix": LIST,
     "n_queens": LIST,
@@ -32,11 +36,15 @@ EVALUATED = {
     "puzzle24": FORMULA,
     "simple_integration": FORMULA,
 }
-"""The families whose scorers evaluate an answer, with Python's `eval` or sympy's `parse_expr`, and what they are given."""
+"""The families whose scorers evaluate an answer, with Python's `eval` or sympy's
+`parse_expr`, and what they are given.
+"""
 
 
 def score(submission: Submission) -> float:
-    """Return the family's score, from 0 to 1. ValueError if the expected answer is no problem of reasoning-gym."""
+    """Return the family's score, from 0 to 1. ValueError if the expected answer is no
+    problem of reasoning-gym.
+    """
     problem = problem_of(submission.expected)
     answer = final_answer(submission.answer)
     allowed = EVALUATED.get(problem.family)
@@ -51,7 +59,9 @@ def is_right(submission: Submission) -> bool:
 
 
 def final_answer(text: str) -> str:
-    """Return what a scorer is given: the text in the last answer tags, else in the last box, else all."""
+    """Return what a scorer is given: the text in the last answer tags, else in the last
+    box, else all.
+    """
     tagged = ANSWER.findall(text)
     if tagged:
         return str(tagged[-1]).strip()

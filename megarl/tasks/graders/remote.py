@@ -1,13 +1,15 @@
-"""A reward service: completions are sent to it by HTTP, many per request, and it returns numbers.
+"""A reward service: completions are sent to it by HTTP, many per request, and it
+returns numbers.
 
     check(submission) ─► wait for BATCH submissions or 20 ms ─► POST url ─► {"rewards": [0.7, -1.0, null, …]}
 
     {"schema_version": 1, "items": [{"task", "prompt", "completion", "answer", …}, …]}        Submission's fields
     {"rewards": [number or null, …]}       ServiceReply: one per item, in order; null or NaN: it could not judge it
 
-A request that may succeed later (connection error, timeout, 408, 429, 5xx) is repeated after 0.5, 1, 2, … s, up to RETRIES
-times. After that, or at any other status, the service counts as down. The key is sent as `Authorization: Bearer …`; neither
-it nor a reply's text appears in any message.
+A request that may succeed later (connection error, timeout, 408, 429, 5xx) is repeated
+after 0.5, 1, 2, … s, up to RETRIES times. After that, or at any other status, the
+service counts as down. The key is sent as `Authorization: Bearer …`; neither it nor a
+reply's text appears in any message.
 """
 
 import asyncio
@@ -31,12 +33,15 @@ SCHEMA_VERSION = 1
 type Waiting = tuple[Submission, asyncio.Future[Verdict]]
 GATHER_S = 0.02
 BATCH = 32
-"""Completions sent in one request. A service that judges fewer at a time must divide the request itself."""
+"""Completions sent in one request. A service that judges fewer at a time must divide
+the request itself.
+"""
 AT_ONCE = 8
 """Concurrent requests."""
 LONGEST_PAUSE_S = 30.0
 RETRIES = 5
-"""Together they take 15 s, so a service that restarts within that time costs no ticket."""
+"""Together they take 15 s, so a service that restarts within that time costs no ticket.
+"""
 BUSY = (408, 429)
 LONGEST_REPLY = 1 << 20
 """Most bytes in a reply. Its numbers take a few hundred."""
@@ -82,12 +87,16 @@ class Remote:
         task.add_done_callback(self._sending.discard)
 
     async def _answer(self, batch: list[Waiting]) -> None:
-        """Set the verdict of each submission in the batch, or the error if there is none."""
+        """Set the verdict of each submission in the batch, or the error if there is
+        none.
+        """
         outcomes: list[Verdict | GraderDown]
         try:
             rewards = await self._rewards([submission._asdict() for submission, _ in batch])
             unknown = Verdict(math.nan, error="the service could not judge it")
-            outcomes = [unknown if r is None or not math.isfinite(r) else Verdict(r) for r in rewards]
+            outcomes = [
+                unknown if r is None or not math.isfinite(r) else Verdict(r) for r in rewards
+            ]
         except GraderDown as down:
             outcomes = [GraderDown(str(down)) for _ in batch]
         except Exception as error:  # without an outcome, they would wait for ever
@@ -108,7 +117,9 @@ class Remote:
                 async with self._places:
                     reply = await self._post(body)
                 if len(reply.rewards) != len(items):
-                    raise GraderDown(f"{self._what} gave {len(reply.rewards)} rewards for {len(items)} items")
+                    raise GraderDown(
+                        f"{self._what} gave {len(reply.rewards)} rewards for {len(items)} items"
+                    )
                 return reply.rewards
             except (_Again, aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
                 why = str(error) if isinstance(error, _Again) else type(error).__name__
@@ -122,7 +133,9 @@ class Remote:
         async with (
             # A compressed reply could be a thousand times as long as what is counted.
             aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session,
-            session.post(self._service.url, data=body, headers=self._headers, allow_redirects=False) as response,
+            session.post(
+                self._service.url, data=body, headers=self._headers, allow_redirects=False
+            ) as response,
         ):
             if response.status in BUSY or response.status >= 500:
                 raise _Again(f"status {response.status}")
@@ -135,14 +148,19 @@ class Remote:
                 if len(text) > LONGEST_REPLY:
                     raise GraderDown(f"{self._what} answered more than {LONGEST_REPLY:,} bytes")
             try:
-                # Python's decoder, because Python's services write NaN, which is no JSON; it then is one item without a reward
+                # Python's decoder, because Python's services write NaN, which is no
+                # JSON; it then is one item without a reward
                 return msgspec.convert(json.loads(text), ServiceReply)
             except (ValueError, RecursionError) as error:
-                raise GraderDown(f'{self._what} did not answer with {{"rewards": [...]}}: {error}') from None
+                raise GraderDown(
+                    f'{self._what} did not answer with {{"rewards": [...]}}: {error}'
+                ) from None
 
 
 def headers(name: str, service: Service) -> dict[str, str]:
-    """Return the headers of a request to the service; MegarlError if its key is unavailable."""
+    """Return the headers of a request to the service; MegarlError if its key is
+    unavailable.
+    """
     key, (kind, _, place) = "", service.api_key.partition(":")
     if kind == "env":
         key = os.environ.get(place, "").strip()
@@ -156,6 +174,8 @@ def headers(name: str, service: Service) -> dict[str, str]:
         if not key:
             raise MegarlError(f"data.services.{name}.api_key: {place} is empty")
     if len(key.split()) > 1:
-        raise MegarlError(f"data.services.{name}.api_key: {place} has white space in it; give it the key alone")
+        raise MegarlError(
+            f"data.services.{name}.api_key: {place} has white space in it; give it the key alone"
+        )
     plain = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     return plain | ({"Authorization": f"Bearer {key}"} if key else {})

@@ -4,14 +4,16 @@
                       │          user nobody, resource limits, a filter on system calls
                       └─ namespaces (processes, network, IPC), a root of /usr and Python only, read-only; a small /tmp
 
-A program may also be tested by a check that is code itself. The check runs in its own sandbox, and two pipes connect them:
+A program may also be tested by a check that is code itself. The check runs in its own
+sandbox, and two pipes connect them:
 
     check ─► sandbox ── calls ──► sandbox ◄─ program        the expected results are in the first, the program in the second
     `passed` ◄──┘  ◄── results ──────┘
 
-`bubblewrap` does all of this. `rlimits` does not use bwrap: the program's resources are limited, and the kernel's Landlock
-keeps it from files; without Landlock it can read, write and delete whatever the user running the controller can (`remains`).
-Nothing that decides right or wrong is within the program's reach.
+`bubblewrap` does all of this. `rlimits` does not use bwrap: the program's resources are
+limited, and the kernel's Landlock keeps it from files; without Landlock it can read,
+write and delete whatever the user running the controller can (`remains`). Nothing that
+decides right or wrong is within the program's reach.
 """
 
 import asyncio
@@ -47,8 +49,9 @@ CHECK_LIMIT_S = 60.0
 KILL_LIMIT_S = 60.0
 TRIES = 2
 NAMESPACES = (
-    "in a container it needs the right to make namespaces (docker run --privileged, or --security-opt seccomp=unconfined "
-    "--security-opt apparmor=unconfined), elsewhere sysctl kernel.apparmor_restrict_unprivileged_userns=0"
+    "in a container it needs the right to make namespaces (docker run --privileged, or"
+    " --security-opt seccomp=unconfined --security-opt apparmor=unconfined), elsewhere sysctl"
+    " kernel.apparmor_restrict_unprivileged_userns=0"
 )
 STARTED = b"started\n"
 """The first line that inside.py prints. Without it, the program has not begun."""
@@ -58,8 +61,9 @@ STARTED = b"started\n"
 class Limits:
     """Limits of one program, in bytes except for:
 
-    seconds: wall-clock time, start-up included. open_files: a number. processes: a number, in which threads count too;
-    processes_of_others: added to it if the program's processes cannot be counted separately from its user's.
+    seconds: wall-clock time, start-up included. open_files: a number. processes: a
+    number, in which threads count too; processes_of_others: added to it if the
+    program's processes cannot be counted separately from its user's.
     """
 
     seconds: int = 10
@@ -73,7 +77,9 @@ class Limits:
 
 
 class Ran(NamedTuple):
-    """The outcome of a program. ended: `exit` if it exited by itself (with any status), else the limit that it exceeded."""
+    """The outcome of a program. ended: `exit` if it exited by itself (with any status),
+    else the limit that it exceeded.
+    """
 
     stdout: str
     ended: Literal["exit", "time", "output"]
@@ -81,7 +87,9 @@ class Ran(NamedTuple):
 
 
 def places() -> int:
-    """Return how many programs may run at once: a quarter of the cores, at most 32; the rest is for servers and learner."""
+    """Return how many programs may run at once: a quarter of the cores, at most 32; the
+    rest is for servers and learner.
+    """
     return max(1, min(32, (os.cpu_count() or 1) // 4))
 
 
@@ -89,34 +97,52 @@ def remains() -> str:
     """Describe what programs under `rlimits` may still do with files on this machine."""
     if landlock_version(ctypes.CDLL(None)) >= LANDLOCK:
         return "see which files there are"  # Landlock does not check `stat`
-    return "read, write and delete what you can (this kernel has no Landlock to prevent it, or an old one)"
+    return (
+        "read, write and delete what you can (this kernel has no Landlock to prevent it, or an old"
+        " one)"
+    )
 
 
 class Sandbox:
     """Runs at most `places` programs at once."""
 
     def __init__(
-        self, kind: SandboxKind, places: int, limits: Limits | None = None, python: Path | None = None
+        self,
+        kind: SandboxKind,
+        places: int,
+        limits: Limits | None = None,
+        python: Path | None = None,
     ) -> None:
         self._kind, self._limits = kind, limits or Limits()
         self.python = python or Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
         self._places = asyncio.Semaphore(places)
 
     def check(self) -> None:
-        """Raise MegarlError if this kind of sandbox cannot run programs on this machine. Takes a tenth of a second."""
+        """Raise MegarlError if this kind of sandbox cannot run programs on this
+        machine. Takes a tenth of a second.
+        """
         if self._kind == "bubblewrap" and shutil.which("bwrap") is None:
             raise MegarlError(
-                "data.sandbox: bubblewrap is not installed, and the policy's programs run in its sandbox; install it (apt-get "
-                f"install bubblewrap), or set data.sandbox=rlimits if the programs may {remains()}"
+                "data.sandbox: bubblewrap is not installed, and the policy's programs run in its"
+                " sandbox; install it (apt-get install bubblewrap), or set data.sandbox=rlimits if"
+                f" the programs may {remains()}"
             )
         with scratch() as folder:
             try:
                 hand_over(folder)
                 done = subprocess.run(
-                    self._command(), input=_task("import heapq\nprint(6 * 7)"), cwd=folder, env=ENVIRONMENT,
-                    capture_output=True, timeout=CHECK_LIMIT_S, check=False,
-                )  # fmt: skip
-                said, out = done.stderr.decode().strip().splitlines()[-1:], done.stdout.removeprefix(STARTED)
+                    self._command(),
+                    input=_task("import heapq\nprint(6 * 7)"),
+                    cwd=folder,
+                    env=ENVIRONMENT,
+                    capture_output=True,
+                    timeout=CHECK_LIMIT_S,
+                    check=False,
+                )
+                said, out = (
+                    done.stderr.decode().strip().splitlines()[-1:],
+                    done.stdout.removeprefix(STARTED),
+                )
             except (OSError, subprocess.TimeoutExpired) as error:
                 said, out = [str(error)], b""
         if out != b"42\n":
@@ -126,32 +152,49 @@ class Sandbox:
         if self._kind == "rlimits":
             log.warning("data.sandbox=rlimits: programs may %s", remains())
         if sys.version_info < (3, 12, 2):
-            what = "functions with functools.cache recur at most 498 deep, and right programs fail; use 3.12.2 or later"
-            log.warning("programs are graded by Python %s, where %s", platform.python_version(), what)
+            what = (
+                "functions with functools.cache recur at most 498 deep, and right programs fail;"
+                " use 3.12.2 or later"
+            )
+            log.warning(
+                "programs are graded by Python %s, where %s", platform.python_version(), what
+            )
 
     def _advice(self, why: str) -> str:
         """Return what to do if no program can be run."""
         if self._kind == "rlimits":
-            return f"run as another user than root, or let everybody read {self.python.parent.parent}"
+            return (
+                f"run as another user than root, or let everybody read {self.python.parent.parent}"
+            )
         otherwise = f"or set data.sandbox=rlimits if the programs may {remains()}"
         if why.startswith("bwrap: execvp"):
-            needs = f"what it needs has to be in {' and '.join(map(str, self._prefixes()))}, or in /usr"
+            needs = (
+                f"what it needs has to be in {' and '.join(map(str, self._prefixes()))}, or in /usr"
+            )
             return f"Python cannot be started there: {needs}; {otherwise}"
         return f"{NAMESPACES}; {otherwise}"
 
     def _prefixes(self) -> list[Path]:
-        """Return the directories that our Python is installed in, and the one that a link to it leads to."""
+        """Return the directories that our Python is installed in, and the one that a
+        link to it leads to.
+        """
         ways = (self.python, self.python.resolve())
         return list(dict.fromkeys(way.parent.parent for way in ways))
 
     async def run(self, program: str, given: str, call: str = "", expected: int = 0) -> Ran:
-        """Return the program's output for the stdin `given` or, after it has run, the repr of the expression `call`.
-        expected: bytes by which the output may exceed the limit. GraderDown if no sandbox can start it."""
-        return await self._tried(lambda: self._run(program, expected=expected, input=given, call=call))
+        """Return the program's output for the stdin `given` or, after it has run, the
+        repr of the expression `call`. expected: bytes by which the output may exceed
+        the limit. GraderDown if no sandbox can start it.
+        """
+        return await self._tried(
+            lambda: self._run(program, expected=expected, input=given, call=call)
+        )
 
     async def run_checked(self, program: str, function: str, check: str) -> Ran:
-        """Run `check(candidate)`, defined by the source `check`, on this function of the program. The output is `passed` or
-        nothing. Check and program have a sandbox each and share the time of one. GraderDown as above."""
+        """Run `check(candidate)`, defined by the source `check`, on this function of
+        the program. The output is `passed` or nothing. Check and program have a sandbox
+        each and share the time of one. GraderDown as above.
+        """
         return await self._tried(lambda: self._pair(program, function, check))
 
     async def _tried(self, ran: Callable[[], Awaitable[Ran]]) -> Ran:
@@ -161,9 +204,13 @@ class Sandbox:
                     return await ran()
             except GraderDown:
                 raise
-            except Exception as error:  # whatever a program does to its sandbox must not end the controller
+            except (
+                Exception
+            ) as error:  # whatever a program does to its sandbox must not end the controller
                 unforeseen = None if isinstance(error, OSError) else error
-                log.warning("a sandbox failed (attempt %d): %s", attempt + 1, error, exc_info=unforeseen)
+                log.warning(
+                    "a sandbox failed (attempt %d): %s", attempt + 1, error, exc_info=unforeseen
+                )
         raise GraderDown(f"no sandbox could start a program, {TRIES} times; the log has the reason")
 
     async def _pair(self, program: str, function: str, check: str) -> Ran:
@@ -173,22 +220,36 @@ class Sandbox:
             async with asyncio.TaskGroup() as both:
                 asked = both.create_task(self._run(program, ends, serves=function))
                 judge = both.create_task(self._run(check, others))
-                if (await judge).stdout:  # without output, the program's sandbox may have failed, which is no verdict
+                if (
+                    await judge
+                    # without output, the program's sandbox may have failed, which is no
+                    # verdict
+                ).stdout:
                     asked.cancel()
         except* (OSError, GraderDown) as errors:
             raise errors.exceptions[0] from None
         return judge.result()
 
-    async def _run(self, program: str, pipes: Sequence[IO[bytes]] = (), expected: int = 0, **more: Any) -> Ran:
-        """Run one process in its own directory. pipes: passed to it and closed here; more: further fields of its task."""
+    async def _run(
+        self, program: str, pipes: Sequence[IO[bytes]] = (), expected: int = 0, **more: Any
+    ) -> Ran:
+        """Run one process in its own directory. pipes: passed to it and closed here;
+        more: further fields of its task.
+        """
         numbers = [pipe.fileno() for pipe in pipes]
         async with async_scratch() as folder:
             try:
                 hand_over(folder)
                 process = await asyncio.create_subprocess_exec(
-                    *self._command(), cwd=folder, env=ENVIRONMENT, start_new_session=True, pass_fds=numbers,
-                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-                )  # fmt: skip
+                    *self._command(),
+                    cwd=folder,
+                    env=ENVIRONMENT,
+                    start_new_session=True,
+                    pass_fds=numbers,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                )
             finally:
                 for pipe in pipes:
                     pipe.close()
@@ -201,7 +262,9 @@ class Sandbox:
         out, ended = b"", "exit"
         try:
             async with asyncio.timeout(self._limits.seconds):
-                with contextlib.suppress(ConnectionError, RuntimeError):  # it may exit before it has read its task
+                with contextlib.suppress(
+                    ConnectionError, RuntimeError
+                ):  # it may exit before it has read its task
                     process.stdin.write(task)
                     await process.stdin.drain()
                     process.stdin.close()
@@ -216,15 +279,28 @@ class Sandbox:
         finally:
             await _killed(process)
         if ended == "exit" and not out.startswith(STARTED):
-            raise OSError(f"{self._kind} ended with status {process.returncode} before the program began")
-        return Ran(out.removeprefix(STARTED).decode(errors="replace"), ended, process.returncode or 0)  # type: ignore[arg-type]
+            raise OSError(
+                f"{self._kind} ended with status {process.returncode} before the program began"
+            )
+        return Ran(
+            out.removeprefix(STARTED).decode(errors="replace"), ended, process.returncode or 0
+        )  # type: ignore[arg-type]
 
     def _command(self) -> list[str]:
         readable = [*SYSTEM, *map(str, self._prefixes())] if self._kind == "rlimits" else []
         python = [
-            str(self.python), "-I", "-S", "-X", "utf8", "-X", "int_max_str_digits=0",
-            "-c", INSIDE.read_text(), json.dumps(asdict(self._limits)), json.dumps(readable),
-        ]  # fmt: skip
+            str(self.python),
+            "-I",
+            "-S",
+            "-X",
+            "utf8",
+            "-X",
+            "int_max_str_digits=0",
+            "-c",
+            INSIDE.read_text(),
+            json.dumps(asdict(self._limits)),
+            json.dumps(readable),
+        ]
         if self._kind == "rlimits":
             return python
         return [*_bubblewrap(self._prefixes(), self._limits), "--", *python]
@@ -232,17 +308,23 @@ class Sandbox:
 
 def _task(program: str, **more: Any) -> bytes:
     """Encode the task for inside.py."""
-    return json.dumps({"program": program, "input": "", "call": "", "serves": "", "pipes": []} | more).encode()
+    return json.dumps(
+        {"program": program, "input": "", "call": "", "serves": "", "pipes": []} | more
+    ).encode()
 
 
 def _pipe() -> tuple[IO[bytes], IO[bytes]]:
-    """Return a pipe's reading and writing ends, as file objects so that they are closed whatever happens."""
+    """Return a pipe's reading and writing ends, as file objects so that they are closed
+    whatever happens.
+    """
     reading, writing = os.pipe()
     return os.fdopen(reading, "rb", 0), os.fdopen(writing, "wb", 0)
 
 
 async def _killed(process: asyncio.subprocess.Process) -> None:
-    """Kill the process and its children. Its last output is read and dropped, because asyncio waits for pipes to end, too."""
+    """Kill the process and its children. Its last output is read and dropped, because
+    asyncio waits for pipes to end, too.
+    """
     assert process.stdout
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -252,22 +334,43 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
                 pass
             await process.wait()
     except TimeoutError:
-        raise GraderDown(f"the sandbox of process {process.pid} did not end {KILL_LIMIT_S:g} s after SIGKILL") from None
+        raise GraderDown(
+            f"the sandbox of process {process.pid} did not end {KILL_LIMIT_S:g} s after SIGKILL"
+        ) from None
 
 
 def _bubblewrap(prefixes: Sequence[Path], limits: Limits) -> list[str]:
-    """Build the bwrap command, with a root of only the system's programs and the Python in `prefixes`."""
+    """Build the bwrap command, with a root of only the system's programs and the Python
+    in `prefixes`.
+    """
     command = ["bwrap", "--die-with-parent", "--new-session", "--ro-bind", "/usr", "/usr"]
     for path in SYSTEM[1:]:
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
         else:
             command += ["--ro-bind-try", path, path]
-    command += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(limits.tmp), "--tmpfs", "/tmp"]
+    command += [
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--perms",
+        "1777",
+        "--size",
+        str(limits.tmp),
+        "--tmpfs",
+        "/tmp",
+    ]
     for prefix in prefixes:  # after /tmp, where it may be, too
         command += _installed(prefix)
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
-    command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    command += [
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
     if os.getuid() == 0:  # what inside.py needs to become nobody
         return [*command, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [*command, "--unshare-user"]
@@ -278,6 +381,8 @@ def _installed(prefix: Path) -> list[str]:
     if prefix.is_relative_to("/usr"):
         return []
     arguments: list[str] = []
-    for parent in reversed(prefix.parents[:-1]):  # bwrap by itself would make them accessible to its own user only
+    for parent in reversed(
+        prefix.parents[:-1]
+    ):  # bwrap by itself would make them accessible to its own user only
         arguments += ["--perms", "0755", "--dir", str(parent)]
     return [*arguments, "--ro-bind", str(prefix), str(prefix)]

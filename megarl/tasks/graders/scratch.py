@@ -1,15 +1,18 @@
-"""Temporary folders of agents and programs, which a later process removes if ours is killed before it could.
+"""Temporary folders of agents and programs, which a later process removes if ours is
+killed before it could.
 
-An agent's folder is its TMPDIR, too, so it also tells which processes are the agent's, in whatever group or session they are.
+An agent's folder is its TMPDIR, too, so it also tells which processes are the agent's,
+in whatever group or session they are.
 
     scratch() ─► TMPDIR/megarl-BOOT-… , locked ─► removed at the end of the block
                                           └─ SIGKILL: the kernel drops the lock ─► removed by the next process that needs one
 
-A lock says that a folder is in use. A process's id would not: it is used again, and each container has its own.
+A lock says that a folder is in use. A process's id would not: it is used again, and
+each container has its own.
 
 Whoever has a folder may put anything in it: thousands of nested directories, a hundred
-thousand files, directories that nobody may enter. `rm` copes with all of it, and what it leaves
-is logged: a folder that stays is no reason to stop a run.
+thousand files, directories that nobody may enter. `rm` copes with all of it, and what
+it leaves is logged: a folder that stays is no reason to stop a run.
 """
 
 import asyncio
@@ -32,9 +35,13 @@ from megarl.tasks.graders.inside import NOBODY
 
 log = logging.getLogger(__name__)
 PREFIX = f"megarl-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}-"
-"""Says whose kernel has the locks: nodes may share TMPDIR on a file system that does not (Lustre with `localflock`)."""
+"""Says whose kernel has the locks: nodes may share TMPDIR on a file system that does
+not (Lustre with `localflock`).
+"""
 YOUNG_S = 60.0
-"""A folder that was changed since then may have been made by a process that is about to lock it."""
+"""A folder that was changed since then may have been made by a process that is about to
+lock it.
+"""
 REMOVAL_LIMIT_S = 600.0
 """Time limit for a folder's removal."""
 SHOWN_BYTES = 1000
@@ -76,13 +83,16 @@ async def async_scratch() -> AsyncIterator[Path]:
 
 
 def hand_over(folder: Path) -> None:
-    """Make an empty folder of ours that of the agent or program, if that will be nobody."""
+    """Make an empty folder of ours that of the agent or program, if that will be
+    nobody.
+    """
     if becomes_nobody():
         os.chown(folder, NOBODY, NOBODY)
 
 
 def becomes_nobody() -> bool:
-    """Return whether agents and programs run as nobody: under root, if nobody exists here.
+    """Return whether agents and programs run as nobody: under root, if nobody exists
+    here.
 
     In some containers root is the only user, and outside they are an ordinary one.
     """
@@ -94,7 +104,8 @@ def becomes_nobody() -> bool:
 def _is_mapped(table: str) -> bool:
     """Return whether this user namespace has an id for nobody.
 
-    Each line of its table has the first id of a range, that id outside, and the range's length.
+    Each line of its table has the first id of a range, that id outside, and the range's
+    length.
     """
     for line in Path(table).read_text().splitlines():
         first, _, count = map(int, line.split())
@@ -128,7 +139,9 @@ def remove(folder: Path) -> None:
 
 
 async def _async_remove(folder: Path) -> None:
-    """Remove a folder as `remove` does. If this is cancelled, a later process removes the rest."""
+    """Remove a folder as `remove` does. If this is cancelled, a later process removes
+    the rest.
+    """
     if _removed_empty(folder):
         return
     try:
@@ -142,7 +155,9 @@ async def _async_remove(folder: Path) -> None:
 
 
 def _give_up(folder: Path, removal: int) -> None:
-    """End a removal that takes too long. It is not waited for: a file system may not answer it."""
+    """End a removal that takes too long. It is not waited for: a file system may not
+    answer it.
+    """
     with suppress(ProcessLookupError):
         os.killpg(removal, signal.SIGKILL)
     what = "is not removed after %g s; a later process removes what is left"
@@ -150,14 +165,17 @@ def _give_up(folder: Path, removal: int) -> None:
 
 
 def _removed_empty(folder: Path) -> bool:
-    """Remove an empty folder, which takes no other process; return whether the folder is gone."""
+    """Remove an empty folder, which takes no other process; return whether the folder
+    is gone.
+    """
     with suppress(OSError):
         folder.rmdir()
     return not os.path.lexists(folder)
 
 
 def _removal(folder: Path) -> list[str]:
-    """Return the command that removes a folder, and prints the end of what it complains of.
+    """Return the command that removes a folder, and prints the end of what it complains
+    of.
 
     It may complain of each file. The disk may be full, so the complaints go to no file.
     """
@@ -176,7 +194,9 @@ def _log_rest(folder: Path, output: bytes) -> None:
 
 @cache
 def _sweep(temporary: str) -> None:
-    """Begin to remove what killed processes left there: once in a process, and beside it, for an agent may leave much."""
+    """Begin to remove what killed processes left there: once in a process, and beside
+    it, for an agent may leave much.
+    """
     with suppress(RuntimeError):  # the machine has no room for a thread
         threading.Thread(target=remove_abandoned, args=(Path(temporary),), daemon=True).start()
 

@@ -3,8 +3,9 @@
     python -m megarl.tasks.graders.worker LIMIT_S GRADER
     ["\\\\frac{2}{4}", "1/2", …]: a Submission   ──►   [1.0, false, ""]: a Verdict; null instead of a number is NaN
 
-It prints `ready` first, because importing takes longer than grading. It ends when its parent ends or its stdin is
-closed. The time and memory of a `math` answer are limited, because an answer can be a huge power or factorial.
+It prints `ready` first, because importing takes longer than grading. It ends when its
+parent ends or its stdin is closed. The time and memory of a `math` answer are limited,
+because an answer can be a huge power or factorial.
 """
 
 import math
@@ -23,11 +24,15 @@ from megarl.tasks.graders.functions import Function, named
 
 
 class TimeUp(BaseException):
-    """The answer took too long. This is not an Exception, because a function may catch those and try something else."""
+    """The answer took too long. This is not an Exception, because a function may catch
+    those and try something else.
+    """
 
 
 def judge(function: Function, submission: Submission, limit_s: float) -> Verdict:
-    """Return the verdict within `limit_s`, unless a single C call hangs (then the pool kills this process)."""
+    """Return the verdict within `limit_s`, unless a single C call hangs (then the pool
+    kills this process).
+    """
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         value = function(submission)
@@ -47,10 +52,18 @@ def judge(function: Function, submission: Submission, limit_s: float) -> Verdict
 
 def main(limit_s: float, grader: str) -> None:
     die_with_parent()
-    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this dies first, and is replaced
+    Path("/proc/self/oom_score_adj").write_text(
+        "1000"
+    )  # if memory runs out, this dies first, and is replaced
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is meant for the parent
-    submissions, verdicts, process = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w"), os.getpid()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a program that a grader starts must not read the submissions
+    submissions, verdicts, process = (
+        os.fdopen(os.dup(0), "rb"),
+        os.fdopen(os.dup(1), "w"),
+        os.getpid(),
+    )
+    os.dup2(
+        os.open(os.devnull, os.O_RDONLY), 0
+    )  # a program that a grader starts must not read the submissions
     os.dup2(2, 1)  # what a grader prints is not a verdict
     function = named(grader)
 
@@ -62,7 +75,9 @@ def main(limit_s: float, grader: str) -> None:
     for line in submissions:
         verdict = judge(function, msgspec.json.decode(line, type=Submission), limit_s)
         if os.getpid() != process:
-            os._exit(0)  # a child that the grader forked; its verdict would be taken for the next answer's
+            os._exit(
+                0
+            )  # a child that the grader forked; its verdict would be taken for the next answer's
         print(msgspec.json.encode(verdict).decode(), file=verdicts, flush=True)
 
 

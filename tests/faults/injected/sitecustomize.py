@@ -1,12 +1,17 @@
-"""Faults from within. Python imports this before all else in every process that has this folder on its PYTHONPATH.
+"""Faults from within. Python imports this before all else in every process that has
+this folder on its PYTHONPATH.
 
 INJECT_AT=TrainedNetwork.update:2:KILL:/tmp/marker[:RANK]   the 2nd call in a process sends SIGKILL to itself; once, for a
-                                                            process that finds the marker is left alone
+                                                            process that finds the
+                                                            marker is left alone
 INJECT_CLOCK=/tmp/offset                                    time.time() is off by the seconds that are in this file
 INJECT_SEEN=/tmp/folder                                     SGLang's scheduler writes what it was sent and what it sampled of
-                                                            each request that it lets go of, `[ids, ids]` a line of PID.jsonl
+                                                            each request that it lets go
+                                                            of, `[ids, ids]` a line of
+                                                            PID.jsonl
 
-Functions are found by their qualified name as they are called (PEP 669): the code under test knows nothing of this.
+Functions are found by their qualified name as they are called (PEP 669): the code under
+test knows nothing of this.
 """
 
 import json
@@ -53,14 +58,18 @@ def write_seen(folder: str) -> None:
             return sys.monitoring.DISABLE
         request = sys._getframe(1).f_locals["req"]
         with open(os.path.join(folder, f"{os.getpid()}.jsonl"), "a") as file:
-            file.write(json.dumps([list(request.origin_input_ids), list(request.output_ids)]) + "\n")
+            file.write(
+                json.dumps([list(request.origin_input_ids), list(request.output_ids)]) + "\n"
+            )
         return None
 
     at_calls(called)
 
 
 def jump(path: str) -> None:
-    """The wall clock of this process is that of the machine and as many seconds as the file says."""
+    """The wall clock of this process is that of the machine and as many seconds as the
+    file says.
+    """
     true = time.time
 
     def jumping() -> float:

@@ -1,4 +1,6 @@
-"""Bad input, full disks, kills: one message that says what and where, exit status 2, and nothing half-written left."""
+"""Bad input, full disks, kills: one message that says what and where, exit status 2,
+and nothing half-written left.
+"""
 
 import json
 import os
@@ -43,7 +45,16 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert main([str(a) for a in arguments]) == 2
     message = capsys.readouterr().err
     assert message.startswith("checkpoints_tools: ")
-    assert len([line for line in message.splitlines() if "checkpoints_tools" in line or "Error" in line]) == 1
+    assert (
+        len(
+            [
+                line
+                for line in message.splitlines()
+                if "checkpoints_tools" in line or "Error" in line
+            ]
+        )
+        == 1
+    )
     return message
 
 
@@ -56,7 +67,9 @@ def edit_config(directory: Path, **changes: object) -> None:
     (directory / "config.json").write_text(json.dumps(config | changes))
 
 
-def test_unsupported_architecture(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_architecture(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     edit_config(directory, architectures=["GPT2LMHeadModel"])
     message = refused(capsys, "convert", "hf-to-megatron", directory, tmp_path / "out")
     assert "GPT2LMHeadModel is not supported; supported: " in message
@@ -87,7 +100,9 @@ def test_missing_and_extra_tensors_in_one_message(
 
 
 @pytest.mark.parametrize("kept", [4, 100, 20_000, -1])
-def test_cut_off_safetensors(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: int) -> None:
+def test_cut_off_safetensors(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: int
+) -> None:
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:kept])
     message = refused(capsys, "convert", "hf-to-megatron", directory, tmp_path / "out")
@@ -95,7 +110,9 @@ def test_cut_off_safetensors(directory: Path, tmp_path: Path, capsys: pytest.Cap
     assert nothing_left(tmp_path)
 
 
-def test_file_of_the_index_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_of_the_index_that_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny_llama(tmp_path / "made").save_pretrained(tmp_path / "hf", max_shard_size="100KB")
     next((tmp_path / "hf").glob("model-00002*")).unlink()
     message = refused(capsys, "convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "out")
@@ -110,14 +127,20 @@ def test_layout_that_does_not_divide_the_model(
         (["--pp", "3"], "num_layers=4"),
         (["--ep", "2"], "no experts"),
     ):
-        assert what in refused(capsys, "convert", "hf-to-megatron", directory, tmp_path / "out", *layout)
+        assert what in refused(
+            capsys, "convert", "hf-to-megatron", directory, tmp_path / "out", *layout
+        )
     tiny_qwen3_moe(tmp_path / "moe")
-    message = refused(capsys, "convert", "hf-to-megatron", tmp_path / "moe", tmp_path / "out", "--ep", "3")
+    message = refused(
+        capsys, "convert", "hf-to-megatron", tmp_path / "moe", tmp_path / "out", "--ep", "3"
+    )
     assert "num_moe_experts=4" in message
     assert nothing_left(tmp_path)
 
 
-def test_destination_that_exists(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_destination_that_exists(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["convert", "hf-to-megatron", str(directory), str(tmp_path / "step")])
     for command in (
         ("convert", "hf-to-megatron", directory),
@@ -127,14 +150,22 @@ def test_destination_that_exists(directory: Path, tmp_path: Path, capsys: pytest
         assert "exists already" in refused(capsys, *command, directory)
 
 
-def test_source_that_is_no_checkpoint(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_source_that_is_no_checkpoint(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
     for command in (("convert", "megatron-to-hf"), ("reshard",)):
-        assert "no such directory" in refused(capsys, *command, tmp_path / "nowhere", tmp_path / "out")
-        assert "no complete checkpoint there" in refused(capsys, *command, tmp_path / "empty", tmp_path / "out")
+        assert "no such directory" in refused(
+            capsys, *command, tmp_path / "nowhere", tmp_path / "out"
+        )
+        assert "no complete checkpoint there" in refused(
+            capsys, *command, tmp_path / "empty", tmp_path / "out"
+        )
     assert "already" in refused(capsys, "convert", "megatron-to-hf", directory, tmp_path / "out")
     assert "has no shards" in refused(capsys, "reshard", directory, tmp_path / "out")
-    assert "no config.json" in refused(capsys, "convert", "hf-to-megatron", tmp_path / "empty", tmp_path / "out")
+    assert "no config.json" in refused(
+        capsys, "convert", "hf-to-megatron", tmp_path / "empty", tmp_path / "out"
+    )
     assert nothing_left(tmp_path)
 
 
@@ -142,7 +173,9 @@ DAMAGES = ["no marker", "cut off", "no file", "no metadata", "other description"
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_checkpoint(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+def test_damaged_checkpoint(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
     step = tmp_path / "step"
     main(["convert", "hf-to-megatron", str(directory), str(step)])
     expected = "__0_0.distcp: "
@@ -163,7 +196,9 @@ def test_damaged_checkpoint(directory: Path, tmp_path: Path, capsys: pytest.Capt
         case "another model":
             edit_config(step / "hf", num_hidden_layers=6, intermediate_size=80)
             meta = checkpoint.read_meta(step)
-            unchanged = {name: value for name, value in meta.files.items() if not name.startswith("hf/")}
+            unchanged = {
+                name: value for name, value in meta.files.items() if not name.startswith("hf/")
+            }
             checkpoint.seal(step, meta, unchanged)
             expected = "decoder.layers.mlp.linear_fc2.weight is [4, 64, 96] instead of [6, 64, 80]"
     for command in (("convert", "megatron-to-hf"), ("reshard",)):
@@ -173,7 +208,9 @@ def test_damaged_checkpoint(directory: Path, tmp_path: Path, capsys: pytest.Capt
     assert nothing_left(tmp_path)
 
 
-def test_values_that_are_no_tensor(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_are_no_tensor(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The file is as long as it should be, what is in it is not."""
     step = tmp_path / "step"
     main(["convert", "hf-to-megatron", str(directory), str(step)])
@@ -199,11 +236,15 @@ def test_a_bit_that_is_not_as_it_was_written(
         "verify": ("verify", step, directory),
     }
     message = refused(capsys, *commands[tool])
-    assert "__0_0.distcp: decoder.final_layernorm.weight has changed since it was written" in message
+    assert (
+        "__0_0.distcp: decoder.final_layernorm.weight has changed since it was written" in message
+    )
     assert nothing_left(tmp_path)
 
 
-def test_a_disk_that_fills(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_fills(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["convert", "hf-to-megatron", str(directory), str(tmp_path / "step")])
     for command in (
         ("convert", "hf-to-megatron", directory),
@@ -217,7 +258,9 @@ def test_a_disk_that_fills(directory: Path, tmp_path: Path, capsys: pytest.Captu
             assert nothing_left(tmp_path)
 
 
-def test_an_error_waits_for_the_second_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_waits_for_the_second_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a file that this renames meanwhile would stay, and with it the directory."""
     settle, remove, there = partial._settle, shutil.rmtree, list[list[str]]()
 
@@ -244,9 +287,13 @@ def test_an_error_waits_for_the_second_thread(tmp_path: Path, monkeypatch: pytes
     assert nothing_left(tmp_path)
 
 
-def test_a_place_that_cannot_be_written(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_be_written(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
-    assert "cannot be written" in refused(capsys, "convert", "hf-to-megatron", directory, tmp_path / "file" / "out")
+    assert "cannot be written" in refused(
+        capsys, "convert", "hf-to-megatron", directory, tmp_path / "file" / "out"
+    )
 
 
 def test_a_note_that_a_kill_cut_off_spoils_no_later_one(tmp_path: Path) -> None:
@@ -277,7 +324,9 @@ def dies(self, name, note):
 partial.Partial._finish = dies
 """
 COMMANDS = {
-    "hf-to-megatron": "convert.hf_to_megatron(Path('hf'), Path('out'), Parallelism(2, 2), file_bytes=200_000)",
+    "hf-to-megatron": (
+        "convert.hf_to_megatron(Path('hf'), Path('out'), Parallelism(2, 2), file_bytes=200_000)"
+    ),
     "megatron-to-hf": "convert.megatron_to_hf(Path('step'), Path('out'), file_bytes=50_000)",
     "reshard": "convert.reshard(Path('step'), Path('out'), Parallelism(1, 4), file_bytes=200_000)",
 }
@@ -294,12 +343,18 @@ def test_a_killed_conversion_goes_on(
     code = DIES + COMMANDS[command]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     died = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, "3"], cwd=tmp_path, env=environment, capture_output=True
+        [sys.executable, "-W", "ignore", "-c", code, "3"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
     )
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert not Path("out").exists()
     lines = Path(".out.partial", PROGRESS).read_text().splitlines()
-    kept = {row["file"]: Path(".out.partial", row["file"]).stat().st_mtime_ns for row in map(json.loads, lines[1:])}
+    kept = {
+        row["file"]: Path(".out.partial", row["file"]).stat().st_mtime_ns
+        for row in map(json.loads, lines[1:])
+    }
     assert len(kept) == 3
     exec(COMMANDS[command], {"convert": convert, "Path": Path, "Parallelism": Parallelism})
     assert {name: Path("out", name).stat().st_mtime_ns for name in kept} == kept
@@ -310,7 +365,11 @@ def test_a_killed_conversion_goes_on(
     exec(COMMANDS[command], {"convert": convert, "Path": Path, "Parallelism": Parallelism})
     in_any_order = {".metadata", checkpoint.META}
     written, resumed = (
-        {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file() and p.name not in in_any_order}
+        {
+            p.name: p.read_bytes()
+            for p in Path(folder).iterdir()
+            if p.is_file() and p.name not in in_any_order
+        }
         for folder in ("out", "resumed")
     )
     assert written == resumed
@@ -322,8 +381,12 @@ def test_a_killed_conversion_goes_on(
     assert all(torch.equal(source[name], back[name]) for name in source)
 
 
-def test_another_source_or_layout_begins_anew(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a stopped conversion left is used only by the same conversion of the same files."""
+def test_another_source_or_layout_begins_anew(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a stopped conversion left is used only by the same conversion of the same
+    files.
+    """
     finish = Partial.finish
 
     def stopped(self: Partial, name: str, note: object) -> None:
@@ -346,7 +409,9 @@ def test_another_source_or_layout_begins_anew(directory: Path, tmp_path: Path, m
         (tmp_path / "out").rename(tmp_path / change)
 
 
-def test_two_conversions_to_one_place(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_conversions_to_one_place(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def second(self: Partial, name: str, note: object) -> None:
         convert.hf_to_megatron(directory, tmp_path / "out", Parallelism())
 

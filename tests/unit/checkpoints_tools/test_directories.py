@@ -1,5 +1,6 @@
-"""Each kind of directory that users bring, at each door: taken with the weights that transformers
-loads from it, or refused in one line that names what is wrong."""
+"""Each kind of directory that users bring, at each door: taken with the weights that
+transformers loads from it, or refused in one line that names what is wrong.
+"""
 
 import json
 import os
@@ -136,7 +137,10 @@ def two_files(path: Path) -> None:
     """A tensor in each of two files, without an index."""
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").rename(path / "a.safetensors")
-    save_file({"model.norm.weight": torch.zeros_like(tensors["model.norm.weight"])}, path / "b.safetensors")
+    save_file(
+        {"model.norm.weight": torch.zeros_like(tensors["model.norm.weight"])},
+        path / "b.safetensors",
+    )
 
 
 def two_in_index(path: Path) -> None:
@@ -243,8 +247,10 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 @dataclass(frozen=True)
 class Case:
-    """says: what the message names; empty: the directory is taken. at: the doors that refuse it,
-    while the others take it. rounds: what the learner and a conversion say of lost digits."""
+    """says: what the message names; empty: the directory is taken. at: the doors that
+    refuse it, while the others take it. rounds: what the learner and a conversion say
+    of lost digits.
+    """
 
     change: Change
     says: str = ""
@@ -258,86 +264,141 @@ CASES = {
     "as saved": Case(lambda path: None),
     "shards and an index": Case(sharded),
     "links into a cache": Case(hub_snapshot),
-    "model and an older index": Case(old_shards, r"model\.safetensors is there.*index\.json names other"),
+    "model and an older index": Case(
+        old_shards, r"model\.safetensors is there.*index\.json names other"
+    ),
     "model and a stale index": Case(stale_index, r"remove the index"),
     "a tensor in two files": Case(two_files, r"a\.safetensors and b\.safetensors"),
     "a tensor in two files of the index": Case(two_in_index, r"lm_head\.weight is in two files"),
     "an index with paths upwards": Case(
         reindexed(lambda path, file: f"../{path.name}/{file}"), "not the name of a file"
     ),
-    "an index with absolute paths": Case(reindexed(lambda path, file: str(path / file)), "not the name of a file"),
+    "an index with absolute paths": Case(
+        reindexed(lambda path, file: str(path / file)), "not the name of a file"
+    ),
     "a link to a file elsewhere": Case(linked("README.md"), r"README\.md: a link to .*secret"),
     "weights that are a link": Case(linked("model.safetensors")),
-    "an index of text": Case(lambda path: (path / INDEX).write_text('{"weight_map": {"a": 3}}'), INDEX),
+    "an index of text": Case(
+        lambda path: (path / INDEX).write_text('{"weight_map": {"a": 3}}'), INDEX
+    ),
     "a file that is cut off": Case(cut, r"model\.safetensors: .*unreadable or incomplete"),
-    "an empty file": Case(lambda p: (p / "model.safetensors").write_bytes(b""), "unreadable or incomplete"),
+    "an empty file": Case(
+        lambda p: (p / "model.safetensors").write_bytes(b""), "unreadable or incomplete"
+    ),
     "bytes after the tensors": Case(appended, "unreadable or incomplete"),
     "only a .bin": Case(only_bin, r"pytorch_model\.bin"),
     "a GGUF file": Case(
-        lambda p: [(p / "model.safetensors").rename(p / "x.gguf"), (p / "config.json").unlink()], "import-gguf"
+        lambda p: [(p / "model.safetensors").rename(p / "x.gguf"), (p / "config.json").unlink()],
+        "import-gguf",
     ),
     "no weights": Case(lambda path: (path / "model.safetensors").unlink(), "no weights there"),
     "an adapter": Case(lambda path: (path / "adapter_config.json").write_text("{}"), "LoRA"),
-    "an adapter's file beside it": Case(beside("adapter_model.safetensors"), "move adapter_model", at=SERVED),
+    "an adapter's file beside it": Case(
+        beside("adapter_model.safetensors"), "move adapter_model", at=SERVED
+    ),
     "an optimizer beside it": Case(beside("optimizer.safetensors"), "move optimizer", at=SERVED),
     "consolidated beside it": Case(beside("consolidated.safetensors")),
     "a stray file outside the index": Case(both(sharded, beside("old.safetensors"))),
     "a head outside the index": Case(
-        both(sharded, lambda p: save_file({"lm_head.weight": torch.ones(128, 64)}, p / "head.safetensors")), base=tied
+        both(
+            sharded,
+            lambda p: save_file({"lm_head.weight": torch.ones(128, 64)}, p / "head.safetensors"),
+        ),
+        base=tied,
     ),
     "tied and another head": Case(
         weights(lambda t: t.update({"lm_head.weight": torch.ones(128, 64)})), "tie_word", base=tied
     ),
     "tied and the same head": Case(
-        weights(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})), base=tied
+        weights(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})),
+        base=tied,
     ),
     "tied and the same head in FP32": Case(
-        weights(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].float()})), base=tied
+        weights(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].float()})),
+        base=tied,
     ),
     'tied: "false"': Case(config(tie_word_embeddings="false"), r"tie_word_embeddings is 'false'"),
     "no head": Case(weights(lambda t: t.pop("lm_head.weight")), r"missing.*lm_head\.weight"),
     "no norm": Case(weights(lambda t: t.pop("model.norm.weight")), r"missing.*model\.norm\.weight"),
     "a layer more": Case(config(num_hidden_layers=2), r"missing.*layers\.1\."),
-    "a layer fewer": Case(weights(lambda t: t.update({"model.layers.1.x": torch.ones(1)})), "not of this model"),
-    "other rows": Case(config(intermediate_size=80), r"up_proj\.weight \[96, 64\] instead of \[80, 64\]"),
-    "other heads": Case(config(num_attention_heads=4), r"q_proj\.weight \[128, 64\] instead of \[64, 64\]"),
-    "other vocabulary": Case(config(vocab_size=130), r"embed_tokens\.weight \[128, 64\] instead of"),
+    "a layer fewer": Case(
+        weights(lambda t: t.update({"model.layers.1.x": torch.ones(1)})), "not of this model"
+    ),
+    "other rows": Case(
+        config(intermediate_size=80), r"up_proj\.weight \[96, 64\] instead of \[80, 64\]"
+    ),
+    "other heads": Case(
+        config(num_attention_heads=4), r"q_proj\.weight \[128, 64\] instead of \[64, 64\]"
+    ),
+    "other vocabulary": Case(
+        config(vocab_size=130), r"embed_tokens\.weight \[128, 64\] instead of"
+    ),
     "_orig_mod.": Case(renamed("_orig_mod."), r"begins with '_orig_mod\.'"),
     "module.": Case(renamed("module."), r"begins with 'module\.'"),
-    "biases": Case(weights(lambda t: t.update({f"{LAYER}self_attn.q_proj.bias": torch.ones(128)})), r"q_proj\.bias"),
-    "frequencies": Case(weights(lambda t: t.update({f"{LAYER}self_attn.rotary_emb.inv_freq": torch.ones(8)}))),
+    "biases": Case(
+        weights(lambda t: t.update({f"{LAYER}self_attn.q_proj.bias": torch.ones(128)})),
+        r"q_proj\.bias",
+    ),
+    "frequencies": Case(
+        weights(lambda t: t.update({f"{LAYER}self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    ),
     "stacked experts": Case(lambda path: None, "stacked", stacked, SERVED),
     "experts apart": Case(lambda path: None, base=moe),
     "FP32 under a bf16 config": Case(dtypes(torch.float32)),
-    "FP32 norms": Case(dtypes(torch.float32, "norm"), rounds=r"3 tensors of float32 are rounded to bfloat16 \(.*norm"),
+    "FP32 norms": Case(
+        dtypes(torch.float32, "norm"),
+        rounds=r"3 tensors of float32 are rounded to bfloat16 \(.*norm",
+    ),
     "float64": Case(dtypes(torch.float64), rounds="12 tensors of float64 are rounded to float32"),
     "no dtype in the config": Case(without("dtype", "torch_dtype")),
-    "FP8 without a config": Case(dtypes(torch.float8_e4m3fn, "up_proj"), r"up_proj\.weight F8_E4M3"),
+    "FP8 without a config": Case(
+        dtypes(torch.float8_e4m3fn, "up_proj"), r"up_proj\.weight F8_E4M3"
+    ),
     "integers": Case(dtypes(torch.int8, "up_proj"), r"up_proj\.weight I8"),
     "F8_E8M0 scales": Case(scales, "quantised"),
-    "NaN": Case(set_value("model.norm.weight", float("nan")), r"NaN or infinite", at=("learner", "convert", "verify")),
+    "NaN": Case(
+        set_value("model.norm.weight", float("nan")),
+        r"NaN or infinite",
+        at=("learner", "convert", "verify"),
+    ),
     "infinity": Case(
-        set_value("lm_head.weight", float("inf")), r"NaN or infinite", at=("learner", "convert", "verify")
+        set_value("lm_head.weight", float("inf")),
+        r"NaN or infinite",
+        at=("learner", "convert", "verify"),
     ),
     "rope_theta: null": Case(
         config(rope_parameters={"rope_type": "default", "rope_theta": None}), "rope_theta is null"
     ),
-    "rope_theta as text": Case(config(rope_parameters=ROPE | {"rope_theta": "1e4"}), "rope_theta is '1e4'"),
+    "rope_theta as text": Case(
+        config(rope_parameters=ROPE | {"rope_theta": "1e4"}), "rope_theta is '1e4'"
+    ),
     "rms_norm_eps as text": Case(config(rms_norm_eps="1e-5"), "rms_norm_eps is '1e-5'"),
     "rms_norm_eps: NaN": Case(config(rms_norm_eps=float("nan")), "rms_norm_eps is nan"),
-    "a factor of null": Case(config(rope_parameters=ROPE | {"rope_type": "llama3", "factor": None}), "factor is null"),
-    "architectures as text": Case(config(architectures="LlamaForCausalLM"), "architectures is 'LlamaForCausalLM'"),
-    "an unknown architecture": Case(config(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel is not supported"),
+    "a factor of null": Case(
+        config(rope_parameters=ROPE | {"rope_type": "llama3", "factor": None}), "factor is null"
+    ),
+    "architectures as text": Case(
+        config(architectures="LlamaForCausalLM"), "architectures is 'LlamaForCausalLM'"
+    ),
+    "an unknown architecture": Case(
+        config(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel is not supported"
+    ),
     "an unknown model_type": Case(config(model_type="mine"), "model_type is 'mine'"),
     "no model_type": Case(without("model_type"), "model_type is None"),
     "no architectures": Case(without("architectures"), "architecture none is not supported"),
     "layers as text": Case(config(num_hidden_layers="1"), "num_hidden_layers is '1'"),
     "10^9 layers": Case(config(num_hidden_layers=10**9), "num_hidden_layers is 1,000,000,000"),
-    "10^9 predicting layers": Case(config(num_nextn_predict_layers=10**9), "more than any model", latent),
-    "10^9 experts": Case(config(num_experts=10**9, num_local_experts=10**9), "more than any model", moe),
+    "10^9 predicting layers": Case(
+        config(num_nextn_predict_layers=10**9), "more than any model", latent
+    ),
+    "10^9 experts": Case(
+        config(num_experts=10**9, num_local_experts=10**9), "more than any model", moe
+    ),
     "3 key-value heads of 8": Case(config(num_key_value_heads=3), "num_key_value_heads=3"),
     "9 of 4 experts": Case(config(num_experts_per_tok=9), "num_experts_per_tok=9", moe),
-    "two kinds of rope": Case(config(rope_scaling={"rope_type": "linear", "factor": 2.0}), "beside rope_parameters"),
+    "two kinds of rope": Case(
+        config(rope_scaling={"rope_type": "linear", "factor": 2.0}), "beside rope_parameters"
+    ),
     "rope_scaling: null": Case(config(rope_scaling=None)),
     "a flag of 1": Case(config(attention_bias=0), "attention_bias is 0, not true or false"),
 }
@@ -393,7 +454,9 @@ def converted(path: Path) -> Tensors:
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: object) -> None:
-    """Run a tool; raise its message. `verify` and `inspect` say what is wrong in their answer."""
+    """Run a tool; raise its message. `verify` and `inspect` say what is wrong in their
+    answer.
+    """
     capsys.readouterr()
     status = main([str(word) for word in words])
     out, err = capsys.readouterr()

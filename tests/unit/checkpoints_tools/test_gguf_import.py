@@ -1,4 +1,6 @@
-"""A GGUF file becomes the directory that it was made from; what would become another is refused."""
+"""A GGUF file becomes the directory that it was made from; what would become another is
+refused.
+"""
 
 import json
 from pathlib import Path
@@ -77,7 +79,9 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "made"
 
 
-def test_the_model_that_the_file_was_made_from(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_model_that_the_file_was_made_from(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "in").mkdir()
     write_gguf(tmp_path / "in" / "x.gguf", llama, "llama", "smollm")
     out = tmp_path / "out"
@@ -100,7 +104,10 @@ def test_a_qwen2_tokenizer_splits_as_qwens_own(tmp_path: Path) -> None:
     """transformers' reader leaves the composition of accents out."""
     tiny_qwen2(tmp_path / "made", **SIZES, head_dim=8)
     write_gguf(tmp_path / "x.gguf", tmp_path / "made", "qwen2", "qwen2")
-    assert main(["import-gguf", str(tmp_path / "x.gguf"), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    assert (
+        main(["import-gguf", str(tmp_path / "x.gguf"), str(tmp_path / "out"), "--dtype", "fp32"])
+        == 0
+    )
     own = json.loads(Qwen2Tokenizer(vocab={"a": 0}, merges=[]).backend_tokenizer.to_str())
     read = json.loads((tmp_path / "out" / "tokenizer.json").read_text())
     assert read["normalizer"] == own["normalizer"] == {"type": "NFC"}
@@ -115,7 +122,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return message
 
 
-def test_what_would_become_another_model(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_would_become_another_model(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, file = tmp_path / "out", tmp_path / "x.gguf"
     assert "no GGUF file there" in refusal(capsys, tmp_path, out)
     write_gguf(file, llama, "llama", "mine")
@@ -123,7 +132,9 @@ def test_what_would_become_another_model(llama: Path, tmp_path: Path, capsys: py
     write_gguf(file, llama, "llama", "smollm", llama__rope__scaling__type="yarn")
     assert "it has rope scaling, which" in refusal(capsys, file, out)
     file.write_bytes(file.read_bytes()[:5000])
-    assert "not a complete GGUF file: its header or its tensors do not fit its size" in refusal(capsys, file, out)
+    assert "not a complete GGUF file: its header or its tensors do not fit its size" in refusal(
+        capsys, file, out
+    )
     assert "no such file or directory" in refusal(capsys, tmp_path / "none.gguf", out)
     weights = llama / "model.safetensors"
     assert "not a GGUF file: it does not begin with GGUF" in refusal(capsys, weights, out)
@@ -134,7 +145,9 @@ def test_what_would_become_another_model(llama: Path, tmp_path: Path, capsys: py
     assert "import-gguf" in _of_verify(capsys, tmp_path)
 
 
-def test_a_full_disk_leaves_nothing(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_leaves_nothing(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "x.gguf"
     out = tmp_path / "out"
     write_gguf(file, llama, "llama", "smollm")

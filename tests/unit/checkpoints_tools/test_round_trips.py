@@ -1,4 +1,6 @@
-"""Hugging Face -> Megatron at one layout -> another -> Hugging Face, each family, every bit; and what the learner loads."""
+"""Hugging Face -> Megatron at one layout -> another -> Hugging Face, each family, every
+bit; and what the learner loads.
+"""
 
 import json
 from collections.abc import Callable
@@ -61,7 +63,9 @@ def same(a: Path, b: Path) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in FAMILIES]
+)
 def test_every_bit_survives_two_layouts(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     tiny, overrides = FAMILIES[name]
     tiny(tmp_path / "hf", dtype, **overrides)
@@ -88,7 +92,10 @@ def test_the_learner_loads_what_was_converted_at_another_layout(tmp_path: Path) 
     parallel.start(model, seed=0, timeout_s=60)
     chunks = build.build(model, tmp_path / "hf")
     checkpoint.load_model(tmp_path / "step", chunks)
-    stored, exported = load_file(tmp_path / "hf/model.safetensors"), dict(hf.export(chunks, family_of(tmp_path / "hf")))
+    stored, exported = (
+        load_file(tmp_path / "hf/model.safetensors"),
+        dict(hf.export(chunks, family_of(tmp_path / "hf"))),
+    )
     parallel.stop()
     assert all(torch.equal(stored[name], exported[name]) for name in exported)
 
@@ -100,9 +107,9 @@ def test_dtype_rounds_once(tmp_path: Path, dtype: str) -> None:
     run("convert", "megatron-to-hf", tmp_path / "step", tmp_path / "back")
     source, back = Directory(tmp_path / "hf"), Directory(tmp_path / "back")
     assert all(torch.equal(source[n].to(build.DTYPES[dtype]), back[n]) for n in source)
-    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == str(build.DTYPES[dtype]).removeprefix(
-        "torch."
-    )
+    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == str(
+        build.DTYPES[dtype]
+    ).removeprefix("torch.")
 
 
 def test_files_and_index(tmp_path: Path) -> None:
@@ -117,16 +124,25 @@ def test_files_and_index(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "back" / hf.INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(p.nbytes for p in reference.parameters())
     copy = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), reference.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(copy.parameters(), reference.parameters(), strict=True)
+    )
 
 
 def test_layers_for_multi_token_prediction_are_put_back_untouched(tmp_path: Path) -> None:
-    """Released directories have one behind the last layer, which is not trained. config.json must announce it."""
+    """Released directories have one behind the last layer, which is not trained.
+    config.json must announce it.
+    """
     tiny_glm4_moe(tmp_path / "hf", num_hidden_layers=2)
     file, config = tmp_path / "hf/model.safetensors", tmp_path / "hf/config.json"
-    more = {f"model.layers.2.{name}": torch.randn(8, 8) for name in ("eh_proj.weight", "self_attn.q_proj.weight")}
+    more = {
+        f"model.layers.2.{name}": torch.randn(8, 8)
+        for name in ("eh_proj.weight", "self_attn.q_proj.weight")
+    }
     save_file(load_file(file) | more, file, metadata={"format": "pt"})
-    with pytest.raises(MegarlError, match=r"not of this model 2 tensors \(model.layers.2.eh_proj.weight"):
+    with pytest.raises(
+        MegarlError, match=r"not of this model 2 tensors \(model.layers.2.eh_proj.weight"
+    ):
         hf_to_megatron(tmp_path / "hf", tmp_path / "no", Parallelism())
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
     run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "step", "--ep", 2)
@@ -142,7 +158,9 @@ def test_layers_for_multi_token_prediction_are_put_back_untouched(tmp_path: Path
     with pytest.raises(MegarlError, match=r"nowhere: lacks tensors model.layers.2.\*"):
         megatron_to_hf(tmp_path / "step", tmp_path / "no", tmp_path / "nowhere")
     tiny_glm4_moe(tmp_path / "without", num_hidden_layers=2, num_nextn_predict_layers=1)
-    assert same(tmp_path / "without", written(tmp_path / "step", tmp_path / "shorter", tmp_path / "without"))
+    assert same(
+        tmp_path / "without", written(tmp_path / "step", tmp_path / "shorter", tmp_path / "without")
+    )
 
 
 def written(source: Path, destination: Path, base: Path) -> Path:
@@ -150,8 +168,12 @@ def written(source: Path, destination: Path, base: Path) -> Path:
     return destination
 
 
-def test_vision_tower_is_put_back_untouched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The text model goes through Megatron, and training changes it; the rest comes from the original."""
+def test_vision_tower_is_put_back_untouched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The text model goes through Megatron, and training changes it; the rest comes
+    from the original.
+    """
     tiny_llama4_multimodal(tmp_path / "hf")
     run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "step", "--ep", 2)
     run("convert", "megatron-to-hf", tmp_path / "step", tmp_path / "back")
@@ -162,7 +184,14 @@ def test_vision_tower_is_put_back_untouched(tmp_path: Path, capsys: pytest.Captu
     capsys.readouterr()
     assert main(["convert", "megatron-to-hf", str(tmp_path / "step"), str(tmp_path / "again")]) == 2
     assert "give the original model with --base" in capsys.readouterr().err
-    run("convert", "megatron-to-hf", tmp_path / "step", tmp_path / "again", "--base", tmp_path / "moved")
+    run(
+        "convert",
+        "megatron-to-hf",
+        tmp_path / "step",
+        tmp_path / "again",
+        "--base",
+        tmp_path / "moved",
+    )
     assert same(tmp_path / "moved", tmp_path / "again")
     run("verify", tmp_path / "step", tmp_path / "again")
 
@@ -181,14 +210,21 @@ def test_verify_compares_logits_of_megatron_and_transformers(
     assert float(out.split("differ by ")[1].split(",")[0]) < 2e-5
 
 
-def test_verify_of_other_vocabularies_compares_no_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_of_other_vocabularies_compares_no_logits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, size in (("a", 131), ("b", 100)):
         tiny_llama(tmp_path / name, vocab_size=size)
     assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b"), "--logits", "1"]) == 1
-    assert "logits cannot be compared: the vocabularies have 131 and 100 tokens" in capsys.readouterr().out
+    assert (
+        "logits cannot be compared: the vocabularies have 131 and 100 tokens"
+        in capsys.readouterr().out
+    )
 
 
-def test_verify_finds_logits_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_logits_that_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same tensors, another rotary embedding: only the logits show it."""
     tiny_llama(tmp_path / "hf")
     run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "step")

@@ -1,4 +1,6 @@
-"""convert, verify and inspect, and what an exported directory says of itself. Layouts and bad input: the files beside this."""
+"""convert, verify and inspect, and what an exported directory says of itself. Layouts
+and bad input: the files beside this.
+"""
 
 import json
 import shutil
@@ -24,16 +26,27 @@ from safetensors.torch import load_file, save_file
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """bf16, tied, a vocabulary of odd size, and something that stands for a tokenizer."""
-    tiny_llama(tmp_path / "hf", torch.bfloat16, num_hidden_layers=2, tie_word_embeddings=True, vocab_size=131)
+    tiny_llama(
+        tmp_path / "hf",
+        torch.bfloat16,
+        num_hidden_layers=2,
+        tie_word_embeddings=True,
+        vocab_size=131,
+    )
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
     return tmp_path / "hf"
 
 
-def test_round_trip_keeps_every_bit(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_round_trip_keeps_every_bit(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     step, back = tmp_path / "run" / "checkpoints" / "step-0000000", tmp_path / "back"
     assert main(["convert", "hf-to-megatron", str(directory), str(step)]) == 0
     assert main(["convert", "megatron-to-hf", str(tmp_path / "run"), str(back)]) == 0
-    stored, again = load_file(directory / "model.safetensors"), load_file(back / "model.safetensors")
+    stored, again = (
+        load_file(directory / "model.safetensors"),
+        load_file(back / "model.safetensors"),
+    )
     assert stored.keys() == again.keys()
     assert all(torch.equal(stored[name], again[name]) for name in stored)
     assert (back / "tokenizer.json").read_text() == "{}"
@@ -67,7 +80,9 @@ def test_export_takes_the_newest_checkpoint_of_a_run_or_the_one_named(
     assert not (tmp_path / "third").exists()
 
 
-def test_verify_names_what_differs(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_what_differs(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tensors = load_file(directory / "model.safetensors")
     other = tmp_path / "other"
     other.mkdir()
@@ -82,14 +97,18 @@ def test_verify_names_what_differs(directory: Path, tmp_path: Path, capsys: pyte
     assert "x: only in the second" in out
 
 
-def test_latest_complete_checkpoint_is_taken_and_old_ones_pruned(directory: Path, tmp_path: Path) -> None:
+def test_latest_complete_checkpoint_is_taken_and_old_ones_pruned(
+    directory: Path, tmp_path: Path
+) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
     model = Model(dtype="bf16")
     parallel.start(model, seed=0, timeout_s=60)
     chunks = build.build(model, directory)
     hf.load(chunks, family_of(directory), directory)
     for step in (1, 2, 3):
-        meta = checkpoint.CheckpointMeta(step=step, version=step, hf_source=str(directory), model=model.model_dump())
+        meta = checkpoint.CheckpointMeta(
+            step=step, version=step, hf_source=str(directory), model=model.model_dump()
+        )
         checkpoint.save(step_folder(checkpoints, step), checkpoint.model_state(chunks), meta)
     parallel.stop()
     (step_folder(checkpoints, 3) / checkpoint.META).unlink()  # as if it had never been finished
@@ -116,10 +135,14 @@ def test_inspect(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         lines = capsys.readouterr().out.splitlines()
         sizes.append(next(line.split(",", 1)[1] for line in lines if "weights  " in line))
     values, _ = sizes[0].split(" values")
-    assert int(values.replace(",", "")) == 94_720 + 64  # one row of padding, which makes 131 divide by 2
+    assert (
+        int(values.replace(",", "")) == 94_720 + 64
+    )  # one row of padding, which makes 131 divide by 2
 
 
-def test_inspect_shows_equal_layers_as_one_line(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_equal_layers_as_one_line(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(directory)]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert "layers.[0-1]" in lines  # of `model`, which has other children
@@ -141,8 +164,12 @@ def test_only_a_hub_id_is_the_base_model_of_a_card(base: str, known: bool) -> No
     assert card._is_hub_id(base) is known
 
 
-def test_model_card_of_a_run(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the run's own files say up to the checkpoint's step, and nothing that comes after it."""
+def test_model_card_of_a_run(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the run's own files say up to the checkpoint's step, and nothing that comes
+    after it.
+    """
     run = RunDir(tmp_path / "run")
     main(["convert", "hf-to-megatron", str(directory), str(run.checkpoints / "step-0000003")])
     step = run.checkpoints / "step-0000003"
@@ -153,7 +180,13 @@ def test_model_card_of_a_run(directory: Path, tmp_path: Path, capsys: pytest.Cap
     run.recipe.write_text(yaml.safe_dump(recipe))
     for step in range(5):
         append_jsonl(
-            run.metrics, {"step": step, "compute_hours": 1.0 + step, "compute_unit": "gpu", "tokens_trained": 1000}
+            run.metrics,
+            {
+                "step": step,
+                "compute_hours": 1.0 + step,
+                "compute_unit": "gpu",
+                "tokens_trained": 1000,
+            },
         )
     for step, rate in ((0, 0.25), (3, 0.5), (4, 0.75)):
         append_jsonl(run.eval, {"step": step, "pass_rate": rate, "samples": 4, "n_prompts": 200})
@@ -166,7 +199,10 @@ def test_model_card_of_a_run(directory: Path, tmp_path: Path, capsys: pytest.Cap
     assert "secret" not in written
     assert "| GPU-hours | 3 |" in written
     assert "| tokens trained | 3,000 |" in written
-    assert "| evaluation | pass rate 0.5 at step 3: mean of 4 samples on 200 held-out prompts |" in written
+    assert (
+        "| evaluation | pass rate 0.5 at step 3: mean of 4 samples on 200 held-out prompts |"
+        in written
+    )
     capsys.readouterr()
     main(["inspect", str(run.path)])
     out = capsys.readouterr().out
@@ -181,6 +217,8 @@ def test_model_card_of_a_run(directory: Path, tmp_path: Path, capsys: pytest.Cap
         ]
     )
     alone = (tmp_path / "alone" / "README.md").read_text()
-    assert "base_model" not in yaml.safe_load(alone.split("---")[1]), "a directory is no model of the hub"
+    assert "base_model" not in yaml.safe_load(alone.split("---")[1]), (
+        "a directory is no model of the hub"
+    )
     assert f"| base model | {directory} |" in alone
     assert "evaluation" not in alone

@@ -1,4 +1,6 @@
-"""The command line as a user meets it: quick, one message for bad input, nothing started by a dry run."""
+"""The command line as a user meets it: quick, one message for bad input, nothing
+started by a dry run.
+"""
 
 import errno
 import importlib.metadata
@@ -66,7 +68,10 @@ def test_metrics_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert all(f"\n  {name} " in shown and meaning in shown for name, (_, meaning) in NAMES.items())
     assert cli.main(["metrics", "idle"]) == 0
-    assert capsys.readouterr().out == "speed\n  learner_idle_share           wait_seconds / step_seconds\n"
+    assert (
+        capsys.readouterr().out
+        == "speed\n  learner_idle_share           wait_seconds / step_seconds\n"
+    )
     assert cli.main(["metrics", "speling"]) == 2
     assert "no metric's name contains 'speling'" in capsys.readouterr().err
 
@@ -104,7 +109,9 @@ def test_percent_signs_in_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))
-def test_shown_recipe_is_yaml_of_the_same_recipe(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shown_recipe_is_yaml_of_the_same_recipe(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["recipes", "show", name, "run.seed=5"]) == 0
     text = capsys.readouterr().out
     (tmp_path / "shown.yaml").write_text(text)
@@ -113,17 +120,29 @@ def test_shown_recipe_is_yaml_of_the_same_recipe(name: str, tmp_path: Path, caps
 
 
 def test_dry_run_starts_nothing_and_shows_what_would(
-    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (0.1, 9.0, 9.0))
     (tmp_path / "base.yaml").write_text(dump(recipe))
     file = tmp_path / "mine.yaml"
     file.write_text(f"base: {tmp_path / 'base.yaml'}\npipeline: {{k: 4}}\n")
-    tasks = ["data.tasks.math=null", f"data.tasks.sums={{train: {tmp_path / 'train.jsonl'}, heldout: 2}}"]
+    tasks = [
+        "data.tasks.math=null",
+        f"data.tasks.sums={{train: {tmp_path / 'train.jsonl'}, heldout: 2}}",
+    ]
     assert cli.main(["train", str(file), "--dry-run", "pipeline.k=3", *tasks]) == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
-    assert [line.split()[0] for line in lines[:5]] == ["model", "data", "prompt", "lengths", "layout"]
+    assert [line.split()[0] for line in lines[:5]] == [
+        "model",
+        "data",
+        "prompt",
+        "lengths",
+        "layout",
+    ]
     assert "sums: 3 to train on, 2 held out, grader math" in lines[1]
     assert "sums, raw: '" in lines[2]
     assert "prompts of 4 to 4 tokens (limit 2,048)" in lines[3]
@@ -134,7 +153,9 @@ def test_dry_run_starts_nothing_and_shows_what_would(
     assert not RunDir(recipe.run.path).path.exists()
 
 
-def test_dry_run_says_what_is_missing(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_says_what_is_missing(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(dump(recipe))
     assert cli.main(["train", str(file), "--dry-run", "model.path=/nowhere"]) == 2
@@ -144,9 +165,14 @@ def test_dry_run_says_what_is_missing(recipe: Recipe, tmp_path: Path, capsys: py
 
 
 def test_a_likely_mistake_is_warned_of_and_no_other(
-    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before a run, too. A warm start teaches the end of thinking; prompts may have a template's markers in them."""
+    """Before a run, too. A warm start teaches the end of thinking; prompts may have a
+    template's markers in them.
+    """
     monkeypatch.setattr("os.getloadavg", lambda: (0.1, 9.0, 9.0))
 
     def warned(*overrides: str) -> str:
@@ -164,12 +190,18 @@ def test_a_likely_mistake_is_warned_of_and_no_other(
     marked = {"prompt": f"1+1={settings['eos_token']}", "answer": "2"}
     (tmp_path / "marked.jsonl").write_text(json.dumps(marked))
     assert not warned(f"data.tasks.math.train={tmp_path / 'marked.jsonl'}")
-    unknown = "data.tasks.math.template=chat", "length.end_of_thinking=</thought>", "length.control=none"
+    unknown = (
+        "data.tasks.math.template=chat",
+        "length.end_of_thinking=</thought>",
+        "length.control=none",
+    )
     assert not warned(*unknown)
     assert "has '</thought>', so that no answer" in warned(*unknown, "sft.data=''")
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 0.0, 0.0))
     assert "99 processes want its" in warned("data.tasks.math.template=chat")
-    assert "resources.threads=1 is faster" in warned("data.tasks.math.template=chat", "resources.threads=2")
+    assert "resources.threads=1 is faster" in warned(
+        "data.tasks.math.template=chat", "resources.threads=2"
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,23 +213,49 @@ def test_a_likely_mistake_is_warned_of_and_no_other(
             ["train", "quickstart", "model.path=/nowhere"],
             "model.path: '/nowhere' is not a Hugging Face model directory",
         ),
-        (["sft", "quickstart", "sft.init=/nowhere"], "sft.init: '/nowhere' is not a Hugging Face model directory"),
+        (
+            ["sft", "quickstart", "sft.init=/nowhere"],
+            "sft.init: '/nowhere' is not a Hugging Face model directory",
+        ),
         (["report", "/nowhere"], "/nowhere: not a run directory"),
         (["rollouts", "show", "/nowhere"], "/nowhere: not a run directory"),
-        (["trian", "quickstart"], "No such command 'trian'. Did you mean 'train', 'trace'? See `megarl --help`"),
-        (["train", "quickstart", "--dryrun"], "No such option: --dryrun (Possible options: --dry-run). See"),
+        (
+            ["trian", "quickstart"],
+            "No such command 'trian'. Did you mean 'train', 'trace'? See `megarl --help`",
+        ),
+        (
+            ["train", "quickstart", "--dryrun"],
+            "No such option: --dryrun (Possible options: --dry-run). See",
+        ),
         (["train"], "Missing argument 'recipe'. See `megarl train --help`"),
         (["study"], "Missing command. See `megarl study --help`"),
         (["serve", "quickstart", "--index"], "Option '--index' requires an argument"),
-        (["serve", "quickstart", "--index", "0", "--port", "99999"], "'--port': Input should be less than or equal to 65535"),
-        (["serve", "quickstart", "--index", "-1", "--port", "1"], "'--index': Input should be greater than or equal to 0, not"),
-        (["rollouts", "show", "x", "--limit", "-5"], "'--limit': Input should be greater than or equal to 1, not '-5'"),
+        (
+            ["serve", "quickstart", "--index", "0", "--port", "99999"],
+            "'--port': Input should be less than or equal to 65535",
+        ),
+        (
+            ["serve", "quickstart", "--index", "-1", "--port", "1"],
+            "'--index': Input should be greater than or equal to 0, not",
+        ),
+        (
+            ["rollouts", "show", "x", "--limit", "-5"],
+            "'--limit': Input should be greater than or equal to 1, not '-5'",
+        ),
         (["trace", "x", "--steps", "no"], "'--steps': Input should be a valid integer"),
-        (["data", "prepare", "x", "y", "--format", "z"], "'--format': 'z' is not one of 'jsonl', 'parquet', 'arrow'. See"),
-        (["scaling", "extrapolate", "x.csv", "--to", "9", "--reach", "0.5"], "give one of --to and --reach"),
+        (
+            ["data", "prepare", "x", "y", "--format", "z"],
+            "'--format': 'z' is not one of 'jsonl', 'parquet', 'arrow'. See",
+        ),
+        (
+            ["scaling", "extrapolate", "x.csv", "--to", "9", "--reach", "0.5"],
+            "give one of --to and --reach",
+        ),
     ],
-)  # fmt: skip
-def test_bad_input_is_one_message(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+)
+def test_bad_input_is_one_message(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
     assert said in captured.err
@@ -236,11 +294,16 @@ def test_completion_of_each_shell(
 
 def test_a_server_that_the_recipe_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "quickstart", "--index", "99", "--port", "1"]) == 2
-    assert "--index: 99, and the recipe's servers are numbered from 0 to 0" in capsys.readouterr().err
+    assert (
+        "--index: 99, and the recipe's servers are numbered from 0 to 0" in capsys.readouterr().err
+    )
 
 
 def test_run_that_is_there_is_kept(
-    recipe: Recipe, write_run: Callable[[int], RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe,
+    write_run: Callable[[int], RunDir],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     rundir = write_run(5)
     rows = rundir.metrics.read_bytes()
@@ -273,14 +336,20 @@ def test_reader_that_leaves_early() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.ESHUTDOWN])
-def test_a_broken_pipe_finishes_no_command_that_works(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """ESHUTDOWN, which Lustre answers to a client that it has evicted, is a BrokenPipeError too."""
+def test_a_broken_pipe_finishes_no_command_that_works(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """ESHUTDOWN, which Lustre answers to a client that it has evicted, is a
+    BrokenPipeError too.
+    """
 
     def evicted(*_: object) -> None:
         raise OSError(number, os.strerror(number), "runs/quickstart/stop")
 
     monkeypatch.setattr("megarl.core.recipe.load", evicted)
-    monkeypatch.setattr(cli, "start_logging", lambda _: None)  # it lasts as long as this process, which has other tests
+    monkeypatch.setattr(
+        cli, "start_logging", lambda _: None
+    )  # it lasts as long as this process, which has other tests
     for command in ("train", "sft", "rollout", "learn"):
         with pytest.raises((BrokenPipeError, SystemExit)) as ended:
             cli.main([command, "quickstart"])
@@ -291,7 +360,9 @@ def test_a_dry_run_may_be_looked_at_with_head(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "megarl", "sft", "quickstart", "--dry-run"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=240, cwd=tmp_path)
+    done = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=240, cwd=tmp_path
+    )
     os.close(write)
     assert "BrokenPipe" not in done.stderr
     assert "this can start" in done.stderr  # it goes on to what it checks: there are no data here
@@ -300,13 +371,20 @@ def test_a_dry_run_may_be_looked_at_with_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_a_lasting_command_says_is_seen_at_once(unbuffered: str) -> None:
     """Also where Python's own streams have no buffer, as in containers and Slurm jobs."""
-    code = "import os, sys; from megarl.run.process import outlive_screen as o; o(); print('a', file=sys.stderr); os._exit(0)"
+    code = (
+        "import os, sys; from megarl.run.process import outlive_screen as o; o(); print('a',"
+        " file=sys.stderr); os._exit(0)"
+    )
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, timeout=240
+    )
     assert done.stderr == b"a\n"
 
 
-def test_a_place_that_cannot_be_written_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_be_written_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     submit = ["submit", "quickstart", "--nodes", "1", "--gpus-per-node", "0", "--out"]
     assert cli.main([*submit, str(tmp_path / "file" / "x.sbatch")]) == 2
@@ -314,9 +392,12 @@ def test_a_place_that_cannot_be_written_is_one_message(tmp_path: Path, capsys: p
 
 
 def test_streams_that_are_closed_cost_nothing() -> None:
-    """The status is that of the command: nothing is written, and nothing is opened in the place of a stream."""
+    """The status is that of the command: nothing is written, and nothing is opened in
+    the place of a stream.
+    """
     closed = f"exec <&- >&- 2>&-; exec {sys.executable} -m megarl"
     done = [
-        subprocess.run(["sh", "-c", f"{closed} recipes show {name}"], timeout=240) for name in ("quickstart", "none")
+        subprocess.run(["sh", "-c", f"{closed} recipes show {name}"], timeout=240)
+        for name in ("quickstart", "none")
     ]
     assert [one.returncode for one in done] == [0, 2]

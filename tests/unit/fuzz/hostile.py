@@ -1,4 +1,6 @@
-"""What files may hold that nobody meant: bytes, texts and values for property tests, and changes to files that are whole."""
+"""What files may hold that nobody meant: bytes, texts and values for property tests,
+and changes to files that are whole.
+"""
 
 import json
 from typing import Any
@@ -6,12 +8,65 @@ from typing import Any
 from hypothesis import strategies as st
 
 BITS = (
-    b"", b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\x85", b"\n", b"\t", b" ", b"  ", b": ", b":", b"- ", b"? ",
-    b"#", b"&a", b"*a", b"<<: *a", b"!!python/object:os.system", b"!!binary", b"!!int", b"!!set", b"!x ", b"%YAML 9\n", b"---",
-    b"...\n", b"|\n", b">-\n", b"{", b"}", b"[", b"]", b"[" * 3000, b"{a: " * 300, b"'", b'"', b"\\", b'\\ud800', b"~", b"null",
-    b"true", b"yes", b"-1", b"0", b"1", b"1e400", b"-.inf", b".nan", b"NaN", b"9" * 30, b"9" * 5000, b"0x1F", b"1_000", b"1:30",
-    b"2026-01-01", b"2026-13-40", b"=", b"x" * 400,
-)  # fmt: skip
+    b"",
+    b"\0",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf",
+    b"\xed\xa0\x80",
+    b"\x85",
+    b"\n",
+    b"\t",
+    b" ",
+    b"  ",
+    b": ",
+    b":",
+    b"- ",
+    b"? ",
+    b"#",
+    b"&a",
+    b"*a",
+    b"<<: *a",
+    b"!!python/object:os.system",
+    b"!!binary",
+    b"!!int",
+    b"!!set",
+    b"!x ",
+    b"%YAML 9\n",
+    b"---",
+    b"...\n",
+    b"|\n",
+    b">-\n",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b"[" * 3000,
+    b"{a: " * 300,
+    b"'",
+    b'"',
+    b"\\",
+    b"\\ud800",
+    b"~",
+    b"null",
+    b"true",
+    b"yes",
+    b"-1",
+    b"0",
+    b"1",
+    b"1e400",
+    b"-.inf",
+    b".nan",
+    b"NaN",
+    b"9" * 30,
+    b"9" * 5000,
+    b"0x1F",
+    b"1_000",
+    b"1:30",
+    b"2026-01-01",
+    b"2026-13-40",
+    b"=",
+    b"x" * 400,
+)
 """That have a meaning of their own somewhere."""
 
 numbers = st.one_of(
@@ -26,7 +81,9 @@ values = st.recursive(
     | numbers
     | st.text(max_size=8)
     | st.sampled_from(["", "..", "/", "gpu", "1", "a/b", "\0"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -44,7 +101,11 @@ def changed(draw: st.DrawFn, whole: bytes) -> bytes:
 
 def lines(rows: st.SearchStrategy[Any]) -> st.SearchStrategy[bytes]:
     """JSONL, with lines among them that are none."""
-    line = rows.map(lambda row: json.dumps(row).encode()) | st.sampled_from(BITS) | st.binary(max_size=10)
+    line = (
+        rows.map(lambda row: json.dumps(row).encode())
+        | st.sampled_from(BITS)
+        | st.binary(max_size=10)
+    )
     return st.lists(line, max_size=6).map(lambda found: b"\n".join(found) + b"\n")
 
 

@@ -1,4 +1,6 @@
-"""Whatever data, config.json and the tokenizer's files contain, the checks of a run read it or print one message, quickly."""
+"""Whatever data, config.json and the tokenizer's files contain, the checks of a run
+read it or print one message, quickly.
+"""
 
 import json
 import shutil
@@ -16,9 +18,15 @@ from tests.unit.fuzz.hostile import changed, lines, rows_like
 LIMIT_S, LONGEST = 10.0, 8_000  # seconds of a core, characters
 ROW = {"id": "7", "prompt": "7+1=", "answer": "8", "difficulty": 1}
 FILES = (
-    "train.jsonl", "heldout.jsonl", "model/config.json", "model/tokenizer_config.json", "model/tokenizer.json",
-    "model/model.safetensors", "model/model.safetensors.index.json", "model/chat_template.jinja",
-)  # fmt: skip
+    "train.jsonl",
+    "heldout.jsonl",
+    "model/config.json",
+    "model/tokenizer_config.json",
+    "model/tokenizer.json",
+    "model/model.safetensors",
+    "model/model.safetensors.index.json",
+    "model/chat_template.jinja",
+)
 
 
 @settings(suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
@@ -27,7 +35,9 @@ def test_any_file_that_a_run_is_given(recipe: Recipe, tmp_path: Path, data: st.D
     kept = tmp_path / "kept"
     if not kept.exists():
         shutil.copytree(tmp_path, kept)
-    for name in FILES:  # one that an example left, because it ended in an error, is not there for the next
+    for (
+        name
+    ) in FILES:  # one that an example left, because it ended in an error, is not there for the next
         (tmp_path / name).unlink(missing_ok=True)
     shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
     name = data.draw(st.sampled_from(FILES))
@@ -39,7 +49,10 @@ def test_any_file_that_a_run_is_given(recipe: Recipe, tmp_path: Path, data: st.D
     elif name.endswith(".json") and file.exists():
         like |= rows_like(json.loads(before)).map(lambda row: json.dumps(row).encode())
     template = data.draw(st.sampled_from(["raw", "chat"]))
-    tasks = {key: task.model_copy(update={"template": template}) for key, task in recipe.data.tasks.items()}
+    tasks = {
+        key: task.model_copy(update={"template": template})
+        for key, task in recipe.data.tasks.items()
+    }
     made = recipe.model_copy(update={"data": recipe.data.model_copy(update={"tasks": tasks})})
     there = file.exists()
     file.write_bytes(data.draw(like))

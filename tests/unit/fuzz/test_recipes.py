@@ -1,4 +1,6 @@
-"""Any recipe file or override gives a recipe that can be written and read again, or one message, quickly."""
+"""Any recipe file or override gives a recipe that can be written and read again, or one
+message, quickly.
+"""
 
 import tempfile
 import time
@@ -19,9 +21,20 @@ LIMIT_S, LONGEST = 10.0, 8_000  # seconds of a core, characters
 TEXTS = [path.read_bytes() for path in shipped().values()]
 KEYS = sorted(flat(Recipe().model_dump(mode="json")))
 DEEPER = [
-    "data.tasks.a", "data.tasks.a.train", "data.tasks.a.rewards.x", "data.services.s", "evaluation.suites.aime24",
-    "evaluation.suites.mine", "length.stages", "run", "model", "no.such.key", "run..x", ".", "base",
-]  # fmt: skip
+    "data.tasks.a",
+    "data.tasks.a.train",
+    "data.tasks.a.rewards.x",
+    "data.services.s",
+    "evaluation.suites.aime24",
+    "evaluation.suites.mine",
+    "length.stages",
+    "run",
+    "model",
+    "no.such.key",
+    "run..x",
+    ".",
+    "base",
+]
 """Keys of what a default recipe has none of, and no keys."""
 
 
@@ -64,7 +77,10 @@ def test_any_value_of_any_key(tree: dict[str, Any]) -> None:
 @given(
     words=st.lists(
         st.builds(
-            "{}{}{}".format, st.sampled_from(KEYS + DEEPER), st.sampled_from(["=", "", "=="]), st.text(max_size=12)
+            "{}{}{}".format,
+            st.sampled_from(KEYS + DEEPER),
+            st.sampled_from(["=", "", "=="]),
+            st.text(max_size=12),
         )
         | st.text(max_size=20),
         max_size=3,

@@ -1,4 +1,6 @@
-"""Whatever the files of a run directory contain, every command that reads one answers, or prints one message, quickly."""
+"""Whatever the files of a run directory contain, every command that reads one answers,
+or prints one message, quickly.
+"""
 
 import json
 import random
@@ -19,15 +21,33 @@ from tests.unit.core.journal.test_journal import written
 from tests.unit.fuzz.hostile import changed, lines, rows_like
 
 LIMIT_S, LONGEST = 10.0, 8_000  # seconds of a core, characters
-EVENT = {"time": 1.8e9, "session": "s", "event": "started", "role": "learner-0", "pid": 1, "nodes": ["here"]}
+EVENT = {
+    "time": 1.8e9,
+    "session": "s",
+    "event": "started",
+    "role": "learner-0",
+    "pid": 1,
+    "nodes": ["here"],
+}
 FILES = (
-    "recipe.yaml", "metrics.jsonl", "eval.jsonl", "status.json", "logs/supervisor.jsonl", "endpoints.json", "fingerprints.json",
-    "rollouts/000000.journal", "stop", "summary.json", "trace/learner.jsonl",
-)  # fmt: skip
+    "recipe.yaml",
+    "metrics.jsonl",
+    "eval.jsonl",
+    "status.json",
+    "logs/supervisor.jsonl",
+    "endpoints.json",
+    "fingerprints.json",
+    "rollouts/000000.journal",
+    "stop",
+    "summary.json",
+    "trace/learner.jsonl",
+)
 
 
 @pytest.fixture
-def whole(recipe: Recipe, write_run: Callable[[int], RunDir], monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def whole(
+    recipe: Recipe, write_run: Callable[[int], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> RunDir:
     """A run with a journal, whose recipe is written beside it too."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     rundir = write_run(3)
@@ -40,7 +60,14 @@ def whole(recipe: Recipe, write_run: Callable[[int], RunDir], monkeypatch: pytes
 def commands(rundir: RunDir) -> list[list[str]]:
     run = str(rundir.path)
     again = ["train", str(rundir.path.parent / "again.yaml"), "--dry-run", "run.resume=auto"]
-    return [["status", run], ["rollouts", "show", run], ["trace", run], ["logs", run], ["scaling", "fit", run], again]
+    return [
+        ["status", run],
+        ["rollouts", "show", run],
+        ["trace", run],
+        ["logs", run],
+        ["scaling", "fit", run],
+        again,
+    ]
 
 
 @settings(
@@ -49,7 +76,9 @@ def commands(rundir: RunDir) -> list[list[str]]:
     phases=(Phase.generate,),  # an example takes long, and what is shown of one is short
 )
 @given(data=st.data())
-def test_any_file_of_a_run(whole: RunDir, capsys: pytest.CaptureFixture[str], data: st.DataObject) -> None:
+def test_any_file_of_a_run(
+    whole: RunDir, capsys: pytest.CaptureFixture[str], data: st.DataObject
+) -> None:
     kept = whole.path.with_name("kept")
     if not kept.exists():
         shutil.copytree(whole.path, kept)
@@ -80,5 +109,7 @@ def contents(name: str, before: bytes) -> st.SearchStrategy[bytes]:
     if name in rows:
         return found | lines(rows_like(rows[name]))
     if name.endswith(".json"):
-        return found | rows_like(json.loads(before) or {"x": 1}).map(lambda row: json.dumps(row).encode())
+        return found | rows_like(json.loads(before) or {"x": 1}).map(
+            lambda row: json.dumps(row).encode()
+        )
     return found

@@ -111,7 +111,9 @@ def test_a_whole_transformer_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         ("import os; os.kill(os.getpid(), 11)", "Python ended with -11"),
     ],
 )
-def test_a_broken_transformer_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, said: str) -> None:
+def test_a_broken_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, said: str
+) -> None:
     found = engine(tmp_path, code, monkeypatch)
     assert (found.grade, found.found) == ("note", "cannot be imported")
     assert found.advice.startswith(said)
@@ -125,14 +127,18 @@ def test_a_transformer_engine_gets_the_cudnn_that_a_learner_gives_it(
     assert found.advice.startswith(f"OSError: {cudnn_of_torch()['CUDNN_HOME']};")
 
 
-def test_a_transformer_engine_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_transformer_engine_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(doctor, "IMPORT_S", 0.1)
     found = engine(tmp_path, "import time; time.sleep(9)", monkeypatch)
     assert (found.grade, found.found) == ("note", "not imported within 0.1 s")
 
 
 def test_what_compiles_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """SGLang needs nvcc and ninja as it starts; ninja may be in the environment of a Python that is called by its path."""
+    """SGLang needs nvcc and ninja as it starts; ninja may be in the environment of a
+    Python that is called by its path.
+    """
 
     def program(file: Path, said: str = "") -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +173,8 @@ def test_what_compiles_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 GOOD = [
-    Finding(name, "good", "") for name in ("Python", "CUDA", "Transformer Engine", doctor.KERNELS, doctor.COMPILERS)
+    Finding(name, "good", "")
+    for name in ("Python", "CUDA", "Transformer Engine", doctor.KERNELS, doctor.COMPILERS)
 ]
 
 
@@ -181,8 +188,18 @@ GOOD = [
             0,
             "possible on 8 GPUs, without Transformer Engine",
         ),
-        ([*GOOD[:3], Finding(doctor.KERNELS, "note", ""), GOOD[4]], 8, 0, "GPU runs are not yet: SGLang's kernels."),
-        ([GOOD[0], Finding("CUDA", "note", "no GPU"), GOOD[2]], 0, 0, "Runs on the CPU are possible"),
+        (
+            [*GOOD[:3], Finding(doctor.KERNELS, "note", ""), GOOD[4]],
+            8,
+            0,
+            "GPU runs are not yet: SGLang's kernels.",
+        ),
+        (
+            [GOOD[0], Finding("CUDA", "note", "no GPU"), GOOD[2]],
+            0,
+            0,
+            "Runs on the CPU are possible",
+        ),
         ([Finding("Python", "bad", "3.9"), *GOOD[1:]], 0, 1, "Nothing can be run here yet: Python"),
     ],
 )
@@ -202,7 +219,9 @@ def test_a_slow_network_beside_a_fast_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert found({"eth0": 1000}).grade == "good"  # there is no other
 
 
-def test_infiniband_that_a_container_does_not_see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_infiniband_that_a_container_does_not_see(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def found() -> list[Finding]:
         return [finding for finding in doctor.fabric() if finding.what == "InfiniBand"]
 
@@ -218,7 +237,9 @@ def test_infiniband_that_a_container_does_not_see(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(doctor, "loads", lambda _: True)
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (65536, 65536))
     assert "memlock" in found()[0].advice
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (doctor.resource.RLIM_INFINITY,) * 2)
+    monkeypatch.setattr(
+        doctor.resource, "getrlimit", lambda _: (doctor.resource.RLIM_INFINITY,) * 2
+    )
     assert (found()[0].grade, found()[0].found) == ("good", "mlx5_0")
 
 
@@ -227,8 +248,12 @@ def test_a_library_loads_or_not() -> None:
     assert not doctor.loads("libnowhere.so.1")
 
 
-@pytest.mark.parametrize(("version", "old"), [("570.195.03", True), ("580.65.06", False), ("", False)])
-def test_a_driver_before_cuda_13(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, old: bool) -> None:
+@pytest.mark.parametrize(
+    ("version", "old"), [("570.195.03", True), ("580.65.06", False), ("", False)]
+)
+def test_a_driver_before_cuda_13(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, old: bool
+) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\nprintf '{version}\\n{version}\\n'\n")
     tool.chmod(0o755)
@@ -236,11 +261,17 @@ def test_a_driver_before_cuda_13(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # which torch cannot use
     finding = doctor.cuda()
     assert finding.found == "2 GPUs that torch cannot use"
-    assert finding.advice.startswith(f"the driver is {version}; update it to 580" if old else "replace torch's build")
+    assert finding.advice.startswith(
+        f"the driver is {version}; update it to 580" if old else "replace torch's build"
+    )
 
 
-@pytest.mark.parametrize(("status", "found"), [("GPU 0: …\n\t Link 0: 26.562 GB/s", "between the GPUs"), ("", "none")])
-def test_gpus_without_nvlink(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str, found: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "found"), [("GPU 0: …\n\t Link 0: 26.562 GB/s", "between the GPUs"), ("", "none")]
+)
+def test_gpus_without_nvlink(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str, found: str
+) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\nprintf '{status}'\n")
     tool.chmod(0o755)

@@ -1,4 +1,6 @@
-"""The JobSet that `megarl submit --kubernetes` writes, by the fields of JobSet's published schema."""
+"""The JobSet that `megarl submit --kubernetes` writes, by the fields of JobSet's
+published schema.
+"""
 
 import json
 from pathlib import Path
@@ -66,7 +68,9 @@ def test_submit_writes_a_jobset(tmp_path: Path, capsys: pytest.CaptureFixture[st
         True,
         False,
     )
-    assert {"apiGroups": [""], "resources": ["pods/exec"], "verbs": ["get", "create"]} in made["Role"]["rules"]
+    assert {"apiGroups": [""], "resources": ["pods/exec"], "verbs": ["get", "create"]} in made[
+        "Role"
+    ]["rules"]
     assert made["RoleBinding"]["subjects"][0]["name"] == first["serviceAccountName"]
 
 
@@ -81,7 +85,9 @@ def test_a_run_that_gave_up_is_not_made_again() -> None:
     assert (reason["action"], reason["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
 
 
-@pytest.mark.parametrize(("field", "value"), [("successPolicy", {"operator": "Every"}), ("replicas", 2)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("successPolicy", {"operator": "Every"}), ("replicas", 2)]
+)
 def test_the_schema_refuses_what_jobset_does_not_know(field: str, value: object) -> None:
     written = documents(manifest("run", 2, SETTINGS, ["megarl"], []))["JobSet"]
     jsonschema.validate(written, SCHEMA)
@@ -90,7 +96,9 @@ def test_the_schema_refuses_what_jobset_does_not_know(field: str, value: object)
         jsonschema.validate(written, SCHEMA)
 
 
-@pytest.mark.parametrize("text", ["", "shared", "shared:relative", "Shared:/shared", ":/shared", "a:/a:ro"])
+@pytest.mark.parametrize(
+    "text", ["", "shared", "shared:relative", "Shared:/shared", ":/shared", "a:/a:ro"]
+)
 def test_mounts_that_name_no_claim_are_refused(text: str) -> None:
     with pytest.raises(MegarlError, match=r"^--(mounts|kubernetes)"):
         read_mounts(text)
@@ -155,11 +163,28 @@ def test_pods_names_fit() -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["--kubernetes", "--image", "team/megarl:1", *CLAIMS]])
-def test_a_line_end_in_the_name_of_a_recipe_stays_in_its_comment(tmp_path: Path, more: list[str]) -> None:
+def test_a_line_end_in_the_name_of_a_recipe_stays_in_its_comment(
+    tmp_path: Path, more: list[str]
+) -> None:
     recipe = tmp_path / "a\nrm.yaml"
     recipe.write_text("base: quickstart\n")
     file = tmp_path / "written"
-    assert main(["submit", str(recipe), "--nodes", "1", "--gpus-per-node", "0", "--out", str(file), *more]) == 0
+    assert (
+        main(
+            [
+                "submit",
+                str(recipe),
+                "--nodes",
+                "1",
+                "--gpus-per-node",
+                "0",
+                "--out",
+                str(file),
+                *more,
+            ]
+        )
+        == 0
+    )
     lines = file.read_text().splitlines()
     written = [line for line in lines if "Written by" in line]
     assert len(written) == 1

@@ -26,7 +26,10 @@ from megarl.lab.new_recipe import (
 )
 from tests.unit.conftest import Tree, write_jsonl
 
-WRITES_EQUALS = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+WRITES_EQUALS = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={%"
+    " endif %}"
+)
 QUESTIONS = KnownData(1000, 120, (20, 30, 41), longest_question=20, longest_answer=3, grader="math")
 
 
@@ -43,7 +46,9 @@ def model(tree: Tree) -> Path:
 
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
-    write_jsonl(tmp_path / "my sums.jsonl", [{"prompt": f"{n}+11", "answer": n + 11} for n in range(30)])
+    write_jsonl(
+        tmp_path / "my sums.jsonl", [{"prompt": f"{n}+11", "answer": n + 11} for n in range(30)]
+    )
     return tmp_path / "my sums.jsonl"
 
 
@@ -54,7 +59,22 @@ def chats(model: Path, template: str) -> None:
 
 def written(model: Path, data: Path, *options: str) -> Recipe:
     out = model.parent / "mine.yaml"
-    assert cli.main(["recipes", "new", "--model", str(model), "--data", str(data), "--out", str(out), *options]) == 0
+    assert (
+        cli.main(
+            [
+                "recipes",
+                "new",
+                "--model",
+                str(model),
+                "--data",
+                str(data),
+                "--out",
+                str(out),
+                *options,
+            ]
+        )
+        == 0
+    )
     return load(str(out))
 
 
@@ -66,7 +86,10 @@ def suited(parameters: float, machine: Machine, end_of_thinking: str = "", **dat
 
 
 def test_what_is_written_can_start(
-    model: Path, questions: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    questions: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     chats(model, WRITES_EQUALS)
     monkeypatch.chdir(model.parent)
@@ -85,7 +108,12 @@ def test_what_is_written_can_start(
     assert "template" not in said
     assert "end_of_thinking" not in said
     assert said.endswith("ready: 1 server, 1 rank, 0 GPUs\n")
-    assert cli.main(["recipes", "new", "--model", "model", "--data", str(questions), "--out", "mine.yaml"]) == 2
+    assert (
+        cli.main(
+            ["recipes", "new", "--model", "model", "--data", str(questions), "--out", "mine.yaml"]
+        )
+        == 2
+    )
     assert "--out: mine.yaml exists already" in capsys.readouterr().err
 
 
@@ -98,7 +126,11 @@ def test_options_win(model: Path, tmp_path: Path) -> None:
     recipe = written(model, tmp_path / "train.jsonl", *columns, *chosen)
     ((name, task),) = recipe.data.tasks.items()
     assert name == tmp_path.name, "`train` says nothing; the folder's name does"
-    assert (task.grader, task.system, task.heldout) == ("exact", "1+1=2", str(tmp_path / "other.jsonl"))
+    assert (task.grader, task.system, task.heldout) == (
+        "exact",
+        "1+1=2",
+        str(tmp_path / "other.jsonl"),
+    )
     assert task.columns == {"prompt": "q", "answer": "solution"}
 
 
@@ -119,7 +151,9 @@ def test_a_base_model_gets_its_prompts_as_they_are(
 def test_the_template_says_how_thinking_ends_or_without_one_the_vocabulary(model: Path) -> None:
     tokenizer = load_tokenizer(model)
     assert known_model(model, tokenizer).end_of_thinking == "</think>"
-    assert known_model(model, tokenizer).interruption == "</think>", "the vocabulary lacks the default's letters"
+    assert known_model(model, tokenizer).interruption == "</think>", (
+        "the vocabulary lacks the default's letters"
+    )
     chats(model, WRITES_EQUALS)
     assert known_model(model, tokenizer).end_of_thinking == ""
     chats(model, WRITES_EQUALS + "{# <|channel|>final #}")
@@ -144,15 +178,21 @@ def test_most_answers_choose_the_grader(answers: list[str], grader: str) -> None
 
 
 def test_a_cpu_gets_what_it_can_do() -> None:
-    """A small model in fp32 whatever the CPU; a larger one in bf16 where bf16 is not emulated."""
+    """A small model in fp32 whatever the CPU; a larger one in bf16 where bf16 is not
+    emulated.
+    """
     fast = Machine(cores=8, gpus=0, gpu_bytes=0, memory=64e9, bf16="AMX")
     slow = Machine(cores=1, gpus=0, gpu_bytes=0, memory=64e9, bf16="")
     assert suited(135e6, fast).model.dtype == "bf16"
     assert suited(1e6, fast).model.dtype == suited(135e6, slow).model.dtype == "fp32"
     assert (suited(135e6, fast).resources.threads, suited(135e6, slow).resources.threads) == (4, 1)
-    assert suited(135e6, slow).evaluation.prompts == QUESTIONS.held_out, "all that are held out are asked"
+    assert suited(135e6, slow).evaluation.prompts == QUESTIONS.held_out, (
+        "all that are held out are asked"
+    )
     assert suited(1e6, fast).learner.optimizer.lr > suited(135e6, fast).learner.optimizer.lr
-    with pytest.raises(MegarlError, match=r"models/mine: the state of learner and server alone takes 176 GB"):
+    with pytest.raises(
+        MegarlError, match=r"models/mine: the state of learner and server alone takes 176 GB"
+    ):
         suited(8e9, fast)
 
 
@@ -171,7 +211,9 @@ def test_prompts_that_are_far_too_long_are_left_out() -> None:
     machine = Machine(cores=2, gpus=0, gpu_bytes=0, memory=64e9, bf16="")
     assert suited(1e6, machine, prompts=(9, 90_000)).length.prompt_tokens == 512
     assert suited(1e6, machine, longest_answer=30).length.answer_tokens == 128
-    with pytest.raises(MegarlError, match="all 2 prompts have more than 512 tokens, the shortest 513; shorten"):
+    with pytest.raises(
+        MegarlError, match="all 2 prompts have more than 512 tokens, the shortest 513; shorten"
+    ):
         suited(1e6, machine, prompts=(513, 90_000))
 
 
@@ -199,7 +241,9 @@ def test_the_held_out_questions_of_another_set_are_looked_at(
     other = questions.with_name("other.jsonl")
     write_jsonl(other, [{"prompt": "+".join(["12"] * 9), "answer": 108}])
     recipe = written(model, questions, "--heldout", str(other))
-    assert recipe.length.prompt_tokens == 32, "the longest held-out question has 26, of the others 5"
+    assert recipe.length.prompt_tokens == 32, (
+        "the longest held-out question has 26, of the others 5"
+    )
     write_jsonl(other, [{"question": "1+1", "answer": 2}])
     for heldout, said in (
         (other, "other.jsonl:1: no column prompt"),
@@ -212,7 +256,9 @@ def test_the_held_out_questions_of_another_set_are_looked_at(
         assert re.search(said, refused(capsys, model, questions, "--heldout", str(heldout)))
 
 
-def test_questions_that_a_run_would_refuse(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_questions_that_a_run_would_refuse(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "questions.jsonl"
     row = {"prompt": "1+1", "answer": 2}
     write_jsonl(file, [row])
@@ -227,7 +273,9 @@ def test_questions_that_a_run_would_refuse(model: Path, tmp_path: Path, capsys: 
     )
 
 
-def refused(capsys: pytest.CaptureFixture[str], model: Path, data: Path | str, *options: str) -> str:
+def refused(
+    capsys: pytest.CaptureFixture[str], model: Path, data: Path | str, *options: str
+) -> str:
     """Return what is said of questions of which no recipe is written."""
     capsys.readouterr()
     assert cli.main(["recipes", "new", "--model", str(model), "--data", str(data), *options]) == 2

@@ -1,4 +1,6 @@
-"""The warm start: every trace once an epoch, batches within the budget, weights that add up to one; its environment."""
+"""The warm start: every trace once an epoch, batches within the budget, weights that
+add up to one; its environment.
+"""
 
 import itertools
 import os
@@ -35,21 +37,35 @@ def test_batches_keep_to_the_budget_but_for_one_long_trace() -> None:
         assert all(s.loss_weight[:2].sum() == 0 for s in batch)
 
 
-def test_a_warm_start_does_not_go_on_with_other_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its first checkpoint it may; and one that was begun before traces were noted goes on."""
+def test_a_warm_start_does_not_go_on_with_other_traces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first checkpoint it may; and one that was begun before traces were
+    noted goes on.
+    """
     monkeypatch.setattr(sft.dist, "get_rank", lambda: 0)
     sft.check_same(TRACES, tmp_path, 4)
     sft.check_same(TRACES, tmp_path, 4)
-    for other in (TRACES[:-1], TRACES[::-1], [*TRACES[:-1], TRACES[-1]._replace(learnt=np.ones(LENGTHS[-1], bool))]):
-        with pytest.raises(MegarlError, match=r"a warm start with other traces \(sft.data\) was begun there"):
+    for other in (
+        TRACES[:-1],
+        TRACES[::-1],
+        [*TRACES[:-1], TRACES[-1]._replace(learnt=np.ones(LENGTHS[-1], bool))],
+    ):
+        with pytest.raises(
+            MegarlError, match=r"a warm start with other traces \(sft.data\) was begun there"
+        ):
             sft.check_same(other, tmp_path, 4)
     sft.check_same(TRACES[::-1], tmp_path, 0)
     with pytest.raises(MegarlError, match="a warm start with other traces"):
         sft.check_same(TRACES, tmp_path, 4)
 
 
-def test_its_ranks_have_the_environment_of_a_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With GPUs: in another order of kernels, tensor parallelism computes or sends; and kernels are kept on the node."""
+def test_its_ranks_have_the_environment_of_a_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With GPUs: in another order of kernels, tensor parallelism computes or sends; and
+    kernels are kept on the node.
+    """
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": "0,1"})
     monkeypatch.setattr(sft, "become_torchrun", lambda ranks, _port: sys.exit(ranks))
     words = ["resources.learner_ranks=2", "model.tensor_parallel=2", f"model.path={tmp_path}/made"]

@@ -1,4 +1,6 @@
-"""`megarl submit` refuses what `megarl plan` refuses: every shipped recipe on every kind of GPU."""
+"""`megarl submit` refuses what `megarl plan` refuses: every shipped recipe on every
+kind of GPU.
+"""
 
 from collections import Counter
 from functools import cache
@@ -69,7 +71,9 @@ def submit_refuses(recipe: Recipe, job: JobOptions) -> bool:
 
 @pytest.fixture
 def only_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other layout is searched for, and a recipe's lengths are drawn once: both take long."""
+    """No other layout is searched for, and a recipe's lengths are drawn once: both take
+    long.
+    """
 
     @cache
     def drawn(name: str) -> Workload:
@@ -105,7 +109,9 @@ def test_submit_refuses_what_plan_refuses(only_as_written: None) -> None:
 def test_what_is_refused_says_why_and_where_it_runs() -> None:
     recipe = load("scalerl-17bx16")
     job = job_of(recipe, "gb200")
-    with pytest.raises(MegarlError, match=r"no such run starts on gb200: length: .* only on Hopper"):
+    with pytest.raises(
+        MegarlError, match=r"no such run starts on gb200: length: .* only on Hopper"
+    ):
         submit.choose(recipe, job)
     short = load("scalerl-17bx16", ["length.thinking_tokens=[2000,3000]"])
     assert submit.choose(short, job).overrides == ()

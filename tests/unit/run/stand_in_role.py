@@ -1,7 +1,9 @@
-"""A small process in place of a role: `stand_in_role.py KIND INDEX RUN STEPS`. Tells its process id in RUN/KIND-INDEX.pids.
+"""A small process in place of a role: `stand_in_role.py KIND INDEX RUN STEPS`. Tells
+its process id in RUN/KIND-INDEX.pids.
 
-server: starts a process that leaves its session, as a stray would; controller: writes status.json; learner: makes rows, to
-the last step, without rests once RUN/enough exists. Both do on SIGTERM as the real ones do.
+server: starts a process that leaves its session, as a stray would; controller: writes
+status.json; learner: makes rows, to the last step, without rests once RUN/enough
+exists. Both do on SIGTERM as the real ones do.
 """
 
 import json
@@ -33,7 +35,9 @@ LONELY = "import time; time.sleep(600)"
 def server(rundir: RunDir, index: int, steps: int) -> int:
     del steps
     pids = rundir.path / f"server-{index}.pids"
-    subprocess.Popen([sys.executable, "-c", STRAY, pids, str(os.getpid())])  # tells it when it is ready to die
+    subprocess.Popen(
+        [sys.executable, "-c", STRAY, pids, str(os.getpid())]
+    )  # tells it when it is ready to die
     lonely = subprocess.Popen([sys.executable, "-c", LONELY], start_new_session=True)
     append_jsonl(pids, {"pid": lonely.pid, "child": True})
     time.sleep(600)
@@ -46,7 +50,11 @@ def controller(rundir: RunDir, index: int, steps: int) -> int:
         if (rundir.path / "senseless").exists():
             rundir.failure_file.write_text("the weights did not arrive as they are")
             return 1
-        status = {"time": time.time(), "phase": "train", "servers": [{"id": 0, "state": "clean", "version": 1}]}
+        status = {
+            "time": time.time(),
+            "phase": "train",
+            "servers": [{"id": 0, "state": "clean", "version": 1}],
+        }
         write_atomically(rundir.status, json.dumps(status).encode())
         time.sleep(0.05)
     return 0
@@ -60,7 +68,10 @@ def learner(rundir: RunDir, index: int, steps: int) -> int:
     if (rundir.path / "dies").exists():
         return 1
     if (rundir.path / "hopeless").exists():
-        append_jsonl(rundir.metrics, {"step": 0, "time": time.time(), "compute_hours": 0.1, "compute_unit": "core"})
+        append_jsonl(
+            rundir.metrics,
+            {"step": 0, "time": time.time(), "compute_hours": 0.1, "compute_unit": "core"},
+        )
         rundir.failure_file.write_text("three steps were skipped")
         return 1  # as torchrun does
     while (rundir.path / "slow").exists():
@@ -70,7 +81,13 @@ def learner(rundir: RunDir, index: int, steps: int) -> int:
     done = len(list(read_jsonl(rundir.metrics)))
     for step in range(done, steps):
         append_jsonl(
-            rundir.metrics, {"step": step, "time": time.time(), "compute_hours": step / 100, "compute_unit": "core"}
+            rundir.metrics,
+            {
+                "step": step,
+                "time": time.time(),
+                "compute_hours": step / 100,
+                "compute_unit": "core",
+            },
         )
         if rundir.stop_file.exists():
             return int((rundir.path / "unsaved").exists())

@@ -1,4 +1,6 @@
-"""`stand_in_train.py RECIPE [report]`: the real supervisor, with small processes in the place of the roles."""
+"""`stand_in_train.py RECIPE [report]`: the real supervisor, with small processes in the
+place of the roles.
+"""
 
 import dataclasses
 import sys
@@ -33,9 +35,13 @@ class StandInLauncher(LocalLauncher):
 if __name__ == "__main__":
     have_streams()
     loaded = recipes.load(sys.argv[1])
-    train.chosen = lambda recipe, rundir: StandInLauncher(RunDir(loaded.run.path).path, str(loaded.run.steps))
+    train.chosen = lambda recipe, rundir: StandInLauncher(
+        RunDir(loaded.run.path).path, str(loaded.run.steps)
+    )
     train.Watch = lambda start_s: Watch(start_s, stopped_s=1.0)
     train.WATCH_S = 0.2
     restart.LONGEST_DELAY_S = 0.1
-    report = write_report if sys.argv[2:] == ["report"] else lambda rundir: None  # seconds of matplotlib, seen once
+    report = (
+        write_report if sys.argv[2:] == ["report"] else lambda rundir: None
+    )  # seconds of matplotlib, seen once
     sys.exit(train.main(loaded, check_inputs(loaded), host_bytes(loaded), report))

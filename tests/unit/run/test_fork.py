@@ -1,4 +1,6 @@
-"""A run that begins at a step of another: what it begins with, against the parent's records one by one, and what is refused."""
+"""A run that begins at a step of another: what it begins with, against the parent's
+records one by one, and what is refused.
+"""
 
 import json
 import random
@@ -16,7 +18,15 @@ from megarl.core.base.rundir import RunDir, latest_rows, latest_scores, write_js
 from megarl.core.base.types import Group, Prompt, Rollout, Segment, float32, int32
 from megarl.core.controller.draw import mixture_of
 from megarl.core.journal.journal import Journal, JournalReader
-from megarl.core.journal.records import Admitted, Evaluated, Finished, JournalRecord, PublishedVersion, Removed, Session
+from megarl.core.journal.records import (
+    Admitted,
+    Evaluated,
+    Finished,
+    JournalRecord,
+    PublishedVersion,
+    Removed,
+    Session,
+)
 from megarl.core.recipe import Recipe, dump, from_tree
 from megarl.run import checks, fork
 
@@ -26,11 +36,15 @@ STEPS, PROMPTS, LAG = 6, 3, 2
 def group(ticket: int, prompt: str, correct: bool) -> Group:
     segment = Segment(tokens=int32([5, 6]), logprobs=float32([-1, -2]), weight_version=0)
     rollout = Rollout(sample=0, segments=(segment,), reward=1.0, correct=correct, finish="stop")
-    return Group(ticket=ticket, prompt=Prompt(id=prompt, tokens=int32([7]), answer=""), rollouts=(rollout,))
+    return Group(
+        ticket=ticket, prompt=Prompt(id=prompt, tokens=int32([7]), answer=""), rollouts=(rollout,)
+    )
 
 
 def records(seed: int) -> list[JournalRecord]:
-    """A controller's life: tickets drawn ahead, finished in any order, some removed, until STEPS batches were trained."""
+    """A controller's life: tickets drawn ahead, finished in any order, some removed,
+    until STEPS batches were trained.
+    """
     rng, made, step = random.Random(seed), [], 0
     queue: list[int] = []  # not removed
     open_now: list[int] = []
@@ -41,7 +55,11 @@ def records(seed: int) -> list[JournalRecord]:
         if len(queue) // PROMPTS <= step + LAG and rng.random() < 0.5:
             ticket = len(prompts)
             prompts[ticket] = f"p{rng.randrange(8)}"
-            made.append(Admitted(ticket=ticket, task="math", prompt_id=prompts[ticket], epoch=ticket // 8, due=0))
+            made.append(
+                Admitted(
+                    ticket=ticket, task="math", prompt_id=prompts[ticket], epoch=ticket // 8, due=0
+                )
+            )
             queue.append(ticket)
             open_now.append(ticket)
         elif open_now:
@@ -50,13 +68,24 @@ def records(seed: int) -> list[JournalRecord]:
                 made.append(Removed(ticket=ticket, reason="zero variance", pass_rate=1.0))
                 queue.remove(ticket)
             else:
-                made.append(Finished(group=group(ticket, prompts[ticket], rng.random() < 0.5), time=2.0))
+                made.append(
+                    Finished(group=group(ticket, prompts[ticket], rng.random() < 0.5), time=2.0)
+                )
         batch = queue[step * PROMPTS : (step + 1) * PROMPTS]
         if len(batch) == PROMPTS and not any(ticket <= batch[-1] for ticket in open_now):
             step += 1
-            made.append(PublishedVersion(version=step, time=3.0 + step, compute_hours=step, servers=("a",)))
             made.append(
-                Evaluated(version=step, time=3.5 + step, compute_hours=step, pass_rate=0.5, n_prompts=9, samples=1)
+                PublishedVersion(version=step, time=3.0 + step, compute_hours=step, servers=("a",))
+            )
+            made.append(
+                Evaluated(
+                    version=step,
+                    time=3.5 + step,
+                    compute_hours=step,
+                    pass_rate=0.5,
+                    n_prompts=9,
+                    samples=1,
+                )
             )
     return made
 
@@ -65,7 +94,11 @@ def by_hand(made: list[JournalRecord], step: int) -> tuple[int, dict[str, float]
     """The first ticket that a fork draws at `step`, and the pass rates that it knows."""
     removed = {r.ticket for r in made if isinstance(r, Removed)}
     drawn = [r.ticket for r in made if isinstance(r, Admitted) and r.ticket not in removed]
-    first = drawn[step * PROMPTS] if step * PROMPTS < len(drawn) else sum(isinstance(r, Admitted) for r in made)
+    first = (
+        drawn[step * PROMPTS]
+        if step * PROMPTS < len(drawn)
+        else sum(isinstance(r, Admitted) for r in made)
+    )
     of_ticket = {r.ticket: r.prompt_id for r in made if isinstance(r, Admitted)}
     rates: dict[str, float] = {}
     for record in made:
@@ -105,9 +138,13 @@ def parent(tmp_path: Path) -> RunDir:
     rundir.recipe.write_text(dump(recipe))
     rundir.fingerprints.write_text(json.dumps({"model.path: weights": "w"}))
     hours = {"startup_hours": 0.5, "evaluation_hours": 0.25, "compute_unit": "core"}
-    write_jsonl(rundir.metrics, [{"step": s, "compute_hours": s + 1.0} | hours for s in range(STEPS)])
+    write_jsonl(
+        rundir.metrics, [{"step": s, "compute_hours": s + 1.0} | hours for s in range(STEPS)]
+    )
     score = {"pass_rate": 0.5, "n_prompts": 9, "samples": 1, "compute_unit": "core"}
-    write_jsonl(rundir.eval, [{"step": s, "compute_hours": s + 1.0} | score for s in range(STEPS + 1)])
+    write_jsonl(
+        rundir.eval, [{"step": s, "compute_hours": s + 1.0} | score for s in range(STEPS + 1)]
+    )
     journal = Journal.open(rundir.rollouts, PROMPTS, LAG)
     journal.append(*records(0))
     journal.close()
@@ -117,9 +154,20 @@ def parent(tmp_path: Path) -> RunDir:
     return rundir
 
 
-def recipe_of(folder: Path, name: str = "fork", fork_at: int = 0, **sections: dict[str, Any]) -> Recipe:
-    run = {"name": name, "dir": str(folder), "steps": 20, "fork": f"{folder}/parent@{fork_at}" if fork_at else ""}
-    tree: dict[str, Any] = {"run": run, "model": {"path": "m", "dtype": "fp32"}, "batch": {"prompts": PROMPTS}}
+def recipe_of(
+    folder: Path, name: str = "fork", fork_at: int = 0, **sections: dict[str, Any]
+) -> Recipe:
+    run = {
+        "name": name,
+        "dir": str(folder),
+        "steps": 20,
+        "fork": f"{folder}/parent@{fork_at}" if fork_at else "",
+    }
+    tree: dict[str, Any] = {
+        "run": run,
+        "model": {"path": "m", "dtype": "fp32"},
+        "batch": {"prompts": PROMPTS},
+    }
     tree |= {"pipeline": {"k": LAG}}
     for section, values in sections.items():
         tree[section] = tree.get(section, {}) | values
@@ -138,10 +186,16 @@ def begun(recipe: Recipe) -> RunDir:
 
 
 @pytest.mark.parametrize(("prompts", "lag", "phase"), [(PROMPTS, LAG, 1), (5, 1, 1), (2, 0, 4)])
-def test_a_fork_at_a_checkpoint(tmp_path: Path, parent: RunDir, prompts: int, lag: int, phase: int) -> None:
-    """Its next ticket belongs to its first step whatever its batch, its compute goes on, and rows end where it begins."""
+def test_a_fork_at_a_checkpoint(
+    tmp_path: Path, parent: RunDir, prompts: int, lag: int, phase: int
+) -> None:
+    """Its next ticket belongs to its first step whatever its batch, its compute goes
+    on, and rows end where it begins.
+    """
     pipeline = {"k": lag} if phase == 1 else {"k": phase, "kind": "ppo-off-policy"}
-    recipe = recipe_of(tmp_path, fork_at=4, batch={"prompts": prompts}, pipeline=pipeline, loss={"kind": "clip"})
+    recipe = recipe_of(
+        tmp_path, fork_at=4, batch={"prompts": prompts}, pipeline=pipeline, loss={"kind": "clip"}
+    )
     rundir = begun(recipe)
     assert [path.name for path in rundir.checkpoints.iterdir()] == ["step-0000004"]
     original = parent.checkpoints / "step-0000004" / "weights.distcp"
@@ -168,7 +222,9 @@ def test_a_fork_at_a_checkpoint(tmp_path: Path, parent: RunDir, prompts: int, la
     assert state.admission.next_due() == 5
     journal.close()
     assert checks.check_history(
-        recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})}), rundir, {}
+        recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})}),
+        rundir,
+        {},
     )
 
 
@@ -185,36 +241,64 @@ def test_between_checkpoints_it_keeps_what_is_replayed(tmp_path: Path, parent: R
 
 
 def test_a_fork_of_a_fork(tmp_path: Path, parent: RunDir) -> None:
-    """Its parent has nothing from before the step at which it forked itself, be it draws or batches."""
+    """Its parent has nothing from before the step at which it forked itself, be it
+    draws or batches.
+    """
     first = begun(recipe_of(tmp_path, fork_at=4))
     journal = Journal.open(first.rollouts, PROMPTS, LAG)
     admission = journal.state.admission
     for ticket in range(admission.next_ticket, admission.next_ticket + 2 * PROMPTS):
-        drawn = Admitted(ticket=ticket, task="math", prompt_id=f"n{ticket}", epoch=9, due=admission.next_due())
+        drawn = Admitted(
+            ticket=ticket, task="math", prompt_id=f"n{ticket}", epoch=9, due=admission.next_due()
+        )
         journal.append(drawn, Finished(group=group(ticket, f"n{ticket}", False), time=5.0))
     journal.close()
     lines = [{"step": s, "compute_hours": 9.0} for s in (4, 5)]
-    first.metrics.write_text(first.metrics.read_text() + "".join(json.dumps(line) + "\n" for line in lines))
-    second = recipe_of(tmp_path, name="second", run={"fork": f"{first.path}@5", "name": "second", "dir": str(tmp_path)})
+    first.metrics.write_text(
+        first.metrics.read_text() + "".join(json.dumps(line) + "\n" for line in lines)
+    )
+    second = recipe_of(
+        tmp_path,
+        name="second",
+        run={"fork": f"{first.path}@5", "name": "second", "dir": str(tmp_path)},
+    )
     fork.check(second)
-    assert JournalReader(first.rollouts).before(5).admission.next_ticket == admission.next_ticket - PROMPTS
-    early = recipe_of(tmp_path, run={"fork": f"{first.path}@3", "name": "early", "dir": str(tmp_path)})
+    assert (
+        JournalReader(first.rollouts).before(5).admission.next_ticket
+        == admission.next_ticket - PROMPTS
+    )
+    early = recipe_of(
+        tmp_path, run={"fork": f"{first.path}@3", "name": "early", "dir": str(tmp_path)}
+    )
     with pytest.raises(MegarlError, match="what was drawn before step 3 is gone"):
         fork.check(early)
     shutil.rmtree(first.checkpoints / "step-0000004")
-    with pytest.raises(MegarlError, match=r"no longer has all the groups needed, and steps 0 to 4 have to be replayed"):
+    with pytest.raises(
+        MegarlError,
+        match=r"no longer has all the groups needed, and steps 0 to 4 have to be replayed",
+    ):
         fork.check(second)
 
 
 @pytest.mark.parametrize(
-    ("weights", "drawn"), [({"math": 1.0, "code": 1.0}, {"math": 10, "code": 10}), ({"math": 2.0}, {"math": 20})]
+    ("weights", "drawn"),
+    [({"math": 1.0, "code": 1.0}, {"math": 10, "code": 10}), ({"math": 2.0}, {"math": 20})],
 )
 def test_other_shares_count_from_the_fork_on(
     tmp_path: Path, parent: RunDir, weights: dict[str, float], drawn: dict[str, int]
 ) -> None:
-    """A task that the parent did not have is not drawn until it has its share of the parent's draws, too."""
-    data = {"tasks": {name: {"train": "x", "heldout": "y", "weight": weight} for name, weight in weights.items()}}
-    parent.recipe.write_text(dump(recipe_of(tmp_path, name="parent", data={"tasks": {"math": data["tasks"]["math"]}})))
+    """A task that the parent did not have is not drawn until it has its share of the
+    parent's draws, too.
+    """
+    data = {
+        "tasks": {
+            name: {"train": "x", "heldout": "y", "weight": weight}
+            for name, weight in weights.items()
+        }
+    }
+    parent.recipe.write_text(
+        dump(recipe_of(tmp_path, name="parent", data={"tasks": {"math": data["tasks"]["math"]}}))
+    )
     recipe = recipe_of(tmp_path, fork_at=4, data=data)
     prompts = [Prompt(id=f"p{n}", tokens=int32([7]), answer="") for n in range(8)]
     state = JournalReader(begun(recipe).rollouts).fold()
@@ -257,7 +341,9 @@ def nothing(parent: RunDir) -> None:
 
 
 def frozen(parent: RunDir) -> None:
-    parent.recipe.write_text(parent.recipe.read_text().replace("freeze_router: false", "freeze_router: true"))
+    parent.recipe.write_text(
+        parent.recipe.read_text().replace("freeze_router: false", "freeze_router: true")
+    )
 
 
 CRITIC = {"centring": "critic", "zero_variance": "keep", "positive_threshold": None}
@@ -270,19 +356,37 @@ CRITIC = {"centring": "critic", "zero_variance": "keep", "positive_threshold": N
         (nothing, 7, {}, "run.fork: .*parent has made 6 steps, not 7"),
         (nothing, 4, {"run": {"steps": 4}}, "run.steps: 4, and the fork begins after step 4"),
         (nothing, 4, {"run": {"seed": 3}}, "run.seed: 0 in .*, 3 now; a fork keeps it"),
-        (nothing, 4, {"model": {"dtype": "bf16"}}, "model.dtype: 'fp32' in .*, 'bf16' now; a fork keeps it"),
+        (
+            nothing,
+            4,
+            {"model": {"dtype": "bf16"}},
+            "model.dtype: 'fp32' in .*, 'bf16' now; a fork keeps it",
+        ),
         (frozen, 4, {}, "freeze_router: True in .*, False now; a fork keeps it"),
         (nothing, 4, {"batch": CRITIC}, "batch.centring: critic, and .* has none"),
-        (nothing, 5, {"resources": {"learner_ranks": 3}}, r"learner_ranks: 1 in .*, 3 now, and steps 4 to 4 .* \(there: 4\)"),
+        (
+            nothing,
+            5,
+            {"resources": {"learner_ranks": 3}},
+            r"learner_ranks: 1 in .*, 3 now, and steps 4 to 4 .* \(there: 4\)",
+        ),
         (gone, 4, {}, "what was drawn before step 4 is gone"),
     ],
-)  # fmt: skip
+)
 def test_refused(
-    tmp_path: Path, parent: RunDir, damage: Callable[[RunDir], None], at: int, sections: dict[str, Any], said: str
+    tmp_path: Path,
+    parent: RunDir,
+    damage: Callable[[RunDir], None],
+    at: int,
+    sections: dict[str, Any],
+    said: str,
 ) -> None:
-    run = {"name": "fork", "dir": str(tmp_path), "fork": f"{tmp_path}/parent@{at}", "steps": 20} | sections.get(
-        "run", {}
-    )
+    run = {
+        "name": "fork",
+        "dir": str(tmp_path),
+        "fork": f"{tmp_path}/parent@{at}",
+        "steps": 20,
+    } | sections.get("run", {})
     recipe = recipe_of(tmp_path, **sections | {"run": run})
     damage(parent)
     with pytest.raises(MegarlError, match=said):

@@ -1,4 +1,6 @@
-"""`megarl serve --join` where it cannot: one message, before a server starts. And the limits of what it waits for."""
+"""`megarl serve --join` where it cannot: one message, before a server starts. And the
+limits of what it waits for.
+"""
 
 import asyncio
 import signal
@@ -15,7 +17,17 @@ import pytest
 
 from megarl.cli import main
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.messages import Ack, FromServer, Join, Joined, Leave, Refused, Reply, Stop, Wait
+from megarl.core.base.messages import (
+    Ack,
+    FromServer,
+    Join,
+    Joined,
+    Leave,
+    Refused,
+    Reply,
+    Stop,
+    Wait,
+)
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
 from megarl.core.controller import servers as controller_servers
 from megarl.core.controller.conversation import Link
@@ -37,7 +49,9 @@ SILENT = "192.0.2.1"
 
 
 @pytest.fixture
-def run(recipe: Recipe, write_run: Callable[[int], RunDir], monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def run(
+    recipe: Recipe, write_run: Callable[[int], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> RunDir:
     """A run that seems to live; nobody listens where its controller should."""
     monkeypatch.setattr(join, "JOIN_LIMIT_S", 2.0)
     rundir = write_run(20)
@@ -48,9 +62,14 @@ def run(recipe: Recipe, write_run: Callable[[int], RunDir], monkeypatch: pytest.
 
 def live(rundir: RunDir, controller: str, session: str = "s") -> Endpoints:
     endpoints = Endpoints(
-        session=session, controller=controller, servers=("http://127.0.0.1:1",), api_key="a", admin_key="b",
-        link=LinkKeys.new(), rendezvous_port=1,
-    )  # fmt: skip
+        session=session,
+        controller=controller,
+        servers=("http://127.0.0.1:1",),
+        api_key="a",
+        admin_key="b",
+        link=LinkKeys.new(),
+        rendezvous_port=1,
+    )
     rundir.write_endpoints(endpoints)
     return endpoints
 
@@ -85,7 +104,9 @@ def test_another_schema(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None
     assert "this version of megarl cannot read it" in refused(capsys, run.path)
 
 
-def test_servers_that_share_the_learners_gpus(run: RunDir, recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+def test_servers_that_share_the_learners_gpus(
+    run: RunDir, recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
     weights = recipe.weights.model_copy(update={"transport": "cuda_ipc"})
     together = recipe.resources.model_copy(update={"colocate": True})
     serving = recipe.serving.model_copy(update={"memory_fraction": 0.4})
@@ -100,13 +121,17 @@ def test_nobody_listens(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None
     assert "has no run.interface" in said
 
 
-def test_unreachable(run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable(
+    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def nothing_comes(*_: object) -> None:
         raise TimeoutError("timed out")
 
     live(run, f"tcp://{SILENT}:4000")
     monkeypatch.setattr(socket, "create_connection", nothing_comes)
-    assert f"does not reach the run's controller at tcp://{SILENT}:4000, named in" in refused(capsys, run.path)
+    assert f"does not reach the run's controller at tcp://{SILENT}:4000, named in" in refused(
+        capsys, run.path
+    )
 
 
 def test_silent_or_other_keys(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,8 +140,12 @@ def test_silent_or_other_keys(run: RunDir, capsys: pytest.CaptureFixture[str]) -
         assert "does not answer: the keys in that file" in refused(capsys, run.path)
 
 
-def test_an_interface_for_a_run_on_loopback(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--interface: the run listens only on loopback" in refused(capsys, run.path, "--interface", "eth0")
+def test_an_interface_for_a_run_on_loopback(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--interface: the run listens only on loopback" in refused(
+        capsys, run.path, "--interface", "eth0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +163,9 @@ def test_an_interface_for_a_run_on_loopback(run: RunDir, capsys: pytest.CaptureF
         ),
     ],
 )
-def test_the_command_line(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", *words]) == 2
     assert said in capsys.readouterr().err
 
@@ -143,7 +174,9 @@ def test_the_command_line(words: tuple[str, ...], said: str, capsys: pytest.Capt
 
 
 class Answering(threading.Thread):
-    """A controller that gives the number 5, and lets a server go when it asks for the second time. said: what it heard."""
+    """A controller that gives the number 5, and lets a server go when it asks for the
+    second time. said: what it heard.
+    """
 
     def __init__(self, endpoints: Endpoints, to_join: Reply) -> None:
         super().__init__(daemon=True)
@@ -172,14 +205,20 @@ class Answering(threading.Thread):
 
 
 def stays(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, code: str, then: Callable[[StopRequest], object], to_join: Reply
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    then: Callable[[StopRequest], object],
+    to_join: Reply,
 ) -> list[FromServer]:
-    """A guest whose server is this Python code stays until `then` has happened, after some words and a moment; what the
-    controller heard.
+    """A guest whose server is this Python code stays until `then` has happened, after
+    some words and a moment; what the controller heard.
     """
     for limit, seconds in (("BEAT_S", 0.2), ("TICK_S", 0.05), ("JOIN_LIMIT_S", 60.0)):
         monkeypatch.setattr(join, limit, seconds)
-    monkeypatch.setattr(LocalLauncher, "sweep", lambda *_: None)  # the other children are the tests'
+    monkeypatch.setattr(
+        LocalLauncher, "sweep", lambda *_: None
+    )  # the other children are the tests'
     endpoints, asked = run.endpoints(), StopRequest()
     controller = Answering(endpoints, to_join)
     role = RoleCommand(Role("server"), ("-c", code), {}, Place((here(1, ""),)), run)
@@ -200,7 +239,9 @@ def stays(
     finally:
         over.set()
         guest.link.close()
-        assert guest._process is None or guest._process.status() is not None, "no server outlives its guest"
+        assert guest._process is None or guest._process.status() is not None, (
+            "no server outlives its guest"
+        )
     return controller.said
 
 
@@ -227,7 +268,9 @@ def test_slurms_sigterm_to_all_processes_does_not_end_the_server_first(
     assert isinstance(stays(run, monkeypatch, code, told, Joined(server=5))[-1], Leave)
 
 
-def test_it_leaves_within_its_limit_without_an_answer(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_leaves_within_its_limit_without_an_answer(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(join, "LEAVE_LIMIT_S", 1.0)
     monkeypatch.setattr(Answering, "lets_go", lambda _: False)
     began = time.monotonic()
@@ -244,8 +287,16 @@ def test_the_runs_end_is_its_end(run: RunDir, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_server_that_ends_by_itself(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MegarlError, match=r"server 5 ended with status 3: ValueError: no memory \("):
-        stays(run, monkeypatch, "print('ValueError: no memory'); raise SystemExit(3)", told, Joined(server=5))
+    with pytest.raises(
+        MegarlError, match=r"server 5 ended with status 3: ValueError: no memory \("
+    ):
+        stays(
+            run,
+            monkeypatch,
+            "print('ValueError: no memory'); raise SystemExit(3)",
+            told,
+            Joined(server=5),
+        )
 
 
 def test_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,28 +342,38 @@ def test_it_follows_a_run_that_made_room(
         run.summary.write_text('{"outcome": "stopped"}')
 
     monkeypatch.setattr(LocalLauncher, "start", stand_in)
-    monkeypatch.setattr(LocalLauncher, "sweep", lambda *_: None)  # the other children are the tests'
+    monkeypatch.setattr(
+        LocalLauncher, "sweep", lambda *_: None
+    )  # the other children are the tests'
     lives = [OneAnswer(run.endpoints())]
     queue = threading.Thread(target=lambda: (lives[0].heard_all.wait(LIMIT_S), goes_on()))
     queue.start()
     assert main(["serve", "--join", str(run.path)]) == 0
     queue.join()
-    assert [[s.server for s in each.said if isinstance(s, Join)] for each in lives] == [[-1, 5], [-1, 5]]
+    assert [[s.server for s in each.said if isinstance(s, Join)] for each in lives] == [
+        [-1, 5],
+        [-1, 5],
+    ]
     assert len({s.life for each in lives for s in each.said}) == len(started) == 2
     assert capfd.readouterr().out.count("leaving: the run is ending: signal SIGUSR1") == 2
 
 
 @pytest.mark.parametrize(
-    ("outcome", "number"), [("finished", None), ("failed", signal.SIGTERM), ("stopped", 0), ("stopped", signal.SIGINT)]
+    ("outcome", "number"),
+    [("finished", None), ("failed", signal.SIGTERM), ("stopped", 0), ("stopped", signal.SIGINT)],
 )
-def test_it_follows_no_run_that_has_ended_for_good(run: RunDir, outcome: str, number: int | None) -> None:
+def test_it_follows_no_run_that_has_ended_for_good(
+    run: RunDir, outcome: str, number: int | None
+) -> None:
     if number is not None:
         run.stop(number)
     run.summary.write_text(f'{{"outcome": "{outcome}"}}')
     assert not join.resumed(run, "s", StopRequest())
 
 
-def test_it_waits_for_no_run_longer_than_it_may(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_waits_for_no_run_longer_than_it_may(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for limit, seconds in (("BEAT_S", 0.1), ("FOLLOW_LIMIT_S", 1.0)):
         monkeypatch.setattr(join, limit, seconds)
     asked, began = StopRequest(), time.monotonic()
@@ -327,7 +388,9 @@ def test_it_waits_for_no_run_longer_than_it_may(run: RunDir, monkeypatch: pytest
 
 @contextmanager
 def hung() -> Iterator[str]:
-    """A server that takes connections and never answers, like one whose machine has gone without a word."""
+    """A server that takes connections and never answers, like one whose machine has
+    gone without a word.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -369,7 +432,9 @@ def test_requests_on_a_machine_that_is_gone_go_on_elsewhere(
                 await asyncio.sleep(0.02)
             assert list(held.members) == list(servers.places.use) == [0]
             assert isinstance(servers.answer(Leave(life="x")), Ack)
-            assert isinstance(servers.answer(Join(life="x", url=url, server=1)), Joined), "it may come back"
+            assert isinstance(servers.answer(Join(life="x", url=url, server=1)), Joined), (
+                "it may come back"
+            )
         task.cancel()
         await servers.close()
 
@@ -386,7 +451,9 @@ def test_a_server_that_is_sent_away_is_told_why(recipe: Recipe, run: RunDir) -> 
         servers.dismiss(1, "it is too slow")
         assert isinstance(reply := servers.answer(said), Refused)
         assert reply.error == "the run goes on without this server: it is too slow"
-        assert isinstance(servers.answer(Join(life="y", url=said.url)), Wait), "its address is not free yet"
+        assert isinstance(servers.answer(Join(life="y", url=said.url)), Wait), (
+            "its address is not free yet"
+        )
         while 1 in servers.clients:
             await asyncio.sleep(0.02)
         assert isinstance(servers.answer(Join(life="y", url=said.url)), Joined)
@@ -399,7 +466,9 @@ def test_a_server_that_is_sent_away_is_told_why(recipe: Recipe, run: RunDir) -> 
     asyncio.run(asyncio.wait_for(go(), 60))
 
 
-@pytest.mark.parametrize("url", ["http://u@h:1", "https://h:1", "http://h", "http://h:1/x", "http://h:123456"])
+@pytest.mark.parametrize(
+    "url", ["http://u@h:1", "https://h:1", "http://h", "http://h:1/x", "http://h:123456"]
+)
 def test_addresses_that_are_none(url: str) -> None:
     encoded = msgspec.msgpack.encode({"type": "join", "life": "x", "url": url})
     with pytest.raises(msgspec.ValidationError):

@@ -1,4 +1,6 @@
-"""Local processes: their log, their environment, and that nothing of them outlives `kill` or the supervisor."""
+"""Local processes: their log, their environment, and that nothing of them outlives
+`kill` or the supervisor.
+"""
 
 import os
 import re
@@ -29,17 +31,25 @@ from tests.processes import alive, wait_until_gone
 pytestmark = pytest.mark.processes
 
 SLEEP = "import time; time.sleep(600)"
-PARENT = f"import subprocess, sys; print('child', subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid, flush=True)"
+PARENT = (
+    "import subprocess, sys; print('child', subprocess.Popen([sys.executable, '-c',"
+    f" {SLEEP!r}]).pid, flush=True)"
+)
 ROLE = (
-    "import os; from megarl.run.process import die_with_supervisor; die_with_supervisor(); print('role', os.getpid())"
+    "import os; from megarl.run.process import die_with_supervisor; die_with_supervisor();"
+    " print('role', os.getpid())"
 )
 
 
 HERE = Place((here(0, ""),))
 
 
-def start(code: str, folder: Path, kind: RoleKind = "server", **environment: str | None) -> LocalProcess:
-    return LocalLauncher().start(RoleCommand(Role(kind), ("-c", code), environment, HERE, RunDir(folder)))
+def start(
+    code: str, folder: Path, kind: RoleKind = "server", **environment: str | None
+) -> LocalProcess:
+    return LocalLauncher().start(
+        RoleCommand(Role(kind), ("-c", code), environment, HERE, RunDir(folder))
+    )
 
 
 def log_in(folder: Path) -> Path:
@@ -50,7 +60,9 @@ def wait_for_line(log: Path, mark: str) -> str:
     limit = time.monotonic() + 60
     while True:
         for line in log.read_text().splitlines(keepends=True) if log.exists() else []:
-            if line.startswith(mark) and line.endswith("\n"):  # what is not buffered arrives word by word
+            if line.startswith(mark) and line.endswith(
+                "\n"
+            ):  # what is not buffered arrives word by word
                 return line.removeprefix(mark).strip()
         assert time.monotonic() < limit, log.read_text()
         time.sleep(0.02)
@@ -72,7 +84,9 @@ def test_log_is_appended_to(tmp_path: Path) -> None:
 
 def test_status_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    code = "import os, sys; sys.exit(int(os.environ['N']) + ('PYTHONDONTWRITEBYTECODE' in os.environ))"
+    code = (
+        "import os, sys; sys.exit(int(os.environ['N']) + ('PYTHONDONTWRITEBYTECODE' in os.environ))"
+    )
     process = start(code, tmp_path, N="5", PYTHONDONTWRITEBYTECODE=None)
     assert process._process.wait(60) == 5
     assert process.status() == 5
@@ -92,7 +106,8 @@ def test_kill_ends_the_whole_group(tmp_path: Path) -> None:
 def test_kill_ends_what_a_dead_leader_left(tmp_path: Path) -> None:
     log = log_in(tmp_path)
     family = (
-        f"import subprocess, sys; print('child', subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid, flush=True)"
+        "import subprocess, sys; print('child', subprocess.Popen([sys.executable, '-c',"
+        f" {SLEEP!r}]).pid, flush=True)"
     )
     process = start(family, tmp_path)
     child = int(wait_for_line(log, "child"))
@@ -105,8 +120,9 @@ def test_kill_ends_what_a_dead_leader_left(tmp_path: Path) -> None:
 def test_what_a_killed_role_leaves_in_shared_memory_is_removed(tmp_path: Path) -> None:
     """And nothing of anybody else's."""
     code = (
-        "import os; from megarl.core.base.process import shared_memory_mark; mark = shared_memory_mark(os.getsid(0)); "
-        "open(f'/dev/shm/sglang_loads_{mark}x.shm', 'w'); open(f'/dev/shm/{mark}mq-1', 'w'); print('mark', mark, flush=True)"
+        "import os; from megarl.core.base.process import shared_memory_mark; mark ="
+        " shared_memory_mark(os.getsid(0)); open(f'/dev/shm/sglang_loads_{mark}x.shm', 'w');"
+        " open(f'/dev/shm/{mark}mq-1', 'w'); print('mark', mark, flush=True)"
     )
     process = start(f"{code}; {SLEEP}", tmp_path)
     mark = wait_for_line(log_in(tmp_path), "mark")
@@ -148,12 +164,16 @@ time.sleep(600)
 def test_role_whose_supervisor_is_dead_already_ends_at_once(tmp_path: Path) -> None:
     environment = os.environ | {"MEGARL_SUPERVISOR_PID": "1"}
     code = f"from megarl.run.process import die_with_supervisor; die_with_supervisor(); {SLEEP}"
-    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=240).returncode == -9
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=environment, timeout=240).returncode == -9
+    )
 
 
 def test_task_of_a_server(recipe: Recipe, tmp_path: Path) -> None:
     made = task(recipe, RunDir(tmp_path), Role("server", 1), 4001, Place(HERE.nodes, ("2", "3")))
-    assert " ".join(made.arguments) == f"-m megarl serve {tmp_path}/recipe.yaml --index 1 --port 4001"
+    assert (
+        " ".join(made.arguments) == f"-m megarl serve {tmp_path}/recipe.yaml --index 1 --port 4001"
+    )
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert made.environment["PYTHONDONTWRITEBYTECODE"] is None
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in made.environment  # SGLang's own
@@ -164,13 +184,30 @@ def test_task_of_a_server(recipe: Recipe, tmp_path: Path) -> None:
     ("name", "said", "becomes"),
     [
         ("PYTORCH_ALLOC_CONF", "", "pinned_max_round_threshold_mb:1"),
-        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "expandable_segments:True,pinned_max_round_threshold_mb:1"),
-        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64", "max_split_size_mb:64,pinned_max_round_threshold_mb:1"),
-        ("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:8", "pinned_max_round_threshold_mb:8"),
+        (
+            "PYTORCH_ALLOC_CONF",
+            "expandable_segments:True",
+            "expandable_segments:True,pinned_max_round_threshold_mb:1",
+        ),
+        (
+            "PYTORCH_CUDA_ALLOC_CONF",
+            "max_split_size_mb:64",
+            "max_split_size_mb:64,pinned_max_round_threshold_mb:1",
+        ),
+        (
+            "PYTORCH_ALLOC_CONF",
+            "pinned_max_round_threshold_mb:8",
+            "pinned_max_round_threshold_mb:8",
+        ),
     ],
 )
 def test_pinned_memory_is_not_rounded_up_to_a_power_of_two(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str, becomes: str
+    recipe: Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    said: str,
+    becomes: str,
 ) -> None:
     for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(each, raising=False)
@@ -178,23 +215,37 @@ def test_pinned_memory_is_not_rounded_up_to_a_power_of_two(
     made = task(recipe, RunDir(tmp_path), Role("server"), 1, Place(HERE.nodes, ("0",)))
     assert made.environment["PYTORCH_ALLOC_CONF"] == becomes
     torch._C._accelerator_setAllocatorSettings(becomes)  # torch knows the key
-    assert "PYTORCH_ALLOC_CONF" not in task(recipe, RunDir(tmp_path), Role("server"), 1, HERE).environment
+    assert (
+        "PYTORCH_ALLOC_CONF"
+        not in task(recipe, RunDir(tmp_path), Role("server"), 1, HERE).environment
+    )
 
 
 @pytest.mark.parametrize(
     ("transport", "said", "becomes"),
     [
         ("process_group", "", "pinned_max_round_threshold_mb:1,expandable_segments:True"),
-        ("disk", "expandable_segments:False", "expandable_segments:False,pinned_max_round_threshold_mb:1"),
+        (
+            "disk",
+            "expandable_segments:False",
+            "expandable_segments:False,pinned_max_round_threshold_mb:1",
+        ),
         ("cuda_ipc", "", "pinned_max_round_threshold_mb:1"),
     ],
 )
 def test_a_learners_memory_grows_in_one_piece(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, said: str, becomes: str
+    recipe: Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    transport: str,
+    said: str,
+    becomes: str,
 ) -> None:
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", said)
-    other = recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"transport": transport})})
+    other = recipe.model_copy(
+        update={"weights": recipe.weights.model_copy(update={"transport": transport})}
+    )
     made = task(other, RunDir(tmp_path), Role("learner"), 0, Place(HERE.nodes, ("0",)))
     assert made.environment["PYTORCH_ALLOC_CONF"] == becomes
     torch._C._accelerator_setAllocatorSettings(becomes)
@@ -228,7 +279,9 @@ def test_a_learners_kernels_start_in_order_where_megatron_needs_it(
 
 
 def test_megatron_states_where_kernels_must_start_in_order() -> None:
-    """Its own check of arguments, which megarl does not call: the rule of the test above."""
+    """Its own check of arguments, which megarl does not call: the rule of the test
+    above.
+    """
     megatron = find_spec("megatron")
     assert megatron is not None
     assert megatron.submodule_search_locations is not None
@@ -236,7 +289,8 @@ def test_megatron_states_where_kernels_must_start_in_order() -> None:
     (file,) = (file for folder in folders if (file := folder / "training/arguments.py").exists())
     source = file.read_text()
     rule = (
-        "if (args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1) and get_device_arch_version() < 10:"
+        "if (args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1) and"
+        " get_device_arch_version() < 10:"
     )
     assert rule in " ".join(source.replace("\\\n", " ").split())
     assert "require setting the environment variable" in source
@@ -246,8 +300,9 @@ def test_megatron_states_where_kernels_must_start_in_order() -> None:
 def test_nvlink_reaches_as_far_as_is_planned(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Beyond a machine where hardware.yaml has a domain of more GPUs than a machine has, for all roles;
-    unless the user says otherwise."""
+    """Beyond a machine where hardware.yaml has a domain of more GPUs than a machine
+    has, for all roles; unless the user says otherwise.
+    """
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     gpu = GPUS[name]
     node = replace(HERE.nodes[0], gpus=("0",), kinds=(f"NVIDIA {name.upper()}",))
@@ -256,7 +311,9 @@ def test_nvlink_reaches_as_far_as_is_planned(
     run = RunDir(tmp_path)
 
     def said() -> set[str | None]:
-        return {task(recipe, run, Role(k), 1, place).environment["NCCL_CUMEM_ENABLE"] for k in kinds}
+        return {
+            task(recipe, run, Role(k), 1, place).environment["NCCL_CUMEM_ENABLE"] for k in kinds
+        }
 
     assert said() == {"1" if gpu.nvlink_gpus > gpu.node_gpus else "0"}
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
@@ -272,7 +329,9 @@ def test_nvlink_ends_at_the_machine_if_not_all_nodes_are_of_a_rack() -> None:
     assert alike([of_a_rack, unknown])["NCCL_CUMEM_ENABLE"] == "0"
 
 
-def test_threads_sleep_while_they_wait(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_sleep_while_they_wait(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unless the user says otherwise."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     for said in ("passive", "active"):
@@ -282,7 +341,9 @@ def test_threads_sleep_while_they_wait(recipe: Recipe, tmp_path: Path, monkeypat
         monkeypatch.setenv("OMP_WAIT_POLICY", "active")
 
 
-def test_symbols_are_bound_when_they_are_used(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symbols_are_bound_when_they_are_used(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a site's LD_BIND_NOW=1, Transformer Engine could not be imported."""
     monkeypatch.setenv("LD_BIND_NOW", "1")
     made = task(recipe, RunDir(tmp_path), Role("learner"), 0, HERE)
@@ -293,15 +354,23 @@ def test_symbols_are_bound_when_they_are_used(recipe: Recipe, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(("kind", "seen"), [("learner", "stopped"), ("controller", None)])
-def test_a_stopped_rank_is_seen_and_a_stopped_program_is_not(tmp_path: Path, kind: RoleKind, seen: str | None) -> None:
-    """torchrun's ranks lead sessions of their own, and so do the programs that a grader runs."""
+def test_a_stopped_rank_is_seen_and_a_stopped_program_is_not(
+    tmp_path: Path, kind: RoleKind, seen: str | None
+) -> None:
+    """torchrun's ranks lead sessions of their own, and so do the programs that a grader
+    runs.
+    """
     child = (
-        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True); {SLEEP}"
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}],"
+        f" start_new_session=True); {SLEEP}"
     )
     process = start(child, tmp_path, kind)
     try:
         limit = time.monotonic() + 60
-        while not (children := psutil.Process(process.pid).children()) or os.getsid(children[0].pid) != children[0].pid:
+        while (
+            not (children := psutil.Process(process.pid).children())
+            or os.getsid(children[0].pid) != children[0].pid
+        ):
             assert time.monotonic() < limit
             time.sleep(0.01)
         assert process.still() is None
@@ -332,7 +401,9 @@ def test_stopped_process_is_seen(tmp_path: Path) -> None:
         process.wait_gone()
 
 
-def test_compiled_kernels_are_kept_on_the_node_and_by_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels_are_kept_on_the_node_and_by_us(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in devices.CACHES:  # torch sets its own as soon as it compiles
         monkeypatch.delenv(name, raising=False)
@@ -348,9 +419,15 @@ def test_compiled_kernels_are_kept_on_the_node_and_by_us(tmp_path: Path, monkeyp
     assert {Path(path).parent.parent for path in found.values()} == {tmp_path / "home" / ".cache"}
 
 
-def test_no_kernel_is_kept_where_none_may_be_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hardened nodes mount /tmp so: then each has a folder in the home directory, if that can be written."""
-    hardened = os.statvfs_result((*os.statvfs(tmp_path)[:8], os.ST_NOEXEC, *os.statvfs(tmp_path)[9:]))
+def test_no_kernel_is_kept_where_none_may_be_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hardened nodes mount /tmp so: then each has a folder in the home directory, if
+    that can be written.
+    """
+    hardened = os.statvfs_result(
+        (*os.statvfs(tmp_path)[:8], os.ST_NOEXEC, *os.statvfs(tmp_path)[9:])
+    )
     monkeypatch.setattr(os, "statvfs", lambda _: hardened)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     for name in devices.CACHES:
@@ -363,8 +440,12 @@ def test_no_kernel_is_kept_where_none_may_be_executed(tmp_path: Path, monkeypatc
     assert devices.kernel_caches() == {}
 
 
-def test_temporary_files_of_a_role_have_a_folder_that_it_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container does not have the job's folder, and a socket's path has at most 107 characters."""
+def test_temporary_files_of_a_role_have_a_folder_that_it_can_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A container does not have the job's folder, and a socket's path has at most 107
+    characters.
+    """
     monkeypatch.delenv("TMPDIR", raising=False)
     assert devices.temporary_folder() == {}
     for name in ("TMPDIR", "TEMP", "TMP"):
@@ -378,7 +459,9 @@ def test_temporary_files_of_a_role_have_a_folder_that_it_can_use(monkeypatch: py
 
 
 def test_gpus_have_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang reads the names as integers when it sets up the all-reduce of a server of several GPUs."""
+    """SGLang reads the names as integers when it sets up the all-reduce of a server of
+    several GPUs.
+    """
     (tmp_path / "nvidia-smi").write_text("""#!/bin/sh
 case "$1" in *uuid) printf 'GPU-aa\nGPU-bb\n' ;; *index) printf '0\n1\n' ;; esac
 """)
@@ -400,7 +483,9 @@ case "$1" in *uuid) printf 'GPU-aa\nGPU-bb\n' ;; *index) printf '0\n1\n' ;; esac
     assert devices.gpus() == ("0", "1")
 
 
-def test_a_node_says_of_what_kind_its_gpus_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_says_of_what_kind_its_gpus_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert (HERE.nodes[0].kinds, HERE.nodes[0].capabilities) == ((), ())
     (tmp_path / "nvidia-smi").write_text("""#!/bin/sh
 case "$1" in *=name) printf 'NVIDIA GB200\nNVIDIA GB200\n' ;; *=compute_cap) printf '10.0\n10.0\n' ;; esac
@@ -411,19 +496,28 @@ case "$1" in *=name) printf 'NVIDIA GB200\nNVIDIA GB200\n' ;; *=compute_cap) pri
     assert (node.kinds, node.capabilities) == (("NVIDIA GB200",), ("10.0",))
 
 
-def test_what_compiles_kernels_is_found_and_has_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang calls ninja by name, and a batch script activates no environment. Even on a CPU SGLang makes folders as it is
-    imported, by default in the home directory, which may be read-only on compute nodes."""
+def test_what_compiles_kernels_is_found_and_has_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang calls ninja by name, and a batch script activates no environment. Even on
+    a CPU SGLang makes folders as it is imported, by default in the home directory,
+    which may be read-only on compute nodes.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    start("import os; print('has', os.environ['PATH'], os.environ['TORCHINDUCTOR_CACHE_DIR'])", tmp_path)
+    start(
+        "import os; print('has', os.environ['PATH'], os.environ['TORCHINDUCTOR_CACHE_DIR'])",
+        tmp_path,
+    )
     path, folder = wait_for_line(log_in(tmp_path), "has").split()
     assert path == f"/usr/bin:/bin:{Path(sys.executable).parent}"
     assert Path(folder).parent.parent == tmp_path
 
 
-def test_the_toolkit_of_an_nvcc_that_is_a_link_or_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_toolkit_of_an_nvcc_that_is_a_link_or_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SGLang links kernels with ../lib64/libcudart.so, as seen from nvcc."""
     nvcc, other = tmp_path / "cuda" / "bin" / "nvcc", tmp_path / "bin"
     for folder in (nvcc.parent, tmp_path / "cuda" / "lib64", other):
@@ -451,18 +545,30 @@ def test_the_toolkit_of_an_nvcc_that_is_a_link_or_a_script(tmp_path: Path, monke
 
 
 def test_no_kernel_of_sglang_is_compiled_into_the_home_directory() -> None:
-    """Its folders are one of its variables or follow another one; unset, each of these leads to ~/.cache."""
+    """Its folders are one of its variables or follow another one; unset, each of these
+    leads to ~/.cache.
+    """
     variables = (Path(find_spec("sglang").origin).parent / "srt" / "environ.py").read_text()  # type: ignore[union-attr, arg-type]
-    home = re.findall(r"^    (SGLANG_\w*CACHE_DIR) = EnvStr\((?!lambda)", variables, flags=re.MULTILINE)
+    home = re.findall(
+        r"^    (SGLANG_\w*CACHE_DIR) = EnvStr\((?!lambda)", variables, flags=re.MULTILINE
+    )
     assert len(home) == 2
     assert set(home) <= set(devices.CACHES)
 
 
-def test_shared_memory_of_roles_without_a_supervisor_is_removed_at_the_next_start(tmp_path: Path) -> None:
-    """Not that of a session which is there, nor that of another PID namespace, such as a container's."""
+def test_shared_memory_of_roles_without_a_supervisor_is_removed_at_the_next_start(
+    tmp_path: Path,
+) -> None:
+    """Not that of a session which is there, nor that of another PID namespace, such as
+    a container's.
+    """
     ended = subprocess.Popen(["true"], start_new_session=True)
     ended.wait()
-    names = [shared_memory_mark(ended.pid), shared_memory_mark(os.getsid(0)), f"megarl-1-{ended.pid}-"]
+    names = [
+        shared_memory_mark(ended.pid),
+        shared_memory_mark(os.getsid(0)),
+        f"megarl-1-{ended.pid}-",
+    ]
     files = [Path(f"/dev/shm/{name}test") for name in names]
     for file in files:
         file.touch()

@@ -24,7 +24,11 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     with (
         lock(folder, *COMMAND),
         pytest.raises(
-            MegarlError, match=r"another `megarl train` \(process \d+ on \S+\) is at work there; .* another run\.name"
+            MegarlError,
+            match=(
+                r"another `megarl train` \(process \d+ on \S+\) is at work there; .* another"
+                r" run\.name"
+            ),
         ),
         lock(folder, *COMMAND),
     ):
@@ -52,7 +56,10 @@ def test_a_kernel_without_such_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(MegarlError, match=r"run\.name: cannot write in"), lock(tmp_path / "file" / "run", *COMMAND):
+    with (
+        pytest.raises(MegarlError, match=r"run\.name: cannot write in"),
+        lock(tmp_path / "file" / "run", *COMMAND),
+    ):
         pass
 
 
@@ -77,7 +84,9 @@ fcntl.lockf(open(sys.argv[1]), fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 @pytest.mark.parametrize("before", [None, 0o644, 0o666])
 def test_only_its_owner_can_hold_a_lock(tmp_path: Path, before: int | None) -> None:
-    """Others who may read the file could keep a run from starting. An earlier version let them, and left such files."""
+    """Others who may read the file could keep a run from starting. An earlier version
+    let them, and left such files.
+    """
     file = tmp_path / ".lock"
     if before is not None:
         file.touch()
@@ -114,8 +123,12 @@ def test_a_holder_that_is_unknown_is_not_invented(tmp_path: Path, named: str) ->
     file = tmp_path / ".lock"
     file.write_text(named.format(host=socket.gethostname()))
     with file.open("rb") as reader:
-        fcntl.fcntl(reader, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
-        expected = rf"an unknown process has locked {file} .* remove the file, or give another run\.name"
+        fcntl.fcntl(
+            reader, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+        )
+        expected = (
+            rf"an unknown process has locked {file} .* remove the file, or give another run\.name"
+        )
         with pytest.raises(MegarlError, match=expected), lock(tmp_path, *COMMAND):
             pass
 
@@ -143,15 +156,24 @@ with process.lock(Path(sys.argv[1]), "megarl train", "run.name"):
 """
 
 
-def test_a_lock_that_only_its_own_node_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_only_its_own_node_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lustre with localflock and NFS with nolock let two nodes have one lock."""
     monkeypatch.setattr(process, "BEAT_S", 1.0)
-    with subprocess.Popen([sys.executable, "-c", ELSEWHERE, tmp_path], stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", ELSEWHERE, tmp_path], stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(MegarlError, match=r"process \d+ on elsewhere\) is at work"), lock(tmp_path, *COMMAND):
+        with (
+            pytest.raises(MegarlError, match=r"process \d+ on elsewhere\) is at work"),
+            lock(tmp_path, *COMMAND),
+        ):
             pass
         holder.kill()
     with lock(tmp_path, *COMMAND):
         assert " on elsewhere" not in (tmp_path / ".lock").read_text()
-    assert not (tmp_path / ".lock").read_text(), "its end is known, so that the next one need not wait"
+    assert not (tmp_path / ".lock").read_text(), (
+        "its end is known, so that the next one need not wait"
+    )

@@ -1,4 +1,6 @@
-"""Roles on nodes: every GPU is given once; servers and learner lie within a node or on whole nodes."""
+"""Roles on nodes: every GPU is given once; servers and learner lie within a node or on
+whole nodes.
+"""
 
 import pytest
 from hypothesis import given
@@ -13,11 +15,19 @@ from megarl.run.restart import Role
 
 def nodes(count: int, gpus: int = 8, cores: int = 2) -> list[Node]:
     names = tuple(map(str, range(gpus)))
-    return [Node(f"n{i + 1}", f"n{i + 1}", f"10.0.0.{i + 1}", "ib0", names, cores, 0, ()) for i in range(count)]
+    return [
+        Node(f"n{i + 1}", f"n{i + 1}", f"10.0.0.{i + 1}", "ib0", names, cores, 0, ())
+        for i in range(count)
+    ]
 
 
 def recipe(servers: int, width: int, ranks: int, threads: int = 1) -> Recipe:
-    resources = {"servers": servers, "server_tensor_parallel": width, "learner_ranks": ranks, "threads": threads}
+    resources = {
+        "servers": servers,
+        "server_tensor_parallel": width,
+        "learner_ranks": ranks,
+        "threads": threads,
+    }
     return from_tree({"resources": resources, "batch": {"prompts": ranks}})
 
 
@@ -36,7 +46,12 @@ def test_scalerl_8b_on_ten_nodes() -> None:
 
 def test_scalerl_17bx16_has_two_servers_a_node() -> None:
     placed = place(load("scalerl-17bx16"), nodes(10))
-    assert [placed[Role("server", i)].nodes[0].name for i in (0, 1, 2, 11)] == ["n1", "n1", "n2", "n6"]
+    assert [placed[Role("server", i)].nodes[0].name for i in (0, 1, 2, 11)] == [
+        "n1",
+        "n1",
+        "n2",
+        "n6",
+    ]
     assert placed[Role("server", 3)].gpus == ("4", "5", "6", "7")
 
 
@@ -51,13 +66,16 @@ def shared(servers: int, width: int) -> Recipe:
     return from_tree(
         {
             "resources": {
-                "servers": servers, "server_tensor_parallel": width, "learner_ranks": servers * width, "colocate": True
+                "servers": servers,
+                "server_tensor_parallel": width,
+                "learner_ranks": servers * width,
+                "colocate": True,
             },
             "batch": {"prompts": servers * width},
             "weights": {"transport": "cuda_ipc"},
             "serving": {"memory_fraction": 0.4},
         }
-    )  # fmt: skip
+    )
 
 
 def test_one_gpu_is_shared() -> None:
@@ -74,21 +92,33 @@ def test_servers_lie_on_the_learners_gpus_in_order() -> None:
     assert {of.gpus for of in place(shared(2, 2), nodes(1, gpus=0)).values()} == {()}
     with pytest.raises(MegarlError, match=r"resources.colocate: 16 learner ranks take 2 nodes"):
         place(shared(16, 1), nodes(2))
-    with pytest.raises(MegarlError, match=r"resources.colocate: 16 learner ranks take 2 nodes, and only GPUs of one"):
+    with pytest.raises(
+        MegarlError,
+        match=r"resources.colocate: 16 learner ranks take 2 nodes, and only GPUs of one",
+    ):
         place(shared(1, 16), nodes(2))
 
 
 def test_two_gpus_too_few_are_told_how_to_share() -> None:
-    with pytest.raises(MegarlError, match=r"need 2 GPUs, and 1 are visible \(0\).*resources.colocate=true"):
+    with pytest.raises(
+        MegarlError, match=r"need 2 GPUs, and 1 are visible \(0\).*resources.colocate=true"
+    ):
         place(recipe(1, 1, 1), nodes(1, gpus=1))
-    with pytest.raises(MegarlError, match=r"resources: 2 learner ranks need 2 GPUs, and 1 are visible"):
+    with pytest.raises(
+        MegarlError, match=r"resources: 2 learner ranks need 2 GPUs, and 1 are visible"
+    ):
         place(shared(2, 1), nodes(1, gpus=1))
 
 
 def test_a_server_wider_than_a_node_takes_whole_nodes() -> None:
-    """Also those that another server has left whole; each process sees the GPUs of its node."""
+    """Also those that another server has left whole; each process sees the GPUs of its
+    node.
+    """
     placed = place(recipe(2, 16, 4), nodes(5))
-    assert [[node.name for node in placed[Role("server", i)].nodes] for i in (0, 1)] == [["n1", "n2"], ["n3", "n4"]]
+    assert [[node.name for node in placed[Role("server", i)].nodes] for i in (0, 1)] == [
+        ["n1", "n2"],
+        ["n3", "n4"],
+    ]
     assert placed[Role("server", 1)].gpus == tuple("01234567")
     assert described(placed, nodes(5)) == [
         "n1: controller-0, server 0",
@@ -106,14 +136,19 @@ def test_a_server_wider_than_a_node_takes_whole_nodes() -> None:
     )
     placed = place(taught, nodes(4))
     assert [node.name for node in placed[Role("teacher")].nodes] == ["n2", "n3"]
-    part = taught.model_copy(update={"resources": taught.resources.model_copy(update={"learner_ranks": 7})})
+    part = taught.model_copy(
+        update={"resources": taught.resources.model_copy(update={"learner_ranks": 7})}
+    )
     with pytest.raises(
-        MegarlError, match=r"teacher 0 of 1 finds no 2 nodes with 8 free GPUs \(free: n1 7, n2 8, n3 1\)"
+        MegarlError,
+        match=r"teacher 0 of 1 finds no 2 nodes with 8 free GPUs \(free: n1 7, n2 8, n3 1\)",
     ):
         place(part, nodes(3))
     threads = place(recipe(1, 2, 1, threads=2), nodes(3, gpus=0))
     assert [node.name for node in threads[Role("server")].nodes] == ["n1", "n2"]
-    assert len(place(recipe(1, 4, 1), nodes(1, gpus=0))[Role("server")].nodes) == 1, "one machine without GPUs"
+    assert len(place(recipe(1, 4, 1), nodes(1, gpus=0))[Role("server")].nodes) == 1, (
+        "one machine without GPUs"
+    )
 
 
 def test_the_teacher_has_gpus_of_its_own() -> None:
@@ -122,34 +157,67 @@ def test_the_teacher_has_gpus_of_its_own() -> None:
     assert [placed[Role("teacher", i)].gpus for i in (0, 1)] == [("0", "1"), ("2", "3")]
     assert placed[Role("learner")].gpus == ("4", "5", "6", "7")
     assert described(placed, nodes(2))[1] == "n2: learner ranks 0-3, teacher-0, teacher-1"
-    with pytest.raises(MegarlError, match=r"1 servers x 8 GPUs \+ 2 teachers x 2 GPUs \+ 4 learner ranks need 16 GPUs"):
+    with pytest.raises(
+        MegarlError,
+        match=r"1 servers x 8 GPUs \+ 2 teachers x 2 GPUs \+ 4 learner ranks need 16 GPUs",
+    ):
         place(load("qwen3-8b-distill"), nodes(1))
     assert Role("teacher", 0) not in place(load("qwen3-8b-distill", ["teacher.weight=0"]), nodes(2))
 
 
 def test_without_gpus() -> None:
-    """One machine takes what it is given; several have a place for each `threads` cores."""
+    """One machine takes what it is given; several have a place for each `threads`
+    cores.
+    """
     assert {of.gpus for of in place(recipe(8, 1, 8), nodes(1, gpus=0)).values()} == {()}
     placed = place(recipe(2, 1, 1), nodes(2, gpus=0))
     assert described(placed, nodes(2, gpus=0)) == ["n1: controller-0, servers 0-1", "n2: learner-0"]
     placed = place(recipe(2, 1, 1, threads=2), nodes(3, gpus=0))
-    assert described(placed, nodes(3)) == ["n1: controller-0, server 0", "n2: server 1", "n3: learner-0"]
+    assert described(placed, nodes(3)) == [
+        "n1: controller-0, server 0",
+        "n2: server 1",
+        "n3: learner-0",
+    ]
 
 
 @pytest.mark.parametrize(
     ("servers", "width", "ranks", "count", "said"),
     [
         (2, 2, 5, 1, "need 9 GPUs, and 8 are visible"),
-        (8, 1, 16, 2, r"need 24 GPUs, and the allocation has 16 GPUs \(n1 8, n2 8\); ask for more nodes"),
+        (
+            8,
+            1,
+            16,
+            2,
+            r"need 24 GPUs, and the allocation has 16 GPUs \(n1 8, n2 8\); ask for more nodes",
+        ),
         (
             1,
             1,
             12,
             2,
-            r"learner_ranks: 12 ranks take whole nodes, and the last nodes have 8, 8 GPUs each; use a multiple",
+            (
+                r"learner_ranks: 12 ranks take whole nodes, and the last nodes have 8, 8 GPUs each;"
+                r" use a multiple"
+            ),
         ),
-        (2, 5, 4, 2, r"server 1 of 2 finds no node with 5 free GPUs \(free: n1 3, n2 4\); .* divides a node's"),
-        (1, 12, 4, 2, r"server_tensor_parallel: 12 GPUs are more than the 8 of a node.* use a multiple of 8"),
+        (
+            2,
+            5,
+            4,
+            2,
+            (
+                r"server 1 of 2 finds no node with 5 free GPUs \(free: n1 3, n2 4\); .* divides a"
+                r" node's"
+            ),
+        ),
+        (
+            1,
+            12,
+            4,
+            2,
+            r"server_tensor_parallel: 12 GPUs are more than the 8 of a node.* use a multiple of 8",
+        ),
     ],
 )
 def test_what_does_not_fit(servers: int, width: int, ranks: int, count: int, said: str) -> None:

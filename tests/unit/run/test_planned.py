@@ -15,7 +15,9 @@ from megarl.lab.planning.layouts import search
 
 @pytest.fixture
 def overrides(tmp_path: Path) -> list[str]:
-    shutil.copy(Path(architecture.__file__).parent / "configs" / "qwen3-1.7b.json", tmp_path / "config.json")
+    shutil.copy(
+        Path(architecture.__file__).parent / "configs" / "qwen3-1.7b.json", tmp_path / "config.json"
+    )
     return [f"model.path={tmp_path}", *ALONE.split()]
 
 
@@ -25,23 +27,45 @@ def test_the_best_plan_of_eight_gpus(overrides: list[str], monkeypatch: pytest.M
     asked = load("scalerl-1gpu", overrides)
     best = search(command.problem(asked, 8, "h100", None, command.work(asked))).plans[0]
     assert (recipe.resources, recipe.model) == (best.recipe.resources, best.recipe.model)
-    used = recipe.resources.servers * recipe.resources.server_tensor_parallel + recipe.resources.learner_ranks
+    used = (
+        recipe.resources.servers * recipe.resources.server_tensor_parallel
+        + recipe.resources.learner_ranks
+    )
     assert 1 < used <= 8
 
 
 @pytest.mark.parametrize(
     ("visible", "words", "gpu", "said"),
     [
-        ("0,1", ["resources.colocate=true"], "h100", "resources.colocate shares GPUs instead of dividing them"),
+        (
+            "0,1",
+            ["resources.colocate=true"],
+            "h100",
+            "resources.colocate shares GPUs instead of dividing them",
+        ),
         ("0", [], "h100", "divides the GPUs of this machine, and it has 1"),
         ("0,1", [], "h1000", "'h1000' is not known"),
-        ("0,1", ["length.thinking_tokens=[1000000,2000000]"], "rtx-4090", "no layout of scalerl-1gpu fits 2 rtx-4090"),
+        (
+            "0,1",
+            ["length.thinking_tokens=[1000000,2000000]"],
+            "rtx-4090",
+            "no layout of scalerl-1gpu fits 2 rtx-4090",
+        ),
     ],
 )
 def test_what_cannot_be_planned(
-    overrides: list[str], monkeypatch: pytest.MonkeyPatch, visible: str, words: list[str], gpu: str, said: str
+    overrides: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str,
+    words: list[str],
+    gpu: str,
+    said: str,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    shared = ["weights.transport=cuda_ipc", "serving.memory_fraction=0.3"] if "resources.colocate=true" in words else []
+    shared = (
+        ["weights.transport=cuda_ipc", "serving.memory_fraction=0.3"]
+        if "resources.colocate=true" in words
+        else []
+    )
     with pytest.raises(MegarlError, match=said):
         planned("scalerl-1gpu", [*overrides, *words, *shared], gpu)

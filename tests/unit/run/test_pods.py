@@ -1,4 +1,5 @@
-"""Roles in pods: the survey, and a step with its reports and orders, by a kubectl that is a fake.
+"""Roles in pods: the survey, and a step with its reports and orders, by a kubectl that
+is a fake.
 
 The fake keeps its pods on this machine: it runs a command of `exec` here.
 """
@@ -121,7 +122,10 @@ def step(recipe: Recipe, folder: Path, code: str) -> Any:
 def test_a_role_that_ends_badly_in_one_pod_ends_in_all(
     recipe: Recipe, tmp_path: Path, cluster: Callable[..., None]
 ) -> None:
-    code = "import os, sys, time; sys.exit(7) if os.environ['MEGARL_NODE_RANK'] == '1' else time.sleep(600)"
+    code = (
+        "import os, sys, time; sys.exit(7) if os.environ['MEGARL_NODE_RANK'] == '1' else"
+        " time.sleep(600)"
+    )
     role = step(recipe, tmp_path, code)
     until(lambda: role.status() is not None)
     assert role.status() in (7, -9)
@@ -149,7 +153,9 @@ def test_a_role_is_told_to_end_and_a_lost_pod_is_seen(
     assert role.status() == 5
 
 
-def test_a_role_is_killed_in_its_pods(recipe: Recipe, tmp_path: Path, cluster: Callable[..., None]) -> None:
+def test_a_role_is_killed_in_its_pods(
+    recipe: Recipe, tmp_path: Path, cluster: Callable[..., None]
+) -> None:
     mark = f"a role of {tmp_path}"
     role = step(recipe, tmp_path, f"import time; {mark!r}; time.sleep(600)")
     until(lambda: role.answered)
@@ -166,7 +172,9 @@ def test_a_role_is_killed_in_its_pods(recipe: Recipe, tmp_path: Path, cluster: C
 def test_a_lost_connection_is_not_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its role may still have the GPUs, until the step notices that nobody answers it."""
     code = """print('{"node": "a"}', flush=True); raise SystemExit(1)"""
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     role = PodStep(process, ["a"])
     until(lambda: role.answered and process.poll() is not None)
     assert role.status() is None
@@ -174,7 +182,9 @@ def test_a_lost_connection_is_not_the_end_of_a_step(monkeypatch: pytest.MonkeyPa
     assert role.status() == 1
 
 
-def test_a_step_has_ended_in_all_pods_when_its_command_returns(tmp_path: Path, cluster: Callable[..., None]) -> None:
+def test_a_step_has_ended_in_all_pods_when_its_command_returns(
+    tmp_path: Path, cluster: Callable[..., None]
+) -> None:
     """Else the next start of the role would find its GPUs in use."""
     ended = tmp_path / "ended"
     script = f'[[ $SLURMD_NODENAME == a ]] && exit 7; cat; sleep 0.5; touch "{ended}"'
@@ -186,7 +196,8 @@ def test_a_step_has_ended_in_all_pods_when_its_command_returns(tmp_path: Path, c
 
 def waiting_pod(jobset: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "megarl.run.pods", "wait"], env=os.environ | {"MEGARL_JOBSET": jobset}
+        [sys.executable, "-m", "megarl.run.pods", "wait"],
+        env=os.environ | {"MEGARL_JOBSET": jobset},
     )
     status = Path(f"/proc/{process.pid}/status")
     caught = re.compile(r"SigCgt:\s*([0-9a-f]+)")
@@ -205,7 +216,10 @@ def test_an_idle_pod_ends_when_it_is_told_to(tmp_path: Path) -> None:
 def test_a_role_in_a_pod_that_is_told_to_end_is_told_too(tmp_path: Path) -> None:
     process = waiting_pod(str(tmp_path))
     environment = os.environ | {"MEGARL_JOBSET": str(tmp_path)}
-    code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(5)); print(flush=True); signal.pause()"
+    code = (
+        "import signal, sys; signal.signal(15, lambda *_: sys.exit(5)); print(flush=True);"
+        " signal.pause()"
+    )
     words = [sys.executable, "-c", code, "megarl.run.step"]
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE) as step:
         assert step.stdout is not None

@@ -26,7 +26,9 @@ def test_orderly_ends() -> None:
     policy = RestartPolicy(2)
     assert policy.died(Role("learner"), 0, 0.0, 10) == Done()
     assert policy.died(Role("controller"), 0, 0.0, 10) == Nothing()
-    assert isinstance(policy.died(Role("server"), 0, 0.0, 10), Restart)  # a server has no reason to leave
+    assert isinstance(
+        policy.died(Role("server"), 0, 0.0, 10), Restart
+    )  # a server has no reason to leave
 
 
 def test_the_last_server_is_dropped_only_while_others_have_joined() -> None:
@@ -34,17 +36,27 @@ def test_the_last_server_is_dropped_only_while_others_have_joined() -> None:
         policy, server = RestartPolicy(1, most_deaths=2), Role("server", 0)
         assert isinstance(policy.died(server, -9, 0.0, 10, joined=joined), Restart)
         assert isinstance(policy.died(server, -9, 1.0, 10, joined=joined), Restart)
-        assert isinstance(policy.died(server, -9, 2.0, 10, joined=joined), Drop if joined else GiveUp)
+        assert isinstance(
+            policy.died(server, -9, 2.0, 10, joined=joined), Drop if joined else GiveUp
+        )
         policy = RestartPolicy(1)
-        assert isinstance(policy.died(server, -9, 0.0, 10, "down", joined=joined), Drop if joined else Elsewhere)
+        assert isinstance(
+            policy.died(server, -9, 0.0, 10, "down", joined=joined), Drop if joined else Elsewhere
+        )
         policy = RestartPolicy(1)
         assert isinstance(policy.died(server, MESSAGE_STATUS, 0.0, 10, joined=joined), Restart)
-        assert isinstance(policy.died(server, MESSAGE_STATUS, 1.0, 10, joined=joined), Drop if joined else GiveUp)
+        assert isinstance(
+            policy.died(server, MESSAGE_STATUS, 1.0, 10, joined=joined), Drop if joined else GiveUp
+        )
 
 
 @given(st.lists(st.tuples(roles, crashes, gaps), max_size=60))
-def test_gives_up_exactly_when_one_role_dies_too_often(deaths: list[tuple[Role, int, float]]) -> None:
-    """One of two servers that dies too often is left out, for steps are made all the time."""
+def test_gives_up_exactly_when_one_role_dies_too_often(
+    deaths: list[tuple[Role, int, float]],
+) -> None:
+    """One of two servers that dies too often is left out, for steps are made all the
+    time.
+    """
     policy, now = RestartPolicy(2, most_deaths=3, window_s=600), 0.0
     history: list[tuple[Role, float]] = []
     dropped: list[Role] = []
@@ -71,7 +83,9 @@ def test_gives_up_exactly_when_one_role_dies_too_often(deaths: list[tuple[Role, 
 
 
 def test_a_server_that_dies_too_often_is_dropped_once_a_step_was_made() -> None:
-    """Before that, the fault may be everybody's. A step may take longer than six deaths."""
+    """Before that, the fault may be everybody's. A step may take longer than six
+    deaths.
+    """
     for steps, last in ((0, GiveUp), (7, Drop)):
         policy = RestartPolicy(64, most_deaths=2)
         decisions = [policy.died(Role("server", 5), -11, 10.0 * n, steps) for n in range(3)]
@@ -93,7 +107,9 @@ def test_messages_of_two_roles_are_not_one_role_twice() -> None:
     policy = RestartPolicy(2)
     for role in (Role("server", 0), Role("server", 1), Role("learner")):
         assert isinstance(policy.died(role, MESSAGE_STATUS, 5.0, 7), Restart)
-    assert policy.died(Role("learner"), MESSAGE_STATUS, 9.0, 7) == GiveUp(Role("learner"), "learner-0 could not go on")
+    assert policy.died(Role("learner"), MESSAGE_STATUS, 9.0, 7) == GiveUp(
+        Role("learner"), "learner-0 could not go on"
+    )
 
 
 def test_a_server_that_cannot_go_on_is_dropped_while_there_are_others() -> None:
@@ -107,7 +123,9 @@ def test_a_server_that_cannot_go_on_is_dropped_while_there_are_others() -> None:
 def test_bad_input_of_all_servers_ends_the_run_when_the_last_has_told_it() -> None:
     policy, servers = RestartPolicy(3), [Role("server", i) for i in range(3)]
     assert all(isinstance(policy.died(s, MESSAGE_STATUS, 5.0, 0), Restart) for s in servers[:2])
-    assert policy.died(servers[2], MESSAGE_STATUS, 5.0, 0) == GiveUp(servers[2], "server-2 could not start")
+    assert policy.died(servers[2], MESSAGE_STATUS, 5.0, 0) == GiveUp(
+        servers[2], "server-2 could not start"
+    )
 
 
 def test_a_server_that_cannot_start_is_dropped_while_others_can() -> None:
@@ -115,7 +133,9 @@ def test_a_server_that_cannot_start_is_dropped_while_others_can() -> None:
     for server in servers[:2]:
         assert isinstance(policy.died(server, MESSAGE_STATUS, 5.0, 0), Restart)
         assert policy.died(server, MESSAGE_STATUS, 9.0, 0) == Drop(server, "could not start")
-    assert policy.died(servers[2], MESSAGE_STATUS, 9.0, 0) == GiveUp(servers[2], "server-2 could not start")
+    assert policy.died(servers[2], MESSAGE_STATUS, 9.0, 0) == GiveUp(
+        servers[2], "server-2 could not start"
+    )
 
 
 def test_a_role_that_takes_long_to_die_is_given_up_when_nothing_is_made_meanwhile() -> None:
@@ -124,7 +144,9 @@ def test_a_role_that_takes_long_to_die_is_given_up_when_nothing_is_made_meanwhil
         assert isinstance(policy.died(role, 1, 1000.0 * n, steps=n), Restart)
     for n in range(10, 12):
         assert isinstance(policy.died(role, 1, 1000.0 * n, steps=9), Restart)
-    assert policy.died(role, 1, 12_000.0, steps=9) == GiveUp(role, "learner-0 died 4 times within 50 minutes")
+    assert policy.died(role, 1, 12_000.0, steps=9) == GiveUp(
+        role, "learner-0 died 4 times within 50 minutes"
+    )
 
 
 def test_bad_input_is_not_tried_twice() -> None:
@@ -134,7 +156,9 @@ def test_bad_input_is_not_tried_twice() -> None:
 
 def test_a_lost_node_costs_its_servers_while_there_are_others() -> None:
     policy = RestartPolicy(2)
-    assert policy.died(Role("server", 1), -9, 5.0, 1, "down") == Drop(Role("server", 1), "its node is lost")
+    assert policy.died(Role("server", 1), -9, 5.0, 1, "down") == Drop(
+        Role("server", 1), "its node is lost"
+    )
     assert policy.died(Role("server", 0), -9, 6.0, 1, "down") == Elsewhere(
         Role("server", 0), "the node of server-0 is lost"
     )
@@ -152,5 +176,7 @@ def test_a_teacher_is_restarted_and_never_dropped() -> None:
     assert policy.died(teacher, -9, 0.0, 1) == Restart(teacher, 0.0)
     assert isinstance(policy.died(teacher, 0, 1.0, 1), Restart), "it has no reason to leave"
     assert isinstance(policy.died(teacher, -9, 2.0, 1), GiveUp)
-    assert RestartPolicy(2).died(teacher, MESSAGE_STATUS, 0.0, 0) == GiveUp(teacher, "teacher-0 could not start")
+    assert RestartPolicy(2).died(teacher, MESSAGE_STATUS, 0.0, 0) == GiveUp(
+        teacher, "teacher-0 could not start"
+    )
     assert isinstance(RestartPolicy(2).died(teacher, -9, 0.0, 1, "down"), Elsewhere)

@@ -1,4 +1,6 @@
-"""What held-out scores warn of, and what metrics show beside a fall: named if they show it, and not if they do not."""
+"""What held-out scores warn of, and what metrics show beside a fall: named if they show
+it, and not if they do not.
+"""
 
 import pytest
 
@@ -18,7 +20,10 @@ WELL: Row = {
 
 
 def evaluations() -> list[Row]:
-    return [{"step": 10 * n, "pass_rate": score, "n_prompts": 120, "samples": 2} for n, score in enumerate(SCORES)]
+    return [
+        {"step": 10 * n, "pass_rate": score, "n_prompts": 120, "samples": 2}
+        for n, score in enumerate(SCORES)
+    ]
 
 
 def test_the_best_is_the_first_of_equal_ones() -> None:
@@ -40,12 +45,16 @@ def test_a_fall_says_since_when_how_far_and_what_to_do() -> None:
         "checkpoint.keep_best",
     ):
         assert part in warning.text
-    assert score_warnings([*rows, rows[0] | {"step": 90, "warning_fall": 0.0}], [WELL], 1.0) == [], "it is over"
+    assert (
+        score_warnings([*rows, rows[0] | {"step": 90, "warning_fall": 0.0}], [WELL], 1.0) == []
+    ), "it is over"
 
 
 def test_a_fall_of_one_task_names_it() -> None:
     rows = [row | {"pass_rate/code": 0.9 - row["pass_rate"]} for row in evaluations()]
-    rows[-1] |= {f"{name}/code": value for name, value in FALLEN.items()} | {"warning_fall/math": 0.0}
+    rows[-1] |= {f"{name}/code": value for name, value in FALLEN.items()} | {
+        "warning_fall/math": 0.0
+    }
     (warning,) = score_warnings(rows, [WELL], 1.0)
     assert warning.text.startswith("code: the score has fallen")
     assert "was 0.783 at its best, step 0" in warning.text
@@ -54,10 +63,16 @@ def test_a_fall_of_one_task_names_it() -> None:
 @pytest.mark.parametrize(
     ("measured", "named"),
     [
-        ({"zero_variance_share": 0.75, "groups_in_loss": 3.0}, "few groups are left in the loss (25%, 3.0 a step)"),
+        (
+            {"zero_variance_share": 0.75, "groups_in_loss": 3.0},
+            "few groups are left in the loss (25%, 3.0 a step)",
+        ),
         ({"entropy": 0.05}, "low entropy (0.050 nats)"),
         ({"effective_sample_size": 0.73}, "a small effective sample size (0.73)"),
-        ({"grad_norm": 30.0}, "gradients clipped in 100% of the steps (norm 30.0 on average, clipped at 1)"),
+        (
+            {"grad_norm": 30.0},
+            "gradients clipped in 100% of the steps (norm 30.0 on average, clipped at 1)",
+        ),
     ],
 )
 def test_a_cause_is_named_if_the_metrics_show_it(measured: Row, named: str) -> None:
@@ -69,4 +84,8 @@ def test_a_cause_is_named_if_the_metrics_show_it(measured: Row, named: str) -> N
 
 def test_several_causes_are_all_named() -> None:
     told = signs_beside([{"entropy": 0.05, "effective_sample_size": 0.7}], 1.0)
-    assert told == "Beside it, in the last step: low entropy (0.050 nats); a small effective sample size (0.70)"
+    assert (
+        told
+        == "Beside it, in the last step: low entropy (0.050 nats); a small effective sample size"
+        " (0.70)"
+    )

@@ -1,4 +1,6 @@
-"""Steps of a Slurm job, as far as no Slurm is needed: the choice, the command, nodes, reports. tests/slurm has the rest."""
+"""Steps of a Slurm job, as far as no Slurm is needed: the choice, the command, nodes,
+reports. tests/slurm has the rest.
+"""
 
 import os
 import subprocess
@@ -24,7 +26,12 @@ from megarl.run.srun import OF_THE_JOB, SrunLauncher, SrunStep, checked, chosen,
 
 @pytest.fixture(autouse=True)
 def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_JOB_NUM_NODES", "MEGARL_STEP_COMMAND", "MEGARL_STEP_OPTIONS", "SLURM_LAUNCH_NODE_IPADDR"):
+    for name in (
+        "SLURM_JOB_NUM_NODES",
+        "MEGARL_STEP_COMMAND",
+        "MEGARL_STEP_OPTIONS",
+        "SLURM_LAUNCH_NODE_IPADDR",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
@@ -36,12 +43,17 @@ def choice(recipe: Recipe, launcher: str = "auto") -> type:
 
 
 def test_choice(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    recipe: Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert choice(recipe) is LocalLauncher
     with pytest.raises(MegarlError, match="MEGARL_LAUNCHER: srun works inside a Slurm job"):
         choice(recipe, "srun")
-    with pytest.raises(MegarlError, match="MEGARL_LAUNCHER: 'slurm' is not a launcher; set auto, local or srun"):
+    with pytest.raises(
+        MegarlError, match="MEGARL_LAUNCHER: 'slurm' is not a launcher; set auto, local or srun"
+    ):
         choice(recipe, "slurm")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     assert choice(recipe) is LocalLauncher
@@ -67,13 +79,23 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
     words = command(["n1", "n2"], "learner-0", ["-m", "x"])
     assert words[-3:] == [sys.executable, "-m", "x"]
     assert {"--nodelist=n1,n2", "--nodes=2", "--ntasks=2", "--overlap"} <= set(words)
-    monkeypatch.setenv("MEGARL_STEP_OPTIONS", "--container-image=a#b:1 --container-mounts='/s h:/s h'")
+    monkeypatch.setenv(
+        "MEGARL_STEP_OPTIONS", "--container-image=a#b:1 --container-mounts='/s h:/s h'"
+    )
     monkeypatch.setenv("MEGARL_STEP_COMMAND", "python3")
     words = command(["n1"], "server-0", ["-m", "x"])
-    assert words[-5:] == ["--container-image=a#b:1", "--container-mounts=/s h:/s h", "python3", "-m", "x"]
+    assert words[-5:] == [
+        "--container-image=a#b:1",
+        "--container-mounts=/s h:/s h",
+        "python3",
+        "-m",
+        "x",
+    ]
 
 
-def test_srun_is_not_told_the_options_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_srun_is_not_told_the_options_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "srun").write_text(f"#!/bin/sh\nenv > {tmp_path}/said\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -89,7 +111,9 @@ def test_srun_is_not_told_the_options_of_the_job(tmp_path: Path, monkeypatch: py
     assert not told & set(OF_THE_JOB)
 
 
-def test_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_this_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
     node = here(3, "")
     assert (node.address, node.interface, node.gpus) == ("127.0.0.1", "lo", ())
     assert len(set(node.ports)) == 3
@@ -99,9 +123,14 @@ def test_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary:
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
     assert (here(0, "slurm").address, here(0, "slurm").interface) == ("127.0.0.1", "lo")
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "fd00::1")
-    with pytest.raises(MegarlError, match=r"run\.interface: slurm: no IPv4 route to fd00::1.* name an IPv4 interface"):
+    with pytest.raises(
+        MegarlError,
+        match=r"run\.interface: slurm: no IPv4 route to fd00::1.* name an IPv4 interface",
+    ):
         here(0, "slurm")
-    with pytest.raises(MegarlError, match=r"run\.interface: 'ib7' is not a network interface .* which has .*lo"):
+    with pytest.raises(
+        MegarlError, match=r"run\.interface: 'ib7' is not a network interface .* which has .*lo"
+    ):
         here(0, "ib7")
     assert nodes.gathered(["welcome to node 1"]) == {}
     assert nodes.main(["2", "", str(tmp_path)]) == 2
@@ -138,15 +167,28 @@ def test_nodes_of_many_gpus_and_ports_say_so_in_short_lines() -> None:
     """srun mixes lines of several nodes if they are longer than 1,024 bytes."""
     gpus = tuple(f"MIG-{n:08}-1234-1234-1234-123456789012" for n in range(56))
     name = "a-node-with-a-name-of-fifty-five-letters-as-clouds-have"
-    one = Node(name, name, "10.100.100.100", "enp225s0f0np0", gpus, 256, 4 << 40, tuple(range(50_000, 52_000)))
+    one = Node(
+        name,
+        name,
+        "10.100.100.100",
+        "enp225s0f0np0",
+        gpus,
+        256,
+        4 << 40,
+        tuple(range(50_000, 52_000)),
+    )
     other = replace(one, name="other", gpus=("0", "1"), ports=())
     lines = [list(nodes.told(node)) for node in (one, other)]
     assert max(map(len, lines[0])) < 1024
-    mixed = [line.decode() for pair in zip_longest(*lines, fillvalue=b"a prologue") for line in pair]
+    mixed = [
+        line.decode() for pair in zip_longest(*lines, fillvalue=b"a prologue") for line in pair
+    ]
     assert nodes.gathered(mixed) == {one.name: one, other.name: other}
 
 
-def test_a_node_whose_answer_is_not_whole_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_whose_answer_is_not_whole_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node = Node("n1", "vm", "127.0.0.1", "lo", (), 2, 0, (1, 2, 3))
     said = b"".join([*nodes.told(node), *nodes.told(replace(node, name="n2", ports=(1, 2)))])
     (tmp_path / "said").write_bytes(said)
@@ -161,7 +203,8 @@ def test_a_node_whose_answer_is_not_whole_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1 n2")
     with pytest.raises(MegarlError, match="no complete answer from n2"):
         SrunLauncher(RunDir(Path("runs/a")), "lo").survey(3)
-    # From the working directory, as roles look for it: a container may see this path to it and no other.
+    # From the working directory, as roles look for it: a container may see this path to
+    # it and no other.
     assert asked[-1] == "runs/a"
 
 
@@ -169,18 +212,29 @@ def test_nodes_must_reach_each_other_and_share_no_port() -> None:
     first = Node("n1", "vm", "127.0.0.1", "lo", (), 2, 0, (1, 2, 3))
     second = replace(first, name="n2", ports=(3, 4))
     assert [node.ports for node in checked([first, second])] == [(1, 2, 3), (4,)]
-    with pytest.raises(MegarlError, match=r"node n1: its address is 127\.0\.0\.1, which no other node can reach"):
+    with pytest.raises(
+        MegarlError, match=r"node n1: its address is 127\.0\.0\.1, which no other node can reach"
+    ):
         checked([first, replace(second, host="other", address="10.0.0.2")])
 
 
 def test_a_step_of_many_nodes_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner has 16 of 100 nodes of eight GPUs, with all the ports that each offers."""
+    """The learner has 16 of 100 nodes of eight GPUs, with all the ports that each
+    offers.
+    """
     srun_itself = tmp_path / "srun"
     srun_itself.write_text("#!/bin/sh\nexit 0\n")
     monkeypatch.setenv("PATH", str(tmp_path))
-    gpus, ports = tuple(f"GPU-{n}-1234-1234-1234-123456789012" for n in range(8)), tuple(range(20_000, 21_352))
+    gpus, ports = (
+        tuple(f"GPU-{n}-1234-1234-1234-123456789012" for n in range(8)),
+        tuple(range(20_000, 21_352)),
+    )
     names = [f"gpu-h100-{n:03}" for n in range(16)]
-    place = Place(tuple(Node(name, name, "10.0.0.1", "ib0", gpus, 96, 2 << 40, ports) for name in names), gpus, 8)
+    place = Place(
+        tuple(Node(name, name, "10.0.0.1", "ib0", gpus, 96, 2 << 40, ports) for name in names),
+        gpus,
+        8,
+    )
     learner = RoleCommand(Role("learner"), ("-c", ""), {}, place, RunDir(tmp_path / "run"))
     with pytest.raises(MegarlError, match=r"^srun cannot be started: Permission denied$"):
         SrunLauncher(RunDir(tmp_path), "ib0").start(learner)
@@ -190,7 +244,14 @@ def test_a_step_of_many_nodes_is_started(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("state", "broken"),
-    [("mixed", False), ("allocated", False), ("draining", False), ("down*", True), ("DOWN", True), ("failing", True)],
+    [
+        ("mixed", False),
+        ("allocated", False),
+        ("draining", False),
+        ("down*", True),
+        ("DOWN", True),
+        ("failing", True),
+    ],
 )
 def test_states(state: str, broken: bool) -> None:
     assert is_broken(state) is broken
@@ -198,25 +259,40 @@ def test_states(state: str, broken: bool) -> None:
 
 def step(lines: list[str], ending: str = "") -> SrunStep:
     """A stand-in for an srun that says these lines, and then ends so or waits."""
-    code = f"import os, sys, time; print({chr(10).join(lines)!r}, flush=True); {ending or 'time.sleep(600)'}"
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    code = (
+        f"import os, sys, time; print({chr(10).join(lines)!r}, flush=True);"
+        f" {ending or 'time.sleep(600)'}"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     if ending:
         process.wait(60)
     return SrunStep(process, ["n1", "n2"])
 
 
 def test_what_nodes_report() -> None:
-    ended = step(['{"node": "n1", "status": 0}', "a prologue", '{"node": "n2", "status": -11}'], "sys.exit(139)")
+    ended = step(
+        ['{"node": "n1", "status": 0}', "a prologue", '{"node": "n2", "status": -11}'],
+        "sys.exit(139)",
+    )
     assert ended.status() == -11
     assert ended.answered
     both = ['{"node": "n1"}', '{"node": "n2"}']
     assert step(both, "sys.exit(137)").status() == -9
     assert step(both, "sys.exit(255)").status() == 255
-    assert step(['{"node": "n1", "status": 0}', both[1]], "sys.exit(0)").status() == 1, "n2 was lost"
-    assert step(['{"node": "n1", "status": 0}', '{"node": "n2", "status": 0}'], "sys.exit(0)").status() == 0
+    assert step(['{"node": "n1", "status": 0}', both[1]], "sys.exit(0)").status() == 1, (
+        "n2 was lost"
+    )
+    assert (
+        step(['{"node": "n1", "status": 0}', '{"node": "n2", "status": 0}'], "sys.exit(0)").status()
+        == 0
+    )
 
 
-def test_an_srun_that_ends_alone_may_have_left_its_step_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_srun_that_ends_alone_may_have_left_its_step_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     both = ['{"node": "n1"}', '{"node": "n2"}']
     deserted = [step(both, "os.kill(os.getpid(), 9)"), step(["slurmd died"], "sys.exit(232)")]
     assert [(s.status(), s.still()) for s in deserted] == [(None, None)] * 2
@@ -224,8 +300,12 @@ def test_an_srun_that_ends_alone_may_have_left_its_step_behind(monkeypatch: pyte
     assert [s.status() for s in deserted] == [-9, 232]
 
 
-def test_a_task_of_an_array_looks_at_its_own_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them has the array's own id, and squeue would list all tasks; scontrol makes no sense of several lines."""
+def test_a_task_of_an_array_looks_at_its_own_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them has the array's own id, and squeue would list all tasks; scontrol
+    makes no sense of several lines.
+    """
     for name, answers in {
         "squeue": "case $3 in 7_2) echo n1,n2 ;; *) printf 'n9\\nn1,n2\\n' ;; esac",
         "scontrol": 'case "$3" in n1,n2) printf "n1\\nn2\\n" ;; *) exit 1 ;; esac',

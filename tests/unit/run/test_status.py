@@ -1,4 +1,6 @@
-"""A run read from another terminal, and after its end: `megarl status` and `megarl logs`."""
+"""A run read from another terminal, and after its end: `megarl status` and `megarl
+logs`.
+"""
 
 import json
 import os
@@ -37,7 +39,12 @@ def note(rundir: RunDir, session: str, event: str, role: str, **more: object) ->
 def live(rundir: RunDir) -> None:
     """As its second life's supervisor has noted."""
     note(rundir, "a", "started", "server-7", nodes=["old"])
-    for role, node in (("server-0", "n1"), ("server-1", "n2"), ("controller-0", "n1"), ("learner-0", "n3")):
+    for role, node in (
+        ("server-0", "n1"),
+        ("server-1", "n2"),
+        ("controller-0", "n1"),
+        ("learner-0", "n3"),
+    ):
         note(rundir, "b", "started", role, nodes=[node])
     note(rundir, "b", "ended", "server-1", status=-9)
     note(rundir, "b", "dropped", "server-1", nodes=["n2"])
@@ -60,7 +67,9 @@ def test_roles(write_run: Write) -> None:
     assert list(roles[Role("learner")].nodes) == ["n3"]
 
 
-def test_of_a_live_run(recipe: Recipe, write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_live_run(
+    recipe: Recipe, write_run: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     rundir = write_run(41)
     live(rundir)
     milestones = recipe.checkpoint.model_copy(update={"milestones": (30, 50), "keep_best": True})
@@ -76,27 +85,50 @@ def test_of_a_live_run(recipe: Recipe, write_run: Write, capsys: pytest.CaptureF
     assert "seems dead" not in shown
     assert "kept as the best by its held-out score" in shown
     assert f"{rundir.path}@best): {rundir.checkpoints / 'step-0000040'}" in shown
-    assert re.findall("kept for good, as of (.*): .*/(step-.*)", shown) == [("step 30", "step-0000040")]
+    assert re.findall("kept for good, as of (.*): .*/(step-.*)", shown) == [
+        ("step 30", "step-0000040")
+    ]
     rundir.status.write_text(json.dumps(status | {"time": time.time() - 7300}))
     assert main(["status", str(rundir.path)]) == 0
     assert "nothing written for 2:01:4" in capsys.readouterr().out
 
 
-def test_the_last_problem_with_its_time(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    """The newest of what roles warned of and what became of them, whatever else is in the logs."""
+def test_the_last_problem_with_its_time(
+    write_run: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest of what roles warned of and what became of them, whatever else is in
+    the logs.
+    """
     rundir = write_run(41)
     live(rundir)
-    logged(rundir, "controller", "n1", 0, "2026-03-01 14:05:06,789 controller INFO megarl.core: well", "Traceback: old")
+    logged(
+        rundir,
+        "controller",
+        "n1",
+        0,
+        "2026-03-01 14:05:06,789 controller INFO megarl.core: well",
+        "Traceback: old",
+    )
     assert main(["status", str(rundir.path)]) == 0
     killed = next(line for line in capsys.readouterr().out.splitlines() if "last problem" in line)
-    assert re.search(r"last problem: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d server-0 ended \(status -9\)", killed)
-    last = "2999-03-01 14:05:06,789 learner 3 WARNING megarl.core.learner.trainer: step 7 is skipped"
-    logged(rundir, "learner", "n3", 3, last, "2999-03-02 14:05:06,789 learner 3 WARNING torch: noise")
+    assert re.search(
+        r"last problem: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d server-0 ended \(status -9\)", killed
+    )
+    last = (
+        "2999-03-01 14:05:06,789 learner 3 WARNING megarl.core.learner.trainer: step 7 is skipped"
+    )
+    logged(
+        rundir, "learner", "n3", 3, last, "2999-03-02 14:05:06,789 learner 3 WARNING torch: noise"
+    )
     assert main(["status", str(rundir.path)]) == 0
-    assert "last problem: 2999-03-01 14:05:06 learner 3 step 7 is skipped" in capsys.readouterr().out
+    assert (
+        "last problem: 2999-03-01 14:05:06 learner 3 step 7 is skipped" in capsys.readouterr().out
+    )
 
 
-def test_logs_older_than_the_last_problem_are_not_read(write_run: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_older_than_the_last_problem_are_not_read(
+    write_run: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of earlier lives, on other nodes, of which there may be thousands."""
     rundir, read = write_run(3), list[str]()
     for life in range(3):
@@ -104,14 +136,25 @@ def test_logs_older_than_the_last_problem_are_not_read(write_run: Write, monkeyp
         logged(rundir, "learner", f"n{life}", 0, said)
         at = time.mktime((2026, 3, life + 1, 15, 0, 0, 0, 0, -1))
         os.utime(rundir.log("learner", f"n{life}", 0), (at, at))
-    logged(rundir, "server", "n2", 0, "2026-03-03 14:05:05,789 server 0 WARNING megarl.core: before that")
-    monkeypatch.setattr(status, "last_lines", lambda log, count: read.append(log.stem) or last_lines(log, count))
+    logged(
+        rundir,
+        "server",
+        "n2",
+        0,
+        "2026-03-03 14:05:05,789 server 0 WARNING megarl.core: before that",
+    )
+    monkeypatch.setattr(
+        status, "last_lines", lambda log, count: read.append(log.stem) or last_lines(log, count)
+    )
     assert status.problem_of(rundir) == "2026-03-03 14:05:06 learner 0 life 2"
     assert read == ["n2.0", "n2.0"]
 
 
 def test_of_a_finished_run(
-    recipe: Recipe, write_run: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe,
+    write_run: Write,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In a folder with a blank in its name: the commands that are shown can be copied."""
     rundir = write_run(41)
@@ -132,10 +175,19 @@ def test_of_a_finished_run(
         assert command in shown
 
 
-def test_a_stopped_run_shows_what_goes_on_with_it_and_its_only_score_once(recipe: Recipe, write_run: Write) -> None:
+def test_a_stopped_run_shows_what_goes_on_with_it_and_its_only_score_once(
+    recipe: Recipe, write_run: Write
+) -> None:
     rundir = write_run(3)
-    scored = {"pass_rate_before": 0.1, "pass_rate_before_step": 0, "pass_rate_after": 0.1, "pass_rate_after_step": 0}
-    values = summary.summarise(recipe, rundir) | scored | {"outcome": "stopped", "reason": "as asked"}
+    scored = {
+        "pass_rate_before": 0.1,
+        "pass_rate_before_step": 0,
+        "pass_rate_after": 0.1,
+        "pass_rate_after_step": 0,
+    }
+    values = (
+        summary.summarise(recipe, rundir) | scored | {"outcome": "stopped", "reason": "as asked"}
+    )
     console = terminal.console(width=200)
     with console.capture() as captured:
         console.print(summary.render(values, rundir))
@@ -164,7 +216,11 @@ def test_logs(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
     logged(rundir, "server", "n1", 0, "a", "b", "c")
     logged(rundir, "server", "n2", 1, "d")
     assert main(["logs", run, "--role", "server", "-n", "2"]) == 0
-    assert sorted(capsys.readouterr().out.splitlines()) == ["server n1.0: b", "server n1.0: c", "server n2.1: d"]
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "server n1.0: b",
+        "server n1.0: c",
+        "server n2.1: d",
+    ]
     assert main(["logs", run, "--role", "server-1"]) == 0
     assert capsys.readouterr().out == "d\n"
     for host, rank in (("n3", 0), ("n3", 1)):
@@ -175,15 +231,22 @@ def test_logs(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", run, "--role", "learner"]) == 2
     assert "no log of learner yet" in capsys.readouterr().err
     assert main(["logs", run, "--role", "judge-1"]) == 2
-    assert "--role: 'judge-1' is none of server, teacher, learner, controller, supervisor" in capsys.readouterr().err
+    assert (
+        "--role: 'judge-1' is none of server, teacher, learner, controller, supervisor"
+        in capsys.readouterr().err
+    )
 
 
-def test_logs_of_the_supervisor_are_sentences(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_of_the_supervisor_are_sentences(
+    write_run: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     rundir = write_run(3)
     log = rundir.logs / "supervisor.jsonl"
     log.unlink(missing_ok=True)
     at = {"time": time.mktime((2026, 3, 1, 14, 5, 6, 0, 0, -1)), "session": "s"}
-    append_jsonl(log, at | {"event": "started", "role": "server-0", "pid": 7, "nodes": ["n1", "n2"]})
+    append_jsonl(
+        log, at | {"event": "started", "role": "server-0", "pid": 7, "nodes": ["n1", "n2"]}
+    )
     append_jsonl(log, at | {"event": "stopping", "signal": ""})
     with log.open("a") as file:
         file.write("half of a li\n[1]\n")
@@ -199,7 +262,9 @@ def test_logs_of_the_supervisor_are_sentences(write_run: Write, capsys: pytest.C
 def test_logs_are_followed_to_the_end(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
     rundir = write_run(3)
     logged(rundir, "learner", "n1", 0, "first")
-    following = threading.Thread(target=main, args=(["logs", str(rundir.path), "--role", "learner", "-f"],))
+    following = threading.Thread(
+        target=main, args=(["logs", str(rundir.path), "--role", "learner", "-f"],)
+    )
     following.start()
     shown, deadline = "", time.monotonic() + 30
     while not shown and time.monotonic() < deadline:
@@ -211,7 +276,10 @@ def test_logs_are_followed_to_the_end(write_run: Write, capsys: pytest.CaptureFi
     rundir.summary.write_text("{}")
     following.join(30)
     assert not following.is_alive()
-    assert sorted(capsys.readouterr().out.splitlines()) == ["learner n1.0: second", "learner n2.1: of another rank"]
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "learner n1.0: second",
+        "learner n2.1: of another rank",
+    ]
 
 
 def test_of_a_log_of_weeks_that_is_followed_only_the_end_is_read(
@@ -230,7 +298,8 @@ def test_causes(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
     deaths = [
-        Death(Role("server", i), ["n1"], 1e9, "was killed by SIGKILL", "" if i else "OSError: no") for i in range(22)
+        Death(Role("server", i), ["n1"], 1e9, "was killed by SIGKILL", "" if i else "OSError: no")
+        for i in range(22)
     ]
     Console(width=100).print(causes(deaths))
     lines = capsys.readouterr().out.splitlines()

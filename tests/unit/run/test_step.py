@@ -1,4 +1,6 @@
-"""The supervisor's helper on a node: what it does when it gets messages, and when it no longer does. No Slurm is needed."""
+"""The supervisor's helper on a node: what it does when it gets messages, and when it no
+longer does. No Slurm is needed.
+"""
 
 import os
 import signal
@@ -41,7 +43,10 @@ def start(tmp_path: Path) -> Start:
     place = Place((NODE,), (), 1)
 
     def started(unanswered: int, role: Role = LEARNER) -> subprocess.Popen[bytes]:
-        begun = f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(600)"
+        begun = (
+            f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch();"
+            " time.sleep(600)"
+        )
         task = RoleCommand(role, ("-c", begun), {}, place, RunDir(tmp_path / "run"))
         order = encoded(task)
         return subprocess.Popen(
@@ -55,7 +60,9 @@ def start(tmp_path: Path) -> Start:
 
 
 def test_a_node_knows_its_place_by_its_name(tmp_path: Path) -> None:
-    """Not by SLURM_PROCID: Slurm may order the nodes of a step otherwise than those of its job."""
+    """Not by SLURM_PROCID: Slurm may order the nodes of a step otherwise than those of
+    its job.
+    """
     names = ["a10", "a9", "b1"]
     place = Place(tuple(replace(NODE, name=name) for name in names), (), 1)
     task = RoleCommand(LEARNER, (), {}, place, RunDir(tmp_path))
@@ -68,7 +75,9 @@ def reports(process: subprocess.Popen[bytes]) -> list[Report]:
 
 
 def test_ends_the_role_when_nobody_hears_it(start: Start) -> None:
-    """stdin stays open: an srun that was killed, or whose slurmd was, says nothing of it to the step."""
+    """stdin stays open: an srun that was killed, or whose slurmd was, says nothing of
+    it to the step.
+    """
     process = start(UNANSWERED)
     said = reports(process)
     assert process.wait(LIMIT_S) == 137
@@ -120,7 +129,9 @@ def test_a_signal_to_the_step_alone_is_the_roles(
 ) -> None:
     process = start(PATIENT, role)
     assert process.stdout is not None
-    while not (tmp_path / "begun").exists():  # Python itself ends with status 1 of a signal while it starts
+    while not (
+        tmp_path / "begun"
+    ).exists():  # Python itself ends with status 1 of a signal while it starts
         assert process.stdout.readline()
     process.send_signal(number)
     assert reports(process)[-1].status == -number

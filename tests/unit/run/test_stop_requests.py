@@ -27,7 +27,9 @@ def test_each_is_counted_and_remembered(number: signal.Signals) -> None:
 
 
 def test_slurm_may_ask_twice_but_ctrl_c_is_pressed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that is preempted while it saves for its time limit has the grace time to go on saving."""
+    """A job that is preempted while it saves for its time limit has the grace time to
+    go on saving.
+    """
     with stop_requests() as stop_request:
         signal.raise_signal(signal.SIGUSR1)
         monkeypatch.setattr("time.monotonic", lambda: math.inf)

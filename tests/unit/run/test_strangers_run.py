@@ -1,5 +1,6 @@
-"""A run directory from a stranger: nothing in it reaches a browser or a terminal as more than text, has a command wait, or
-has one write outside it."""
+"""A run directory from a stranger: nothing in it reaches a browser or a terminal as
+more than text, has a command wait, or has one write outside it.
+"""
 
 import ast
 import gzip
@@ -34,7 +35,13 @@ from tests.unit.lab.scaling.curves import exact
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b]0;title\x07\x9b31m\r\u202e[bold][/none]:smile:$\\frac{"
 HALF = "\ud800"  # of a character: JSON may have it, and no encoding
-RAW = [*(chr(code) for code in range(32) if chr(code) not in "\t\n"), "\x7f", "\x9b", "\u202e", "\ud800"]
+RAW = [
+    *(chr(code) for code in range(32) if chr(code) not in "\t\n"),
+    "\x7f",
+    "\x9b",
+    "\u202e",
+    "\ud800",
+]
 LIMIT_S = 60
 
 
@@ -52,7 +59,9 @@ def run(write_tasks_run: Callable[[int], tuple[Recipe, RunDir]]) -> RunDir:
     recipe, rundir = write_tasks_run(30)
     tokens = load_tokenizer(recipe.model.path).ids("1+1=")
     part = Segment(tokens=tokens, logprobs=float32([0.0] * len(tokens)), weight_version=1)
-    rollout = Rollout(sample=0, segments=(part,), reward=1.0, correct=True, finish="stop", rewards={HOSTILE: 1.0})
+    rollout = Rollout(
+        sample=0, segments=(part,), reward=1.0, correct=True, finish="stop", rewards={HOSTILE: 1.0}
+    )
     prompt = Prompt(id=HOSTILE, tokens=tokens, answer=HOSTILE, task=HOSTILE)
     journal = Journal.open(rundir.rollouts, recipe.batch.prompts, recipe.pipeline.k)
     for ticket, void in enumerate(("", HOSTILE)):
@@ -61,14 +70,26 @@ def run(write_tasks_run: Callable[[int], tuple[Recipe, RunDir]]) -> RunDir:
         journal.append(Finished(group=group, time=0.0))
     journal.close()
     for event in ("started", HOSTILE):
-        row = {"time": 1.0, "session": "s", "event": event, "role": "learner-0", "nodes": [HOSTILE, "b"]}
+        row = {
+            "time": 1.0,
+            "session": "s",
+            "event": event,
+            "role": "learner-0",
+            "nodes": [HOSTILE, "b"],
+        }
         append_jsonl(rundir.supervisor, row | {HOSTILE: HOSTILE})
-    status = json.loads(rundir.status.read_text()) | {"phase": HOSTILE, "parity": HOSTILE, "compute_unit": HOSTILE}
+    status = json.loads(rundir.status.read_text()) | {
+        "phase": HOSTILE,
+        "parity": HOSTILE,
+        "compute_unit": HOSTILE,
+    }
     status["servers"][0]["state"] = HOSTILE
     rundir.status.write_text(json.dumps(status))
     log = rundir.log("learner", HOSTILE.replace("/", ""), 0)
     log.parent.mkdir(parents=True)
-    log.write_bytes(f"2026-03-01 14:05:06,789 learner ERROR megarl.x: {HOSTILE}\n".encode(errors="replace"))
+    log.write_bytes(
+        f"2026-03-01 14:05:06,789 learner ERROR megarl.x: {HOSTILE}\n".encode(errors="replace")
+    )
     return rundir
 
 
@@ -158,14 +179,28 @@ def test_pages_and_charts_take_names_for_text(tmp_path: Path) -> None:
 
 LINES = ("metrics.jsonl", "eval.jsonl", "logs/supervisor.jsonl")
 ENDLESS = [
-    *(("fifo", name) for name in ("status.json", "summary.json", "recipe.yaml", *LINES, "rollouts/000000.journal")),
+    *(
+        ("fifo", name)
+        for name in (
+            "status.json",
+            "summary.json",
+            "recipe.yaml",
+            *LINES,
+            "rollouts/000000.journal",
+        )
+    ),
     *(("zeros", name) for name in ("status.json", "metrics.jsonl")),
-    *(("sparse", name) for name in ("status.json", "metrics.jsonl", "eval.jsonl", "rollouts/000000.journal")),
+    *(
+        ("sparse", name)
+        for name in ("status.json", "metrics.jsonl", "eval.jsonl", "rollouts/000000.journal")
+    ),
 ]
 
 
 @pytest.mark.parametrize(("kind", "name"), ENDLESS)
-def test_files_that_never_end(run: RunDir, name: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_never_end(
+    run: RunDir, name: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = run.path / name
     place.unlink(missing_ok=True)
     if kind == "fifo":
@@ -212,7 +247,10 @@ def test_a_terminal_obeys_no_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert terminal.uncoloured("\x1b[1;32mINFO\x1b[0m \x1b]0;x") == "INFO \x1b]0;x"
 
 
-PLAIN = {"print(dump(recipe), end='', flush=True)", "print(describe(_load(recipe, overrides)), end='')"}
+PLAIN = {
+    "print(dump(recipe), end='', flush=True)",
+    "print(describe(_load(recipe, overrides)), end='')",
+}
 """What other programs read: YAML, which has no control characters."""
 
 
@@ -221,7 +259,11 @@ def test_all_output_goes_through_terminal() -> None:
     wrong = []
     for file in (path for part in ("run", "lab", "cli") for path in (root / part).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "Console"):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("print", "Console")
+            ):
                 call = ast.unparse(node)
                 if call not in PLAIN and not call.startswith(("print(text(model", "print(csv_of(")):
                     wrong.append(f"{file.relative_to(root)}: {call}")

@@ -1,4 +1,6 @@
-"""The supervisor over small stand-in processes: what dies is started again, and in the end nothing is left."""
+"""The supervisor over small stand-in processes: what dies is started again, and in the
+end nothing is left.
+"""
 
 import errno
 import json
@@ -17,7 +19,14 @@ import pytest
 from rich.console import Console
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, latest_rows, read_jsonl
+from megarl.core.base.rundir import (
+    Endpoints,
+    LinkKeys,
+    RunDir,
+    append_jsonl,
+    latest_rows,
+    read_jsonl,
+)
 from megarl.core.recipe import Recipe, dump
 from megarl.run import train
 from megarl.run.closing import RunEnd, closing
@@ -46,18 +55,27 @@ class Life:
         command = [sys.executable, str(TRAIN), str(file), *(["report"] if report else [])]
         self.process = subprocess.Popen(
             ["sh", "-c", f"{before} exec {shlex.join(command)}"],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
 
     def pids(self, role: str) -> list[int]:
         """All processes that stood in for a role so far, and their children."""
         return [row["pid"] for row in read_jsonl(self.rundir.path / f"{role}.pids")]
 
     def newest(self, role: str) -> int:
-        return [row["pid"] for row in read_jsonl(self.rundir.path / f"{role}.pids") if "child" not in row][-1]
+        return [
+            row["pid"]
+            for row in read_jsonl(self.rundir.path / f"{role}.pids")
+            if "child" not in row
+        ][-1]
 
     def all_pids(self) -> list[int]:
-        return [pid for role in ("server-0", "controller-0", "learner-0") for pid in self.pids(role)]
+        return [
+            pid for role in ("server-0", "controller-0", "learner-0") for pid in self.pids(role)
+        ]
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         limit = time.monotonic() + LIMIT_S
@@ -80,14 +98,20 @@ class Life:
         return self.process.returncode, output
 
     def events(self, name: str) -> list[str]:
-        return [e.get("role", "") for e in read_jsonl(self.rundir.logs / "supervisor.jsonl") if e["event"] == name]
+        return [
+            e.get("role", "")
+            for e in read_jsonl(self.rundir.logs / "supervisor.jsonl")
+            if e["event"] == name
+        ]
 
 
 @pytest.fixture
 def live(recipe: Recipe, tmp_path: Path) -> Iterator[Callable[..., Life]]:
     lives: list[Life] = []
 
-    def start(steps: int = 2_000, resume: bool = False, report: bool = False, before: str = "") -> Life:
+    def start(
+        steps: int = 2_000, resume: bool = False, report: bool = False, before: str = ""
+    ) -> Life:
         changed = {"steps": steps} | ({"resume": "auto"} if resume else {})
         chosen = recipe.model_copy(update={"run": recipe.run.model_copy(update=changed)})
         lives.append(Life(chosen, tmp_path, report, before))
@@ -100,7 +124,9 @@ def live(recipe: Recipe, tmp_path: Path) -> Iterator[Callable[..., Life]]:
 
 
 def nobody(pids: list[int], ended: float = math.inf) -> bool:
-    """Whether none of them lives. ended: what began after this time has only been given one of their numbers."""
+    """Whether none of them lives. ended: what began after this time has only been given
+    one of their numbers.
+    """
     return not any(alive(pid, ended) for pid in pids)
 
 
@@ -131,7 +157,9 @@ def test_all_steps_then_nothing_left(live: Callable[..., Life]) -> None:
 
 
 def test_a_reader_of_the_screen_that_leaves_ends_nothing(live: Callable[..., Life]) -> None:
-    """`megarl train | head -1`, `megarl train 2>&1 | tee file` with a tee that is killed."""
+    """`megarl train | head -1`, `megarl train 2>&1 | tee file` with a tee that is
+    killed.
+    """
     life = live()
     assert life.process.stdout is not None
     assert life.process.stdout.readline()
@@ -223,8 +251,12 @@ def test_a_role_that_is_told_to_end_ends_the_run(live: Callable[..., Life], role
     assert nobody(life.all_pids())
 
 
-def test_a_learner_that_leaves_before_the_last_step_has_crashed(live: Callable[..., Life], recipe: Recipe) -> None:
-    """Whatever it takes for the end, nobody asked for one: its status 0 makes no run finished."""
+def test_a_learner_that_leaves_before_the_last_step_has_crashed(
+    live: Callable[..., Life], recipe: Recipe
+) -> None:
+    """Whatever it takes for the end, nobody asked for one: its status 0 makes no run
+    finished.
+    """
     rundir = marked(recipe, "leaves")
     life = live()
     life.wait_for(lambda: len(life.events("restart")) == 1)
@@ -236,9 +268,15 @@ def test_a_learner_that_leaves_before_the_last_step_has_crashed(live: Callable[.
     assert json.loads(rundir.summary.read_text())["steps"] == 2000
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGUSR1, 128 + signal.SIGUSR1), (signal.SIGINT, 1)])
-def test_a_learner_that_does_not_save(live: Callable[..., Life], number: int, expected: int) -> None:
-    """A job that has to make room goes on later all the same; whoever pressed Ctrl-C is told."""
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGUSR1, 128 + signal.SIGUSR1), (signal.SIGINT, 1)]
+)
+def test_a_learner_that_does_not_save(
+    live: Callable[..., Life], number: int, expected: int
+) -> None:
+    """A job that has to make room goes on later all the same; whoever pressed Ctrl-C is
+    told.
+    """
     life = live()
     life.wait_for_steps(2)
     (life.rundir.path / "unsaved").touch()
@@ -265,7 +303,9 @@ def test_a_role_that_dies_again_and_again_ends_the_run_with_its_causes(
 def test_a_report_that_fails_changes_no_status(
     live: Callable[..., Life], number: signal.Signals, reported: bool
 ) -> None:
-    """A job is requeued by its status. One that has to make room tries no report: of a long run it takes minutes."""
+    """A job is requeued by its status. One that has to make room tries no report: of a
+    long run it takes minutes.
+    """
     life = live(report=True)
     life.wait_for_steps(2)
     (life.rundir.path / "rollouts" / "000000.journal").write_text("damaged")
@@ -310,13 +350,17 @@ def test_nothing_survives_the_supervisor_and_the_run_goes_on(live: Callable[...,
     life.wait_for_steps(3)
     life.process.kill()
     life.end()
-    stray = {row["pid"] for row in read_jsonl(life.rundir.path / "server-0.pids") if row.get("child")}
+    stray = {
+        row["pid"] for row in read_jsonl(life.rundir.path / "server-0.pids") if row.get("child")
+    }
     theirs = [pid for pid in life.all_pids() if pid not in stray]
     limit, ended = time.monotonic() + LIMIT_S, time.time()
     while not nobody(theirs, ended):
         assert time.monotonic() < limit
         time.sleep(0.05)
-    for pid in stray:  # by design it has left every session and asks for no signal: the one kind that can
+    for (
+        pid
+    ) in stray:  # by design it has left every session and asks for no signal: the one kind that can
         os.kill(pid, signal.SIGKILL)
     steps = len(latest_rows(life.rundir.metrics)) + 3
     again = live(steps=steps, resume=True)
@@ -330,12 +374,23 @@ def test_nothing_survives_the_supervisor_and_the_run_goes_on(live: Callable[...,
 
 @pytest.mark.parametrize(("starts", "fruitful", "expected"), [(4, 0, 75), (5, 0, 1), (7, 3, 75)])
 def test_a_job_that_loses_node_after_node_ends(
-    live: Callable[..., Life], write_run: Callable[[int], RunDir], starts: int, fruitful: int, expected: int
+    live: Callable[..., Life],
+    write_run: Callable[[int], RunDir],
+    starts: int,
+    fruitful: int,
+    expected: int,
 ) -> None:
-    """starts: of earlier lives; fruitful: of those, how many made steps, however often Slurm requeued them."""
+    """starts: of earlier lives; fruitful: of those, how many made steps, however often
+    Slurm requeued them.
+    """
     rundir, began = write_run(0), time.time() - 1000
     for life in range(starts):
-        row = {"time": began + 10 * life, "session": str(life), "event": "started", "role": "learner-0"}
+        row = {
+            "time": began + 10 * life,
+            "session": str(life),
+            "event": "started",
+            "role": "learner-0",
+        }
         append_jsonl(rundir.logs / "supervisor.jsonl", row)
         if life < fruitful:
             append_jsonl(rundir.metrics, {"step": life, "time": began + 10 * life + 5})
@@ -347,14 +402,27 @@ def test_a_job_that_loses_node_after_node_ends(
     assert ("no step was made since the run was started 6 times" in output) == (expected == 1)
 
 
-@pytest.mark.parametrize(("starts", "number", "expected"), [(4, "USR1", 138), (5, "USR1", 1), (5, "TERM", 143)])
+@pytest.mark.parametrize(
+    ("starts", "number", "expected"), [(4, "USR1", 138), (5, "USR1", 1), (5, "TERM", 143)]
+)
 def test_a_job_whose_time_ends_before_each_first_step_ends(
-    live: Callable[..., Life], write_run: Callable[[int], RunDir], starts: int, number: str, expected: int
+    live: Callable[..., Life],
+    write_run: Callable[[int], RunDir],
+    starts: int,
+    number: str,
+    expected: int,
 ) -> None:
-    """Slurm would requeue it for ever. A job can be preempted so often without a fault of its own."""
+    """Slurm would requeue it for ever. A job can be preempted so often without a fault
+    of its own.
+    """
     rundir = write_run(0)
     for n in range(starts):
-        row = {"time": time.time() - 1000 + n, "session": str(n), "event": "started", "role": "learner-0"}
+        row = {
+            "time": time.time() - 1000 + n,
+            "session": str(n),
+            "event": "started",
+            "role": "learner-0",
+        }
         append_jsonl(rundir.logs / "supervisor.jsonl", row)
     (rundir.path / "slow").touch()
     life = live(resume=True)
@@ -366,7 +434,9 @@ def test_a_job_whose_time_ends_before_each_first_step_ends(
     assert (said in output) == (expected == 1), output
 
 
-def test_broken_from_the_start_ends_the_run_with_its_log(live: Callable[..., Life], recipe: Recipe) -> None:
+def test_broken_from_the_start_ends_the_run_with_its_log(
+    live: Callable[..., Life], recipe: Recipe
+) -> None:
     rundir = marked(recipe, "broken")
     life = live()
     status, output = life.end()
@@ -378,7 +448,9 @@ def test_broken_from_the_start_ends_the_run_with_its_log(live: Callable[..., Lif
 
 
 @pytest.mark.faults
-def test_a_learner_that_says_the_run_has_failed_is_not_started_again(live: Callable[..., Life], recipe: Recipe) -> None:
+def test_a_learner_that_says_the_run_has_failed_is_not_started_again(
+    live: Callable[..., Life], recipe: Recipe
+) -> None:
     rundir = marked(recipe, "hopeless")
     life = live()
     status, output = life.end()
@@ -392,7 +464,9 @@ def test_a_learner_that_says_the_run_has_failed_is_not_started_again(live: Calla
 
 
 @pytest.mark.faults
-def test_a_controller_that_says_the_run_has_failed_is_not_started_again(live: Callable[..., Life]) -> None:
+def test_a_controller_that_says_the_run_has_failed_is_not_started_again(
+    live: Callable[..., Life],
+) -> None:
     """The learner saves and leaves; nobody is started again."""
     life = live()
     life.wait_for_steps(3)
@@ -419,7 +493,9 @@ def in_the_way(file: Path) -> Iterator[None]:
 
 
 def test_a_run_directory_that_fails_for_a_moment_ends_nothing(live: Callable[..., Life]) -> None:
-    """What is to be noted or started meanwhile is noted or started later; the screen is told."""
+    """What is to be noted or started meanwhile is noted or started later; the screen is
+    told.
+    """
     life = live()
     life.wait_for_steps(2)
     server, controller = life.newest("server-0"), life.newest("controller-0")
@@ -434,16 +510,28 @@ def test_a_run_directory_that_fails_for_a_moment_ends_nothing(live: Callable[...
     (life.rundir.path / "enough").touch()
     status, output = life.end()
     assert status == 0, output
-    assert 1 <= output.count("cannot be written: Is a directory; make it writable for the run; going on") <= 4
+    assert (
+        1
+        <= output.count("cannot be written: Is a directory; make it writable for the run; going on")
+        <= 4
+    )
     assert sorted(life.events("restart")) == ["controller-0", "server-0"]
-    assert sorted(life.events("started")) == sorted(["controller-0", "server-0"] * 2 + ["learner-0"])
+    assert sorted(life.events("started")) == sorted(
+        ["controller-0", "server-0"] * 2 + ["learner-0"]
+    )
     assert nobody(life.all_pids())
 
 
 def idle_supervisor(recipe: Recipe, rundir: RunDir, asked: StopRequest) -> train.Supervisor:
     """A supervisor that has started no role."""
     endpoints = Endpoints(
-        session="s", controller="", servers=(), api_key="", admin_key="", link=KEYS, rendezvous_port=1
+        session="s",
+        controller="",
+        servers=(),
+        api_key="",
+        admin_key="",
+        link=KEYS,
+        rendezvous_port=1,
     )
     supervisor = train.Supervisor(recipe, rundir, endpoints, LocalLauncher(), {}, asked)
     supervisor.screen = Screen(Console())
@@ -453,10 +541,17 @@ def idle_supervisor(recipe: Recipe, rundir: RunDir, asked: StopRequest) -> train
 def test_a_life_that_makes_steps_is_not_fruitless_by_a_wrong_clock(
     recipe: Recipe, write_run: Callable[[int], RunDir]
 ) -> None:
-    """The learner's node believes that it is 1970, so its rows are older than every start of the run."""
+    """The learner's node believes that it is 1970, so its rows are older than every
+    start of the run.
+    """
     rundir = write_run(0)
     for n in range(7):
-        row = {"time": time.time() - 1000 + n, "session": str(n), "event": "started", "role": "learner-0"}
+        row = {
+            "time": time.time() - 1000 + n,
+            "session": str(n),
+            "event": "started",
+            "role": "learner-0",
+        }
         append_jsonl(rundir.logs / "supervisor.jsonl", row)
     supervisor = idle_supervisor(recipe, rundir, StopRequest())
     assert supervisor.given_up("its time is up") is not None

@@ -20,7 +20,18 @@ from megarl.core.recipe.tree import Teacher
 from megarl.run import observe
 from megarl.run.observe import Observer, Status, last_lines, last_problem, log_of, log_sizes
 from megarl.run.restart import MESSAGE_STATUS, GiveUp, Restart, RestartPolicy, Role
-from megarl.run.view import Frame, RoleView, clock, ending, line, phase, recent, render, sparkline, warnings
+from megarl.run.view import (
+    Frame,
+    RoleView,
+    clock,
+    ending,
+    line,
+    phase,
+    recent,
+    render,
+    sparkline,
+    warnings,
+)
 
 ROLES = {Role("server", 0): RoleView("running", 60), Role("server", 1): RoleView("running", 60, 2)}
 ROLES |= {Role("controller"): RoleView("running", 60), Role("learner"): RoleView("running", 60)}
@@ -125,7 +136,9 @@ def test_rows_that_could_not_be_read_at_first_come_with_the_next_look(
     assert (len(observer.rows), observer.health.step) == (10, 9)
 
 
-def test_only_what_is_shown_is_kept_of_the_rows(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+def test_only_what_is_shown_is_kept_of_the_rows(
+    recipe: Recipe, write_run: Callable[[int], RunDir]
+) -> None:
     """All rows of a long run take gigabytes. What is shown is the same with them."""
     rundir = write_run(30)
     append_jsonl(rundir.metrics, {"step": 30, "pass_rate_train": 1.0, "parity_rollouts": 4.0})
@@ -133,7 +146,9 @@ def test_only_what_is_shown_is_kept_of_the_rows(recipe: Recipe, write_run: Calla
     for step in range(31, 60):
         append_jsonl(rundir.metrics, {"step": step, "pass_rate_train": step / 60})
         observer.look()
-    append_jsonl(rundir.metrics, {"step": 12, "pass_rate_train": 0.5, "parity_rollouts": 3.0})  # of a replay
+    append_jsonl(
+        rundir.metrics, {"step": 12, "pass_rate_train": 0.5, "parity_rollouts": 3.0}
+    )  # of a replay
     observer.look()
     assert sorted(observer.rows) == list(range(40, 60))
     assert sorted(observer.pass_rates) == list(range(60))
@@ -143,7 +158,9 @@ def test_only_what_is_shown_is_kept_of_the_rows(recipe: Recipe, write_run: Calla
 
 
 def test_replayed_steps_are_no_progress(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
-    """Else a learner that fails at the same step again and again would never be given up."""
+    """Else a learner that fails at the same step again and again would never be given
+    up.
+    """
     rundir = write_run(10)
     observer, policy = Observer(rundir), RestartPolicy(2)
     decisions = []
@@ -152,7 +169,9 @@ def test_replayed_steps_are_no_progress(recipe: Recipe, write_run: Callable[[int
             append_jsonl(rundir.metrics, {"step": step})
             observer.look()
         assert observer.steps_made == 1
-        decisions.append(policy.died(Role("learner"), MESSAGE_STATUS, 300.0 * life, observer.steps_made))
+        decisions.append(
+            policy.died(Role("learner"), MESSAGE_STATUS, 300.0 * life, observer.steps_made)
+        )
     assert [type(decision) for decision in decisions] == [Restart, GiveUp]
 
 
@@ -170,8 +189,12 @@ def test_torn_status_keeps_the_last(recipe: Recipe, write_run: Callable[[int], R
 
 
 @pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
-def test_a_controller_whose_clock_is_another_is_not_silent(write_run: Callable[[int], RunDir], ahead: float) -> None:
-    """`megarl train` may run on a login node (salloc). A controller that stands still is, at whatever hour."""
+def test_a_controller_whose_clock_is_another_is_not_silent(
+    write_run: Callable[[int], RunDir], ahead: float
+) -> None:
+    """`megarl train` may run on a login node (salloc). A controller that stands still
+    is, at whatever hour.
+    """
     rundir = write_run(3)
     observer = Observer(rundir)
     for beat in range(3):
@@ -202,7 +225,9 @@ def test_a_file_system_that_fails_for_a_moment_delays_what_is_known(
     assert observer.steps_made == 1
 
 
-def test_problems_of_this_life_are_shown(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+def test_problems_of_this_life_are_shown(
+    recipe: Recipe, write_run: Callable[[int], RunDir]
+) -> None:
     rundir = write_run(3)
     log = rundir.log("server", "node1", 0)
     log.parent.mkdir()
@@ -211,7 +236,10 @@ def test_problems_of_this_life_are_shown(recipe: Recipe, write_run: Callable[[in
     observer.look()
     assert observer.problem == ""
     with log.open("a") as file:
-        file.write("12:01 server 0 INFO all is well\nRuntimeError: the disk is full\n12:02 ERROR but this li")
+        file.write(
+            "12:01 server 0 INFO all is well\nRuntimeError: the disk is full\n12:02 ERROR but"
+            " this li"
+        )
     observer.look()
     assert observer.problem == "server node1.0: RuntimeError: the disk is full"
 
@@ -234,7 +262,9 @@ def test_logs_of_earlier_lives_are_not_read(
         Observer(rundir).look()
 
 
-def test_a_problem_goes_when_its_role_is_well_again(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+def test_a_problem_goes_when_its_role_is_well_again(
+    recipe: Recipe, write_run: Callable[[int], RunDir]
+) -> None:
     rundir = write_run(3)
     observer = Observer(rundir)
     for role, rank in (("server", 1), ("learner", 0)):
@@ -247,7 +277,11 @@ def test_a_problem_goes_when_its_role_is_well_again(recipe: Recipe, write_run: C
         step = max(observer.rows) + 1
         append_jsonl(rundir.metrics, {"step": step})
         if role == "server":
-            for at, state in ((-60.0, "clean"), (60.0, "lost"), (60.0, "publishing")):  # before it; after it, not well
+            for at, state in (
+                (-60.0, "clean"),
+                (60.0, "lost"),
+                (60.0, "publishing"),
+            ):  # before it; after it, not well
                 servers = [{"id": 0, "state": "clean"}, {"id": 1, "state": state}]
                 rundir.status.write_text(json.dumps({"time": time.time() + at, "servers": servers}))
                 observer.look()
@@ -258,11 +292,19 @@ def test_a_problem_goes_when_its_role_is_well_again(recipe: Recipe, write_run: C
         assert observer.problem == ""
 
 
-FALLEN = {"pass_rate": 0.6, "warning_fall": 1.0, "fall": 0.263, "fall_error": 0.04, "fall_since": 40}
+FALLEN = {
+    "pass_rate": 0.6,
+    "warning_fall": 1.0,
+    "fall": 0.263,
+    "fall_error": 0.04,
+    "fall_since": 40,
+}
 """What a row of eval.jsonl has more if the score has fallen."""
 
 
-def test_warnings_come_first_and_the_best_score_is_shown(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+def test_warnings_come_first_and_the_best_score_is_shown(
+    recipe: Recipe, write_run: Callable[[int], RunDir]
+) -> None:
     rundir = write_run(61)
     rows = list(read_jsonl(rundir.eval))
     shown = frame(recipe, rundir)
@@ -277,7 +319,9 @@ def test_warnings_come_first_and_the_best_score_is_shown(recipe: Recipe, write_r
     assert all(len(row) <= 100 for row in page.splitlines())
 
 
-@pytest.mark.parametrize(("steps", "averaged"), [(1, "last step"), (10, "last 10 steps"), (30, "last 20 steps")])
+@pytest.mark.parametrize(
+    ("steps", "averaged"), [(1, "last step"), (10, "last 10 steps"), (30, "last 20 steps")]
+)
 def test_the_training_rate_says_over_which_steps_it_goes(
     recipe: Recipe, write_run: Callable[[int], RunDir], steps: int, averaged: str
 ) -> None:
@@ -299,7 +343,9 @@ def test_warnings(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
                 "skipped": 1.0,
             },
         )
-    rundir.status.write_text(json.dumps({"time": time.time(), "parity": "version 59: both sides differ by 0.09"}))
+    rundir.status.write_text(
+        json.dumps({"time": time.time(), "parity": "version 59: both sides differ by 0.09"})
+    )
     said = " ".join(warnings(frame(recipe, rundir)))
     assert "truncation (0.12 on average, limit 0.1): answers are cut off" in said
     assert "sample size (0.08 on average, limit 0.1)" in said
@@ -309,7 +355,9 @@ def test_warnings(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     append_jsonl(rundir.metrics, {"step": 60, "skipped": 1.0, "groups_in_loss": 0.0})
     assert "nothing was learnt" in " ".join(warnings(frame(recipe, rundir)))
     taught = recipe.model_copy(update={"teacher": Teacher(path="t", weight=1.0)})
-    assert "nothing was learnt" not in " ".join(warnings(frame(taught, rundir))), "its scores are lessons all the same"
+    assert "nothing was learnt" not in " ".join(warnings(frame(taught, rundir))), (
+        "its scores are lessons all the same"
+    )
 
 
 def test_same_bits_are_said_so(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
@@ -317,7 +365,8 @@ def test_same_bits_are_said_so(recipe: Recipe, write_run: Callable[[int], RunDir
     rundir = write_run(5)
     assert "same bits" not in text(frame(recipe, rundir))
     append_jsonl(
-        rundir.metrics, {"step": 5, "parity_rollouts": 4.0, "parity_mean/kernels": 0.0, "parity_mean/decode": 2e-7}
+        rundir.metrics,
+        {"step": 5, "parity_rollouts": 4.0, "parity_mean/kernels": 0.0, "parity_mean/decode": 2e-7},
     )
     append_jsonl(rundir.metrics, {"step": 6, "pass_rate_train": 0.5})
     shown = frame(recipe, rundir)
@@ -327,7 +376,13 @@ def test_same_bits_are_said_so(recipe: Recipe, write_run: Callable[[int], RunDir
 
 @pytest.mark.parametrize(
     ("values", "width", "bars"),
-    [([], 5, ""), ([0.0, 1.0], 5, "▁█"), ([0.0, 0.0, 1.0, 1.0], 2, "▁█"), ([0.5], 3, "▅"), ([-3.0, 9.0], 3, "▁█")],
+    [
+        ([], 5, ""),
+        ([0.0, 1.0], 5, "▁█"),
+        ([0.0, 0.0, 1.0, 1.0], 2, "▁█"),
+        ([0.5], 3, "▅"),
+        ([-3.0, 9.0], 3, "▁█"),
+    ],
 )
 def test_sparkline(values: list[float], width: int, bars: str) -> None:
     assert sparkline(values, width) == bars
@@ -345,17 +400,24 @@ def test_last_lines(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
 
 
 def test_outlook(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
-    """What the run will reach, and what the rest of it may gain at most, once there is a fit."""
+    """What the run will reach, and what the rest of it may gain at most, once there is
+    a fit.
+    """
     rundir = write_run(41)
     assert "predicted" not in text(frame(recipe, rundir))
     found = dict(zip(FORECAST, (12.0, 0.91, 0.9, 0.88, 0.92, 0.012, 0.034), strict=True))
     counts = {"n_prompts": 100, "samples": 4, "compute_hours": 1.0, "compute_unit": "gpu"}
     append_jsonl(rundir.eval, {"step": 41, "pass_rate": 0.87} | counts | found)
     page = text(frame(recipe, rundir))
-    assert "0.900 (0.880–0.920) at the end · ceiling 0.910 · +0.034 at most in the rest" in " ".join(page.split())
+    assert (
+        "0.900 (0.880–0.920) at the end · ceiling 0.910 · +0.034 at most in the rest"
+        in " ".join(page.split())
+    )
 
 
-def test_nodes_are_shown_where_there_are_several(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+def test_nodes_are_shown_where_there_are_several(
+    recipe: Recipe, write_run: Callable[[int], RunDir]
+) -> None:
     shown = frame(recipe, write_run(3))
     assert " node " not in text(shown)
     roles = {
@@ -373,7 +435,10 @@ def test_nodes_are_shown_where_there_are_several(recipe: Recipe, write_run: Call
 def test_joined_servers_are_shown(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     shown = replace(
         frame(recipe, write_run(3)),
-        roles={Role("server", 0): RoleView("running", 60), Role("learner"): RoleView("running", 60)},
+        roles={
+            Role("server", 0): RoleView("running", 60),
+            Role("learner"): RoleView("running", 60),
+        },
     )
     lines = [words.strip("│ ").split() for words in text(shown).splitlines()]
     assert ["server-1", "(joined)", "publishing"] in [words[:3] for words in lines]
@@ -382,7 +447,9 @@ def test_joined_servers_are_shown(recipe: Recipe, write_run: Callable[[int], Run
 
 
 def test_log_that_says_why(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
-    """It is that of the rank, or of the server's node, with a problem, though another wrote later; else the newest."""
+    """It is that of the rank, or of the server's node, with a problem, though another
+    wrote later; else the newest.
+    """
     rundir = write_run(0)
     assert log_of(rundir, Role("learner")) is None
     for n, (role, host, rank, said) in enumerate(
@@ -406,12 +473,18 @@ def test_log_that_says_why(recipe: Recipe, write_run: Callable[[int], RunDir]) -
     assert log_of(rundir, Role("server", 2)) == rundir.log("server", "n1", 2)
 
 
-def test_that_a_peer_was_lost_is_no_cause(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
-    """The rank that ended first says why; those that noticed wrote later. Only if it could say nothing are they shown."""
+def test_that_a_peer_was_lost_is_no_cause(
+    recipe: Recipe, write_run: Callable[[int], RunDir]
+) -> None:
+    """The rank that ended first says why; those that noticed wrote later. Only if it
+    could say nothing are they shown.
+    """
     rundir, server = write_run(0), Role("server", 0)
     first, second = rundir.log("server", "n1", 0), rundir.log("server", "n2", 0)
     first.parent.mkdir()
-    lost = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:30562"
+    lost = (
+        "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:30562"
+    )
     second.write_text("ValueError: out of luck\n")
     first.write_text(f"{lost}\n")
     os.utime(second, (1, 1))
@@ -422,12 +495,18 @@ def test_that_a_peer_was_lost_is_no_cause(recipe: Recipe, write_run: Callable[[i
     second.write_text("killed\n")
     assert log_of(rundir, server) == first
     assert last_problem(first) == lost
-    first.write_text(f" ERROR a grader failed\nmegarl: http://rewards: Connection reset by peer\n{lost}\n")
+    first.write_text(
+        f" ERROR a grader failed\nmegarl: http://rewards: Connection reset by peer\n{lost}\n"
+    )
     assert last_problem(first) == "megarl: http://rewards: Connection reset by peer"
 
 
-def test_what_an_earlier_life_said_is_no_cause(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
-    """Neither on a node that the role has left, nor in the log of a rank that goes on in the same file."""
+def test_what_an_earlier_life_said_is_no_cause(
+    recipe: Recipe, write_run: Callable[[int], RunDir]
+) -> None:
+    """Neither on a node that the role has left, nor in the log of a rank that goes on
+    in the same file.
+    """
     rundir, learner = write_run(0), Role("learner")
     left, again = rundir.log("learner", "node7", 0), rundir.log("learner", "node9", 1)
     left.parent.mkdir()

@@ -57,7 +57,9 @@ def first_killed(watch: Watch, state: str, since: float) -> float:
 
 
 @pytest.mark.parametrize("then", ["lost", "starting"])
-def test_a_server_that_was_there_may_be_away_for_less_than_one_that_comes(watch: Watch, then: str) -> None:
+def test_a_server_that_was_there_may_be_away_for_less_than_one_that_comes(
+    watch: Watch, then: str
+) -> None:
     """starting: as a new controller sees it."""
     watch.forget(SERVER, 0.0)
     watch.hung({}, status("starting"), 0.5, ALL, 10.0)
@@ -68,8 +70,12 @@ def test_a_server_that_was_there_may_be_away_for_less_than_one_that_comes(watch:
 
 @pytest.mark.parametrize("state", ["starting", "lost"])
 @pytest.mark.parametrize("noticed", [True, False])
-def test_a_server_may_take_as_long_as_the_recipe_says_to_come_up(watch: Watch, state: str, noticed: bool) -> None:
-    """Also when it is started again: the controller may see it as it was for a moment, and then as lost."""
+def test_a_server_may_take_as_long_as_the_recipe_says_to_come_up(
+    watch: Watch, state: str, noticed: bool
+) -> None:
+    """Also when it is started again: the controller may see it as it was for a moment,
+    and then as lost.
+    """
     watch.hung({}, status("starting"), 0.5, ALL, 0.0)
     watch.hung({}, status("clean"), 0.5, ALL, 5.0)
     watch.forget(SERVER, 100.0)
@@ -93,4 +99,7 @@ def test_started_anew_is_forgotten(watch: Watch) -> None:
 
 def test_unheard_for_long(watch: Watch) -> None:
     assert watch.hung({SERVER: "unheard"}, None, 0.0, ALL, 0.0) == {}
-    assert "not been heard from for 30 s" in watch.hung({SERVER: "unheard"}, None, 0.0, ALL, 30.0)[SERVER]
+    assert (
+        "not been heard from for 30 s"
+        in watch.hung({SERVER: "unheard"}, None, 0.0, ALL, 30.0)[SERVER]
+    )

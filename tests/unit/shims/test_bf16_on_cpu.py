@@ -1,4 +1,6 @@
-"""Products of bf16 numbers on a CPU have FP32's accuracy, and the switch that makes them fast is what it was before."""
+"""Products of bf16 numbers on a CPU have FP32's accuracy, and the switch that makes
+them fast is what it was before.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +14,15 @@ from torch import Tensor
 from megarl.core.models.products import add_product, product
 from megarl.shims import bf16_on_cpu, sglang_cpu
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the learner and SGLang use the GPU's own products")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the learner and SGLang use the GPU's own products"
+)
 
 MATMUL = torch.backends.mkldnn.matmul
 EXACT = 1e-6
-"""Largest relative error of a sum of hundreds of exact products in FP32. Rounding an input to bf16 makes 1e-3."""
+"""Largest relative error of a sum of hundreds of exact products in FP32. Rounding an
+input to bf16 makes 1e-3.
+"""
 
 
 @pytest.fixture(params=["as this CPU is", "without bf16 instructions"], autouse=True)
@@ -49,7 +55,9 @@ def test_a_product_has_the_accuracy_of_fp32() -> None:
 
 
 def test_a_sum_of_fp32_numbers_is_not_rounded_to_bf16() -> None:
-    """`into` holds numbers that bf16 cannot; a and b come transposed, as for a weight's gradient."""
+    """`into` holds numbers that bf16 cannot; a and b come transposed, as for a weight's
+    gradient.
+    """
     d = numbers(300, 70).bfloat16()
     inputs = numbers(300, 130, seed=1).bfloat16()
     into = 100 * numbers(70, 130, seed=2)
@@ -69,7 +77,9 @@ def test_numbers_that_bf16_would_round_are_left_alone(dtype: torch.dtype) -> Non
 
 
 def test_the_switch_is_on_inside_alone() -> None:
-    """An ordinary FP32 product is rounded inside, where the CPU has the instructions, and exact outside."""
+    """An ordinary FP32 product is rounded inside, where the CPU has the instructions,
+    and exact outside.
+    """
     a = numbers(70, 300)
     b = numbers(300, 130, seed=1)
     with bf16_on_cpu.exact_products():
@@ -98,7 +108,9 @@ def test_a_users_own_choice_is_restored() -> None:
 
 
 def test_threads_take_turns() -> None:
-    """If the second could begin while the first is inside, it would keep the first one's setting as the one to restore."""
+    """If the second could begin while the first is inside, it would keep the first
+    one's setting as the one to restore.
+    """
     if not bf16_on_cpu.has_instructions():
         pytest.skip("nothing is switched")
     inside, leave = Event(), Event()
@@ -124,7 +136,9 @@ def test_threads_take_turns() -> None:
     assert MATMUL.fp32_precision == "none"
 
 
-@pytest.mark.parametrize("columns", [bf16_on_cpu.HEAD_COLUMNS - 1, 2 * bf16_on_cpu.HEAD_COLUMNS + 3])
+@pytest.mark.parametrize(
+    "columns", [bf16_on_cpu.HEAD_COLUMNS - 1, 2 * bf16_on_cpu.HEAD_COLUMNS + 3]
+)
 def test_a_head_in_pieces(columns: int) -> None:
     hidden = numbers(5, 64).bfloat16()
     weight = numbers(columns, 64, seed=1).bfloat16()

@@ -1,4 +1,6 @@
-"""The sampler of CPU servers: frequencies against the distribution, rare and impossible tokens, odd widths."""
+"""The sampler of CPU servers: frequencies against the distribution, rare and impossible
+tokens, odd widths.
+"""
 
 import pytest
 import torch
@@ -27,7 +29,9 @@ def test_tokens_are_as_frequent_as_their_probabilities(columns: int) -> None:
 
 
 def test_another_distribution_would_be_noticed() -> None:
-    """The test above can fail: a twentieth of one token's probability is given to another."""
+    """The test above can fail: a twentieth of one token's probability is given to
+    another.
+    """
     torch.manual_seed(0)
     row = torch.softmax(torch.randn(BLOCK + 1), dim=-1)
     other = row.clone()
@@ -46,7 +50,9 @@ def test_impossible_tokens_are_never_drawn() -> None:
 
 
 def test_a_rare_token_behind_likely_ones_is_drawn_as_often_as_it_should_be() -> None:
-    """In FP32 a running sum near 1 has steps of 6e-8, more than each of these tokens has; together they are a hundredth."""
+    """In FP32 a running sum near 1 has steps of 6e-8, more than each of these tokens
+    has; together they are a hundredth.
+    """
     row = torch.full((1 << 18,), 4e-8)
     row[0] = 1.0
     torch.manual_seed(1)

@@ -1,4 +1,6 @@
-"""fp16 products on a CPU are FP32 sums, rounded once; the gradients of attention are those of FP32 to fp16's rounding."""
+"""fp16 products on a CPU are FP32 sums, rounded once; the gradients of attention are
+those of FP32 to fp16's rounding.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,9 @@ import torch.nn.functional as F
 
 from megarl.shims import fp16_on_cpu
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is replaced where there is a GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="nothing is replaced where there is a GPU"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +23,9 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_products_are_rounded_once() -> None:
-    """Forward and backward of a linear map, each result the nearest fp16 number to the FP32 sum."""
+    """Forward and backward of a linear map, each result the nearest fp16 number to the
+    FP32 sum.
+    """
     x, weight = numbers(3, 40, 256).requires_grad_(), numbers(64, 256, seed=1).requires_grad_()
     upstream = numbers(3, 40, 64, seed=2)
     found = F.linear(x, weight)

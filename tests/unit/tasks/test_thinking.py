@@ -74,14 +74,22 @@ def test_an_agents_call_may_write_of_the_mark(form: str, calls: int) -> None:
     assert [call.arguments for call in thought.calls] == [{"s": END}] * count
     assert (thought.text, thought.reasoning) == ("", "hm")
     if form != "llama":
-        unopened = read_turn(f"hm {written} so</think>{written * count}", FORMATS[form], END, 0, TOOLS)
+        unopened = read_turn(
+            f"hm {written} so</think>{written * count}", FORMATS[form], END, 0, TOOLS
+        )
         assert (len(unopened.calls), unopened.reasoning) == (count, f"hm {written} so")
 
 
-@pytest.mark.parametrize(("text", "program"), [(FENCED, "print('</think>')\n"), (f"hm</think>{FENCED}", FENCED[10:-3])])
-def test_an_environments_call_may_write_of_the_mark(tmp_path: Path, text: str, program: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "program"), [(FENCED, "print('</think>')\n"), (f"hm</think>{FENCED}", FENCED[10:-3])]
+)
+def test_an_environments_call_may_write_of_the_mark(
+    tmp_path: Path, text: str, program: str
+) -> None:
     tokenizer = byte_tokenizer(tmp_path)
-    setting = Setting("t", tokenizer, Framing(tokenizer, "raw", 200), Sandbox("bubblewrap", 1), END, 200)
+    setting = Setting(
+        "t", tokenizer, Framing(tokenizer, "raw", 200), Sandbox("bubblewrap", 1), END, 200
+    )
     called = last_call(setting.said(tokenizer.ids(text)))
     assert called is not None
     assert called[1] == program

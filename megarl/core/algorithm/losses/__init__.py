@@ -1,10 +1,12 @@
-"""Policy losses, one per file. A loss is a pure function of data about each trained token (`Tokens`) and of `recipe.loss`.
+"""Policy losses, one per file. A loss is a pure function of data about each trained
+token (`Tokens`) and of `recipe.loss`.
 
     Tokens ──► cispo.py | clip.py | dppo.py | gmpo.py | gspo.py | reinforce.py | a user's (own.py)
                         └─► terms.py: ratio metrics, correction, sequence mask, entropy bonus, (log rho)^2, KL to a reference
                                                                                           └─► losses [n], metrics [n]
 
-The trainer sums `weight * loss`; the weights (batch.py) do the aggregation, so no loss needs to know about it.
+The trainer sums `weight * loss`; the weights (batch.py) do the aggregation, so no loss
+needs to know about it.
 """
 
 import torch
@@ -24,21 +26,33 @@ from megarl.core.recipe import Loss, Reference
 
 def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
     known: dict[str, terms.PolicyLoss] = {
-        "cispo": cispo, "clip": clip, "dppo": dppo, "gmpo": gmpo, "gspo": gspo, "reinforce": reinforce,
-    }  # fmt: skip
+        "cispo": cispo,
+        "clip": clip,
+        "dppo": dppo,
+        "gmpo": gmpo,
+        "gspo": gspo,
+        "reinforce": reinforce,
+    }
     bare = known.get(section.kind) or own(section)
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        masked = None if section.sequence_mask is None else terms.sequences_outside(tokens, *section.sequence_mask)
+        masked = (
+            None
+            if section.sequence_mask is None
+            else terms.sequences_outside(tokens, *section.sequence_mask)
+        )
         bounded = tokens
         if section.correction != "none" or masked is not None:
-            bounded = terms.with_finite_ratios(tokens, masked if section.correction == "none" else True)
+            bounded = terms.with_finite_ratios(
+                tokens, masked if section.correction == "none" else True
+            )
         losses, metrics = bare(bounded, section)
         metrics = terms.ratio_metrics(tokens) | metrics
         if section.correction != "none":
             ratio = bounded.log_ratio.exp()
             kept = terms.kept(ratio, section.correction, section.lower, section.cap)
-            # Only REINFORCE needs the ratio as a factor: the other losses contain it already.
+            # Only REINFORCE needs the ratio as a factor: the other losses contain it
+            # already.
             losses = losses * (kept * ratio if section.kind == "reinforce" else kept)
             metrics["corrected_share"] = (kept < 1).float()
         if masked is not None:
@@ -49,7 +63,8 @@ def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
         if section.entropy_bonus:
             losses = losses - section.entropy_bonus * tokens.entropy
         if reference is not None and reference.coefficient:
-            # Filler tokens are left out: their log-prob may be infinite, and a weight of 0 would not remove that.
+            # Filler tokens are left out: their log-prob may be infinite, and a weight
+            # of 0 would not remove that.
             known_logp = torch.where(tokens.counted > 0, tokens.reference, tokens.logp.detach())
             kl = terms.estimate(tokens.logp, known_logp, reference.estimator)
             if reference.in_loss:

@@ -2,7 +2,8 @@
 
     function(tokens: Tokens, settings: recipe.loss) ─► (losses [n], metrics {name: [n]})
 
-It is tried on made-up tokens when it is loaded, so a mistake is reported before training starts.
+It is tried on made-up tokens when it is loaded, so a mistake is reported before
+training starts.
 """
 
 import os
@@ -17,19 +18,26 @@ from megarl.core.telemetry.names import NAMES
 
 
 def own(section: Loss) -> PolicyLoss:
-    """Return the loss that `section.kind` names, or raise a MegarlError that says what is wrong with it."""
+    """Return the loss that `section.kind` names, or raise a MegarlError that says what
+    is wrong with it.
+    """
     tokens = made_up_tokens()
     try:
         function = imported(section.kind)
     except Exception as error:  # importing may do anything
-        why = f"cannot be imported: {type(error).__name__}: {error} (looked for on PYTHONPATH and in {os.getcwd()})"
+        why = (
+            f"cannot be imported: {type(error).__name__}: {error} (looked for on PYTHONPATH and in"
+            f" {os.getcwd()})"
+        )
         raise _refused(section.kind, why) from None
     if not callable(function):
         raise _refused(section.kind, f"is a {type(function).__name__} and cannot be called")
     try:
         returned = function(tokens, section)
     except Exception as error:  # a user's function may raise anything
-        raise _refused(section.kind, f"fails on three made-up tokens: {type(error).__name__}: {error}") from None
+        raise _refused(
+            section.kind, f"fails on three made-up tokens: {type(error).__name__}: {error}"
+        ) from None
     if mistake := _mistake(returned, tokens):
         raise _refused(section.kind, f"returns {mistake}")
     return function
@@ -42,11 +50,19 @@ def _mistake(returned: object, tokens: Tokens) -> str:
         return f"a {type(returned).__name__}, not (losses, metrics)"
     losses, metrics = returned
     if not isinstance(losses, Tensor):
-        return f"losses that are a {type(losses).__name__}, not a tensor [n] with one loss per token"
+        return (
+            f"losses that are a {type(losses).__name__}, not a tensor [n] with one loss per token"
+        )
     if losses.shape != shape:
-        return f"losses of shape {tuple(losses.shape)}; return one loss per token, [n], not their sum or mean"
+        return (
+            f"losses of shape {tuple(losses.shape)}; return one loss per token, [n], not their sum"
+            " or mean"
+        )
     if not losses.requires_grad:
-        return "losses without a gradient; they must depend on tokens.logp or tokens.entropy without .detach()"
+        return (
+            "losses without a gradient; they must depend on tokens.logp or tokens.entropy without"
+            " .detach()"
+        )
     for name, values in metrics.items():
         if not isinstance(values, Tensor) or values.shape != shape or values.requires_grad:
             return f"a metric {name!r} that is not a tensor [n], or has a gradient; use .detach()"

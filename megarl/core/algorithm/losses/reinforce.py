@@ -2,8 +2,9 @@
 
     loss_t = -A log pi(y_t)
 
-Williams 1992. With `batch.centring: leave_one_out` the advantage is that of RLOO (arXiv 2402.14740, eq. 6). The loss is
-unbiased only on policy; `loss.correction` adds an importance weight to tokens sampled with older weights.
+Williams 1992. With `batch.centring: leave_one_out` the advantage is that of RLOO (arXiv
+2402.14740, eq. 6). The loss is unbiased only on policy; `loss.correction` adds an
+importance weight to tokens sampled with older weights.
 """
 
 from torch import Tensor

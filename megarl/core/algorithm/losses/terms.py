@@ -1,50 +1,64 @@
-"""What losses share: their input `Tokens`, and the terms that combine with any of them. docs/recipe.md says when to use which.
+"""What losses share: their input `Tokens`, and the terms that combine with any of them.
+docs/recipe.md says when to use which.
 
-Ratios. Every policy loss reports statistics of rho_t = pi(y_t) / mu(y_t), the importance ratio of each trained token. k3 =
-rho - 1 - log rho estimates KL(mu || pi) on tokens of mu (http://joschu.net/blog/kl-approx.html). The effective sample size as
-a share of the tokens is (sum rho)^2 / (n sum rho^2) (Kong 1992). Progress is the mean of A log rho: how much likelier better
-answers have become since they were sampled; to first order, the expected gain in advantage (Kakade and Langford 2002).
+Ratios. Every policy loss reports statistics of rho_t = pi(y_t) / mu(y_t), the
+importance ratio of each trained token. k3 = rho - 1 - log rho estimates KL(mu || pi) on
+tokens of mu (http://joschu.net/blog/kl-approx.html). The effective sample size as a
+share of the tokens is (sum rho)^2 / (n sum rho^2) (Kong 1992). Progress is the mean of
+A log rho: how much likelier better answers have become since they were sampled; to
+first order, the expected gain in advantage (Kakade and Langford 2002).
 
-Correction. Truncated (TIS) and masked (MIS) importance sampling bound the weight of a token that another policy sampled.
+Correction. Truncated (TIS) and masked (MIS) importance sampling bound the weight of a
+token that another policy sampled.
 
     truncate   rho_t -> min(rho_t, cap)            mask   rho_t -> rho_t [lower <= rho_t <= cap]
 
-Truncation: Ionides 2008; between server and learner: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-Off-Policy RL Training". Masking: Liu et al. 2025, "When Speed Kills Stability"; with both bounds, IcePop (Ring-1T, arXiv
-2510.18855, section 2.3: lower 0.5, cap 5). In these, the learner recomputes the clip's old policy, and the correction is a
-second factor. Here the server's log-probs are the old policy, so a clip loss's ratio already contains the mismatch, and the
-lag: the correction bounds it instead of multiplying again. REINFORCE has no ratio, so it gets one (as in INTELLECT-3, arXiv
-2512.16144, equation 1).
+Truncation: Ionides 2008; between server and learner: Yao et al. 2025, "Your Efficient
+RL Framework Secretly Brings You Off-Policy RL Training". Masking: Liu et al. 2025,
+"When Speed Kills Stability"; with both bounds, IcePop (Ring-1T, arXiv 2510.18855,
+section 2.3: lower 0.5, cap 5). In these, the learner recomputes the clip's old policy,
+and the correction is a second factor. Here the server's log-probs are the old policy,
+so a clip loss's ratio already contains the mismatch, and the lag: the correction bounds
+it instead of multiplying again. REINFORCE has no ratio, so it gets one (as in
+INTELLECT-3, arXiv 2512.16144, equation 1).
 
-Sequence mask: no token of a rollout is trained if the geometric mean of its ratios is outside [low, high].
+Sequence mask: no token of a rollout is trained if the geometric mean of its ratios is
+outside [low, high].
 
     loss_t -> loss_t [low <= exp(mean over t of log rho_t) <= high]
 
-Unlike the product of ratios, the mean does not grow with the length (Liu et al. 2025, part 3; verl's "geometric" rejection
-sampling). It drops whole rollouts, since a wrong choice of experts shifts all following tokens, each by little. Masks change no
-other token's weight: the aggregation counts masked tokens.
+Unlike the product of ratios, the mean does not grow with the length (Liu et al. 2025,
+part 3; verl's "geometric" rejection sampling). It drops whole rollouts, since a wrong
+choice of experts shifts all following tokens, each by little. Masks change no other
+token's weight: the aggregation counts masked tokens.
 
-(log rho)^2: loss_t + coefficient * (log pi(y_t) - log mu(y_t))^2 holds the policy near the one that sampled, on masked tokens
-too. Kimi K2.5 (arXiv 2602.02276); prime-rl has 1e-3.
+(log rho)^2: loss_t + coefficient * (log pi(y_t) - log mu(y_t))^2 holds the policy near
+the one that sampled, on masked tokens too. Kimi K2.5 (arXiv 2602.02276); prime-rl has
+1e-3.
 
-Entropy bonus: loss_t - coefficient * H(pi(. | y_<t)). Williams and Peng 1991; PPO (arXiv 1707.06347, eq. 9). The entropy is
-exact, with its gradient (core/models/head/), not estimated from the sampled token.
+Entropy bonus: loss_t - coefficient * H(pi(. | y_<t)). Williams and Peng 1991; PPO
+(arXiv 1707.06347, eq. 9). The entropy is exact, with its gradient (core/models/head/),
+not estimated from the sampled token.
 
-KL to a frozen reference, estimated on each sampled token y from the policy's distribution.
+KL to a frozen reference, estimated on each sampled token y from the policy's
+distribution.
 
     d = log pi(y) - log pi_ref(y)        k1 = d        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
 
-k3 is GRPO's (arXiv 2402.03300, eq. 4). On tokens of pi, k1 and k3 are unbiased for KL(pi || pi_ref); k3 is never negative and
-has less variance; k2 is biased, with a variance as low. A good estimate need not have a good gradient (Liu et al. 2025, arXiv
-2510.01555; Shah et al. 2025, arXiv 2512.21852). In the loss, the expected gradient of k1 is 0, that of k2 is the gradient of
-KL(pi || pi_ref), that of k3 of KL(pi_ref || pi). In the reward, k1 gives that of KL(pi || pi_ref); the others are biased.
+k3 is GRPO's (arXiv 2402.03300, eq. 4). On tokens of pi, k1 and k3 are unbiased for
+KL(pi || pi_ref); k3 is never negative and has less variance; k2 is biased, with a
+variance as low. A good estimate need not have a good gradient (Liu et al. 2025, arXiv
+2510.01555; Shah et al. 2025, arXiv 2512.21852). In the loss, the expected gradient of
+k1 is 0, that of k2 is the gradient of KL(pi || pi_ref), that of k3 of KL(pi_ref || pi).
+In the reward, k1 gives that of KL(pi || pi_ref); the others are biased.
 
 The critic's loss: half the squared error against the return, clipped like PPO's ratio.
 
     loss_t = 1/2 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)
 
-V_old is the critic's value before the step, so with one epoch per step the clip never acts. It is in the code released with
-PPO; Andrychowicz et al. 2020 (arXiv 2006.05990) found that it does not help. PPO's value coefficient 0.5 is the 1/2 here.
+V_old is the critic's value before the step, so with one epoch per step the clip never
+acts. It is in the code released with PPO; Andrychowicz et al. 2020 (arXiv 2006.05990)
+found that it does not help. PPO's value coefficient 0.5 is the 1/2 here.
 """
 
 from collections.abc import Callable
@@ -62,14 +76,24 @@ from megarl.core.recipe import Loss
 class Tokens:
     """The n trained tokens that this rank holds, sequence after sequence."""
 
-    logp: Tensor  # [n] float32 with gradient: log pi(y) of the policy in training, at the sampling temperature
-    behaviour: Tensor  # [n] log mu(y), as recorded when the token was sampled: every loss's "old policy"
-    reference: Tensor  # [n] log-prob of the frozen reference, at the sampling temperature; 0 without one
+    # [n] float32 with gradient: log pi(y) of the policy in training, at the sampling
+    # temperature
+    logp: Tensor
+    behaviour: (
+        Tensor  # [n] log mu(y), as recorded when the token was sampled: every loss's "old policy"
+    )
+    reference: (
+        Tensor  # [n] log-prob of the frozen reference, at the sampling temperature; 0 without one
+    )
     advantage: Tensor  # [n]
     entropy: Tensor  # [n] with gradient: of the policy's distribution, nats
     counted: Tensor  # [n] 0 for the filler that stands in if there is no trained token, else 1
-    here: Tensor  # [sequences] int64: how many of the n belong to each sequence (filler belongs to the first)
-    lengths: Tensor  # [sequences] float32: |y|, trained tokens of each, with those on other context-parallel ranks
+    # [sequences] int64: how many of the n belong to each sequence (filler belongs to
+    # the first)
+    here: Tensor
+    # [sequences] float32: |y|, trained tokens of each, with those on other
+    # context-parallel ranks
+    lengths: Tensor
     group: dist.ProcessGroup | None = None  # of those ranks; None if there is only one
 
     @property
@@ -78,7 +102,9 @@ class Tokens:
         return self.logp.detach() - self.behaviour
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Return, for each token, the mean of `values` [n] (no gradient) over its sequence. COLLECTIVE in `group`."""
+        """Return, for each token, the mean of `values` [n] (no gradient) over its
+        sequence. COLLECTIVE in `group`.
+        """
         sums = torch.segment_reduce(values * self.counted, "sum", lengths=self.here, initial=0)
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
@@ -86,7 +112,9 @@ class Tokens:
 
 
 LARGEST = 80.0
-"""Bound of log rho for tokens whose weight is bounded or dropped later: an infinite rho times 0 is NaN; e^80 is finite."""
+"""Bound of log rho for tokens whose weight is bounded or dropped later: an infinite rho
+times 0 is NaN; e^80 is finite.
+"""
 
 
 def with_finite_ratios(tokens: Tokens, where: Tensor | bool) -> Tokens:
@@ -97,7 +125,9 @@ def with_finite_ratios(tokens: Tokens, where: Tensor | bool) -> Tokens:
 
 
 type TokenLoss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
-"""Maps tokens to losses and metrics [n]. Metrics named `…_max` are reduced by maximum, all others by a mean over tokens."""
+"""Maps tokens to losses and metrics [n]. Metrics named `…_max` are reduced by maximum,
+all others by a mean over tokens.
+"""
 type PolicyLoss = Callable[[Tokens, Loss], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -117,7 +147,9 @@ def made_up_tokens() -> Tokens:
 
 
 def metric_names(loss: TokenLoss) -> tuple[str, ...]:
-    """Return the names of a loss's metrics, for ranks that do not compute the loss but take part in reducing the metrics."""
+    """Return the names of a loss's metrics, for ranks that do not compute the loss but
+    take part in reducing the metrics.
+    """
     return tuple(loss(made_up_tokens())[1])
 
 
@@ -137,7 +169,9 @@ def ratio_metrics(tokens: Tokens) -> dict[str, Tensor]:
 
 
 def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
-    """Replace the ratios' mean square in reduced metrics, if there is one, by the `effective_sample_size`."""
+    """Replace the ratios' mean square in reduced metrics, if there is one, by the
+    `effective_sample_size`.
+    """
     if square := means.pop("ratio_square", None):
         means["effective_sample_size"] = means["ratio_mean"] ** 2 / square
     return means
@@ -145,11 +179,17 @@ def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
 
 def kept(ratio: Tensor, kind: Literal["truncate", "mask"], lower: float, cap: float) -> Tensor:
     """Return the factor in [0, 1] by which the correction scales each ratio [n]."""
-    return (cap / ratio).clamp(max=1) if kind == "truncate" else ((lower <= ratio) & (ratio <= cap)).to(ratio.dtype)
+    return (
+        (cap / ratio).clamp(max=1)
+        if kind == "truncate"
+        else ((lower <= ratio) & (ratio <= cap)).to(ratio.dtype)
+    )
 
 
 def sequences_outside(tokens: Tokens, low: float, high: float) -> Tensor:
-    """Return for each token [n] whether its sequence's mean ratio is outside [low, high]; NaN counts as outside. COLLECTIVE."""
+    """Return for each token [n] whether its sequence's mean ratio is outside [low,
+    high]; NaN counts as outside. COLLECTIVE.
+    """
     ratio = tokens.sequence_mean(tokens.log_ratio).exp()
     return ~((low <= ratio) & (ratio <= high))
 
@@ -158,7 +198,9 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def estimate(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
-    """Estimate the KL at each token [n]; the gradient flows through `logp`. expm1 keeps precision for small d."""
+    """Estimate the KL at each token [n]; the gradient flows through `logp`. expm1 keeps
+    precision for small d.
+    """
     d = logp - reference
     if estimator == "k1":
         return d
@@ -168,11 +210,15 @@ def estimate(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
 VALUE_METRICS = ("value_clipped_share",)
 
 
-def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
+def value_loss(
+    values: Tensor, old: Tensor, returns: Tensor, clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss [n] and metrics [n] for `values` [n] with gradient; clip: eps."""
     free = (values - returns).square()
     bounded = (torch.clamp(values, old - clip, old + clip) - returns).square()
-    return torch.maximum(free, bounded) / 2, {"value_clipped_share": (bounded > free).detach().float()}
+    return torch.maximum(free, bounded) / 2, {
+        "value_clipped_share": (bounded > free).detach().float()
+    }
 
 
 def cross_entropy(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:

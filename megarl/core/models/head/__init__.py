@@ -1,18 +1,23 @@
-"""The policy's head without its logits: log-prob and entropy of each trained token, and their gradients, a chunk at a time.
+"""The policy's head without its logits: log-prob and entropy of each trained token, and
+their gradients, a chunk at a time.
 
-    hidden [n, h] of trained positions only (learner/network.py): prompt tokens and padding cost nothing
+    hidden [n, h] of trained positions only (learner/network.py): prompt tokens and
+    padding cost nothing
     forward    chunk = hidden[rows] x weight[columns]^T ──► reduce: sums [4, n] ──► all-reduce ──► log-prob, entropy [n]
     backward   the same chunk ──► gradient d [rows, columns] ──┬─► hidden's [rows] += d x weight[columns]
                                                                └─► weight.main_grad[columns] += d^T x hidden[rows]
 
-passes.py (torch) has the work on a chunk, as the reference and for CPUs; kernels.py (Triton) does the same on a GPU. No tensor
-of size [n, V/tp] ever exists: the backward pass recomputes each chunk but the last, so there are four matrix products where
-keeping logits would need three. Ranks exchange four numbers per row.
+passes.py (torch) has the work on a chunk, as the reference and for CPUs; kernels.py
+(Triton) does the same on a GPU. No tensor of size [n, V/tp] ever exists: the backward
+pass recomputes each chunk but the last, so there are four matrix products where keeping
+logits would need three. Ranks exchange four numbers per row.
 
-Logits are FP32 sums of exact products (`product`), whatever the type of hidden states and weight: tensor cores that accumulate
-in FP32 compute them at the speed of bf16, as SGLang's FP32 head does. Logits rounded to bf16 would have errors of 0.03 to 0.06.
-In the backward pass, d is rounded to the weight's type, for tensor cores, and accumulated in FP32. With fp16 it contains the
-loss scale: small gradients survive, and one beyond 65,504 becomes infinite, which shows in the norm of the gradients.
+Logits are FP32 sums of exact products (`product`), whatever the type of hidden states
+and weight: tensor cores that accumulate in FP32 compute them at the speed of bf16, as
+SGLang's FP32 head does. Logits rounded to bf16 would have errors of 0.03 to 0.06. In
+the backward pass, d is rounded to the weight's type, for tensor cores, and accumulated
+in FP32. With fp16 it contains the loss scale: small gradients survive, and one beyond
+65,504 becomes infinite, which shows in the norm of the gradients.
 """
 
 import importlib
@@ -28,14 +33,20 @@ from torch.autograd.function import FunctionCtx
 from megarl.core.models.products import add_product, product
 
 CHUNK = (4096, 8192)
-"""Rows (tokens) and columns (of the vocabulary) of a chunk: 128 MiB of FP32, in products large enough for a GPU."""
+"""Rows (tokens) and columns (of the vocabulary) of a chunk: 128 MiB of FP32, in
+products large enough for a GPU.
+"""
 LOWEST = -1e30
-"""Initial maximum, before any column: its exponential is 0, and 0 times it is 0 (not NaN, as for -inf)."""
+"""Initial maximum, before any column: its exponential is 0, and 0 times it is 0 (not
+NaN, as for -inf).
+"""
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """valid: number of this rank's columns without padding. The others: as in logprobs_and_entropy."""
+    """valid: number of this rank's columns without padding. The others: as in
+    logprobs_and_entropy.
+    """
 
     valid: int
     temperature: float
@@ -46,16 +57,23 @@ class _Settings:
         height, width = CHUNK
         for row in range(0, rows, height):
             for column in range(0, self.valid, width):
-                yield slice(row, min(row + height, rows)), slice(column, min(column + width, self.valid))
+                yield (
+                    slice(row, min(row + height, rows)),
+                    slice(column, min(column + width, self.valid)),
+                )
 
 
 def passes_on(device: torch.device) -> ModuleType:
-    """Return the module for chunks on this device, imported late: Triton looks for a GPU's driver, and takes a second."""
+    """Return the module for chunks on this device, imported late: Triton looks for a
+    GPU's driver, and takes a second.
+    """
     return importlib.import_module(f"{__name__}.{'passes' if device.type == 'cpu' else 'kernels'}")
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """Maps hidden [n, h], weight [V/tp, h], labels [n] (counted from this rank's first column) to log-prob [n], entropy [n]."""
+    """Maps hidden [n, h], weight [V/tp, h], labels [n] (counted from this rank's first
+    column) to log-prob [n], entropy [n].
+    """
 
     @staticmethod
     def forward(
@@ -68,7 +86,9 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             logits = None  # frees the previous chunk first
             logits = product(hidden[rows], weight[columns].T, settings.precision)
             passes.reduce(logits, labels[rows] - columns.start, sums[:, rows], settings.temperature)
-        top, log_total, entropy, label = _over_ranks(sums, (labels >= 0) & (labels < settings.valid), settings)
+        top, log_total, entropy, label = _over_ranks(
+            sums, (labels >= 0) & (labels < settings.valid), settings
+        )
         ctx.save_for_backward(hidden, weight, labels, torch.stack([top, log_total, entropy]))
         ctx.settings, ctx.logits = settings, logits
         return label - log_total, entropy
@@ -83,21 +103,28 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             if logits is None:
                 logits = product(hidden[rows], weight[columns].T, settings.precision)
             place = labels[rows] - columns.start
-            d = passes.gradient(logits, place, sums[:, rows], of_loss[:, rows], settings.temperature, weight.dtype)
+            d = passes.gradient(
+                logits, place, sums[:, rows], of_loss[:, rows], settings.temperature, weight.dtype
+            )
             add_product(of_hidden[rows], d, weight[columns])
             add_product(weight.main_grad[columns], d.T, hidden[rows])
             logits = d = None  # frees these before the next chunk
-        # As in megatron's fused layers, DDP's hook must run; it drops the gradient returned for the weight. If the weight is
-        # also this stage's embedding, the embedding's gradient makes the hook run, and is added.
+        # As in megatron's fused layers, DDP's hook must run; it drops the gradient
+        # returned for the weight. If the weight is also this stage's embedding, the
+        # embedding's gradient makes the hook run, and is added.
         weight.grad_added_to_main_grad = True
         dropped = None if getattr(weight, "zero_out_wgrad", False) else weight.detach()
         return of_hidden.to(hidden.dtype), dropped, None, None
 
 
-def _over_ranks(sums: Tensor, here: Tensor, settings: _Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the highest logit over all ranks' columns, the log of the sum of exponentials, the entropy and the label's logit,
-    all [n]. The second and the last are relative to the first and divided by the temperature. here [n]: whether the label is
-    among this rank's columns."""
+def _over_ranks(
+    sums: Tensor, here: Tensor, settings: _Settings
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the highest logit over all ranks' columns, the log of the sum of
+    exponentials, the entropy and the label's logit, all [n]. The second and the last
+    are relative to the first and divided by the temperature. here [n]: whether the
+    label is among this rank's columns.
+    """
     mine, total, spread, label = sums
     top = mine.clone()
     if settings.group is not None:
@@ -122,12 +149,15 @@ def logprobs_and_entropy(
     precision: torch.dtype = torch.float32,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-prob of each label and the entropy of each distribution, in nats: two float32 [n], equal on all ranks.
+    """Return the log-prob of each label and the entropy of each distribution, in nats:
+    two float32 [n], equal on all ranks.
 
-    hidden [n, h]; weight [V/tp, h] of the same type: this rank's rows of the head, which tensor-parallel `group` (None: one
-    rank) divides evenly; rows from `vocab_size` on are padding. labels [n] int64. precision: of the logits, float32 or the
-    weight's type. In the backward pass each rank gets its columns' part of the gradient of `hidden`. The weight's is added to
-    `weight.main_grad` (float32, as in megatron's DDP); what autograd gets for it is meaningless.
+    hidden [n, h]; weight [V/tp, h] of the same type: this rank's rows of the head,
+    which tensor-parallel `group` (None: one rank) divides evenly; rows from
+    `vocab_size` on are padding. labels [n] int64. precision: of the logits, float32 or
+    the weight's type. In the backward pass each rank gets its columns' part of the
+    gradient of `hidden`. The weight's is added to `weight.main_grad` (float32, as in
+    megatron's DDP); what autograd gets for it is meaningless.
     """
     rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
     first = rank * len(weight)

@@ -1,7 +1,8 @@
 """passes.py as Triton kernels: one pass over a chunk's memory where torch makes ten.
 
-cuBLAS computes the chunk itself. A kernel that also computed the product would save this pass, about a tenth of the product's
-time at 8B shapes by bytes and FLOP; it would gain only if its product came that close to cuBLAS's speed.
+cuBLAS computes the chunk itself. A kernel that also computed the product would save
+this pass, about a tenth of the product's time at 8B shapes by bytes and FLOP; it would
+gain only if its product came that close to cuBLAS's speed.
 """
 
 import torch
@@ -22,7 +23,12 @@ def reduce(logits: Tensor, labels: Tensor, sums: Tensor, temperature: float) -> 
 
 
 def gradient(
-    logits: Tensor, labels: Tensor, sums: Tensor, upstream: Tensor, temperature: float, dtype: torch.dtype
+    logits: Tensor,
+    labels: Tensor,
+    sums: Tensor,
+    upstream: Tensor,
+    temperature: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Do what passes.gradient does, with a program per row and block of columns."""
     rows, columns = logits.shape
@@ -34,7 +40,9 @@ def gradient(
 
 
 @triton.jit
-def _reduce(logits, labels, top, total, spread, label, columns, stride, temperature, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _reduce(
+    logits, labels, top, total, spread, label, columns, stride, temperature, BLOCK: tl.constexpr
+):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     y = tl.load(labels + row)
     highest = tl.load(top + row)
@@ -80,5 +88,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     log_p = (x - tl.load(top + row)) / temperature - tl.load(log_total + row)
     one = tl.where(column == tl.load(labels + row), 1.0, 0.0)
     p = tl.exp(log_p)
-    d = tl.load(of_logprob + row) * (one - p) - tl.load(of_entropy + row) * p * (log_p + tl.load(entropy + row))
+    d = tl.load(of_logprob + row) * (one - p) - tl.load(of_entropy + row) * p * (
+        log_p + tl.load(entropy + row)
+    )
     tl.store(out + row * stride + column, (d / temperature).to(out.dtype.element_ty), mask=inside)

@@ -1,6 +1,8 @@
-"""The work on a chunk of logits, in torch: the reference for kernels.py, and the code for CPUs.
+"""The work on a chunk of logits, in torch: the reference for kernels.py, and the code
+for CPUs.
 
-For a row (a token) over the columns seen so far, with x the logits and T the temperature:
+For a row (a token) over the columns seen so far, with x the logits and T the
+temperature:
 
     sums[0] top    max x                    sums[2] spread  sum of exp((x - top) / T) (x - top) / T
     sums[1] total  sum exp((x - top) / T)   sums[3] label   x of the label
@@ -11,8 +13,10 @@ from torch import Tensor
 
 
 def reduce(logits: Tensor, labels: Tensor, sums: Tensor, temperature: float) -> None:
-    """Add the columns of a chunk, logits [rows, columns], to `sums` [4, rows] float32, in place.
-    labels [rows] int64: counted from the chunk's first column; labels in other chunks are out of range."""
+    """Add the columns of a chunk, logits [rows, columns], to `sums` [4, rows] float32,
+    in place. labels [rows] int64: counted from the chunk's first column; labels in
+    other chunks are out of range.
+    """
     top, total, spread, label = sums
     x = logits.float()
     columns = x.shape[-1]
@@ -28,12 +32,19 @@ def reduce(logits: Tensor, labels: Tensor, sums: Tensor, temperature: float) -> 
 
 
 def gradient(
-    logits: Tensor, labels: Tensor, sums: Tensor, upstream: Tensor, temperature: float, dtype: torch.dtype
+    logits: Tensor,
+    labels: Tensor,
+    sums: Tensor,
+    upstream: Tensor,
+    temperature: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Return the loss's gradient [rows, columns] for a chunk of logits (overwritten), rounded to `dtype`.
+    """Return the loss's gradient [rows, columns] for a chunk of logits (overwritten),
+    rounded to `dtype`.
 
-    sums [3, rows] float32: top and log of the total over all columns, and entropy. upstream [2, rows] float32: the loss's
-    gradient with respect to log-prob and entropy. With z = x / T, p = softmax(z), H = -sum p log p:
+    sums [3, rows] float32: top and log of the total over all columns, and entropy.
+    upstream [2, rows] float32: the loss's gradient with respect to log-prob and
+    entropy. With z = x / T, p = softmax(z), H = -sum p log p:
         d log p_y / d z_j = [j = y] - p_j        d H / d z_j = -p_j (log p_j + H)
     """
     top, log_total, entropy = sums[:, :, None]

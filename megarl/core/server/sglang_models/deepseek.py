@@ -2,7 +2,8 @@
 
 Everywhere:
     loading     q_a_proj and kv_a_proj_with_mqa are one parameter, which SGLang fills only if both come in one call; otherwise
-                it silently changes nothing. It copies tensors on the host in other threads, where base/delta.py has no effect
+                it silently changes nothing. It copies tensors on the host in other
+                threads, where base/delta.py has no effect
     norms       of compressed q, k and v: SGLang uses rms_norm_eps, transformers (and the released models' code) 1e-6
     config      moe_layer_freq, topk_method and scoring_func must be in config.json; transformers 5 does not write them
 
@@ -19,7 +20,9 @@ from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.models import deepseek_v2
 from sglang.srt.models.deepseek_common import deepseek_weight_loader
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+    AttnForwardMethod,
+)
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 from torch import Tensor
 
@@ -43,10 +46,14 @@ class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):
                     getattr(layer.self_attn, name).variance_epsilon = EPSILON
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], is_nextn: bool = False) -> None:
-        super().load_weights(self._others(weights) if self.fuse_qkv_a_proj and not is_nextn else weights, is_nextn)
+        super().load_weights(
+            self._others(weights) if self.fuse_qkv_a_proj and not is_nextn else weights, is_nextn
+        )
 
     def _others(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Copy the projections in NARROW into their rows of the joint parameter; yield all other tensors."""
+        """Copy the projections in NARROW into their rows of the joint parameter; yield
+        all other tensors.
+        """
         parameters = dict(self.named_parameters())
         for name, weight in weights:
             layer, _, kind = name.rpartition(".self_attn.")
@@ -54,7 +61,9 @@ class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):
             if joint is None or kind not in NARROW:
                 yield name, weight
             else:
-                (joint.data[: len(weight)] if kind == NARROW[0] else joint.data[-len(weight) :]).copy_(weight)
+                (
+                    joint.data[: len(weight)] if kind == NARROW[0] else joint.data[-len(weight) :]
+                ).copy_(weight)
 
 
 EntryClass = [DeepseekV3ForCausalLM, Glm4MoeForCausalLM]
@@ -63,7 +72,9 @@ deepseek_weight_loader.should_async_load = lambda weight: False
 _rope = deepseek_v2.get_rope_wrapper
 
 
-def rope_without_yarn(*args: Any, rope_scaling: Any = None, device: Any = None, **kwargs: Any) -> Any:
+def rope_without_yarn(
+    *args: Any, rope_scaling: Any = None, device: Any = None, **kwargs: Any
+) -> Any:
     """Replace deepseek_v2.get_rope_wrapper, which on a CPU supports only YaRN."""
     if rope_scaling is None:
         return get_rope(*args, rope_scaling=None, **kwargs)
@@ -72,4 +83,6 @@ def rope_without_yarn(*args: Any, rope_scaling: Any = None, device: Any = None, 
 
 if not torch.cuda.is_available():
     deepseek_v2.get_rope_wrapper = rope_without_yarn
-    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+    AttentionBackendRegistry.register(
+        "torch_native", lambda attention, batch: AttnForwardMethod.MLA
+    )

@@ -1,7 +1,7 @@
 """Corrections to Llama 4 in SGLang 0.5.23.
 
-Everywhere: `Llama4ForCausalLM`, the text-only class, loads no expert weights and does not reorder q and k for its rotary
-embedding (only the multimodal class does both).
+Everywhere: `Llama4ForCausalLM`, the text-only class, loads no expert weights and does
+not reorder q and k for its rotary embedding (only the multimodal class does both).
 
 Without a GPU also:
     attention   q and k are cast to bfloat16, the rotary embedding's result is dropped (it works in place only on a GPU), and
@@ -22,7 +22,11 @@ from torch import Tensor
 
 from megarl.core.server.served import rotary_order
 
-SHARDS = {"gate_proj": ("w13_weight", "w1"), "up_proj": ("w13_weight", "w3"), "down_proj": ("w2_weight", "w2")}
+SHARDS = {
+    "gate_proj": ("w13_weight", "w1"),
+    "up_proj": ("w13_weight", "w3"),
+    "down_proj": ("w2_weight", "w2"),
+}
 
 
 class Llama4ForCausalLM(llama4.Llama4ForCausalLM):
@@ -32,7 +36,9 @@ class Llama4ForCausalLM(llama4.Llama4ForCausalLM):
         super().load_weights(self._dense(weights))
 
     def _dense(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that SGLang's own loader can take; load the experts, which it cannot, here."""
+        """Yield the tensors that SGLang's own loader can take; load the experts, which
+        it cannot, here.
+        """
         parameters = dict(self.named_parameters())
         for name, weight in weights:
             prefix, experts, part = name.partition(".experts.")
@@ -40,13 +46,21 @@ class Llama4ForCausalLM(llama4.Llama4ForCausalLM):
                 number, kind, _ = part.split(".")
                 served, shard = SHARDS[kind]
                 parameter = parameters[f"{prefix}.experts.{served}"]
-                parameter.weight_loader(parameter, weight, served, shard_id=shard, expert_id=int(number))
+                parameter.weight_loader(
+                    parameter, weight, served, shard_id=shard, expert_id=int(number)
+                )
             elif experts:
-                served, shards = ("w13_weight", ("w1", "w3")) if part == "gate_up_proj" else ("w2_weight", ("w2",))
+                served, shards = (
+                    ("w13_weight", ("w1", "w3"))
+                    if part == "gate_up_proj"
+                    else ("w2_weight", ("w2",))
+                )
                 parameter = parameters[f"{prefix}.experts.{served}"]
                 for shard, stacked in zip(shards, weight.chunk(len(shards), -1), strict=True):
                     for expert, matrix in enumerate(stacked.transpose(1, 2)):
-                        parameter.weight_loader(parameter, matrix, served, shard_id=shard, expert_id=expert)
+                        parameter.weight_loader(
+                            parameter, matrix, served, shard_id=shard, expert_id=expert
+                        )
             elif name.endswith((".q_proj.weight", ".k_proj.weight")):
                 yield name, rotary_order(weight, self.config.head_dim)
             else:
@@ -71,8 +85,12 @@ def attend(self: Any, positions: Tensor, hidden_states: Tensor, forward_batch: A
     return output
 
 
-def choose_experts(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Replace llama4.Llama4MoE.custom_routing_function: the sigmoid of the `topk` largest logits, and their indices."""
+def choose_experts(
+    hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
+) -> tuple[Tensor, Tensor]:
+    """Replace llama4.Llama4MoE.custom_routing_function: the sigmoid of the `topk`
+    largest logits, and their indices.
+    """
     logits, chosen = torch.topk(gating_output, topk, dim=-1)
     return torch.sigmoid(logits.float()).to(hidden_states.dtype), chosen.to(torch.int32)
 
@@ -81,11 +99,15 @@ _native_experts = fused_moe_native.moe_forward_native
 
 
 def native_experts(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:
-    """Replace fused_moe_native.moe_forward_native: apply the router's weight to the input if the config says so."""
+    """Replace fused_moe_native.moe_forward_native: apply the router's weight to the
+    input if the config says so.
+    """
     if config.apply_router_weight_on_input:
         weights, chosen, logits = topk_output
         if weights.shape[1] != 1:
-            raise NotImplementedError("the router's weight on the input of more than one expert a token")
+            raise NotImplementedError(
+                "the router's weight on the input of more than one expert a token"
+            )
         x = x * weights.to(x.dtype)
         topk_output = StandardTopKOutput(torch.ones_like(weights), chosen, logits)
         config = dataclasses.replace(config, apply_router_weight_on_input=False)
@@ -93,9 +115,16 @@ def native_experts(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tens
 
 
 def chunk_mask(
-    *, q_len: int, kv_len: int, sliding_window_size: int, device: torch.device, query_offset: int = 0
+    *,
+    q_len: int,
+    kv_len: int,
+    sliding_window_size: int,
+    device: torch.device,
+    query_offset: int = 0,
 ) -> Tensor:
-    """Replace TorchNativeAttnBackend._make_sliding_window_mask, for fixed chunks: [q_len, kv_len] bool."""
+    """Replace TorchNativeAttnBackend._make_sliding_window_mask, for fixed chunks:
+    [q_len, kv_len] bool.
+    """
     query = torch.arange(query_offset, query_offset + q_len, device=device)[:, None]
     key = torch.arange(kv_len, device=device)[None]
     return (key <= query) & (key // sliding_window_size == query // sliding_window_size)
@@ -105,7 +134,9 @@ _build_attention = llama4.Llama4Attention.__init__
 
 
 def build_attention(self: Any, config: Any, layer_id: int, *args: object, **kwargs: object) -> None:
-    """Replace llama4.Llama4Attention.__init__: RoPE layers get the size of their chunks."""
+    """Replace llama4.Llama4Attention.__init__: RoPE layers get the size of their
+    chunks.
+    """
     _build_attention(self, config, layer_id, *args, **kwargs)
     if self.use_rope and config.attention_chunk_size:
         self.attn.sliding_window_size = config.attention_chunk_size

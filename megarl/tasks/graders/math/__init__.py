@@ -4,12 +4,15 @@
                                                                    ├─► question.py: may it count? ─► compare.py: equal?
     the data set's answer ──────────────────────────► reader.py ───┘
 
-A text is read whole or not at all: layout.py puts it into one spelling, tokens.py splits it into tokens, cursor.py
-moves over them, expressions.py reads formulas (formulas.py), units.py their units, and reader.py answers of all kinds
-(kinds.py). names.py has the closed lists of functions, units and words. What cannot be read equals only the same
-text (readings.py). Formulas are compared by their values: equality.py with evaluation.py, sets of real numbers with
-realsets.py. boxes.py finds the boxes of an answer and the formulas around them; question.py has all that a prompt says
-about its answers, and values.py tells results from what is left to compute. grading.py puts these together.
+A text is read whole or not at all: layout.py puts it into one spelling, tokens.py
+splits it into tokens, cursor.py moves over them, expressions.py reads formulas
+(formulas.py), units.py their units, and reader.py answers of all kinds (kinds.py).
+names.py has the closed lists of functions, units and words. What cannot be read equals
+only the same text (readings.py). Formulas are compared by their values: equality.py
+with evaluation.py, sets of real numbers with realsets.py. boxes.py finds the boxes of
+an answer and the formulas around them; question.py has all that a prompt says about its
+answers, and values.py tells results from what is left to compute. grading.py puts these
+together.
 """
 
 from megarl.tasks.graders.math.grading import is_equal, readable

@@ -28,7 +28,9 @@ DOLLARS = re.compile(
     re.DOTALL,
 )
 
-SPACING = re.compile(r"\\[,;:! ]|~|\\(?:displaystyle|quad|qquad|left|right|bigl?|bigr?|Bigl?|Bigr?)(?![A-Za-z])")
+SPACING = re.compile(
+    r"\\[,;:! ]|~|\\(?:displaystyle|quad|qquad|left|right|bigl?|bigr?|Bigl?|Bigr?)(?![A-Za-z])"
+)
 SEPARATOR = re.compile(
     r"\\\\|&|\\(?:text|mathrm|textbf)\s*\{[^{}]*\}|\\(?:Rightarrow|implies|therefore|to|rightarrow|iff|Longrightarrow"
     r"|longrightarrow|in|colon)(?![A-Za-z])|[;:→⇒∴]|\\(?:begin|end)\s*\{\w+\*?\}(?:\{\w+\})?"
@@ -46,9 +48,7 @@ EMPHASIS = re.compile(r"(?:\*\*|__|(?:(?<=\s)|^)[*_\"'(\[])+$")
 BULLET_ALONE = re.compile(r"\s*(?:[-+*>•]|\d+[.)])\s+")
 ENDS_BEFORE_BOX = re.compile(r"(?:[=≈]|\\approx|\\sim|\\in)\s*$")
 """What may stand before a box within a formula."""
-OPERATOR = (
-    r"[-+*/^<>±×·÷≤≥≠√_−]|\\(?:cdot|times|div|ast|pm|mp|neq?|leq?|geq?|lt|gt|sqrt|frac|log|ln|sin|cos|tan)(?![A-Za-z])"
-)
+OPERATOR = r"[-+*/^<>±×·÷≤≥≠√_−]|\\(?:cdot|times|div|ast|pm|mp|neq?|leq?|geq?|lt|gt|sqrt|frac|log|ln|sin|cos|tan)(?![A-Za-z])"
 LEFT_OF_LINE = re.compile(rf"(?:{OPERATOR})\s*[({{]?\s*$|[\w)\]}}{{]$")
 """What belongs to a box that follows it in a line without dollars."""
 SCALE = rf"(?:{'|'.join([*names.SCALES, 'dozen', 'squared', 'cubed', 'factorial', 'percent'])})\b"
@@ -70,9 +70,13 @@ DENIED_BEHIND = re.compile(
     r"(?i)[\s$\\)\]*_,]*(?:is\s+(?:not|wrong|incorrect|excluded)\b|isn't\b|cannot\s+be\b|\?|\(?(?:perhaps|maybe)\s"
     r"|\(?or\s+(?:perhaps|maybe|possibly)\b)"
 )
-OTHER_BEHIND = re.compile(r"(?:[\s$\\)\]*_,]|\\text\s*\{)*\(?or(?:\s|\}|\\)+(?=[$\\(\d-])(?P<other>\S+)")
+OTHER_BEHIND = re.compile(
+    r"(?:[\s$\\)\]*_,]|\\text\s*\{)*\(?or(?:\s|\}|\\)+(?=[$\\(\d-])(?P<other>\S+)"
+)
 """Another answer behind the box: `or 6`."""
-OFFERED = re.compile(r"(?i)\bor\b[^.]{0,15}$|\b(?:either|might|could|maybe|perhaps|probably|possibly|alternatively)\b")
+OFFERED = re.compile(
+    r"(?i)\bor\b[^.]{0,15}$|\b(?:either|might|could|maybe|perhaps|probably|possibly|alternatively)\b"
+)
 WIDEST = 2_000
 """Characters on each side of a box in which its formula begins and ends."""
 LONGEST_RUN = 300
@@ -97,7 +101,8 @@ def has_closed_box(text: str) -> bool:
 
 
 def boxed(text: str) -> str | None:
-    """Return what is in the last box with the formula around it, or in the boxes that make a list.
+    """Return what is in the last box with the formula around it, or in the boxes that
+    make a list.
 
     None if the last box is not closed, denied, or one of several that are offered.
     """
@@ -146,7 +151,9 @@ def _boxes(text: str) -> tuple[list[Excerpt], bool]:
 
 
 def _is_offered(text: str, spans: list[Excerpt], listed: list[Excerpt]) -> bool:
-    """Return whether the last box is one of several between which the text does not choose."""
+    """Return whether the last box is one of several between which the text does not
+    choose.
+    """
     if len(spans) == len(listed) or len({span.text for span in spans}) == 1:
         return False
     between = text[spans[-len(listed) - 1].end : listed[0].begin]
@@ -154,7 +161,9 @@ def _is_offered(text: str, spans: list[Excerpt], listed: list[Excerpt]) -> bool:
 
 
 def _is_denied(text: str, listed: list[Excerpt]) -> bool:
-    """Return whether the words around the boxes deny them, or add another answer that is not the same."""
+    """Return whether the words around the boxes deny them, or add another answer that
+    is not the same.
+    """
     begin = listed[0].begin
     end = listed[-1].end
     before = text[max(0, begin - LONGEST_BETWEEN) : begin]
@@ -170,7 +179,9 @@ def _is_denied(text: str, listed: list[Excerpt]) -> bool:
 
 
 def _with_formula(text: str, span: Excerpt) -> str | None:
-    """Return the box's content, or the formula that it is a part of; None if digits touch it."""
+    """Return the box's content, or the formula that it is a part of; None if digits
+    touch it.
+    """
     begin = max(0, span.begin - WIDEST, text.rfind("\n\n", 0, span.begin))
     nearby = text[begin : span.end + WIDEST]
     for match in DOLLARS.finditer(nearby):
@@ -208,7 +219,9 @@ def _in_line(left: str, span: Excerpt, right: str) -> str | None:
         right = re.sub(r"^\s*\}", "", right)
     left = ARROW.sub("", left)
     plain_left = EMPHASIS.sub("", left)
-    right = re.sub(r"^(?:\*\*|__|[*_\"')\]](?=\s|$|[.,]))+", "", right) if plain_left != left else right
+    right = (
+        re.sub(r"^(?:\*\*|__|[*_\"')\]](?=\s|$|[.,]))+", "", right) if plain_left != left else right
+    )
     is_factorial = right.startswith("!") and EXCLAMATION.search(plain_left) is None
     has_left = LEFT_OF_LINE.search(plain_left) is not None
     if not (has_left or is_factorial or RIGHT_OF_LINE.match(right)):

@@ -1,4 +1,5 @@
-"""Whether two answers are equal: within a kind, or across kinds that write the same thing.
+"""Whether two answers are equal: within a kind, or across kinds that write the same
+thing.
 
 x = 5                      ─►  5                      a single value may be named
 x = 2, y = 3               ─►  (2, 3)                 in the order of the names
@@ -66,7 +67,9 @@ from megarl.tasks.graders.math.realsets import (
 COORDINATES = frozenset("xyz")
 LETTERS = frozenset("abcdfghjklmnopqrstuvwABCDEFGHIJKLMNOPQRSTUVWXYZ")
 ARTICLES = frozenset({"the", "a", "an"})
-SHORT_WORDS = frozenset({"yes", "no", "true", "false", "none", "dne", "even", "odd", "both", "neither"})
+SHORT_WORDS = frozenset(
+    {"yes", "no", "true", "false", "none", "dne", "even", "odd", "both", "neither"}
+)
 UNIT_VECTORS = ("\\vec i", "\\vec j", "\\vec k")
 DEGREES = ({"degree", "celsius"}, {"degree", "fahrenheit"})
 VECTORS = frozenset({Bracket.ROUND, Bracket.SQUARE, Bracket.ANGLE})
@@ -81,7 +84,9 @@ class NamedAnswer:
 
 
 def equal(gold: MathAnswer, answer: MathAnswer) -> bool:
-    """Return whether the answer equals the expected one. One that takes too much work does not."""
+    """Return whether the answer equals the expected one. One that takes too much work
+    does not.
+    """
     try:
         return Comparison().same(gold, answer)
     except (TooMuchWork, RecursionError):
@@ -118,7 +123,11 @@ class Comparison:
         """Return whether the numbers of a chain are equal: not of 6 = 5."""
         if not isinstance(answer, Relation) or set(answer.signs) != {"="}:
             return True
-        constants = [side for side in answer.sides if isinstance(side, Expression) and _is_constant_side(side)]
+        constants = [
+            side
+            for side in answer.sides
+            if isinstance(side, Expression) and _is_constant_side(side)
+        ]
         if len({side.unit for side in constants}) > 1:
             return True
         return all(self._equality.same(constants[-1].formula, c.formula) for c in constants[:-1])
@@ -139,7 +148,9 @@ class Comparison:
         return gold_value is not None and value is not None and self.same(gold_value, value)
 
     def _same_approximations(self, gold: MathAnswer, answer: MathAnswer) -> bool:
-        """Compare chains with ≈: the exact form counts, and for an expected decimal its rounding."""
+        """Compare chains with ≈: the exact form counts, and for an expected decimal its
+        rounding.
+        """
         is_decimal = _is_decimal(named(gold).value)
         for expected in _sides_of_approximation(gold, with_rounding=True):
             for value in _sides_of_approximation(answer, with_rounding=is_decimal):
@@ -148,8 +159,12 @@ class Comparison:
         return False
 
     def _approximations_hold(self, answer: MathAnswer) -> bool:
-        """Return whether each ≈ stands between a name or an exact form and its correct rounding."""
-        return all(self._approximation_holds(part) for part in relations_in(answer) if "~" in part.signs)
+        """Return whether each ≈ stands between a name or an exact form and its correct
+        rounding.
+        """
+        return all(
+            self._approximation_holds(part) for part in relations_in(answer) if "~" in part.signs
+        )
 
     def _approximation_holds(self, relation: Relation) -> bool:
         at = relation.signs.index("~")
@@ -226,10 +241,14 @@ class Comparison:
         for share, number in ((gold, answer), (answer, gold)):
             if share.unit == "percent" and not number.unit:
                 return self._same_percentages(share.formula, number.formula)
-        return same_units(gold.unit, answer.unit) and self._equality.same(gold.formula, answer.formula)
+        return same_units(gold.unit, answer.unit) and self._equality.same(
+            gold.formula, answer.formula
+        )
 
     def _same_percentages(self, share: Formula, number: Formula) -> bool:
-        """Compare a percentage with a number: one below 1 is a fraction of the whole, others are percent."""
+        """Compare a percentage with a number: one below 1 is a fraction of the whole,
+        others are percent.
+        """
         try:
             value = self._equality.constant(number)
         except NoValue:
@@ -276,7 +295,9 @@ class Comparison:
         return self._same_multiset(gold_items, answer_items, self._same_item)
 
     def _same_families(self, gold: Sequence[MathAnswer], answer: Sequence[MathAnswer]) -> bool:
-        """Compare `x = k\\pi, k \\in \\mathbb{Z}` with others: the sets, then what is left."""
+        """Compare `x = k\\pi, k \\in \\mathbb{Z}` with others: the sets, then what is
+        left.
+        """
         if not self._same_multiset(_memberships(gold), _memberships(answer), self.same):
             return False
         remaining = [item for item in gold if item not in _memberships(gold)]
@@ -304,7 +325,9 @@ class Comparison:
         return distinct
 
     def _in_order_of_value(self, items: Sequence[MathAnswer]) -> list[MathAnswer] | None:
-        """Return real constants by size, each evaluated once; None if the items are something else."""
+        """Return real constants by size, each evaluated once; None if the items are
+        something else.
+        """
         sized = []
         for number, item in enumerate(items):
             if not isinstance(item, Expression) or item.unit or not _is_constant_side(item):
@@ -320,12 +343,16 @@ class Comparison:
             sized.append((value, number))
         return [items[number] for _, number in sorted(sized)]
 
-    def _same_multiset[T](self, gold: Sequence[T], answer: Sequence[T], same: Callable[[T, T], bool]) -> bool:
+    def _same_multiset[T](
+        self, gold: Sequence[T], answer: Sequence[T], same: Callable[[T, T], bool]
+    ) -> bool:
         if len(gold) != len(answer):
             return False
         remaining = list(answer)
         for item in gold:
-            match = next((n for n, second_value in enumerate(remaining) if same(item, second_value)), None)
+            match = next(
+                (n for n, second_value in enumerate(remaining) if same(item, second_value)), None
+            )
             if match is None:
                 return False
             del remaining[match]
@@ -365,12 +392,17 @@ class Comparison:
             if entries is None or not isinstance(second_value, Expression) or len(entries) > 3:
                 continue
             if symbols(second_value.formula) & set(UNIT_VECTORS):
-                terms = [Apply("*", (entry, Symbol(unit))) for entry, unit in zip(entries, UNIT_VECTORS, strict=False)]
+                terms = [
+                    Apply("*", (entry, Symbol(unit)))
+                    for entry, unit in zip(entries, UNIT_VECTORS, strict=False)
+                ]
                 return self._equality.same(Apply("+", tuple(terms)), second_value.formula)
         return None
 
     def _same_assignments(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
-        """Compare named values with each other, or with a tuple in the order of the names."""
+        """Compare named values with each other, or with a tuple in the order of the
+        names.
+        """
         first_value = assignments(gold)
         second_value = assignments(answer)
         if first_value is not None and second_value is not None:
@@ -402,7 +434,9 @@ class Comparison:
             return all(self.same(a, b) for a, b in zip(gold.sides, answer.sides, strict=True))
         return all(self._same_link(sign, a, b) for (sign, *a), (_, *b) in links)
 
-    def _same_link(self, sign: str, gold: Sequence[MathAnswer], answer: Sequence[MathAnswer]) -> bool:
+    def _same_link(
+        self, sign: str, gold: Sequence[MathAnswer], answer: Sequence[MathAnswer]
+    ) -> bool:
         if all(self.same(a, b) for a, b in zip(gold, answer, strict=True)):
             return True
         if sign in ("=", "!=") and self.same(gold[0], answer[1]) and self.same(gold[1], answer[0]):
@@ -537,14 +571,19 @@ def same_words(gold: Words, answer: Words) -> bool:
 
 
 def _plain_words(text: Words) -> list[str]:
-    words = [word.lower() if not word.isupper() or word.lower() in SHORT_WORDS else word for word in text.words]
+    words = [
+        word.lower() if not word.isupper() or word.lower() in SHORT_WORDS else word
+        for word in text.words
+    ]
     if len(words) > 1 and words[0].lower() in ARTICLES:
         return words[1:]
     return words
 
 
 def normal(answer: MathAnswer) -> MathAnswer:
-    """Return the answer with ± as two values, and names repeated: `x = 3, 5` is x = 3, x = 5."""
+    """Return the answer with ± as two values, and names repeated: `x = 3, 5` is x = 3,
+    x = 5.
+    """
     if isinstance(answer, Listing):
         items: list[MathAnswer] = []
         spread = answer.bracket in (Bracket.NONE, Bracket.SET)
@@ -582,7 +621,9 @@ def _opposed(answer: MathAnswer) -> bool:
     seen_heads: list[str] = []
 
     def collect(formula: Formula) -> Formula:
-        seen_heads.extend(p.head for p in parts(formula) if isinstance(p, Apply) and p.head in TWO_VALUED)
+        seen_heads.extend(
+            p.head for p in parts(formula) if isinstance(p, Apply) and p.head in TWO_VALUED
+        )
         return formula
 
     mapped(answer, collect)
@@ -595,7 +636,11 @@ def _as_solutions(items: list[MathAnswer], joint: Joint) -> list[MathAnswer]:
     if joint is not Joint.OR or None in item_names:
         return items
     length = len(set(item_names))
-    if length < 2 or len(items) == length or item_names != item_names[:length] * (len(items) // length):
+    if (
+        length < 2
+        or len(items) == length
+        or item_names != item_names[:length] * (len(items) // length)
+    ):
         return items
     return [Listing(tuple(items[n : n + length])) for n in range(0, len(items), length)]
 
@@ -625,12 +670,16 @@ def mapped(answer: Any, change: Callable[[Formula], Formula]) -> Any:
 
 
 def named(answer: MathAnswer) -> NamedAnswer:
-    """Return an answer's value with its name: x and 5 for `x = 5`; of a computation its result."""
+    """Return an answer's value with its name: x and 5 for `x = 5`; of a computation its
+    result.
+    """
     if isinstance(answer, Listing) and answer.bracket is Bracket.NONE and answer.items:
         items = [named(item) for item in answer.items]
         names = {item.name for item in items}
         if len(names) == 1 and None not in names:
-            return NamedAnswer(names.pop(), replace(answer, items=tuple(item.value for item in items)))
+            return NamedAnswer(
+                names.pop(), replace(answer, items=tuple(item.value for item in items))
+            )
         return NamedAnswer(None, answer)
     if not isinstance(answer, Relation):
         return NamedAnswer(None, answer)
@@ -651,7 +700,9 @@ def named(answer: MathAnswer) -> NamedAnswer:
 
 
 def _name(side: MathAnswer) -> str | None:
-    """Return the name that a side is: a variable, a function of something, a tuple of variables."""
+    """Return the name that a side is: a variable, a function of something, a tuple of
+    variables.
+    """
     if isinstance(side, Listing) and side.bracket is Bracket.ROUND:
         names = [_name(item) for item in side.items]
         return None if None in names else f"({','.join(map(str, names))})"
@@ -667,10 +718,16 @@ def _name(side: MathAnswer) -> str | None:
 
 
 def _is_asked_for(formula: Apply) -> bool:
-    """Return whether this is what questions ask for: m + n, abc, |AB|; no curve's equation."""
+    """Return whether this is what questions ask for: m + n, abc, |AB|; no curve's
+    equation.
+    """
     if formula.head == "abs":
         return isinstance(formula.arguments[0], Symbol) and formula.arguments[0].name.isupper()
-    terms = [part for part in parts(formula) if not isinstance(part, Apply) or part.head not in ("+", "*")]
+    terms = [
+        part
+        for part in parts(formula)
+        if not isinstance(part, Apply) or part.head not in ("+", "*")
+    ]
     variables = [term for term in terms if isinstance(term, Symbol)]
     simple = all(isinstance(term, Symbol | Number) for term in terms)
     names = {variable.name[0] for variable in variables}
@@ -678,12 +735,16 @@ def _is_asked_for(formula: Apply) -> bool:
 
 
 def _names_a_value(named_answer: NamedAnswer) -> bool:
-    """Return whether a named answer's value may stand alone: not if it is a curve, `y = 2x + 3`."""
+    """Return whether a named answer's value may stand alone: not if it is a curve, `y =
+    2x + 3`.
+    """
     return named_answer.name not in COORDINATES or not _symbols_of(named_answer.value) & COORDINATES
 
 
 def _stands_for(named_answer: NamedAnswer) -> bool:
-    """Return whether a name is just one for the value: of a tuple the names are in order."""
+    """Return whether a name is just one for the value: of a tuple the names are in
+    order.
+    """
     name = named_answer.name or ""
     if name.startswith("("):
         names = name[1:-1].split(",")
@@ -706,7 +767,9 @@ def assignments(answer: MathAnswer) -> dict[str, MathAnswer] | None:
     values: dict[str, MathAnswer] = {}
     for item in answer.items:
         first_value = named(item)
-        several = assignments(item) if first_value.name is None else {first_value.name: first_value.value}
+        several = (
+            assignments(item) if first_value.name is None else {first_value.name: first_value.value}
+        )
         if several is None or several.keys() & values.keys():
             return None
         if any(name.startswith("(") for name in several):
@@ -719,7 +782,9 @@ def _is_tuple(answer: MathAnswer) -> TypeGuard[Listing]:
     return isinstance(answer, Listing) and answer.bracket in VECTORS
 
 
-def _paired(names: Sequence[MathAnswer], values: Sequence[MathAnswer]) -> dict[str, MathAnswer] | None:
+def _paired(
+    names: Sequence[MathAnswer], values: Sequence[MathAnswer]
+) -> dict[str, MathAnswer] | None:
     words = [_name(name) for name in names]
     if None in words or len(set(words)) != len(words) or len(words) != len(values):
         return None
@@ -756,7 +821,9 @@ def _entries(answer: MathAnswer) -> tuple[Formula, ...] | None:
         return answer.rows[0] if len(answer.rows) == 1 else None
     if not isinstance(answer, Listing) or answer.bracket not in VECTORS:
         return None
-    formulas = [item.formula for item in answer.items if isinstance(item, Expression) and not item.unit]
+    formulas = [
+        item.formula for item in answer.items if isinstance(item, Expression) and not item.unit
+    ]
     return tuple(formulas) if len(formulas) == len(answer.items) > 1 else None
 
 
@@ -873,7 +940,9 @@ def _is_conversion(exact: Expression, converted: MathAnswer) -> bool:
 
 
 def _is_decimal_formula(formula: Formula) -> bool:
-    """Return whether a formula is an integer or a decimal, perhaps with a sign or a power of ten."""
+    """Return whether a formula is an integer or a decimal, perhaps with a sign or a
+    power of ten.
+    """
     if isinstance(formula, Apply) and formula.head == "-":
         return _is_decimal_formula(formula.arguments[0])
     return isinstance(formula, Number) or heads(formula) <= {"*", "^", "-"}
@@ -895,13 +964,17 @@ def relations_in(answer: Any) -> Iterator[Relation]:
     if isinstance(answer, tuple):
         for item in answer:
             yield from relations_in(item)
-    elif hasattr(answer, "__dataclass_fields__") and not isinstance(answer, Number | Symbol | Apply):
+    elif hasattr(answer, "__dataclass_fields__") and not isinstance(
+        answer, Number | Symbol | Apply
+    ):
         for field in fields(answer):
             yield from relations_in(getattr(answer, field.name))
 
 
 def is_solved(answer: MathAnswer) -> bool:
-    """Return whether each inequality has a letter alone between numbers: not 2x + 1 > 7."""
+    """Return whether each inequality has a letter alone between numbers: not 2x + 1 >
+    7.
+    """
     relations = [part for part in relations_in(answer) if set(part.signs) & (ORDERS | {"!="})]
     return all(map(_is_bare_side, (side for part in relations for side in part.sides)))
 

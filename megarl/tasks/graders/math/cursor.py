@@ -61,7 +61,9 @@ class Cursor:
         token = self.peek()
         if len(token.text) > 1 and token.text.isdigit():
             remainder = Token(TokenKind.NUMBER, token.text[1:], Gap.NONE, token.upright)
-            self.replace(Token(TokenKind.NUMBER, token.text[0], token.gap, token.upright), remainder)
+            self.replace(
+                Token(TokenKind.NUMBER, token.text[0], token.gap, token.upright), remainder
+            )
         return self.take()
 
     @contextmanager

@@ -1,8 +1,10 @@
-"""Whether two formulas are equal: by their exact values, or by values of many digits at several points.
+"""Whether two formulas are equal: by their exact values, or by values of many digits at
+several points.
 
-Constants are compared at two precisions: the difference of equal ones shrinks with the precision, that of others
-stays. Formulas with variables are compared at rational points, the first positive, one negative, others mixed
-(Schwartz 1980, Zippel 1979); if they have values at too few of them, as (-1)^n, at natural numbers.
+Constants are compared at two precisions: the difference of equal ones shrinks with the
+precision, that of others stays. Formulas with variables are compared at rational
+points, the first positive, one negative, others mixed (Schwartz 1980, Zippel 1979); if
+they have values at too few of them, as (-1)^n, at natural numbers.
 """
 
 from collections.abc import Iterator
@@ -20,7 +22,15 @@ from megarl.tasks.graders.math.evaluation import (
     as_real,
     variable,
 )
-from megarl.tasks.graders.math.formulas import TWO_VALUED, Apply, Formula, Number, heads, parts, symbols
+from megarl.tasks.graders.math.formulas import (
+    TWO_VALUED,
+    Apply,
+    Formula,
+    Number,
+    heads,
+    parts,
+    symbols,
+)
 
 PRECISION = 240
 """Bits of the first evaluation; the second has twice as many."""
@@ -62,7 +72,9 @@ class Equality:
         return self._evaluator({}, False, precision).value(formula)
 
     def proportional(self, first: Formula, second: Formula, positive: bool = False) -> bool:
-        """Return whether one is the other times a constant (a positive one) that is not zero."""
+        """Return whether one is the other times a constant (a positive one) that is not
+        zero.
+        """
         names = symbols(first) | symbols(second)
         if not names or symbols(first) != symbols(second):
             return False
@@ -90,8 +102,12 @@ class Equality:
         except NoValue:
             return False
 
-    def _same_values(self, point: dict[str, Numeric], real: bool, first: Formula, second: Formula) -> bool:
-        """Return whether both have the same value at a point, by two precisions if need be."""
+    def _same_values(
+        self, point: dict[str, Numeric], real: bool, first: Formula, second: Formula
+    ) -> bool:
+        """Return whether both have the same value at a point, by two precisions if need
+        be.
+        """
         evaluator = self._evaluator(point, real, PRECISION)
         a = evaluator.value(first)
         b = evaluator.value(second)
@@ -143,13 +159,18 @@ class Equality:
             agreeing = self._agreeing(first, second, names, real, integers=True)
         return agreeing is not None and agreeing >= ENOUGH
 
-    def _same_at_extremes(self, first: Formula, second: Formula, names: frozenset[str], real: bool) -> bool:
+    def _same_at_extremes(
+        self, first: Formula, second: Formula, names: frozenset[str], real: bool
+    ) -> bool:
         """Compare at points of both signs and of very different sizes."""
         stepped = bool((heads(first) | heads(second)) & JUMPING)
         for number, size in enumerate(EXTREMES):
             signs = [1 if (number >> n) & 1 else -1 for n in range(len(names))]
             values = [variable(name, number) for name in sorted(names)]
-            point = {name: sign * abs(v) * size for name, sign, v in zip(sorted(names), signs, values, strict=True)}
+            point = {
+                name: sign * abs(v) * size
+                for name, sign, v in zip(sorted(names), signs, values, strict=True)
+            }
             try:
                 if not self._same_values(dict(point), real, first, second):
                     return False
@@ -161,7 +182,9 @@ class Equality:
     def _agreeing(
         self, first: Formula, second: Formula, names: frozenset[str], real: bool, integers: bool
     ) -> int | None:
-        """Return at how many points both have the same value, None if they differ at one."""
+        """Return at how many points both have the same value, None if they differ at
+        one.
+        """
         agreeing = 0
         for number in range(POINTS):
             point = {name: variable(name, number, integers) for name in names}
@@ -186,7 +209,9 @@ class Equality:
     def _values(
         self, names: frozenset[str], first: Formula, second: Formula, integers: bool
     ) -> Iterator[tuple[Numeric, Numeric] | None]:
-        """Iterate over both formulas' values at several points; None where one has none."""
+        """Iterate over both formulas' values at several points; None where one has
+        none.
+        """
         real = not _has_imaginary(first) and not _has_imaginary(second)
         for number in range(POINTS):
             point: dict[str, Numeric] = {name: variable(name, number, integers) for name in names}
@@ -205,7 +230,9 @@ class Equality:
 
 
 def _has_imaginary(formula: Formula) -> bool:
-    return any(not isinstance(part, Apply) and getattr(part, "name", "") == "i" for part in parts(formula))
+    return any(
+        not isinstance(part, Apply) and getattr(part, "name", "") == "i" for part in parts(formula)
+    )
 
 
 def _is_positive(value: Numeric) -> bool:
@@ -213,7 +240,8 @@ def _is_positive(value: Numeric) -> bool:
 
 
 def needs_computing(formula: Formula, equality: Equality) -> bool:
-    """Return whether a step is left that makes one rational number of others: 2 + 3, √16, 5!.
+    """Return whether a step is left that makes one rational number of others: 2 + 3,
+    √16, 5!.
 
     Fractions, signs and powers of ten behind a factor are no such steps.
     """
@@ -234,7 +262,9 @@ def needs_computing(formula: Formula, equality: Equality) -> bool:
     if symbols(formula):
         return False
     try:
-        return isinstance(equality.constant(formula), Fraction) or _is_nearly_rational(formula, equality)
+        return isinstance(equality.constant(formula), Fraction) or _is_nearly_rational(
+            formula, equality
+        )
     except NoValue:
         return True
 
@@ -255,7 +285,9 @@ def _is_rational(formula: Formula) -> bool:
 
 
 def _is_nearly_rational(formula: Formula, equality: Equality) -> bool:
-    """Return whether a value of many digits is an integer or a fraction of small numbers."""
+    """Return whether a value of many digits is an integer or a fraction of small
+    numbers.
+    """
     value = equality.constant(formula)
     if not isinstance(value, Real):
         return False

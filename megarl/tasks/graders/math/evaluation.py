@@ -1,7 +1,8 @@
 """Values of formulas: exact fractions as long as possible, then numbers of many digits.
 
-Every operation is bounded: exact numbers have at most MOST_BITS bits, exponents and arguments of functions are
-limited, and a verdict may take MOST_STEPS operations. What is beyond has no value here (`NoValue`).
+Every operation is bounded: exact numbers have at most MOST_BITS bits, exponents and
+arguments of functions are limited, and a verdict may take MOST_STEPS operations. What
+is beyond has no value here (`NoValue`).
 """
 
 import hashlib
@@ -76,15 +77,17 @@ def as_real(value: Numeric) -> Numeric:
 class Evaluator:
     """Evaluates formulas at a point.
 
-    point: the variables' values; real: whether a root of a negative number has no value, because the formula is
-    about real variables.
+    point: the variables' values; real: whether a root of a negative number has no
+    value, because the formula is about real variables.
     """
 
     point: Mapping[str, Numeric]
     real: bool
     budget: Budget
     spread: int = 0
-    """The largest difference, in bits, between the magnitudes of a sum's terms that are not exact."""
+    """The largest difference, in bits, between the magnitudes of a sum's terms that are
+    not exact.
+    """
     bits: int = 0
     """The length of the longest exact number."""
 
@@ -120,7 +123,9 @@ class Evaluator:
             raise NoValue(str(error)) from None
 
     def _check_not_zero(self, formula: Formula, value: Numeric) -> None:
-        """Raise NoValue if a divisor cannot be told from 0: it shrinks as the precision grows."""
+        """Raise NoValue if a divisor cannot be told from 0: it shrinks as the precision
+        grows.
+        """
         if isinstance(value, Fraction) or (value and magnitude(value) > -CONTEXT.prec // 4):
             return
         before = CONTEXT.prec
@@ -160,7 +165,9 @@ class Evaluator:
         return variable(name, 0)
 
     def _opaque(self, formula: Apply) -> Numeric:
-        """Return a number for what has no known value: the same one for equal arguments."""
+        """Return a number for what has no known value: the same one for equal
+        arguments.
+        """
         arguments = [self.value(argument) for argument in formula.arguments]
         words = [formula.head, *(self.key(argument) for argument in arguments)]
         return hashed(words)
@@ -214,7 +221,9 @@ def magnitude(value: Numeric) -> int:
 
 
 def variable(name: str, number: int, integers: bool = False) -> Fraction:
-    """Return a variable's value at the point of this number; the first points are positive."""
+    """Return a variable's value at the point of this number; the first points are
+    positive.
+    """
     digest = hashlib.blake2b(f"{name} {number}".encode(), digest_size=8).digest()
     word = int.from_bytes(digest)
     if integers:
@@ -225,7 +234,9 @@ def variable(name: str, number: int, integers: bool = False) -> Fraction:
 
 
 def hashed(words: list[str]) -> Fraction:
-    """Return a number between 1 and 2 that looks random, the same one for the same words."""
+    """Return a number between 1 and 2 that looks random, the same one for the same
+    words.
+    """
     digest = hashlib.blake2b("\0".join(words).encode(), digest_size=6).digest()
     return 1 + Fraction(int.from_bytes(digest), 1 << 48)
 
@@ -241,7 +252,9 @@ def _add(evaluator: Evaluator, *terms: Numeric) -> Numeric:
     return total
 
 
-def _both(evaluator: Evaluator, a: Numeric, b: Numeric, operate: Callable[[Numeric, Numeric], Numeric]) -> Numeric:
+def _both(
+    evaluator: Evaluator, a: Numeric, b: Numeric, operate: Callable[[Numeric, Numeric], Numeric]
+) -> Numeric:
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return operate(a, b)
     return operate(as_real(a), as_real(b))
@@ -367,7 +380,9 @@ def _ln(evaluator: Evaluator, value: Numeric) -> Numeric:
 
 
 def _log(evaluator: Evaluator, value: Numeric, base: Numeric | None = None) -> Numeric:
-    """Return a logarithm. One without a base has an unknown one, the same in all formulas."""
+    """Return a logarithm. One without a base has an unknown one, the same in all
+    formulas.
+    """
     base = Fraction(3989, 1009) if base is None else base
     return _divide(evaluator, _ln(evaluator, value), _ln(evaluator, base))
 

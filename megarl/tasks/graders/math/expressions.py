@@ -5,8 +5,9 @@
     factor    atom     with ^ ! % ° behind it
     atom      number, variable, function with its argument, fraction, root, brackets, bars
 
-What stands in brackets may be no formula, but a tuple, a set or a matrix: `structure` reads those (reader.py).
-Each method returns a formula or another answer, having consumed its tokens, or raises CannotRead.
+What stands in brackets may be no formula, but a tuple, a set or a matrix: `structure`
+reads those (reader.py). Each method returns a formula or another answer, having
+consumed its tokens, or raises CannotRead.
 """
 
 import re
@@ -45,7 +46,9 @@ ATOM_COMMANDS = (
     | SUMS.keys()
     | {r"\frac", r"\sqrt", r"\binom", r"\pi", r"\infty", r"\lfloor", r"\lceil", r"\ell", r"\|"}
 )
-NO_FACTORS = names.ENGLISH | names.AND | names.OR | names.CONDITIONS | names.ELSEWHERE | names.FILLERS
+NO_FACTORS = (
+    names.ENGLISH | names.AND | names.OR | names.CONDITIONS | names.ELSEWHERE | names.FILLERS
+)
 
 
 def formula_of(value: Parsed) -> Formula:
@@ -56,7 +59,9 @@ def formula_of(value: Parsed) -> Formula:
 
 
 class FormulaParser(Cursor):
-    """Reads formulas. letters: variables that the question names, which are no units here."""
+    """Reads formulas. letters: variables that the question names, which are no units
+    here.
+    """
 
     def __init__(self, tokens: tuple[Token, ...], letters: frozenset[str] = frozenset()) -> None:
         super().__init__(tokens)
@@ -233,7 +238,8 @@ class FormulaParser(Cursor):
         return self.argument(whole_numbers=True)
 
     def argument(self, whole_numbers: bool = False) -> Formula:
-        """Read what belongs to a command: a group in braces, a digit, a letter or another command.
+        """Read what belongs to a command: a group in braces, a digit, a letter or
+        another command.
 
         whole_numbers: take all digits of a number without braces, as in plain text.
         """
@@ -295,7 +301,9 @@ class FormulaParser(Cursor):
         return number
 
     def _mixed(self, number: Number) -> Parsed:
-        """Read `1\\frac{1}{4}`. CannotRead if an improper fraction follows; with variables it is a factor."""
+        """Read `1\\frac{1}{4}`. CannotRead if an improper fraction follows; with
+        variables it is a factor.
+        """
         start = self.position
         fraction = self._command()
         if is_proper(fraction):
@@ -367,7 +375,9 @@ class FormulaParser(Cursor):
         return self._variables(token)
 
     def _variables(self, token: Token) -> Parsed:
-        """Read letters side by side: capitals name one thing (`AB`), others are factors (`xy`)."""
+        """Read letters side by side: capitals name one thing (`AB`), others are factors
+        (`xy`).
+        """
         if token.text.isupper() and self.peek(1).text != "_":
             self.take()
             return Symbol(token.text)
@@ -520,7 +530,9 @@ class FormulaParser(Cursor):
         return Apply(head, (inside,))
 
     def _function(self, name: str) -> Parsed:
-        """Read a function's base, power and arguments: `\\log_2 8`, `\\sin^2 2x`, `gcd(12, 18)`."""
+        """Read a function's base, power and arguments: `\\log_2 8`, `\\sin^2 2x`,
+        `gcd(12, 18)`.
+        """
         base = self._base(name) if name == "log" and self.accept("_") else None
         power = self._exponent() if self.accept("^") else None
         if power == Apply("-", (integer(1),)):
@@ -564,7 +576,9 @@ class FormulaParser(Cursor):
         return tuple(arguments)
 
     def _bare_argument(self) -> Formula:
-        """Read an argument without brackets: factors side by side, up to a sign or a function."""
+        """Read an argument without brackets: factors side by side, up to a sign or a
+        function.
+        """
         if self.at("-"):
             raise CannotRead("a sign behind a function")
         value = formula_of(self.factor())

@@ -7,7 +7,9 @@ from fractions import Fraction
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number as it is written: an integer, a decimal or a mixed number. decimals: its written ones."""
+    """A number as it is written: an integer, a decimal or a mixed number. decimals: its
+    written ones.
+    """
 
     value: Fraction
     decimals: int = field(default=0, compare=False, repr=False)
@@ -15,14 +17,18 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A variable (`x`, `x_1`, `AB`), or one of the constants `e`, `i`, `pi` and `infinity`."""
+    """A variable (`x`, `x_1`, `AB`), or one of the constants `e`, `i`, `pi` and
+    `infinity`.
+    """
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """An operation: `+`, `-` (of one argument), `*`, `/`, `^`, a function's name, `call f`."""
+    """An operation: `+`, `-` (of one argument), `*`, `/`, `^`, a function's name, `call
+    f`.
+    """
 
     head: str
     arguments: tuple["Formula", ...]
@@ -53,7 +59,9 @@ def parts(formula: Formula) -> Iterator[Formula]:
 
 
 def symbols(formula: Formula) -> frozenset[str]:
-    """Return the names of the formula's free variables; constants and the index of a sum are none."""
+    """Return the names of the formula's free variables; constants and the index of a
+    sum are none.
+    """
     if isinstance(formula, Symbol):
         return frozenset({formula.name}) - CONSTANTS
     if not isinstance(formula, Apply):

@@ -16,10 +16,12 @@ DECIMAL_COMMA = re.compile(r"-?\d+,(?:\d{1,2}|\d{4,})")
 
 
 def is_equal(answer: str, expected: str, prompt: str = "") -> bool:
-    """Return whether an answer is right, with what it says in a box, an answer line, dollars or prose.
+    """Return whether an answer is right, with what it says in a box, an answer line,
+    dollars or prose.
 
-    answer: what the policy said behind its thinking trace; expected: the data set's answer; prompt: the question,
-    if it is known: what repeats it is no answer, and its nouns may stand behind a number.
+    answer: what the policy said behind its thinking trace; expected: the data set's
+    answer; prompt: the question, if it is known: what repeats it is no answer, and its
+    nouns may stand behind a number.
     """
     question = question_of(prompt[-LONGEST_PROMPT:])
     gold = reading(GOLD_MARK.sub("", expected), question)
@@ -43,21 +45,26 @@ def is_equal(answer: str, expected: str, prompt: str = "") -> bool:
 def readable(expected: str) -> bool:
     """Return whether the grader can read an expected answer as mathematics or words.
 
-    If not, an answer is right only if it is the same text. The time is linear in the text, less than 1 ms for a
-    usual answer, and bounded: what is longer than 20,000 characters is not readable.
+    If not, an answer is right only if it is the same text. The time is linear in the
+    text, less than 1 ms for a usual answer, and bounded: what is longer than 20,000
+    characters is not readable.
     """
     return reading(GOLD_MARK.sub("", expected)).answer is not None
 
 
 def _adds_a_unit(answer: MathAnswer | None, gold: MathAnswer | None, text: str) -> bool:
-    """Return whether an upright letter is a unit in the answer, but a variable in the expected one."""
+    """Return whether an upright letter is a unit in the answer, but a variable in the
+    expected one.
+    """
     if not isinstance(answer, Expression) or not isinstance(gold, Expression):
         return False
     return bool(answer.unit) and not gold.unit and UPRIGHT_LETTER.search(text) is not None
 
 
 def _same_list(expected: str, gold: MathAnswer, text: str, answer: MathAnswer) -> bool:
-    """Compare lists of numbers of three digits, whose commas look like those within one number."""
+    """Compare lists of numbers of three digits, whose commas look like those within one
+    number.
+    """
     if isinstance(gold, Listing) and GROUPS.fullmatch(text.strip(" $.")):
         listed = reading(text.replace(",", ", ")).answer
         return listed is not None and equal(gold, listed)

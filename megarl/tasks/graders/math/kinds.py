@@ -1,4 +1,5 @@
-"""The kinds of answer that the grader knows. An answer is read into one of them, or not at all.
+"""The kinds of answer that the grader knows. An answer is read into one of them, or not
+at all.
 
 | kind | examples |
 |---|---|
@@ -77,7 +78,9 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A chain of sides with a sign between each two: `=`, `<`, `<=`, `>`, `>=`, `!=`, `in`, `~`."""
+    """A chain of sides with a sign between each two: `=`, `<`, `<=`, `>`, `>=`, `!=`,
+    `in`, `~`.
+    """
 
     sides: tuple["MathAnswer", ...]
     signs: tuple[str, ...]

@@ -1,4 +1,5 @@
-"""Text in one spelling: unicode signs become LaTeX commands, and what only lays text out goes.
+"""Text in one spelling: unicode signs become LaTeX commands, and what only lays text
+out goes.
 
 √2 · x² ≤ ½     ─►   sqrt 2 \\cdot x^{2} \\leq \\frac{1}{2}
 $\\left(1,2\\right)$   ─►   (1,2), after the tokens have dropped \\left and \\right
@@ -8,25 +9,112 @@ import re
 import unicodedata
 
 SIGNS = {
-    "π": r"\pi", "∞": r"\infty", "≤": r"\leq", "≥": r"\geq", "⩽": r"\leq", "⩾": r"\geq", "≠": r"\neq",
-    "±": r"\pm", "∓": r"\mp", "×": r"\times", "·": r"\cdot", "⋅": r"\cdot", "∙": r"\cdot", "•": r"\cdot",
-    "÷": r"\div", "∪": r"\cup", "∩": r"\cap", "∈": r"\in", "∉": r"\notin", "∅": r"\emptyset", "∖": r"\setminus",
-    "→": r"\to", "⇒": r"\implies", "≡": r"\equiv", "≈": r"\approx", "°": r"\degree", "º": r"\degree",
-    "⟨": r"\langle", "⟩": r"\rangle", "〈": r"\langle", "〉": r"\rangle", "⌊": r"\lfloor", "⌋": r"\rfloor",
-    "⌈": r"\lceil", "⌉": r"\rceil", "‖": r"\|", "∣": "|", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}",
-    "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "∑": r"\sum", "∏": r"\prod", "∫": r"\int",
-    "…": r"\ldots", "⋯": r"\ldots", "∠": r"\angle", "△": r"\triangle", "⊂": r"\subset", "⊆": r"\subseteq",
-    "∧": r"\land", "∨": r"\lor", "∀": r"\forall", "′": "'", "’": "'", "√": "sqrt", "∛": "cbrt",
-    "⊥": r"\perp", "∥": r"\parallel", "¬": r"\neg", "∂": r"\partial", "∇": r"\nabla", "ℓ": r"\ell",
-    "↦": r"\mapsto", "↔": r"\leftrightarrow", "⇔": r"\iff", "∘": r"\degree",
-}  # fmt: skip
+    "π": r"\pi",
+    "∞": r"\infty",
+    "≤": r"\leq",
+    "≥": r"\geq",
+    "⩽": r"\leq",
+    "⩾": r"\geq",
+    "≠": r"\neq",
+    "±": r"\pm",
+    "∓": r"\mp",
+    "×": r"\times",
+    "·": r"\cdot",
+    "⋅": r"\cdot",
+    "∙": r"\cdot",
+    "•": r"\cdot",
+    "÷": r"\div",
+    "∪": r"\cup",
+    "∩": r"\cap",
+    "∈": r"\in",
+    "∉": r"\notin",
+    "∅": r"\emptyset",
+    "∖": r"\setminus",
+    "→": r"\to",
+    "⇒": r"\implies",
+    "≡": r"\equiv",
+    "≈": r"\approx",
+    "°": r"\degree",
+    "º": r"\degree",
+    "⟨": r"\langle",
+    "⟩": r"\rangle",
+    "〈": r"\langle",
+    "〉": r"\rangle",
+    "⌊": r"\lfloor",
+    "⌋": r"\rfloor",
+    "⌈": r"\lceil",
+    "⌉": r"\rceil",
+    "‖": r"\|",
+    "∣": "|",
+    "ℝ": r"\mathbb{R}",
+    "ℤ": r"\mathbb{Z}",
+    "ℕ": r"\mathbb{N}",
+    "ℚ": r"\mathbb{Q}",
+    "ℂ": r"\mathbb{C}",
+    "∑": r"\sum",
+    "∏": r"\prod",
+    "∫": r"\int",
+    "…": r"\ldots",
+    "⋯": r"\ldots",
+    "∠": r"\angle",
+    "△": r"\triangle",
+    "⊂": r"\subset",
+    "⊆": r"\subseteq",
+    "∧": r"\land",
+    "∨": r"\lor",
+    "∀": r"\forall",
+    "′": "'",
+    "’": "'",
+    "√": "sqrt",
+    "∛": "cbrt",
+    "⊥": r"\perp",
+    "∥": r"\parallel",
+    "¬": r"\neg",
+    "∂": r"\partial",
+    "∇": r"\nabla",
+    "ℓ": r"\ell",
+    "↦": r"\mapsto",
+    "↔": r"\leftrightarrow",
+    "⇔": r"\iff",
+    "∘": r"\degree",
+}
 GREEK = {
-    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "varepsilon", "ϵ": "epsilon", "ζ": "zeta",
-    "η": "eta", "θ": "theta", "ι": "iota", "κ": "kappa", "λ": "lambda", "μ": "mu", "µ": "mu", "ν": "nu", "ξ": "xi",
-    "ρ": "rho", "σ": "sigma", "τ": "tau", "φ": "varphi", "ϕ": "phi", "χ": "chi", "ψ": "psi", "ω": "omega",
-    "Γ": "Gamma", "Δ": "Delta", "∆": "Delta", "Θ": "Theta", "Λ": "Lambda", "Ξ": "Xi", "Π": "Pi", "Σ": "Sigma",
-    "Φ": "Phi", "Ψ": "Psi", "Ω": "Omega",
-}  # fmt: skip
+    "α": "alpha",
+    "β": "beta",
+    "γ": "gamma",
+    "δ": "delta",
+    "ε": "varepsilon",
+    "ϵ": "epsilon",
+    "ζ": "zeta",
+    "η": "eta",
+    "θ": "theta",
+    "ι": "iota",
+    "κ": "kappa",
+    "λ": "lambda",
+    "μ": "mu",
+    "µ": "mu",
+    "ν": "nu",
+    "ξ": "xi",
+    "ρ": "rho",
+    "σ": "sigma",
+    "τ": "tau",
+    "φ": "varphi",
+    "ϕ": "phi",
+    "χ": "chi",
+    "ψ": "psi",
+    "ω": "omega",
+    "Γ": "Gamma",
+    "Δ": "Delta",
+    "∆": "Delta",
+    "Θ": "Theta",
+    "Λ": "Lambda",
+    "Ξ": "Xi",
+    "Π": "Pi",
+    "Σ": "Sigma",
+    "Φ": "Phi",
+    "Ψ": "Psi",
+    "Ω": "Omega",
+}
 CHARACTERS = {
     **{sign: f" {command} " for sign, command in SIGNS.items()},
     **{letter: f" \\{name} " for letter, name in GREEK.items()},
@@ -35,7 +123,9 @@ CHARACTERS = {
     **dict.fromkeys("、", ","),
     **dict.fromkeys("。", "."),
     **dict.fromkeys("“”„", '"'),
-    **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000", " "),
+    **dict.fromkeys(
+        "\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000", " "
+    ),
     **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u00ad\u2061\u2062\u2063", ""),
     **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # full width
 }
@@ -49,7 +139,9 @@ VULGAR = re.compile("[¼-¾⅐-⅞↉]")
 BREAK_WITH_SPACE = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*[a-z]{2}\s*\]")
 """A line break with a distance, `\\\\[4pt]`."""
 DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]")
-DEGREE = re.compile(r"\^\s*(?:\{\s*(?:\\circ|\\degree)\s*\}|\\circ(?![A-Za-z])|\\degree(?![A-Za-z]))")
+DEGREE = re.compile(
+    r"\^\s*(?:\{\s*(?:\\circ|\\degree)\s*\}|\\circ(?![A-Za-z])|\\degree(?![A-Za-z]))"
+)
 PRIME = re.compile(r"\^\s*(?:\{\s*((?:\\prime\s*)+)\}|\\prime(?![A-Za-z]))")
 WITH_ARGUMENT = re.compile(
     r"\\(?:hspace|vspace|phantom|hphantom|vphantom|label|tag|color|hskip|kern)\*?\s*\{[^{}]*\}"
@@ -109,7 +201,9 @@ def _fraction(sign: re.Match[str]) -> str:
 
 
 def _without_dollars(text: str) -> str:
-    """Remove pairs of dollar signs around formulas; a single one before a number is a currency."""
+    """Remove pairs of dollar signs around formulas; a single one before a number is a
+    currency.
+    """
     marks = text.replace(r"\$", "").count("$")
     if not marks:
         return text

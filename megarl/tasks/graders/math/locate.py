@@ -7,7 +7,8 @@ r"""Which part of a text is its answer.
     … $…$ …                         the last formula in dollars
     … 85 …                          the last number or formula of the prose
 
-Only a box, an answer line and a lone formula may hold what has still to be computed; from prose only a value counts.
+Only a box, an answer line and a lone formula may hold what has still to be computed;
+from prose only a value counts.
 """
 
 import re
@@ -17,7 +18,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megarl.tasks.graders.math import names
-from megarl.tasks.graders.math.boxes import BETWEEN, DOLLARS, JOINED, OPENED, Excerpt, boxed, has_closed_box
+from megarl.tasks.graders.math.boxes import (
+    BETWEEN,
+    DOLLARS,
+    JOINED,
+    OPENED,
+    Excerpt,
+    boxed,
+    has_closed_box,
+)
 from megarl.tasks.graders.math.layout import UNICODE, without_emphasis
 
 
@@ -32,7 +41,9 @@ class AnswerPlace(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A text that states the answer; before, behind: what else stands in its sentence, in prose."""
+    """A text that states the answer; before, behind: what else stands in its sentence,
+    in prose.
+    """
 
     text: str
     place: AnswerPlace
@@ -46,23 +57,30 @@ LONGEST_SENTENCE = 400
 MOST_PROSE = 20_000
 """Characters at the end of a long answer in which a formula is looked for."""
 LINE = re.compile(
-    r"(?im)(?:^|(?<=[.!?* \t]))[*_#> \t]{0,8}(?:(?:the|final|correct|right|my|so|thus)[ \t]{1,3}){0,4}"
-    r"(?:final[ \t]{1,3}answer|answer|ans)(?:[ \t]{1,3}(?:choice|option))?[*_]{0,3}[ \t]{0,3}:[*_\s]*"
+    r"(?im)(?:^|(?<=[.!?* \t]))[*_#> \t]{0,8}(?:(?:the|final|correct|right|my|so|thus)["
+    r" \t]{1,3}){0,4}"
+    r"(?:final[ \t]{1,3}answer|answer|ans)(?:[ \t]{1,3}(?:choice|option))?[*_]{0,3}["
+    r" \t]{0,3}:[*_\s]*"
     r"|####[ \t]*|答案(?:是|为|為)?[:：]?"
 )
 SENTENCE = re.compile(
     r"(?i)\b(?:answer|correct\s{1,3}(?:choice|option))(?:\s{1,3}(?:to|for|of)\b[^.\n:$\\\d]{0,60}?)?[*_]{0,3}\s{1,3}"
     r"(?:is|are|equals|will be|must be|should be)(?![A-Za-z])"
-    r"(?:\s{1,3}(?:therefore|thus|simply|clearly|just|then|indeed|hence|exactly|equal to|option|choice)){0,3}[:\s*_}]*"
+    r"(?:\s{1,3}(?:therefore|thus|simply|clearly|just|then|indeed|hence|exactly|equal"
+    r" to|option|choice)){0,3}[:\s*_}]*"
 )
-LETTER_IS_CORRECT = re.compile(r"(?i:\b(?:option|choice|answer))\s*\(?([A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)")
+LETTER_IS_CORRECT = re.compile(
+    r"(?i:\b(?:option|choice|answer))\s*\(?([A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)"
+)
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
 STOP = re.compile(r"[.!?;](?=\s|$)|\n\s*\n")
 CLAUSE = re.compile(
     r",?\s{1,3}(?:because|since|as|so|which|where|and\s+not|but|not|i\.e\.|that|when|if|after|rounded|assuming|given)\b"
     r"|,\s{1,3}(?=[a-z]{3,})|\s\("
 )
-APPROXIMATION = re.compile(r"(?i)[\s,(]*(?:which\s+is\s+)?(?:approximately|about|roughly|≈)\s+\$?(-?[\d.,]*\d)")
+APPROXIMATION = re.compile(
+    r"(?i)[\s,(]*(?:which\s+is\s+)?(?:approximately|about|roughly|≈)\s+\$?(-?[\d.,]*\d)"
+)
 OFFERS_ANOTHER = re.compile(
     r"(?i)^\W*(?:or|alternatively|otherwise|else|perhaps|maybe|possibly|probably)\b.{0,40}?[\d$\\]"
     r"|\bthen\s+\W*\d|\bbut\s+(?:many|some|others?|maybe|perhaps)\b|^[*_\s]*\?|\bif\b.*\b(?:otherwise|else)\b"
@@ -75,7 +93,9 @@ SUPPOSED = re.compile(
     r"|\b(?:perhaps|maybe|possibly|probably|either)\b[^,.:;=]{0,30}$|(?:^|\s)\d+\.\s*$"
 )
 """What before a number in prose says that it is no answer."""
-DENIED = re.compile(r"(?i)\W*(?:is|are)\s+(?:not|excluded|wrong|impossible|incorrect|rejected)\b|.*\?\s*$")
+DENIED = re.compile(
+    r"(?i)\W*(?:is|are)\s+(?:not|excluded|wrong|impossible|incorrect|rejected)\b|.*\?\s*$"
+)
 ENUMERATED = re.compile(r"(?:\d+[.)]\s*(?:[A-Za-z]\s+)?){2,}")
 RESTATED = re.compile(r",?\s{0,2}\(?i\.e\.[^.;!?]*")
 FOREIGN = re.compile("([\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+)")
@@ -83,7 +103,9 @@ BULLET = re.compile(r"^\s*(?:[-•*>]\s+)(?=[\d\\$(\[A-Za-z])")
 
 
 def passages(answer: str) -> Iterator[Passage]:
-    """Iterate over readings of the place that states the answer; the first that can be read counts."""
+    """Iterate over readings of the place that states the answer; the first that can be
+    read counts.
+    """
     if "<answer>" in answer:
         answer = answer.rpartition("<answer>")[2].partition("</answer>")[0]
     if OPENED.search(answer):
@@ -107,7 +129,8 @@ def _readings_of_box(content: str) -> Iterator[Passage]:
 def has_complete_answer(text: str) -> bool:
     """Return whether a text that was cut off states its answer completely.
 
-    It does in a closed box, in `<answer>…</answer>`, or in an answer line that has ended.
+    It does in a closed box, in `<answer>…</answer>`, or in an answer line that has
+    ended.
     """
     if "<answer>" in text:
         return "</answer>" in text.rpartition("<answer>")[2]
@@ -121,7 +144,9 @@ def has_complete_answer(text: str) -> bool:
 
 
 def answer_line(text: str) -> str | None:
-    """Return what follows the mark of the last answer line, None if there is no such line."""
+    """Return what follows the mark of the last answer line, None if there is no such
+    line.
+    """
     match = _last(LINE, text) or _last(SENTENCE, text)
     if match is None:
         letter = _last(LETTER_IS_CORRECT, text)
@@ -136,7 +161,9 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _readings_of_line(line: str) -> Iterator[Passage]:
-    """Iterate over what an answer line may state: its paragraph, line, sentence, clause, or a value in it."""
+    """Iterate over what an answer line may state: its paragraph, line, sentence,
+    clause, or a value in it.
+    """
     paragraph = re.split(r"\n\s*\n", line)[0]
     first_line = line.split("\n")[0]
     sentence = STOP.split(first_line)[0]
@@ -161,7 +188,9 @@ def _readings_of_prose(answer: str) -> Iterator[Passage]:
 
 
 def _values(text: str) -> Iterator[Passage]:
-    """Return the last formula in dollars or, if there are none, the last number or formula."""
+    """Return the last formula in dollars or, if there are none, the last number or
+    formula.
+    """
     formulas = [_span(match) for match in DOLLARS.finditer(text)]
     in_words = RESTATED.sub("", text)
     passage = _last_in_dollars(text, formulas) if formulas else _last_in_words(in_words)
@@ -194,7 +223,9 @@ def _last_in_dollars(text: str, formulas: list[Excerpt]) -> Passage | None:
 
 
 def _may_stand(before: list[str], behind: list[str]) -> bool:
-    """Return whether the words around a value leave it as it is: not `at least 5`, not `5 million`."""
+    """Return whether the words around a value leave it as it is: not `at least 5`, not
+    `5 million`.
+    """
     words = [word.strip("*_(,.;:\"'").lower() for word in before[-4:]]
     last = words[-1] if words else ""
     if last in names.BEFORE or names.NEGATIONS & set(words[-3:]):
@@ -306,7 +337,9 @@ def is_formula_word(word: str) -> bool:
 
 
 def is_strong(word: str) -> bool:
-    """Return whether a word shows by itself that it is part of a formula: a digit, a command."""
+    """Return whether a word shows by itself that it is part of a formula: a digit, a
+    command.
+    """
     bare = re.sub(r"\\(?:text|mathrm|operatorname|textbf|begin|end)\s*\{[^{}]*\}", "", _bare(word))
     spelled = bare.translate(UNICODE)
     if not re.search(r"\d|\\[A-Za-z]+", spelled):

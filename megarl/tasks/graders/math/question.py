@@ -69,7 +69,9 @@ POINT = re.compile(
     r"(?:points?|vertex|vertices|intersections?|coordinates|ordered\s+pairs?|cent(?:er|re))\b"
 )
 INTERVAL = re.compile(r"(?i)\bintervals?\b")
-ASKED_LETTER = re.compile(r"(?i:\b(?:find|solve\s+for|the\s+value\s+of)\s+)\$?([a-z])\$?\s*(?=[.?,]|$)")
+ASKED_LETTER = re.compile(
+    r"(?i:\b(?:find|solve\s+for|the\s+value\s+of)\s+)\$?([a-z])\$?\s*(?=[.?,]|$)"
+)
 CUE = re.compile(
     r"(?i)[=:]\s*\W*$|\b(?:is|are|was|were|be|equals?|get|gets|gives?|totals?|makes?|leaves?|left|answer|therefore|so"
     r"|thus|hence|obtain|have\s+left|only|remain\w*)\b[^.!?]{0,60}$"
@@ -81,7 +83,8 @@ MEASURES = frozenset(names.UNITS.values()) - {"unit"}
 class PromptReading:
     """What is read in a prompt once for all its answers.
 
-    spelling: its tokens as one text; statements: its formulas in canonical form; constants: what it
+    spelling: its tokens as one text; statements: its formulas in canonical form;
+    constants: what it
     has to compute; options: letter ─► what it stands for; unit: the unit asked for, "" for none.
     """
 
@@ -104,7 +107,9 @@ def question_in(prompt: str) -> PromptReading:
     answers = list(_formulas_of(text))
     statements = frozenset(str(canonical(answer)) for answer in answers)
     constants = tuple(dict.fromkeys(_constants_of(answers)))
-    return PromptReading(text, _spelling_of(text), statements, constants, _options_of(text), _unit_asked(text))
+    return PromptReading(
+        text, _spelling_of(text), statements, constants, _options_of(text), _unit_asked(text)
+    )
 
 
 def permits(prompt: str, gold: TextReading, candidate: TextReading, passage: Passage) -> bool:
@@ -133,7 +138,9 @@ def repeats_prompt(answer: str, prompt: str) -> bool:
 
 
 def _repeats(question: PromptReading, gold: MathAnswer, candidate: TextReading) -> bool:
-    """Return whether an answer is a formula of the question rather than the expected one."""
+    """Return whether an answer is a formula of the question rather than the expected
+    one.
+    """
     assert candidate.answer is not None
     form = canonical(candidate.answer)
     if form == canonical(gold):
@@ -158,7 +165,9 @@ def _is_stated(question: PromptReading, answer: MathAnswer) -> bool:
 
 
 def _is_plain(answer: MathAnswer) -> bool:
-    """Return whether an answer consists of values, and of letters alone with signs between them."""
+    """Return whether an answer consists of values, and of letters alone with signs
+    between them.
+    """
     relations = list(relations_in(answer))
     if not relations:
         return all_values(answer) or isinstance(answer, Labelled)
@@ -167,11 +176,17 @@ def _is_plain(answer: MathAnswer) -> bool:
 
 
 def _is_letter(side: MathAnswer) -> bool:
-    return isinstance(side, Expression) and len(symbols(side.formula)) == 1 and not hasattr(side.formula, "head")
+    return (
+        isinstance(side, Expression)
+        and len(symbols(side.formula)) == 1
+        and not hasattr(side.formula, "head")
+    )
 
 
 def _is_computed(question: PromptReading, gold: MathAnswer, answer: MathAnswer) -> bool:
-    """Return whether an answer is a value, if the question asks to compute the expected one."""
+    """Return whether an answer is a value, if the question asks to compute the expected
+    one.
+    """
     if not all_values(gold) or all_values(answer):
         return True
     value = named(gold).value
@@ -207,7 +222,9 @@ def _fits_options(question: PromptReading, answer: MathAnswer) -> bool:
 
 
 def _has_unit_asked(question: PromptReading, gold: MathAnswer, answer: MathAnswer) -> bool:
-    """Return whether the unit of an answer is the one asked for, if the expected answer has none."""
+    """Return whether the unit of an answer is the one asked for, if the expected answer
+    has none.
+    """
     gold = named(gold).value
     answer = named(answer).value
     if not isinstance(gold, Expression) or not isinstance(answer, Expression):
@@ -229,7 +246,9 @@ def _hundredth(formula: Formula) -> Formula:
 
 
 def _is_of_kind_asked(question: PromptReading, answer: MathAnswer) -> bool:
-    """Return whether an answer is no interval where a point is asked for, and has the letter asked for."""
+    """Return whether an answer is no interval where a point is asked for, and has the
+    letter asked for.
+    """
     asks_for_point = POINT.search(question.text) is not None
     asks_for_interval = INTERVAL.search(question.text) is not None
     relations = list(relations_in(answer))
@@ -245,7 +264,9 @@ def _is_of_kind_asked(question: PromptReading, answer: MathAnswer) -> bool:
 
 
 def is_believed(prompt: str, candidate: TextReading, passage: Passage) -> bool:
-    """Return whether prose states a number of the question as a result, rather than repeating it."""
+    """Return whether prose states a number of the question as a result, rather than
+    repeating it.
+    """
     if not prompt or passage.place is not AnswerPlace.PROSE:
         return True
     question = question_in(prompt)
@@ -290,9 +311,15 @@ def _runs(text: str) -> list[str]:
 
 
 def _constants_of(answers: list[MathAnswer]) -> Iterator[Formula]:
-    """Iterate over the computations of a prompt: formulas without letters that are no values."""
+    """Iterate over the computations of a prompt: formulas without letters that are no
+    values.
+    """
     for answer in answers:
-        if isinstance(answer, Expression) and not symbols(answer.formula) and not all_values(answer):
+        if (
+            isinstance(answer, Expression)
+            and not symbols(answer.formula)
+            and not all_values(answer)
+        ):
             yield answer.formula
 
 
@@ -311,7 +338,9 @@ def _joined(spelling: tuple[str, ...]) -> str:
 
 
 def _options_of(text: str) -> dict[str, TextReading]:
-    """Return the options that a prompt lists in the order of the alphabet, two at least."""
+    """Return the options that a prompt lists in the order of the alphabet, two at
+    least.
+    """
     matches = list(OPTION.finditer(text))
     letters = [match[1] or match[2] for match in matches]
     if "".join(letters) != "ABCDEFGHIJ"[: len(letters)] or len(letters) < 2:
@@ -326,10 +355,15 @@ def _options_of(text: str) -> dict[str, TextReading]:
 
 
 def _unit_asked(text: str) -> str:
-    """Return the measure that the last question of a prompt asks for, COUNT, or "" if it names none."""
+    """Return the measure that the last question of a prompt asks for, COUNT, or "" if
+    it names none.
+    """
     if ASKED_PERCENT.search(text):
         return "percent"
-    asked = [(match.start(), _unit_counted(match[1].lower().split())) for match in HOW_MANY.finditer(text)]
+    asked = [
+        (match.start(), _unit_counted(match[1].lower().split()))
+        for match in HOW_MANY.finditer(text)
+    ]
     for match in IN_UNITS.finditer(text):
         measure = _measure(match[2])
         if measure and (match[2].endswith("s") or len(match[2]) < 3):
@@ -339,7 +373,9 @@ def _unit_asked(text: str) -> str:
 
 
 def _unit_counted(words: list[str]) -> str:
-    """Return the measure among the words behind "how many", COUNT for a noun, "" if that is not clear."""
+    """Return the measure among the words behind "how many", COUNT for a noun, "" if
+    that is not clear.
+    """
     for number, word in enumerate(words):
         if measure := _measure(word):
             if words[number + 1 : number + 2] in (["per"], ["and"]):

@@ -37,13 +37,26 @@ from megarl.tasks.graders.math.tokens import CannotRead, Gap, Token, TokenKind, 
 from megarl.tasks.graders.math.units import UnitParser
 
 RELATIONS = {
-    "=": "=", "<": "<", ">": ">", r"\leq": "<=", r"\geq": ">=", r"\neq": "!=", r"\in": "in", r"\approx": "~",
-    r"\subset": "subset", r"\subseteq": "subset=", r"\notin": "notin", r"\parallel": "parallel", r"\perp": "perp",
-}  # fmt: skip
+    "=": "=",
+    "<": "<",
+    ">": ">",
+    r"\leq": "<=",
+    r"\geq": ">=",
+    r"\neq": "!=",
+    r"\in": "in",
+    r"\approx": "~",
+    r"\subset": "subset",
+    r"\subseteq": "subset=",
+    r"\notin": "notin",
+    r"\parallel": "parallel",
+    r"\perp": "perp",
+}
 SET_OPERATORS = {r"\cup": "union", r"\cap": "intersection", r"\setminus": "without"}
 SEPARATORS = (",", ";", r"\\", r"\quad")
 MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
-SYSTEMS = frozenset({"cases", "dcases", "rcases", "aligned", "align", "gathered", "split", "gather"})
+SYSTEMS = frozenset(
+    {"cases", "dcases", "rcases", "aligned", "align", "gathered", "split", "gather"}
+)
 MOST_ITEMS = 300
 MOST_WORDS = 6
 LETTERS_OF_CHOICES = frozenset("ABCDEFGHIJ")
@@ -61,7 +74,9 @@ NO_QUESTION = QuestionWords()
 
 
 def read(text: str, question: QuestionWords = NO_QUESTION) -> MathAnswer:
-    """Return the answer that the whole text is. CannotRead if any part is not understood."""
+    """Return the answer that the whole text is. CannotRead if any part is not
+    understood.
+    """
     tokens = tokens_of(plain(text))
     if len(tokens) == 1:
         raise CannotRead("nothing")
@@ -144,7 +159,9 @@ class AnswerParser(UnitParser):
         return Listing(tuple(_flat(items)), Bracket.NONE, joint)
 
     def _joint(self, item: MathAnswer) -> Joint | None:
-        """Move behind what separates this item and the next: nothing in `3 hours 20 minutes`."""
+        """Move behind what separates this item and the next: nothing in `3 hours 20
+        minutes`.
+        """
         if isinstance(item, Expression) and item.unit and self.peek().kind is TokenKind.NUMBER:
             return self._joint_of_units(item.unit)
         comma = False
@@ -206,7 +223,9 @@ class AnswerParser(UnitParser):
         return None
 
     def _labelled(self) -> Labelled | None:
-        """Read the label of a choice at the beginning: `(C)`, `C.`, `\\textbf{(C)}\\ 12`."""
+        """Read the label of a choice at the beginning: `(C)`, `C.`, `\\textbf{(C)}\\
+        12`.
+        """
         letter = self.peek(1) if self.at("(") else self.peek()
         if letter.text not in LETTERS_OF_CHOICES or letter.kind is not TokenKind.WORD:
             return None
@@ -457,7 +476,9 @@ class AnswerParser(UnitParser):
             return builder
         for command, head in ((r"\choose", "binom"), (r"\over", "/")):
             if self.accept(command):
-                inside = Expression(Apply(head, (_formula_without_unit(inside), formula_of(self.sum()))))
+                inside = Expression(
+                    Apply(head, (_formula_without_unit(inside), formula_of(self.sum())))
+                )
         self.expect("}")
         if isinstance(inside, Listing) and inside.bracket is Bracket.NONE:
             return Listing(inside.items, Bracket.SET)
@@ -631,4 +652,6 @@ def question_of(prompt: str) -> QuestionWords:
     if not prompt:
         return NO_QUESTION
     nouns = frozenset(word.lower() for word in WORD.findall(prompt) if len(word) > 2)
-    return QuestionWords(frozenset(LETTER_IN_FORMULA.findall(UNIT_IN_PROSE.sub(" ", prompt))), nouns)
+    return QuestionWords(
+        frozenset(LETTER_IN_FORMULA.findall(UNIT_IN_PROSE.sub(" ", prompt))), nouns
+    )

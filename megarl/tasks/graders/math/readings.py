@@ -1,4 +1,6 @@
-"""Texts with their spelling and the answer that they are read as; short ones are remembered."""
+"""Texts with their spelling and the answer that they are read as; short ones are
+remembered.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +22,9 @@ class TextReading:
 
 
 def reading(text: str, question: QuestionWords = NO_QUESTION) -> TextReading:
-    """Read a text; short ones are remembered, because many answers share one expected answer."""
+    """Read a text; short ones are remembered, because many answers share one expected
+    answer.
+    """
     if len(text) <= LONGEST_REMEMBERED:
         return _remembered(text, question)
     return _read_anew(text, question)

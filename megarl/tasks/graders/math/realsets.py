@@ -68,7 +68,9 @@ def same_stretches(first: Stretches, second: Stretches) -> bool:
 def united(stretches: Stretches) -> Stretches:
     """Return the union in its normal form: sorted, without overlaps."""
     merged: list[Stretch] = []
-    for stretch in sorted((s for s in stretches if not s.empty), key=lambda s: (s.low, not s.low_closed)):
+    for stretch in sorted(
+        (s for s in stretches if not s.empty), key=lambda s: (s.low, not s.low_closed)
+    ):
         last = merged[-1] if merged else None
         if last is None or not _touch(last, stretch):
             merged.append(stretch)
@@ -118,7 +120,9 @@ class RealSets:
         self._equality = equality
 
     def of(self, answer: MathAnswer) -> Stretches:
-        """Return the set of real numbers that an answer describes. NoRealSet if it is none."""
+        """Return the set of real numbers that an answer describes. NoRealSet if it is
+        none.
+        """
         if isinstance(answer, RealInterval):
             return self._interval(answer.low, answer.high, answer.low_closed, answer.high_closed)
         if isinstance(answer, Expression) and answer.formula == Symbol(r"\mathbb{R}"):
@@ -146,7 +150,9 @@ class RealSets:
             return variables.pop() if len(variables) == 1 else ""
         return None
 
-    def _interval(self, low: Formula, high: Formula, low_closed: bool, high_closed: bool) -> Stretches:
+    def _interval(
+        self, low: Formula, high: Formula, low_closed: bool, high_closed: bool
+    ) -> Stretches:
         stretch = Stretch(self._end(low), self._end(high), low_closed, high_closed)
         if stretch.empty:
             raise NoRealSet
@@ -229,7 +235,9 @@ class RealSets:
         if not name or not set(relation.signs) <= ORDERS | {"!="}:
             raise NoRealSet
         result: Stretches = EVERYTHING
-        for left, sign, right in zip(relation.sides, relation.signs, relation.sides[1:], strict=False):
+        for left, sign, right in zip(
+            relation.sides, relation.signs, relation.sides[1:], strict=False
+        ):
             result = intersected(result, self._half_line(name, left, sign, right))
         return result
 
@@ -257,7 +265,9 @@ class RealSets:
         return (Stretch(bound, INFINITE, closed, False),)
 
     def _within(self, name: str, inside: Formula, sign: str, bound: Formula) -> Stretches:
-        """Return the numbers whose absolute value is below or above a bound that is not negative."""
+        """Return the numbers whose absolute value is below or above a bound that is not
+        negative.
+        """
         if symbols(bound) or self._end(bound) < 0:
             raise NoRealSet
         below = self._half_line(name, Expression(inside), sign, Expression(bound))

@@ -1,4 +1,6 @@
-"""The tokens of an answer. Each character belongs to one, except for a closed list of layout."""
+"""The tokens of an answer. Each character belongs to one, except for a closed list of
+layout.
+"""
 
 import re
 from collections.abc import Iterator
@@ -36,7 +38,9 @@ class Gap(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """kind, text: a number's text keeps its commas; upright: set in `\\text` or `\\mathrm`."""
+    """kind, text: a number's text keeps its commas; upright: set in `\\text` or
+    `\\mathrm`.
+    """
 
     kind: TokenKind
     text: str
@@ -85,41 +89,113 @@ SPACING = {"\\ ", "\\\n"} | words_of(
     r"\, \; \: \! \> \/ \quad \qquad \enspace \thinspace \medspace \thickspace \negthinspace"
 )
 DROPPED = words_of(
-    r"\left \right \middle \big \Big \bigg \Bigg \bigl \bigr \Bigl \Bigr \biggl \biggr \Biggl \Biggr \bigm \Bigm "
-    r"\displaystyle \textstyle \scriptstyle \limits \nolimits \mathstrut \strut \hline \centering \noindent \null "
-    r"\hfill \allowbreak \nobreak \ensuremath \boldsymbol \bm \pmb \underline \boxed \fbox \small \large \Large "
+    r"\left \right \middle \big \Big \bigg \Bigg \bigl \bigr \Bigl \Bigr \biggl \biggr \Biggl"
+    r" \Biggr \bigm \Bigm "
+    r"\displaystyle \textstyle \scriptstyle \limits \nolimits \mathstrut \strut \hline \centering"
+    r" \noindent \null "
+    r"\hfill \allowbreak \nobreak \ensuremath \boldsymbol \bm \pmb \underline \boxed \fbox \small"
+    r" \large \Large "
     r"\normalsize \mathop \mathrel \mathbin \mathord \relax \protect"
 )
 UPRIGHT = words_of(
-    r"\text \textrm \textbf \textit \textsf \texttt \textup \textnormal \mathrm \mathbf \mathit \mathsf \mathtt "
+    r"\text \textrm \textbf \textit \textsf \texttt \textup \textnormal \mathrm \mathbf \mathit"
+    r" \mathsf \mathtt "
     r"\mathnormal \operatorname \operatorname* \mbox \hbox \emph \textmd \textsc"
 )
 SWITCHES = words_of(r"\rm \bf \it \sf \tt \bfseries \itshape \rmfamily")
-BOLD = frozenset({r"\mathbf", r"\textbf", r"\boldsymbol", r"\bm", r"\pmb", r"\vec", r"\hat", r"\widehat"})
+BOLD = frozenset(
+    {r"\mathbf", r"\textbf", r"\boldsymbol", r"\bm", r"\pmb", r"\vec", r"\hat", r"\widehat"}
+)
 SPELLINGS = {
-    r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
-    r"\le": r"\leq", r"\leqslant": r"\leq", r"\leqq": r"\leq", "<=": r"\leq", r"\ge": r"\geq",
-    r"\geqslant": r"\geq", r"\geqq": r"\geq", ">=": r"\geq", r"\ne": r"\neq", "!=": r"\neq", r"\lt": "<", r"\gt": ">",
-    "==": "=", r"\times": "*", r"\cdot": "*", r"\ast": "*", r"\cdotp": "*", r"\bullet": "*", r"\div": "/",
-    r"\colon": ":", r"\rightarrow": r"\to", r"\longrightarrow": r"\to", r"\Rightarrow": r"\implies",
-    r"\varnothing": r"\emptyset", r"\dots": r"\ldots", r"\cdots": r"\ldots", r"\dotsc": r"\ldots",
-    r"\dotsb": r"\ldots", r"\vdots": r"\ldots", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\lbrack": "[",
-    r"\rbrack": "]", r"\lvert": "|", r"\rvert": "|", r"\vert": "|", r"\Vert": r"\|", r"\lVert": r"\|",
-    r"\rVert": r"\|", r"\%": "%", r"\$": "$", r"\#": "#", r"\_": "_", r"\&": r"\and", r"\wedge": r"\land",
-    r"\vee": r"\lor", r"\backslash": r"\setminus", r"\smallsetminus": r"\setminus", r"\thickapprox": r"\approx",
-    r"\simeq": r"\approx", r"\prime": "'", r"\cr": r"\\", r"\newline": r"\\", r"\tabularnewline": r"\\",
-    r"\imath": "i", r"\jmath": "j", r"\bigcup": r"\cup", r"\bigcap": r"\cap", r"\infin": r"\infty",
-    r"\gets": r"\leftarrow", r"\degrees": r"\degree", r"\textdegree": r"\degree", r"\ni": r"\owns",
-    r"\textdollar": "$", r"\pounds": "£", r"\euro": "€", r"\yen": "¥", r"\dotsm": r"\ldots",
-    r"\tg": r"\tan", r"\ctg": r"\cot", r"\arctg": r"\arctan", r"\cosec": r"\csc",
-    r"\widetilde": r"\tilde", r"\widehat": r"\hat", r"\overrightarrow": r"\vec",
-}  # fmt: skip
+    r"\dfrac": r"\frac",
+    r"\tfrac": r"\frac",
+    r"\cfrac": r"\frac",
+    r"\dbinom": r"\binom",
+    r"\tbinom": r"\binom",
+    r"\le": r"\leq",
+    r"\leqslant": r"\leq",
+    r"\leqq": r"\leq",
+    "<=": r"\leq",
+    r"\ge": r"\geq",
+    r"\geqslant": r"\geq",
+    r"\geqq": r"\geq",
+    ">=": r"\geq",
+    r"\ne": r"\neq",
+    "!=": r"\neq",
+    r"\lt": "<",
+    r"\gt": ">",
+    "==": "=",
+    r"\times": "*",
+    r"\cdot": "*",
+    r"\ast": "*",
+    r"\cdotp": "*",
+    r"\bullet": "*",
+    r"\div": "/",
+    r"\colon": ":",
+    r"\rightarrow": r"\to",
+    r"\longrightarrow": r"\to",
+    r"\Rightarrow": r"\implies",
+    r"\varnothing": r"\emptyset",
+    r"\dots": r"\ldots",
+    r"\cdots": r"\ldots",
+    r"\dotsc": r"\ldots",
+    r"\dotsb": r"\ldots",
+    r"\vdots": r"\ldots",
+    r"\lbrace": r"\{",
+    r"\rbrace": r"\}",
+    r"\lbrack": "[",
+    r"\rbrack": "]",
+    r"\lvert": "|",
+    r"\rvert": "|",
+    r"\vert": "|",
+    r"\Vert": r"\|",
+    r"\lVert": r"\|",
+    r"\rVert": r"\|",
+    r"\%": "%",
+    r"\$": "$",
+    r"\#": "#",
+    r"\_": "_",
+    r"\&": r"\and",
+    r"\wedge": r"\land",
+    r"\vee": r"\lor",
+    r"\backslash": r"\setminus",
+    r"\smallsetminus": r"\setminus",
+    r"\thickapprox": r"\approx",
+    r"\simeq": r"\approx",
+    r"\prime": "'",
+    r"\cr": r"\\",
+    r"\newline": r"\\",
+    r"\tabularnewline": r"\\",
+    r"\imath": "i",
+    r"\jmath": "j",
+    r"\bigcup": r"\cup",
+    r"\bigcap": r"\cap",
+    r"\infin": r"\infty",
+    r"\gets": r"\leftarrow",
+    r"\degrees": r"\degree",
+    r"\textdegree": r"\degree",
+    r"\ni": r"\owns",
+    r"\textdollar": "$",
+    r"\pounds": "£",
+    r"\euro": "€",
+    r"\yen": "¥",
+    r"\dotsm": r"\ldots",
+    r"\tg": r"\tan",
+    r"\ctg": r"\cot",
+    r"\arctg": r"\arctan",
+    r"\cosec": r"\csc",
+    r"\widetilde": r"\tilde",
+    r"\widehat": r"\hat",
+    r"\overrightarrow": r"\vec",
+}
 WIDE = frozenset({r"\quad", r"\qquad"})
 WIDE_GAP = Token(TokenKind.SIGN, r"\quad")
 
 
 def tokens_of(text: str) -> tuple[Token, ...]:
-    """Return the tokens of a text in plain spelling, with an END. CannotRead if it is too long."""
+    """Return the tokens of a text in plain spelling, with an END. CannotRead if it is
+    too long.
+    """
     if len(text) > MOST_CHARACTERS:
         raise CannotRead(f"longer than {MOST_CHARACTERS:,} characters")
     tokens = list(_upright(_lexemes(text)))
@@ -131,7 +207,9 @@ def tokens_of(text: str) -> tuple[Token, ...]:
 
 
 def spelled(text: str) -> tuple[str, ...]:
-    """Return the text in its normal spelling: two texts that differ in layout alone are equal."""
+    """Return the text in its normal spelling: two texts that differ in layout alone are
+    equal.
+    """
     words = []
     for token in tokens_of(text):
         if token.text == r"\quad" or token.kind is TokenKind.END:
@@ -155,7 +233,9 @@ def digits_of(number: str) -> str:
 
 
 def _lexemes(text: str) -> Iterator[Token]:
-    """Iterate over the text's tokens, with braces and commands of type still among them."""
+    """Iterate over the text's tokens, with braces and commands of type still among
+    them.
+    """
     gap = Gap.NONE
     depth = 0
     position = 0

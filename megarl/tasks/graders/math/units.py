@@ -1,4 +1,6 @@
-"""Units behind numbers: `12 \\text{ cm}^2`, `5 m/s`, `\\$12`, `12 apples`, `90^\\circ C`."""
+"""Units behind numbers: `12 \\text{ cm}^2`, `5 m/s`, `\\$12`, `12 apples`, `90^\\circ
+C`.
+"""
 
 from megarl.tasks.graders.math import names
 from megarl.tasks.graders.math.expressions import FormulaParser
@@ -6,14 +8,18 @@ from megarl.tasks.graders.math.formulas import Apply, Formula, integer
 from megarl.tasks.graders.math.kinds import Expression
 from megarl.tasks.graders.math.tokens import CannotRead, Gap, Token, TokenKind
 
-BEFORE_NUMBERS = frozenset({"=", "-", ",", ";", "(", r"\approx", "+", "$", "<", ">", r"\leq", r"\geq"})
+BEFORE_NUMBERS = frozenset(
+    {"=", "-", ",", ";", "(", r"\approx", "+", "$", "<", ">", r"\leq", r"\geq"}
+)
 """What may stand before a number that is one by itself."""
 CURRENCIES = frozenset("$€£¥₹")
 MOST_UNIT_WORDS = 6
 
 
 class UnitParser(FormulaParser):
-    """Reads units. letters: variables of the question; nouns: its words, which may be counted."""
+    """Reads units. letters: variables of the question; nouns: its words, which may be
+    counted.
+    """
 
     def __init__(
         self,
@@ -52,7 +58,9 @@ class UnitParser(FormulaParser):
         return Expression(formula, currency)
 
     def unit_follows(self) -> bool:
-        """Return whether the next token is a unit: from the closed list, or a noun of the question."""
+        """Return whether the next token is a unit: from the closed list, or a noun of
+        the question.
+        """
         token = self.peek()
         if token.kind is TokenKind.FOREIGN:
             return True
@@ -104,7 +112,9 @@ class UnitParser(FormulaParser):
         return word in ("min", "sec") and not begins
 
     def _is_letter_unit(self, token: Token) -> bool:
-        """Return whether one letter is a unit: upright, or behind a blank after a number."""
+        """Return whether one letter is a unit: upright, or behind a blank after a
+        number.
+        """
         if token.text not in names.LETTER_UNITS:
             return False
         if token.upright:
@@ -114,13 +124,17 @@ class UnitParser(FormulaParser):
         return self._ends_here(1)
 
     def _behind_a_number(self) -> bool:
-        """Return whether the token before this one is a number by itself, no exponent or part."""
+        """Return whether the token before this one is a number by itself, no exponent
+        or part.
+        """
         if self.peek(-1).kind is not TokenKind.NUMBER:
             return False
         return self.position < 2 or self.peek(-2).text in BEFORE_NUMBERS
 
     def _ends_here(self, ahead: int) -> bool:
-        """Return whether the item ends behind this letter, perhaps with a power or divisor."""
+        """Return whether the item ends behind this letter, perhaps with a power or
+        divisor.
+        """
         following = self.peek(ahead)
         if following.text == "^":
             return True
@@ -204,7 +218,11 @@ class UnitParser(FormulaParser):
             braces = self.accept("{")
             negative = self.accept("-")
             token = self.take()
-            if token.kind is not TokenKind.NUMBER or not token.text.isdigit() or len(token.text) > 1:
+            if (
+                token.kind is not TokenKind.NUMBER
+                or not token.text.isdigit()
+                or len(token.text) > 1
+            ):
                 raise CannotRead("the power of a unit")
             if braces:
                 self.expect("}")

@@ -1,4 +1,6 @@
-"""Whether a formula is a value, in which nothing is left to compute, and one writing for equal sums and products."""
+"""Whether a formula is a value, in which nothing is left to compute, and one writing
+for equal sums and products.
+"""
 
 from fractions import Fraction
 from typing import Any
@@ -14,7 +16,9 @@ from megarl.tasks.graders.math.formulas import PI, Apply, Formula, Number, Symbo
 from megarl.tasks.graders.math.kinds import MathAnswer, Relation
 
 ROOTS = frozenset({"sqrt", "cbrt", "root"})
-OF_NUMBERS = frozenset({"ln", "log", "lg", "exp", "sin", "cos", "tan", "arcsin", "arccos", "arctan"})
+OF_NUMBERS = frozenset(
+    {"ln", "log", "lg", "exp", "sin", "cos", "tan", "arcsin", "arccos", "arctan"}
+)
 """Functions whose values at most numbers have no simpler form."""
 LOGARITHM = ("Apply(head='log'", "Apply(head='ln'", "Apply(head='lg'")
 LARGEST_RADICAND = 10**6
@@ -37,7 +41,9 @@ def has_steps_left(answer: MathAnswer) -> bool:
     """Return whether a number in the answer has still to be computed."""
     equality = Equality(Budget())
     try:
-        return any(needs_computing(formula, equality) for formula in formulas_in(named(answer).value))
+        return any(
+            needs_computing(formula, equality) for formula in formulas_in(named(answer).value)
+        )
     except TooMuchWork:
         return True
 
@@ -48,7 +54,9 @@ def all_values(answer: MathAnswer) -> bool:
 
 
 def is_value(formula: Formula) -> bool:
-    """Return whether this is a number as one writes a result: 5, 2/3, 3√2, 1 + 2i, π/4, e^2, 4 · 10^5."""
+    """Return whether this is a number as one writes a result: 5, 2/3, 3√2, 1 + 2i, π/4,
+    e^2, 4 · 10^5.
+    """
     if isinstance(formula, Number | Symbol):
         return not symbols(formula) - {"infinity"}
     if formula.head in ("-", "%", "degree", "plus-minus", "minus-plus"):
@@ -60,10 +68,14 @@ def is_value(formula: Formula) -> bool:
     if formula.head == "*":
         return _is_product(formula)
     if formula.head == "^":
-        return isinstance(formula.arguments[0], Number | Symbol) and all(map(is_value, formula.arguments))
+        return isinstance(formula.arguments[0], Number | Symbol) and all(
+            map(is_value, formula.arguments)
+        )
     if formula.head in ROOTS:
         return _is_simple_root(formula)
-    return formula.head in OF_NUMBERS and all(isinstance(part, Number) for part in formula.arguments)
+    return formula.head in OF_NUMBERS and all(
+        isinstance(part, Number) for part in formula.arguments
+    )
 
 
 def _is_fraction(formula: Apply) -> bool:
@@ -77,13 +89,21 @@ def _is_sum(formula: Apply) -> bool:
     """Return whether a sum has one rational term at most, and no two like terms."""
     kinds = [_irrational_part(term) for term in formula.arguments]
     logarithms = [kind for kind in kinds if kind.startswith(LOGARITHM)]
-    return len(set(kinds)) == len(kinds) and len(logarithms) < 2 and all(map(is_value, formula.arguments))
+    return (
+        len(set(kinds)) == len(kinds)
+        and len(logarithms) < 2
+        and all(map(is_value, formula.arguments))
+    )
 
 
 def _is_product(formula: Apply) -> bool:
     numbers = [factor for factor in formula.arguments if not _irrational_part(factor)]
-    roots = [factor for factor in formula.arguments if isinstance(factor, Apply) and factor.head in ROOTS]
-    sums = [factor for factor in formula.arguments if isinstance(factor, Apply) and factor.head == "+"]
+    roots = [
+        factor for factor in formula.arguments if isinstance(factor, Apply) and factor.head in ROOTS
+    ]
+    sums = [
+        factor for factor in formula.arguments if isinstance(factor, Apply) and factor.head == "+"
+    ]
     return max(len(numbers), len(roots), len(sums)) <= 1 and all(map(is_value, formula.arguments))
 
 
@@ -102,7 +122,9 @@ def _is_simple_root(formula: Apply) -> bool:
     """Return whether no square, or power of the root's degree, can be taken out."""
     radicand = formula.arguments[0]
     if not isinstance(radicand, Number):
-        return radicand == PI or (isinstance(radicand, Apply) and radicand.head == "+" and is_value(radicand))
+        return radicand == PI or (
+            isinstance(radicand, Apply) and radicand.head == "+" and is_value(radicand)
+        )
     if radicand.value.denominator != 1 or not 1 < radicand.value < LARGEST_RADICAND:
         return False
     degree = 2
@@ -115,7 +137,9 @@ def _is_simple_root(formula: Apply) -> bool:
 
 
 def canonical(answer: MathAnswer) -> Any:
-    """Return the answer with the terms and factors of each sum and product in one order."""
+    """Return the answer with the terms and factors of each sum and product in one
+    order.
+    """
     value = mapped(named(answer).value, _canonical)
     if isinstance(value, Relation) and value.signs == ("=",):
         return tuple(sorted(map(repr, value.sides)))

@@ -30,11 +30,18 @@ def group(ticket: int, *rewards: float) -> Group:
         Rollout(sample=i, segments=(segment,), reward=reward, correct=reward > 0, finish="stop")
         for i, reward in enumerate(rewards)
     )
-    return Group(ticket=ticket, prompt=Prompt(id=f"p{ticket}", tokens=int32([1, 2, 3]), answer="4"), rollouts=rollouts)
+    return Group(
+        ticket=ticket,
+        prompt=Prompt(id=f"p{ticket}", tokens=int32([1, 2, 3]), answer="4"),
+        rollouts=rollouts,
+    )
 
 
 def advantages(
-    groups: list[Group], kind: Normalisation, centring: Centring = "group", running: Moments = NOTHING_SEEN
+    groups: list[Group],
+    kind: Normalisation,
+    centring: Centring = "group",
+    running: Moments = NOTHING_SEEN,
 ) -> list[np.ndarray]:
     return divided([centred_rewards(g, centring, {}) for g in groups], kind, running)
 
@@ -52,8 +59,10 @@ def test_advantages_of_the_batch():
 
 @pytest.mark.parametrize("kind", ["batch", "running"])
 def test_groups_of_one_reward_count_in_the_deviation_where_they_are_kept(kind):
-    """ScaleRL divides by the deviation of all advantages in the batch; the filter decides which are in it. Two groups of four,
-    one of them half right: its advantages are ±1, and ±sqrt(2) with four zeros beside them."""
+    """ScaleRL divides by the deviation of all advantages in the batch; the filter
+    decides which are in it. Two groups of four, one of them half right: its advantages
+    are ±1, and ±sqrt(2) with four zeros beside them.
+    """
     batch = Batch(step=0, groups=(group(0, 1.0, -1.0, 1.0, -1.0), group(1, 1.0, 1.0, 1.0, 1.0)))
     signs = np.array([1, -1, 1, -1])
     dropped = training_sequences(batch, recipe(advantage=kind))
@@ -63,8 +72,10 @@ def test_groups_of_one_reward_count_in_the_deviation_where_they_are_kept(kind):
 
 
 def test_the_overlong_penalty_does_not_put_a_group_of_right_answers_into_the_loss():
-    """DAPO keeps a prompt if some, but not all, of its answers are right (arXiv 2503.14476, equation 11). Else one right answer
-    of sixteen that is a token too long would have advantage -3.87, as one wrong answer has among fifteen right ones."""
+    """DAPO keeps a prompt if some, but not all, of its answers are right (arXiv
+    2503.14476, equation 11). Else one right answer of sixteen that is a token too long
+    would have advantage -3.87, as one wrong answer has among fifteen right ones.
+    """
     right = penalised_group(0, *[1.0] * 15, 0.9995)
     mixed = penalised_group(1, *[1.0] * 14, 0.9995, -1.0)
     assert not right.has_variance
@@ -72,7 +83,9 @@ def test_the_overlong_penalty_does_not_put_a_group_of_right_answers_into_the_los
     batch, settings = Batch(step=0, groups=(right, mixed)), recipe(advantage="group")
     assert {s.ticket for s in sequences_in_loss(batch, settings)} == {1}
     kept = training_sequences(batch, recipe(advantage="group", zero_variance="keep"))
-    assert kept[15].advantage == pytest.approx(-(15**0.5)), "kept, it is trained by its rewards as they are"
+    assert kept[15].advantage == pytest.approx(-(15**0.5)), (
+        "kept, it is trained by its rewards as they are"
+    )
 
 
 def test_scores_of_a_reward_model_have_variance_though_all_are_right():
@@ -83,12 +96,16 @@ def test_scores_of_a_reward_model_have_variance_though_all_are_right():
 def penalised_group(ticket: int, *rewards: float) -> Group:
     """As a grader of right and wrong makes it with the overlong penalty."""
     made = group(ticket, *rewards)
-    rollouts = [msgspec.structs.replace(r, graded=1.0 if r.correct else -1.0) for r in made.rollouts]
+    rollouts = [
+        msgspec.structs.replace(r, graded=1.0 if r.correct else -1.0) for r in made.rollouts
+    ]
     return msgspec.structs.replace(made, rollouts=tuple(rollouts))
 
 
 def test_a_rounding_of_a_reward_model_is_no_signal():
-    """The same answer, scored in different batches. By the paper's formula one of them would have an advantage of 1.7."""
+    """The same answer, scored in different batches. By the paper's formula one of them
+    would have an advantage of 1.7.
+    """
     (found,) = advantages([group(0, 0.5, 0.5 + 1e-7, 0.5, 0.5)], "group")
     assert np.abs(found).max() < 0.1
     (found,) = advantages([group(0, 0.5, 0.5 + 1e-4, 0.5, 0.5)], "group")
@@ -130,17 +147,24 @@ def test_one_reward_throughout_has_advantage_zero_exactly(kind, centring):
 
 def penalised(sequences: list[TrainSequence], *penalties: float) -> list[TrainSequence]:
     """Each with its penalty at its last token."""
-    arrays = [np.append(np.zeros(len(s) - 1), p).astype(np.float32) for s, p in zip(sequences, penalties, strict=True)]
+    arrays = [
+        np.append(np.zeros(len(s) - 1), p).astype(np.float32)
+        for s, p in zip(sequences, penalties, strict=True)
+    ]
     return [dataclasses.replace(s, kl_penalty=a) for s, a in zip(sequences, arrays, strict=True)]
 
 
 def test_a_kl_penalty_is_taken_off_before_centring_and_dividing():
     batch, settings = Batch(step=0, groups=(*GROUPS,)), recipe(advantage="batch")
     penalties = [0.25, 0.5, 0.0, 1.0, 0.5]
-    found, _ = with_advantages(penalised(sequences_in_loss(batch, settings), *penalties), batch, settings)
+    found, _ = with_advantages(
+        penalised(sequences_in_loss(batch, settings), *penalties), batch, settings
+    )
     lowered = [[0.75, -1.5], [-1.0, 0.0, 0.5]]
     centred = [r - statistics.mean(rewards) for rewards in lowered for r in rewards]
-    np.testing.assert_allclose([s.advantage for s in found], np.array(centred) / statistics.pstdev(centred), rtol=1e-12)
+    np.testing.assert_allclose(
+        [s.advantage for s in found], np.array(centred) / statistics.pstdev(centred), rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("kind", ["batch", "group", "running", "none"])
@@ -149,12 +173,16 @@ def test_a_kl_penalty_gives_a_group_of_one_reward_no_gradient(kind):
     batch = Batch(step=0, groups=(group(0, 1.0, 1.0), group(1, 1.0, -1.0)))
     assert {s.ticket for s in sequences_in_loss(batch, recipe())} == {1}
     settings = recipe(zero_variance="keep", advantage=kind)
-    found, _ = with_advantages(penalised(sequences_in_loss(batch, settings), 0.5, 0.0, 1.0, 0.0), batch, settings)
+    found, _ = with_advantages(
+        penalised(sequences_in_loss(batch, settings), 0.5, 0.0, 1.0, 0.0), batch, settings
+    )
     gain = {"none": 0.5, "group": 1.0}.get(
         kind, 2**0.5
     )  # four rollouts are divided by their deviation, two of them are 0
     assert [s.advantage for s in found] == pytest.approx([0.0, 0.0, gain, -gain], rel=1e-15, abs=0)
-    found, _ = with_advantages(penalised(sequences_in_loss(batch, settings), 0.5, 0.0, 2.0, 0.0), batch, settings)
+    found, _ = with_advantages(
+        penalised(sequences_in_loss(batch, settings), 0.5, 0.0, 2.0, 0.0), batch, settings
+    )
     assert [s.advantage for s in found] == [0.0] * 4  # it made the second group's equal
 
 
@@ -162,7 +190,11 @@ def recipe(**batch: object) -> Recipe:
     return from_tree({"batch": {"advantage": "running", **batch}})
 
 
-REWARDS = st.lists(st.lists(st.sampled_from([-1.0, -0.5, 0.25, 1.0]), min_size=2, max_size=4), min_size=1, max_size=4)
+REWARDS = st.lists(
+    st.lists(st.sampled_from([-1.0, -0.5, 0.25, 1.0]), min_size=2, max_size=4),
+    min_size=1,
+    max_size=4,
+)
 STREAM = st.lists(REWARDS, min_size=1, max_size=5)
 
 
@@ -173,12 +205,18 @@ def test_running_deviation_is_that_of_all_batches_so_far(stream, centring):
     moments, history = NOTHING_SEEN, []
     for step, rewards in enumerate(stream):
         batch = Batch(step=step, groups=tuple(group(i, *r) for i, r in enumerate(rewards)))
-        sequences, moments = with_advantages(sequences_in_loss(batch, settings), batch, settings, moments)
+        sequences, moments = with_advantages(
+            sequences_in_loss(batch, settings), batch, settings, moments
+        )
         varied = [g for g in batch.groups if g.has_variance]
         if varied:
             history.append(np.concatenate(advantages(varied, "none", centring)))
-            expected = np.concatenate(advantages(varied, "none", centring)) / np.std(np.concatenate(history))
-            np.testing.assert_allclose([s.advantage for s in sequences], expected, rtol=1e-12, atol=1e-15)
+            expected = np.concatenate(advantages(varied, "none", centring)) / np.std(
+                np.concatenate(history)
+            )
+            np.testing.assert_allclose(
+                [s.advantage for s in sequences], expected, rtol=1e-12, atol=1e-15
+            )
         else:
             assert sequences == []
 
@@ -186,8 +224,12 @@ def test_running_deviation_is_that_of_all_batches_so_far(stream, centring):
 @given(rewards=REWARDS)
 def test_running_statistics_of_one_batch_are_the_batchs(rewards):
     batch = Batch(step=0, groups=tuple(group(i, *r) for i, r in enumerate(rewards)))
-    running, of_batch = (training_sequences(batch, recipe(advantage=kind)) for kind in ("running", "batch"))
-    assert [s.advantage for s in running] == pytest.approx([s.advantage for s in of_batch], rel=1e-12)
+    running, of_batch = (
+        training_sequences(batch, recipe(advantage=kind)) for kind in ("running", "batch")
+    )
+    assert [s.advantage for s in running] == pytest.approx(
+        [s.advantage for s in of_batch], rel=1e-12
+    )
 
 
 def test_running_deviation_keeps_its_digits_far_from_zero():
@@ -200,7 +242,9 @@ def test_running_deviation_keeps_its_digits_far_from_zero():
 
 def test_a_batch_without_variance_is_divided_as_others_are():
     seen = Moments(8.0, 0.0, 8 * 0.25)
-    assert [a.tolist() for a in advantages([group(0, 1.0, 1.0)], "running", "none", seen)] == [[2.0, 2.0]]
+    assert [a.tolist() for a in advantages([group(0, 1.0, 1.0)], "running", "none", seen)] == [
+        [2.0, 2.0]
+    ]
     assert [a.tolist() for a in advantages([group(0, 1.0, 1.0)], "running", "none")] == [[1.0, 1.0]]
 
 
@@ -217,6 +261,12 @@ def test_a_penalty_that_is_no_number_breaks_its_group_and_no_later_batch(broken)
 
 def test_a_batch_without_variance_is_remembered_only_where_it_is_kept():
     before = Moments(8.0, 0.0, 4.0)
-    batch, drop, keep = Batch(step=1, groups=(group(0, 1.0, 1.0),)), recipe(), recipe(zero_variance="keep")
+    batch, drop, keep = (
+        Batch(step=1, groups=(group(0, 1.0, 1.0),)),
+        recipe(),
+        recipe(zero_variance="keep"),
+    )
     assert with_advantages(sequences_in_loss(batch, drop), batch, drop, before)[1] == before
-    assert with_advantages(sequences_in_loss(batch, keep), batch, keep, before)[1] == Moments(10.0, 0.0, 4.0)
+    assert with_advantages(sequences_in_loss(batch, keep), batch, keep, before)[1] == Moments(
+        10.0, 0.0, 4.0
+    )

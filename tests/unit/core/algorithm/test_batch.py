@@ -1,4 +1,6 @@
-"""What a step trains. References: the paper's formulas written out in plain Python over lists, token by token."""
+"""What a step trains. References: the paper's formulas written out in plain Python over
+lists, token by token.
+"""
 
 import math
 import statistics
@@ -46,7 +48,9 @@ def group(ticket: int, *rollouts: Rollout, void: str = "") -> Group:
 
 
 def recipe(**batch: object) -> Recipe:
-    return from_tree({"batch": batch, "length": {"thinking_tokens": [1, LONGEST - 2], "answer_tokens": 2}})
+    return from_tree(
+        {"batch": batch, "length": {"thinking_tokens": [1, LONGEST - 2], "answer_tokens": 2}}
+    )
 
 
 LONGEST = 10
@@ -56,7 +60,11 @@ ALL_AGGREGATIONS = ["prompt", "sample", "token", "constant"]
 MIXED = Batch(
     step=6,
     groups=(
-        group(0, rollout(0, 1.0, (4, 5, True)), rollout(1, -1.0, (3, 4, True), (2, 5, False), (1, 6, True))),
+        group(
+            0,
+            rollout(0, 1.0, (4, 5, True)),
+            rollout(1, -1.0, (3, 4, True), (2, 5, False), (1, 6, True)),
+        ),
         group(1, rollout(0, 1.0, (5, 6, True)), rollout(1, 1.0, (7, 6, True))),  # no variance
         group(2, void="server answered 400"),
         group(
@@ -73,7 +81,9 @@ def reference_loss(
     batch: Batch, token_losses: dict[tuple[int, int], list[float]], aggregation: str, keep: bool
 ) -> float:
     """Each aggregation as the paper words it."""
-    groups = [g for g in batch.groups if not g.void and (keep or len({r.reward for r in g.rollouts}) > 1)]
+    groups = [
+        g for g in batch.groups if not g.void and (keep or len({r.reward for r in g.rollouts}) > 1)
+    ]
     per_group = [[token_losses[g.ticket, r.sample] for r in g.rollouts] for g in groups]
     if aggregation == "prompt":
         return statistics.mean(sum(map(sum, g)) / sum(map(len, g)) for g in per_group)
@@ -90,9 +100,13 @@ def reference_loss(
 def test_weighted_sum_is_the_aggregation(aggregation: str, keep: bool):
     rng = np.random.default_rng(0)
     losses = {
-        (g.ticket, r.sample): rng.normal(size=r.trained_tokens).tolist() for g in MIXED.groups for r in g.rollouts
+        (g.ticket, r.sample): rng.normal(size=r.trained_tokens).tolist()
+        for g in MIXED.groups
+        for r in g.rollouts
     }
-    sequences = training_sequences(MIXED, recipe(aggregation=aggregation, zero_variance="keep" if keep else "drop"))
+    sequences = training_sequences(
+        MIXED, recipe(aggregation=aggregation, zero_variance="keep" if keep else "drop")
+    )
     total = 0.0
     for s in sequences:
         weights = s.loss_weight[s.loss_weight > 0]
@@ -104,7 +118,9 @@ def test_weighted_sum_is_the_aggregation(aggregation: str, keep: bool):
 
 
 def test_dr_grpo_is_centring_alone_over_a_constant():
-    """A token's weight and advantage depend on no length and on no deviation (arXiv 2503.20783, section 3.1)."""
+    """A token's weight and advantage depend on no length and on no deviation (arXiv
+    2503.20783, section 3.1).
+    """
     sequences = training_sequences(MIXED, recipe(advantage="none", aggregation="constant"))
     assert [s.advantage for s in sequences] == pytest.approx([1, -1, -4 / 3, 2 / 3, 2 / 3])
     weights = np.unique(np.concatenate([s.loss_weight for s in sequences]))
@@ -125,25 +141,41 @@ def test_statistics_of_advantages():
 
 
 def test_advantages_that_do_not_follow_rewards_are_told_from_those_that_do():
-    """Turned ones, each of its neighbour, tokens with their own, with a teacher, without variance, and a shift of a prompt."""
+    """Turned ones, each of its neighbour, tokens with their own, with a teacher,
+    without variance, and a shift of a prompt.
+    """
     good = training_sequences(MIXED, recipe(advantage="none"))
 
     def fit(change: Callable[[TrainSequence], dict[str, Any]]) -> float:
-        return advantage_statistics([replace(s, **change(s)) for s in good]).get("advantage_fit", math.inf)
+        return advantage_statistics([replace(s, **change(s)) for s in good]).get(
+            "advantage_fit", math.inf
+        )
 
     assert fit(lambda s: {"advantage": -s.advantage}) == pytest.approx(-1)
     draw = np.random.default_rng(0).choice((-1.0, 1.0), (8, 16))
-    many = [replace(good[0], ticket=t, sample=n, reward=draw[t, n]) for t in range(8) for n in range(16)]
-    neighbours = [replace(s, advantage=before.reward) for s, before in zip(many, [*many[-1:], *many[:-1]], strict=True)]
+    many = [
+        replace(good[0], ticket=t, sample=n, reward=draw[t, n]) for t in range(8) for n in range(16)
+    ]
+    neighbours = [
+        replace(s, advantage=before.reward)
+        for s, before in zip(many, [*many[-1:], *many[:-1]], strict=True)
+    ]
     assert abs(advantage_statistics(neighbours)["advantage_fit"]) < 0.1
-    assert fit(lambda s: {"advantage": s.advantage + s.ticket, "reward": 5 * s.reward + 2}) == pytest.approx(1)
-    assert fit(lambda s: {"advantage": np.where(s.loss_weight > 0, np.float32(s.advantage), 99)}) == pytest.approx(1)
+    assert fit(
+        lambda s: {"advantage": s.advantage + s.ticket, "reward": 5 * s.reward + 2}
+    ) == pytest.approx(1)
+    assert fit(
+        lambda s: {"advantage": np.where(s.loss_weight > 0, np.float32(s.advantage), 99)}
+    ) == pytest.approx(1)
     rewards = [s.reward for s in good]
     gains = [s.advantage + 0.3 * n**2 for n, s in enumerate(good)]
     centred = [
-        np.concatenate([np.array(x[:2]) - np.mean(x[:2]), np.array(x[2:]) - np.mean(x[2:])]) for x in (gains, rewards)
+        np.concatenate([np.array(x[:2]) - np.mean(x[:2]), np.array(x[2:]) - np.mean(x[2:])])
+        for x in (gains, rewards)
     ]
-    assert fit(lambda s: {"advantage": gains[good.index(s)]}) == pytest.approx(np.corrcoef(*centred)[0, 1])
+    assert fit(lambda s: {"advantage": gains[good.index(s)]}) == pytest.approx(
+        np.corrcoef(*centred)[0, 1]
+    )
     assert math.isnan(fit(lambda s: {"advantage": 0.7}))
     assert math.isnan(fit(lambda s: {"reward": 0.1}))
     assert fit(lambda s: {"teacher_gain": np.zeros(len(s))}) == math.inf
@@ -158,8 +190,12 @@ def test_sequences_hold_the_rollout_as_sampled():
     assert len(s) == 9
     assert s.tokens.tolist() == [1, 2, 3, 100, 101, 102, 100, 101, 100]
     trained = [0, 0, 0, 1, 1, 1, 0, 0, 1]  # prompt and the masked segment in the middle are not
-    np.testing.assert_array_equal(s.loss_weight, np.float32(1 / (2 * 8)) * np.array(trained, np.float32))
-    np.testing.assert_array_equal(s.behaviour_logprobs, np.float32(-1.5) * np.array(trained, np.float32))
+    np.testing.assert_array_equal(
+        s.loss_weight, np.float32(1 / (2 * 8)) * np.array(trained, np.float32)
+    )
+    np.testing.assert_array_equal(
+        s.behaviour_logprobs, np.float32(-1.5) * np.array(trained, np.float32)
+    )
     assert {s.tokens.dtype, s.behaviour_logprobs.dtype, s.loss_weight.dtype} == {
         np.dtype(np.int32),
         np.dtype(np.float32),
@@ -168,7 +204,12 @@ def test_sequences_hold_the_rollout_as_sampled():
 
 @pytest.mark.parametrize("zero_variance", ["drop", "refill", "keep"])
 def test_nothing_to_train(zero_variance: str):
-    assert training_sequences(Batch(step=0, groups=(group(0, void="dead"),)), recipe(zero_variance=zero_variance)) == []
+    assert (
+        training_sequences(
+            Batch(step=0, groups=(group(0, void="dead"),)), recipe(zero_variance=zero_variance)
+        )
+        == []
+    )
 
 
 DEVIATION = statistics.pstdev([1, -1, -4 / 3, 2 / 3, 2 / 3])
@@ -183,8 +224,12 @@ DEVIATION = statistics.pstdev([1, -1, -4 / 3, 2 / 3, 2 / 3])
         ("constant", [1 / (4 * LONGEST)] * 4),
     ],
 )
-def test_a_truncated_rollout_that_is_dropped_has_a_reward_but_no_weight(aggregation: str, weights: list[float]):
-    """Group 3 of MIXED by hand: rewards -1 (truncated, 2 tokens), 1 (6 tokens), 1 (1 token), whose mean is 1/3."""
+def test_a_truncated_rollout_that_is_dropped_has_a_reward_but_no_weight(
+    aggregation: str, weights: list[float]
+):
+    """Group 3 of MIXED by hand: rewards -1 (truncated, 2 tokens), 1 (6 tokens), 1 (1
+    token), whose mean is 1/3.
+    """
     sequences = training_sequences(MIXED, recipe(aggregation=aggregation, truncated="drop"))
     assert [(s.ticket, s.sample) for s in sequences] == [(0, 0), (0, 1), (3, 1), (3, 2)]
     gains = [1 / DEVIATION, -1 / DEVIATION, (2 / 3) / DEVIATION, (2 / 3) / DEVIATION]
@@ -196,14 +241,20 @@ def test_a_truncated_rollout_that_is_dropped_has_a_reward_but_no_weight(aggregat
 
 def test_a_group_of_truncated_rollouts_is_not_in_the_loss():
     """Graded differently, so it has variance; where it is kept, both are trained."""
-    cut = group(1, rollout(0, 1.0, (4, 0, True), finish="length"), rollout(1, -1.0, (3, 0, True), finish="length"))
+    cut = group(
+        1,
+        rollout(0, 1.0, (4, 0, True), finish="length"),
+        rollout(1, -1.0, (3, 0, True), finish="length"),
+    )
     batch = Batch(step=0, groups=(cut, MIXED.groups[0]))
     for truncated, tickets in (("drop", [0, 0]), ("keep", [1, 1, 0, 0])):
         found = recipe(truncated=truncated)
         assert [s.ticket for s in training_sequences(batch, found)] == tickets
         assert batch_statistics(batch, found)["groups_in_loss"] == len(tickets) // 2
     whole = training_sequences(batch, recipe(truncated="drop"))
-    assert sum(float(s.loss_weight.sum()) for s in whole) == pytest.approx(1.0), "it counts as no prompt"
+    assert sum(float(s.loss_weight.sum()) for s in whole) == pytest.approx(1.0), (
+        "it counts as no prompt"
+    )
 
 
 def test_a_batch_without_variance_is_empty_unless_kept():
@@ -217,7 +268,9 @@ def test_a_rollout_without_a_sampled_token_counts_in_no_mean(aggregation):
     silent = group(0, rollout(0, 1.0, (4, 0, True)), rollout(1, -1.0, (3, 0, False)))
     (only,) = training_sequences(Batch(step=0, groups=(silent,)), recipe(aggregation=aggregation))
     assert only.advantage == 1.0
-    assert only.loss_weight.sum() == pytest.approx(4 / LONGEST if aggregation == "constant" else 1.0)
+    assert only.loss_weight.sum() == pytest.approx(
+        4 / LONGEST if aggregation == "constant" else 1.0
+    )
 
 
 COUNTS = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=5), min_size=1, max_size=6)
@@ -237,7 +290,17 @@ def test_constant_weights_sum_to_the_share_of_the_longest_that_is_used(counts):
     assert sum(float(np.dot(w, c)) for w, c in zip(weights, counts, strict=True)) == pytest.approx(
         statistics.mean(used) if used else 0.0
     )
-    assert len({float(w) for g, c in zip(weights, counts, strict=True) for w, n in zip(g, c, strict=True) if n}) <= 1
+    assert (
+        len(
+            {
+                float(w)
+                for g, c in zip(weights, counts, strict=True)
+                for w, n in zip(g, c, strict=True)
+                if n
+            }
+        )
+        <= 1
+    )
 
 
 @given(counts=COUNTS, aggregation=st.sampled_from(ALL_AGGREGATIONS))
@@ -249,7 +312,9 @@ def test_every_rollout_with_a_trained_token_weighs(counts, aggregation):
 
 @given(n=st.integers(1, 50), groups=st.integers(1, 5), generations=st.integers(1, 5))
 def test_all_aggregations_agree_where_all_rollouts_are_of_the_longest(n, groups, generations):
-    every = [np.concatenate(token_weights([[n] * generations] * groups, a, n)) for a in ALL_AGGREGATIONS]
+    every = [
+        np.concatenate(token_weights([[n] * generations] * groups, a, n)) for a in ALL_AGGREGATIONS
+    ]
     for weights in every:
         np.testing.assert_allclose(weights, 1 / (n * groups * generations), rtol=1e-12)
 
@@ -258,13 +323,17 @@ def test_all_aggregations_agree_where_all_rollouts_are_of_the_longest(n, groups,
 def test_weights_do_not_depend_on_the_order_of_groups(counts, aggregation, data):
     order = data.draw(st.permutations(range(len(counts))))
     weights = token_weights(counts, aggregation, 50)
-    for place, w in zip(order, token_weights([counts[i] for i in order], aggregation, 50), strict=True):
+    for place, w in zip(
+        order, token_weights([counts[i] for i in order], aggregation, 50), strict=True
+    ):
         np.testing.assert_allclose(w, weights[place], rtol=1e-12)
 
 
 def test_statistics_of_a_mixed_batch():
     found = batch_statistics(MIXED)
-    assert found["pass_rate_train"] == pytest.approx(5 / 7)  # of all graded rollouts, without variance too
+    assert found["pass_rate_train"] == pytest.approx(
+        5 / 7
+    )  # of all graded rollouts, without variance too
     assert found["reward_mean"] == pytest.approx(3 / 7)
     assert found["reward_gap"] == 2
     assert found["zero_variance_share"] == pytest.approx(1 / 3)
@@ -291,7 +360,9 @@ def test_statistics_of_a_batch_that_is_void_throughout():
 
 
 def scored(batch: Batch) -> Batch:
-    """The batch with a teacher's scores: log-probs of -1, -2, …, also where nothing is trained."""
+    """The batch with a teacher's scores: log-probs of -1, -2, …, also where nothing is
+    trained.
+    """
     replace = msgspec.structs.replace
 
     def with_scores(r: Rollout) -> Rollout:
@@ -302,7 +373,9 @@ def scored(batch: Batch) -> Batch:
 
 
 def made(batch: Batch, weight: float) -> list[TrainSequence]:
-    recipe = from_tree({"teacher": {"path": "t", "weight": weight}, "batch": {"zero_variance": "keep"}})
+    recipe = from_tree(
+        {"teacher": {"path": "t", "weight": weight}, "batch": {"zero_variance": "keep"}}
+    )
     return with_advantages(sequences_in_loss(batch, recipe), batch, recipe)[0]
 
 
@@ -316,7 +389,9 @@ def test_a_teachers_advantage_is_mixed_in_token_by_token() -> None:
             assert both.advantage[3 + t] == pytest.approx(0.75 * reward.advantage + 0.25 * apart)  # type: ignore[index,operator]
         assert not np.any(teacher.advantage[:3])  # type: ignore[index]
     shown = batch_statistics(scored(MIXED))["kl_teacher"]
-    assert shown == pytest.approx(np.mean([r.logprobs[t] + 1 + t for r in rollouts for t in np.flatnonzero(r.trained)]))
+    assert shown == pytest.approx(
+        np.mean([r.logprobs[t] + 1 + t for r in rollouts for t in np.flatnonzero(r.trained)])
+    )
     assert "kl_teacher" not in batch_statistics(MIXED)
 
 
@@ -324,4 +399,7 @@ def test_a_weight_of_0_is_no_teacher_to_the_last_bit() -> None:
     recipe = from_tree({"batch": {"zero_variance": "keep"}})
     today = with_advantages(sequences_in_loss(MIXED, recipe), MIXED, recipe)[0]
     for a, b in zip(today, made(MIXED, 0.0), strict=True):
-        assert all(np.array_equal(x, y) and type(x) is type(y) for x, y in zip(astuple(a), astuple(b), strict=True))
+        assert all(
+            np.array_equal(x, y) and type(x) is type(y)
+            for x, y in zip(astuple(a), astuple(b), strict=True)
+        )

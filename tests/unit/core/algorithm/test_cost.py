@@ -1,4 +1,6 @@
-"""The assumed cost of a sequence is what a count in a forward pass of transformers' model gives."""
+"""The assumed cost of a sequence is what a count in a forward pass of transformers'
+model gives.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -36,7 +38,9 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_as_torch_counts_it(name: str, tmp_path: Path) -> None:
-    """transformers' eager attention computes the half above the diagonal too, and each expert of its Llama 4 every token."""
+    """transformers' eager attention computes the half above the diagonal too, and each
+    expert of its Llama 4 every token.
+    """
     model, tokens = MODELS[name](tmp_path), 16
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, tokens, dtype=torch.int64))
@@ -48,7 +52,9 @@ def test_as_torch_counts_it(name: str, tmp_path: Path) -> None:
 
 
 def test_chunks_bound_what_local_layers_cost(tmp_path: Path) -> None:
-    """Twice the chunk costs three layers of four twice as much, and the last, without rotation, four times."""
+    """Twice the chunk costs three layers of four twice as much, and the last, without
+    rotation, four times.
+    """
     tiny_llama4(tmp_path)
     cost = cost_of(architecture.in_directory(tmp_path))
     assert (cost.local_pair, cost.chunk) == (3 * cost.pair, 16)
@@ -56,7 +62,9 @@ def test_chunks_bound_what_local_layers_cost(tmp_path: Path) -> None:
 
 
 def test_windows_bound_what_local_layers_cost(tmp_path: Path) -> None:
-    """In every second layer a token meets 16 positions, its own among them, or as many as there are."""
+    """In every second layer a token meets 16 positions, its own among them, or as many
+    as there are.
+    """
     tiny_gpt_oss(tmp_path)
     cost = cost_of(architecture.in_directory(tmp_path))
     assert (cost.local_pair, cost.window) == (cost.pair, 16)

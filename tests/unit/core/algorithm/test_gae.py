@@ -11,7 +11,9 @@ from megarl.core.algorithm import gae
 from megarl.core.algorithm.advantages import NOTHING_SEEN
 from megarl.core.algorithm.batch import TrainSequence, advantage_statistics
 
-Floats = st.lists(st.tuples(st.floats(-3, 3, width=32), st.floats(-3, 3, width=32)), min_size=1, max_size=40)
+Floats = st.lists(
+    st.tuples(st.floats(-3, 3, width=32), st.floats(-3, 3, width=32)), min_size=1, max_size=40
+)
 Share = st.floats(0, 1)
 
 
@@ -23,7 +25,9 @@ def by_the_sum(rewards: np.ndarray, values: np.ndarray, lam: float) -> np.ndarra
 
 
 @given(pairs=Floats, lam=Share)
-def test_advantages_are_the_weighted_sums_of_errors(pairs: list[tuple[float, float]], lam: float) -> None:
+def test_advantages_are_the_weighted_sums_of_errors(
+    pairs: list[tuple[float, float]], lam: float
+) -> None:
     rewards, values = np.array(pairs).T
     advantages, returns = gae.advantages_and_returns(rewards, values, lam)
     assert advantages == pytest.approx(by_the_sum(rewards, values, lam), abs=1e-9)
@@ -46,13 +50,17 @@ def test_lambda_zero_is_the_error_of_one_step(pairs: list[tuple[float, float]]) 
 
 
 def test_a_critic_that_expects_nothing_gives_each_token_the_reward() -> None:
-    (sequence,), _ = gae.estimated([rollout([0, 1, 1, 0, 1], reward=-1.0)], [np.zeros(5, np.float32)], 1.0, "none")
+    (sequence,), _ = gae.estimated(
+        [rollout([0, 1, 1, 0, 1], reward=-1.0)], [np.zeros(5, np.float32)], 1.0, "none"
+    )
     assert list(sequence.advantage) == [0, -1, -1, 0, -1]  # type: ignore[arg-type]
     assert list(sequence.value_target) == [0, -1, -1, 0, -1]  # type: ignore[arg-type]
 
 
 def test_text_that_was_not_sampled_is_no_step_of_time() -> None:
-    """What comes before and after an interruption phrase is as if they followed each other, whatever the critic says of it."""
+    """What comes before and after an interruption phrase is as if they followed each
+    other, whatever the critic says of it.
+    """
     values = np.array([9, 0.5, 0.25, 9, 9, -0.5], np.float32)
     (cut,), _ = gae.estimated([rollout([0, 1, 1, 0, 0, 1])], [values], 0.8, "none")
     (whole,), _ = gae.estimated([rollout([1, 1, 1])], [values[[1, 2, 5]]], 0.8, "none")
@@ -64,17 +72,26 @@ def test_text_that_was_not_sampled_is_no_step_of_time() -> None:
 
 def test_normalised_over_the_trained_tokens_of_the_batch() -> None:
     draw = np.random.default_rng(0)
-    batch = [rollout([0, *draw.integers(0, 2, n), 1], reward=draw.choice([-1.0, 1.0])) for n in (3, 9, 30)]
+    batch = [
+        rollout([0, *draw.integers(0, 2, n), 1], reward=draw.choice([-1.0, 1.0]))
+        for n in (3, 9, 30)
+    ]
     values = [draw.normal(size=len(s)).astype(np.float32) for s in batch]
     plain, _ = gae.estimated(batch, values, 0.95, "none")
     scaled, _ = gae.estimated(batch, values, 0.95, "batch")
     flat = np.concatenate([s.advantage[s.loss_weight > 0] for s in plain])  # type: ignore[index]
     expected = (flat - flat.mean()) / flat.std()
-    assert np.concatenate([s.advantage[s.loss_weight > 0] for s in scaled]) == pytest.approx(expected, abs=1e-5)  # type: ignore[index]
+    assert np.concatenate([s.advantage[s.loss_weight > 0] for s in scaled]) == pytest.approx(
+        expected, abs=1e-5
+    )  # type: ignore[index]
     statistics = advantage_statistics(scaled)
-    assert (statistics["advantage_mean"], statistics["advantage_std"]) == pytest.approx((0, 1), abs=1e-6)
+    assert (statistics["advantage_mean"], statistics["advantage_std"]) == pytest.approx(
+        (0, 1), abs=1e-6
+    )
     for a, b in zip(plain, scaled, strict=True):
-        assert np.array_equal(a.value_target, b.value_target)  # what the critic learns is not normalised
+        assert np.array_equal(
+            a.value_target, b.value_target
+        )  # what the critic learns is not normalised
 
 
 def test_running_statistics_are_those_of_all_tokens_so_far() -> None:
@@ -92,7 +109,9 @@ def test_running_statistics_are_those_of_all_tokens_so_far() -> None:
 
 def test_a_kl_penalty_is_paid_where_it_arises() -> None:
     """A token's penalty is the business of that token and of those before it."""
-    sequence = dataclasses.replace(rollout([0, 1, 1, 0, 1]), kl_penalty=np.array([0, 0.5, -0.25, 0, 2], np.float32))
+    sequence = dataclasses.replace(
+        rollout([0, 1, 1, 0, 1]), kl_penalty=np.array([0, 0.5, -0.25, 0, 2], np.float32)
+    )
     (found,), _ = gae.estimated([sequence], [np.zeros(5, np.float32)], 1.0, "none")
     assert list(found.value_target) == [0, 1 - 0.5 + 0.25 - 2, 1 + 0.25 - 2, 0, 1 - 2]  # type: ignore[arg-type]
 
@@ -104,11 +123,15 @@ def test_equal_advantages_are_divided_by_nothing() -> None:
 
 def test_explained_variance() -> None:
     values = [np.array([0, 0.2, 0.4, 0.9], np.float32), np.array([0.5, -0.5, -0.2, -1], np.float32)]
-    batch, _ = gae.estimated([rollout([0, 1, 1, 1]), rollout([1, 1, 1, 0], reward=-1.0)], values, 1.0, "batch")
+    batch, _ = gae.estimated(
+        [rollout([0, 1, 1, 1]), rollout([1, 1, 1, 0], reward=-1.0)], values, 1.0, "batch"
+    )
     found = gae.value_statistics(batch)
     errors = [0.8, 0.6, 0.1, -1.5, -0.5, -0.8]
     assert found["explained_variance"] == pytest.approx(1 - np.var(errors) / 1.0, abs=1e-6)
-    assert (found["value_mean"], found["return_mean"]) == pytest.approx((np.mean([0.2, 0.4, 0.9, 0.5, -0.5, -0.2]), 0))
+    assert (found["value_mean"], found["return_mean"]) == pytest.approx(
+        (np.mean([0.2, 0.4, 0.9, 0.5, -0.5, -0.2]), 0)
+    )
     assert np.isnan(gae.value_statistics([batch[0]])["explained_variance"])
 
 

@@ -1,5 +1,6 @@
-"""Each loss against its paper's formula in numpy (value) and finite differences of a surrogate in float64 (gradient), and the
-special cases that tie the losses together."""
+"""Each loss against its paper's formula in numpy (value) and finite differences of a
+surrogate in float64 (gradient), and the special cases that tie the losses together.
+"""
 
 import importlib
 import re
@@ -15,13 +16,20 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr
 
 from megarl.core.algorithm.losses import policy_loss
-from megarl.core.algorithm.losses.terms import Tokens, cross_entropy, metric_names, with_effective_sample_size
+from megarl.core.algorithm.losses.terms import (
+    Tokens,
+    cross_entropy,
+    metric_names,
+    with_effective_sample_size,
+)
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Loss
 from megarl.core.recipe.rules import LOSSES
 
 Floats = np.ndarray
-Draw = tuple[Floats, Floats, Floats, list[int]]  # log pi, log mu, advantage [n]; lengths of the sequences
+Draw = tuple[
+    Floats, Floats, Floats, list[int]
+]  # log pi, log mu, advantage [n]; lengths of the sequences
 
 
 def draw(lengths: list[int], seed: int = 0, lag: float = 0.4) -> Draw:
@@ -42,7 +50,14 @@ def tokens(logp: torch.Tensor, drawn: Draw, entropy: torch.Tensor | None = None)
     entropy = torch.zeros_like(logp) if entropy is None else entropy
     behaviour, reference = torch.tensor(recorded), torch.zeros_like(logp)
     return Tokens(
-        logp, behaviour, reference, torch.tensor(advantage), entropy, torch.ones_like(logp), n, n.to(logp.dtype)
+        logp,
+        behaviour,
+        reference,
+        torch.tensor(advantage),
+        entropy,
+        torch.ones_like(logp),
+        n,
+        n.to(logp.dtype),
     )
 
 
@@ -58,15 +73,24 @@ def value_and_gradient(section: Loss, drawn: Draw) -> tuple[Floats, Floats, dict
 def differences(objective: Callable[[Floats], float], at: Floats) -> Floats:
     """Central finite differences."""
     step = 1e-6
-    return np.array([(objective(at + step * e) - objective(at - step * e)) / (2 * step) for e in np.eye(len(at))])
+    return np.array(
+        [
+            (objective(at + step * e) - objective(at - step * e)) / (2 * step)
+            for e in np.eye(len(at))
+        ]
+    )
 
 
-def cispo(section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, gain: Floats, _: list[int]) -> float:
+def cispo(
+    section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, gain: Floats, _: list[int]
+) -> float:
     """MiniMax-M1, equations 4 and 5. frozen: logp under stop-gradient."""
     return float(-(np.minimum(np.exp(frozen - behaviour), section.cap) * gain * logp).sum())
 
 
-def ppo(section: Loss, logp: Floats, _frozen: Floats, behaviour: Floats, gain: Floats, _: list[int]) -> float:
+def ppo(
+    section: Loss, logp: Floats, _frozen: Floats, behaviour: Floats, gain: Floats, _: list[int]
+) -> float:
     """PPO, equation 7: written case by case."""
     total = 0.0
     for new, old, a in zip(logp, behaviour, gain, strict=True):
@@ -76,8 +100,17 @@ def ppo(section: Loss, logp: Floats, _frozen: Floats, behaviour: Floats, gain: F
     return float(total)
 
 
-def gspo(section: Loss, logp: Floats, _frozen: Floats, behaviour: Floats, gain: Floats, lengths: list[int]) -> float:
-    """GSPO, equations 5 and 7: a loss a sequence, times its tokens, for the sum over tokens is what is compared."""
+def gspo(
+    section: Loss,
+    logp: Floats,
+    _frozen: Floats,
+    behaviour: Floats,
+    gain: Floats,
+    lengths: list[int],
+) -> float:
+    """GSPO, equations 5 and 7: a loss a sequence, times its tokens, for the sum over
+    tokens is what is compared.
+    """
     total, start = 0.0, 0
     for n in lengths:
         here = slice(start, start + n)
@@ -88,20 +121,39 @@ def gspo(section: Loss, logp: Floats, _frozen: Floats, behaviour: Floats, gain: 
     return float(total)
 
 
-def dppo(section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, gain: Floats, _: list[int]) -> float:
-    """arXiv 2602.04879: token by token, the divergence between two coins that show the sampled token or another one."""
+def dppo(
+    section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, gain: Floats, _: list[int]
+) -> float:
+    """arXiv 2602.04879: token by token, the divergence between two coins that show the
+    sampled token or another one.
+    """
     total = 0.0
     for new, now, old, a in zip(logp, frozen, behaviour, gain, strict=True):
         p, q = np.exp(old), np.exp(now)
-        apart = abs(p - q) if section.divergence == "tv" else rel_entr(p, q) + rel_entr(1 - p, 1 - q)
-        masked = apart > section.clip_high if a > 0 and q > p else a < 0 and q < p and apart > section.clip_low
+        apart = (
+            abs(p - q) if section.divergence == "tv" else rel_entr(p, q) + rel_entr(1 - p, 1 - q)
+        )
+        masked = (
+            apart > section.clip_high
+            if a > 0 and q > p
+            else a < 0 and q < p and apart > section.clip_low
+        )
         total -= 0.0 if masked else np.exp(new - old) * a
         total += section.log_ratio_penalty * (new - old) ** 2
     return float(total)
 
 
-def gmpo(section: Loss, logp: Floats, _frozen: Floats, behaviour: Floats, gain: Floats, lengths: list[int]) -> float:
-    """arXiv 2507.20673: a product over tokens with the sign of the advantage as its exponent, times a sequence's tokens."""
+def gmpo(
+    section: Loss,
+    logp: Floats,
+    _frozen: Floats,
+    behaviour: Floats,
+    gain: Floats,
+    lengths: list[int],
+) -> float:
+    """arXiv 2507.20673: a product over tokens with the sign of the advantage as its
+    exponent, times a sequence's tokens.
+    """
     total, start = 0.0, 0
     for n in lengths:
         here = slice(start, start + n)
@@ -113,9 +165,15 @@ def gmpo(section: Loss, logp: Floats, _frozen: Floats, behaviour: Floats, gain: 
     return float(total)
 
 
-def icepop(section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, gain: Floats, _: list[int]) -> float:
-    """arXiv 2510.18855, section 2.3, where the old policy is the one that sampled: M masks PPO's objective."""
-    kept = (np.exp(frozen - behaviour) >= section.lower) & (np.exp(frozen - behaviour) <= section.cap)
+def icepop(
+    section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, gain: Floats, _: list[int]
+) -> float:
+    """arXiv 2510.18855, section 2.3, where the old policy is the one that sampled: M
+    masks PPO's objective.
+    """
+    kept = (np.exp(frozen - behaviour) >= section.lower) & (
+        np.exp(frozen - behaviour) <= section.cap
+    )
     ratio = np.exp(logp - behaviour)
     bounded = np.clip(ratio, 1 - section.clip_low, 1 + section.clip_high)
     return float(-(kept * np.minimum(ratio * gain, bounded * gain)).sum())
@@ -133,7 +191,9 @@ def masked_cispo(
     return cispo(section, logp[kept], frozen[kept], behaviour[kept], gain[kept], [])
 
 
-def reinforce(section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, gain: Floats, _: list[int]) -> float:
+def reinforce(
+    section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, gain: Floats, _: list[int]
+) -> float:
     return float(-(gain * logp).sum())
 
 
@@ -166,7 +226,9 @@ def test_value_and_gradient(section: Loss, reference: Callable[..., float], lag:
         return reference(section, at, logp, behaviour, gain, lengths)
 
     assert losses.sum() == pytest.approx(objective(logp), rel=1e-12)
-    rounding = 5e-9 * max(1.0, np.abs(gradient).max())  # of the objective's sum, over the step of the differences
+    rounding = 5e-9 * max(
+        1.0, np.abs(gradient).max()
+    )  # of the objective's sum, over the step of the differences
     np.testing.assert_allclose(gradient, differences(objective, logp), rtol=1e-6, atol=rounding)
 
 
@@ -197,7 +259,9 @@ def test_the_loss_of_the_docs(own_module: Callable[[str], None]) -> None:
     weight = np.array([1.0 if a >= 0 else min(r, 0.9) for a, r in zip(gain, ratio, strict=True)])
     np.testing.assert_allclose(losses, -weight * gain * logp, rtol=1e-9)
     np.testing.assert_allclose(gradient, -weight * gain, rtol=1e-9)
-    assert set(metrics) == set(metric_names(policy_loss(section))), "ranks that do not compute it know its metrics"
+    assert set(metrics) == set(metric_names(policy_loss(section))), (
+        "ranks that do not compute it know its metrics"
+    )
     assert metrics["tapered_share"].tolist() == (ratio > 0.9).tolist()
     assert with_effective_sample_size(dict.fromkeys(metrics, 1.0))["effective_sample_size"] == 1
     assert "clipped_share" not in metrics
@@ -211,7 +275,10 @@ def test_the_loss_of_the_docs(own_module: Callable[[str], None]) -> None:
     ("body", "said"),
     [
         (None, "cannot be imported: ModuleNotFoundError: No module named 'my_losses'"),
-        ("def other(): ...", "cannot be imported: AttributeError: module 'my_losses' has no attribute 'mine'"),
+        (
+            "def other(): ...",
+            "cannot be imported: AttributeError: module 'my_losses' has no attribute 'mine'",
+        ),
         ("1 +", "cannot be imported: SyntaxError"),
         ("mine = 3", "is a int and cannot be called"),
         (
@@ -219,20 +286,28 @@ def test_the_loss_of_the_docs(own_module: Callable[[str], None]) -> None:
             "fails on three made-up tokens: TypeError: mine() takes 1 positional",
         ),
         ("def mine(t, s): return t.logp", "returns a Tensor, not (losses, metrics)"),
-        ("def mine(t, s): return t.logp.mean(), {}", "returns losses of shape (); return one loss per token"),
+        (
+            "def mine(t, s): return t.logp.mean(), {}",
+            "returns losses of shape (); return one loss per token",
+        ),
         ("def mine(t, s): return t.logp.detach(), {}", "returns losses without a gradient"),
         (
             "def mine(t, s): return t.logp, {'x': t.logp}",
             "returns a metric 'x' that is not a tensor [n], or has a gradient",
         ),
-        ("def mine(t, s): return t.logp, {'lr': t.advantage}", "returns a metric named 'lr', but that name is taken"),
+        (
+            "def mine(t, s): return t.logp, {'lr': t.advantage}",
+            "returns a metric named 'lr', but that name is taken",
+        ),
         (
             "def mine(t, s): return t.logp, {'ratio_mean': t.advantage}",
             "returns a metric named 'ratio_mean', but that name is taken",
         ),
     ],
 )
-def test_what_is_no_loss_is_named(own_module: Callable[[str], None], body: str | None, said: str) -> None:
+def test_what_is_no_loss_is_named(
+    own_module: Callable[[str], None], body: str | None, said: str
+) -> None:
     if body is not None:
         own_module(body + "\n")
     with pytest.raises(MegarlError) as error:
@@ -243,15 +318,21 @@ def test_what_is_no_loss_is_named(own_module: Callable[[str], None], body: str |
 
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
 def test_correction_bounds_the_weight(kind: str) -> None:
-    """The gradient is -w A, w the corrected importance weight, also where PPO's clip would let it grow."""
+    """The gradient is -w A, w the corrected importance weight, also where PPO's clip
+    would let it grow.
+    """
     drawn = draw([40, 40], lag=1.5)
     logp, behaviour, gain, _ = drawn
     ratio = np.exp(logp - behaviour)
     weight = np.minimum(ratio, 2.0) if kind == "truncate" else np.where(ratio <= 2.0, ratio, 0.0)
     free = np.where(gain >= 0, ratio <= 1.28, ratio >= 0.8)  # not clipped
     assert ((ratio > 2) & free).any()
-    clipped = Loss.model_validate({"kind": "clip", "clip_high": 0.28, "correction": kind, "cap": 2.0})
-    np.testing.assert_allclose(value_and_gradient(clipped, drawn)[1], -weight * gain * free, rtol=1e-12)
+    clipped = Loss.model_validate(
+        {"kind": "clip", "clip_high": 0.28, "correction": kind, "cap": 2.0}
+    )
+    np.testing.assert_allclose(
+        value_and_gradient(clipped, drawn)[1], -weight * gain * free, rtol=1e-12
+    )
     bare = Loss.model_validate({"kind": "reinforce", "correction": kind, "cap": 2.0})
     _, gradient, metrics = value_and_gradient(bare, drawn)
     np.testing.assert_allclose(gradient, -weight * gain, rtol=1e-12)
@@ -273,17 +354,25 @@ def test_correction_bounds_the_weight(kind: str) -> None:
     ],
 )
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
-def test_an_infinite_ratio_is_bounded_or_dropped(section: dict[str, object], weight: float, advantage: float) -> None:
+def test_an_infinite_ratio_is_bounded_or_dropped(
+    section: dict[str, object], weight: float, advantage: float
+) -> None:
     """e^99.5 is infinite in float32. The other sequence learns as it does alone."""
     loss = policy_loss(Loss.model_validate(section | {"cap": 4.0}))
     if advantage > 0 and section["kind"] == "clip":
         weight = 0
     logp, one, none = torch.tensor([-0.5, -1.0], requires_grad=True), torch.ones(2), torch.zeros(2)
-    recorded, gains, lengths = torch.tensor([-100.0, -0.9]), torch.tensor([advantage, 1.0]), torch.tensor([1, 1])
+    recorded, gains, lengths = (
+        torch.tensor([-100.0, -0.9]),
+        torch.tensor([advantage, 1.0]),
+        torch.tensor([1, 1]),
+    )
     losses, _ = loss(Tokens(logp, recorded, none, gains, none, one, lengths, one))
     losses.sum().backward()
     alone = torch.tensor([-1.0], requires_grad=True)
-    loss(Tokens(alone, recorded[1:], none[1:], one[1:], none[1:], one[1:], lengths[1:], one[1:]))[0].sum().backward()
+    loss(Tokens(alone, recorded[1:], none[1:], one[1:], none[1:], one[1:], lengths[1:], one[1:]))[
+        0
+    ].sum().backward()
     assert losses.isfinite().all()
     assert logp.grad is not None
     assert alone.grad is not None
@@ -304,7 +393,9 @@ def test_masked_gspo_drops_tokens_and_keeps_the_ratio_of_the_sequence() -> None:
     kept = np.exp(drawn[0] - drawn[1]) <= 2.0
     plain = Loss(kind="gspo", clip_low=1.0, clip_high=10.0)
     gradient = value_and_gradient(plain, drawn)[1]
-    masked = value_and_gradient(plain.model_copy(update={"correction": "mask", "cap": 2.0}), drawn)[1]
+    masked = value_and_gradient(plain.model_copy(update={"correction": "mask", "cap": 2.0}), drawn)[
+        1
+    ]
     np.testing.assert_allclose(masked, gradient * kept, rtol=1e-12)
     assert 0 < kept.sum() < 50
 
@@ -317,7 +408,12 @@ def test_masked_gspo_drops_tokens_and_keeps_the_ratio_of_the_sequence() -> None:
         (0.6, 0.3, -1.0, True),
         (0.6, 0.3, 1.0, False),
         (0.6, 0.7, 1.0, False),
-        (1e-5, 1e-3, 1.0, False),  # PPO would clip it, and would let the first through at 1.5 with clip_high 0.5
+        (
+            1e-5,
+            1e-3,
+            1.0,
+            False,
+        ),  # PPO would clip it, and would let the first through at 1.5 with clip_high 0.5
         (1.0, 1e-30, -1.0, True),
         (1e-30, 1.0, 1.0, True),
     ],
@@ -327,7 +423,9 @@ def test_dppo_masks_what_moved_far_and_is_pulled_on(
     behaviour: float, now: float, advantage: float, masked: bool, divergence: str
 ) -> None:
     drawn = (np.log([now]), np.log([behaviour]), np.array([advantage]), [1])
-    section = Loss.model_validate({"kind": "dppo", "divergence": divergence, "clip_low": 0.15, "clip_high": 0.15})
+    section = Loss.model_validate(
+        {"kind": "dppo", "divergence": divergence, "clip_low": 0.15, "clip_high": 0.15}
+    )
     _, gradient, metrics = value_and_gradient(section, drawn)
     assert np.isfinite(gradient).all()
     assert (gradient.item() == 0, metrics["clipped_share"].item()) == (masked, masked)
@@ -335,13 +433,27 @@ def test_dppo_masks_what_moved_far_and_is_pulled_on(
 
 
 def test_a_masked_sequence_leaves_the_others_as_they_were() -> None:
-    """One of three sequences has moved by .1 a token, up or down; alone it is masked, with or without a correction."""
+    """One of three sequences has moved by .1 a token, up or down; alone it is masked,
+    with or without a correction.
+    """
     for way in (1, -1):
         behaviour = np.full(9, -1.0)
-        drawn = (behaviour + np.repeat([0.001, way * 0.1, 0.0], 3), behaviour, np.ones(9), [3, 3, 3])
-        for section in (Loss(), Loss(kind="clip", correction="mask"), Loss(kind="gmpo"), Loss(kind="dppo")):
+        drawn = (
+            behaviour + np.repeat([0.001, way * 0.1, 0.0], 3),
+            behaviour,
+            np.ones(9),
+            [3, 3, 3],
+        )
+        for section in (
+            Loss(),
+            Loss(kind="clip", correction="mask"),
+            Loss(kind="gmpo"),
+            Loss(kind="dppo"),
+        ):
             plain = value_and_gradient(section, drawn)[1]
-            _, gradient, metrics = value_and_gradient(section.model_copy(update={"sequence_mask": (0.99, 1.01)}), drawn)
+            _, gradient, metrics = value_and_gradient(
+                section.model_copy(update={"sequence_mask": (0.99, 1.01)}), drawn
+            )
             np.testing.assert_array_equal(gradient, plain * np.repeat([1, 0, 1], 3))
             np.testing.assert_array_equal(metrics["sequence_masked_share"], np.repeat([0, 1, 0], 3))
 
@@ -353,7 +465,9 @@ SEED = st.integers(0, 1000)
 
 def same(a: Loss, b: Loss, drawn: Draw) -> None:
     """Losses with equal gradients; some values differ by a constant."""
-    np.testing.assert_allclose(value_and_gradient(a, drawn)[1], value_and_gradient(b, drawn)[1], rtol=1e-10, atol=1e-14)
+    np.testing.assert_allclose(
+        value_and_gradient(a, drawn)[1], value_and_gradient(b, drawn)[1], rtol=1e-10, atol=1e-14
+    )
 
 
 @settings(deadline=None)
@@ -369,7 +483,11 @@ def test_cispo_without_cap_and_lag_is_reinforce(lengths: list[int], seed: int) -
 @settings(deadline=None)
 @given(lengths=LENGTHS, seed=SEED, lag=LAG)
 def test_truncated_reinforce_is_cispo(lengths: list[int], seed: int, lag: float) -> None:
-    same(Loss(kind="reinforce", correction="truncate", cap=1.3), Loss(cap=1.3), draw(lengths, seed, lag))
+    same(
+        Loss(kind="reinforce", correction="truncate", cap=1.3),
+        Loss(cap=1.3),
+        draw(lengths, seed, lag),
+    )
 
 
 @settings(deadline=None)
@@ -380,14 +498,18 @@ def test_dapo_with_equal_clips_is_grpo(lengths: list[int], seed: int, lag: float
     logp, behaviour, gain, _ = drawn
     ratio = np.exp(logp - behaviour)
     losses, _, _ = value_and_gradient(Loss(kind="clip", clip_low=0.15, clip_high=0.15), drawn)
-    np.testing.assert_allclose(losses, -np.minimum(ratio * gain, np.clip(ratio, 0.85, 1.15) * gain), rtol=1e-12)
+    np.testing.assert_allclose(
+        losses, -np.minimum(ratio * gain, np.clip(ratio, 0.85, 1.15) * gain), rtol=1e-12
+    )
 
 
 @settings(deadline=None)
 @given(answers=st.integers(1, 20), seed=SEED, lag=LAG)
 def test_gspo_on_answers_of_one_token_is_grpo(answers: int, seed: int, lag: float) -> None:
     drawn = draw([1] * answers, seed, lag)
-    of_sequences, of_tokens = (value_and_gradient(Loss(kind=kind), drawn) for kind in ("gspo", "clip"))
+    of_sequences, of_tokens = (
+        value_and_gradient(Loss(kind=kind), drawn) for kind in ("gspo", "clip")
+    )
     for a, b in zip(of_sequences[:2], of_tokens[:2], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14)
 
@@ -423,7 +545,9 @@ def test_metrics() -> None:
     _, gradient, clipped = value_and_gradient(Loss(kind="clip"), drawn)
     np.testing.assert_array_equal(clipped["clipped_share"], gradient == 0)
     shown = with_effective_sample_size({name: float(v.mean()) for name, v in capped.items()})
-    assert shown["effective_sample_size"] == pytest.approx(ratio.sum() ** 2 / (100 * (ratio**2).sum()))
+    assert shown["effective_sample_size"] == pytest.approx(
+        ratio.sum() ** 2 / (100 * (ratio**2).sum())
+    )
     assert "ratio_square" not in shown
     assert len(gain) == 100
 
@@ -436,13 +560,21 @@ def test_effective_sample_size_of_one_token_that_outweighs_all() -> None:
 
 
 def test_sequence_mean_over_the_parts_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences of 3 and 2 tokens, of which the other rank has 1 and 2; a rank without tokens has filler."""
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda sums, group: sums.add_(torch.tensor([10.0, 7.0])))
+    """Sequences of 3 and 2 tokens, of which the other rank has 1 and 2; a rank without
+    tokens has filler.
+    """
+    monkeypatch.setattr(
+        "torch.distributed.all_reduce", lambda sums, group: sums.add_(torch.tensor([10.0, 7.0]))
+    )
     one, group = torch.ones(2), object()
-    some = Tokens(one, one, one, one, one, one, torch.tensor([2, 0]), torch.tensor([3.0, 2.0]), group)  # type: ignore[arg-type]
+    some = Tokens(
+        one, one, one, one, one, one, torch.tensor([2, 0]), torch.tensor([3.0, 2.0]), group
+    )  # type: ignore[arg-type]
     assert some.sequence_mean(torch.tensor([1.0, 4.0])).tolist() == [5.0, 5.0]
     one = torch.ones(1)
-    filler = Tokens(one, one, one, one, one, one * 0, torch.tensor([1, 0]), torch.tensor([3.0, 2.0]), group)  # type: ignore[arg-type]
+    filler = Tokens(
+        one, one, one, one, one, one * 0, torch.tensor([1, 0]), torch.tensor([3.0, 2.0]), group
+    )  # type: ignore[arg-type]
     sums = filler.sequence_mean(torch.tensor([99.0]))
     assert sums.tolist() == pytest.approx([10 / 3])
 
@@ -450,7 +582,12 @@ def test_sequence_mean_over_the_parts_of_two_ranks(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("correction", ["none", "mask"])
 def test_metric_names_are_the_declared_ones(kind: str, correction: str) -> None:
-    section = {"kind": kind, "correction": correction, "entropy_bonus": 0.1, "sequence_mask": (0.9, 1.1)}
+    section = {
+        "kind": kind,
+        "correction": correction,
+        "entropy_bonus": 0.1,
+        "sequence_mask": (0.9, 1.1),
+    }
     loss = policy_loss(Loss.model_validate(section))
     drawn = draw([2])
     assert tuple(loss(tokens(torch.tensor(drawn[0]), drawn))[1]) == metric_names(loss)

@@ -1,4 +1,6 @@
-"""Sequences into micro-batches: every one once, balanced, as few as longest-first filling finds."""
+"""Sequences into micro-batches: every one once, balanced, as few as longest-first
+filling finds.
+"""
 
 import itertools
 import math
@@ -11,11 +13,19 @@ from hypothesis import strategies as st
 from megarl.core.algorithm.packing import BY_TOKENS, Cost, pack, step_cost
 
 LENGTHS = st.lists(st.integers(1, 150), max_size=60)
-COSTS = st.builds(Cost, st.floats(0.5, 2), st.floats(0, 0.1), st.floats(0, 0.1), st.integers(1, 100))
+COSTS = st.builds(
+    Cost, st.floats(0.5, 2), st.floats(0, 0.1), st.floats(0, 0.1), st.integers(1, 100)
+)
 
 
 @settings(deadline=None)
-@given(lengths=LENGTHS, max_tokens=st.integers(1, 200), ranks=st.integers(1, 5), cost=COSTS, one_size=st.booleans())
+@given(
+    lengths=LENGTHS,
+    max_tokens=st.integers(1, 200),
+    ranks=st.integers(1, 5),
+    cost=COSTS,
+    one_size=st.booleans(),
+)
 def test_packing(lengths, max_tokens, ranks, cost, one_size):
     packed = pack(lengths, max_tokens, ranks, cost, one_size)
     assert packed == pack(lengths, max_tokens, ranks, cost, one_size)
@@ -29,7 +39,8 @@ def test_packing(lengths, max_tokens, ranks, cost, one_size):
     assert all(sum(lengths[i] for i in m) <= max_tokens for m in fitting)
     assert all(len(m) == 1 for m in microbatches if m not in fitting)
     assert sum(1 for m in microbatches if not m) < ranks
-    # no two micro-batches would fit into one: at most twice as many as must be, and those that fill the round
+    # no two micro-batches would fit into one: at most twice as many as must be, and
+    # those that fill the round
     tokens = sum(lengths[i] for m in fitting for i in m)
     fewest = len(microbatches) - len(fitting) + math.ceil(tokens / max_tokens)
     assert len(microbatches) <= 2 * fewest + ranks
@@ -42,21 +53,38 @@ def costs_of(packed, lengths, cost):
 
 
 @settings(deadline=None)
-@given(lengths=LENGTHS.filter(bool), max_tokens=st.integers(1, 200), ranks=st.integers(1, 5), cost=COSTS)
+@given(
+    lengths=LENGTHS.filter(bool),
+    max_tokens=st.integers(1, 200),
+    ranks=st.integers(1, 5),
+    cost=COSTS,
+)
 def test_ranks_and_rounds_are_balanced_by_cost(lengths, max_tokens, ranks, cost):
     packed = costs_of(pack(lengths, max_tokens, ranks, cost), lengths, cost)
     rounds = list(zip(*packed, strict=True))
-    assert all(min(one) >= max(after) - 1e-9 for one, after in itertools.pairwise(rounds)), "not alike"
+    assert all(min(one) >= max(after) - 1e-9 for one, after in itertools.pairwise(rounds)), (
+        "not alike"
+    )
     costliest = max(max(one) for one in rounds)
     totals = [sum(rank) for rank in packed]
     assert max(totals) - min(totals) <= costliest + 1e-9
-    # ranks that wait for each other in every round lose no more than one micro-batch in all
-    assert step_cost(pack(lengths, max_tokens, ranks, cost), lengths, cost) <= np.mean(totals) + costliest + 1e-9
+    # ranks that wait for each other in every round lose no more than one micro-batch in
+    # all
+    assert (
+        step_cost(pack(lengths, max_tokens, ranks, cost), lengths, cost)
+        <= np.mean(totals) + costliest + 1e-9
+    )
 
 
 @given(lengths=LENGTHS, max_tokens=st.integers(150, 300), ranks=st.integers(1, 5))
-def test_by_tokens_no_two_micro_batches_differ_by_more_than_the_longest_sequence(lengths, max_tokens, ranks):
-    loads = [load for rank in costs_of(pack(lengths, max_tokens, ranks), lengths, BY_TOKENS) for load in rank]
+def test_by_tokens_no_two_micro_batches_differ_by_more_than_the_longest_sequence(
+    lengths, max_tokens, ranks
+):
+    loads = [
+        load
+        for rank in costs_of(pack(lengths, max_tokens, ranks), lengths, BY_TOKENS)
+        for load in rank
+    ]
     assert not loads or max(loads) - min(loads) <= max(lengths)
 
 
@@ -70,10 +98,13 @@ def test_loss_does_not_depend_on_packing(lengths, ranks):
 
 
 def test_attention_weighs_where_lengths_differ():
-    """One of 300 tokens costs as much as 40 of 40: as many tokens on both ranks would be a third more work for its rank."""
+    """One of 300 tokens costs as much as 40 of 40: as many tokens on both ranks would
+    be a third more work for its rank.
+    """
     lengths, cost = [300] + [10] * 30 + [40] * 60, Cost(pair=0.1)
     by_cost, by_tokens = (
-        [sum(rank) for rank in costs_of(pack(lengths, 4000, 2, c), lengths, cost)] for c in (cost, BY_TOKENS)
+        [sum(rank) for rank in costs_of(pack(lengths, 4000, 2, c), lengths, cost)]
+        for c in (cost, BY_TOKENS)
     )
     assert max(by_cost) / np.mean(by_cost) < 1.02
     assert max(by_tokens) / np.mean(by_tokens) > 1.3
@@ -89,7 +120,9 @@ def test_where_all_have_the_longest_sequences_size_they_are_filled_to_it():
 @settings(deadline=None)
 @given(tokens=st.integers(1, 100), chunk=st.integers(1, 40))
 def test_cost_is_half_of_the_pairs_of_positions(tokens, chunk):
-    """Counted one by one: each position and those before it in its chunk, half of one for itself."""
+    """Counted one by one: each position and those before it in its chunk, half of one
+    for itself.
+    """
     position = np.arange(tokens)
     before = position[None, :] < position[:, None]
     near = before & (position[None, :] // chunk == position[:, None] // chunk)
@@ -99,7 +132,12 @@ def test_cost_is_half_of_the_pairs_of_positions(tokens, chunk):
 
 
 @settings(deadline=None)
-@given(lengths=LENGTHS.filter(bool), max_tokens=st.integers(150, 300), ranks=st.integers(1, 5), cost=COSTS)
+@given(
+    lengths=LENGTHS.filter(bool),
+    max_tokens=st.integers(150, 300),
+    ranks=st.integers(1, 5),
+    cost=COSTS,
+)
 def test_never_slower_than_filled_by_tokens(lengths, max_tokens, ranks, cost):
     """Where stages pass on one size, too: dealt by attention, either filling."""
     for one_size in (False, True):

@@ -1,4 +1,6 @@
-"""Rollouts of agents: paths as the learner sees them, how they weigh, and what is subtracted from their rewards."""
+"""Rollouts of agents: paths as the learner sees them, how they weigh, and what is
+subtracted from their rewards.
+"""
 
 import statistics
 from dataclasses import replace
@@ -8,7 +10,12 @@ import numpy as np
 import pytest
 
 from megarl.core.algorithm.advantages import centred_rewards
-from megarl.core.algorithm.batch import advantage_statistics, batch_statistics, sequences_in_loss, with_advantages
+from megarl.core.algorithm.batch import (
+    advantage_statistics,
+    batch_statistics,
+    sequences_in_loss,
+    with_advantages,
+)
 from megarl.core.base.types import (
     Batch,
     Branch,
@@ -35,7 +42,12 @@ def segment(tokens: list[int], trained: bool = True, version: int = 0) -> Segmen
 
 def rollout(sample: int, reward: float, segments: list[Segment], *paths: Branch) -> Rollout:
     return Rollout(
-        sample=sample, segments=tuple(segments), reward=reward, correct=reward > 0, finish="stop", paths=paths
+        sample=sample,
+        segments=tuple(segments),
+        reward=reward,
+        correct=reward > 0,
+        finish="stop",
+        paths=paths,
     )
 
 
@@ -62,7 +74,10 @@ def recipe(**batch: object):  # type: ignore[no-untyped-def]
 
 
 BATCH = Batch(
-    step=0, groups=(Group(ticket=7, prompt=Prompt(id="p", tokens=PROMPT, answer=""), rollouts=(AGENT, PLAIN)),)
+    step=0,
+    groups=(
+        Group(ticket=7, prompt=Prompt(id="p", tokens=PROMPT, answer=""), rollouts=(AGENT, PLAIN)),
+    ),
 )
 
 
@@ -71,7 +86,9 @@ def test_paths_as_written_out_by_hand() -> None:
     assert first.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert first.trained.tolist() == [False, False, True, True, False, True]
     assert second.tokens.tolist() == [1, 2, 3, 4, 7, 8, 9, 9]
-    assert second.trained.tolist() == [False] * 5 + [True] * 3, "what the first path trains is masked here"
+    assert second.trained.tolist() == [False] * 5 + [True] * 3, (
+        "what the first path trains is masked here"
+    )
     assert second.logprobs.tolist() == [0] * 5 + [-0.5] * 3
     assert second.own == 4
     assert AGENT.trained_tokens == 6 == first.trained.sum() + second.trained.sum()
@@ -91,7 +108,9 @@ def test_a_rollout_weighs_the_same_however_its_tokens_lie_in_paths(aggregation: 
     whole = replace_agent(rollout(0, 1.0, [segment([3] * 6)]))
     weights = [
         {
-            sample: sum(float(s.loss_weight.sum(dtype=np.float64)) for s in sequences if s.sample == sample)
+            sample: sum(
+                float(s.loss_weight.sum(dtype=np.float64)) for s in sequences if s.sample == sample
+            )
             for sample in (0, 1)
         }
         for batch in (BATCH, whole)
@@ -108,17 +127,24 @@ def replace_agent(other: Rollout) -> Batch:
 
 
 def test_penalties_of_paths_add() -> None:
-    """The advantages are those of one sequence with the sum of both penalties, not the last one's."""
+    """The advantages are those of one sequence with the sum of both penalties, not the
+    last one's.
+    """
     settings = recipe(advantage="none")
     sequences = sequences_in_loss(BATCH, settings)
     assert [(s.sample, len(s)) for s in sequences] == [(0, 6), (0, 8), (1, 7)]
-    penalised = [replace(s, kl_penalty=penalty) for s, penalty in zip(sequences, (0.25, 0.5, 0.0), strict=True)]
+    penalised = [
+        replace(s, kl_penalty=penalty)
+        for s, penalty in zip(sequences, (0.25, 0.5, 0.0), strict=True)
+    ]
     found, _ = with_advantages(penalised, BATCH, settings)
     rewards = np.array([1 - 0.75, -1.0])
     assert [s.advantage for s in found] == pytest.approx(
         [*[rewards[0] - rewards.mean()] * 2, rewards[1] - rewards.mean()]
     )
-    assert advantage_statistics(found)["advantage_mean"] == pytest.approx(0), "each rollout counts once"
+    assert advantage_statistics(found)["advantage_mean"] == pytest.approx(0), (
+        "each rollout counts once"
+    )
 
 
 def test_what_parity_compares_of_a_path() -> None:
@@ -140,7 +166,11 @@ def test_paths_pass_between_roles() -> None:
 
 def turns(sample: int, reward: float, *credits: float) -> Rollout:
     """A session of one path, in which turn t has t + 1 tokens and this credit."""
-    own = [s for t, credit in enumerate(credits) for s in (segment([1], False), turn(t, credit, [2 + t] * (t + 1)))]
+    own = [
+        s
+        for t, credit in enumerate(credits)
+        for s in (segment([1], False), turn(t, credit, [2 + t] * (t + 1)))
+    ]
     return rollout(sample, reward, own, Branch(segments=len(own)))
 
 
@@ -149,16 +179,27 @@ def turn(number: int, credit: float, tokens: list[int]) -> Segment:
 
 
 def credited(*rollouts: Rollout) -> Batch:
-    return Batch(step=0, groups=(Group(ticket=7, prompt=Prompt(id="p", tokens=PROMPT, answer=""), rollouts=rollouts),))
+    return Batch(
+        step=0,
+        groups=(
+            Group(ticket=7, prompt=Prompt(id="p", tokens=PROMPT, answer=""), rollouts=rollouts),
+        ),
+    )
 
 
 THREE = credited(turns(0, 1.0, 3.0, 1.0), turns(1, 0.0, 1.0, 0.0), turns(2, 0.0, 2.5, 0.5, 0.5))
-"""Returns: of turn 0 they are 4, 1 and 2.5; of turn 1 2, 0 and 0.5; turn 2, .5, has nothing beside it but the mean R, 1/3."""
+"""Returns: of turn 0 they are 4, 1 and 2.5; of turn 1 2, 0 and 0.5; turn 2, .5, has
+nothing beside it but the mean R, 1/3.
+"""
 
 
 def advantages_by_turn(batch: Batch, **settings: object) -> dict[tuple[int, int], float]:
-    """Return each token's advantage by (sample, turn), which must be the same for all of a turn's tokens."""
-    found, _ = with_advantages(sequences_in_loss(batch, recipe(**settings)), batch, recipe(**settings))
+    """Return each token's advantage by (sample, turn), which must be the same for all
+    of a turn's tokens.
+    """
+    found, _ = with_advantages(
+        sequences_in_loss(batch, recipe(**settings)), batch, recipe(**settings)
+    )
     made: dict[tuple[int, int], set[float]] = {}
     for s in found:
         assert s.turns is not None
@@ -170,12 +211,24 @@ def advantages_by_turn(batch: Batch, **settings: object) -> dict[tuple[int, int]
 
 
 def test_each_turn_is_compared_with_the_same_turn_of_other_sessions() -> None:
-    centred = {(0, 0): 1.5, (1, 0): -1.5, (2, 0): 0, (0, 1): 7 / 6, (1, 1): -5 / 6, (2, 1): -1 / 3, (2, 2): 1 / 6}
+    centred = {
+        (0, 0): 1.5,
+        (1, 0): -1.5,
+        (2, 0): 0,
+        (0, 1): 7 / 6,
+        (1, 1): -5 / 6,
+        (2, 1): -1 / 3,
+        (2, 2): 1 / 6,
+    }
     assert advantages_by_turn(THREE, advantage="none") == pytest.approx(centred)
     deviation = statistics.pstdev(centred.values())
-    assert advantages_by_turn(THREE) == pytest.approx({key: value / deviation for key, value in centred.items()})
+    assert advantages_by_turn(THREE) == pytest.approx(
+        {key: value / deviation for key, value in centred.items()}
+    )
     alone = advantages_by_turn(THREE, advantage="none", centring="leave_one_out")
-    assert alone == pytest.approx({key: value * (1 if key[1] == 2 else 1.5) for key, value in centred.items()})
+    assert alone == pytest.approx(
+        {key: value * (1 if key[1] == 2 else 1.5) for key, value in centred.items()}
+    )
     assert advantages_by_turn(THREE, advantage="none", centring="none")[2, 1] == pytest.approx(0.5)
 
 
@@ -210,7 +263,9 @@ def test_turns_of_a_session_in_two_paths_have_their_own_advantages() -> None:
         ((turns(0, 1.0, 0.0), turns(1, 0.0, 0.0)), True),
     ],
 )
-def test_a_group_is_in_the_loss_if_a_turn_has_an_advantage(group: tuple[Rollout, ...], varies: bool) -> None:
+def test_a_group_is_in_the_loss_if_a_turn_has_an_advantage(
+    group: tuple[Rollout, ...], varies: bool
+) -> None:
     batch = credited(*group)
     assert batch.groups[0].has_variance == varies == bool(sequences_in_loss(batch, recipe()))
     kept = advantages_by_turn(batch, zero_variance="keep")
@@ -218,15 +273,21 @@ def test_a_group_is_in_the_loss_if_a_turn_has_an_advantage(group: tuple[Rollout,
 
 
 def test_turns_without_credit_are_trained_as_the_whole_session() -> None:
-    """With R alone the advantages before their division are those of `agent.credit: episode`, bit for bit."""
+    """With R alone the advantages before their division are those of `agent.credit:
+    episode`, bit for bit.
+    """
     told = credited(turns(0, 1.0, 0.0, 0.0), turns(1, -1.0, 0.0, 0.0), turns(2, -1.0, 0.0, 0.0))
     found = advantages_by_turn(told, advantage="none")
-    whole = centred_rewards(credited(*(replace_turns(r) for r in told.groups[0].rollouts)).groups[0], "group", {})
+    whole = centred_rewards(
+        credited(*(replace_turns(r) for r in told.groups[0].rollouts)).groups[0], "group", {}
+    )
     assert found == {(n, t): np.float32(whole[n]) for n in range(3) for t in range(2)}
 
 
 def replace_turns(one: Rollout) -> Rollout:
-    return msgspec.structs.replace(one, segments=tuple(msgspec.structs.replace(s, turn=-1) for s in one.segments))
+    return msgspec.structs.replace(
+        one, segments=tuple(msgspec.structs.replace(s, turn=-1) for s in one.segments)
+    )
 
 
 def test_what_turns_were_rewarded_is_a_metric() -> None:

@@ -1,4 +1,6 @@
-"""KL estimates against numpy, finite differences, and sums over a whole small vocabulary."""
+"""KL estimates against numpy, finite differences, and sums over a whole small
+vocabulary.
+"""
 
 from collections.abc import Callable
 
@@ -53,7 +55,8 @@ def test_k1_and_k3_are_unbiased_and_k2_is_not(seed: int) -> None:
     """Means over the whole vocabulary, each token as often as the policy samples it."""
     _, p, r = distributions(seed)
     means = {
-        e: float((p * estimate(torch.tensor(np.log(p)), torch.tensor(np.log(r)), e).numpy()).sum()) for e in FORMULAS
+        e: float((p * estimate(torch.tensor(np.log(p)), torch.tensor(np.log(r)), e).numpy()).sum())
+        for e in FORMULAS
     }
     assert means["k1"] == pytest.approx(kl(p, r), rel=1e-12)
     assert means["k3"] == pytest.approx(kl(p, r), rel=1e-12)
@@ -67,21 +70,33 @@ def gradient(of: Callable[[torch.Tensor], torch.Tensor], logits: torch.Tensor) -
 
 @pytest.mark.parametrize("seed", range(3))
 def test_mean_gradients_in_the_loss_and_in_the_reward(seed: int) -> None:
-    """k2 in the loss and k1 in the reward: of KL(pi || ref); k3 in the loss: of KL(ref || pi); k1 in the loss: none."""
+    """k2 in the loss and k1 in the reward: of KL(pi || ref); k3 in the loss: of KL(ref
+    || pi); k1 in the loss: none.
+    """
     logits, p, r = distributions(seed)
     often, log_r = torch.tensor(p), torch.tensor(np.log(r))
     forward = gradient(lambda logp: (torch.tensor(r) * (log_r - logp)).sum(), logits)
     reverse = gradient(lambda logp: (logp.exp() * (logp - log_r)).sum(), logits)
-    in_loss = {e: gradient(lambda logp, e=e: (often * estimate(logp, log_r, e)).sum(), logits) for e in FORMULAS}
+    in_loss = {
+        e: gradient(lambda logp, e=e: (often * estimate(logp, log_r, e)).sum(), logits)
+        for e in FORMULAS
+    }
     np.testing.assert_allclose(in_loss["k1"], 0, atol=1e-15)
     np.testing.assert_allclose(in_loss["k2"], reverse, rtol=1e-9, atol=1e-14)
     np.testing.assert_allclose(in_loss["k3"], forward, rtol=1e-9, atol=1e-14)
-    in_reward = gradient(lambda logp: (often * estimate(logp.detach(), log_r, "k1") * logp).sum(), logits)
+    in_reward = gradient(
+        lambda logp: (often * estimate(logp.detach(), log_r, "k1") * logp).sum(), logits
+    )
     np.testing.assert_allclose(in_reward, reverse, rtol=1e-9, atol=1e-14)
 
 
-@given(pairs=st.lists(st.tuples(LOGPROBS, LOGPROBS), min_size=1, max_size=20), estimator=st.sampled_from(["k2", "k3"]))
-def test_k2_and_k3_are_never_negative(pairs: list[tuple[float, float]], estimator: Estimator) -> None:
+@given(
+    pairs=st.lists(st.tuples(LOGPROBS, LOGPROBS), min_size=1, max_size=20),
+    estimator=st.sampled_from(["k2", "k3"]),
+)
+def test_k2_and_k3_are_never_negative(
+    pairs: list[tuple[float, float]], estimator: Estimator
+) -> None:
     logp, reference = torch.tensor(pairs, dtype=torch.float32).T
     found = estimate(logp, reference, estimator)
     assert (found >= 0).all()
@@ -116,6 +131,8 @@ def test_k2_and_k3_change_the_loss_and_k1_does_not(estimator: Estimator) -> None
     losses, metrics = loss(tokens(logp, reference))
     plain, _ = policy_loss(Loss())(tokens(logp, reference))
     kl = FORMULAS[estimator](np.exp(logp.numpy()), np.exp(reference.numpy()))
-    np.testing.assert_allclose(losses - plain, 0 * kl if estimator == "k1" else 0.1 * kl, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        losses - plain, 0 * kl if estimator == "k1" else 0.1 * kl, rtol=1e-9, atol=1e-12
+    )
     np.testing.assert_allclose(metrics["kl_reference"], kl, rtol=1e-9)
     assert tuple(metrics) == metric_names(loss)

@@ -10,7 +10,9 @@ CLIP, WIDE = 0.2, 1e9
 
 
 def drawn(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values, old values and returns [50], so that values have moved less and more than the clip, both ways."""
+    """Values, old values and returns [50], so that values have moved less and more than
+    the clip, both ways.
+    """
     draw = np.random.default_rng(seed)
     old, returns = draw.uniform(-1, 1, (2, 50))
     return old + draw.uniform(-0.5, 0.5, 50), old, returns
@@ -28,10 +30,14 @@ def test_loss_and_gradient(clip: float) -> None:
     values, old, returns = drawn(3)
     v = torch.from_numpy(values).requires_grad_()
     losses, metrics = value_loss(v, torch.from_numpy(old), torch.from_numpy(returns), clip)
-    assert losses.detach().numpy() == pytest.approx(reference(values, old, returns, clip), abs=1e-12)
+    assert losses.detach().numpy() == pytest.approx(
+        reference(values, old, returns, clip), abs=1e-12
+    )
     losses.sum().backward()
     h = 1e-6
-    slopes = (reference(values + h, old, returns, clip) - reference(values - h, old, returns, clip)) / (2 * h)
+    slopes = (
+        reference(values + h, old, returns, clip) - reference(values - h, old, returns, clip)
+    ) / (2 * h)
     assert v.grad is not None
     assert v.grad.numpy() == pytest.approx(slopes, abs=1e-8)
     clipped = metrics["value_clipped_share"].bool().numpy()

@@ -1,4 +1,6 @@
-"""The law of the pipeline under random schedules: admissions, removals, publications, held servers and crashes."""
+"""The law of the pipeline under random schedules: admissions, removals, publications,
+held servers and crashes.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -34,7 +36,9 @@ def test_batches_are_the_oldest_tickets_that_were_not_removed():
     for ticket in (3, 2, 0):
         admission.finish(ticket)
     assert admission.batch(0) is None
-    assert admission.batch(1) is None  # finished, but ticket 1 may still be removed and move them up
+    assert (
+        admission.batch(1) is None
+    )  # finished, but ticket 1 may still be removed and move them up
     admission.remove(1)
     assert admission.batch(0) == (0, 2)
     assert admission.batch(1) is None  # one is missing
@@ -96,7 +100,9 @@ def test_forgetting_changes_nothing_that_is_still_asked_for():
 
 
 def test_a_long_run_stays_quick():
-    """150,000 tickets, each asked for its step many times; a run takes seconds only if no call walks over them."""
+    """150,000 tickets, each asked for its step many times; a run takes seconds only if
+    no call walks over them.
+    """
     admission = Admission(prompts_per_batch=50, max_lag=8)
     for step in range(3000):
         while admission.can_admit(step):
@@ -112,9 +118,11 @@ RANDOM = st.integers(0, 2**32 - 1).map(Random)
 
 
 class Schedule(RuleBasedStateMachine):
-    """A run: servers with versions, requests in flight whose tokens take the server's version as it rises, a learner.
+    """A run: servers with versions, requests in flight whose tokens take the server's
+    version as it rises, a learner.
 
-    What the controller knows is `admission` and `records` alone; all else here is the world outside it.
+    What the controller knows is `admission` and `records` alone; all else here is the
+    world outside it.
     """
 
     @initialize(prompts=st.integers(1, 3), lag=st.integers(0, 2), servers=st.integers(1, 3))
@@ -124,21 +132,28 @@ class Schedule(RuleBasedStateMachine):
         self.records: list[tuple[str, int]] = []
         self.step = 0  # the learner's next one; its weights have this version
         self.published = 0  # the highest version any server has had
-        self.server_versions: list[int | None] = [0] * servers  # None: lost, or not yet published to
+        self.server_versions: list[int | None] = [
+            0
+        ] * servers  # None: lost, or not yet published to
         self.held: set[int] = set()  # by an evaluation: no publication
         self.in_flight: dict[int, int] = {}  # ticket -> server
         self.token_versions: dict[int, set[int]] = {}
         self.trained: dict[int, tuple[int, ...]] = {}  # step -> tickets
         self.last_due: dict[int, int] = {}
-        self.offered: dict[int, tuple[int, ...]] = {}  # batches that were complete at some time, trained or not
+        self.offered: dict[
+            int, tuple[int, ...]
+        ] = {}  # batches that were complete at some time, trained or not
 
-    # The controller. Few rules with much chance in each: hypothesis leaves rules out at random, a run needs them all.
+    # The controller. Few rules with much chance in each: hypothesis leaves rules out at
+    # random, a run needs them all.
 
     @rule(random=RANDOM, share=st.sampled_from([0.3, 1.0]), removed=st.sampled_from([0.0, 0.3]))
     def generate(self, random: Random, share: float, removed: float) -> None:
-        """Admit what may be; a share of the waiting tickets starts, or goes on; a share of the requests ends.
+        """Admit what may be; a share of the waiting tickets starts, or goes on; a share
+        of the requests ends.
 
-        They end in any order, so fast ones overtake slow ones, and are finished, or taken out (refill).
+        They end in any order, so fast ones overtake slow ones, and are finished, or
+        taken out (refill).
         """
         while self.admission.can_admit(self.published):
             self.record("admit", self.admission.next_ticket)
@@ -158,7 +173,11 @@ class Schedule(RuleBasedStateMachine):
 
     def eligible(self, ticket: int) -> list[int]:
         """Servers that may work on it."""
-        return [s for s, v in enumerate(self.server_versions) if v is not None and self.admission.eligible(ticket, v)]
+        return [
+            s
+            for s, v in enumerate(self.server_versions)
+            if v is not None and self.admission.eligible(ticket, v)
+        ]
 
     def sample(self, ticket: int) -> None:
         """One more token, of the weights its server has by now."""
@@ -170,7 +189,9 @@ class Schedule(RuleBasedStateMachine):
 
     @rule(random=RANDOM)
     def learn(self, random: Random) -> None:
-        """Train if the batch is complete; publish to some servers, whose requests go on with the new weights."""
+        """Train if the batch is complete; publish to some servers, whose requests go on
+        with the new weights.
+        """
         tickets = self.admission.batch(self.step)
         if tickets is not None:
             for ticket in tickets:
@@ -185,7 +206,10 @@ class Schedule(RuleBasedStateMachine):
 
     # what goes wrong, or is in the way
 
-    @rule(random=RANDOM, what=st.sampled_from(["evaluation", "void", "controller", "server", "learner"]))
+    @rule(
+        random=RANDOM,
+        what=st.sampled_from(["evaluation", "void", "controller", "server", "learner"]),
+    )
     def disturb(self, random: Random, what: str) -> None:
         server = random.randrange(len(self.server_versions))
         if what == "evaluation":  # a server is held at its version, or let go
@@ -211,7 +235,9 @@ class Schedule(RuleBasedStateMachine):
             self.record("finish", ticket)
 
     def controller_crashes(self) -> None:
-        """Rebuilt from the journal; requests are gone, so unfinished tickets are generated anew."""
+        """Rebuilt from the journal; requests are gone, so unfinished tickets are
+        generated anew.
+        """
         before = self.admission
         self.admission = Admission(self.prompts, self.lag)
         for record in self.records:
@@ -257,7 +283,9 @@ class Schedule(RuleBasedStateMachine):
         assert self.admission.can_admit(self.published) == (len(self.admission.queue) < window)
 
     def teardown(self) -> None:
-        """From wherever this ended, with servers and a learner that work the run goes on: no deadlock."""
+        """From wherever this ended, with servers and a learner that work the run goes
+        on: no deadlock.
+        """
         if not hasattr(self, "admission"):
             return
         target = self.step + self.lag + 3
@@ -283,5 +311,8 @@ class Schedule(RuleBasedStateMachine):
 
 TestSchedule = Schedule.TestCase
 TestSchedule.settings = settings(
-    max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=300,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )

@@ -1,9 +1,9 @@
-"""Checksums, deltas and buckets on a GPU: bit for bit a CPU's, for any number of bytes at any
-address.
+"""Checksums, deltas and buckets on a GPU: bit for bit a CPU's, for any number of bytes
+at any address.
 
-A GPU reads numbers only at addresses that are multiples of their size, where a CPU reads them
-anywhere, and multiplies 8-bit numbers only in some shapes and layouts (benchmarks/gpu/README.md has
-the conditions).
+A GPU reads numbers only at addresses that are multiples of their size, where a CPU
+reads them anywhere, and multiplies 8-bit numbers only in some shapes and layouts
+(benchmarks/gpu/README.md has the conditions).
 """
 
 import pytest
@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 
 from megarl.core.base import checksum as sums
-from megarl.core.base.checksum import COLUMNS, FEWEST_ROWS, PIECE, by_integers, checksum, checksum_on
+from megarl.core.base.checksum import (
+    COLUMNS,
+    FEWEST_ROWS,
+    PIECE,
+    by_integers,
+    checksum,
+    checksum_on,
+)
 from megarl.core.base.delta import DTYPES, INTEGERS, add, decode, encode
 from megarl.core.weights.transport import buckets
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
 DEVICE = torch.device("cuda", 0)
 
 SIZES = {
@@ -34,17 +44,22 @@ OFFSETS = [0, 1, 4, 16]
 
 
 def random_bytes(size: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return torch.randint(
+        0, 256, (size,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
+    )
 
 
 def behind(data: Tensor, offset: int) -> Tensor:
-    """Return a copy on the GPU whose address is `offset` bytes behind a multiple of 512."""
+    """Return a copy on the GPU whose address is `offset` bytes behind a multiple of
+    512.
+    """
     return torch.cat([torch.zeros(offset, dtype=torch.uint8), data]).to(DEVICE)[offset:]
 
 
 def test_a_gpu_multiplies_exactly() -> None:
-    """Else it would sum in 64-bit integers, and the other tests here would pass without a
-    product."""
+    """Else it would sum in 64-bit integers, and the other tests here would pass without
+    a product.
+    """
     assert sums.multiplies_exactly(DEVICE)
 
 
@@ -57,12 +72,16 @@ def test_a_checksum_is_the_cpus(size: int, offset: int) -> None:
 
 
 def test_sums_of_integers_are_the_cpus() -> None:
-    """Products and sums of 64-bit numbers that wrap, the way of a device whose product fails."""
+    """Products and sums of 64-bit numbers that wrap, the way of a device whose product
+    fails.
+    """
     rows = random_bytes(3000 * COLUMNS).view(torch.int8).view(-1, COLUMNS)
     assert torch.equal(by_integers(rows.to(DEVICE)).cpu(), by_integers(rows))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
+)
 def test_a_checksum_of_any_type(dtype: torch.dtype) -> None:
     data = random_bytes(50 * COLUMNS).view(dtype)
     assert int(checksum(data.to(DEVICE))) == int(checksum(data))
@@ -77,11 +96,14 @@ def test_a_checksum_of_what_the_host_holds(pinned: bool) -> None:
 
 
 def changed(dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
-    """Return two tensors [size] of any bits, of which about one in fifty differs, by little or by
-    much."""
+    """Return two tensors [size] of any bits, of which about one in fifty differs, by
+    little or by much.
+    """
     draw = torch.Generator().manual_seed(size)
     old = random_bytes(size * dtype.itemsize, 1).view(INTEGERS[dtype.itemsize])
-    by = torch.randint(-300, 300, (size,), generator=draw) * (torch.rand(size, generator=draw) < 0.02)
+    by = torch.randint(-300, 300, (size,), generator=draw) * (
+        torch.rand(size, generator=draw) < 0.02
+    )
     return old.view(dtype), (old + by.to(old.dtype)).view(dtype)
 
 
@@ -89,8 +111,9 @@ def changed(dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("old_on_the_host", [False, True])
 def test_a_delta_is_the_cpus(dtype: torch.dtype, offset: int, old_on_the_host: bool) -> None:
-    """Tensors begin `offset` numbers behind an aligned address; a learner keeps old ones in pinned
-    memory."""
+    """Tensors begin `offset` numbers behind an aligned address; a learner keeps old
+    ones in pinned memory.
+    """
     old, new = changed(dtype, 100_003)
     new_there = new.to(DEVICE)[offset:]
     old_there = old.pin_memory()[offset:] if old_on_the_host else old.to(DEVICE)[offset:]

@@ -1,4 +1,6 @@
-"""Weights in FP8 blocks: SGLang's own quantiser gives the same bits; what is quantised, and what is not."""
+"""Weights in FP8 blocks: SGLang's own quantiser gives the same bits; what is quantised,
+and what is not.
+"""
 
 import math
 
@@ -35,7 +37,9 @@ SHAPES = [(128, 128), (256, 384), (192, 576), (1, 1), (PIECE_ROWS + 130, 130)]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scale", [0.02, 1e-7, 300.0])
 def test_the_bits_are_sglangs(shape: tuple[int, int], scale: float) -> None:
-    """Whole and incomplete blocks, more rows than are done at once, blocks below its smallest scale."""
+    """Whole and incomplete blocks, more rows than are done at once, blocks below its
+    smallest scale.
+    """
     from sglang.srt.layers.quantization.fp8_utils import per_block_cast_to_fp8
 
     given = weight(*shape, scale)
@@ -77,7 +81,9 @@ def test_no_number_overflows() -> None:
 def test_powers_of_two() -> None:
     numbers = torch.tensor([1.0, 1.0 + 2**-23, 0.75, 3e38, 2.0**-120])
     assert power_of_two_above(numbers).tolist() == [1.0, 2.0, 1.0, 2.0**127, 2.0**-120]
-    assert all(math.log2(n).is_integer() for n in quantise(weight(256, 256)).scales.flatten().tolist())
+    assert all(
+        math.log2(n).is_integer() for n in quantise(weight(256, 256)).scales.flatten().tolist()
+    )
 
 
 def test_linear_maps_are_quantised_and_nothing_else() -> None:

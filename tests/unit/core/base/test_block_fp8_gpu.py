@@ -1,4 +1,6 @@
-"""FP8 blocks on a GPU: the bits of a CPU, which servers and learner compare; SGLang's product against the stand-in's."""
+"""FP8 blocks on a GPU: the bits of a CPU, which servers and learner compare; SGLang's
+product against the stand-in's.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,10 @@ import torch
 from megarl.core.base.block_fp8 import BLOCK, quantise
 from tests.fp8_stand_in import product
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
 
 
 @pytest.mark.parametrize("scale", [0.02, 1e-7, 300.0])
@@ -19,7 +24,9 @@ def test_the_bits_are_those_of_a_cpu(scale: float) -> None:
 
 
 def test_sglangs_product_is_the_stand_ins() -> None:
-    """Its own rounding of activations and its sums, by the kernel that takes FP32 scales on any GPU."""
+    """Its own rounding of activations and its sums, by the kernel that takes FP32
+    scales on any GPU.
+    """
     pytest.importorskip("sgl_kernel", reason="SGLang's kernels are not installed")
     from sglang.srt.layers.quantization.fp8_utils import triton_w8a8_block_fp8_linear
 

@@ -1,4 +1,6 @@
-"""Waits of a group for weights end: with the bytes, with what another member said, with a late error, or at their limit."""
+"""Waits of a group for weights end: with the bytes, with what another member said, with
+a late error, or at their limit.
+"""
 
 import subprocess
 import sys
@@ -21,21 +23,29 @@ def group() -> BroadcastGroup:
     member = BroadcastGroup.__new__(BroadcastGroup)
     member.name, member._backend, member._limit_s, member._group = "weights", "nccl", 1.0, None
     member._line = dist.PrefixStore("line", dist.HashStore())
-    member._device, member._landings, member._buckets = torch.device("cpu"), [torch.empty(0, dtype=torch.uint8)] * 2, 0
+    member._device, member._landings, member._buckets = (
+        torch.device("cpu"),
+        [torch.empty(0, dtype=torch.uint8)] * 2,
+        0,
+    )
     return member
 
 
 def work(done: bool, error: str = "") -> Any:
     """What NCCL gives: its wait returns at once."""
     return SimpleNamespace(
-        is_completed=lambda: done, wait=lambda: True, exception=lambda: RuntimeError(error) if error else None
+        is_completed=lambda: done,
+        wait=lambda: True,
+        exception=lambda: RuntimeError(error) if error else None,
     )
 
 
 def test_a_work_that_never_ends_is_given_up_at_the_limit(group: BroadcastGroup) -> None:
     group.wait(work(True))
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"not done with a broadcast within 1 s \(weights.timeout_s\)"):
+    with pytest.raises(
+        RuntimeError, match=r"not done with a broadcast within 1 s \(weights.timeout_s\)"
+    ):
         group.wait(work(False))
     assert time.monotonic() - began >= 1
 
@@ -112,10 +122,14 @@ os._exit(0)
 
 @pytest.mark.processes
 def test_a_broken_group_is_left_at_once_by_who_was_sending() -> None:
-    """Not after the 60 s for which gloo would wait for a member that is alive and does not receive."""
+    """Not after the 60 s for which gloo would wait for a member that is alive and does
+    not receive.
+    """
     (port,) = free_ports(1)
     members = [
-        subprocess.Popen([sys.executable, "-c", MEMBER, str(rank), str(port)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", MEMBER, str(rank), str(port)], stdout=subprocess.PIPE, text=True
+        )
         for rank in (0, 1)
     ]
     try:
@@ -174,10 +188,15 @@ print(*launched, sep="\\n", flush=True)
 
 @pytest.mark.processes
 def test_all_ranks_launch_the_broadcasts_of_two_senders_in_one_order() -> None:
-    """NCCL's kernels wait for each other on a GPU: in opposite orders, two groups' may wait for ever."""
+    """NCCL's kernels wait for each other on a GPU: in opposite orders, two groups' may
+    wait for ever.
+    """
     ports = [str(port) for port in free_ports(2)]
     words = [sys.executable, "-c", SENDERS]
-    ranks = [subprocess.Popen([*words, str(rank), *ports], stdout=subprocess.PIPE, text=True) for rank in range(3)]
+    ranks = [
+        subprocess.Popen([*words, str(rank), *ports], stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
     try:
         _, first, second = (rank.communicate(timeout=240)[0].splitlines() for rank in ranks)
     finally:

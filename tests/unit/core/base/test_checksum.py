@@ -1,4 +1,6 @@
-"""The checksum of weights: its formula written down a second time, that pieces add up to the whole, and what it finds."""
+"""The checksum of weights: its formula written down a second time, that pieces add up
+to the whole, and what it finds.
+"""
 
 import itertools
 from random import Random
@@ -15,7 +17,9 @@ from megarl.core.base.checksum import COLUMNS, LENGTH, checksum, checksum_on, wr
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32]
 seeds, dtypes = st.integers(0, 2**31), st.sampled_from(DTYPES)
-sizes = st.one_of(st.integers(1, 40), st.integers(1, 3 * COLUMNS), st.just(COLUMNS), st.just(2 * COLUMNS + 1))
+sizes = st.one_of(
+    st.integers(1, 40), st.integers(1, 3 * COLUMNS), st.just(COLUMNS), st.just(2 * COLUMNS + 1)
+)
 """Bytes of a tensor, about."""
 
 
@@ -57,7 +61,9 @@ def test_a_checksum_is_the_same_tomorrow() -> None:
 
 
 @given(sizes, dtypes, seeds, st.randoms(use_true_random=False))
-def test_pieces_of_any_size_add_up_in_any_order(size: int, dtype: torch.dtype, seed: int, random: Random) -> None:
+def test_pieces_of_any_size_add_up_in_any_order(
+    size: int, dtype: torch.dtype, seed: int, random: Random
+) -> None:
     whole = of_type(size, dtype, seed)
     cuts = sorted({0, len(whole), *(random.randint(0, len(whole)) for _ in range(4))})
     pieces = [(whole[a:b], a * dtype.itemsize) for a, b in itertools.pairwise(cuts)]
@@ -66,7 +72,9 @@ def test_pieces_of_any_size_add_up_in_any_order(size: int, dtype: torch.dtype, s
 
 
 @given(sizes, dtypes, seeds, st.integers(1, 3), st.integers(0, 2**31))
-def test_changed_bits_are_found(size: int, dtype: torch.dtype, seed: int, bits: int, where: int) -> None:
+def test_changed_bits_are_found(
+    size: int, dtype: torch.dtype, seed: int, bits: int, where: int
+) -> None:
     """One always; of two and three, none that was tried escaped."""
     tensor = of_type(size, dtype, seed)
     changed = tensor.clone().view(torch.uint8)
@@ -77,7 +85,9 @@ def test_changed_bits_are_found(size: int, dtype: torch.dtype, seed: int, bits: 
 
 @given(st.integers(2, 3 * COLUMNS), seeds)
 def test_two_values_that_changed_their_signs_are_found(values: int, seed: int) -> None:
-    """The hardest change: of the highest bits of bytes, which in a product modulo 2^64 the fewest others follow."""
+    """The hardest change: of the highest bits of bytes, which in a product modulo 2^64
+    the fewest others follow.
+    """
     tensor = of_type(values * 4, torch.float32, seed)
     chosen = torch.from_numpy(np.random.default_rng(seed).permutation(values)[:2])
     changed = tensor.view(torch.int32).clone()
@@ -94,14 +104,24 @@ def test_swapped_rows_are_found(rows: int, width: int, dtype: torch.dtype, seed:
     assert (value(swapped) == value(tensor)) == same(tensor[one], tensor[other])
 
 
-@given(st.integers(1, 2 * COLUMNS), dtypes, seeds, st.integers(0, 2 * COLUMNS), st.integers(1, 2 * COLUMNS))
-def test_a_wrong_place_is_found(size: int, dtype: torch.dtype, seed: int, start: int, off: int) -> None:
+@given(
+    st.integers(1, 2 * COLUMNS),
+    dtypes,
+    seeds,
+    st.integers(0, 2 * COLUMNS),
+    st.integers(1, 2 * COLUMNS),
+)
+def test_a_wrong_place_is_found(
+    size: int, dtype: torch.dtype, seed: int, start: int, off: int
+) -> None:
     tensor = of_type(size, dtype, seed)
     assert value(tensor, start + off) != value(tensor, start)
 
 
 @given(sizes, dtypes, seeds, st.integers(1, COLUMNS))
-def test_what_is_lost_or_repeated_is_found(size: int, dtype: torch.dtype, seed: int, part: int) -> None:
+def test_what_is_lost_or_repeated_is_found(
+    size: int, dtype: torch.dtype, seed: int, part: int
+) -> None:
     tensor = of_type(size, dtype, seed)
     part = part % len(tensor) + 1
     lost, repeated = tensor[:-part], torch.cat([tensor, tensor[-part:]])
@@ -112,7 +132,9 @@ def test_what_is_lost_or_repeated_is_found(size: int, dtype: torch.dtype, seed: 
 
 @given(st.integers(0, 3 * COLUMNS), st.integers(1, COLUMNS))
 def test_lost_zeros_are_found(size: int, lost: int) -> None:
-    assert value(torch.zeros(size, dtype=torch.uint8)) != value(torch.zeros(size + lost, dtype=torch.uint8))
+    assert value(torch.zeros(size, dtype=torch.uint8)) != value(
+        torch.zeros(size + lost, dtype=torch.uint8)
+    )
 
 
 @given(sizes, dtypes, seeds)

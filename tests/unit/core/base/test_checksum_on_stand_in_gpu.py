@@ -1,5 +1,7 @@
-"""A checksum as a GPU would compute it, whose product refuses all but one layout: for any bytes, a
-CPU's; and where the product fails or is wrong, by integers, which is said once."""
+"""A checksum as a GPU would compute it, whose product refuses all but one layout: for
+any bytes, a CPU's; and where the product fails or is wrong, by integers, which is said
+once.
+"""
 
 import json
 import subprocess
@@ -82,9 +84,13 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    environment = stand_in_gpu.environment(tmp_path_factory.mktemp("stand_in")) | {"PYTHONPATH": str(ROOT)}
+    environment = stand_in_gpu.environment(tmp_path_factory.mktemp("stand_in")) | {
+        "PYTHONPATH": str(ROOT)
+    }
     words = [sys.executable, "-W", "ignore", "-c", SCRIPT]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     read: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return read
@@ -100,14 +106,22 @@ def test_a_gpus_checksum_is_a_cpus_by_the_product(found: dict[str, Any]) -> None
     [
         (
             "row-major",
-            "torch._int_mm: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED: a GPU needs a second operand whose columns are contiguous",
+            (
+                "torch._int_mm: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED: a GPU needs a second"
+                " operand whose columns are contiguous"
+            ),
         ),
         ("wrong", "a product of 256 rows by torch._int_mm was wrong"),
     ],
 )
-def test_where_the_product_fails_the_sum_is_of_integers(found: dict[str, Any], fault: str, why: str) -> None:
+def test_where_the_product_fails_the_sum_is_of_integers(
+    found: dict[str, Any], fault: str, why: str
+) -> None:
     (line,) = found[fault]["said"]
-    assert line == f"cuda:0: checksums of weights are summed in 64-bit integers, which takes longer: {why}"
+    assert (
+        line
+        == f"cuda:0: checksums of weights are summed in 64-bit integers, which takes longer: {why}"
+    )
     assert (found[fault]["multiplies"], found[fault]["differ"]) == (False, [])
 
 

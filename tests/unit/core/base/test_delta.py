@@ -1,4 +1,6 @@
-"""Deltas: whatever the bits, old + delta = new; what is damaged is refused; and they are as small as counting says."""
+"""Deltas: whatever the bits, old + delta = new; what is damaged is refused; and they
+are as small as counting says.
+"""
 
 import math
 from collections.abc import Iterable
@@ -35,7 +37,9 @@ def given_back(old: Tensor, new: Tensor) -> Tensor:
 
 
 @given(shapes, dtypes, shares, seeds)
-def test_old_and_delta_are_new(shape: list[int], dtype: torch.dtype, share: float, seed: int) -> None:
+def test_old_and_delta_are_new(
+    shape: list[int], dtype: torch.dtype, share: float, seed: int
+) -> None:
     draw = torch.Generator().manual_seed(seed)
     old, other = random_bits(shape, dtype, draw), random_bits(shape, dtype, draw)
     new = torch.where(torch.rand(other.shape, generator=draw) < share, other, old)
@@ -51,7 +55,9 @@ def test_small_changes(dtype: torch.dtype, size: int, by: int, seed: int) -> Non
     assert torch.equal(bits(given_back(old, new)), bits(new))
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize > 1])  # FP8 has no infinity, and one NaN
+@pytest.mark.parametrize(
+    "dtype", [dtype for dtype in DTYPES if dtype.itemsize > 1]
+)  # FP8 has no infinity, and one NaN
 def test_numbers_that_are_not(dtype: torch.dtype) -> None:
     kind = INTEGERS[dtype.itemsize]
     infinite = torch.tensor(math.inf, dtype=dtype).view(kind)
@@ -64,7 +70,9 @@ def test_numbers_that_are_not(dtype: torch.dtype) -> None:
     assert not decode(encode(new, new)).view(kind).any()
 
 
-@pytest.mark.parametrize("gap", [LARGE - 2, LARGE - 1, LARGE, LARGE + 1, 2 * LARGE - 1, 2 * LARGE, 70_000])
+@pytest.mark.parametrize(
+    "gap", [LARGE - 2, LARGE - 1, LARGE, LARGE + 1, 2 * LARGE - 1, 2 * LARGE, 70_000]
+)
 @pytest.mark.parametrize("by", [-128, -127, 126, 127, 128, 129, 32_767, -32_768])
 def test_numbers_about_a_byte(gap: int, by: int) -> None:
     old = torch.zeros(3 * gap + 5, dtype=torch.bfloat16)
@@ -91,7 +99,9 @@ def test_views_at_any_place() -> None:
 
 
 def test_parts_and_turned_ones() -> None:
-    """A difference is loaded like the tensor itself: slices and transposes of it change the same slices and transposes."""
+    """A difference is loaded like the tensor itself: slices and transposes of it change
+    the same slices and transposes.
+    """
     draw = torch.Generator().manual_seed(0)
     old, new = (random_bits([6, 10], torch.bfloat16, draw) for _ in "ab")
     difference, held = decode(encode(old, new)), old.T.contiguous()
@@ -101,7 +111,9 @@ def test_parts_and_turned_ones() -> None:
 
 
 class Fused(Module):
-    """Holds two tensors one after the other, turned, as a rank of two: the second half of each one's rows."""
+    """Holds two tensors one after the other, turned, as a rank of two: the second half
+    of each one's rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,12 +129,18 @@ class Fused(Module):
 
 def test_a_loader_adds_deltas_where_it_copies_tensors() -> None:
     draw = torch.Generator().manual_seed(0)
-    old, new = ({name: random_bits([12, 5], torch.bfloat16, draw) for name in ("gate", "up")} for _ in "ab")
+    old, new = (
+        {name: random_bits([12, 5], torch.bfloat16, draw) for name in ("gate", "up")} for _ in "ab"
+    )
     model, whole = Fused(), Fused()
     load(model, model.load_weights, old.items())
     load(whole, whole.load_weights, new.items())
     assert not torch.equal(bits(model.both), bits(whole.both))
-    load(model, model.load_weights, [("gate", new["gate"]), ("up" + SUFFIX, encode(old["up"], new["up"]))])
+    load(
+        model,
+        model.load_weights,
+        [("gate", new["gate"]), ("up" + SUFFIX, encode(old["up"], new["up"]))],
+    )
     assert torch.equal(bits(model.both), bits(whole.both))
     assert model.scratch.eq(7).all()
 
@@ -145,7 +163,9 @@ def test_damage_is_found_unless_it_changes_nothing() -> None:
 
 
 def test_size() -> None:
-    """One value in a hundred changed by one: within 10 % of the entropy of which (a Bernoulli choice each) and how (a bit)."""
+    """One value in a hundred changed by one: within 10 % of the entropy of which (a
+    Bernoulli choice each) and how (a bit).
+    """
     draw, size, share = torch.Generator().manual_seed(0), 1 << 20, 0.01
     old = torch.randn(size, generator=draw).bfloat16()
     chosen = torch.rand(size, generator=draw) < share

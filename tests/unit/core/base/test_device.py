@@ -41,7 +41,9 @@ def test_cores_of_a_device(sys: Path, address: str, cores: set[int]) -> None:
     assert device.cores_near(address) == cores
 
 
-@pytest.mark.parametrize(("allowed", "bound"), [({2, 3, 4, 5}, {4, 5}), ({0, 1}, None), (set(range(16)), {4, 5, 12})])
+@pytest.mark.parametrize(
+    ("allowed", "bound"), [({2, 3, 4, 5}, {4, 5}), ({0, 1}, None), (set(range(16)), {4, 5, 12})]
+)
 def test_a_rank_stays_near_its_gpu_within_what_it_may_use(
     sys: Path, monkeypatch: pytest.MonkeyPatch, allowed: set[int], bound: set[int] | None
 ) -> None:

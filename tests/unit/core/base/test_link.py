@@ -25,8 +25,12 @@ def address() -> str:
     return f"tcp://127.0.0.1:{free_ports(1)[0]}"
 
 
-def serve(address: str, replies: list[list[bytes] | None], slow_s: float = 0.0) -> Callable[[], list[list[bytes]]]:
-    """A ROUTER that gives these replies in turn (None: silence), each after slow_s, then closes; what it heard, once it has."""
+def serve(
+    address: str, replies: list[list[bytes] | None], slow_s: float = 0.0
+) -> Callable[[], list[list[bytes]]]:
+    """A ROUTER that gives these replies in turn (None: silence), each after slow_s,
+    then closes; what it heard, once it has.
+    """
     heard: list[list[bytes]] = []
 
     def run() -> None:
@@ -78,7 +82,9 @@ def test_an_unanswered_request_is_sent_again(address: str, link: ControllerLink)
 def test_a_reply_that_takes_longer_than_until_the_next_try_arrives(
     address: str, link: ControllerLink, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A batch of long rollouts has gigabytes, to be read, encrypted and sent. The next one is asked for only once."""
+    """A batch of long rollouts has gigabytes, to be read, encrypted and sent. The next
+    one is asked for only once.
+    """
     serve(address, [to_frames(Ack())] * 20, slow_s=1.3)
     assert link.ask(NEXT) == encode(Ack())
     assert "sending it again" in caplog.text
@@ -139,7 +145,11 @@ print("collected", flush=True)
 
 @pytest.mark.processes
 def test_links_that_nobody_closes_are_collected_without_a_wait() -> None:
-    """As after an error: its traceback holds the link, in a cycle, and the order in which a cycle is collected is not known."""
-    done = subprocess.run([sys.executable, "-c", DROPPED], stdout=subprocess.PIPE, text=True, timeout=120)
+    """As after an error: its traceback holds the link, in a cycle, and the order in
+    which a cycle is collected is not known.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", DROPPED], stdout=subprocess.PIPE, text=True, timeout=120
+    )
     assert done.stdout == "collected\n"
     assert done.returncode == 0

@@ -1,4 +1,6 @@
-"""The stand-in does what it says: code that trusts `Work.wait`, a dead peer's error or `destroy_process_group` fails on it."""
+"""The stand-in does what it says: code that trusts `Work.wait`, a dead peer's error or
+`destroy_process_group` fails on it.
+"""
 
 import threading
 import time
@@ -59,7 +61,9 @@ def test_nobody_hears_of_a_peer_that_is_gone(pair: tuple[PessimisticNccl, Pessim
     assert not ending.is_alive()
 
 
-def test_an_error_appears_late(pair: tuple[PessimisticNccl, PessimisticNccl], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_appears_late(
+    pair: tuple[PessimisticNccl, PessimisticNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for work in both(pair, [torch.ones(3), torch.zeros(3)]):
         assert work.ended.wait(LIMIT_S)
     monkeypatch.setenv(ERROR_AFTER, "0.7")

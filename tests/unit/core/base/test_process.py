@@ -1,4 +1,6 @@
-"""A signal that comes as Python exits, after it has restored the default handlers; limits; a crash; a port that is taken."""
+"""A signal that comes as Python exits, after it has restored the default handlers;
+limits; a crash; a port that is taken.
+"""
 
 import os
 import resource
@@ -41,7 +43,9 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 def test_every_command_may_open_as_many_files_as_the_system_allows() -> None:
-    """A job has the limits of the shell that submitted it, and the controller of an 80-GPU run thousands of connections."""
+    """A job has the limits of the shell that submitted it, and the controller of an
+    80-GPU run thousands of connections.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     low = (min(256, hard - 1), hard)
     words = [sys.executable, "-c", LIMITS]
@@ -67,7 +71,9 @@ def test_a_limit_that_the_system_refuses_stays_as_it_is(monkeypatch: pytest.Monk
 
 
 def test_a_crash_writes_no_core_dump() -> None:
-    """A rank's would have hundreds of gigabytes. The hard limit stays, for who wants one after all."""
+    """A rank's would have hundreds of gigabytes. The hard limit stays, for who wants
+    one after all.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
     try:
         dump_no_core()
@@ -87,10 +93,13 @@ assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("OMP_PROC_BIND", "close"), ("OMP_PLACES", "cores"), ("GOMP_CPU_AFFINITY", "0-63")]
+    ("name", "value"),
+    [("OMP_PROC_BIND", "close"), ("OMP_PLACES", "cores"), ("GOMP_CPU_AFFINITY", "0-63")],
 )
 def test_openmp_binds_no_role_to_the_first_core(name: str, value: str) -> None:
-    """Nor all others of the node, which clusters would have it do: by their modules' settings, as torch is imported."""
+    """Nor all others of the node, which clusters would have it do: by their modules'
+    settings, as torch is imported.
+    """
     words = [sys.executable, "-W", "ignore", "-c", AFFINITY]
     done = subprocess.run(words, env=os.environ | {name: value}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -109,7 +118,9 @@ deep_in_a_library()
 
 
 def test_a_crash_in_compiled_code_leaves_the_place_in_the_log() -> None:
-    done = subprocess.run([sys.executable, "-c", CRASHES], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", CRASHES], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in done.stderr
     assert "in deep_in_a_library" in done.stderr
@@ -131,12 +142,17 @@ def test_a_terminal_does_not_obey_what_a_log_quotes() -> None:
     assert len(done.stderr) < 70_000
     assert b"beginxxx" in done.stderr
     assert b"xxxend\n" in done.stderr
-    assert done.stderr.endswith(b"controller WARNING root: an agent printed: \\x1b[2J\\x9b\\x0d\nmore\n")
+    assert done.stderr.endswith(
+        b"controller WARNING root: an agent printed: \\x1b[2J\\x9b\\x0d\nmore\n"
+    )
 
 
 def test_a_taken_port_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(MegarlError, match=rf"--port: cannot listen on 127\.0\.0\.1:{port}: Address already in use"):
+        with pytest.raises(
+            MegarlError,
+            match=rf"--port: cannot listen on 127\.0\.0\.1:{port}: Address already in use",
+        ):
             check_free("127.0.0.1", port)
     check_free("127.0.0.1", port)

@@ -1,4 +1,6 @@
-"""Which checkpoints stay: those that reached a milestone first, as the run directory says."""
+"""Which checkpoints stay: those that reached a milestone first, as the run directory
+says.
+"""
 
 from pathlib import Path
 
@@ -50,19 +52,30 @@ def scored(rundir: RunDir, scores: dict[int, float]) -> None:
 
 def steps_kept(rundir: RunDir, *milestones: int | str) -> dict[int | str, int]:
     return {
-        milestone: step_of(path) for milestone, path in milestone_checkpoints(rundir.checkpoints, milestones).items()
+        milestone: step_of(path)
+        for milestone, path in milestone_checkpoints(rundir.checkpoints, milestones).items()
     }
 
 
 def test_the_first_checkpoint_past_a_milestone_stays(tmp_path: Path) -> None:
-    """1,000 hours at 1.43 a step are passed in the 700th step: 699 x 1.43 = 999.57, 700 x 1.43 = 1001."""
+    """1,000 hours at 1.43 a step are passed in the 700th step: 699 x 1.43 = 999.57, 700
+    x 1.43 = 1001.
+    """
     rundir = run_with(tmp_path, 200, 250, 300, 600, 699, 700, 800)
     assert steps_kept(rundir, *MILESTONES) == {250: 250, "1000 GPU-hours": 700}
-    assert steps_kept(rundir, 251, ".5 GPU-hours", 801, "1144.1 GPU-hours") == {251: 300, ".5 GPU-hours": 200}
+    assert steps_kept(rundir, 251, ".5 GPU-hours", 801, "1144.1 GPU-hours") == {
+        251: 300,
+        ".5 GPU-hours": 200,
+    }
     assert steps_kept(rundir, "1000 core-hours") == {}, "the run counts others"
-    prune(rundir.checkpoints, 1, list(milestone_checkpoints(rundir.checkpoints, MILESTONES).values()))
+    prune(
+        rundir.checkpoints, 1, list(milestone_checkpoints(rundir.checkpoints, MILESTONES).values())
+    )
     assert sorted(map(step_of, rundir.checkpoints.iterdir())) == [250, 700, 800]
-    assert steps_kept(rundir, *MILESTONES) == {250: 250, "1000 GPU-hours": 700}, "it says the same of what is left"
+    assert steps_kept(rundir, *MILESTONES) == {
+        250: 250,
+        "1000 GPU-hours": 700,
+    }, "it says the same of what is left"
 
 
 def test_of_a_damaged_or_incomplete_one_the_next_takes_the_place(tmp_path: Path) -> None:
@@ -73,22 +86,31 @@ def test_of_a_damaged_or_incomplete_one_the_next_takes_the_place(tmp_path: Path)
 
 
 def test_without_a_row_of_the_step_its_compute_is_not_known(tmp_path: Path) -> None:
-    """A learner that was killed wrote no row of the step; the row of a replay counts, whose hours are more."""
+    """A learner that was killed wrote no row of the step; the row of a replay counts,
+    whose hours are more.
+    """
     rundir = run_with(tmp_path, 700, rows=699)
     assert steps_kept(rundir, "1000 GPU-hours") == {}
     append_jsonl(rundir.metrics, {"step": 699, "compute_hours": 1030.0, "compute_unit": "gpu"})
     assert steps_kept(rundir, "1000 GPU-hours", "1031 GPU-hours") == {"1000 GPU-hours": 700}
 
 
-@pytest.mark.parametrize("milestone", [0, "1000", "1000 hours", "-1 GPU-hours", "1e3 GPU-hours", True])
+@pytest.mark.parametrize(
+    "milestone", [0, "1000", "1000 hours", "-1 GPU-hours", "1e3 GPU-hours", True]
+)
 def test_what_is_no_milestone_is_refused(milestone: object) -> None:
     with pytest.raises(MegarlError, match=r"checkpoint\.milestones"):
         from_tree({"checkpoint": {"milestones": [milestone]}})
-    assert from_tree({"checkpoint": {"milestones": list(MILESTONES)}}).checkpoint.milestones == MILESTONES
+    assert (
+        from_tree({"checkpoint": {"milestones": list(MILESTONES)}}).checkpoint.milestones
+        == MILESTONES
+    )
 
 
 def test_the_best_score_with_a_checkpoint_stays(tmp_path: Path) -> None:
-    """Version 15 has the highest score, but no checkpoint; of two equal ones the first is the best."""
+    """Version 15 has the highest score, but no checkpoint; of two equal ones the first
+    is the best.
+    """
     rundir = run_with(tmp_path, 10, 20, 30, 40)
     assert best_checkpoint(rundir.checkpoints) is None
     scored(rundir, {0: 0.1, 10: 0.5, 15: 0.9, 20: 0.8, 30: 0.8, 40: 0.6})
@@ -107,7 +129,9 @@ def test_what_is_being_evaluated_stays_until_its_score_or_a_later_one(tmp_path: 
     step_folder(rundir.evaluations, 20).mkdir()
     assert sorted(map(step_of, scored_checkpoints(rundir.checkpoints))) == [10, 20]
     scored(rundir, {30: 0.2})
-    assert sorted(map(step_of, scored_checkpoints(rundir.checkpoints))) == [10], "version 20 never got its score"
+    assert sorted(map(step_of, scored_checkpoints(rundir.checkpoints))) == [10], (
+        "version 20 never got its score"
+    )
 
 
 def test_a_checkpoint_is_named_by_its_step_or_as_the_best(tmp_path: Path) -> None:
@@ -116,13 +140,22 @@ def test_a_checkpoint_is_named_by_its_step_or_as_the_best(tmp_path: Path) -> Non
     assert split_name("runs/a@b") == (Path("runs/a@b"), "")
     rundir = run_with(tmp_path, 10, 20)
     assert named_checkpoint(tmp_path, "10") == step_folder(rundir.checkpoints, 10)
-    with pytest.raises(MegarlError, match=r"has no checkpoint of step 15; there are those of 10, 20"):
+    with pytest.raises(
+        MegarlError, match=r"has no checkpoint of step 15; there are those of 10, 20"
+    ):
         named_checkpoint(tmp_path, "15")
     with pytest.raises(
-        MegarlError, match=r"@best: none of its checkpoints \(10, 20\) has a held-out score; checkpoint\.keep_best"
+        MegarlError,
+        match=(
+            r"@best: none of its checkpoints \(10, 20\) has a held-out score; checkpoint\.keep_best"
+        ),
     ):
         named_checkpoint(tmp_path, "best")
     scored(rundir, {10: 0.5})
-    assert find(Path(f"{tmp_path}@best")) == find(Path(f"{tmp_path}@10")) == step_folder(rundir.checkpoints, 10)
+    assert (
+        find(Path(f"{tmp_path}@best"))
+        == find(Path(f"{tmp_path}@10"))
+        == step_folder(rundir.checkpoints, 10)
+    )
     with pytest.raises(MegarlError, match="no complete checkpoint there"):
         find(Path(f"{tmp_path / 'other'}@best"))

@@ -33,7 +33,11 @@ def test_rows_supersede_by_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step, loss in ((0, 1.0), (1, 2.0), (1, 3.0), (2, 4.0)):
         append_jsonl(path, {"step": step, "loss": loss})
-    assert latest_rows(path) == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 3.0}, {"step": 2, "loss": 4.0}]
+    assert latest_rows(path) == [
+        {"step": 0, "loss": 1.0},
+        {"step": 1, "loss": 3.0},
+        {"step": 2, "loss": 4.0},
+    ]
 
 
 ROW = b'{"step": 0, "loss": 1.5}\n'
@@ -55,7 +59,9 @@ ROW = b'{"step": 0, "loss": 1.5}\n'
     }.items(),
 )
 def test_a_line_that_a_crash_cut_off_goes(tmp_path: Path, left: bytes, mended: bytes) -> None:
-    """At a start, and when a line is added: programs that are not ours read the file then."""
+    """At a start, and when a line is added: programs that are not ours read the file
+    then.
+    """
     run = RunDir(tmp_path)
     run.eval.write_bytes(left)
     run.create()
@@ -87,16 +93,22 @@ def test_every_file_of_lines_is_mended(tmp_path: Path, caplog: pytest.LogCapture
 
 
 def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A FIFO has its reader wait; a device, or a sparse file, has more than fits into memory."""
+    """A FIFO has its reader wait; a device, or a sparse file, has more than fits into
+    memory.
+    """
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "zeros").symlink_to("/dev/zero")
     (tmp_path / "folder").mkdir()
     for name in ("fifo", "zeros"):
-        with pytest.raises(MegarlError, match=f"{name}: a pipe or a device, where a regular file belongs"):
+        with pytest.raises(
+            MegarlError, match=f"{name}: a pipe or a device, where a regular file belongs"
+        ):
             files.contents(tmp_path / name)
         with pytest.raises(MegarlError, match=f"{name}: a pipe or a device"):
             list(files.lines_of(tmp_path / name))
-    with pytest.raises(IsADirectoryError):  # as a file system may say for a moment, so whoever watches tries again
+    with pytest.raises(
+        IsADirectoryError
+    ):  # as a file system may say for a moment, so whoever watches tries again
         files.contents(tmp_path / "folder")
     with (tmp_path / "sparse").open("wb") as sparse:
         sparse.truncate(40 << 30)
@@ -118,7 +130,9 @@ def test_lines_that_are_not_ours_spoil_only_themselves(tmp_path: Path) -> None:
     append_jsonl(path, {"step": 0})
     with path.open("ab") as file:
         file.write(
-            b'{"loss": 1}\n{"step": "1"}\n{"step": null}\n{"step": [1]}\n\xff\xfe{\n[3]\n' + b"[" * 100_000 + b"\n"
+            b'{"loss": 1}\n{"step": "1"}\n{"step": null}\n{"step": [1]}\n\xff\xfe{\n[3]\n'
+            + b"[" * 100_000
+            + b"\n"
         )
         file.write(b'{"step": 2, "x": "\xff"}\n')
     append_jsonl(path, {"step": 1})
@@ -133,9 +147,16 @@ def test_rows_come_in_order_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     steps = [*range(5), *range(3, 8), *range(2, 6)]
     lines = [f'{{"step": {step}, "at": {at}}}\n'.encode() for at, step in enumerate(steps)]
     lines[7:7] = [
-        b'{"step": 1, "lo\n', b"[1]\n", b"\n", b'{"step": true}\n', b'{"step": -1}\n', b'{"step": 4.0}\n',
-        b'{"step": 4611686018427387904}\n', b'{"n": {"step": 1}}\n', b'{"step": 0, "at": 0, "x": "\xff", "y": 1e400}\n',
-    ]  # fmt: skip
+        b'{"step": 1, "lo\n',
+        b"[1]\n",
+        b"\n",
+        b'{"step": true}\n',
+        b'{"step": -1}\n',
+        b'{"step": 4.0}\n',
+        b'{"step": 4611686018427387904}\n',
+        b'{"n": {"step": 1}}\n',
+        b'{"step": 0, "at": 0, "x": "\xff", "y": 1e400}\n',
+    ]
     path.write_bytes(b"".join(lines) + b'{"step": 9, "at": 12')
     monkeypatch.setattr(rundir, "parsed", lambda line: read.append(line) or parse(line))
     rows = rows_in_order(path)
@@ -143,7 +164,9 @@ def test_rows_come_in_order_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(read) == 1
     found = [(row["step"], row["at"]) for row in rows]
     assert found == [(1, 1), (2, 10), (3, 11), (4, 12), (5, 13), (6, 8), (7, 9)]
-    assert [row for _, row in sorted(by_step(read_jsonl(path)).items())][1:] == latest_rows(path)[1:]
+    assert [row for _, row in sorted(by_step(read_jsonl(path)).items())][1:] == latest_rows(path)[
+        1:
+    ]
     read.clear()
     assert [row["at"] for row in rows_in_order(path, 6)] == [8, 9]
     assert len(read) == 2, "earlier rows are not even parsed"
@@ -153,7 +176,11 @@ def test_rows_come_in_order_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_is_no_number_is_null_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append_jsonl(path, {"step": 0, "a": math.nan, "b": math.inf})
-    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"step": 0, "a": None, "b": None}
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
+        "step": 0,
+        "a": None,
+        "b": None,
+    }
     (row,) = read_jsonl(path)
     assert math.isnan(row["a"])
 
@@ -178,7 +205,9 @@ def test_a_wish_to_stop_that_does_not_fit_on_the_disk_is_one_message(tmp_path: P
         rundir.stop(15)
 
 
-def test_a_file_system_that_fails_does_not_ask_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_fails_does_not_ask_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rundir = RunDir(tmp_path)
     rundir.stop(15)
     rundir.failure_file.write_text("a reason")
@@ -193,8 +222,12 @@ def test_a_file_system_that_fails_does_not_ask_to_stop(tmp_path: Path, monkeypat
     assert (rundir.stop_asked(), rundir.stop_signal(), rundir.failure()) == (True, 15, "a reason")
 
 
-def test_a_quota_that_is_used_up_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network's file system says so when the file is synchronised. What was there is whole, and nothing lies beside it."""
+def test_a_quota_that_is_used_up_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network's file system says so when the file is synchronised. What was there is
+    whole, and nothing lies beside it.
+    """
     journal = Journal.open(tmp_path / "rollouts", 2, 1)
     (whole,) = (tmp_path / "rollouts").glob("*.journal")
     before = whole.read_bytes()
@@ -205,7 +238,10 @@ def test_a_quota_that_is_used_up_is_one_message(tmp_path: Path, monkeypatch: pyt
 
     with monkeypatch.context() as patched:
         patched.setattr("os.fsync", used_up)
-        said = r"{}: cannot be written: Disk quota exceeded; make room and resume: what was written before is intact"
+        said = (
+            r"{}: cannot be written: Disk quota exceeded; make room and resume: what was written"
+            r" before is intact"
+        )
         with pytest.raises(MegarlError, match=said.format(r"status\.json")):
             write_atomically(tmp_path / "status.json", b"new")
         with pytest.raises(MegarlError, match=said.format(r"000000\.journal")):

@@ -1,5 +1,6 @@
-"""torchrun over two small ranks: how it ends the others when one dies, and with what status; that ranks die with it; what it
-passes on."""
+"""torchrun over two small ranks: how it ends the others when one dies, and with what
+status; that ranks die with it; what it passes on.
+"""
 
 import os
 import signal
@@ -55,7 +56,13 @@ def end(folder: Path, status: int) -> None:
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     (tmp_path / "rank.py").write_text(RANK)
-    words = [sys.executable, "-m", "megarl.core.base.torchrun", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    words = [
+        sys.executable,
+        "-m",
+        "megarl.core.base.torchrun",
+        "--nproc-per-node=2",
+        "--master-addr=127.0.0.1",
+    ]
     words += [f"--master-port={free_ports(1)[0]}", str(tmp_path / "rank.py"), str(tmp_path)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     for rank in (0, 1):
@@ -66,7 +73,9 @@ def torchrun(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_only_torchrun_makes_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVIDIA's images set a rank's variables for each task of Slurm, as many as there are nodes."""
+    """NVIDIA's images set a rank's variables for each task of Slurm, as many as there
+    are nodes.
+    """
     for name, value in {"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "10"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -83,7 +92,9 @@ def test_status_of_the_rank_that_ended_first(
 ) -> None:
     end(tmp_path, status)
     assert torchrun.wait(LIMIT_S) == expected
-    assert not list(tmp_path.glob("told-*")), "a SIGTERM that comes from torchrun would be taken for one from outside"
+    assert not list(tmp_path.glob("told-*")), (
+        "a SIGTERM that comes from torchrun would be taken for one from outside"
+    )
 
 
 def test_ranks_die_with_it(torchrun: subprocess.Popen[bytes], tmp_path: Path) -> None:
@@ -94,7 +105,9 @@ def test_ranks_die_with_it(torchrun: subprocess.Popen[bytes], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-def test_a_wish_to_stop_is_passed_on(torchrun: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals) -> None:
+def test_a_wish_to_stop_is_passed_on(
+    torchrun: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals
+) -> None:
     """Both ranks hear it, which a terminal does not reach, and nobody ends of it."""
     torchrun.send_signal(number)
     for rank in (0, 1):

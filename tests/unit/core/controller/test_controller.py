@@ -30,18 +30,28 @@ def controller_of(servers: Servers, failures: list[str]) -> Any:
 def broken(server: int, version: int) -> Published:
     """A publication that did not reach its only server."""
     return Published(
-        incarnation="a", version=version, results=(ServerResult(id=server, error="refused"),), pause_seconds=0.0,
-        transfer_seconds=0.0, resume_seconds=0.0, bytes_sent=0, staged=True,
-    )  # fmt: skip
+        incarnation="a",
+        version=version,
+        results=(ServerResult(id=server, error="refused"),),
+        pause_seconds=0.0,
+        transfer_seconds=0.0,
+        resume_seconds=0.0,
+        bytes_sent=0,
+        staged=True,
+    )
 
 
 @pytest.mark.parametrize(
-    ("answering", "failed", "state"), [(True, True, "unknown"), (False, False, "lost")], ids=["answers", "killed"]
+    ("answering", "failed", "state"),
+    [(True, True, "unknown"), (False, False, "lost")],
+    ids=["answers", "killed"],
 )
 def test_the_only_server_misses_three_publications(
     answering: bool, failed: bool, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They fail within a second if it was killed while no request was under way: then it is lost, and may come back."""
+    """They fail within a second if it was killed while no request was under way: then
+    it is lost, and may come back.
+    """
 
     async def health(_: ServerClient) -> bool:
         return answering
@@ -100,10 +110,18 @@ def test_a_status_that_cannot_be_written_for_a_moment_ends_nothing(
     monkeypatch.setattr(module, "STATUS_S", 0.01)
     rundir = RunDir(tmp_path / "run")
     told: Any = SimpleNamespace(
-        rundir=rundir, stop_reason="", recipe=SimpleNamespace(start_limit_s=60.0), compute=SimpleNamespace(join=print),
-        conversation=SimpleNamespace(incarnation=""), meter=SimpleNamespace(totals=dict), _status=lambda: {"step": 7},
-        servers=SimpleNamespace(seconds_without=lambda: 0.0, membership=SimpleNamespace(joined=dict)), _address="",
-    )  # fmt: skip
+        rundir=rundir,
+        stop_reason="",
+        recipe=SimpleNamespace(start_limit_s=60.0),
+        compute=SimpleNamespace(join=print),
+        conversation=SimpleNamespace(incarnation=""),
+        meter=SimpleNamespace(totals=dict),
+        _status=lambda: {"step": 7},
+        servers=SimpleNamespace(
+            seconds_without=lambda: 0.0, membership=SimpleNamespace(joined=dict)
+        ),
+        _address="",
+    )
 
     async def scenario() -> None:
         ticking = asyncio.create_task(Controller._tick(told))
@@ -115,7 +133,9 @@ def test_a_status_that_cannot_be_written_for_a_moment_ends_nothing(
             rundir.path.mkdir()
             while not rundir.status.exists():
                 await asyncio.sleep(0.01)
-            rundir.path.rename(tmp_path / f"gone-{said}")  # at once, though files in it are being written
+            rundir.path.rename(
+                tmp_path / f"gone-{said}"
+            )  # at once, though files in it are being written
         ticking.cancel()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
@@ -125,7 +145,9 @@ def test_a_status_that_cannot_be_written_for_a_moment_ends_nothing(
 
 
 def test_a_new_learner_while_a_server_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of all servers that were being published to are aborted, whatever the first of them does."""
+    """Requests of all servers that were being published to are aborted, whatever the
+    first of them does.
+    """
     aborted: list[int] = []
 
     async def abort(client: ServerClient) -> None:
@@ -147,7 +169,9 @@ def test_a_new_learner_while_a_server_leaves(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(scenario())
 
 
-def test_a_journal_that_fails_at_the_end_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_that_fails_at_the_end_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     closed: list[str] = []
 
     def part(name: str) -> Any:
@@ -163,7 +187,10 @@ def test_a_journal_that_fails_at_the_end_leaves_nothing_open(monkeypatch: pytest
 
     made: Any = SimpleNamespace(
         **{name: part(name) for name in ("agents", "servers", "records", "teacher")},
-        **{name: SimpleNamespace(close=at_once(name)) for name in ("graders", "environments", "link")},
+        **{
+            name: SimpleNamespace(close=at_once(name))
+            for name in ("graders", "environments", "link")
+        },
         _close_metrics=at_once("metrics"),
     )
     monkeypatch.setattr(module.spans, "flush", at_once("spans"))
@@ -186,7 +213,10 @@ def test_a_journal_that_is_older_than_the_checkpoints_is_left_to_the_learners_re
     async def scenario() -> None:
         records = JournalWriter(journal)
         told: Any = SimpleNamespace(
-            recipe=recipe, rundir=rundir, records=records, pipeline=SimpleNamespace(batches=lambda: 0)
+            recipe=recipe,
+            rundir=rundir,
+            records=records,
+            pipeline=SimpleNamespace(batches=lambda: 0),
         )
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(Controller._drop_old(told), 0.2)
@@ -204,7 +234,9 @@ def test_a_checkpoint_that_is_kept_as_a_milestone_does_not_keep_the_journal(
     for step in (5, 30, 40):
         step_folder(rundir.checkpoints, step).mkdir(parents=True)
         (step_folder(rundir.checkpoints, step) / META).touch()
-    recipe = from_tree({"journal": {"keep": "checkpoints"}, "checkpoint": {"keep": 2, "milestones": [5]}})
+    recipe = from_tree(
+        {"journal": {"keep": "checkpoints"}, "checkpoint": {"keep": 2, "milestones": [5]}}
+    )
     dropped: list[int] = []
 
     async def drop_before(step: int) -> None:

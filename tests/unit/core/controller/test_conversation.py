@@ -15,7 +15,9 @@ ANSWER = Score(version=3, rollouts=(), against=0)
 
 
 def test_an_answer_that_took_long_goes_to_where_the_learner_listens_now() -> None:
-    """A batch of 128k tokens takes minutes to read. Read anew for each repetition of the question, it would never arrive."""
+    """A batch of 128k tokens takes minutes to read. Read anew for each repetition of
+    the question, it would never arrive.
+    """
     (port,), made = free_ports(1), 0
 
     async def slowly(_: object, __: Next) -> Reply:
@@ -28,10 +30,15 @@ def test_an_answer_that_took_long_goes_to_where_the_learner_listens_now() -> Non
         address = f"tcp://127.0.0.1:{port}"
         link, learner = Link(address, KEYS), ControllerLink(address, KEYS, lambda: "", resend_s=1.0)
         answers = SimpleNamespace(
-            evaluate_if_due=lambda _: None, decide=lambda _: ANSWER, carry_out=slowly, new_learner=lambda: None
+            evaluate_if_due=lambda _: None,
+            decide=lambda _: ANSWER,
+            carry_out=slowly,
+            new_learner=lambda: None,
         )
         conversation = Conversation(link, answers)  # type: ignore[arg-type]
-        tasks = [asyncio.create_task(part) for part in (conversation.listen(), conversation.answer())]
+        tasks = [
+            asyncio.create_task(part) for part in (conversation.listen(), conversation.answer())
+        ]
         try:
             return await asyncio.to_thread(learner.ask, NEXT)
         finally:

@@ -1,4 +1,6 @@
-"""Draws: a whole epoch, exclusion, exhaustion, and that a resumed curriculum goes on as if nothing had happened."""
+"""Draws: a whole epoch, exclusion, exhaustion, and that a resumed curriculum goes on as
+if nothing had happened.
+"""
 
 from collections import Counter
 
@@ -30,7 +32,9 @@ def test_an_epoch_is_a_permutation_and_the_next_another_one() -> None:
 
 
 def test_order_depends_on_seed_not_on_the_order_of_the_file() -> None:
-    assert draws(curriculum(), 12) == draws(PromptOrder(dict.fromkeys(reversed(IDS), 0), 3, 0.9, 4), 12)
+    assert draws(curriculum(), 12) == draws(
+        PromptOrder(dict.fromkeys(reversed(IDS), 0), 3, 0.9, 4), 12
+    )
     assert draws(curriculum(), 12) != draws(curriculum(seed=4), 12)
 
 
@@ -63,7 +67,9 @@ def test_an_epoch_that_would_begin_with_less_than_a_batch(threshold: float | Non
     pace=st.sampled_from(["none", "linear", "exponential"]),
 )
 def test_resume_equals_uninterrupted(events: list[str], rates: list[float], pace: Pace) -> None:
-    """At any moment a curriculum made from the last draw and the pass rates goes on as the one that made them."""
+    """At any moment a curriculum made from the last draw and the pass rates goes on as
+    the one that made them.
+    """
 
     def new() -> PromptOrder:
         return PromptOrder(DIFFICULTY, 3, 0.9, 4, pace)
@@ -85,7 +91,8 @@ def test_resume_equals_uninterrupted(events: list[str], rates: list[float], pace
 
 
 @pytest.mark.parametrize(
-    ("kind", "shares"), [("none", [1, 1, 1, 1]), ("linear", [0.2, 0.6, 1, 1]), ("exponential", [0.2, 0.2**0.5, 1, 1])]
+    ("kind", "shares"),
+    [("none", [1, 1, 1, 1]), ("linear", [0.2, 0.6, 1, 1]), ("exponential", [0.2, 0.2**0.5, 1, 1])],
 )
 def test_pace(kind: Pace, shares: list[float]) -> None:
     assert [share(kind, drawn, 100) for drawn in (0, 50, 100, 900)] == pytest.approx(shares)
@@ -93,7 +100,9 @@ def test_pace(kind: Pace, shares: list[float]) -> None:
 
 @pytest.mark.parametrize(("kind", "pools"), [("linear", [4, 6, 11]), ("exponential", [4, 5, 9])])
 def test_epochs_go_through_the_easiest_and_end_with_all(kind: Pace, pools: list[int]) -> None:
-    """ceil(12 (1/5 + 4/5 t/12)) and ceil(12 (1/5)^(1 - t/12)) prompts after t draws, or a batch of 4 if that is more."""
+    """ceil(12 (1/5 + 4/5 t/12)) and ceil(12 (1/5)^(1 - t/12)) prompts after t draws, or
+    a batch of 4 if that is more.
+    """
     c = PromptOrder(DIFFICULTY, 3, 0.9, 4, kind)
     hardest = sorted(IDS, key=lambda p: -DIFFICULTY[p])
     for epoch, pool in enumerate([*pools, 12]):

@@ -22,11 +22,23 @@ def servers(*versions: int | None) -> Membership:
 
 
 def told(
-    step: int, members: Membership, *, incarnation: str = "a", version: int | None = None, **standing: object
+    step: int,
+    members: Membership,
+    *,
+    incarnation: str = "a",
+    version: int | None = None,
+    **standing: object,
 ) -> object:
-    usual: dict[str, object] = {"batches": 8, "published_version": 5, "final_step": 10, "score_due": False}
+    usual: dict[str, object] = {
+        "batches": 8,
+        "published_version": 5,
+        "final_step": 10,
+        "score_due": False,
+    }
     now = ControllerView(**(usual | standing), membership=members)  # type: ignore[arg-type]
-    return decide(Next(incarnation=incarnation, step=step, version=step if version is None else version), now)
+    return decide(
+        Next(incarnation=incarnation, step=step, version=step if version is None else version), now
+    )
 
 
 def test_a_step_trained_before_is_replayed_and_nothing_published() -> None:
@@ -56,7 +68,11 @@ def test_a_batch_that_is_not_complete_is_waited_for() -> None:
     members.lost(4)
     reply = told(5, members, batches=5, waiting_for="3 of 8 tickets")
     assert isinstance(reply, Wait)
-    assert reply.reason == "batch 5: 3 of 8 tickets; servers 0, 2-3 clean(5), server 1 clean(5) pinned, server 4 lost"
+    assert (
+        reply.reason
+        == "batch 5: 3 of 8 tickets; servers 0, 2-3 clean(5), server 1 clean(5) pinned, server 4"
+        " lost"
+    )
 
 
 def test_training_goes_on_while_an_evaluation_holds_the_only_server() -> None:
@@ -80,7 +96,12 @@ def test_a_phase_is_waited_for_with_the_weights_that_generate_it() -> None:
 
 
 def test_nothing_is_published_or_scored_within_a_phase() -> None:
-    phases: dict[str, object] = {"phase_steps": 4, "published_version": 4, "final_step": 12, "batches": 8}
+    phases: dict[str, object] = {
+        "phase_steps": 4,
+        "published_version": 4,
+        "final_step": 12,
+        "batches": 8,
+    }
     assert told(6, servers(4), **phases) == TrainStep(6)
     assert told(6, servers(4, None), incarnation="b", score_due=True, **phases) == TrainStep(6)
     reply = told(8, servers(4), **phases)
@@ -128,17 +149,42 @@ def test_a_learner_that_is_not_of_this_run_is_refused(step: int, version: int) -
 
 @pytest.mark.parametrize(
     ("version", "last_scored", "due"),
-    [(0, None, True), (7, None, True), (1, 0, False), (10, 0, True), (11, 0, True), (11, 10, False), (19, 11, False),
-     (20, 11, True), (35, 30, True), (35, 35, False), (30, 35, False)],
-)  # fmt: skip
+    [
+        (0, None, True),
+        (7, None, True),
+        (1, 0, False),
+        (10, 0, True),
+        (11, 0, True),
+        (11, 10, False),
+        (19, 11, False),
+        (20, 11, True),
+        (35, 30, True),
+        (35, 35, False),
+        (30, 35, False),
+    ],
+)
 def test_versions_that_are_scored(version: int, last_scored: int | None, due: bool) -> None:
     assert is_due(version, last_scored, Evaluation(every=10), final_version=35) is due
 
 
 @pytest.mark.parametrize(
     ("version", "last_scored", "due"),
-    [(0, None, True), (9, 0, False), (10, 0, True), (19, 10, False), (20, 10, True), (29, 20, False), (30, 20, True),
-     (44, 30, False), (45, 30, True), (60, 45, False), (65, 45, True), (65, 65, False)],
-)  # fmt: skip
-def test_versions_that_are_scored_with_growing_distances(version: int, last_scored: int | None, due: bool) -> None:
+    [
+        (0, None, True),
+        (9, 0, False),
+        (10, 0, True),
+        (19, 10, False),
+        (20, 10, True),
+        (29, 20, False),
+        (30, 20, True),
+        (44, 30, False),
+        (45, 30, True),
+        (60, 45, False),
+        (65, 45, True),
+        (65, 65, False),
+    ],
+)
+def test_versions_that_are_scored_with_growing_distances(
+    version: int, last_scored: int | None, due: bool
+) -> None:
     assert is_due(version, last_scored, Evaluation(every=10, growth=1.5), final_version=65) is due

@@ -1,4 +1,6 @@
-"""An evaluation whose grader is down is tried again and ends the run in the end; its row speaks of every task."""
+"""An evaluation whose grader is down is tried again and ends the run in the end; its
+row speaks of every task.
+"""
 
 import asyncio
 import itertools
@@ -49,11 +51,15 @@ def recipe_of(tmp_path: Path, **weights: float) -> Recipe:
 
 
 def questions(recipe: Recipe, count: int) -> list[Sampled]:
-    return questions_of(recipe, {name: prompts(name, count) for name in recipe.data.tasks}, TOKENIZER)
+    return questions_of(
+        recipe, {name: prompts(name, count) for name in recipe.data.tasks}, TOKENIZER
+    )
 
 
 def prompts(task: str, count: int) -> TaskPrompts:
-    return TaskPrompts([], [Prompt(id=f"p{n}", tokens=int32([n]), answer="x", task=task) for n in range(count)])
+    return TaskPrompts(
+        [], [Prompt(id=f"p{n}", tokens=int32([n]), answer="x", task=task) for n in range(count)]
+    )
 
 
 def outcome(id: str, sample: int, ok: bool, tokens: int) -> Outcome:
@@ -65,24 +71,45 @@ def test_a_row_of_several_tasks_and_a_suite(tmp_path: Path) -> None:
     math = [outcome(f"p{n // 2}", n % 2, n < 5, 10 + n) for n in range(6)]
     code = [outcome(f"p{n // 2}", n % 2, n < 1, 2 * n) for n in range(4)]
     found = row({"math": math, "code": code}, recipe, 7)
-    assert (found["step"], found["weight_version"], found["samples"], found["n_prompts"]) == (7, 7, 2, 5)
+    assert (found["step"], found["weight_version"], found["samples"], found["n_prompts"]) == (
+        7,
+        7,
+        2,
+        5,
+    )
     for name, chosen in {"": math + code, "/math": math, "/code": code}.items():
         assert found[f"pass_rate{name}"] == pytest.approx(np.mean([o.correct for o in chosen]))
-        assert found[f"pass_rate_low{name}"] < found[f"pass_rate{name}"] < found[f"pass_rate_high{name}"]
-        assert found[f"truncation_rate{name}"] == pytest.approx(np.mean([o.truncated for o in chosen]))
-        assert found[f"completion_tokens_mean{name}"] == pytest.approx(np.mean([o.tokens for o in chosen]))
+        assert (
+            found[f"pass_rate_low{name}"]
+            < found[f"pass_rate{name}"]
+            < found[f"pass_rate_high{name}"]
+        )
+        assert found[f"truncation_rate{name}"] == pytest.approx(
+            np.mean([o.truncated for o in chosen])
+        )
+        assert found[f"completion_tokens_mean{name}"] == pytest.approx(
+            np.mean([o.tokens for o in chosen])
+        )
     assert (found["n_prompts/math"], found["n_prompts/code"]) == (3, 2)
     assert found["pass@2/math"] == 1.0
-    assert found["maj@2/math"] == pytest.approx(5 / 6), "of the third prompt a right and a wrong answer tie"
+    assert found["maj@2/math"] == pytest.approx(5 / 6), (
+        "of the third prompt a right and a wrong answer tie"
+    )
     assert found["pass@2"] == pytest.approx(4 / 5), "p0 of one task is not p0 of the other"
     alone = recipe_of(tmp_path, math=1)
     assert not any("/" in name for name in row({"math": math}, alone, 7))
     suites = alone.evaluation.model_copy(update={"suites": {"gsm8k": Suite(data="x", samples=2)}})
-    with_suite = row({"math": math, "gsm8k": code}, alone.model_copy(update={"evaluation": suites}), 7)
+    with_suite = row(
+        {"math": math, "gsm8k": code}, alone.model_copy(update={"evaluation": suites}), 7
+    )
     assert (with_suite["pass_rate"], with_suite["pass_rate/gsm8k"]) == (pytest.approx(5 / 6), 0.25)
     assert (with_suite["samples"], with_suite["samples/gsm8k"]) == (2, 2)
-    choices = alone.evaluation.model_copy(update={"suites": {"arc": Suite(data="x", mapping="arc", samples=2)}})
-    of_choices = row({"math": math, "arc": code[::2]}, alone.model_copy(update={"evaluation": choices}), 7)
+    choices = alone.evaluation.model_copy(
+        update={"suites": {"arc": Suite(data="x", mapping="arc", samples=2)}}
+    )
+    of_choices = row(
+        {"math": math, "arc": code[::2]}, alone.model_copy(update={"evaluation": choices}), 7
+    )
     assert of_choices["samples/arc"] == 1, "whatever the suite says"
 
 
@@ -92,11 +119,16 @@ def test_as_many_of_each_task() -> None:
     assert len(chosen) == 3
     assert choose(list(reversed(math)), 3) == chosen
     assert choose(math, 5)[:3] == chosen, "more prompts are those and others"
-    assert len(choose(prompts("code", 2).heldout, 3)) == len(choose(prompts("code", 2).heldout, None)) == 2
+    assert (
+        len(choose(prompts("code", 2).heldout, 3))
+        == len(choose(prompts("code", 2).heldout, None))
+        == 2
+    )
 
 
 class Answers:
-    """A sampler, and graders that are down for the first `down` answers. allowed: by job, the servers of five it may use.
+    """A sampler, and graders that are down for the first `down` answers. allowed: by
+    job, the servers of five it may use.
 
     down below 0: so many answers end as if their task had been cancelled.
     """
@@ -120,7 +152,9 @@ class Answers:
     def __getitem__(self, task: str) -> "Answers":
         return self
 
-    async def grade_answer(self, text: str, prompt: Prompt, verdict: None, truncated: bool) -> Grade:
+    async def grade_answer(
+        self, text: str, prompt: Prompt, verdict: None, truncated: bool
+    ) -> Grade:
         if self.down > 0:
             self.down -= 1
             raise GraderDown("no process starts")
@@ -132,7 +166,13 @@ class NoTickets:
 
 
 def evaluations_of(
-    recipe: Recipe, journal: Journal, members: Membership, answers: Answers, count: int, fail: Callable, stop: Callable
+    recipe: Recipe,
+    journal: Journal,
+    members: Membership,
+    answers: Answers,
+    count: int,
+    fail: Callable,
+    stop: Callable,
 ) -> tuple[Evaluations, JournalWriter, EvaluationSchedule]:
     """Evaluations of a run of ten steps whose tasks hold out `count` prompts each."""
     records, places = JournalWriter(journal), Places(members, 1)
@@ -140,14 +180,25 @@ def evaluations_of(
     answers.servers = Pool({}, places)
     asker = Asker(recipe, TOKENIZER, answers, answers, frozenset(), "", 0)  # type: ignore[arg-type]
     made = Evaluations(
-        RunDir(recipe.run.path), questions(recipe, count), forecast, watch, asker, pipeline,
-        ComputeClock(journal.state, recipe.resources), fail, stop,
-    )  # fmt: skip
+        RunDir(recipe.run.path),
+        questions(recipe, count),
+        forecast,
+        watch,
+        asker,
+        pipeline,
+        ComputeClock(journal.state, recipe.resources),
+        fail,
+        stop,
+    )
     return made, records, pipeline.evaluations
 
 
-async def scored(recipe: Recipe, down: int, stops: list[str] | None = None, version: int = 0) -> tuple[list[str], int]:
-    """Reasons for which the run failed, and how often `version` was begun. stops: takes the reasons to end it well."""
+async def scored(
+    recipe: Recipe, down: int, stops: list[str] | None = None, version: int = 0
+) -> tuple[list[str], int]:
+    """Reasons for which the run failed, and how often `version` was begun. stops: takes
+    the reasons to end it well.
+    """
     rundir = RunDir(recipe.run.path)
     rundir.create()
     journal = Journal.open(rundir.rollouts, 2, 1)
@@ -158,7 +209,9 @@ async def scored(recipe: Recipe, down: int, stops: list[str] | None = None, vers
     members.published(0, version, "a", "")
     failures: list[str] = []
     stop = (stops if stops is not None else []).append
-    evaluations, records, schedule = evaluations_of(recipe, journal, members, Answers(down), 4, failures.append, stop)
+    evaluations, records, schedule = evaluations_of(
+        recipe, journal, members, Answers(down), 4, failures.append, stop
+    )
     begun = 0
     async with asyncio.TaskGroup() as tasks:
         writer = tasks.create_task(records.run())
@@ -182,7 +235,12 @@ def test_it_is_tried_again_while_the_grader_is_down(
     recipe = recipe_of(tmp_path, math=1, code=1)
     assert asyncio.run(scored(recipe, down)) == ([], begun)
     (found,) = read_jsonl(RunDir(recipe.run.path).eval)
-    assert (found["step"], found["pass_rate"], found["n_prompts"], found["tries"]) == (0, 1.0, 6, tries)
+    assert (found["step"], found["pass_rate"], found["n_prompts"], found["tries"]) == (
+        0,
+        1.0,
+        6,
+        tries,
+    )
     hours = {key: found[f"{key}_hours"] for key in ("compute", "startup", "evaluation", "training")}
     assert hours == {"compute": 0.5, "startup": 0.25, "evaluation": 0.125, "training": 0.125}
     assert found["servers"] == 1
@@ -190,7 +248,9 @@ def test_it_is_tried_again_while_the_grader_is_down(
         place = SuiteDir(RunDir(recipe.run.path).evaluations / "step-0000000", task)
         rows = list(read_answers(place.answers))
         assert len(rows) == 3 * 2, "those of tries that failed are gone"
-        assert {(row.suite, row.answer, row.vote, row.correct) for row in rows} == {(task, "x", "x", True)}
+        assert {(row.suite, row.answer, row.vote, row.correct) for row in rows} == {
+            (task, "x", "x", True)
+        }
         result = place.read_result()
         assert (result.metrics["pass_rate"], result.metrics["maj@2"]) == (1.0, 1.0)
 
@@ -210,7 +270,9 @@ def test_answers_of_older_evaluations_are_deleted_but_not_their_results(tmp_path
 
 
 def test_each_evaluation_says_whether_the_score_has_fallen(tmp_path: Path) -> None:
-    """A single evaluation is no fall; its result has each prompt's pass rate, for later ones."""
+    """A single evaluation is no fall; its result has each prompt's pass rate, for later
+    ones.
+    """
     recipe = recipe_of(tmp_path, math=1)
     asyncio.run(scored(recipe, 0, version=10))
     (found,) = read_jsonl(RunDir(recipe.run.path).eval)
@@ -220,12 +282,16 @@ def test_each_evaluation_says_whether_the_score_has_fallen(tmp_path: Path) -> No
     assert len(result.pass_rates) == 3  # type: ignore[arg-type]
 
 
-def test_it_ends_the_run_when_the_grader_stays_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_ends_the_run_when_the_grader_stays_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "RETRY_S", 0.0)
     recipe = recipe_of(tmp_path, math=1, code=1)
     (reason,), begun = asyncio.run(scored(recipe, 1000))
     assert begun == TRIES
-    assert reason.startswith("version 0 could not be scored, the grader is down: no process starts; tried 3 times")
+    assert reason.startswith(
+        "version 0 could not be scored, the grader is down: no process starts; tried 3 times"
+    )
     assert not RunDir(recipe.run.path).eval.exists()
     assert not list(RunDir(recipe.run.path).evaluations.iterdir())
 
@@ -246,19 +312,29 @@ def test_no_score_is_written_of_answers_that_never_came(
 
 
 @pytest.mark.parametrize(("correct", "void"), [(False, "no grader could judge it"), (True, "")])
-def test_an_answer_that_no_grader_can_judge_is_void(tmp_path: Path, correct: bool, void: str) -> None:
+def test_an_answer_that_no_grader_can_judge_is_void(
+    tmp_path: Path, correct: bool, void: str
+) -> None:
     """Unless it is only another grader than the task's that cannot."""
 
     class Doubtful(Answers):
-        async def grade_answer(self, text: str, prompt: Prompt, verdict: None, truncated: bool) -> Grade:
+        async def grade_answer(
+            self, text: str, prompt: Prompt, verdict: None, truncated: bool
+        ) -> Grade:
             return Grade(math.nan, correct, True, error=True)
 
     recipe, answers, kept = recipe_of(tmp_path, one=1.0), Doubtful(0), list[Answer]()
     answers.servers = Pool({}, Places(Membership([ServerAddress(id=0, url="")]), 1))
     asyncio.run(
-        score(questions(recipe, 1), Asker(recipe, TOKENIZER, answers, answers, frozenset(), "", 1), kept.append)
+        score(
+            questions(recipe, 1),
+            Asker(recipe, TOKENIZER, answers, answers, frozenset(), "", 1),
+            kept.append,
+        )
     )  # type: ignore[arg-type]
-    assert {(a.void, a.correct, a.grader_error, a.scores) for a in kept} == {(void, correct, True, UNSET)}
+    assert {(a.void, a.correct, a.grader_error, a.scores) for a in kept} == {
+        (void, correct, True, UNSET)
+    }
 
 
 @pytest.mark.parametrize(("share", "rates"), [(2, [0.5]), (1, [])])
@@ -289,15 +365,21 @@ def test_it_waits_before_it_tries_again(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, math=1, code=1)
     with pytest.raises(ExceptionGroup) as error:
         asyncio.run(scored(recipe, 1))
-    assert isinstance(error.value.exceptions[0], AssertionError), "begin() did nothing, so nothing was pinned"
+    assert isinstance(error.value.exceptions[0], AssertionError), (
+        "begin() did nothing, so nothing was pinned"
+    )
 
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_run_ends_when_the_rest_is_not_worth_its_price(tmp_path: Path, wanted: bool) -> None:
-    """Twenty scores on a curve that has come to its ceiling; the twenty-first is a perfect one."""
+    """Twenty scores on a curve that has come to its ceiling; the twenty-first is a
+    perfect one.
+    """
     recipe = recipe_of(tmp_path, math=1)
     price = "gain < 0.02 per core-hour" if wanted else "gain < 1e-9 per core-hour"
-    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"stop_when": price, "steps": 60})})
+    recipe = recipe.model_copy(
+        update={"run": recipe.run.model_copy(update={"stop_when": price, "steps": 60})}
+    )
     rundir = RunDir(recipe.run.path)
     rundir.create()
     for step in range(21):
@@ -314,8 +396,12 @@ def test_the_run_ends_when_the_rest_is_not_worth_its_price(tmp_path: Path, wante
 
 
 @pytest.mark.parametrize(("forecast", "stopped"), [("code", True), ("math", False), ("", False)])
-def test_of_several_tasks_the_named_one_is_forecast_and_decides(tmp_path: Path, forecast: str, stopped: bool) -> None:
-    """One has come to its ceiling, the other rises on, and the pooled score looks as if it had come to one."""
+def test_of_several_tasks_the_named_one_is_forecast_and_decides(
+    tmp_path: Path, forecast: str, stopped: bool
+) -> None:
+    """One has come to its ceiling, the other rises on, and the pooled score looks as if
+    it had come to one.
+    """
     recipe = recipe_of(tmp_path, math=1, code=1)
     run = recipe.run.model_copy(update={"stop_when": "gain < 0.0001 per core-hour", "steps": 60})
     evaluation = recipe.evaluation.model_copy(update={"forecast": forecast})
@@ -326,7 +412,10 @@ def test_of_several_tasks_the_named_one_is_forecast_and_decides(tmp_path: Path, 
         ceiling = 1.0 / (1 + (2.0 / step) ** 3) if step else 0.0
         scores = {"pass_rate": ceiling, "pass_rate/code": ceiling, "pass_rate/math": step / 25}
         sizes = {"n_prompts": 100, "n_prompts/code": 50, "n_prompts/math": 50, "samples": 4}
-        append_jsonl(rundir.eval, scores | sizes | {"step": step, "compute_hours": 0.5 + step, "compute_unit": "core"})
+        append_jsonl(
+            rundir.eval,
+            scores | sizes | {"step": step, "compute_hours": 0.5 + step, "compute_unit": "core"},
+        )
     stops: list[str] = []
     asyncio.run(scored(recipe, 0, stops, version=21))
     row = list(read_jsonl(rundir.eval))[-1]
@@ -336,9 +425,12 @@ def test_of_several_tasks_the_named_one_is_forecast_and_decides(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["lost", "left"])
-def test_several_servers_share_it_and_one_may_be_lost_or_leave(tmp_path: Path, leaves: bool) -> None:
-    """A quarter of the recipe's are three: of four they are held, the fourth is published to.
-    What one leaves that is lost, or goes, is done by the others."""
+def test_several_servers_share_it_and_one_may_be_lost_or_leave(
+    tmp_path: Path, leaves: bool
+) -> None:
+    """A quarter of the recipe's are three: of four they are held, the fourth is
+    published to. What one leaves that is lost, or goes, is done by the others.
+    """
     tree: dict[str, Any] = {"data": {"tasks": {"math": {"train": "", "heldout": ""}}}}
     tree |= {
         "evaluation": {"prompts": 9, "samples": 2},
@@ -359,7 +451,9 @@ def test_several_servers_share_it_and_one_may_be_lost_or_leave(tmp_path: Path, l
     for n in range(4):
         members.published(n, 0, "a", "")
     answers = Answers(0)
-    evaluations, records, schedule = evaluations_of(recipe, journal, members, answers, 9, [].append, [].append)
+    evaluations, records, schedule = evaluations_of(
+        recipe, journal, members, answers, 9, [].append, [].append
+    )
 
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -410,7 +504,9 @@ def one_task(tmp_path: Path, servers: int) -> OneTask:
         members.seen(n)
         members.publish([n], 0, "a")
         members.published(n, 0, "a", "")
-    evaluations, records, schedule = evaluations_of(recipe, journal, members, Answers(0), 4, [].append, [].append)
+    evaluations, records, schedule = evaluations_of(
+        recipe, journal, members, Answers(0), 4, [].append, [].append
+    )
     return OneTask(rundir, members, evaluations, schedule, records)
 
 
@@ -437,7 +533,9 @@ def test_an_evaluation_ends_whose_server_is_lost_before_its_first_step(tmp_path:
 
 
 def test_a_row_that_is_written_keeps_its_answers(tmp_path: Path) -> None:
-    """The evaluation is cancelled while the journal's disk is slow: both have the score already."""
+    """The evaluation is cancelled while the journal's disk is slow: both have the score
+    already.
+    """
     it = one_task(tmp_path, servers=1)
 
     async def run() -> None:
@@ -477,7 +575,9 @@ def test_a_trusted_grader_is_beside_the_reward_in_all_that_is_written(
 def test_every_key_of_a_row_is_documented(tmp_path: Path) -> None:
     both = {"total": 1.0, "trusted": 0.0}
     outcomes = [
-        outcome(f"p{n}", s, s == 0, 5)._replace(reward=1.0, entropy=0.5, scores=both) for n in range(3) for s in (0, 1)
+        outcome(f"p{n}", s, s == 0, 5)._replace(reward=1.0, entropy=0.5, scores=both)
+        for n in range(3)
+        for s in (0, 1)
     ]
     keys = row({"math": outcomes}, recipe_of(tmp_path, math=1), 0)
     docs = Path(__file__).parents[4] / "docs"

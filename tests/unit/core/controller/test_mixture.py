@@ -1,4 +1,6 @@
-"""The draw over several tasks: as the weights say in every window, and the same whether or not it was interrupted."""
+"""The draw over several tasks: as the weights say in every window, and the same whether
+or not it was interrupted.
+"""
 
 from collections import Counter
 from fractions import Fraction
@@ -11,11 +13,20 @@ from megarl.core.base.admission import Admission
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group, Prompt, Rollout, decode, encode, int32
-from megarl.core.controller.draw import Draw, Mixture, PromptOrder, draw_metrics, mixture_of, next_task
+from megarl.core.controller.draw import (
+    Draw,
+    Mixture,
+    PromptOrder,
+    draw_metrics,
+    mixture_of,
+    next_task,
+)
 from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, Snapshot, State
 from megarl.core.recipe import Recipe, from_tree
 
-WEIGHTS = st.dictionaries(st.sampled_from("abcde"), st.sampled_from([0.1, 0.3, 1.0, 1.5, 2.0, 7.0]), min_size=1)
+WEIGHTS = st.dictionaries(
+    st.sampled_from("abcde"), st.sampled_from([0.1, 0.3, 1.0, 1.5, 2.0, 7.0]), min_size=1
+)
 
 
 def shares(weights: dict[str, float]) -> dict[str, Fraction]:
@@ -51,7 +62,10 @@ def test_two_to_one() -> None:
 
 def test_one_task_is_its_curriculum() -> None:
     ids = {f"p{n}": 0 for n in range(7)}
-    alone, mixture = PromptOrder(ids, 3, 0.9, 2), Mixture({"x": PromptOrder(ids, 3, 0.9, 2)}, {"x": Fraction(1)})
+    alone, mixture = (
+        PromptOrder(ids, 3, 0.9, 2),
+        Mixture({"x": PromptOrder(ids, 3, 0.9, 2)}, {"x": Fraction(1)}),
+    )
     assert [("x", alone.draw()) for _ in range(30)] == [mixture.draw() for _ in range(30)]
 
 
@@ -81,8 +95,13 @@ PROMPTS = {
 
 
 def recipe_of(kind: str) -> Recipe:
-    tasks = {t: {"train": f"{t}.jsonl", "heldout": "", "weight": w} for t, w in (("math", 2), ("code", 1))}
-    return from_tree({"data": {"tasks": tasks, "curriculum": {"kind": kind}}, "batch": {"prompts": 3}})
+    tasks = {
+        t: {"train": f"{t}.jsonl", "heldout": "", "weight": w}
+        for t, w in (("math", 2), ("code", 1))
+    }
+    return from_tree(
+        {"data": {"tasks": tasks, "curriculum": {"kind": kind}}, "batch": {"prompts": 3}}
+    )
 
 
 class Run:
@@ -106,7 +125,10 @@ class Run:
         if not self.unfinished:
             return
         admitted = self.unfinished.pop(sorted(self.unfinished)[which % len(self.unfinished)])
-        rollouts = tuple(Rollout(sample=n, segments=(), reward=0.0, correct=n < right, finish="stop") for n in range(2))
+        rollouts = tuple(
+            Rollout(sample=n, segments=(), reward=0.0, correct=n < right, finish="stop")
+            for n in range(2)
+        )
         group = Group(
             ticket=admitted.ticket,
             prompt=prompt(admitted.task, int(admitted.prompt_id[1:])),
@@ -116,13 +138,17 @@ class Run:
         if right != 3:
             self.mixture.observe(admitted.task, admitted.prompt_id, group.pass_rate)
         if removed and right != 3:
-            self.records.append(Removed(ticket=admitted.ticket, reason="zero variance", pass_rate=group.pass_rate))
+            self.records.append(
+                Removed(ticket=admitted.ticket, reason="zero variance", pass_rate=group.pass_rate)
+            )
         else:
             self.records.append(Finished(group=group, time=0.0))
 
 
 EVENTS = st.lists(
-    st.just("draw") | st.tuples(st.integers(0, 9), st.integers(0, 3), st.booleans()), min_size=1, max_size=90
+    st.just("draw") | st.tuples(st.integers(0, 9), st.integers(0, 3), st.booleans()),
+    min_size=1,
+    max_size=90,
 )
 
 
@@ -154,7 +180,9 @@ def test_interrupted_anywhere_and_resumed_from_the_journal_it_draws_the_same(
     resumed = Run(recipe, state)
     rest = [*events[cut:], *["draw"] * 20]
     assert go(resumed, rest) == go(whole, rest)
-    assert [encode(r) for r in resumed.records] == [encode(r) for r in whole.records[-len(resumed.records) :]]
+    assert [encode(r) for r in resumed.records] == [
+        encode(r) for r in whole.records[-len(resumed.records) :]
+    ]
 
 
 def test_metrics_are_of_each_task_when_there_are_several() -> None:
@@ -164,13 +192,22 @@ def test_metrics_are_of_each_task_when_there_are_several() -> None:
     mixture.observe("code", "p1", 1.0)
     found = draw_metrics(mixture)
     assert (found["epoch"], found["epoch/math"], found["epoch/code"]) == (1, 1, 1)
-    assert (found["pool_prompts"], found["pool_prompts/math"], found["excluded_prompts"]) == (14, 9, 1)
+    assert (found["pool_prompts"], found["pool_prompts/math"], found["excluded_prompts"]) == (
+        14,
+        9,
+        1,
+    )
     one = Mixture({"x": PromptOrder({"p": 0}, 0, None, 1)}, {"x": Fraction(1)})
     assert draw_metrics(one) == {"epoch": 0, "pool_prompts": 1, "excluded_prompts": 0}
 
 
 def test_a_curriculum_needs_difficulties_in_each_task() -> None:
-    flat = {"code": TaskPrompts([prompt("code", 0), prompt("code", 1)], []), "math": PROMPTS["math"]}
-    with pytest.raises(MegarlError, match=r"data\.curriculum: all prompts of code\.jsonl have one difficulty"):
+    flat = {
+        "code": TaskPrompts([prompt("code", 0), prompt("code", 1)], []),
+        "math": PROMPTS["math"],
+    }
+    with pytest.raises(
+        MegarlError, match=r"data\.curriculum: all prompts of code\.jsonl have one difficulty"
+    ):
         mixture_of(recipe_of("linear"), flat, State(Admission(3, 1)))
     assert mixture_of(recipe_of("none"), flat, State(Admission(3, 1))).curricula["code"].pool == 2

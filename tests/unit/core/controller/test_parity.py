@@ -30,7 +30,9 @@ def recipe_of(**sections: Any) -> Recipe:
 
 def segment(version: int, logprobs: Sequence[float], trained: bool = True) -> Segment:
     tokens = int32(range(10, 10 + len(logprobs)))
-    return Segment(tokens=tokens, logprobs=float32(logprobs), weight_version=version, trained=trained)
+    return Segment(
+        tokens=tokens, logprobs=float32(logprobs), weight_version=version, trained=trained
+    )
 
 
 class Server:
@@ -41,7 +43,12 @@ class Server:
     requests = tokens = 0
 
     async def score(
-        self, sequences: Sequence[np.ndarray], firsts: Sequence[int], salt: str, against: int, routing: bool
+        self,
+        sequences: Sequence[np.ndarray],
+        firsts: Sequence[int],
+        salt: str,
+        against: int,
+        routing: bool,
     ) -> list[Prefill]:
         self.requests += 1
         self.tokens += len(sequences[0])
@@ -90,17 +97,26 @@ class Stage:
         return found
 
     def answer(self, score: Score, off: float = 0.0) -> None:
-        exact = [-np.arange(1, len(r.tokens) - r.first + 1) - score.version / 10 + off for r in score.rollouts]
+        exact = [
+            -np.arange(1, len(r.tokens) - r.first + 1) - score.version / 10 + off
+            for r in score.rollouts
+        ]
         against = tuple(np.full(len(each), -9, np.float32) for each in exact)
         logprobs = tuple(each.astype(np.float32) for each in exact)
-        self.parity.scored(Scored(incarnation="a", version=score.version, logprobs=logprobs, against=against))
+        self.parity.scored(
+            Scored(incarnation="a", version=score.version, logprobs=logprobs, against=against)
+        )
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_so_many_rollouts_of_each_batch_are_chosen_and_a_restart_chooses_the_same(seed: int) -> None:
+def test_so_many_rollouts_of_each_batch_are_chosen_and_a_restart_chooses_the_same(
+    seed: int,
+) -> None:
     recipe = recipe_of(run={"seed": seed})
     stages = [Stage(recipe).parity for _ in range(2)]
-    chosen = [[(t, s) for t in range(600) for s in range(4) if each.is_chosen(t, s)] for each in stages]
+    chosen = [
+        [(t, s) for t in range(600) for s in range(4) if each.is_chosen(t, s)] for each in stages
+    ]
     assert chosen[0] == chosen[1]
     assert set(Counter(t // 6 for t, _ in chosen[0]).values()) == {PARITY_ROLLOUTS}
     # 400 draws of 24 slots: each is drawn 16.7 times on average.
@@ -114,7 +130,9 @@ def test_a_batch_smaller_than_what_is_to_be_chosen_is_chosen_whole() -> None:
 
 
 async def test_each_cause_gets_its_part() -> None:
-    """Sampled at versions 3 and 4, compared at version 6: the fakes' scores say what each difference must be."""
+    """Sampled at versions 3 and 4, compared at version 6: the fakes' scores say what
+    each difference must be.
+    """
     stage = Stage(recipe_of())
     segments = (segment(3, [-1.5]), segment(4, [0, 0], trained=False), segment(4, [-4.5, -5.5]))
     stage.parity.finished(Candidate(0, 0, 6, PROMPT.tokens, segments, 0, 3))
@@ -128,7 +146,9 @@ async def test_each_cause_gets_its_part() -> None:
     found = stage.parity.metrics()
     assert found["parity_mean/kernels"] == pytest.approx(0.01, abs=1e-6)
     assert found["parity_tokens/kernels"] == 3
-    assert found["parity_mean/stale_kv"] == pytest.approx(0.1, abs=1e-6)  # -4.5 for -4.4, -5.5 for -5.4
+    assert found["parity_mean/stale_kv"] == pytest.approx(
+        0.1, abs=1e-6
+    )  # -4.5 for -4.4, -5.5 for -5.4
     assert found["parity_tokens/stale_kv"] == 2
     assert found["parity_mean/staleness"] == pytest.approx(0.2, abs=1e-6)  # version 4 against 6
     assert found["parity_tokens/staleness"] == 2
@@ -211,7 +231,15 @@ async def test_a_difference_that_lasts_ends_the_run_with_its_cause() -> None:
     stage = Stage(recipe_of())
     for version in range(5, 8):
         stage.parity.finished(
-            Candidate(6 * version, 0, version, PROMPT.tokens, (segment(version - 1, -np.arange(1, 70) - 0.4),), 0, 0)
+            Candidate(
+                6 * version,
+                0,
+                version,
+                PROMPT.tokens,
+                (segment(version - 1, -np.arange(1, 70) - 0.4),),
+                0,
+                0,
+            )
         )
         await asyncio.sleep(0)
         score = await stage.publish(version)
@@ -223,7 +251,9 @@ async def test_a_difference_that_lasts_ends_the_run_with_its_cause() -> None:
 
 
 async def test_answers_of_three_tokens_are_judged_after_some_batches() -> None:
-    """22 comparisons of three tokens each are enough; until then the metrics say how many tokens there are."""
+    """22 comparisons of three tokens each are enough; until then the metrics say how
+    many tokens there are.
+    """
     stage = Stage(recipe_of())
     said = []
     for version in range(5, 27):
@@ -240,14 +270,18 @@ async def test_answers_of_three_tokens_are_judged_after_some_batches() -> None:
 
 
 async def test_it_costs_less_than_two_percent_of_a_step_at_8b() -> None:
-    """Counted over a batch of scalerl-8b whose rollouts are all equally long. With N parameters a token takes 2N operations
-    forward and 4N backward (arXiv 2001.08361, section 2.1), so a rollout's token takes 8N: it is generated and trained."""
+    """Counted over a batch of scalerl-8b whose rollouts are all equally long. With N
+    parameters a token takes 2N operations forward and 4N backward (arXiv 2001.08361,
+    section 2.1), so a rollout's token takes 8N: it is generated and trained.
+    """
     recipe = load("scalerl-8b")
     stage, prompts, generations = Stage(recipe), recipe.batch.prompts, recipe.sampling.generations
     rollout = (segment(4, [-1.0] * 50),)
     for ticket, sample in ((t, s) for t in range(prompts) for s in range(generations)):
         if stage.parity.is_chosen(ticket, sample):
-            stage.parity.finished(Candidate(ticket, sample, 5, PROMPT.tokens, rollout, sample % 2, 4))
+            stage.parity.finished(
+                Candidate(ticket, sample, 5, PROMPT.tokens, rollout, sample % 2, 4)
+            )
     await asyncio.sleep(0)
     score = await stage.publish(5)
     assert score is not None
@@ -255,4 +289,8 @@ async def test_it_costs_less_than_two_percent_of_a_step_at_8b() -> None:
     learnt = sum(len(r.tokens) for r in score.rollouts)
     all_tokens = prompts * generations * (len(PROMPT.tokens) + 50)
     assert 0 < 2 * (served + learnt) / (8 * all_tokens) < 0.02
-    assert 0 < sum(server.requests for server in stage.servers.values()) / (prompts * generations) < 0.02
+    assert (
+        0
+        < sum(server.requests for server in stage.servers.values()) / (prompts * generations)
+        < 0.02
+    )

@@ -1,7 +1,9 @@
-"""Both off-policy set-ups under random schedules: the real admission, membership and decisions, in a world of losses.
+"""Both off-policy set-ups under random schedules: the real admission, membership and
+decisions, in a world of losses.
 
-The world: servers that are lost and come back, publications that fail, evaluations that hold a server, groups taken out, a
-learner that dies and goes on from its checkpoint, a controller that is rebuilt from its records.
+The world: servers that are lost and come back, publications that fail, evaluations that
+hold a server, groups taken out, a learner that dies and goes on from its checkpoint, a
+controller that is rebuilt from its records.
 """
 
 from random import Random
@@ -22,11 +24,15 @@ STEPS = 7
 class World:
     """One run of `STEPS` steps."""
 
-    def __init__(self, pipeline: PipelineSection, prompts: int, servers: int, random: Random) -> None:
+    def __init__(
+        self, pipeline: PipelineSection, prompts: int, servers: int, random: Random
+    ) -> None:
         self.pipeline, self.prompts, self.random = pipeline, prompts, random
         self.admission = Admission(prompts, pipeline.max_lag, pipeline.phase_steps)
         self.records: list[tuple[str, int]] = []
-        self.membership = Membership([ServerAddress(id=n, url=f"http://{n}") for n in range(servers)])
+        self.membership = Membership(
+            [ServerAddress(id=n, url=f"http://{n}") for n in range(servers)]
+        )
         self.published, self.versions = -1, set[int]()  # the highest; all that ever were
         self.step = self.checkpoint = self.lives = 0
         self.publishing: Publish | None = None
@@ -50,8 +56,13 @@ class World:
         self.records.append((kind, ticket))
 
     def generate(self, removed: float) -> None:
-        """Admit what may be; some requests start, all get a token of their server's weights, some end."""
-        clean, newest = self.membership.clean(), max(self.membership.serving().values(), default=None)
+        """Admit what may be; some requests start, all get a token of their server's
+        weights, some end.
+        """
+        clean, newest = (
+            self.membership.clean(),
+            max(self.membership.serving().values(), default=None),
+        )
         while (
             newest is not None
             and len(self.admission.queue)
@@ -76,17 +87,27 @@ class World:
             for server in self.publishing.servers:
                 error = "lost" if self.random.random() < failures else ""
                 if error:
-                    self.drop([server.id])  # the publisher aborts the requests of a server that has half of the weights
-                if self.membership.published(server.id, self.publishing.version, self.learner, error):
+                    self.drop(
+                        [server.id]
+                    )  # the publisher aborts the requests of a server that has half of the weights
+                if self.membership.published(
+                    server.id, self.publishing.version, self.learner, error
+                ):
                     self.published = max(self.published, self.publishing.version)
                     self.versions.add(self.publishing.version)
                     if self.pipeline.kind == "pipeline-rl":  # any window that holds a batch
-                        self.window = self.random.randint(1, self.pipeline.window_steps) * self.prompts
+                        self.window = (
+                            self.random.randint(1, self.pipeline.window_steps) * self.prompts
+                        )
             self.publishing = None
             return
         unfinished = self.admission.unfinished()
         now = ControllerView(
-            batches=self.admission.due(unfinished[0]) if unfinished else len(self.admission.queue) // self.prompts,
+            batches=(
+                self.admission.due(unfinished[0])
+                if unfinished
+                else len(self.admission.queue) // self.prompts
+            ),
             published_version=self.published,
             final_step=STEPS,
             score_due=False,
@@ -105,7 +126,9 @@ class World:
     def train(self, told: TrainStep) -> None:
         tickets = self.admission.batch(told.step)
         assert tickets is not None
-        assert self.trained.setdefault(told.step, tickets) == tickets, "a replayed batch is the same"
+        assert self.trained.setdefault(told.step, tickets) == tickets, (
+            "a replayed batch is the same"
+        )
         start = self.admission.phase_start(told.step)
         for ticket in tickets:
             versions = self.token_versions[ticket]
@@ -207,7 +230,9 @@ def test_synchronous_in_three_ways() -> None:
         PipelineSection(kind="ppo-off-policy", k=1),
         PipelineSection(k=0),
     ]
-    assert {(p.phase_steps, p.max_lag, p.lag_limit, p.window_steps) for p in pipelines} == {(1, 0, 0, 1)}
+    assert {(p.phase_steps, p.max_lag, p.lag_limit, p.window_steps) for p in pipelines} == {
+        (1, 0, 0, 1)
+    }
 
 
 def test_a_phase_of_k_steps_has_the_prompts_of_k_batches_and_a_lag_of_k_minus_1() -> None:
@@ -224,4 +249,9 @@ def test_a_phase_of_k_steps_has_the_prompts_of_k_batches_and_a_lag_of_k_minus_1(
 
 def test_pipeline_rl_is_as_it_was() -> None:
     pipeline = PipelineSection(k=8)
-    assert (pipeline.phase_steps, pipeline.max_lag, pipeline.lag_limit, pipeline.window_steps) == (1, 8, 8, 9)
+    assert (pipeline.phase_steps, pipeline.max_lag, pipeline.lag_limit, pipeline.window_steps) == (
+        1,
+        8,
+        8,
+        9,
+    )

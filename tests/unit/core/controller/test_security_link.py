@@ -1,4 +1,5 @@
-"""The controller's link against strangers: random bytes, no key, a wrong key, nonsense by the right key, too much of it.
+"""The controller's link against strangers: random bytes, no key, a wrong key, nonsense
+by the right key, too much of it.
 
 In all of it a learner with the right key goes on talking.
 """
@@ -18,7 +19,15 @@ from hypothesis import strategies as st
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.link import ControllerLink
-from megarl.core.base.messages import LARGEST_REQUEST, Ack, Next, Request, Stopped, from_frames, to_frames
+from megarl.core.base.messages import (
+    LARGEST_REQUEST,
+    Ack,
+    Next,
+    Request,
+    Stopped,
+    from_frames,
+    to_frames,
+)
 from megarl.core.base.rundir import LinkKeys
 from megarl.core.base.types import encode
 from megarl.core.controller.conversation import Link
@@ -32,7 +41,9 @@ STRANGER = LinkKeys.new()
 
 
 class Controller:
-    """A link that acknowledges everything; `heard` are the steps that learners spoke of."""
+    """A link that acknowledges everything; `heard` are the steps that learners spoke
+    of.
+    """
 
     def __init__(self) -> None:
         (self.port,) = free_ports(1)
@@ -90,7 +101,9 @@ def run(test: Callable[[Controller], Awaitable[None]]) -> None:
 
 
 def send_raw(port: int, data: bytes) -> None:
-    """Bytes to the bare TCP port, until it has closed the connection or said nothing for a while."""
+    """Bytes to the bare TCP port, until it has closed the connection or said nothing
+    for a while.
+    """
     with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as raw, suppress(OSError):
         raw.sendall(data)
         raw.settimeout(0.2)
@@ -108,8 +121,12 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
         st.one_of(
             st.binary(max_size=300),
             st.binary(max_size=200).map(lambda tail: GREETING + tail),
-            st.binary(max_size=200).map(lambda tail: GREETING + b"NULL".ljust(20, b"\0") + bytes(32) + tail),
-            st.binary(max_size=300).map(lambda tail: GREETING + b"CURVE".ljust(20, b"\0") + bytes(32) + tail),
+            st.binary(max_size=200).map(
+                lambda tail: GREETING + b"NULL".ljust(20, b"\0") + bytes(32) + tail
+            ),
+            st.binary(max_size=300).map(
+                lambda tail: GREETING + b"CURVE".ljust(20, b"\0") + bytes(32) + tail
+            ),
         ),
         min_size=1,
         max_size=5,
@@ -132,7 +149,10 @@ def plain(address: str, keys: LinkKeys | None, kind: int = zmq.DEALER) -> zmq.as
     socket.linger = 0
     if keys is not None:
         socket.curve_serverkey = keys.controller.encode()
-        socket.curve_publickey, socket.curve_secretkey = keys.learner.encode(), keys.learner_secret.encode()
+        socket.curve_publickey, socket.curve_secretkey = (
+            keys.learner.encode(),
+            keys.learner_secret.encode(),
+        )
     socket.connect(address)
     return socket
 
@@ -146,13 +166,20 @@ def plain(address: str, keys: LinkKeys | None, kind: int = zmq.DEALER) -> zmq.as
         msgspec.structs.replace(KEYS, controller=STRANGER.controller),
         msgspec.structs.replace(KEYS, learner_secret=STRANGER.learner_secret),
     ],
-    ids=["no CURVE", "other keys", "another learner", "another controller", "the learner's name without its secret"],
+    ids=[
+        "no CURVE",
+        "other keys",
+        "another learner",
+        "another controller",
+        "the learner's name without its secret",
+    ],
 )
 def test_without_the_learners_key_nothing_is_read_and_it_is_counted(keys: LinkKeys | None) -> None:
     async def test(it: Controller) -> None:
         with plain(it.address, keys) as stranger:
             frames = [b"", *to_frames(Next(incarnation="x", step=666, version=1))]
-            # It is not waited for: seen once, it did not end while the stranger was refused.
+            # It is not waited for: seen once, it did not end while the stranger was
+            # refused.
             sending = asyncio.ensure_future(stranger.send_multipart(frames))
             await it.until(lambda: it.link.refused() > 0)
             await it.serves(8)
@@ -229,7 +256,9 @@ def test_requests_that_cannot_be_are_malformed(request_: Request) -> None:
 
 
 def test_bytes_that_come_twice_are_heard_once() -> None:
-    """Somebody between the two repeats a learner's bytes: that ends the connection, and the learner asks again over another."""
+    """Somebody between the two repeats a learner's bytes: that ends the connection, and
+    the learner asks again over another.
+    """
 
     async def test(it: Controller) -> None:
         repeating, connections = asyncio.Event(), 0
@@ -252,12 +281,16 @@ def test_bytes_that_come_twice_are_heard_once() -> None:
 
         (port,) = free_ports(1)
         async with await asyncio.start_server(between, "127.0.0.1", port):
-            link = ControllerLink(f"tcp://127.0.0.1:{port}", KEYS, lambda: "", resend_s=1.0, limit_s=LIMIT_S)
+            link = ControllerLink(
+                f"tcp://127.0.0.1:{port}", KEYS, lambda: "", resend_s=1.0, limit_s=LIMIT_S
+            )
             try:
                 for step in (1, 2, 3):
                     if step == 2:
                         repeating.set()
-                    said = await asyncio.to_thread(link.ask, Next(incarnation="a", step=step, version=step))
+                    said = await asyncio.to_thread(
+                        link.ask, Next(incarnation="a", step=step, version=step)
+                    )
                     assert said == encode(Ack())
                 assert not repeating.is_set()
                 assert connections > 1, "the repeated bytes ended the first"

@@ -1,4 +1,6 @@
-"""What the controller learns of servers between requests: their load, and that one whose tokens come is alive."""
+"""What the controller learns of servers between requests: their load, and that one
+whose tokens come is alive.
+"""
 
 import asyncio
 import math
@@ -27,7 +29,9 @@ from tests.unit.core.sampling.test_places import anywhere
 
 def servers_of(count: int, url: str = "") -> Servers:
     """Clean ones, of which nobody is at the address unless that of the first is given."""
-    recipe = recipes.from_tree({"run": {"name": "r"}, "model": {"path": "m"}, "serving": {"max_running_requests": 64}})
+    recipe = recipes.from_tree(
+        {"run": {"name": "r"}, "model": {"path": "m"}, "serving": {"max_running_requests": 64}}
+    )
     urls = [url or "http://127.0.0.1:1", *(f"http://127.0.0.1:{n + 1}" for n in range(1, count))]
     endpoints = Endpoints(
         session="s",
@@ -47,8 +51,12 @@ def servers_of(count: int, url: str = "") -> Servers:
 
 
 @pytest.mark.parametrize("lends", [False, True])
-def test_a_server_that_puts_requests_back_gets_fewer(lends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a learner that shares its GPU has told it to. A server that does not tell its load keeps its places."""
+def test_a_server_that_puts_requests_back_gets_fewer(
+    lends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a learner that shares its GPU has told it to. A server that does not tell
+    its load keeps its places.
+    """
     monkeypatch.setattr(module, "LOAD_S", 0.01)
     asked: list[int] = []
 
@@ -104,7 +112,9 @@ def test_a_relay_leaves_while_it_asks_for_the_loads(monkeypatch: pytest.MonkeyPa
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-def test_a_server_whose_tokens_come_is_not_asked_for_its_health(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_whose_tokens_come_is_not_asked_for_its_health(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "POLL_AFTER_MISS_S", 0.01)
     monkeypatch.setattr(module, "POLL_S", 0.05)
     asked: list[int] = []
@@ -132,12 +142,19 @@ def test_a_server_whose_tokens_come_is_not_asked_for_its_health(monkeypatch: pyt
     assert asked
 
 
-def test_requests_on_a_machine_that_is_gone_end_with_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says nothing more and ends no connection. Back at the same address it is asked again."""
+def test_requests_on_a_machine_that_is_gone_end_with_what_has_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It says nothing more and ends no connection. Back at the same address it is asked
+    again.
+    """
     monkeypatch.setattr(module, "POLL_AFTER_MISS_S", 0.01)
     monkeypatch.setattr(module, "POLL_S", 0.01)
     monkeypatch.setattr(client_module, "HEALTH_LIMIT_S", 0.5)
-    chunk = b'data: {"output_ids": [5], "meta_info": {"output_token_logprobs": [[-0.5, 5, null]]%s}}\n\n'
+    chunk = (
+        b'data: {"output_ids": [5], "meta_info": {"output_token_logprobs": [[-0.5, 5,'
+        b" null]]%s}}\n\n"
+    )
     gone, sent = asyncio.Event(), asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -183,13 +200,17 @@ def test_requests_on_a_machine_that_is_gone_end_with_what_has_arrived(monkeypatc
     asyncio.run(scenario())
 
 
-def test_closing_does_not_wait_for_a_request_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_a_request_that_cannot_be_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "CLOSE_S", 0.1)
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as deaf:
             servers = servers_of(1, f"http://127.0.0.1:{deaf.getsockname()[1]}")
-            request = asyncio.create_task(servers.clients[0].generate(np.zeros(1 << 23, np.int32), 1))
+            request = asyncio.create_task(
+                servers.clients[0].generate(np.zeros(1 << 23, np.int32), 1)
+            )
             await asyncio.sleep(0.5)
             await asyncio.wait_for(servers.close(), 10)
             request.cancel()

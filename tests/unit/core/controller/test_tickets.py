@@ -1,5 +1,6 @@
-"""Tickets of two tasks with a made-up server: refilled, in stages of length, until all steps are done; if the controller dies,
-it continues from its journal as if it had not."""
+"""Tickets of two tasks with a made-up server: refilled, in stages of length, until all
+steps are done; if the controller dies, it continues from its journal as if it had not.
+"""
 
 import asyncio
 import itertools
@@ -38,7 +39,10 @@ from megarl.tasks.graders.grader import TaskGraders
 from tests.server_pool import Pool
 
 END, CLOSE, B = 0, 1, 4
-STAGES = [{"until_step": 2, "thinking_tokens": [4, 6]}, {"until_step": 4, "thinking_tokens": [10, 12]}]
+STAGES = [
+    {"until_step": 2, "thinking_tokens": [4, 6]},
+    {"until_step": 4, "thinking_tokens": [10, 12]},
+]
 FULL = [20, 24]
 
 
@@ -58,21 +62,30 @@ class Letters:
 
 
 class Server:
-    """Thinks until it is interrupted; the answer 5 is right. `asked`: limits of the thinking legs, by the prompt's tokens."""
+    """Thinks until it is interrupted; the answer 5 is right. `asked`: limits of the
+    thinking legs, by the prompt's tokens.
+    """
 
     def __init__(self) -> None:
         self.asked: dict[tuple[int, ...], list[int]] = {}
         self.count = 0
 
-    async def generate(self, ids: np.ndarray, limit: int, *, cache_salt: str, **_: Any) -> Generation:
+    async def generate(
+        self, ids: np.ndarray, limit: int, *, cache_salt: str, **_: Any
+    ) -> Generation:
         self.count = count = self.count + 1
         await asyncio.sleep(0)
         if CLOSE not in ids.tolist():
             self.asked.setdefault(tuple(ids.tolist()), []).append(limit)
-            return Generation(int32([7] * limit), float32([-1.0] * limit), (VersionSpan(3, 0, limit),), "length")
-        # Of the prompts 2 of 3 have right and wrong answers, the others only wrong ones.
+            return Generation(
+                int32([7] * limit), float32([-1.0] * limit), (VersionSpan(3, 0, limit),), "length"
+            )
+        # Of the prompts 2 of 3 have right and wrong answers, the others only wrong
+        # ones.
         right = int(ids[1]) % 3 and count % 2
-        return Generation(int32([5 if right else 6, END]), float32([-1.0, -1.0]), (VersionSpan(3, 0, 2),), "stop")
+        return Generation(
+            int32([5 if right else 6, END]), float32([-1.0, -1.0]), (VersionSpan(3, 0, 2),), "stop"
+        )
 
     async def score(self, *_: Any, **__: Any) -> Any:
         raise ServerLost("it only samples", int32(()), float32(()))
@@ -81,7 +94,13 @@ class Server:
 def prompts(task: str, count: int) -> TaskPrompts:
     first = 8 if task == "math" else 9
     made = [
-        Prompt(id=f"p{n}", tokens=int32([first, 10 + n]), answer="5".ljust(400), task=task, difficulty=n // 3)
+        Prompt(
+            id=f"p{n}",
+            tokens=int32([first, 10 + n]),
+            answer="5".ljust(400),
+            task=task,
+            difficulty=n // 3,
+        )
         for n in range(count)
     ]
     return TaskPrompts(made, [])
@@ -91,7 +110,10 @@ PROMPTS = {"math": prompts("math", 30), "code": prompts("code", 18)}
 
 
 def recipe_of(**sections: Any) -> Recipe:
-    tasks = {t: {"train": t, "heldout": "", "grader": "exact", "weight": w} for t, w in (("math", 3), ("code", 1))}
+    tasks = {
+        t: {"train": t, "heldout": "", "grader": "exact", "weight": w}
+        for t, w in (("math", 3), ("code", 1))
+    }
     tree: dict[str, Any] = {
         "run": {"steps": 8},
         "data": {"tasks": tasks, "curriculum": {"kind": "linear"}},
@@ -104,25 +126,44 @@ def recipe_of(**sections: Any) -> Recipe:
 
 
 class Wordy(Server):
-    """Thinks 20 to 23 tokens and answers: of three prompts one is never solved, one now and then, one always."""
+    """Thinks 20 to 23 tokens and answers: of three prompts one is never solved, one now
+    and then, one always.
+    """
 
-    async def generate(self, ids: np.ndarray, limit: int, *, cache_salt: str, **_: Any) -> Generation:
+    async def generate(
+        self, ids: np.ndarray, limit: int, *, cache_salt: str, **_: Any
+    ) -> Generation:
         self.count = count = self.count + 1
         await asyncio.sleep(0)
         kind = int(ids[1]) % 3
-        tokens = [7] * (20 + count % 4) + [CLOSE, 5 if kind == 2 or (kind == 1 and count % 2) else 6, END]
-        return Generation(int32(tokens), float32([-1.0] * len(tokens)), (VersionSpan(3, 0, len(tokens)),), "stop")
+        tokens = [7] * (20 + count % 4) + [
+            CLOSE,
+            5 if kind == 2 or (kind == 1 and count % 2) else 6,
+            END,
+        ]
+        return Generation(
+            int32(tokens), float32([-1.0] * len(tokens)), (VersionSpan(3, 0, len(tokens)),), "stop"
+        )
 
 
-async def run(recipe: Recipe, path: Path, until: int | None, server: type[Server] = Server) -> tuple[Pipeline, Tickets]:
-    """Go on with the journal in `path` until no ticket is left to do, or so many are settled in this life."""
+async def run(
+    recipe: Recipe, path: Path, until: int | None, server: type[Server] = Server
+) -> tuple[Pipeline, Tickets]:
+    """Go on with the journal in `path` until no ticket is left to do, or so many are
+    settled in this life.
+    """
     journal = Journal.open(path, B, recipe.pipeline.max_lag)
     members = Membership([ServerAddress(id=0, url="")])
     members.seen(0)
     members.publish([0], 3, "a")
     members.published(0, 3, "a", "")
     asked, places, settled = server(), Places(members, 16), 0
-    sampler = Sampler(recipe, Letters(), Pool({0: asked}, places, lossless=True), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type,dict-item]
+    sampler = Sampler(
+        recipe,
+        Letters(),
+        Pool({0: asked}, places, lossless=True),
+        TaskEnvironments(recipe, Letters()),
+    )  # type: ignore[arg-type,dict-item]
     graders = TaskGraders(recipe, str, 1, 1.0)
     records, done = JournalWriter(journal), asyncio.Event()
 
@@ -145,8 +186,12 @@ async def run(recipe: Recipe, path: Path, until: int | None, server: type[Server
         pytest.fail,
         "",
     )  # type: ignore[dict-item]
-    tickets = Tickets(recipe, PROMPTS, mixture_of(recipe, PROMPTS, journal.state), sampler, graders, parity, "")
-    pipeline = Pipeline(recipe, records, places, tickets, changed, recipe.run.steps, recipe.run.steps)
+    tickets = Tickets(
+        recipe, PROMPTS, mixture_of(recipe, PROMPTS, journal.state), sampler, graders, parity, ""
+    )
+    pipeline = Pipeline(
+        recipe, records, places, tickets, changed, recipe.run.steps, recipe.run.steps
+    )
     if whole():
         done.set()
     async with asyncio.TaskGroup() as tasks:
@@ -164,13 +209,18 @@ def records(path: Path) -> list[JournalRecord]:
 
 
 def check_draws(recipe: Recipe, found: list[JournalRecord]) -> list[Admitted]:
-    """Every admission is what a draw that was never interrupted makes of the results before it."""
+    """Every admission is what a draw that was never interrupted makes of the results
+    before it.
+    """
     mixture, admitted = mixture_of(recipe, PROMPTS, State(Admission(B, 20))), dict[int, Admitted]()
     for record in found:
         match record:
             case Admitted():
                 task, drawn = mixture.draw()
-                assert (task, drawn) == (record.task, (record.prompt_id, record.epoch, record.reset, record.pool))
+                assert (task, drawn) == (
+                    record.task,
+                    (record.prompt_id, record.epoch, record.reset, record.pool),
+                )
                 admitted[record.ticket] = record
             case Finished(group=group):
                 mixture.observe(admitted[group.ticket].task, group.prompt.id, group.pass_rate)
@@ -182,7 +232,9 @@ def check_draws(recipe: Recipe, found: list[JournalRecord]) -> list[Admitted]:
 
 
 def check_budgets(recipe: Recipe, found: list[JournalRecord]) -> set[int]:
-    """Each rollout thought as long as the stage of its ticket's due step says; the stages that were met."""
+    """Each rollout thought as long as the stage of its ticket's due step says; the
+    stages that were met.
+    """
     due, met = {r.ticket: r.due for r in found if isinstance(r, Admitted)}, set()
     for group in (r.group for r in found if isinstance(r, Finished)):
         stage = sum(due[group.ticket] >= s["until_step"] for s in STAGES)  # type: ignore[operator]
@@ -196,7 +248,9 @@ def check_budgets(recipe: Recipe, found: list[JournalRecord]) -> set[int]:
 
 
 @pytest.mark.parametrize("deaths", [(), (1,), (5, 9), (3, 3, 3, 17)])
-def test_refilled_in_stages_and_interrupted_it_draws_as_if_it_were_not(tmp_path: Path, deaths: tuple[int, ...]) -> None:
+def test_refilled_in_stages_and_interrupted_it_draws_as_if_it_were_not(
+    tmp_path: Path, deaths: tuple[int, ...]
+) -> None:
     recipe = recipe_of()
     for until in (*deaths, None):
         pipeline, _ = asyncio.run(run(recipe, tmp_path, until))
@@ -210,21 +264,28 @@ def test_refilled_in_stages_and_interrupted_it_draws_as_if_it_were_not(tmp_path:
         "all of it was graded with"
     )
     assert any(isinstance(r, Removed) for r in found)
-    assert [pipeline.admission.due(g) for g in sorted(g.ticket for g in groups)] == [n // B for n in range(8 * B)]
+    assert [pipeline.admission.due(g) for g in sorted(g.ticket for g in groups)] == [
+        n // B for n in range(8 * B)
+    ]
     shares = np.mean([a.task == "math" for a in admitted])
     assert abs(shares - 0.75) < 1 / len(admitted)
-    assert any(a.due > pipeline.admission.due(a.ticket) for a in admitted if a.ticket in pipeline.admission.queue), (
-        "some ticket was to be trained later when it was drawn: its budget did not follow"
-    )
+    assert any(
+        a.due > pipeline.admission.due(a.ticket)
+        for a in admitted
+        if a.ticket in pipeline.admission.queue
+    ), "some ticket was to be trained later when it was drawn: its budget did not follow"
 
 
 def test_a_learner_older_than_the_journal_is_refused(tmp_path: Path) -> None:
-    """As with `journal.keep: checkpoints`, once all checkpoints are gone or older ones were put back."""
+    """As with `journal.keep: checkpoints`, once all checkpoints are gone or older ones
+    were put back.
+    """
     pipeline, _ = asyncio.run(run(recipe_of(), tmp_path, None))
     pipeline.admission.forget(3)
     for step in range(4):
         reply = decide(
-            Next(incarnation="a", step=step, version=step), replace(pipeline.view(step), published_version=8)
+            Next(incarnation="a", step=step, version=step),
+            replace(pipeline.view(step), published_version=8),
         )
         if step < 3:
             assert isinstance(reply, Refused)
@@ -234,7 +295,9 @@ def test_a_learner_older_than_the_journal_is_refused(tmp_path: Path) -> None:
 
 
 def test_solved_prompts_are_begun_again_task_by_task(tmp_path: Path) -> None:
-    """Half of a group right is enough to exclude: every prompt that is kept here is solved when it is drawn."""
+    """Half of a group right is enough to exclude: every prompt that is kept here is
+    solved when it is drawn.
+    """
     recipe = recipe_of(
         run={"steps": 20},
         data=recipe_of().data.model_dump(mode="json") | {"curriculum": {"kind": "none"}},
@@ -243,7 +306,10 @@ def test_solved_prompts_are_begun_again_task_by_task(tmp_path: Path) -> None:
     )
     unsolved = {t: sum(not int(p.tokens[1]) % 3 for p in of.train) for t, of in PROMPTS.items()}
     assert unsolved == {"math": 10, "code": 6}
-    kept = {t: TaskPrompts([p for p in of.train if int(p.tokens[1]) % 3], []) for t, of in PROMPTS.items()}
+    kept = {
+        t: TaskPrompts([p for p in of.train if int(p.tokens[1]) % 3], [])
+        for t, of in PROMPTS.items()
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PROMPTS, "math", kept["math"])
         patch.setitem(PROMPTS, "code", kept["code"])
@@ -255,7 +321,9 @@ def test_solved_prompts_are_begun_again_task_by_task(tmp_path: Path) -> None:
     assert again[0][0] < 45
     for task, of in kept.items():
         first = [a.prompt_id for a in admitted if a.task == task][: len(of.train)]
-        assert sorted(first) == sorted(p.id for p in of.train), "each once before any is drawn again"
+        assert sorted(first) == sorted(p.id for p in of.train), (
+            "each once before any is drawn again"
+        )
 
 
 @pytest.mark.parametrize(
@@ -271,7 +339,15 @@ def test_an_answer_that_no_grader_could_judge_has_no_part_in_what_is_learnt(
 ) -> None:
     segment = Segment(tokens=int32([5]), logprobs=float32([-1.0]), weight_version=0)
     made = [
-        Rollout(sample=n, segments=(segment,), reward=r, graded=r, correct=r > 0, finish="stop", grader_error=r != r)
+        Rollout(
+            sample=n,
+            segments=(segment,),
+            reward=r,
+            graded=r,
+            correct=r > 0,
+            finish="stop",
+            grader_error=r != r,
+        )
         for n, r in enumerate(rewards)
     ]
     group = Group(ticket=0, prompt=PROMPTS["math"].train[0], rollouts=with_means(made, []))
@@ -280,7 +356,9 @@ def test_an_answer_that_no_grader_could_judge_has_no_part_in_what_is_learnt(
     centred = centred_rewards(group, "group", {})
     assert np.abs(centred[np.isnan(rewards)]).max() < 1e-15
     known = np.array([r for r in rewards if r == r])
-    assert centred[~np.isnan(rewards)] == pytest.approx(known - known.mean() if variance else 0 * known)
+    assert centred[~np.isnan(rewards)] == pytest.approx(
+        known - known.mean() if variance else 0 * known
+    )
 
 
 def test_a_group_of_which_no_answer_could_be_judged_is_void() -> None:
@@ -318,15 +396,27 @@ def test_a_rollout_whose_grader_is_down_does_not_cost_its_group(
         )
 
 
-def test_refill_keeps_a_prompt_if_some_of_its_answers_are_right_and_some_wrong(tmp_path: Path) -> None:
-    """DAPO's rule (arXiv 2503.14476, equation 11): right answers that differ in their overlong penalty alone are refilled."""
+def test_refill_keeps_a_prompt_if_some_of_its_answers_are_right_and_some_wrong(
+    tmp_path: Path,
+) -> None:
+    """DAPO's rule (arXiv 2503.14476, equation 11): right answers that differ in their
+    overlong penalty alone are refilled.
+    """
     recipe = recipe_of(
-        length={"control": "overlong_penalty", "thinking_tokens": [19, 19], "answer_tokens": 8, "stages": []}
+        length={
+            "control": "overlong_penalty",
+            "thinking_tokens": [19, 19],
+            "answer_tokens": 8,
+            "stages": [],
+        }
     )
     asyncio.run(run(recipe, tmp_path, None, Wordy))
     found = records(tmp_path)
     groups = [r.group for r in found if isinstance(r, Finished)]
     assert len(groups) == 8 * B
-    assert {r.reward for g in groups for r in g.rollouts} > {1 - 7 / 8, -1.0}, "right answers were penalised"
+    assert {r.reward for g in groups for r in g.rollouts} > {
+        1 - 7 / 8,
+        -1.0,
+    }, "right answers were penalised"
     assert {0 < g.pass_rate < 1 for g in groups} == {True}
     assert {r.pass_rate for r in found if isinstance(r, Removed)} == {0.0, 1.0}

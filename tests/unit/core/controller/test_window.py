@@ -1,4 +1,6 @@
-"""`pipeline.window: auto` in the simulator: the law on every schedule, as many tokens a second with less lag, no swinging."""
+"""`pipeline.window: auto` in the simulator: the law on every schedule, as many tokens a
+second with less lag, no swinging.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -18,10 +20,14 @@ from megarl.lab.planning.workload import LogNormal, workload
 
 PROMPTS, GENERATIONS, MEAN = 16, 4, 200
 BATCH_S = PROMPTS * GENERATIONS * MEAN * 0.0003 / 2
-"""Seconds in which two servers generate a batch, if a decode step costs 0.3 ms for each request."""
+"""Seconds in which two servers generate a batch, if a decode step costs 0.3 ms for each
+request.
+"""
 
 
-def recipe(window: str, servers: int = 2, prompts: int = PROMPTS, every: int = 1000, **pipeline: Any) -> Recipe:
+def recipe(
+    window: str, servers: int = 2, prompts: int = PROMPTS, every: int = 1000, **pipeline: Any
+) -> Recipe:
     return from_tree(
         {
             "run": {"steps": 1000},
@@ -48,12 +54,23 @@ class Growing:
 
 
 def run(
-    made: Recipe, steps: int, train: float, per_request: float = 0.0, growth: float = 1.0, evaluate: bool = False
+    made: Recipe,
+    steps: int,
+    train: float,
+    per_request: float = 0.0,
+    growth: float = 1.0,
+    evaluate: bool = False,
 ) -> tuple[list[SimulatedStep], dict[int, float]]:
-    """Return steps, and the window by version. A decode step takes 10 ms, or `per_request` for each request."""
+    """Return steps, and the window by version. A decode step takes 10 ms, or
+    `per_request` for each request.
+    """
     random = np.random.default_rng(99)
     costs = Costs(
-        step_seconds=(lambda running, held: per_request * running) if per_request else lambda running, held: 0.01,
+        step_seconds=(
+            (lambda running, held: per_request * running)
+            if per_request
+            else lambda running, held: 0.01
+        ),
         train_seconds=lambda lengths: train * (1 + 0.05 * random.standard_normal()),
         transfer=0.02 * train,
         parity=0.0,
@@ -81,7 +98,11 @@ def after(steps: list[SimulatedStep], servers: int = 2) -> simulate.Summary:
 @pytest.mark.parametrize(
     ("train", "per_request", "most"),
     [
-        (20.0, 0.0, 1.0),  # the longest answers of batches take 5 to 9 s, whatever runs beside them: half a step
+        (
+            20.0,
+            0.0,
+            1.0,
+        ),  # the longest answers of batches take 5 to 9 s, whatever runs beside them: half a step
         (10.0, 0.0, 2.0),  # most of a step
         (BATCH_S / 0.3, 0.0003, 1.0),  # servers are busy for 0.3 of a step
         (BATCH_S / 0.8, 0.0003, 4.0),
@@ -90,7 +111,9 @@ def after(steps: list[SimulatedStep], servers: int = 2) -> simulate.Summary:
 def test_a_learner_that_limits_waits_no_more_and_trains_fresher_tokens(
     train: float, per_request: float, most: float
 ) -> None:
-    """With a full window it never waits, and every token has a lag of k = 8 (tests/unit/lab/planning/test_simulate.py)."""
+    """With a full window it never waits, and every token has a lag of k = 8
+    (tests/unit/lab/planning/test_simulate.py).
+    """
     auto = after(run(recipe("auto"), 80, train, per_request)[0])
     assert auto.lag_mean <= most < 8 * 2 / 3
     assert auto.learner_idle < 0.005
@@ -104,25 +127,33 @@ def test_servers_that_limit_keep_the_whole_window(per_request: float) -> None:
 
 
 def test_noise_does_not_swing_it() -> None:
-    """Servers busy for 0.8 of a step, whose times vary by half: the window settles, and is soon left alone."""
+    """Servers busy for 0.8 of a step, whose times vary by half: the window settles, and
+    is soon left alone.
+    """
     windows = list(run(recipe("auto"), 200, BATCH_S / 0.8, 0.0003)[1].values())
     assert min(windows) < 9.0
     assert len(set(windows[100:])) == 1
-    turns = sum((b - a) * (c - b) < 0 for a, b, c in zip(windows, windows[1:], windows[2:], strict=False))
+    turns = sum(
+        (b - a) * (c - b) < 0 for a, b, c in zip(windows, windows[1:], windows[2:], strict=False)
+    )
     assert turns <= 2
 
 
 def test_longer_answers_are_followed() -> None:
-    """Answers grow tenfold over 120 steps, so the longest take three steps instead of half of one: it opens in time."""
+    """Answers grow tenfold over 120 steps, so the longest take three steps instead of
+    half of one: it opens in time.
+    """
     steps, windows = run(recipe("auto"), 150, 4.0, growth=1.02)
     assert min(windows.values()) <= 3 < windows[149]
     assert after(steps).learner_idle < 0.002
 
 
-@pytest.mark.parametrize(("servers", "train", "per_request"), [(1, 12.0, 0.0), (2, BATCH_S / 0.8, 0.0003)])
+@pytest.mark.parametrize(
+    ("servers", "train", "per_request"), [(1, 12.0, 0.0), (2, BATCH_S / 0.8, 0.0003)]
+)
 def test_it_is_open_before_an_evaluation(servers: int, train: float, per_request: float) -> None:
-    """An evaluation holds the only server, or one of two that are busy for 0.8 of a step: as with a full window, the learner
-    never waits, before, during and after it.
+    """An evaluation holds the only server, or one of two that are busy for 0.8 of a
+    step: as with a full window, the learner never waits, before, during and after it.
     """
     made = recipe("auto", servers, every=100)
     steps, windows = run(made, 130, train, per_request, evaluate=True)
@@ -145,7 +176,9 @@ def test_it_is_open_before_an_evaluation(servers: int, train: float, per_request
 def test_every_schedule_keeps_lag_within_k(
     servers: int, prompts: int, k: int, train: float, per_request: float, every: int, phases: bool
 ) -> None:
-    made = recipe("auto", servers, prompts, every, k=k, kind="ppo-off-policy" if phases else "pipeline-rl")
+    made = recipe(
+        "auto", servers, prompts, every, k=k, kind="ppo-off-policy" if phases else "pipeline-rl"
+    )
     steps, windows = run(made, 30, train, per_request, evaluate=every < 1000)
     assert [t for step in steps for t in step.tickets] == list(range(30 * prompts))
     assert max(max(step.lags) for step in steps) <= made.pipeline.lag_limit

@@ -1,4 +1,6 @@
-"""pass@k, maj@k and best@k against all k-subsets, and the intervals against scipy and against repeated experiments."""
+"""pass@k, maj@k and best@k against all k-subsets, and the intervals against scipy and
+against repeated experiments.
+"""
 
 import itertools
 import random
@@ -11,9 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from megarl.core.evaluation.metrics import best_at_k, maj_at_k, over_prompts, pass_at_k, powers_up_to
+from megarl.core.evaluation.metrics import (
+    best_at_k,
+    maj_at_k,
+    over_prompts,
+    pass_at_k,
+    powers_up_to,
+)
 
-ANSWERS = st.lists(st.tuples(st.sampled_from(["", "a", "b", "c", "d"]), st.booleans()), min_size=1, max_size=7)
+ANSWERS = st.lists(
+    st.tuples(st.sampled_from(["", "a", "b", "c", "d"]), st.booleans()), min_size=1, max_size=7
+)
 
 
 def over_subsets(n: int, k: int, chance: Callable[[tuple[int, ...]], float]) -> float:
@@ -55,7 +65,9 @@ def test_best_at_k(answers: list[tuple[int, bool]], data: st.DataObject) -> None
 
 def test_of_one_answer_all_are_its_mean() -> None:
     votes, correct, rewards = ["x", "y", "y", ""], [True, False, False, False], [1.0, 3.0, 2.0, 0.0]
-    assert pass_at_k(1, 4, 1) == maj_at_k(votes, correct, 1) == best_at_k(rewards, correct, 1) == 0.25
+    assert (
+        pass_at_k(1, 4, 1) == maj_at_k(votes, correct, 1) == best_at_k(rewards, correct, 1) == 0.25
+    )
 
 
 def test_many_answers_are_counted_quickly() -> None:
@@ -68,7 +80,9 @@ def test_many_answers_are_counted_quickly() -> None:
         counts = Counter(votes[n] for n in rng.sample(range(64), 16))
         top = [v for v, count in counts.items() if count == max(counts.values())]
         drawn.append(("1" in top) / len(top))
-    assert maj_at_k(votes, correct, 16) == pytest.approx(np.mean(drawn), abs=4 * np.std(drawn) / np.sqrt(len(drawn)))
+    assert maj_at_k(votes, correct, 16) == pytest.approx(
+        np.mean(drawn), abs=4 * np.std(drawn) / np.sqrt(len(drawn))
+    )
 
 
 @pytest.mark.parametrize(("right", "of"), [(0, 30), (1, 30), (17, 30), (30, 30), (250, 500)])
@@ -82,9 +96,13 @@ def test_one_answer_a_prompt_is_wilsons_interval(right: int, of: int) -> None:
 @pytest.mark.parametrize("samples", [1, 4, 16])
 @pytest.mark.parametrize("prompts", [30, 300])
 @pytest.mark.parametrize(("a", "b"), [(0.3, 0.3), (2.0, 2.0), (0.3, 2.0)])
-def test_the_interval_holds_the_truth_as_often_as_it_says(samples: int, prompts: int, a: float, b: float) -> None:
-    """Prompts of difficulties from Beta(a, b), whose mean is the truth, drawn anew 1000 times: 95 % of them, and not less
-    than 92 % where thirty prompts are nearly all hard."""
+def test_the_interval_holds_the_truth_as_often_as_it_says(
+    samples: int, prompts: int, a: float, b: float
+) -> None:
+    """Prompts of difficulties from Beta(a, b), whose mean is the truth, drawn anew 1000
+    times: 95 % of them, and not less than 92 % where thirty prompts are nearly all
+    hard.
+    """
     rng = np.random.default_rng(0)
     held = []
     for _ in range(1000):
@@ -95,10 +113,15 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(samples: int, prompts:
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "prompts", "samples"), [(0.3, 2.0, 100, 8), (1.0, 1.0, 5, 16), (5.0, 5.0, 30, 16), (5.0, 2.0, 164, 16)]
+    ("a", "b", "prompts", "samples"),
+    [(0.3, 2.0, 100, 8), (1.0, 1.0, 5, 16), (5.0, 5.0, 30, 16), (5.0, 2.0, 164, 16)],
 )
-def test_a_pass_at_k_has_such_an_interval_too(a: float, b: float, prompts: int, samples: int) -> None:
-    """As above, of pass@k of 2k answers, also where nearly all prompts pass: its truth is 1 - E[(1 - p)^k]."""
+def test_a_pass_at_k_has_such_an_interval_too(
+    a: float, b: float, prompts: int, samples: int
+) -> None:
+    """As above, of pass@k of 2k answers, also where nearly all prompts pass: its truth
+    is 1 - E[(1 - p)^k].
+    """
     rng, k = np.random.default_rng(1), samples // 2
     truth = 1 - float(np.mean((1 - rng.beta(a, b, 1_000_000)) ** k))
     held = []

@@ -23,11 +23,22 @@ from megarl.tasks.graders.grader import TaskGraders
 
 def answer(id: str, sample: int, vote: str, correct: bool, **more: Any) -> Answer:
     fields = {
-        "suite": "s", "prompt": "p", "expected": "1", "completion": "c", "answer": vote, "truncated": False,
-        "interrupted": False, "format_ok": bool(vote), "grader_timeout": False, "grader_error": False, "tokens": 10,
+        "suite": "s",
+        "prompt": "p",
+        "expected": "1",
+        "completion": "c",
+        "answer": vote,
+        "truncated": False,
+        "interrupted": False,
+        "format_ok": bool(vote),
+        "grader_timeout": False,
+        "grader_error": False,
+        "tokens": 10,
         "entropy": 0.5,
-    }  # fmt: skip
-    return Answer(**{**fields, "id": id, "sample": sample, "vote": vote, "correct": correct, **more})
+    }
+    return Answer(
+        **{**fields, "id": id, "sample": sample, "vote": vote, "correct": correct, **more}
+    )
 
 
 VOTES = {"a": "1123", "b": "2221", "c": "31 1", "d": "2345"}
@@ -47,13 +58,22 @@ def test_a_summary_against_its_definitions() -> None:
     right = {id: votes.count("1") for id, votes in VOTES.items()}
     assert found["pass_rate"] == sum(right.values()) / 16 == found["pass@1"]
     for k in (2, 4):
-        assert found[f"pass@{k}"] == pytest.approx(np.mean([pass_at_k(c, 4, k) for c in right.values()]))
-        by_vote = [maj_at_k([v.strip() for v in votes], [v == "1" for v in votes], k) for votes in VOTES.values()]
+        assert found[f"pass@{k}"] == pytest.approx(
+            np.mean([pass_at_k(c, 4, k) for c in right.values()])
+        )
+        by_vote = [
+            maj_at_k([v.strip() for v in votes], [v == "1" for v in votes], k)
+            for votes in VOTES.values()
+        ]
         assert found[f"maj@{k}"] == pytest.approx(np.mean(by_vote))
         assert found[f"maj@{k}_low"] <= found[f"maj@{k}"] <= found[f"maj@{k}_high"]
     assert found["maj@4"] == pytest.approx((1 + 0 + 1 + 0) / 4)
     assert (found["n_prompts"], found["format_error_rate"], found["entropy"]) == (4, 1 / 16, 0.5)
-    lengths = (found["completion_tokens_mean"], found["completion_tokens_p50"], found["completion_tokens_p95"])
+    lengths = (
+        found["completion_tokens_mean"],
+        found["completion_tokens_p50"],
+        found["completion_tokens_p95"],
+    )
     assert lengths == (25, 20, 40)
     assert "best@2" not in found
 
@@ -70,7 +90,9 @@ def test_a_void_answer_has_no_vote_and_the_others_have_their_majority() -> None:
 
 
 def test_the_best_by_a_reward_and_by_its_opposite() -> None:
-    """A reward that knows the answer is an oracle; its opposite finds a right one only where all are right."""
+    """A reward that knows the answer is an oracle; its opposite finds a right one only
+    where all are right.
+    """
     for sign in (1.0, -1.0):
         found = summarise([Outcome.of(a)._replace(reward=sign * a.correct) for a in answers()])
         assert found["best@4"] == (found["pass@4"] if sign > 0 else 0.0)
@@ -95,9 +117,25 @@ def test_a_row_is_what_was_said_and_has_no_keys_of_other_kinds(tmp_path: Path) -
     suite.add(answer("a", 0, "é\u2028\n", True))
     row = json.loads(suite.answers.read_text())
     assert list(row) == [
-        "schema_version", "suite", "id", "sample", "prompt", "expected", "completion", "answer", "vote", "correct", "truncated",
-        "interrupted", "format_ok", "grader_timeout", "grader_error", "tokens", "entropy", "void",
-    ]  # fmt: skip
+        "schema_version",
+        "suite",
+        "id",
+        "sample",
+        "prompt",
+        "expected",
+        "completion",
+        "answer",
+        "vote",
+        "correct",
+        "truncated",
+        "interrupted",
+        "format_ok",
+        "grader_timeout",
+        "grader_error",
+        "tokens",
+        "entropy",
+        "void",
+    ]
     assert suite.read_answers()[0].answer == "é\u2028\n"
     suite.close()
     with suite.answers.open("a") as file:
@@ -107,11 +145,14 @@ def test_a_row_is_what_was_said_and_has_no_keys_of_other_kinds(tmp_path: Path) -
     assert len(suite.read_answers()) == 2
     suite.answers.write_text(json.dumps(row | {"schema_version": 99}) + "\n")
     with pytest.raises(
-        MegarlError, match=r"answers\.jsonl:1: written in schema version 99, this version of megarl reads 1"
+        MegarlError,
+        match=r"answers\.jsonl:1: written in schema version 99, this version of megarl reads 1",
     ):
         suite.read_answers()
     suite.answers.write_text(json.dumps(row | {"tokens": "many"}) + "\n")
-    with pytest.raises(MegarlError, match=r"answers\.jsonl:1: not written by an evaluation: .*tokens"):
+    with pytest.raises(
+        MegarlError, match=r"answers\.jsonl:1: not written by an evaluation: .*tokens"
+    ):
         suite.read_answers()
 
 
@@ -126,8 +167,12 @@ def test_entropy_estimates_that_of_the_distribution() -> None:
     """Tokens drawn from a known one: the mean of -log p is its entropy."""
     p = np.array([0.5, 0.25, 0.125, 0.125])
     drawn = np.random.default_rng(0).choice(4, 100_000, p=p)
-    segment = Segment(tokens=int32(drawn), logprobs=np.log(p[drawn]).astype(np.float32), weight_version=0)
-    assert _entropy(Completion(segments=[segment])) == pytest.approx(-(p * np.log(p)).sum(), abs=0.01)
+    segment = Segment(
+        tokens=int32(drawn), logprobs=np.log(p[drawn]).astype(np.float32), weight_version=0
+    )
+    assert _entropy(Completion(segments=[segment])) == pytest.approx(
+        -(p * np.log(p)).sum(), abs=0.01
+    )
 
 
 def test_what_an_answer_says() -> None:
@@ -147,17 +192,28 @@ def test_formulas_that_are_never_closed_take_no_longer_than_others(mark: str) ->
 
 @pytest.fixture
 def graders() -> Any:
-    tasks = {name: {"train": "", "heldout": "", "grader": name} for name in ("math", "exact", "format")}
+    tasks = {
+        name: {"train": "", "heldout": "", "grader": name} for name in ("math", "exact", "format")
+    }
     recipe = from_tree({"data": {"tasks": tasks}})
     return lambda: TaskGraders(recipe, lambda tokens: "", 1)
 
 
 def test_equal_answers_have_one_vote(graders: Any, caplog: pytest.LogCaptureFixture) -> None:
     said = [
-        ("\\boxed{\\frac{1}{2}}", False), ("It is 0.5", False), ("$\\frac{2}{4}$", False), ("\\boxed{7}", True),
-        ("so 7", True), ("3", False), ("3.0", False), ("\\boxed{x+1}", False), ("$1+x$", False), ("", False),
-        ("$", False), ("\\boxed{x-1}", False),
-    ]  # fmt: skip
+        ("\\boxed{\\frac{1}{2}}", False),
+        ("It is 0.5", False),
+        ("$\\frac{2}{4}$", False),
+        ("\\boxed{7}", True),
+        ("so 7", True),
+        ("3", False),
+        ("3.0", False),
+        ("\\boxed{x+1}", False),
+        ("$1+x$", False),
+        ("", False),
+        ("$", False),
+        ("\\boxed{x-1}", False),
+    ]
 
     async def run() -> list[str]:
         made = graders()
@@ -165,7 +221,8 @@ def test_equal_answers_have_one_vote(graders: Any, caplog: pytest.LogCaptureFixt
         found = [await votes.of("p", text, "7", ok) for text, ok in said]
         other = await votes.of("q", "0.5", "7", False)
         known = [
-            Outcome.of(answer("p", n, vote, ok)) for n, (vote, (_, ok)) in enumerate(zip(found, said, strict=True))
+            Outcome.of(answer("p", n, vote, ok))
+            for n, (vote, (_, ok)) in enumerate(zip(found, said, strict=True))
         ]
         resumed = await Votes("math", made["math"], known).of("p", "\\boxed{1/2}", "7", False)
         made.close()
@@ -185,7 +242,10 @@ def test_equal_answers_have_one_vote(graders: Any, caplog: pytest.LogCaptureFixt
 def test_text_votes_as_it_is_and_programs_do_not(graders: Any) -> None:
     async def run() -> list[str]:
         made = graders()
-        found = [await Votes(name, made["exact"]).of("p", "0.50", "0.50", True) for name in ("exact", "code", "format")]
+        found = [
+            await Votes(name, made["exact"]).of("p", "0.50", "0.50", True)
+            for name in ("exact", "code", "format")
+        ]
         made.close()
         return found
 
@@ -203,7 +263,9 @@ def test_the_table_of_a_runs_steps_fits_80_columns(
         suite.result.touch()
     under_way = SuiteDir(tmp_path / "run" / "evaluations" / "step-0001300", "s")
     under_way.path.mkdir(parents=True)
-    under_way.add(answer("a", 0, "1", True))  # or cut off by a crash: the others are not drawn over its prompts
+    under_way.add(
+        answer("a", 0, "1", True)
+    )  # or cut off by a crash: the others are not drawn over its prompts
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     assert curve.main([Path("run")], None, None) == 0
@@ -224,10 +286,14 @@ def test_curves_of_two_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert "(pass@n)" in shown
     assert (tmp_path / "weak" / "curve-s.png").read_bytes().startswith(b"\x89PNG")
-    found = {c.kind: c.points for c in curve.curves("m", [Outcome.of(a) for a in answers(reward=1.0)])}
+    found = {
+        c.kind: c.points for c in curve.curves("m", [Outcome.of(a) for a in answers(reward=1.0)])
+    }
     assert set(found) == {"pass", "maj", "best"}
     assert [(p.n, p.tokens) for p in found["pass"]] == [(1, 25), (2, 50), (4, 100)]
-    assert [p.score.mean for p in found["best"]] == pytest.approx([found["pass"][0].score.mean] * 3), "it knows nothing"
+    assert [p.score.mean for p in found["best"]] == pytest.approx(
+        [found["pass"][0].score.mean] * 3
+    ), "it knows nothing"
     for at in range(3):
         assert found["pass"][at].score.mean >= found["maj"][at].score.mean - 1e-12
 
@@ -235,7 +301,9 @@ def test_curves_of_two_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_curves_are_of_the_same_prompts_and_have_different_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two runs, both with a step 40; the second was scored on the half of the prompts that is hard."""
+    """Two runs, both with a step 40; the second was scored on the half of the prompts
+    that is hard.
+    """
     outs = [tmp_path / run / "evaluations" / "step-0000040" for run in ("one", "two")]
     for out, prompts in zip(outs, ("abcd", "cd"), strict=True):
         suite = SuiteDir(out, "s")
@@ -246,7 +314,9 @@ def test_curves_are_of_the_same_prompts_and_have_different_names(
         suite.close()
     assert curve.main(outs, None, tmp_path / "both.png") == 0
     shown = capsys.readouterr().out.replace("\n", "")
-    assert shown.count("0.250 [") == 4, "two of eight answers are right, by oracle and by majority, in both"
+    assert shown.count("0.250 [") == 4, (
+        "two of eight answers are right, by oracle and by majority, in both"
+    )
     assert "Over the 2 prompts that all have answers to; one has 4." in shown
     assert curve.main(outs[:1], None, tmp_path / "one.png") == 0
     assert "Over the" not in capsys.readouterr().out
@@ -274,7 +344,9 @@ def test_curves_of_nothing_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_file_of_answers_is_opened_once(tmp_path: Path) -> None:
-    """For each of 16,000 answers, that would hold the controller for a minute where the run directory is on NFS."""
+    """For each of 16,000 answers, that would hold the controller for a minute where the
+    run directory is on NFS.
+    """
     suite = SuiteDir(tmp_path, "s")
     suite.path.mkdir()
     suite.add(answer("a", 0, "1", True))

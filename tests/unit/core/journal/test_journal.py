@@ -1,4 +1,6 @@
-"""The journal on a real file system: what is appended comes back after any crash, and damage is never passed over."""
+"""The journal on a real file system: what is appended comes back after any crash, and
+damage is never passed over.
+"""
 
 import errno
 import logging
@@ -35,17 +37,30 @@ from megarl.core.journal.records import (
 )
 
 
-def finished(ticket: int, correct: bool = True, tokens: int = 5, void: str = "", time: float = 0.0) -> Finished:
-    segment = Segment(tokens=int32(range(tokens)), logprobs=float32([-ticket] * tokens), weight_version=ticket)
-    rollout = Rollout(sample=0, segments=(segment,), reward=1.0 if correct else -1.0, correct=correct, finish="stop")
+def finished(
+    ticket: int, correct: bool = True, tokens: int = 5, void: str = "", time: float = 0.0
+) -> Finished:
+    segment = Segment(
+        tokens=int32(range(tokens)), logprobs=float32([-ticket] * tokens), weight_version=ticket
+    )
+    rollout = Rollout(
+        sample=0,
+        segments=(segment,),
+        reward=1.0 if correct else -1.0,
+        correct=correct,
+        finish="stop",
+    )
     prompt = Prompt(id=f"p{ticket % 3}", tokens=int32([7, 8]), answer="15")
     return Finished(
-        group=Group(ticket=ticket, prompt=prompt, rollouts=() if void else (rollout,), void=void), time=time
+        group=Group(ticket=ticket, prompt=prompt, rollouts=() if void else (rollout,), void=void),
+        time=time,
     )
 
 
 def admitted(ticket: int) -> Admitted:
-    return Admitted(ticket=ticket, task="math", prompt_id=f"p{ticket % 3}", epoch=ticket // 3, due=ticket // 2)
+    return Admitted(
+        ticket=ticket, task="math", prompt_id=f"p{ticket % 3}", epoch=ticket // 3, due=ticket // 2
+    )
 
 
 def published(version: int, time: float = 0.0) -> PublishedVersion:
@@ -77,7 +92,9 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_records_come_back_in_order(tmp_path: Path):
-    evaluated = Evaluated(version=3, time=9.0, compute_hours=0.5, pass_rate=0.25, n_prompts=10, samples=2)
+    evaluated = Evaluated(
+        version=3, time=9.0, compute_hours=0.5, pass_rate=0.25, n_prompts=10, samples=2
+    )
     records = [
         Session(session="s", time=1.0, devices=2, compute_unit="core"),
         admitted(0),
@@ -135,7 +152,8 @@ def test_compute_hours_add_up_over_sessions(tmp_path: Path):
     # the controller restarts within the session: the clock never stopped
     journal.append(Session(session="one", time=0.0, devices=4, compute_unit="gpu"))
     assert journal.state.compute_hours(7200.0) == 8.0
-    # the supervisor died some time after the last record, and starts again much later with fewer devices
+    # the supervisor died some time after the last record, and starts again much later
+    # with fewer devices
     journal.append(Session(session="two", time=50_000.0, devices=2, compute_unit="gpu"))
     assert journal.state.compute_hours(50_000.0) == 4.0
     assert journal.state.compute_hours(53_600.0) == 6.0
@@ -150,7 +168,9 @@ def test_groups_are_read_back_from_any_file(tmp_path: Path):
     wanted = [39, 0, 17, 3]
     assert [encode(g) for g in journal.groups(wanted)] == [encode(groups[t]) for t in wanted]
     assert journal.finished() == list(range(40))
-    assert [type(r) for r in journal.replay() if not isinstance(r, Snapshot)] == [type(r) for r in records]
+    assert [type(r) for r in journal.replay() if not isinstance(r, Snapshot)] == [
+        type(r) for r in records
+    ]
     journal.append(admitted(40))
     with pytest.raises(MegarlError, match="ticket 40 has no group here"):
         journal.groups([40])
@@ -193,7 +213,9 @@ def test_files_no_checkpoint_replays_are_dropped(tmp_path: Path):
 
 
 def test_a_file_with_one_late_group_is_kept(tmp_path: Path):
-    """A slow ticket of an early file is what a replay needs: its file stays, whatever else is in it."""
+    """A slow ticket of an early file is what a replay needs: its file stays, whatever
+    else is in it.
+    """
     journal = Journal.open(tmp_path, 1, 30, rotate_bytes=2000)
     journal.append(*(admitted(t) for t in range(30)), finished(20))
     first = next(n for n in journal.files() if 20 in journal._groups_of(n))
@@ -221,7 +243,9 @@ def test_cut_anywhere_it_opens_with_the_whole_records_before_the_cut(tmp_path_fa
     os.truncate(file, cut)
     reader = JournalReader(path)
     complete = sum(1 for end in ends[1:] if end <= cut)
-    assert len(list(reader.replay())) == 1 + complete  # a reader sees what is complete, and leaves the rest alone
+    assert (
+        len(list(reader.replay())) == 1 + complete
+    )  # a reader sees what is complete, and leaves the rest alone
     assert file.stat().st_size == cut
     journal = Journal.open(path, 2, 1)
     assert file.stat().st_size == ends[complete]
@@ -247,7 +271,9 @@ def test_a_torn_tail_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
 
 
 def test_a_file_of_any_size_is_read_in_little_memory(tmp_path: Path):
-    """A stranger's may be a few bytes on the disk, and more than memory when it is read."""
+    """A stranger's may be a few bytes on the disk, and more than memory when it is
+    read.
+    """
     written(tmp_path, 2)
     file = last_file(tmp_path)
     count = len(list(scan(file)))
@@ -282,7 +308,9 @@ def test_damage_in_the_middle_is_an_error_with_its_place(tmp_path_factory, data)
     searched = data.draw(st.sampled_from([RECORD_HEADER.size, 2 * RECORD_HEADER.size + 1, 1 << 20]))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("megarl.core.journal.file.SEARCHED_AT_ONCE", searched)
-        with pytest.raises(MegarlError, match=f"{file.name}: damaged at offset {entries[damaged].offset} "):
+        with pytest.raises(
+            MegarlError, match=f"{file.name}: damaged at offset {entries[damaged].offset} "
+        ):
             Journal.open(path, 2, 1)
     assert file.read_bytes() == content
     with pytest.raises(MegarlError, match="damaged"):  # the lock was given back with the error
@@ -292,12 +320,18 @@ def test_damage_in_the_middle_is_an_error_with_its_place(tmp_path_factory, data)
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_a_record_that_comes_twice_is_refused_or_changes_nothing(tmp_path_factory, data):
-    """What admits, finishes or removes a ticket is refused the second time; the rest says again what is known."""
+    """What admits, finishes or removes a ticket is refused the second time; the rest
+    says again what is known.
+    """
     path = tmp_path_factory.mktemp("journal")
     written(path, 3)
     journal = Journal.open(path, 2, 1)
-    journal.append(admitted(3), admitted(4), Removed(ticket=3, reason="no variance"), published(1, 2.0))
-    journal.append(Evaluated(version=1, time=3.0, compute_hours=0.1, pass_rate=0.5, n_prompts=2, samples=1))
+    journal.append(
+        admitted(3), admitted(4), Removed(ticket=3, reason="no variance"), published(1, 2.0)
+    )
+    journal.append(
+        Evaluated(version=1, time=3.0, compute_hours=0.1, pass_rate=0.5, n_prompts=2, samples=1)
+    )
     before = journal.state
     journal.close()
     file = last_file(path)
@@ -317,10 +351,17 @@ def test_a_record_that_comes_twice_is_refused_or_changes_nothing(tmp_path_factor
 
 @pytest.mark.parametrize("rotate_bytes", [1 << 20, 2000])
 def test_a_copied_record_of_an_earlier_session_is_refused(tmp_path: Path, rotate_bytes: int):
-    """It would change compute hours. The first session is then in the last file, or only in the snapshot at its head."""
+    """It would change compute hours. The first session is then in the last file, or
+    only in the snapshot at its head.
+    """
     journal = Journal.open(tmp_path, 2, 1, rotate_bytes=rotate_bytes)
-    journal.append(Session(session="first-life", time=0.0, devices=4, compute_unit="gpu"), admitted(0))
-    journal.append(finished(0, time=3600.0), Session(session="second-life", time=9000.0, devices=4, compute_unit="gpu"))
+    journal.append(
+        Session(session="first-life", time=0.0, devices=4, compute_unit="gpu"), admitted(0)
+    )
+    journal.append(
+        finished(0, time=3600.0),
+        Session(session="second-life", time=9000.0, devices=4, compute_unit="gpu"),
+    )
     for ticket in range(1, 20):
         journal.append(admitted(ticket), finished(ticket, time=12_600.0))
     hours = journal.state.compute_hours(12_600.0)
@@ -337,7 +378,9 @@ def test_a_copied_record_of_an_earlier_session_is_refused(tmp_path: Path, rotate
     file.write_bytes(whole + second)  # as a restarted controller does
     assert JournalReader(tmp_path).fold().compute_hours(12_600.0) == hours
     file.write_bytes(whole + first)
-    with pytest.raises(MegarlError, match=rf"offset {len(whole)}: contradicts .*: session first-life begins again"):
+    with pytest.raises(
+        MegarlError, match=rf"offset {len(whole)}: contradicts .*: session first-life begins again"
+    ):
         Journal.open(tmp_path, 2, 1)
 
 
@@ -349,7 +392,9 @@ def test_a_file_that_is_gone_is_named_when_its_groups_are_asked_for(tmp_path: Pa
     (tmp_path / "000002.journal").unlink()
     journal = Journal.open(tmp_path, 2, 1)
     assert [group.ticket for group in journal.groups(kept)] == kept
-    with pytest.raises(MegarlError, match=f"ticket {lost} has no group here: .*; 000002.journal may have had it"):
+    with pytest.raises(
+        MegarlError, match=f"ticket {lost} has no group here: .*; 000002.journal may have had it"
+    ):
         journal.groups([lost])
     journal.close()
 
@@ -407,8 +452,12 @@ def test_a_contradiction_is_not_written(tmp_path: Path):
     Journal.open(tmp_path, 2, 1).close()
 
 
-def test_a_file_system_that_fails_while_a_file_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The records that filled the last one are whole; nothing is written behind them by this writer."""
+def test_a_file_system_that_fails_while_a_file_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The records that filled the last one are whole; nothing is written behind them by
+    this writer.
+    """
     journal, fsync = Journal.open(tmp_path, 2, 1, rotate_bytes=1500), os.fsync
 
     def evicted(fd: int) -> None:
@@ -418,8 +467,12 @@ def test_a_file_system_that_fails_while_a_file_is_begun(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "fsync", evicted)
     for _ in range(2):
-        with pytest.raises(MegarlError, match=r"000001\.journal: cannot be written: Input/output error"):
-            journal.put([journal.applied(admitted(journal.state.admission.next_ticket)) for _ in range(100)])
+        with pytest.raises(
+            MegarlError, match=r"000001\.journal: cannot be written: Input/output error"
+        ):
+            journal.put(
+                [journal.applied(admitted(journal.state.admission.next_ticket)) for _ in range(100)]
+            )
     monkeypatch.undo()
     whole = [r.ticket for r in JournalReader(tmp_path).replay() if isinstance(r, Admitted)]
     assert 0 < len(whole) < 100
@@ -478,7 +531,9 @@ def bytes_read() -> int:
 
 
 def test_a_search_for_groups_reads_headers_alone(tmp_path: Path):
-    """Not a buffer for each, which on NFS has a MiB: as much as a group of long rollouts."""
+    """Not a buffer for each, which on NFS has a MiB: as much as a group of long
+    rollouts.
+    """
     journal = Journal.open(tmp_path, 2, 1)
     for ticket in range(50):
         journal.append(admitted(ticket), finished(ticket, tokens=20_000))
@@ -494,7 +549,9 @@ def test_an_old_batch_is_found_by_the_snapshots_of_few_files(tmp_path: Path):
     reader, before = JournalReader(tmp_path), bytes_read()
     assert len(reader.files()) > 30
     assert [group.ticket for group in reader.groups(range(20, 30))] == list(range(20, 30))
-    assert bytes_read() - before < sum(file.stat().st_size for file in tmp_path.glob("*.journal")) / 4
+    assert (
+        bytes_read() - before < sum(file.stat().st_size for file in tmp_path.glob("*.journal")) / 4
+    )
 
 
 def test_the_last_file_is_searched_once_for_all_groups_of_a_batch(tmp_path: Path):
@@ -512,7 +569,9 @@ def test_a_group_is_found_whenever_it_was_finished(tmp_path: Path):
         running.append(ticket)
         while running and (len(running) > 20 or ticket == 119):
             one = running.pop(rng.randrange(len(running)))
-            journal.append(finished(one) if one % 7 else Removed(ticket=one, reason="zero variance"))
+            journal.append(
+                finished(one) if one % 7 else Removed(ticket=one, reason="zero variance")
+            )
             removed |= {one} if one % 7 == 0 else set()
     assert len(journal.files()) > 15
     for ticket in range(120):
@@ -578,10 +637,14 @@ except MegarlError as error:
 
 
 def test_no_room_is_an_error_that_leaves_the_file_whole(tmp_path: Path):
-    """The kernel refuses in the middle of a write, as on a full disk: a process with a limit on the size of files."""
+    """The kernel refuses in the middle of a write, as on a full disk: a process with a
+    limit on the size of files.
+    """
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
     script = FILL.format(tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert "000000.journal: cannot be written: File too large; make room and resume" in done.stdout
     journal = Journal.open(tmp_path, 2, 1)

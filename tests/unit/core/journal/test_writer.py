@@ -1,4 +1,6 @@
-"""The journal behind the event loop: nothing that was taken from the queue is lost when the controller ends."""
+"""The journal behind the event loop: nothing that was taken from the queue is lost when
+the controller ends.
+"""
 
 import asyncio
 import threading
@@ -42,7 +44,9 @@ def test_a_write_that_is_cancelled_before_its_turn_is_written_all_the_same(tmp_p
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "cancelled"])
 def test_a_full_disk_is_named_to_all_who_ask(tmp_path: Path, told: bool) -> None:
-    """Also for what is queued while the write fails, and by the last who asks, if the first has gone away."""
+    """Also for what is queued while the write fails, and by the last who asks, if the
+    first has gone away.
+    """
 
     async def run() -> None:
         ledger, free, writer = await held_up(tmp_path)

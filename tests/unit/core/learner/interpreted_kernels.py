@@ -1,8 +1,9 @@
 """The head's Triton kernels on a CPU, in Triton's interpreter.
 
-Run as `TRITON_INTERPRET=1 python -m tests.unit.core.learner.interpreted_kernels`, a process of its own, because Triton
-reads that variable once, at import. The interpreter shows every index, mask and formula; it shows neither a GPU's
-arithmetic nor races between its threads (no two programs write the same place).
+Run as `TRITON_INTERPRET=1 python -m tests.unit.core.learner.interpreted_kernels`, a
+process of its own, because Triton reads that variable once, at import. The interpreter
+shows every index, mask and formula; it shows neither a GPU's arithmetic nor races
+between its threads (no two programs write the same place).
 """
 
 from dataclasses import replace
@@ -16,7 +17,9 @@ from megarl.core.models.head import kernels, passes
 from tests.plain_head import CASES, TERMS, Case, differences, exact, found, make_case
 
 kernels.BLOCK = 64  # several blocks a chunk, the last one not full
-LARGE_CHUNKS = st.tuples(st.integers(8, 30), st.integers(40, 160))  # the interpreter takes milliseconds a row and chunk
+LARGE_CHUNKS = st.tuples(
+    st.integers(8, 30), st.integers(40, 160)
+)  # the interpreter takes milliseconds a row and chunk
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)
@@ -37,12 +40,15 @@ def bf16_logits_and_gradients() -> None:
         reference = found(case, precision=precision, chunk=(7, 130), passes=passes)
         off = differences(mine, reference)
         assert max(off["logprobs"], off["entropy"]) <= 1e-6, off
-        # Two roundings to bf16 on the way, and the interpreter cuts off where a GPU rounds.
+        # Two roundings to bf16 on the way, and the interpreter cuts off where a GPU
+        # rounds.
         assert max(off["of_hidden"], off["of_weight"]) <= 2**-6, off
 
 
 def what_is_not_finite_stays_so() -> None:
-    """A step whose loss is not finite is skipped and its rollouts are named: a kernel must not hide it."""
+    """A step whose loss is not finite is skipped and its rollouts are named: a kernel
+    must not hide it.
+    """
     case = make_case(0, rows=3, width=4, vocabulary=150)
     case.hidden[1, 2] = float("nan")
     for way in (kernels, passes):

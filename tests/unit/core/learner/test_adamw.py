@@ -1,4 +1,6 @@
-"""The update from gradients: AdamW as in its paper (arXiv 1711.05101, algorithm 2), in float64 by hand."""
+"""The update from gradients: AdamW as in its paper (arXiv 1711.05101, algorithm 2), in
+float64 by hand.
+"""
 
 from pathlib import Path
 from threading import Event, Timer
@@ -21,7 +23,10 @@ LR, BETAS, EPS, DECAY, CLIP = 0.01, (0.8, 0.9), 1e-8, 0.3, 0.02
 
 
 def exported(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: t.double().clone() for name, t in hf.export(trainer.policy.chunks, trainer.policy.family)}
+    return {
+        name: t.double().clone()
+        for name, t in hf.export(trainer.policy.chunks, trainer.policy.family)
+    }
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -41,13 +46,21 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 def test_three_updates_are_those_of_adamw_and_norms_are_not_decayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clipped, with bias correction, decay apart from the gradient. A norm that is decayed too is off by LR * DECAY after one
-    update."""
+    """Clipped, with bias correction, decay apart from the gradient. A norm that is
+    decayed too is off by LR * DECAY after one update.
+    """
     tiny_llama(tmp_path / "hf", num_hidden_layers=1)
-    for module, name, value in ((optimizer, "BETAS", BETAS), (optimizer, "EPS", EPS), (trained, "WEIGHT_DECAY", DECAY)):
+    for module, name, value in (
+        (optimizer, "BETAS", BETAS),
+        (optimizer, "EPS", EPS),
+        (trained, "WEIGHT_DECAY", DECAY),
+    ):
         monkeypatch.setattr(module, name, value)
     settings = {"lr": LR, "grad_clip": CLIP}
-    tree = {"model": {"path": str(tmp_path / "hf"), "dtype": "fp32"}, "learner": {"optimizer": settings}}
+    tree = {
+        "model": {"path": str(tmp_path / "hf"), "dtype": "fp32"},
+        "learner": {"optimizer": settings},
+    }
     trainer = Trainer(from_tree(tree), tmp_path / "hf")
     weights = exported(trainer)
     first = {name: torch.zeros_like(w) for name, w in weights.items()}
@@ -63,7 +76,10 @@ def test_three_updates_are_those_of_adamw_and_norms_are_not_decayed(
             clipped = gradient * CLIP / norm
             first[name] = BETAS[0] * first[name] + (1 - BETAS[0]) * clipped
             second[name] = BETAS[1] * second[name] + (1 - BETAS[1]) * clipped**2
-            mean, square = first[name] / (1 - BETAS[0] ** step), second[name] / (1 - BETAS[1] ** step)
+            mean, square = (
+                first[name] / (1 - BETAS[0] ** step),
+                second[name] / (1 - BETAS[1] ** step),
+            )
             decay = DECAY if weights[name].dim() > 1 else 0.0
             weights[name] = weights[name] * (1 - LR * decay) - LR * mean / (square.sqrt() + EPS)
     now = exported(trainer)
@@ -84,7 +100,9 @@ def state(trainer: Trainer) -> list[torch.Tensor]:
 def test_a_checkpoint_has_the_state_of_all_buckets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, buckets: int
 ) -> None:
-    """Megatron gathers parameters without the padding between buckets, and finds them by places with it."""
+    """Megatron gathers parameters without the padding between buckets, and finds them
+    by places with it.
+    """
     if buckets > 1:
         monkeypatch.setattr(optimizer, "overlaps", lambda: True)
         monkeypatch.setattr(optimizer, "BUCKET", 20_000)
@@ -105,7 +123,9 @@ def test_a_checkpoint_has_the_state_of_all_buckets(
 
 
 class AsTransformerEngine(torch.optim.AdamW):
-    """Loads its state as Transformer Engine's AdamW: into new tensors, while those that it is given still exist."""
+    """Loads its state as Transformer Engine's AdamW: into new tensors, while those that
+    it is given still exist.
+    """
 
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
@@ -114,11 +134,17 @@ class AsTransformerEngine(torch.optim.AdamW):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_moments_are_loaded_into_the_memory_that_they_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A second copy of them, 8 bytes a parameter, may be more than a GPU has left that a run filled before."""
+def test_moments_are_loaded_into_the_memory_that_they_have(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A second copy of them, 8 bytes a parameter, may be more than a GPU has left that
+    a run filled before.
+    """
     monkeypatch.setattr(torch.optim, "AdamW", AsTransformerEngine)
     tiny_llama(tmp_path / "hf", num_hidden_layers=1)
-    trainer = Trainer(from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf")
+    trainer = Trainer(
+        from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf"
+    )
     (part,) = trainer.policy.optimizer.chained_optimizers
     assert isinstance(part.optimizer, AsTransformerEngine)
     trainer.step, before = 1, [tensor.data_ptr() for tensor in state(trainer) if tensor.dim()]
@@ -136,25 +162,33 @@ class Made(TorchDispatchMode):
         super().__init__()
         self.bytes = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = function(*args, **(kwargs or {}))
         if function.overloadpacket in MAKING:
             self.bytes += made.nbytes
         return made
 
 
-MAKING = {getattr(torch.ops.aten, name) for name in ("zeros", "empty", "cat", "clone", "_to_copy", "empty_like")}
+MAKING = {
+    getattr(torch.ops.aten, name)
+    for name in ("zeros", "empty", "cat", "clone", "_to_copy", "empty_like")
+}
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_lone_rank_gathers_adamw_in_the_memory_that_is_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a GPU: FP32 weights and both moments: 12 bytes a parameter. Megatron's way makes 48, of which 32 are held
-    together."""
+    """From a GPU: FP32 weights and both moments: 12 bytes a parameter. Megatron's way
+    makes 48, of which 32 are held together.
+    """
     monkeypatch.setattr(optimizer, "in_host_memory", lambda: False)
     tiny_llama(tmp_path / "hf", num_hidden_layers=2, hidden_size=128, intermediate_size=512)
-    trainer = Trainer(from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf")
+    trainer = Trainer(
+        from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf"
+    )
     trainer.step = 1
     (buffer,) = trainer.policy.ddp[0].buffers
     with Made() as made:
@@ -164,15 +198,20 @@ def test_a_lone_rank_gathers_adamw_in_the_memory_that_is_planned(
     with Made() as made:
         checkpoints.save()
     checkpoints.finish()
-    # Weights are copied here. What was gathered is not, but megatron copies what it cuts out of a larger tensor.
+    # Weights are copied here. What was gathered is not, but megatron copies what it
+    # cuts out of a larger tensor.
     assert made.bytes == pytest.approx((12 + 12 + 2) * buffer.numel_unpadded, rel=0.05)
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_on_a_cpu_a_lone_rank_writes_adamw_from_where_it_is(tmp_path: Path) -> None:
-    """But the two halves of an MLP's first matrix, which are stored apart, and the weights are copied: both are cut out."""
+    """But the two halves of an MLP's first matrix, which are stored apart, and the
+    weights are copied: both are cut out.
+    """
     tiny_llama(tmp_path / "hf", num_hidden_layers=2, hidden_size=128, intermediate_size=512)
-    trainer = Trainer(from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf")
+    trainer = Trainer(
+        from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf"
+    )
     trainer.step = 1
     (buffer,) = trainer.policy.ddp[0].buffers
     trainer.policy.optimizer.state_dict()  # makes the moments
@@ -191,7 +230,9 @@ class Copied(TorchDispatchMode):
         super().__init__()
         self.most = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten.clone):
             self.most = max(self.most, args[0].numel())
         return function(*args, **(kwargs or {}))
@@ -201,7 +242,9 @@ class Copied(TorchDispatchMode):
 def test_a_lone_rank_copies_neither_all_gradients_nor_all_weights(tmp_path: Path) -> None:
     """As gloo does to reduce and to gather them, also if there is nobody else."""
     tiny_llama(tmp_path / "hf", num_hidden_layers=2)
-    trainer = Trainer(from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf")
+    trainer = Trainer(
+        from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf"
+    )
     (buffer,) = trainer.policy.ddp[0].buffers
     with Copied() as copied:
         trainer.train_step(sequences(experts=False))
@@ -211,15 +254,21 @@ def test_a_lone_rank_copies_neither_all_gradients_nor_all_weights(tmp_path: Path
 @pytest.mark.usefixtures("one_rank")
 def test_on_a_cpu_moments_are_there_before_activations(tmp_path: Path) -> None:
     tiny_llama(tmp_path / "hf", num_hidden_layers=1)
-    trainer = Trainer(from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf")
+    trainer = Trainer(
+        from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf"
+    )
     assert trainer.policy.moments_to_come().numel() == 0
     (part,) = trainer.policy.optimizer.chained_optimizers
     moments = [kinds["exp_avg"] for kinds in part.optimizer.state.values()]
-    assert sum(tensor.numel() for tensor in moments) == trainer.policy.ddp[0].buffers[0].numel_unpadded
+    assert (
+        sum(tensor.numel() for tensor in moments) == trainer.policy.ddp[0].buffers[0].numel_unpadded
+    )
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_an_update_waits_until_what_it_changes_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_waits_until_what_it_changes_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The gradients of the next step are computed meanwhile."""
     tiny_llama(tmp_path / "hf", num_hidden_layers=1)
     recipe = from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}})
@@ -230,7 +279,9 @@ def test_an_update_waits_until_what_it_changes_is_written(tmp_path: Path, monkey
 
     def begun(*args: Any) -> Any:
         request = begin(*args)
-        return request._replace(async_fn=lambda *parts: may_write.wait(60) and request.async_fn(*parts))
+        return request._replace(
+            async_fn=lambda *parts: may_write.wait(60) and request.async_fn(*parts)
+        )
 
     def let_it_write_soon() -> float:
         assert not may_write.is_set()

@@ -57,7 +57,11 @@ def damage(checkpoints: Checkpoints, step: int, how: Callable[[Path], None] = fl
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_its_size_is_what_a_start_requires_of_the_disk(
-    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, dtype: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    one_rank: None,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     hf, run = tmp_path / "hf", RunDir(tmp_path / "run")
     tiny_llama(hf, num_hidden_layers=1, hidden_size=256, intermediate_size=1024)
@@ -75,7 +79,9 @@ def test_its_size_is_what_a_start_requires_of_the_disk(
     assert [text for text in caplog.messages if "will not fit on the disk" in text]
 
 
-def test_a_step_that_is_damaged_again_takes_the_place_of_the_one_put_aside(checkpoints: Checkpoints) -> None:
+def test_a_step_that_is_damaged_again_takes_the_place_of_the_one_put_aside(
+    checkpoints: Checkpoints,
+) -> None:
     for _ in range(2):
         damage(checkpoints, 2)
         assert checkpoints.load_latest()
@@ -85,10 +91,15 @@ def test_a_step_that_is_damaged_again_takes_the_place_of_the_one_put_aside(check
 
 
 @pytest.mark.parametrize("how", [flip_a_bit, cut_in_half, Path.unlink])
-def test_what_is_damaged_is_put_aside(checkpoints: Checkpoints, how: Callable[[Path], None]) -> None:
+def test_what_is_damaged_is_put_aside(
+    checkpoints: Checkpoints, how: Callable[[Path], None]
+) -> None:
     damage(checkpoints, 2, how)
     assert checkpoints.load_latest()
-    assert (checkpoints.trainer.step, names(checkpoints)) == (1, ["step-0000001", "step-0000002.unreadable"])
+    assert (checkpoints.trainer.step, names(checkpoints)) == (
+        1,
+        ["step-0000001", "step-0000002.unreadable"],
+    )
 
 
 def test_without_an_intact_checkpoint_none_is_put_aside(checkpoints: Checkpoints) -> None:
@@ -111,14 +122,24 @@ def full(*_: Any) -> None:
     ("module", "name", "fault", "said"),
     [
         (checkpoint, "checksum", stale, os.strerror(errno.ESTALE)),
-        (checkpoint, "_MetadataUnpickler", stale, rf"\.metadata: cannot be read: .*{os.strerror(errno.ESTALE)}"),
+        (
+            checkpoint,
+            "_MetadataUnpickler",
+            stale,
+            rf"\.metadata: cannot be read: .*{os.strerror(errno.ESTALE)}",
+        ),
         (
             dist_checkpointing,
             "load",
             stale,
             f"step-0000002: its files are intact, but .*{os.strerror(errno.ESTALE)}",
         ),
-        (dist_checkpointing, "load", full, "step-0000002: its files are intact, but .*OutOfMemoryError"),
+        (
+            dist_checkpointing,
+            "load",
+            full,
+            "step-0000002: its files are intact, but .*OutOfMemoryError",
+        ),
     ],
 )
 def test_what_proves_no_damage_is_tried_again_and_then_ends_the_learner(
@@ -144,11 +165,14 @@ def test_what_proves_no_damage_is_tried_again_and_then_ends_the_learner(
     assert (checkpoints.trainer.step, names(checkpoints)) == (2, ["step-0000001", "step-0000002"])
 
 
-def test_a_checkpoint_of_another_schema_is_left(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_another_schema_is_left(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "SCHEMA_VERSION", checkpoint.SCHEMA_VERSION + 1)
     monkeypatch.setattr("megarl.core.learner.checkpoint.AGAIN_S", ())
     with pytest.raises(
-        MegarlError, match=r"step-0000002/megarl.json: schema 4, this version of megarl reads 5; use the one"
+        MegarlError,
+        match=r"step-0000002/megarl.json: schema 4, this version of megarl reads 5; use the one",
     ):
         checkpoints.load_latest()
     assert names(checkpoints) == ["step-0000001", "step-0000002"]
@@ -172,7 +196,10 @@ def test_a_checkpoint_that_cannot_be_removed_is_removed_after_a_later_one(
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
         remove_folder(path, **more)
 
-    for step, module, name, fault, whole in ((3, Path, "unlink", protected, True), (4, os, "rmdir", in_use, False)):
+    for step, module, name, fault, whole in (
+        (3, Path, "unlink", protected, True),
+        (4, os, "rmdir", in_use, False),
+    ):
         with monkeypatch.context() as failing:
             failing.setattr(module, name, fault)
             save(checkpoints, step)
@@ -189,19 +216,30 @@ def test_milestones_stay_beside_the_newest_also_after_a_restart(checkpoints: Che
     run = RunDir(checkpoints.folder.parent)
     checkpoints.keep, checkpoints.milestones = 1, (2, "6.5 core-hours")
     for step in (3, 4, 5, 6):
-        append_jsonl(run.metrics, {"step": step - 1, "compute_hours": 2.0 * step, "compute_unit": "core"})
+        append_jsonl(
+            run.metrics, {"step": step - 1, "compute_hours": 2.0 * step, "compute_unit": "core"}
+        )
         save(checkpoints, step)
     assert names(checkpoints) == ["step-0000002", "step-0000004", "step-0000006"]
-    again = Checkpoints(checkpoints.folder, 1, checkpoints.trainer, checkpoints.hf_source, checkpoints.milestones)
+    again = Checkpoints(
+        checkpoints.folder, 1, checkpoints.trainer, checkpoints.hf_source, checkpoints.milestones
+    )
     assert again.load_latest()
-    assert (again.trainer.step, names(again)) == (6, ["step-0000002", "step-0000004", "step-0000006"])
+    assert (again.trainer.step, names(again)) == (
+        6,
+        ["step-0000002", "step-0000004", "step-0000006"],
+    )
     again.milestones = ()
     assert again.load_latest()
     assert names(again) == ["step-0000006"], "without them they are old"
 
 
-def test_the_best_score_stays_beside_the_newest_also_after_a_restart(checkpoints: Checkpoints) -> None:
-    """Step 2 is the best until step 5; step 6 is still evaluated when step 7 is written."""
+def test_the_best_score_stays_beside_the_newest_also_after_a_restart(
+    checkpoints: Checkpoints,
+) -> None:
+    """Step 2 is the best until step 5; step 6 is still evaluated when step 7 is
+    written.
+    """
     run = RunDir(checkpoints.folder.parent)
     checkpoints.keep, checkpoints.keep_best = 1, True
     asked = {"n_prompts": 9, "samples": 1, "compute_hours": 1.0, "compute_unit": "core"}
@@ -214,7 +252,9 @@ def test_the_best_score_stays_beside_the_newest_also_after_a_restart(checkpoints
     save(checkpoints, 6)
     save(checkpoints, 7)
     assert names(checkpoints) == ["step-0000005", "step-0000006", "step-0000007"]
-    again = Checkpoints(checkpoints.folder, 1, checkpoints.trainer, checkpoints.hf_source, keep_best=True)
+    again = Checkpoints(
+        checkpoints.folder, 1, checkpoints.trainer, checkpoints.hf_source, keep_best=True
+    )
     assert again.load_latest()
     assert (again.trainer.step, names(again)) == (7, names(checkpoints))
     again.keep_best = False
@@ -232,7 +272,9 @@ def test_a_checkpoint_that_is_being_written_has_begun(checkpoints: Checkpoints) 
     checkpoints.finish()
 
 
-def test_what_killed_writers_left_is_removed_before_anything_is_saved(checkpoints: Checkpoints) -> None:
+def test_what_killed_writers_left_is_removed_before_anything_is_saved(
+    checkpoints: Checkpoints,
+) -> None:
     left = checkpoints.folder / ".step-0000003.partial"
     left.mkdir()
     (checkpoints.folder / "step-0000002" / checkpoint.META).unlink()
@@ -251,7 +293,9 @@ def test_what_killed_writers_left_is_removed_before_anything_is_saved(checkpoint
 def test_a_write_that_fails_is_repeated_with_the_next_step_and_ends_the_learner_at_the_third(
     checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A moment's failure of the file system would otherwise cost all steps since the last checkpoint."""
+    """A moment's failure of the file system would otherwise cost all steps since the
+    last checkpoint.
+    """
 
     def fails(step: int) -> None:
         checkpoints.trainer.step = step
@@ -264,7 +308,10 @@ def test_a_write_that_fails_is_repeated_with_the_next_step_and_ends_the_learner_
     assert (checkpoints.failures, names(checkpoints)) == (2, ["step-0000001", "step-0000002"])
     assert "step-0000003: the checkpoint could not be written (is the disk full?)" in caplog.text
     save(checkpoints, 5)
-    assert (checkpoints.failures, names(checkpoints)) == (0, ["step-0000001", "step-0000002", "step-0000005"])
+    assert (checkpoints.failures, names(checkpoints)) == (
+        0,
+        ["step-0000001", "step-0000002", "step-0000005"],
+    )
     fails(6)
     with pytest.raises(MegarlError, match="checkpoint could not be written"):
         checkpoints.finish()
@@ -288,7 +335,10 @@ def test_so_is_one_that_fails_as_it_begins_or_ends(
         checkpoints.poll(blocking=True)
     assert (checkpoints.failures, names(checkpoints)) == (1, ["step-0000001", "step-0000002"])
     save(checkpoints, 4)
-    assert (checkpoints.failures, names(checkpoints)) == (0, ["step-0000001", "step-0000002", "step-0000004"])
+    assert (checkpoints.failures, names(checkpoints)) == (
+        0,
+        ["step-0000001", "step-0000002", "step-0000004"],
+    )
 
 
 def test_a_warm_start_whose_checkpoints_cannot_be_written_still_ends(
@@ -297,7 +347,9 @@ def test_a_warm_start_whose_checkpoints_cannot_be_written_still_ends(
     """The trained model is written elsewhere."""
     recipe = from_tree({"sft": {"steps": 3}, "checkpoint": {"every": 1}})
     trainer, batches = checkpoints.trainer, sft.batches(TRACES, 20, 1)
-    trainer.train_step(next(batches))  # imports all modules, whose bytecode is written to files, too
+    trainer.train_step(
+        next(batches)
+    )  # imports all modules, whose bytecode is written to files, too
     checkpoints.folder, trainer.step = tmp_path / "unfinished", 0
     silent = Console(quiet=True)  # output of another would be written to a file
     monkeypatch.setattr(sft.terminal, "console", lambda quiet=False: silent)

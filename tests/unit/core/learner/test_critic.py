@@ -35,7 +35,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trainer_of(
-    model: Path, learner: dict[str, Any] | None = None, dtype: str = "fp32", **sections: dict[str, Any]
+    model: Path,
+    learner: dict[str, Any] | None = None,
+    dtype: str = "fp32",
+    **sections: dict[str, Any],
 ) -> Trainer:
     optimizer = {"optimizer": {"lr": 1e-3, "warmup_steps": 0}}
     sections.setdefault("critic", {})
@@ -45,7 +48,10 @@ def trainer_of(
         "learner": {"microbatch_tokens": 64, **optimizer, **(learner or {})},
     }
     return Trainer(
-        recipes.from_tree(tree | sections | {"critic": {"optimizer": {"lr": 1e-3}} | sections["critic"]}), model
+        recipes.from_tree(
+            tree | sections | {"critic": {"optimizer": {"lr": 1e-3}} | sections["critic"]}
+        ),
+        model,
     )
 
 
@@ -61,7 +67,9 @@ def batch() -> list[TrainSequence]:
         behaviour = np.where(trained, -5.0, 0).astype(np.float32)
         reward = 1.0 if i % 3 else -1.0
         tokens = draw.integers(0, 128, n).astype(np.int32)
-        out.append(TrainSequence(i, 0, tokens, behaviour, weight.astype(np.float32), reward, reward=reward))
+        out.append(
+            TrainSequence(i, 0, tokens, behaviour, weight.astype(np.float32), reward, reward=reward)
+        )
     return out
 
 
@@ -93,7 +101,9 @@ def test_two_epochs_are_two_updates_by_the_same_batch_in_one_step(model: Path) -
 
 
 def test_epochs_of_a_critic_keep_the_advantages_of_the_step(model: Path) -> None:
-    """Values are asked once: an epoch by hand, on what was estimated before the first, is the second."""
+    """Values are asked once: an epoch by hand, on what was estimated before the first,
+    is the second.
+    """
     at_once = trainer_of(model, {"epochs": 2}, **CRITIC)
     metrics = at_once.train_step(batch())
     by_hand = trainer_of(model, **CRITIC)
@@ -132,21 +142,35 @@ def test_the_warm_up_of_a_critic_leaves_the_policy_alone(model: Path) -> None:
 
 
 def test_the_policys_warm_up_begins_after_the_critics(model: Path) -> None:
-    """Otherwise the policy's first update, with moments of AdamW that are still 0, could be at the full rate."""
+    """Otherwise the policy's first update, with moments of AdamW that are still 0,
+    could be at the full rate.
+    """
     optimizer = {"lr": 1e-3, "warmup_steps": 2, "schedule": "linear"}
     given = {"run": {"steps": 6}, "learner": {"microbatch_tokens": 96, "optimizer": optimizer}}
     trainer = trainer_of(model, **CRITIC | given, critic={"warmup_steps": 2})
     rows = [trainer.train_step(batch()) for _ in range(6)]
-    assert [row.get("lr") for row in rows] == [None, None, *map(pytest.approx, (5e-4, 1e-3, 1e-3, 5e-4))]
-    assert [row["critic_lr"] for row in rows] == [5e-4, 1e-3, *map(pytest.approx, (1e-3, 7.5e-4, 5e-4, 2.5e-4))]
+    assert [row.get("lr") for row in rows] == [
+        None,
+        None,
+        *map(pytest.approx, (5e-4, 1e-3, 1e-3, 5e-4)),
+    ]
+    assert [row["critic_lr"] for row in rows] == [
+        5e-4,
+        1e-3,
+        *map(pytest.approx, (1e-3, 7.5e-4, 5e-4, 2.5e-4)),
+    ]
 
 
 def test_what_was_not_sampled_has_no_gradient(model: Path) -> None:
-    """Whatever is said of masked tokens, the gradients of both networks are the same bit for bit."""
+    """Whatever is said of masked tokens, the gradients of both networks are the same
+    bit for bit.
+    """
     trainer = trainer_of(model, **CRITIC)
     assert trainer.critic is not None
     with torch.no_grad():
-        critic_of(trainer).chunks[-1].output_layer.weight.fill_(0.1)  # so that the layers below have a gradient
+        critic_of(trainer).chunks[-1].output_layer.weight.fill_(
+            0.1
+        )  # so that the layers below have a gradient
     plain, _ = trainer.critic.estimated(batch())
     masked = [s.loss_weight == 0 for s in plain]
     noisy = [
@@ -177,7 +201,9 @@ def test_a_step_is_skipped_for_both(model: Path, broken: str) -> None:
     if broken == "critic":
         bad[3] = dataclasses.replace(bad[3], reward=1e30)  # its square is infinite
     else:
-        bad[3] = dataclasses.replace(bad[3], behaviour_logprobs=np.full(len(bad[3]), np.nan, np.float32))
+        bad[3] = dataclasses.replace(
+            bad[3], behaviour_logprobs=np.full(len(bad[3]), np.nan, np.float32)
+        )
     assert trainer.train_step(bad)["skipped"] == 1
     assert trainer.offenders == [{"ticket": 3, "sample": 0, "cause": "loss"}]
     assert same(weights(trainer.policy), before[0])
@@ -186,7 +212,9 @@ def test_a_step_is_skipped_for_both(model: Path, broken: str) -> None:
     assert (trainer.skipped_steps, trainer.skipped_in_row) == (1, 0)
 
 
-def test_checkpoints_with_and_without_a_critic(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_with_and_without_a_critic(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Written in the critic's warm-up, when the policy has no optimiser state yet."""
     trainer = trainer_of(model, **CRITIC, critic={"warmup_steps": 3})
     for _ in range(2):
@@ -210,7 +238,9 @@ def test_checkpoints_with_and_without_a_critic(model: Path, tmp_path: Path, monk
     alone.save()
     alone.finish()
     monkeypatch.setattr("megarl.core.learner.checkpoint.AGAIN_S", ())
-    with pytest.raises(MegarlError, match=r"step-0000003: has no critic, which batch.centring=critic asks for"):
+    with pytest.raises(
+        MegarlError, match=r"step-0000003: has no critic, which batch.centring=critic asks for"
+    ):
         Checkpoints(tmp_path / "without", 1, trainer_of(model, **CRITIC), model).load_latest()
 
 
@@ -220,7 +250,10 @@ def test_conversion_takes_the_policy(model: Path, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "run", 1, trainer, model)
     checkpoints.save()
     checkpoints.finish()
-    expected = {name: tensor.clone() for name, tensor in hf.export(trainer.policy.chunks, trainer.policy.family)}
+    expected = {
+        name: tensor.clone()
+        for name, tensor in hf.export(trainer.policy.chunks, trainer.policy.family)
+    }
     parallel.stop()  # the tools have ranks of their own
     (step,) = (tmp_path / "run").iterdir()
     megatron_to_hf(step, tmp_path / "policy")
@@ -232,10 +265,14 @@ def test_conversion_takes_the_policy(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_float32_head_on_a_bf16_model_whose_embedding_is_its_head(tmp_path: Path) -> None:
-    """megatron has parameters of two types to keep apart; the critic's embedding is not shared with anything."""
+    """megatron has parameters of two types to keep apart; the critic's embedding is not
+    shared with anything.
+    """
     tied = tmp_path / "tied"
     tiny_llama(tied, torch.bfloat16, num_hidden_layers=1, tie_word_embeddings=True)
-    trainers = [trainer_of(tied, dtype="bf16", **CRITIC, critic={"dtype": "bf16"}) for _ in range(2)]
+    trainers = [
+        trainer_of(tied, dtype="bf16", **CRITIC, critic={"dtype": "bf16"}) for _ in range(2)
+    ]
     for trainer in trainers:
         assert sorted(str(w.dtype) for w in weights(critic_of(trainer)))[-1] == "torch.float32"
     trainers[0].train_step(batch())

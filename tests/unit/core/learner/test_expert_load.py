@@ -1,4 +1,6 @@
-"""The balancing loss of a step is the Switch Transformer's, each micro-batch counting by its tokens; filler is balanced."""
+"""The balancing loss of a step is the Switch Transformer's, each micro-batch counting
+by its tokens; filler is balanced.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,20 @@ LENGTHS = [40, 9, 23]
 
 
 def switch_loss(logits: torch.Tensor, chosen: int) -> torch.Tensor:
-    """E * sum over experts of (share of choices) * (mean probability), of router logits [tokens, E]: arXiv 2101.03961, eq. 4 to
-    6, with `chosen` choices a token."""
+    """E * sum over experts of (share of choices) * (mean probability), of router logits
+    [tokens, E]: arXiv 2101.03961, eq. 4 to 6, with `chosen` choices a token.
+    """
     probabilities = logits.softmax(-1)
     choices = torch.zeros_like(logits).scatter(-1, logits.topk(chosen, -1).indices, 1.0)
     return logits.shape[-1] * (choices.mean(0) / chosen * probabilities.mean(0)).sum()
 
 
-def balancing_by_transformers(model: Any, ids: list[np.ndarray], path: Path) -> dict[str, torch.Tensor]:
-    """Gradients of the loss of a step whose micro-batches are one sequence each, in float64. The model is spoilt."""
+def balancing_by_transformers(
+    model: Any, ids: list[np.ndarray], path: Path
+) -> dict[str, torch.Tensor]:
+    """Gradients of the loss of a step whose micro-batches are one sequence each, in
+    float64. The model is spoilt.
+    """
     model = model.double()
     seen: list[torch.Tensor] = []
     for layer in model.model.layers:
@@ -45,7 +52,9 @@ def balancing_by_transformers(model: Any, ids: list[np.ndarray], path: Path) -> 
 
 
 def test_balancing_gradient_is_that_of_the_switch_transformer(tmp_path: Path) -> None:
-    """Advantages of zero leave nothing else. Micro-batches of one sequence each: theirs are the losses of sequences."""
+    """Advantages of zero leave nothing else. Micro-batches of one sequence each: theirs
+    are the losses of sequences.
+    """
     model = tiny_qwen3_moe(tmp_path / "hf", num_hidden_layers=2)
     draw = np.random.default_rng(1)
     ids = [draw.integers(0, 128, n).astype(np.int32) for n in LENGTHS]
@@ -64,7 +73,9 @@ def test_balancing_gradient_is_that_of_the_switch_transformer(tmp_path: Path) ->
     parallel.start(recipe.model, seed=0, timeout_s=60)
     try:
         trainer = Trainer(recipe, tmp_path / "hf")
-        metrics = trainer.policy.forward_backward([_untrained(i, tokens) for i, tokens in enumerate(ids)])
+        metrics = trainer.policy.forward_backward(
+            [_untrained(i, tokens) for i, tokens in enumerate(ids)]
+        )
         parameters = [p for chunk in trainer.policy.chunks for p in chunk.parameters()]
         with torch.no_grad():
             for parameter in parameters:
@@ -78,7 +89,9 @@ def test_balancing_gradient_is_that_of_the_switch_transformer(tmp_path: Path) ->
 
 
 def test_filler_is_spread_over_the_experts(tmp_path: Path) -> None:
-    """Else the rank of one expert would compute a row that is all filler, or a large part of all rows' filler, alone."""
+    """Else the rank of one expert would compute a row that is all filler, or a large
+    part of all rows' filler, alone.
+    """
     tiny_qwen3_moe(tmp_path / "hf", num_hidden_layers=2)
     recipe = recipes.from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "fp32"}})
     chosen: list[torch.Tensor] = []

@@ -1,4 +1,6 @@
-"""A fork's weights and optimiser are those that the parent had at that step, bit for bit, also between two checkpoints."""
+"""A fork's weights and optimiser are those that the parent had at that step, bit for
+bit, also between two checkpoints.
+"""
 
 import gc
 import shutil
@@ -10,7 +12,15 @@ import torch
 
 from megarl.core import recipe as recipes
 from megarl.core.base.errors import Interrupted, MegarlError
-from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, complete, step_folder, step_of, write_jsonl
+from megarl.core.base.rundir import (
+    Endpoints,
+    LinkKeys,
+    RunDir,
+    complete,
+    step_folder,
+    step_of,
+    write_jsonl,
+)
 from megarl.core.base.types import Batch
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted, Finished
@@ -48,11 +58,16 @@ def recipe_of(folder: Path, model: Path, name: str, **sections: dict[str, object
         "checkpoint": {"keep": STEPS},
         "learner": {"microbatch_tokens": 64, "optimizer": {"lr": 1e-2, "warmup_steps": 3}},
     }
-    return recipes.from_tree({key: tree.get(key, {}) | sections.get(key, {}) for key in tree | sections})
+    return recipes.from_tree(
+        {key: tree.get(key, {}) | sections.get(key, {}) for key in tree | sections}
+    )
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in hf.export(trainer.policy.chunks, trainer.policy.family)}
+    return {
+        name: tensor.clone()
+        for name, tensor in hf.export(trainer.policy.chunks, trainer.policy.family)
+    }
 
 
 def trained(trainer: Trainer, step: int) -> dict[str, torch.Tensor]:
@@ -85,26 +100,47 @@ def test_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         at.append(weights(trainer))
         batch = batch_of(step)
         for group in batch.groups:
-            drawn = Admitted(ticket=group.ticket, task="t", prompt_id=group.prompt.id, epoch=0, due=step)
+            drawn = Admitted(
+                ticket=group.ticket, task="t", prompt_id=group.prompt.id, epoch=0, due=step
+            )
             journal.append(drawn, Finished(group=group, time=0.0))
         trainer.train_step(trainer.sequences(batch))
         checkpoints.save()
         checkpoints.finish()
     at.append(weights(trainer))
     journal.close()
-    hours = {"compute_hours": 1.0, "startup_hours": 0.0, "evaluation_hours": 0.0, "compute_unit": "core"}
-    rates = [learning_rate(step, recipe.learner.optimizer, recipe.run.steps) for step in range(STEPS)]
-    write_jsonl(parent.metrics, [{"step": step, "lr": rates[step]} | hours for step in range(STEPS)])
+    hours = {
+        "compute_hours": 1.0,
+        "startup_hours": 0.0,
+        "evaluation_hours": 0.0,
+        "compute_unit": "core",
+    }
+    rates = [
+        learning_rate(step, recipe.learner.optimizer, recipe.run.steps) for step in range(STEPS)
+    ]
+    write_jsonl(
+        parent.metrics, [{"step": step, "lr": rates[step]} | hours for step in range(STEPS)]
+    )
     for step in (1, 3):
         shutil.rmtree(step_folder(parent.checkpoints, step))
     assert [step_of(path) for path in complete(parent.checkpoints)] == [2, 4]
     assert not same(at[2], at[3])
 
-    addresses = {"session": "s", "controller": "", "servers": (), "api_key": "", "admin_key": "", "rendezvous_port": 0}
+    addresses = {
+        "session": "s",
+        "controller": "",
+        "servers": (),
+        "api_key": "",
+        "admin_key": "",
+        "rendezvous_port": 0,
+    }
     offload = Offload(recipe, Endpoints(**addresses, link=LinkKeys.new()))
     for step in (1, 2, 3):  # from the model as it came; at a checkpoint; after one
         run = {"run": {"fork": f"{parent.path}@{step}"}}
-        for name, other in (("same", {}), ("other", {"loss": {"kind": "clip"}, "batch": {"prompts": 3}})):
+        for name, other in (
+            ("same", {}),
+            ("other", {"loss": {"kind": "clip"}, "batch": {"prompts": 3}}),
+        ):
             forked = recipe_of(tmp_path, source, f"{name}{step}", **run | other)
             rundir = RunDir(forked.run.path)
             rundir.create()
@@ -124,7 +160,8 @@ def test_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             else:
                 assert not same(trained(restored, step), at[step + 1]), "it has the fork's own loss"
 
-    # Told to stop after one step of three, it keeps that one, and goes on where the model has moved to.
+    # Told to stop after one step of three, it keeps that one, and goes on where the
+    # model has moved to.
     forked = recipe_of(tmp_path, source, "stopped", run={"fork": f"{parent.path}@3"})
     rundir = RunDir(forked.run.path)
     rundir.create()
@@ -137,17 +174,24 @@ def test_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not complete(rundir.checkpoints)
     assert [step_of(path) for path in complete(rundir.parent.checkpoints)] == [1]
     source = source.rename(tmp_path / "moved")
-    replay_parent(recipe_of(tmp_path, source, "stopped", run={"fork": forked.run.fork}), rundir, offload)
+    replay_parent(
+        recipe_of(tmp_path, source, "stopped", run={"fork": forked.run.fork}), rundir, offload
+    )
     restored = Trainer(forked, source)
     assert Checkpoints(rundir.checkpoints, 1, restored, source).load_latest()
     assert same(trained(restored, 3), at[4])
 
-    changed = recipe_of(tmp_path, source, "parent", learner={"optimizer": {"lr": 2e-2, "warmup_steps": 3}})
+    changed = recipe_of(
+        tmp_path, source, "parent", learner={"optimizer": {"lr": 2e-2, "warmup_steps": 3}}
+    )
     parent.recipe.write_text(recipes.dump(changed))
     forked = recipe_of(tmp_path, source, "later", run={"fork": f"{parent.path}@3"})
     rundir = RunDir(forked.run.path)
     rundir.create()
     fork.begin(forked, rundir)
-    with pytest.raises(MegarlError, match=r"run\.fork: step 2 was trained with a learning rate of 0\.01, .* has 0\.02"):
+    with pytest.raises(
+        MegarlError,
+        match=r"run\.fork: step 2 was trained with a learning rate of 0\.01, .* has 0\.02",
+    ):
         replay_parent(forked, rundir, offload)
     assert not complete(rundir.checkpoints)

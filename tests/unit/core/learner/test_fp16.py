@@ -1,6 +1,8 @@
-"""fp16 training on one rank: log-probs and gradients against transformers in float64, and what the loss scale does.
+"""fp16 training on one rank: log-probs and gradients against transformers in float64,
+and what the loss scale does.
 
-fp16 has 11 bits of significand, bf16 has 8. Limits here are about three times what fp16 was seen to be off; bf16 exceeds them.
+fp16 has 11 bits of significand, bf16 has 8. Limits here are about three times what fp16
+was seen to be off; bf16 exceeds them.
 """
 
 import dataclasses
@@ -60,7 +62,15 @@ def batch(advantage: float = 1.0) -> list[TrainSequence]:
         tokens = draw.integers(0, 128, n).astype(np.int32)
         reward = 1.0 if i % 2 else -1.0
         found.append(
-            TrainSequence(i, 0, tokens, np.full(n, -5.0, np.float32), weight, advantage * reward, reward=reward)
+            TrainSequence(
+                i,
+                0,
+                tokens,
+                np.full(n, -5.0, np.float32),
+                weight,
+                advantage * reward,
+                reward=reward,
+            )
         )
     return found
 
@@ -83,7 +93,9 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 def main_weights(trainer: Trainer) -> torch.Tensor:
     """What AdamW updates, in FP32 whatever the model is in."""
-    return torch.cat([p.detach().float().flatten() for p in trainer.policy.optimizer.get_parameters()])
+    return torch.cat(
+        [p.detach().float().flatten() for p in trainer.policy.optimizer.get_parameters()]
+    )
 
 
 def scale_of(trainer: Trainer) -> optimizer.LossScale:
@@ -119,9 +131,17 @@ def of_transformers(
 
 @pytest.mark.parametrize(
     ("make", "dtype"),
-    [(tiny_llama, "fp16"), (tiny_qwen3, "fp16"), (tiny_qwen3_moe, "fp16"), (tiny_llama4, "fp16"), (tiny_llama, "bf16")],
+    [
+        (tiny_llama, "fp16"),
+        (tiny_qwen3, "fp16"),
+        (tiny_qwen3_moe, "fp16"),
+        (tiny_llama4, "fp16"),
+        (tiny_llama, "bf16"),
+    ],
 )
-def test_logprobs_and_gradients_are_transformers(tmp_path: Path, make: Callable[..., Any], dtype: str) -> None:
+def test_logprobs_and_gradients_are_transformers(
+    tmp_path: Path, make: Callable[..., Any], dtype: str
+) -> None:
     """In fp16; bf16 shows that the limits could be exceeded."""
     reference, sequences = make(tmp_path / "hf", torch.float16), batch()
     expected, exact = of_transformers(reference, sequences, tmp_path / "gradients")
@@ -130,18 +150,25 @@ def test_logprobs_and_gradients_are_transformers(tmp_path: Path, make: Callable[
     off = max(float(abs(a - b).max()) for a, b in zip(found, expected, strict=True))
     trainer.policy.forward_backward(sequences)
     mine = gradients_of(trainer)
-    worst = {name: float((mine[name] - g).norm() / g.norm()) for name, g in exact.items() if g.norm() > 0}
+    worst = {
+        name: float((mine[name] - g).norm() / g.norm()) for name, g in exact.items() if g.norm() > 0
+    }
     print(f"{make.__name__} in {dtype}: log-probs {off:.1e}, gradients {max(worst.values()):.1e}")
     assert (off <= LOGPROB_LIMIT) is (dtype == "fp16")
     assert (max(worst.values()) <= GRADIENT_LIMIT) is (dtype == "fp16"), worst
 
 
 def test_a_step_is_that_of_fp32(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same fp16 weights, same batch: loss, norm, and how far AdamW moves its FP32 weights."""
-    # Adam makes whole steps of the rounding of tiny gradients; eps keeps that below what is looked for.
+    """Same fp16 weights, same batch: loss, norm, and how far AdamW moves its FP32
+    weights.
+    """
+    # Adam makes whole steps of the rounding of tiny gradients; eps keeps that below
+    # what is looked for.
     adamw = {"lr": 1e-3, "warmup_steps": 0}
     monkeypatch.setattr(optimizer, "EPS", 1e-3)
-    trainers = [trainer_of(model, dtype, learner={"optimizer": adamw}) for dtype in ("fp16", "fp32")]
+    trainers = [
+        trainer_of(model, dtype, learner={"optimizer": adamw}) for dtype in ("fp16", "fp32")
+    ]
     before = main_weights(trainers[1])
     half, full = (trainer.train_step(batch()) for trainer in trainers)
     assert half["loss"] == pytest.approx(full["loss"], abs=2e-3)
@@ -156,7 +183,9 @@ def test_a_step_is_that_of_fp32(model: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_overflow_changes_nothing_and_lowers_the_scale(model: Path) -> None:
-    """The second lowers it: hysteresis. No step is counted as broken, and no rollout is blamed."""
+    """The second lowers it: hysteresis. No step is counted as broken, and no rollout is
+    blamed.
+    """
     trainer = trainer_of(model)
     trainer.train_step(batch())
     before = state(trainer.policy)
@@ -179,7 +208,9 @@ def test_an_overflow_changes_nothing_and_lowers_the_scale(model: Path) -> None:
 def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale(model: Path) -> None:
     trainer = trainer_of(model)
     bad = batch()
-    bad[2] = dataclasses.replace(bad[2], behaviour_logprobs=np.full(len(bad[2]), np.nan, np.float32))
+    bad[2] = dataclasses.replace(
+        bad[2], behaviour_logprobs=np.full(len(bad[2]), np.nan, np.float32)
+    )
     before = scale_of(trainer).plain_state()
     row = trainer.train_step(bad)
     assert (row["skipped"], row["scaler_skipped"]) == (1, 0)
@@ -199,7 +230,9 @@ def test_an_overflow_at_the_least_scale_is_a_broken_step(model: Path) -> None:
 
 
 def test_gradients_that_underflow_without_a_scale_arrive_with_it(model: Path) -> None:
-    """A loss 10^6 times smaller: its gradients of activations are below 6e-8, the least that fp16 has."""
+    """A loss 10^6 times smaller: its gradients of activations are below 6e-8, the least
+    that fp16 has.
+    """
     found = []
     for scale, dtype in ((1.0, "fp16"), (2.0**24, "fp16"), (1.0, "fp32")):
         trainer = trainer_of(model, dtype)
@@ -218,20 +251,29 @@ def test_the_balancing_loss_of_experts_is_scaled_as_the_loss_is(tmp_path: Path) 
         destroy_moe_metrics_tracker,
     )  # after megarl has prepared megatron
 
-    destroy_moe_metrics_tracker()  # it has as many layers as the first model of the process that was balanced
+    # it has as many layers as the first model of the process that was balanced
+    destroy_moe_metrics_tracker()
     tiny_qwen3_moe(tmp_path / "hf", torch.float16)
     found = []
     for dtype in ("fp16", "fp32"):
         moe = {"aux_loss": 0.1}
         trainer = trainer_of(tmp_path / "hf", dtype, model={"moe": moe})
         trainer.policy.forward_backward(batch(advantage=1e-3))
-        found.append({name: g for name, g in gradients_of(trainer).items() if name.endswith("mlp.gate.weight")})
+        found.append(
+            {
+                name: g
+                for name, g in gradients_of(trainer).items()
+                if name.endswith("mlp.gate.weight")
+            }
+        )
     half, full = found
     assert max(float((half[name] - g).norm() / g.norm()) for name, g in full.items()) <= 0.03
 
 
 def test_experts_and_the_rest_share_one_scale(tmp_path: Path) -> None:
-    """Megatron has an optimiser for each; an overflow in one of them lowers the scale of both, once."""
+    """Megatron has an optimiser for each; an overflow in one of them lowers the scale
+    of both, once.
+    """
     tiny_qwen3_moe(tmp_path / "hf", torch.float16, num_hidden_layers=1)
     trainer = trainer_of(tmp_path / "hf")
     parts = trainer.policy.optimizer.chained_optimizers
@@ -266,7 +308,9 @@ def _highest_that_fits(model: Path) -> float:
 
 @pytest.mark.parametrize("critic_dtype", ["fp16", "fp32"])
 def test_an_overflow_of_one_network_skips_both(model: Path, critic_dtype: str) -> None:
-    """Each scale judges its own gradients: that of a critic whose gradients fitted counts a pass, and stays."""
+    """Each scale judges its own gradients: that of a critic whose gradients fitted
+    counts a pass, and stays.
+    """
     trainer = trainer_of(model, **CRITIC, critic={"dtype": critic_dtype})
     assert trainer.critic is not None
     scale_of(trainer).restore({"scale": 2.0**40, "growth": 0, "hysteresis": 1})
@@ -295,14 +339,18 @@ def test_resumed_with_the_scale_bit_for_bit(model: Path, tmp_path: Path) -> None
     checkpoints.finish()
     again = trainer_of(model, **CRITIC, critic={"dtype": "fp16"})
     assert Checkpoints(tmp_path / "checkpoints", 1, again, model).load_latest()
-    assert repr([again.train_step(batch()) for _ in range(3)]) == repr(went_on)  # norms are NaN, which equals nothing
+    assert repr([again.train_step(batch()) for _ in range(3)]) == repr(
+        went_on
+    )  # norms are NaN, which equals nothing
     assert [row["loss_scale"] for row in went_on] == [2.0**40, 2.0**39, 2.0**38]
     assert went_on[-1]["scaler_skipped_steps"] == 4
     assert same(state(again.policy), state(trainer.policy))
 
 
 def test_a_critic_in_fp32_beside_a_policy_in_half_precision(model: Path, tmp_path: Path) -> None:
-    """Its values are those of a critic beside an FP32 policy, to the bit; a checkpoint has both and brings both back."""
+    """Its values are those of a critic beside an FP32 policy, to the bit; a checkpoint
+    has both and brings both back.
+    """
     trainers = [trainer_of(model, dtype, **CRITIC) for dtype in ("bf16", "fp32")]
     values = []
     for trainer in trainers:
@@ -314,7 +362,9 @@ def test_a_critic_in_fp32_beside_a_policy_in_half_precision(model: Path, tmp_pat
         network.optimizer.reload_model_params()
         values.append(trainer.critic.values(batch()))
     assert all(np.array_equal(a, b) for a, b in zip(*values, strict=True))
-    assert {p.dtype for chunk in trainers[0].policy.chunks for p in chunk.parameters()} == {torch.bfloat16}
+    assert {p.dtype for chunk in trainers[0].policy.chunks for p in chunk.parameters()} == {
+        torch.bfloat16
+    }
 
     mixed = trainers[0]
     mixed.train_step(batch())

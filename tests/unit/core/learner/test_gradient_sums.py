@@ -1,4 +1,6 @@
-"""Weight gradients are summed over micro-batches in FP32, none of them rounded to the weight's type before."""
+"""Weight gradients are summed over micro-batches in FP32, none of them rounded to the
+weight's type before.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,14 @@ def linears(network: Network) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tiny", [tiny_llama, tiny_qwen3_moe])
-def test_a_micro_batch_64_times_is_64_times_its_gradient(tmp_path: Path, one_rank: None, tiny: Any) -> None:
+def test_a_micro_batch_64_times_is_64_times_its_gradient(
+    tmp_path: Path, one_rank: None, tiny: Any
+) -> None:
     tiny(tmp_path / "hf", torch.bfloat16, num_hidden_layers=LAYERS)
-    tree = {"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}, "learner": {"microbatch_tokens": TOKENS}}
+    tree = {
+        "model": {"path": str(tmp_path / "hf"), "dtype": "bf16"},
+        "learner": {"microbatch_tokens": TOKENS},
+    }
     network = Trainer(recipes.from_tree(tree), tmp_path / "hf").policy
     weight = np.full(TOKENS, 1 / (TOKENS - 1), np.float32)
     weight[0] = 0
@@ -43,11 +50,13 @@ def test_a_micro_batch_64_times_is_64_times_its_gradient(tmp_path: Path, one_ran
         network.forward_backward([sequence] * count)
         found.append(linears(network))
     one, all_of_them = found
-    learning = {name: gradient for name, gradient in one.items() if gradient.any()}  # not an expert without a token
+    learning = {
+        name: gradient for name, gradient in one.items() if gradient.any()
+    }  # not an expert without a token
     assert len(learning) >= 4 * LAYERS
     for name, gradient in learning.items():
         expected, total = MICROBATCHES * gradient, all_of_them[name]
         assert (total - expected).abs().max() <= MICROBATCHES * 2**-24 * expected.abs().max(), (
-            name
-        )  # additions round to FP32
+            name  # additions round to FP32
+        )
         assert not torch.equal(gradient, gradient.bfloat16().float()), name

@@ -1,4 +1,6 @@
-"""The head in chunks against the formula over all logits in float64: values, gradients, what is skipped, what is never made."""
+"""The head in chunks against the formula over all logits in float64: values, gradients,
+what is skipped, what is never made.
+"""
 
 import math
 from types import SimpleNamespace
@@ -12,7 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.core.learner.network import selected_logprobs
 from megarl.core.models import head
 from megarl.core.models.head import logprobs_and_entropy
-from tests.plain_head import CASES, CHUNKS, SHAPES, TERMS, Case, differences, exact, found, make_case
+from tests.plain_head import (
+    CASES,
+    CHUNKS,
+    SHAPES,
+    TERMS,
+    Case,
+    differences,
+    exact,
+    found,
+    make_case,
+)
 
 
 @given(CASES, CHUNKS)
@@ -26,11 +38,15 @@ def test_values_and_gradients_are_those_of_float64(shape: str) -> None:
     for seed in range(3):
         case = make_case(seed, **SHAPES[shape])
         off = differences(found(case, chunk=(64, 700)), exact(case))
-        assert max(off.values()) <= 2e-6, off  # the roundings of FP32's sums: 1.2e-6 by the products of CPUs with AMX
+        assert max(off.values()) <= 2e-6, (
+            off
+        )  # the roundings of FP32's sums: 1.2e-6 by the products of CPUs with AMX
 
 
 def test_logits_far_apart() -> None:
-    """A certain token, an impossible label: nothing overflows, and log-probs are exact to FP32."""
+    """A certain token, an impossible label: nothing overflows, and log-probs are exact
+    to FP32.
+    """
     hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
     weight = torch.tensor([[300.0, -300.0], [0.0, 0.0], [-300.0, 300.0], [0.0, 299.0]])
     case = Case(hidden, weight, torch.tensor([0, 0, 2]), torch.ones(2, 3), 4, 0.5)
@@ -51,14 +67,17 @@ def test_one_token_of_vocabulary_is_certain() -> None:
 def test_padding_of_the_vocabulary_is_never_looked_at() -> None:
     """make_case's padding is NaN."""
     mine = found(make_case(0, rows=9, width=8, vocabulary=11, padding=6))
-    assert all(t.isfinite().all() for t in (mine.logprobs, mine.entropy, mine.of_hidden, mine.of_weight))
+    assert all(
+        t.isfinite().all() for t in (mine.logprobs, mine.entropy, mine.of_hidden, mine.of_weight)
+    )
     assert not mine.of_weight[11:].any()
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_weights_gradient_is_added_to_what_is_there(tied: bool) -> None:
-    """Over micro-batches, as DDP wants it. What autograd gets is dropped and takes no memory; DDP adds it where the embedding's
-    part is in it, so there it is that part alone. DDP's hook runs once.
+    """Over micro-batches, as DDP wants it. What autograd gets is dropped and takes no
+    memory; DDP adds it where the embedding's part is in it, so there it is that part
+    alone. DDP's hook runs once.
     """
     case = make_case(3, rows=6, width=5, vocabulary=9)
     weight, ran = case.weight.requires_grad_(), []
@@ -97,13 +116,17 @@ class Sizes(TorchDispatchMode):
         made = func(*args, **kwargs or {})
         for tensor in made if isinstance(made, tuple | list) else [made]:
             if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.largest = max(
+                    self.largest, tensor.untyped_storage().nbytes() // tensor.element_size()
+                )
         return made
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_tensor_of_tokens_times_vocabulary_is_made(dtype: torch.dtype) -> None:
-    """For 1 Mi logits, forward and backward, nothing is larger than a chunk of 4,096 or the weight of 32 Ki."""
+    """For 1 Mi logits, forward and backward, nothing is larger than a chunk of 4,096 or
+    the weight of 32 Ki.
+    """
     case = make_case(0, rows=256, width=8, vocabulary=4096, dtype=dtype)
     with Sizes() as sizes:
         found(case, chunk=(32, 128))
@@ -118,7 +141,9 @@ def test_no_tensor_of_tokens_times_vocabulary_is_made(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_bf16(precision: torch.dtype) -> None:
-    """FP32 logits of bf16 numbers are exact to FP32; rounded to bf16 they are not. Gradients are those of bf16 training."""
+    """FP32 logits of bf16 numbers are exact to FP32; rounded to bf16 they are not.
+    Gradients are those of bf16 training.
+    """
     case = make_case(0, rows=200, width=256, vocabulary=5000, dtype=torch.bfloat16)
     mine, expected = found(case, precision=precision, chunk=(64, 700)), exact(case)
     off = differences(mine, expected)
@@ -141,7 +166,9 @@ def test_rounded_logits_are_those_of_a_bf16_linear_layer() -> None:
 
 
 def test_masked_tokens_meet_no_arithmetic(one_rank: None) -> None:
-    """NaN in every hidden state that is not asked for: prompt tokens, padding, masked segments."""
+    """NaN in every hidden state that is not asked for: prompt tokens, padding, masked
+    segments.
+    """
     case = make_case(5, rows=4, width=8, vocabulary=13)
     at = torch.tensor([2, 3, 7, 11])
     states = torch.full((6, 2, 8), math.nan)
@@ -154,7 +181,9 @@ def test_masked_tokens_meet_no_arithmetic(one_rank: None) -> None:
     logprobs, entropy = selected_logprobs(
         hidden_states=states,
         output_layer=SimpleNamespace(
-            weight=weight, sequence_parallel=False, tp_group=parallel_state.get_tensor_model_parallel_group()
+            weight=weight,
+            sequence_parallel=False,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
         ),
         output_weight=None,
         context=SimpleNamespace(at=at, labels=case.labels),
@@ -165,8 +194,12 @@ def test_masked_tokens_meet_no_arithmetic(one_rank: None) -> None:
     (torch.stack([logprobs, entropy]) * case.upstream).sum().backward()
     expected = exact(case)
     assert (logprobs - expected.logprobs).abs().max() <= 1e-6
-    assert (weight.main_grad - expected.of_weight).abs().max() <= 1e-6 * expected.of_weight.abs().max()
+    assert (
+        weight.main_grad - expected.of_weight
+    ).abs().max() <= 1e-6 * expected.of_weight.abs().max()
     assert states.grad is not None
     found_gradient = states.grad.view(12, 8)
-    assert (found_gradient[at] - expected.of_hidden).abs().max() <= 1e-6 * expected.of_hidden.abs().max()
+    assert (
+        found_gradient[at] - expected.of_hidden
+    ).abs().max() <= 1e-6 * expected.of_hidden.abs().max()
     assert not found_gradient[[i for i in range(12) if i not in at]].any()

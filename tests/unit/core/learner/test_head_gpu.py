@@ -1,4 +1,6 @@
-"""The head on a GPU: Triton's kernels and cuBLAS's products against float64, and its memory against the plain way's."""
+"""The head on a GPU: Triton's kernels and cuBLAS's products against float64, and its
+memory against the plain way's.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,10 @@ import torch
 from megarl.core.models.head import logprobs_and_entropy
 from tests.plain_head import SHAPES, differences, exact, found, make_case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -18,7 +23,9 @@ def test_fp32_is_float64_to_1e_6(shape: str) -> None:
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_bf16(precision: torch.dtype) -> None:
-    case = make_case(0, rows=200, width=256, vocabulary=5000, padding=3, dtype=torch.bfloat16).to("cuda")
+    case = make_case(0, rows=200, width=256, vocabulary=5000, padding=3, dtype=torch.bfloat16).to(
+        "cuda"
+    )
     off = differences(found(case, precision=precision, chunk=(64, 700)), exact(case))
     wide = precision is torch.float32
     assert max(off["logprobs"], off["entropy"]) <= (1e-6 if wide else 0.01), off
@@ -26,7 +33,9 @@ def test_bf16(precision: torch.dtype) -> None:
 
 
 def test_memory_is_below_a_tenth_of_the_plain_way() -> None:
-    """4,096 tokens of an 8B model's vocabulary and width: the peak of forward and backward, inputs apart."""
+    """4,096 tokens of an 8B model's vocabulary and width: the peak of forward and
+    backward, inputs apart.
+    """
     random = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(4096, 4096, device="cuda", generator=random).bfloat16()
     weight = (torch.randn(128256, 4096, device="cuda", generator=random) / 64).bfloat16()

@@ -1,4 +1,6 @@
-"""The Triton kernels without a GPU: run by the interpreter, and compiled for the GPUs that people have."""
+"""The Triton kernels without a GPU: run by the interpreter, and compiled for the GPUs
+that people have.
+"""
 
 import os
 import re
@@ -31,8 +33,13 @@ def test_interpreted_kernels_are_the_formula() -> None:
     assert done.stdout.endswith("interpreted\n")
 
 
-def compiled(kernel: triton.JITFunction, logits: str, capability: int, block: int, warps: int) -> CompiledKernel:
-    signature = {name: ({"logits": logits} | POINTERS | SIZES).get(name, "*fp32") for name in kernel.arg_names}
+def compiled(
+    kernel: triton.JITFunction, logits: str, capability: int, block: int, warps: int
+) -> CompiledKernel:
+    signature = {
+        name: ({"logits": logits} | POINTERS | SIZES).get(name, "*fp32")
+        for name in kernel.arg_names
+    }
     return triton.compile(
         ASTSource(kernel, signature, constexprs={"BLOCK": block}),
         target=GPUTarget("cuda", capability, 32),
@@ -41,11 +48,26 @@ def compiled(kernel: triton.JITFunction, logits: str, capability: int, block: in
 
 
 def spilled(ptx: str, folder: Path) -> int:
-    """Bytes that a thread writes to memory because it has no registers left, as the assembler says."""
+    """Bytes that a thread writes to memory because it has no registers left, as the
+    assembler says.
+    """
     (folder / "kernel.ptx").write_text(ptx)
-    target = next(line.split()[1] for line in ptx.splitlines() if line.startswith(".target")).rstrip(",")
-    assembler = triton.knobs.nvidia.ptxas_blackwell if target.startswith("sm_10") else triton.knobs.nvidia.ptxas
-    words = [assembler.path, "-v", f"--gpu-name={target}", str(folder / "kernel.ptx"), "-o", os.devnull]
+    target = next(
+        line.split()[1] for line in ptx.splitlines() if line.startswith(".target")
+    ).rstrip(",")
+    assembler = (
+        triton.knobs.nvidia.ptxas_blackwell
+        if target.startswith("sm_10")
+        else triton.knobs.nvidia.ptxas
+    )
+    words = [
+        assembler.path,
+        "-v",
+        f"--gpu-name={target}",
+        str(folder / "kernel.ptx"),
+        "-o",
+        os.devnull,
+    ]
     said = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True).stderr
     return int(re.findall(r"(\d+) bytes spill stores", said)[0])
 
@@ -54,9 +76,15 @@ def spilled(ptx: str, folder: Path) -> int:
 @pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
 @pytest.mark.parametrize("kernel", [kernels._reduce, kernels._gradient], ids=["reduce", "gradient"])
 def test_kernels_compile(
-    kernel: triton.JITFunction, logits: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernel: triton.JITFunction,
+    logits: str,
+    capability: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For A100, H100 and H200, B200: to machine code, by the compiler that comes with Triton, and all of it in registers."""
+    """For A100, H100 and H200, B200: to machine code, by the compiler that comes with
+    Triton, and all of it in registers.
+    """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     made = compiled(kernel, logits, capability, kernels.BLOCK, kernels.WARPS)
     assert f"sm_{capability}" in made.asm["ptx"]

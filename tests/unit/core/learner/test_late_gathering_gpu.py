@@ -1,4 +1,6 @@
-"""Weights gathered in the next forward pass on a GPU: one rank gathers from itself, over NCCL, in the order of several."""
+"""Weights gathered in the next forward pass on a GPU: one rank gathers from itself,
+over NCCL, in the order of several.
+"""
 
 from pathlib import Path
 
@@ -12,7 +14,10 @@ from megarl.core.learner import late_gathering, optimizer
 from megarl.core.learner.trainer import Trainer
 from tests.tiny import tiny_llama
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
 
 PHASES = {"kind": "ppo-off-policy", "k": 8}
 TOKENS = 256
@@ -33,7 +38,9 @@ def sequences() -> list[TrainSequence]:
 def test_weights_are_those_of_an_update_that_gathers(
     tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to the order in which kernels add: AdamW's steps of a rate of 1e-4 have the size of that rate."""
+    """Up to the order in which kernels add: AdamW's steps of a rate of 1e-4 have the
+    size of that rate.
+    """
     tiny_llama(tmp_path / "hf")
     monkeypatch.setattr(optimizer, "overlaps", lambda: True)
     monkeypatch.setattr(optimizer, "BUCKET", 20_000)
@@ -51,6 +58,10 @@ def test_weights_are_those_of_an_update_that_gathers(
         waits = any(True for _ in late_gathering.incomplete(trainer.policy.ddp))
         assert waits == bool(pipeline)
         trainer.policy.gather_weights()
-        parameters = [p.detach().float().flatten() for chunk in trainer.policy.chunks for p in chunk.parameters()]
+        parameters = [
+            p.detach().float().flatten()
+            for chunk in trainer.policy.chunks
+            for p in chunk.parameters()
+        ]
         found.append(torch.cat(parameters))
     assert (found[0] - found[1]).abs().max() <= 2 * 3 * 1e-4

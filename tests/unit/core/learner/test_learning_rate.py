@@ -1,4 +1,6 @@
-"""Linear warm-up, then constant (arXiv 2510.13786, appendix A) or what transformers' schedules say."""
+"""Linear warm-up, then constant (arXiv 2510.13786, appendix A) or what transformers'
+schedules say.
+"""
 
 import pytest
 import torch
@@ -27,7 +29,9 @@ def test_schedules_are_transformers_after_the_warm_up(schedule: str, warmup: int
     theirs = get_scheduler(schedule, optimizer, warmup, 40)
     for step in range(40):
         if step >= warmup:
-            assert learning_rate(step, settings, 40) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
+            assert learning_rate(step, settings, 40) == pytest.approx(
+                theirs.get_last_lr()[0], rel=1e-12
+            )
         optimizer.step()
         theirs.step()
 

@@ -1,4 +1,6 @@
-"""Memory of the learner on a GPU: what recomputation and offloading take off, and the micro-batch size that is found."""
+"""Memory of the learner on a GPU: what recomputation and offloading take off, and the
+micro-batch size that is found.
+"""
 
 import gc
 import json
@@ -17,7 +19,10 @@ from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trainer import Trainer
 from tests.tiny import tiny_llama, tiny_llama4, tiny_qwen3_moe
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
 
 SIZES = {
     "hidden_size": 1024,
@@ -40,7 +45,10 @@ def model(tmp_path: Path, one_rank: None) -> Path:
 def trainer_of(model: Path, **learner: Any) -> Trainer:
     gc.collect()
     optimizer = {"lr": 1e-4, "warmup_steps": 0}
-    tree = {"model": {"path": str(model), "dtype": "bf16"}, "learner": {"optimizer": optimizer, **learner}}
+    tree = {
+        "model": {"path": str(model), "dtype": "bf16"},
+        "learner": {"optimizer": optimizer, **learner},
+    }
     return Trainer(recipes.from_tree(tree), model)
 
 
@@ -49,7 +57,9 @@ def sequences(count: int, tokens: int) -> list[TrainSequence]:
     weight[0] = 0
     ids = [draw.integers(0, 128, tokens).astype(np.int32) for _ in range(count)]
     behaviour = np.full(tokens, -4.8, np.float32)
-    return [TrainSequence(i, 0, t, behaviour, weight, 1.0 - 2.0 * (i % 2)) for i, t in enumerate(ids)]
+    return [
+        TrainSequence(i, 0, t, behaviour, weight, 1.0 - 2.0 * (i % 2)) for i, t in enumerate(ids)
+    ]
 
 
 def peak_of_a_pass(trainer: Trainer, batch: list[TrainSequence]) -> int:
@@ -62,7 +72,13 @@ def peak_of_a_pass(trainer: Trainer, batch: list[TrainSequence]) -> int:
 
 
 def gradients(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([p.main_grad.flatten().float() for chunk in trainer.policy.chunks for p in chunk.parameters()])
+    return torch.cat(
+        [
+            p.main_grad.flatten().float()
+            for chunk in trainer.policy.chunks
+            for p in chunk.parameters()
+        ]
+    )
 
 
 def test_recomputation_takes_less_memory_and_makes_the_same_gradients(model: Path) -> None:
@@ -76,13 +92,16 @@ def test_recomputation_takes_less_memory_and_makes_the_same_gradients(model: Pat
     largest = found["none"].abs().max()
     for recompute in ("selective", "full"):
         assert (found[recompute] - found["none"]).abs().max() <= 2**-5 * largest
-    # Three of four layers' MLPs: gate, up and product of 16,384 tokens in bf16; those of attention as well.
+    # Three of four layers' MLPs: gate, up and product of 16,384 tokens in bf16; those
+    # of attention as well.
     assert peaks["none"] - peaks["selective"] > 2 * 16_384 * 3 * 4096 * 2
     assert peaks["selective"] - peaks["full"] > 2 * 16_384 * 2 * 1024 * 2
 
 
 def test_light_recomputation_of_experts(tmp_path: Path, one_rank: None) -> None:
-    """Transformer Engine's experts recompute their activation functions, and the norm before them is computed again."""
+    """Transformer Engine's experts recompute their activation functions, and the norm
+    before them is computed again.
+    """
     pytest.importorskip("transformer_engine")
     sizes = SIZES | {"moe_intermediate_size": 2048, "num_experts": 8, "num_experts_per_tok": 4}
     tiny_qwen3_moe(tmp_path / "hf", **sizes)
@@ -94,16 +113,21 @@ def test_light_recomputation_of_experts(tmp_path: Path, one_rank: None) -> None:
         del trainer
     largest = found["none"].abs().max()
     assert (found["light"] - found["none"]).abs().max() <= 2**-5 * largest
-    # Two of four layers: of 16,384 tokens the norm's output and four experts' products, in bf16.
+    # Two of four layers: of 16,384 tokens the norm's output and four experts' products,
+    # in bf16.
     assert peaks["none"] - peaks["light"] > 2 * 16_384 * (1024 + 4 * 2048) * 2
 
 
 def test_shared_experts_on_a_stream_of_their_own(tmp_path: Path, one_rank: None) -> None:
-    """One rank exchanges nothing, but everything is in the order that it has with several."""
+    """One rank exchanges nothing, but everything is in the order that it has with
+    several.
+    """
     tiny_llama4(tmp_path / "hf")
     batch, found = sequences(4, 512), {}
     for overlap in (False, True):
-        recipe = recipes.from_tree({"model": {"path": str(tmp_path / "hf")}, "learner": {"microbatch_tokens": 1024}})
+        recipe = recipes.from_tree(
+            {"model": {"path": str(tmp_path / "hf")}, "learner": {"microbatch_tokens": 1024}}
+        )
         moe = recipe.model.moe.model_copy(update={"shared_overlap": overlap})
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"moe": moe})})
         trainer = Trainer(recipe, tmp_path / "hf")
@@ -115,8 +139,12 @@ def test_shared_experts_on_a_stream_of_their_own(tmp_path: Path, one_rank: None)
     assert (found[True] - found[False]).abs().max() <= 2**-5 * largest
 
 
-def test_auto_finds_what_fits_and_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more of the GPU may be used than a pass over 12,288 tokens takes, moments and all."""
+def test_auto_finds_what_fits_and_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more of the GPU may be used than a pass over 12,288 tokens takes, moments and
+    all.
+    """
     trainer, record = trainer_of(model, microbatch_tokens=65_536), tmp_path / "microbatch.json"
     moments = trainer.policy.moments_to_come()
     torch.cuda.empty_cache()
@@ -152,7 +180,9 @@ def test_what_runs_out_of_memory_names_the_keys_and_can_be_tried_smaller(
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 300 * MIB) / total)
     try:
-        with pytest.raises(MegarlError, match=r"learner\.microbatch_tokens: .* learner\.recompute=full"):
+        with pytest.raises(
+            MegarlError, match=r"learner\.microbatch_tokens: .* learner\.recompute=full"
+        ):
             trainer.policy.forward_backward(sequences(16, 4096))
         trainer.policy.clear()
         torch.cuda.empty_cache()
@@ -161,8 +191,12 @@ def test_what_runs_out_of_memory_names_the_keys_and_can_be_tried_smaller(
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_an_update_and_a_checkpoint_hold_nothing_of_the_models_size(model: Path, tmp_path: Path) -> None:
-    """Not a byte a parameter more than is held anyhow, where one number of each would be four."""
+def test_an_update_and_a_checkpoint_hold_nothing_of_the_models_size(
+    model: Path, tmp_path: Path
+) -> None:
+    """Not a byte a parameter more than is held anyhow, where one number of each would
+    be four.
+    """
     trainer = trainer_of(model)
     batch = sequences(4, 1024)
     trainer.train_step(batch)
@@ -179,18 +213,27 @@ def test_an_update_and_a_checkpoint_hold_nothing_of_the_models_size(model: Path,
     checkpoints.finish()
 
 
-def test_an_offloaded_optimiser_makes_the_same_steps_and_is_resumed(model: Path, tmp_path: Path) -> None:
+def test_an_offloaded_optimiser_makes_the_same_steps_and_is_resumed(
+    model: Path, tmp_path: Path
+) -> None:
     batch = sequences(4, 1024)
     plain = trainer_of(model)
     expected = [plain.train_step(batch) for _ in range(4)]
     held = torch.cuda.memory_allocated()
     del plain
     for share in (1.0, 0.5):
-        trainer, folder = trainer_of(model, optimizer_offload=share), tmp_path / f"checkpoints-{share}"
+        trainer, folder = (
+            trainer_of(model, optimizer_offload=share),
+            tmp_path / f"checkpoints-{share}",
+        )
         found = [trainer.train_step(batch) for _ in range(2)]
         if share == 1:
-            parameters = sum(p.numel() for chunk in trainer.policy.chunks for p in chunk.parameters())
-            assert held - torch.cuda.memory_allocated() > 11 * parameters  # 12 bytes each, were there no blocks
+            parameters = sum(
+                p.numel() for chunk in trainer.policy.chunks for p in chunk.parameters()
+            )
+            assert (
+                held - torch.cuda.memory_allocated() > 11 * parameters
+            )  # 12 bytes each, were there no blocks
         checkpoints = Checkpoints(folder, 2, trainer, model)
         checkpoints.save()
         found += [trainer.train_step(batch) for _ in range(2)]
@@ -201,7 +244,9 @@ def test_an_offloaded_optimiser_makes_the_same_steps_and_is_resumed(model: Path,
         del trainer, checkpoints
         again = trainer_of(model, optimizer_offload=share)
         assert Checkpoints(folder, 2, again, model).load_latest()
-        for mine, theirs in zip([again.train_step(batch) for _ in range(2)], found[2:], strict=True):
+        for mine, theirs in zip(
+            [again.train_step(batch) for _ in range(2)], found[2:], strict=True
+        ):
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3, abs=1e-5)
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
         del again

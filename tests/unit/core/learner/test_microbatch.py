@@ -1,4 +1,6 @@
-"""Micro-batches put every token, label and weight where the model predicts it, whatever the layout."""
+"""Micro-batches put every token, label and weight where the model predicts it, whatever
+the layout.
+"""
 
 import numpy as np
 import pytest
@@ -12,13 +14,17 @@ CPU = torch.device("cpu")
 
 
 def sequences(lengths: list[int]) -> list[TrainSequence]:
-    """Token t of sequence i is 100 i + t; completion from the middle on; weight and behaviour say the same number."""
+    """Token t of sequence i is 100 i + t; completion from the middle on; weight and
+    behaviour say the same number.
+    """
     out = []
     for i, n in enumerate(lengths):
         tokens = np.arange(n, dtype=np.int32) + 100 * i
         mask = np.arange(n) >= max(1, n // 2)
         value = (tokens * mask).astype(np.float32)
-        out.append(TrainSequence(i, 0, tokens, -value, value, float(i), reference_logprobs=-2 * value))
+        out.append(
+            TrainSequence(i, 0, tokens, -value, value, float(i), reference_logprobs=-2 * value)
+        )
     return out
 
 
@@ -33,13 +39,19 @@ LENGTHS = [7, 2, 12, 5, 9, 3, 3, 8]
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("pipeline", [1, 2])
 @pytest.mark.parametrize("context", [1, 2])
-def test_each_trained_token_once_with_its_predecessor(shards: int, pipeline: int, context: int) -> None:
+def test_each_trained_token_once_with_its_predecessor(
+    shards: int, pipeline: int, context: int
+) -> None:
     all_sequences = sequences(LENGTHS)
     seen: list[int] = []
     shapes = set()
     for dp in range(2):
         for rank in range(context):
-            sizes = {"context_parallel": context, "tensor_parallel": shards, "pipeline_parallel": pipeline}
+            sizes = {
+                "context_parallel": context,
+                "tensor_parallel": shards,
+                "pipeline_parallel": pipeline,
+            }
             layout = RowLayout(Model.model_validate(sizes), 2, rank)
             p = plan(LENGTHS, 24, layout)
             for members in p.members[dp]:
@@ -57,7 +69,10 @@ def test_each_trained_token_once_with_its_predecessor(shards: int, pipeline: int
                 joined = np.concatenate([s.tokens for s in chosen]) if chosen else np.zeros(0)
                 np.testing.assert_array_equal(joined[micro.source], labels)
                 assert micro.tokens.numel() % shards == 0
-                assert micro.lengths.tolist() == [int((s.loss_weight > 0).sum()) for s in chosen] or not chosen
+                assert (
+                    micro.lengths.tolist() == [int((s.loss_weight > 0).sum()) for s in chosen]
+                    or not chosen
+                )
                 if n:
                     of = np.repeat([s.ticket for s in chosen], micro.here)
                     np.testing.assert_array_equal(of, labels // 100)
@@ -95,7 +110,9 @@ def test_an_empty_microbatch_is_filler_without_weight() -> None:
 
 @pytest.mark.parametrize(("lengths", "longest"), [([], 1024), ([7, 12], 1024), ([3001, 12], 3004)])
 def test_filler_is_no_longer_than_sequences_are(lengths: list[int], longest: int) -> None:
-    """Attention that is divided among ranks refuses too long ones, and no rollout was too long."""
+    """Attention that is divided among ranks refuses too long ones, and no rollout was
+    too long.
+    """
     layout = RowLayout(Model(context_parallel=2, pipeline_parallel=2))
     packed = assemble(sequences(lengths), 16384, layout, CPU).packed
     ends = packed.cu_seqlens_q.numpy()

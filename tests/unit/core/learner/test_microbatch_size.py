@@ -1,4 +1,6 @@
-"""learner.microbatch_tokens=auto: the search, and what trials leave behind, which is nothing."""
+"""learner.microbatch_tokens=auto: the search, and what trials leave behind, which is
+nothing.
+"""
 
 import json
 import math
@@ -29,8 +31,12 @@ LINES = st.lists(st.tuples(st.floats(0, 0.9), st.floats(1e-6, 1e-2)), min_size=1
 
 
 @given(sizes=SIZES, lines=LINES, capacity=st.floats(1.0, 1.3))
-def test_the_largest_that_fits_is_found(sizes: list[int], lines: list[tuple[float, float]], capacity: float) -> None:
-    """A peak is the highest of straight lines; beyond the capacity a trial says no more than that it ran out."""
+def test_the_largest_that_fits_is_found(
+    sizes: list[int], lines: list[tuple[float, float]], capacity: float
+) -> None:
+    """A peak is the highest of straight lines; beyond the capacity a trial says no more
+    than that it ran out.
+    """
     seen: list[int] = []
 
     def used(tokens: int) -> float:
@@ -41,7 +47,9 @@ def test_the_largest_that_fits_is_found(sizes: list[int], lines: list[tuple[floa
     found = largest(sizes, used)
     tried, seen = seen, []
     fitting = [n for n in sizes if used(n) <= 1]
-    rounded = {n for n in sizes if used(n) != math.inf and abs(used(n) - 1) < 1e-9}  # a line's end is not quite 1
+    rounded = {
+        n for n in sizes if used(n) != math.inf and abs(used(n) - 1) < 1e-9
+    }  # a line's end is not quite 1
     assert found == max(fitting, default=None) or rounded
     assert len(tried) == len(set(tried))
 
@@ -82,7 +90,9 @@ def test_sizes() -> None:
 
 
 class FakeMemory:
-    """Instead of a GPU's: so much at rest and so much a token of a micro-batch, of 1; more than `capacity` runs out."""
+    """Instead of a GPU's: so much at rest and so much a token of a micro-batch, of 1;
+    more than `capacity` runs out.
+    """
 
     def __init__(self, trainer: Trainer, rest: float, token: float, capacity: float = 1.2) -> None:
         self.trainer, self.rest, self.token, self.capacity = trainer, rest, token, capacity
@@ -124,7 +134,10 @@ def settle(
 
 def state_of(trainer: Trainer) -> list[torch.Tensor]:
     parameters = [p for chunk in trainer.policy.chunks for p in chunk.parameters()]
-    return [torch.get_rng_state(), *(t.detach().clone() for p in parameters for t in (p, p.main_grad))]
+    return [
+        torch.get_rng_state(),
+        *(t.detach().clone() for p in parameters for t in (p, p.main_grad)),
+    ]
 
 
 def test_trials_leave_nothing_and_a_resumed_run_has_none(trainer: Trainer, tmp_path: Path) -> None:
@@ -134,7 +147,11 @@ def test_trials_leave_nothing_and_a_resumed_run_has_none(trainer: Trainer, tmp_p
     assert trainer.policy.microbatch_tokens == 150  # the size below 0.75 / 0.0049
     assert memory.tried == [15, 30, 60, 120, 150]
     assert all(torch.equal(a, b) for a, b in zip(state_of(trainer), before, strict=True))
-    states = [kinds for p in trainer.policy.optimizer.chained_optimizers for kinds in p.optimizer.state.values()]
+    states = [
+        kinds
+        for p in trainer.policy.optimizer.chained_optimizers
+        for kinds in p.optimizer.state.values()
+    ]
     assert not any(kinds[name].any() for kinds in states for name in ("exp_avg", "exp_avg_sq"))
     assert trainer.step == 0
     assert json.loads(record.read_text())["microbatch_tokens"] == 150
@@ -142,11 +159,15 @@ def test_trials_leave_nothing_and_a_resumed_run_has_none(trainer: Trainer, tmp_p
     again = FakeMemory(trainer, 0.9, 0.01)
     settle(trainer, 60, 600, record, again)
     assert (trainer.policy.microbatch_tokens, again.tried) == (150, [])
-    settle(trainer, 40, 600, record, FakeMemory(trainer, 0.25, 0.0049))  # another longest sequence: tried anew
+    settle(
+        trainer, 40, 600, record, FakeMemory(trainer, 0.25, 0.0049)
+    )  # another longest sequence: tried anew
     assert trainer.policy.microbatch_tokens == 140
 
 
-@pytest.mark.parametrize("spoilt", [lambda text: text[:-40], lambda _: "[]", lambda text: text.replace("150", '"150"')])
+@pytest.mark.parametrize(
+    "spoilt", [lambda text: text[:-40], lambda _: "[]", lambda text: text.replace("150", '"150"')]
+)
 def test_a_record_that_is_not_whole_is_found_anew(
     trainer: Trainer, tmp_path: Path, spoilt: Callable[[str], str]
 ) -> None:
@@ -211,20 +232,27 @@ def test_a_trial_fills_micro_batches_and_running_out_steps_down(trainer: Trainer
 
 def test_what_does_not_fit_is_said_in_the_words_of_the_recipe(trainer: Trainer) -> None:
     with pytest.raises(
-        MegarlError, match=r"longest sequence, of 60 tokens, does not fit on a GPU; set learner\.recompute=full"
+        MegarlError,
+        match=r"longest sequence, of 60 tokens, does not fit on a GPU; set learner\.recompute=full",
     ):
         settle(trainer, 60, 600, None, FakeMemory(trainer, 0.8, 0.005))
-    with pytest.raises(MegarlError, match=r"microbatch_tokens: auto tries sizes on a GPU, but this machine has none"):
+    with pytest.raises(
+        MegarlError,
+        match=r"microbatch_tokens: auto tries sizes on a GPU, but this machine has none",
+    ):
         microbatch_size.settle(trainer, 60, 600, None)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "said"), [(9, "64 tokens per micro-batch; lower it"), (70, "one sequence of 70 tokens")]
+    ("tokens", "said"),
+    [(9, "64 tokens per micro-batch; lower it"), (70, "one sequence of 70 tokens")],
 )
 def test_memory_that_runs_out_in_training_names_the_keys(
     tmp_path: Path, one_rank: None, tokens: int, said: str
 ) -> None:
-    """A longer sequence than a micro-batch may have has one of its own: lowering the key would not help."""
+    """A longer sequence than a micro-batch may have has one of its own: lowering the
+    key would not help.
+    """
     tiny_llama(tmp_path / "hf")
     trainer = Trainer(recipe_of(tmp_path / "hf", microbatch_tokens=64), tmp_path / "hf")
 
@@ -234,14 +262,19 @@ def test_memory_that_runs_out_in_training_names_the_keys(
     trainer.policy.lm_head = lambda _: full  # type: ignore[assignment, method-assign]
     ids = np.arange(tokens, dtype=np.int32)
     with pytest.raises(
-        MegarlError, match=rf"learner.microbatch_tokens: rank 0 ran out .*{said}.*recompute=full.* 2.00 GiB"
+        MegarlError,
+        match=rf"learner.microbatch_tokens: rank 0 ran out .*{said}.*recompute=full.* 2.00 GiB",
     ) as e:
         logprobs(trainer, [ids])
     assert "\n" not in str(e.value)
 
 
-def test_what_nccl_takes_in_the_first_trial_is_not_room_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner has 40 of 100 bytes before trials, and a trial takes 20 more; NCCL then has 10."""
+def test_what_nccl_takes_in_the_first_trial_is_not_room_for_a_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The learner has 40 of 100 bytes before trials, and a trial takes 20 more; NCCL
+    then has 10.
+    """
     gpu = {"free": 60, "reserved": 40, "peak": 40}
 
     def trial() -> None:

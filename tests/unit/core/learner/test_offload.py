@@ -1,7 +1,9 @@
-"""AdamW on a GPU that is a fake: offloaded, by megatron's hybrid optimiser in the learner's own steps; or in one kernel.
+"""AdamW on a GPU that is a fake: offloaded, by megatron's hybrid optimiser in the
+learner's own steps; or in one kernel.
 
-The fake has no memory of its own: it shows that gradients are clipped and read where that optimiser looks for them, and that
-its state is saved and resumed. Copies between two memories are for a GPU to show (test_memory_gpu.py).
+The fake has no memory of its own: it shows that gradients are clipped and read where
+that optimiser looks for them, and that its state is saved and resumed. Copies between
+two memories are for a GPU to show (test_memory_gpu.py).
 """
 
 import contextlib
@@ -26,7 +28,9 @@ from megarl.core.learner.network import OutOfMemory
 from megarl.core.learner.trainer import Trainer
 from tests.tiny import tiny_llama
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_memory_gpu.py")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a GPU: test_memory_gpu.py"
+)
 
 
 @pytest.fixture
@@ -46,12 +50,15 @@ def sequences() -> list[TrainSequence]:
     weight[0] = 0
     ids = [draw.integers(0, 128, 40).astype(np.int32) for _ in range(4)]
     behaviour = np.full(40, -4.8, np.float32)
-    return [TrainSequence(i, 0, t, behaviour, weight, 1.0 - 2.0 * (i % 2)) for i, t in enumerate(ids)]
+    return [
+        TrainSequence(i, 0, t, behaviour, weight, 1.0 - 2.0 * (i % 2)) for i, t in enumerate(ids)
+    ]
 
 
 def test_without_a_gpu_it_is_refused(model: Path) -> None:
     with pytest.raises(
-        MegarlError, match=r"learner\.optimizer_offload: moves AdamW off a GPU, but this machine has none"
+        MegarlError,
+        match=r"learner\.optimizer_offload: moves AdamW off a GPU, but this machine has none",
     ):
         trainer_of(model, 0.5)
 
@@ -91,7 +98,9 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: FakeStream())
 
 
-def test_the_hybrid_optimiser_makes_the_same_steps_and_is_resumed(model: Path, tmp_path: Path, fake_gpu: None) -> None:
+def test_the_hybrid_optimiser_makes_the_same_steps_and_is_resumed(
+    model: Path, tmp_path: Path, fake_gpu: None
+) -> None:
     plain = trainer_of(model, 0.0)
     expected = [plain.train_step(sequences()) for _ in range(4)]
     trainer = trainer_of(model, 0.5)
@@ -116,12 +125,23 @@ def test_the_hybrid_optimiser_makes_the_same_steps_and_is_resumed(model: Path, t
 
 def views(trainer: Trainer) -> list[str]:
     """Tensors of AdamW's state that keep more memory than their own."""
-    states = [state for part in trainer.policy.optimizer.chained_optimizers for state in part.optimizer.state.values()]
-    tensors = [(name, value) for state in states for name, value in state.items() if isinstance(value, torch.Tensor)]
+    states = [
+        state
+        for part in trainer.policy.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+    ]
+    tensors = [
+        (name, value)
+        for state in states
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    ]
     return [name for name, value in tensors if value.untyped_storage().nbytes() > value.nbytes]
 
 
-def test_parameters_are_copied_once(model: Path, fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_copied_once(
+    model: Path, fake_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copied, divide = [], HybridDeviceOptimizer._get_sub_optimizer_param_groups
 
     def counted(self: HybridDeviceOptimizer, share: float) -> Any:
@@ -136,7 +156,9 @@ def test_parameters_are_copied_once(model: Path, fake_gpu: None, monkeypatch: py
 def test_half_of_the_cores_update_what_is_offloaded(
     model: Path, fake_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of all: this rank is bound to four near its GPU, and other ranks to the other eight."""
+    """Half of all: this rank is bound to four near its GPU, and other ranks to the
+    other eight.
+    """
     monkeypatch.setattr(device, "CORES", 12)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     trainer, before, seen = trainer_of(model, 0.5), torch.get_num_threads(), []
@@ -177,19 +199,33 @@ def test_the_fused_update_of_what_is_offloaded_gives_the_same_weights(size: int)
 
 
 def test_what_is_loaded_lies_where_its_parameter_does() -> None:
-    """Both parts are torch's AdamW; the one on the GPU, here torch's device without contents, keeps its moments there."""
-    parts = {device: torch.optim.AdamW([torch.zeros(2, device=device)]) for device in ("cpu", "meta")}
+    """Both parts are torch's AdamW; the one on the GPU, here torch's device without
+    contents, keeps its moments there.
+    """
+    parts = {
+        device: torch.optim.AdamW([torch.zeros(2, device=device)]) for device in ("cpu", "meta")
+    }
     for part in parts.values():
         (parameter,) = part.param_groups[0]["params"]
         part.state[parameter] = {"exp_avg": torch.zeros(2), "master_param": parameter}
-    HybridDeviceOptimizer._move_new_state_to_right_device(SimpleNamespace(sub_optimizers=list(parts.values())))
+    HybridDeviceOptimizer._move_new_state_to_right_device(
+        SimpleNamespace(sub_optimizers=list(parts.values()))
+    )
     for kind, part in parts.items():
-        assert {value.device.type for state in part.state.values() for value in state.values()} == {kind}
+        assert {value.device.type for state in part.state.values() for value in state.values()} == {
+            kind
+        }
 
 
-def test_adamw_in_one_kernel_makes_the_same_steps_and_is_resumed(model: Path, tmp_path: Path, fake_gpu: None) -> None:
+def test_adamw_in_one_kernel_makes_the_same_steps_and_is_resumed(
+    model: Path, tmp_path: Path, fake_gpu: None
+) -> None:
     trainer = trainer_of(model, 0.0)
-    groups = [group for part in trainer.policy.optimizer.chained_optimizers for group in part.optimizer.param_groups]
+    groups = [
+        group
+        for part in trainer.policy.optimizer.chained_optimizers
+        for group in part.optimizer.param_groups
+    ]
     assert [group["fused"] for group in groups] == [True] * len(groups)
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2, trainer, model)
     found = [trainer.train_step(sequences()) for _ in range(2)]
@@ -203,7 +239,9 @@ def test_adamw_in_one_kernel_makes_the_same_steps_and_is_resumed(model: Path, tm
     for part in by_default.policy.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             group["fused"] = None
-    for mine, plain in zip(found, [by_default.train_step(sequences()) for _ in range(4)], strict=True):
+    for mine, plain in zip(
+        found, [by_default.train_step(sequences()) for _ in range(4)], strict=True
+    ):
         assert mine["loss"] == pytest.approx(plain["loss"], abs=1e-3)
         assert mine["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
 
@@ -218,6 +256,7 @@ def test_memory_that_runs_out_in_a_checkpoint_names_the_key(
     trainer.step = 1
     monkeypatch.setattr(DistributedOptimizer, "_get_main_param_and_optimizer_states", full)
     with pytest.raises(
-        OutOfMemory, match=r"learner\.optimizer_offload: rank 0 ran out .* checkpoint; set it, .* 2\.00 GiB"
+        OutOfMemory,
+        match=r"learner\.optimizer_offload: rank 0 ran out .* checkpoint; set it, .* 2\.00 GiB",
     ):
         Checkpoints(tmp_path / "checkpoints", 2, trainer, model).save()

@@ -1,5 +1,6 @@
-"""A step of every family as a GPU would take it, its buckets and checkpoints: no operation mixes devices, and the result is a
-CPU's."""
+"""A step of every family as a GPU would take it, its buckets and checkpoints: no
+operation mixes devices, and the result is a CPU's.
+"""
 
 import json
 import os
@@ -42,9 +43,13 @@ with stand_in_gpu.on_stand_in_gpu():
 
 def python(*words: str, env: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *words], cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", *words],
+        cwd=ROOT,
+        env=env | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr[-6000:]
 
 
@@ -70,15 +75,20 @@ def test_a_step_is_the_cpus(measured: tuple[dict[str, Any], dict[str, Any]], cas
     assert gpu["experts on"] == (["cpu"] if "replay" in case else [])
     exact = case.endswith("fp32")
     for mine, theirs in zip(gpu["steps"], cpu["steps"], strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5 if exact else 0.05, abs=1e-5 if exact else 0.01)
+        assert mine == pytest.approx(
+            theirs, rel=1e-5 if exact else 0.05, abs=1e-5 if exact else 0.01
+        )
     assert gpu["published"] == cpu["published"]
-    # In bf16 a rounding may turn a choice of experts; those of fp32 are the ones that would show a fault.
+    # In bf16 a rounding may turn a choice of experts; those of fp32 are the ones that
+    # would show a fault.
     rounded = 0.3 if "moe" in case or "oss" in case else 0.1
     assert gpu["logprobs"] == pytest.approx(cpu["logprobs"], abs=1e-4 if exact else rounded)
 
 
 def test_a_fused_adamw_is_stored_before_its_first_step_and_resumed(tmp_path: Path) -> None:
-    """Also where a part of it is in the host's memory. Resumed runs take the steps of the one that went on."""
+    """Also where a part of it is in the host's memory. Resumed runs take the steps of
+    the one that went on.
+    """
     tiny_llama(tmp_path / "llama", torch.bfloat16, vocab_size=VOCABULARY, num_hidden_layers=2)
     file = tmp_path / "found.json"
     words = ["-m", "tests.stand_in_gpu.fused_adam", str(tmp_path), str(file)]

@@ -1,4 +1,6 @@
-"""benchmarks/parity/learner_faults.py: each fault changes a learner's scores while it lasts."""
+"""benchmarks/parity/learner_faults.py: each fault changes a learner's scores while it
+lasts.
+"""
 
 from pathlib import Path
 
@@ -13,7 +15,13 @@ from megarl.core.learner.network import Network, loaded_chunks
 from tests.tiny import tiny_llama
 
 TOKENS = np.arange(48, dtype=np.int32)
-DOSES = {"head": 1.0, "dtype": 2.0, "rope-theta": 3.0, "rope-positions": 1.06, "temperature-logits": 1.2}
+DOSES = {
+    "head": 1.0,
+    "dtype": 2.0,
+    "rope-theta": 3.0,
+    "rope-positions": 1.06,
+    "temperature-logits": 1.2,
+}
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""A step that is trained again against the row it left: other weights are noticed, another layout's rounding is not."""
+"""A step that is trained again against the row it left: other weights are noticed,
+another layout's rounding is not.
+"""
 
 import math
 
@@ -11,7 +13,9 @@ from megarl.core.weights.parity import LIMITS
 
 @pytest.mark.parametrize(("dtype", "experts"), sorted(LIMITS))
 def test_rounding_passes_and_another_model_does_not(dtype: str, experts: bool) -> None:
-    """If log-probs differ by exactly the limit on average, no way in which they differ exceeds it."""
+    """If log-probs differ by exactly the limit on average, no way in which they differ
+    exceeds it.
+    """
     limits, rng = LIMITS[dtype, experts], np.random.default_rng(0)
     behaviour = -rng.exponential(1.0, 4000)
     learner = behaviour + rng.normal(0, 0.01, 4000)
@@ -41,6 +45,10 @@ def test_other_rollouts_are_an_older_journal_and_not_other_weights() -> None:
     limits = LIMITS["fp32", False]
     recorded = {"trained_logprob_diff": 0.01, "generated_tokens": 4035.0}
     assert contradiction(recorded, recorded, limits) == ""
-    said = contradiction(recorded, {"trained_logprob_diff": 0.01, "generated_tokens": 4100.0}, limits)
+    said = contradiction(
+        recorded, {"trained_logprob_diff": 0.01, "generated_tokens": 4100.0}, limits
+    )
     assert "RUN/rollouts is older than RUN/metrics.jsonl" in said
-    assert contradiction({"trained_logprob_diff": 0.01}, recorded, limits) == "", "of a row that does not say"
+    assert contradiction({"trained_logprob_diff": 0.01}, recorded, limits) == "", (
+        "of a row that does not say"
+    )

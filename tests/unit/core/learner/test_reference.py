@@ -29,7 +29,11 @@ def batch() -> Batch:
     for sample, reward in enumerate((1.0, -1.0)):
         tokens = draw.integers(0, 128, 9).astype(np.int32)
         segment = Segment(tokens=tokens, logprobs=np.full(9, -5, np.float32), weight_version=0)
-        rollouts.append(Rollout(sample=sample, segments=(segment,), reward=reward, correct=reward > 0, finish="stop"))
+        rollouts.append(
+            Rollout(
+                sample=sample, segments=(segment,), reward=reward, correct=reward > 0, finish="stop"
+            )
+        )
     prompt = Prompt(id="p", tokens=np.array([1, 2], np.int32), answer="")
     return Batch(step=0, groups=(Group(ticket=0, prompt=prompt, rollouts=tuple(rollouts)),))
 

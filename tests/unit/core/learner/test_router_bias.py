@@ -1,4 +1,6 @@
-"""Routers' biases: frozen unless asked for, moved by a step's load, FP32 in any model, loaded, stored, exported, resumed."""
+"""Routers' biases: frozen unless asked for, moved by a step's load, FP32 in any model,
+loaded, stored, exported, resumed.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -48,13 +50,17 @@ def biases_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def stepped(trainer: Trainer) -> None:
-    """A step in which nothing but biases can change: advantages are zero, and so is the rate."""
+    """A step in which nothing but biases can change: advantages are zero, and so is the
+    rate.
+    """
     trainer.policy.forward_backward([_untrained(i, tokens) for i, tokens in enumerate(IDS)])
     trainer.policy.update(0.0, trainer.policy.gradient_norm())
 
 
 def counted(model: Any) -> dict[str, torch.Tensor]:
-    """Tokens of each expert of transformers' model [experts], by the name of the layer's bias."""
+    """Tokens of each expert of transformers' model [experts], by the name of the
+    layer's bias.
+    """
     tokens: dict[str, torch.Tensor] = {}
 
     def count(name: str) -> Any:
@@ -74,7 +80,9 @@ def counted(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tiny", [tiny_glm4_moe, tiny_deepseek_v3])
 def test_biases_move_by_the_load_of_a_step_and_only_if_asked_for(tmp_path: Path, tiny: Any) -> None:
-    """Auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1): b += u * sign(mean load - load)."""
+    """Auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1): b += u * sign(mean
+    load - load).
+    """
     model = tiny(tmp_path / "hf")
     loads = counted(model)
     assert loads.keys() == {BIAS.format(i) for i in (1, 2, 3)}
@@ -96,10 +104,16 @@ def test_counts_begin_anew_each_step_and_a_skipped_one_moves_nothing(tmp_path: P
     tiny_glm4_moe(tmp_path / "hf", num_hidden_layers=2)
     trainer = started(recipe_of(tmp_path / "hf", RATE))
     sequences = [_untrained(i, tokens) for i, tokens in enumerate(IDS)]
-    for chosen in ([0, 1, 2], [1], [2]):  # computed, and not used: as a step whose loss is not finite
+    for chosen in (
+        [0, 1, 2],
+        [1],
+        [2],
+    ):  # computed, and not used: as a step whose loss is not finite
         trainer.policy.forward_backward([sequences[i] for i in chosen])
     before = biases_of(trainer)
-    assert torch.equal(before[BIAS.format(1)], load_file(tmp_path / "hf/model.safetensors")[BIAS.format(1)])
+    assert torch.equal(
+        before[BIAS.format(1)], load_file(tmp_path / "hf/model.safetensors")[BIAS.format(1)]
+    )
     stepped(trainer)
     once = started(recipe_of(tmp_path / "hf", RATE))
     stepped(once)
@@ -124,7 +138,9 @@ def test_a_checkpoint_has_the_moved_biases(tmp_path: Path) -> None:
     assert torch.equal(biases_of(again)[BIAS.format(1)], moved[BIAS.format(1)])
 
 
-def test_the_next_step_does_not_change_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_does_not_change_what_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither weights, which lie in one buffer, nor biases, which do not."""
     tiny_glm4_moe(tmp_path / "hf", num_hidden_layers=2)
     recipe = recipe_of(tmp_path / "hf", RATE)
@@ -141,14 +157,21 @@ def test_the_next_step_does_not_change_what_is_being_written(tmp_path: Path, mon
     checkpoints._writing[1].start()
     checkpoints.finish()
     again = started(recipe)
-    as_saved = {name: tensor.clone() for name, tensor in hf.export(again.policy.chunks, again.policy.family)}
+    as_saved = {
+        name: tensor.clone() for name, tensor in hf.export(again.policy.chunks, again.policy.family)
+    }
     assert Checkpoints(tmp_path / "checkpoints", 1, again, tmp_path / "hf").load_latest()
-    assert all(torch.equal(t, as_saved[name]) for name, t in hf.export(again.policy.chunks, again.policy.family))
+    assert all(
+        torch.equal(t, as_saved[name])
+        for name, t in hf.export(again.policy.chunks, again.policy.family)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_models_keep_them_in_fp32(tmp_path: Path, dtype: str) -> None:
-    """Loaded, published and saved bit for bit. For servers GLM-4.5's router weights, too, are FP32, with the same values."""
+    """Loaded, published and saved bit for bit. For servers GLM-4.5's router weights,
+    too, are FP32, with the same values.
+    """
     tiny_glm4_moe(tmp_path / "hf", build.DTYPES[dtype], num_hidden_layers=2)
     stored = load_file(tmp_path / "hf/model.safetensors")
     assert stored[BIAS.format(1)].dtype == torch.float32
@@ -170,5 +193,10 @@ def test_half_precision_models_keep_them_in_fp32(tmp_path: Path, dtype: str) -> 
 
 def test_a_model_without_biases_cannot_move_them(tmp_path: Path) -> None:
     tiny_llama(tmp_path / "hf", num_hidden_layers=1)
-    with pytest.raises(MegarlError, match=r"model.moe.bias_update_rate: the routers of .* have no bias; set it to 0"):
-        build.transformer_config(recipe_of(tmp_path / "hf", RATE).model, family_of(tmp_path / "hf").architecture, False)
+    with pytest.raises(
+        MegarlError,
+        match=r"model.moe.bias_update_rate: the routers of .* have no bias; set it to 0",
+    ):
+        build.transformer_config(
+            recipe_of(tmp_path / "hf", RATE).model, family_of(tmp_path / "hf").architecture, False
+        )

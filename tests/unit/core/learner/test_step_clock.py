@@ -15,7 +15,11 @@ def test_parts_and_idle_share(monkeypatch: pytest.MonkeyPatch) -> None:
     with clock.spent("train", 0):
         pass
     first = clock.next_step(0)
-    assert (first["wait_seconds"], first["train_seconds"], first["publish_seconds"]) == (3.0, 5.0, 0.0)
+    assert (first["wait_seconds"], first["train_seconds"], first["publish_seconds"]) == (
+        3.0,
+        5.0,
+        0.0,
+    )
     assert first["step_seconds"] == 10.0
     assert first["learner_idle_share"] == pytest.approx(0.3)
     assert clock.next_step(1)["wait_seconds"] == 0.0
@@ -39,4 +43,7 @@ def test_a_publication_is_in_the_row_of_its_step_alone() -> None:
     row = clock.next_step(0)
     assert row["publish_bytes"] == 5
     assert row["transfer_seconds"] == 0.2
-    assert not {"publish_bytes", "pause_seconds", "transfer_seconds", "resume_seconds"} & clock.next_step(1).keys()
+    assert (
+        not {"publish_bytes", "pause_seconds", "transfer_seconds", "resume_seconds"}
+        & clock.next_step(1).keys()
+    )

@@ -1,6 +1,8 @@
-"""A bf16 step compared with the same in FP32 on a CPU: loss and every gradient. On a GPU it uses the kernels that train there.
+"""A bf16 step compared with the same in FP32 on a CPU: loss and every gradient. On a
+GPU it uses the kernels that train there.
 
-A gradient may be off by a tenth of its length, the loss by 0.01: three times what bf16 on a CPU was seen to be off.
+A gradient may be off by a tenth of its length, the loss by 0.01: three times what bf16
+on a CPU was seen to be off.
 """
 
 import os
@@ -33,7 +35,9 @@ def reference(model: Path, file: Path) -> dict[str, torch.Tensor]:
         str(file),
     ]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     return torch.load(file)
 

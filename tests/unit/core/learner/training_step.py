@@ -1,7 +1,7 @@
 """Loss and gradients of one training step, by Hugging Face names.
 
-`python -m tests.unit.core.learner.training_step MODEL DTYPE FILE`: a process of its own; where it sees no GPU, it computes the
-reference for a step on a GPU.
+`python -m tests.unit.core.learner.training_step MODEL DTYPE FILE`: a process of its
+own; where it sees no GPU, it computes the reference for a step on a GPU.
 """
 
 import sys
@@ -20,8 +20,10 @@ LENGTHS = [40, 7, 23, 64, 31, 12]
 
 
 def sequences(experts: bool) -> list[TrainSequence]:
-    """Behaviour log-probs lie about those of random weights over 128 tokens; every other advantage is negative. Experts are
-    given, 2 of 4 in each of 4 layers: a token that bf16 sends to others would have another gradient."""
+    """Behaviour log-probs lie about those of random weights over 128 tokens; every
+    other advantage is negative. Experts are given, 2 of 4 in each of 4 layers: a token
+    that bf16 sends to others would have another gradient.
+    """
     draw, trained = np.random.default_rng(0), sum(LENGTHS) - len(LENGTHS)
     found = []
     for i, n in enumerate(LENGTHS):
@@ -29,13 +31,19 @@ def sequences(experts: bool) -> list[TrainSequence]:
         weight[0] = 0
         tokens = draw.integers(0, 128, n).astype(np.int32)
         behaviour = np.full(n, -5.0, np.float32)
-        chosen = draw.permuted(np.tile(np.arange(4, dtype=np.uint8), (n, 4, 1)), axis=-1)[..., :2] if experts else None
+        chosen = (
+            draw.permuted(np.tile(np.arange(4, dtype=np.uint8), (n, 4, 1)), axis=-1)[..., :2]
+            if experts
+            else None
+        )
         found.append(TrainSequence(i, 0, tokens, behaviour, weight, 1.0 - 2.0 * (i % 2), chosen))
     return found
 
 
 def step(model: Path, dtype: str) -> dict[str, torch.Tensor]:
-    """ "loss", and the gradient of each weight in float64 on the CPU. Ends with the gradients in the weights' place."""
+    """ "loss", and the gradient of each weight in float64 on the CPU. Ends with the
+    gradients in the weights' place.
+    """
     experts = in_directory(model).experts > 0
     tree = {
         "model": {"path": str(model), "dtype": dtype, "moe": {"routing_replay": experts}},
@@ -47,7 +55,10 @@ def step(model: Path, dtype: str) -> dict[str, torch.Tensor]:
         for chunk in trainer.policy.chunks:
             for parameter in chunk.parameters():
                 parameter.copy_(parameter.main_grad)
-    gradients = {name: t.double().cpu() for name, t in hf.export(trainer.policy.chunks, trainer.policy.family)}
+    gradients = {
+        name: t.double().cpu()
+        for name, t in hf.export(trainer.policy.chunks, trainer.policy.family)
+    }
     return {"loss": torch.tensor(loss, dtype=torch.float64)} | gradients
 
 

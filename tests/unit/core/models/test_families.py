@@ -1,4 +1,6 @@
-"""Each family on one rank is transformers': logits, gradients, bits of the weights, packed and not, at odd shapes."""
+"""Each family on one rank is transformers': logits, gradients, bits of the weights,
+packed and not, at odd shapes.
+"""
 
 import importlib
 import inspect
@@ -34,7 +36,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from safetensors.torch import load_file
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-ODD = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 10}
+ODD = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 1,
+    "head_dim": 10,
+}
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "llama, llama3 rope, grouped queries, wide heads": (tiny_llama, {}),
     "llama, tied, odd vocabulary": (tiny_llama, {"tie_word_embeddings": True, "vocab_size": 131}),
@@ -53,7 +61,13 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "qwen3-moe, 2 of 4": (tiny_qwen3_moe, {}),
     "qwen3-moe, 3 of 5 not normalised, a dense layer, odd": (
         tiny_qwen3_moe,
-        ODD | {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False, "mlp_only_layers": [1]},
+        ODD
+        | {
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+        },
     ),
     "qwen3-moe, every second layer": (tiny_qwen3_moe, {"decoder_sparse_step": 2}),
     "glm-4.5": (tiny_glm4_moe, {}),
@@ -82,8 +96,19 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "moonlight, odd": (
         tiny_deepseek_v3,
         MOONLIGHT
-        | {"hidden_size": 48, "num_attention_heads": 5, "num_key_value_heads": 5, "vocab_size": 131, "v_head_dim": 14}
-        | {"qk_nope_head_dim": 10, "kv_lora_rank": 18, "rope_parameters": DEFAULT_ROPE, "n_routed_experts": 5},
+        | {
+            "hidden_size": 48,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "vocab_size": 131,
+            "v_head_dim": 14,
+        }
+        | {
+            "qk_nope_head_dim": 10,
+            "kv_lora_rank": 18,
+            "rope_parameters": DEFAULT_ROPE,
+            "n_routed_experts": 5,
+        },
     ),
     "gpt-oss": (tiny_gpt_oss, {}),
     "gpt-oss, odd, YaRN from whole pairs on, windows in the first and third layer": (
@@ -100,13 +125,22 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "gpt-oss, tied, plain rotation, no windows": (
         tiny_gpt_oss,
-        {"tie_word_embeddings": True, "rope_parameters": DEFAULT_ROPE, "layer_types": ["full_attention"] * 4},
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": DEFAULT_ROPE,
+            "layer_types": ["full_attention"] * 4,
+        },
     ),
     "llama 4": (tiny_llama4, {}),
     "llama 4, tied, odd, no norm, no temperature, every second layer": (
         tiny_llama4,
         ODD
-        | {"tie_word_embeddings": True, "vocab_size": 131, "moe_layers": None, "interleave_moe_layer_step": 2}
+        | {
+            "tie_word_embeddings": True,
+            "vocab_size": 131,
+            "moe_layers": None,
+            "interleave_moe_layer_step": 2,
+        }
         | {"use_qk_norm": False, "attn_temperature_tuning": False, "rope_parameters": DEFAULT_ROPE}
         | {"no_rope_layers": [1, 0, 1], "attention_chunk_size": 7},
     ),
@@ -119,18 +153,27 @@ def packed(lengths: list[int]) -> PackedSeqParams:
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
     longest = max(lengths)
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest
-    )  # fmt: skip
+        qkv_format="thd",
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_gradients_and_export_are_those_of_transformers(one_rank: None, tmp_path: Path, case: str) -> None:
+def test_logits_gradients_and_export_are_those_of_transformers(
+    one_rank: None, tmp_path: Path, case: str
+) -> None:
     tiny, overrides = CASES[case]
     reference = tiny(tmp_path / "hf", **overrides)
     family = family_of(tmp_path / "hf")
     (chunk,) = build.build(Model(path=str(tmp_path / "hf"), dtype="fp32"), tmp_path / "hf")
     hf.load([chunk], family, tmp_path / "hf")
-    stored, exported = load_file(tmp_path / "hf" / "model.safetensors"), dict(hf.export([chunk], family))
+    stored, exported = (
+        load_file(tmp_path / "hf" / "model.safetensors"),
+        dict(hf.export([chunk], family)),
+    )
     assert exported.keys() == {name for name in stored if not family.passthrough(name)}
     assert all(torch.equal(stored[name], exported[name]) for name in exported)
 
@@ -156,18 +199,29 @@ def test_logits_gradients_and_export_are_those_of_transformers(one_rank: None, t
             parameter.copy_(parameter.grad)
     of_transformers = gradients(reference, tmp_path / "gradients")
     largest = max(gradient.abs().max() for gradient in of_transformers.values())
-    found = {name: gradient for name, gradient in hf.export([chunk], family) if not name.endswith("correction_bias")}
+    found = {
+        name: gradient
+        for name, gradient in hf.export([chunk], family)
+        if not name.endswith("correction_bias")
+    }
     worst = max((gradient - of_transformers[name]).abs().max() for name, gradient in found.items())
     print(f"{case}: {worst / largest:.1e}")
-    # float32 against float64, through four layers: rounding alone comes to 1.3e-6 of the largest gradient.
+    # float32 against float64, through four layers: rounding alone comes to 1.3e-6 of
+    # the largest gradient.
     assert worst <= min(1e-6, 2e-6 * largest)
 
 
 @pytest.mark.parametrize(
     ("view", "name"),
     [
-        (SourceView("layers.1.experts.gate_up_proj", 3, (0, 2)), "layers.1.experts.3.gate_proj.weight"),
-        (SourceView("layers.1.experts.gate_up_proj", 12, (1, 2)), "layers.1.experts.12.up_proj.weight"),
+        (
+            SourceView("layers.1.experts.gate_up_proj", 3, (0, 2)),
+            "layers.1.experts.3.gate_proj.weight",
+        ),
+        (
+            SourceView("layers.1.experts.gate_up_proj", 12, (1, 2)),
+            "layers.1.experts.12.up_proj.weight",
+        ),
         (SourceView("layers.1.experts.down_proj", 0), "layers.1.experts.0.down_proj.weight"),
         (SourceView("layers.1.experts.gate_up_proj", 7), "layers.1.experts.7.gate_up_proj.weight"),
         (SourceView("layers.1.experts.down_proj_bias", 7), "layers.1.experts.7.down_proj.bias"),
@@ -181,7 +235,10 @@ def test_an_expert_of_a_stack_has_a_name_of_its_own(view: SourceView, name: str)
 PLACES: dict[str, tuple[str, set[str]]] = {
     "tests.unit.core.models.test_families": ("CASES", set()),
     "tests.unit.lab.planning.test_shapes": ("MODELS", set()),
-    "tests.unit.checkpoints_tools.test_round_trips": ("FAMILIES", {"Llama4ForConditionalGeneration"}),
+    "tests.unit.checkpoints_tools.test_round_trips": (
+        "FAMILIES",
+        {"Llama4ForConditionalGeneration"},
+    ),
     "tests.parallel.test_models_layouts": ("MODELS", {"Llama4ForConditionalGeneration"}),
     "tests.stack.test_server_families": ("CASES", {"LlamaForCausalLM"}),
 }
@@ -190,7 +247,9 @@ PLACES: dict[str, tuple[str, set[str]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_no_family_is_left_out(place: str) -> None:
-    """An architecture that the learner reads is compared with transformers everywhere: here, on the servers, at each layout."""
+    """An architecture that the learner reads is compared with transformers everywhere:
+    here, on the servers, at each layout.
+    """
     name, elsewhere = PLACES[place]
     found = {made_by(entry) for entry in getattr(importlib.import_module(place), name).values()}
     missing = READERS.keys() - found - elsewhere
@@ -198,19 +257,31 @@ def test_no_family_is_left_out(place: str) -> None:
 
 
 def made_by(entry: Any) -> str:
-    """The architecture that an entry's function of tests/tiny.py makes, whose annotations are texts."""
+    """The architecture that an entry's function of tests/tiny.py makes, whose
+    annotations are texts.
+    """
     make = getattr(entry, "make", entry[0] if isinstance(entry, tuple) else entry)
     return str(inspect.signature(getattr(make, "func", make)).return_annotation)
 
 
-def test_experts_in_turn_are_sent_one_by_one_as_servers_hold_them(one_rank: None, tmp_path: Path) -> None:
-    """Put together they are transformers' stacks, transposed; biases in FP32, whatever the model is."""
+def test_experts_in_turn_are_sent_one_by_one_as_servers_hold_them(
+    one_rank: None, tmp_path: Path
+) -> None:
+    """Put together they are transformers' stacks, transposed; biases in FP32, whatever
+    the model is.
+    """
     reference = tiny_gpt_oss(tmp_path, torch.bfloat16, num_hidden_layers=1)
     (chunk,), family = build.build(Model(path=str(tmp_path)), tmp_path), family_of(tmp_path)
     hf.load([chunk], family, tmp_path)
-    sent, held = dict(hf.export([chunk], family, stacked=False)), reference.model.layers[0].mlp.experts
+    sent, held = (
+        dict(hf.export([chunk], family, stacked=False)),
+        reference.model.layers[0].mlp.experts,
+    )
     for name in ("gate_up_proj", "down_proj"):
-        for kind, ending, dtype in (("weight", "", torch.bfloat16), ("bias", "_bias", torch.float32)):
+        for kind, ending, dtype in (
+            ("weight", "", torch.bfloat16),
+            ("bias", "_bias", torch.float32),
+        ):
             alone = [sent.pop(f"model.layers.0.mlp.experts.{e}.{name}.{kind}") for e in range(8)]
             expected = getattr(held, name + ending).detach()
             assert {tensor.dtype for tensor in alone} == {dtype}

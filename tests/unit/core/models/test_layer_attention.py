@@ -1,4 +1,6 @@
-"""Attention within chunks is causal attention over divided sequences; what Transformer Engine is told of them."""
+"""Attention within chunks is causal attention over divided sequences; what Transformer
+Engine is told of them.
+"""
 
 import dataclasses
 import itertools
@@ -14,7 +16,13 @@ from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
 from megarl.core.base.architecture import read
 from megarl.core.models import parallel  # noqa: F401  makes megatron importable on a CPU
-from megarl.core.models.attention import LayerAttention, positions_of, rms_norm, segments, temperatures
+from megarl.core.models.attention import (
+    LayerAttention,
+    positions_of,
+    rms_norm,
+    segments,
+    temperatures,
+)
 from megarl.core.models.build import own_attention
 from megarl.core.models.layers import ChunkedTEAttention, Rope
 
@@ -24,7 +32,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 17))
 def test_divided_sequences_see_what_the_chunk_lets_them_see(lengths: list[int], chunk: int) -> None:
-    """Same part of a pack <=> same sequence and same chunk of positions: transformers' chunked mask, without its mask."""
+    """Same part of a pack <=> same sequence and same chunk of positions: transformers'
+    chunked mask, without its mask.
+    """
     boundaries = torch.tensor([0, *lengths]).cumsum(0).tolist()
     parts = torch.tensor([*segments(boundaries, chunk).start.tolist(), boundaries[-1]]).diff()
     assert parts.sum() == sum(lengths)
@@ -40,14 +50,20 @@ def test_divided_sequences_see_what_the_chunk_lets_them_see(lengths: list[int], 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotation_and_its_gradient_are_transformers(interleaved: bool, dtype: torch.dtype) -> None:
-    """Halves bit for bit forward. Complex products may be fused, and autograd rounds more than once backward."""
+    """Halves bit for bit forward. Complex products may be fused, and autograd rounds
+    more than once backward.
+    """
     draw = torch.Generator().manual_seed(0)
-    x, upstream = (torch.randn(9, 4, 8, generator=draw, dtype=torch.float32).to(dtype) for _ in range(2))
+    x, upstream = (
+        torch.randn(9, 4, 8, generator=draw, dtype=torch.float32).to(dtype) for _ in range(2)
+    )
     rope = Rope(1.0 / 10000 ** (torch.arange(4) / 4), interleaved)
     cos, sin = rope(torch.arange(9), dtype)
     plain, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
     if interleaved:
-        expected = apply_rotary_emb(plain[None], plain[None], torch.complex(cos[:, 0], sin[:, 0])[None])[0][0]
+        expected = apply_rotary_emb(
+            plain[None], plain[None], torch.complex(cos[:, 0], sin[:, 0])[None]
+        )[0][0]
     else:
         whole = (torch.cat([part, part], -1)[None, :, 0] for part in (cos, sin))
         expected = apply_rotary_pos_emb(plain[None], plain[None], *whole, unsqueeze_dim=2)[0][0]
@@ -64,9 +80,13 @@ def test_rotation_and_its_gradient_are_transformers(interleaved: bool, dtype: to
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_and_its_gradients_are_transformers(dtype: torch.dtype, weighted: bool) -> None:
-    """Bit for bit forward. Gradients are those of transformers in float32: its own weights' are sums of rounded products."""
+    """Bit for bit forward. Gradients are those of transformers in float32: its own
+    weights' are sums of rounded products.
+    """
     draw = torch.Generator().manual_seed(0)
-    x, upstream = (torch.randn(9, 64, generator=draw, dtype=torch.float32).to(dtype) for _ in range(2))
+    x, upstream = (
+        torch.randn(9, 64, generator=draw, dtype=torch.float32).to(dtype) for _ in range(2)
+    )
     theirs = LlamaRMSNorm(64, 1e-5)
     if weighted:
         theirs.weight.data = torch.randn(64, generator=draw)
@@ -83,17 +103,23 @@ def test_norm_and_its_gradients_are_transformers(dtype: torch.dtype, weighted: b
 
 def test_temperature_is_one_until_the_floor() -> None:
     assert torch.equal(temperatures(torch.arange(7), 8, 0.1), torch.ones(7))
-    assert temperatures(torch.tensor([7, 8190, 8191]), 8192, 0.1).tolist() == pytest.approx([1, 1, 1.0693147])
+    assert temperatures(torch.tensor([7, 8190, 8191]), 8192, 0.1).tolist() == pytest.approx(
+        [1, 1, 1.0693147]
+    )
 
 
 class Kernels(torch.nn.Module):
-    """Transformer Engine's attention in its stead: for each of the sequences it is told, causal attention."""
+    """Transformer Engine's attention in its stead: for each of the sequences it is
+    told, causal attention.
+    """
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
         self.calls: list[PackedSeqParams | None] = []
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed_seq_params: Any
+    ) -> torch.Tensor:
         self.calls.append(packed_seq_params)
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         rows = []
@@ -121,9 +147,14 @@ def test_transformer_engine_is_told_shorter_sequences() -> None:
     assert told.cu_seqlens_q.tolist() == told.cu_seqlens_kv.tolist() == [0, 8, 16, 20, 28, 30]
     assert told.cu_seqlens_q.dtype == torch.int32
     assert (told.max_seqlen_q, told.max_seqlen_kv, told.qkv_format) == (8, 8, "thd")
-    sequence, chunk = torch.repeat_interleave(torch.tensor([20, 10])), positions_of([0, 20, 30]) // 8
+    sequence, chunk = (
+        torch.repeat_interleave(torch.tensor([20, 10])),
+        positions_of([0, 20, 30]) // 8,
+    )
     mask = ((sequence[:, None] == sequence) & (chunk[:, None] == chunk)).tril()
-    expected = scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)), attn_mask=mask).transpose(0, 1)
+    expected = scaled_dot_product_attention(
+        *(t.transpose(0, 1) for t in (q, k, v)), attn_mask=mask
+    ).transpose(0, 1)
     assert torch.allclose(out, expected.flatten(1), atol=1e-6)
 
 
@@ -137,7 +168,9 @@ def test_transformer_engine_is_left_alone_where_no_sequence_is_longer() -> None:
 
 def test_queries_are_scaled_and_normalised_before_transformer_engine() -> None:
     q, k, v = torch.randn(3, 30, 2, 8)
-    scaled = attention(LayerAttention(rotary=False, temperature=(4, 0.5)))(q, k, v, packed_seq_params=packed(20, 10))
+    scaled = attention(LayerAttention(rotary=False, temperature=(4, 0.5)))(
+        q, k, v, packed_seq_params=packed(20, 10)
+    )
     factor = temperatures(positions_of([0, 20, 30]), 4, 0.5)[:, None, None]
     assert torch.equal(scaled, Kernels()(q * factor, k, v, packed(20, 10)))
     normed = attention(LayerAttention(l2_epsilon=1e-5))(q, k, v, packed_seq_params=packed(20, 10))
@@ -157,14 +190,19 @@ def test_chunks_across_context_parallel_ranks_do_without_transformer_engine(
 
 
 @pytest.mark.parametrize(
-    ("capability", "widest"), [((8, 0), 0), ((8, 9), 0), ((9, 0), 256), ((10, 0), 128), ((12, 0), 128)]
+    ("capability", "widest"),
+    [((8, 0), 0), ((8, 9), 0), ((9, 0), 256), ((10, 0), 128), ((12, 0), 128)],
 )
 def test_gpus_without_a_kernel_for_packed_rows_do_without_transformer_engine(
     capability: tuple[int, int], widest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On these, Transformer Engine would choose its unfused attention: n x n scores of each sequence."""
+    """On these, Transformer Engine would choose its unfused attention: n x n scores of
+    each sequence.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     model = read("llama-3.1-8b")
     for head_dim in (64, 128, 256):
-        assert own_attention(dataclasses.replace(model, head_dim=head_dim), 1) == (head_dim > widest)
+        assert own_attention(dataclasses.replace(model, head_dim=head_dim), 1) == (
+            head_dim > widest
+        )

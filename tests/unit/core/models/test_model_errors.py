@@ -1,4 +1,6 @@
-"""Bad directories and layouts end in one message that says what and where; nothing half-written stays."""
+"""Bad directories and layouts end in one message that says what and where; nothing
+half-written stays.
+"""
 
 import json
 import os
@@ -53,13 +55,17 @@ def edit_config(directory: Path, **changes: object) -> None:
 
 
 def test_no_directory(tmp_path: Path) -> None:
-    with pytest.raises(MegarlError, match=r"nowhere: no Hugging Face model there \(no config.json\)"):
+    with pytest.raises(
+        MegarlError, match=r"nowhere: no Hugging Face model there \(no config.json\)"
+    ):
         family_of(tmp_path / "nowhere")
 
 
 def test_unsupported_architecture_names_the_supported(directory: Path) -> None:
     edit_config(directory, architectures=["GPT2LMHeadModel"])
-    with pytest.raises(MegarlError, match=r"GPT2LMHeadModel is not supported; supported: .*LlamaForCausalLM"):
+    with pytest.raises(
+        MegarlError, match=r"GPT2LMHeadModel is not supported; supported: .*LlamaForCausalLM"
+    ):
         family_of(directory)
 
 
@@ -69,7 +75,9 @@ def test_unsupported_architecture_names_the_supported(directory: Path) -> None:
         {"hidden_act": "gelu"},
         {"attention_bias": True},
         {"rope_parameters": {"rope_type": "yarn"}},
-        {"rope_scaling": {"rope_type": "yarn"}},  # beside the rope_parameters, as Qwen3's README has it
+        {
+            "rope_scaling": {"rope_type": "yarn"}
+        },  # beside the rope_parameters, as Qwen3's README has it
     ],
 )
 def test_unsupported_settings_are_refused(directory: Path, change: dict[str, object]) -> None:
@@ -82,8 +90,12 @@ def test_unsupported_settings_are_refused(directory: Path, change: dict[str, obj
     ("change", "said"),
     [
         ({"norm_topk_prob": False}, "norm_topk_prob=false or num_experts_per_tok=1"),
-        ({"num_experts_per_tok": 1, "topk_group": 1}, "norm_topk_prob=false or num_experts_per_tok=1"),
-        # Megatron would rank each group by its best 3, or its best 1: other experts, and no word.
+        (
+            {"num_experts_per_tok": 1, "topk_group": 1},
+            "norm_topk_prob=false or num_experts_per_tok=1",
+        ),
+        # Megatron would rank each group by its best 3, or its best 1: other experts,
+        # and no word.
         ({"num_experts_per_tok": 6}, "topk_group=2 with 6 of 8 experts"),
         ({"num_experts_per_tok": 3}, "topk_group=2 with 3 of 8 experts"),
         ({"n_group": 3}, "n_group=3"),
@@ -114,11 +126,16 @@ def test_unsupported_experts_and_latent_attention_are_refused(
         ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
         ({"layer_types": ["chunked_attention"]}, "layer_types is not supported"),
         ({"layer_types": ["full_attention"] * 2}, "layer_types is not supported"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+            "rope_type 'llama3' is not supported",
+        ),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method mxfp4"),
     ],
 )
-def test_unsupported_gpt_oss_are_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
+def test_unsupported_gpt_oss_are_refused(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
     tiny_gpt_oss(tmp_path, num_hidden_layers=1)
     family_of(tmp_path)
     edit_config(tmp_path, **change)
@@ -130,8 +147,12 @@ def test_experts_with_biases_are_not_divided(tmp_path: Path) -> None:
     tiny_gpt_oss(tmp_path, num_hidden_layers=1)
     architecture = in_directory(tmp_path)
     build.transformer_config(Model(path="x", tensor_parallel=2), architecture, False)
-    with pytest.raises(MegarlError, match=r"model.expert_tensor_parallel: experts of x have biases.*set it to 1"):
-        build.transformer_config(Model(path="x", tensor_parallel=2, expert_tensor_parallel=2), architecture, False)
+    with pytest.raises(
+        MegarlError, match=r"model.expert_tensor_parallel: experts of x have biases.*set it to 1"
+    ):
+        build.transformer_config(
+            Model(path="x", tensor_parallel=2, expert_tensor_parallel=2), architecture, False
+        )
 
 
 def test_glm_without_plain_rotation_is_refused(tmp_path: Path) -> None:
@@ -145,7 +166,9 @@ def test_a_temperature_of_llama4_that_no_server_loads(tmp_path: Path) -> None:
     """The first releases have 4, which transformers 5 refuses."""
     tiny_llama4(tmp_path)
     edit_config(tmp_path, attn_temperature_tuning=4)
-    with pytest.raises(MegarlError, match=r"attn_temperature_tuning=4 is not supported: .* set it to true"):
+    with pytest.raises(
+        MegarlError, match=r"attn_temperature_tuning=4 is not supported: .* set it to true"
+    ):
         family_of(tmp_path)
     with pytest.raises(StrictDataclassFieldValidationError):
         AutoConfig.from_pretrained(tmp_path)
@@ -154,7 +177,9 @@ def test_a_temperature_of_llama4_that_no_server_loads(tmp_path: Path) -> None:
 def test_dual_chunk_attention_is_refused(tmp_path: Path) -> None:
     tiny_qwen2(tmp_path, num_hidden_layers=1)
     edit_config(tmp_path, dual_chunk_attention_config={"chunk_size": 262144, "local_size": 8192})
-    with pytest.raises(MegarlError, match=r"dual_chunk_attention_config=\{.* is not supported, only None"):
+    with pytest.raises(
+        MegarlError, match=r"dual_chunk_attention_config=\{.* is not supported, only None"
+    ):
         family_of(tmp_path)
 
 
@@ -164,7 +189,9 @@ def test_sliding_windows_are_refused(tmp_path: Path) -> None:
     edit_config(tmp_path, sliding_window=4096, use_sliding_window=False)
     family_of(tmp_path)
     edit_config(tmp_path, use_sliding_window=True)
-    with pytest.raises(MegarlError, match=r"config.json: use_sliding_window=True is not supported, only False"):
+    with pytest.raises(
+        MegarlError, match=r"config.json: use_sliding_window=True is not supported, only False"
+    ):
         family_of(tmp_path)
 
 
@@ -173,7 +200,8 @@ def test_missing_and_extra_tensors_in_one_message(one_rank: None, directory: Pat
     tensors["model.layers.9.x"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(
-        MegarlError, match=r"missing 1 tensor \(model.layers.0.mlp.up_proj.weight\); .*\(model.layers.9.x\)"
+        MegarlError,
+        match=r"missing 1 tensor \(model.layers.0.mlp.up_proj.weight\); .*\(model.layers.9.x\)",
     ):
         hf.load(build.build(Model(dtype="fp32"), directory), family_of(directory), directory)
 
@@ -182,7 +210,10 @@ def test_a_tied_head_that_is_another_matrix(directory: Path) -> None:
     """transformers 5 keeps both; megarl and SGLang would drop the head and say nothing."""
     open_model(directory)  # not tied
     edit_config(directory, tie_word_embeddings=True)
-    with pytest.raises(MegarlError, match=r"lm_head.weight and model.embed_tokens.weight differ, .* set it to false"):
+    with pytest.raises(
+        MegarlError,
+        match=r"lm_head.weight and model.embed_tokens.weight differ, .* set it to false",
+    ):
         open_model(directory)
     tensors = load_file(directory / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -201,8 +232,13 @@ def test_the_type_in_a_copied_description(tmp_path: Path, names: tuple[str, ...]
     (tmp_path / "from").mkdir()
     (tmp_path / "from/config.json").write_text(json.dumps(dict.fromkeys(names, "float32")))
     hf.copy_description(tmp_path / "from", tmp_path / "to", torch.bfloat16)
-    assert json.loads((tmp_path / "to/config.json").read_text()) == dict.fromkeys(names or ("dtype",), "bfloat16")
-    assert AutoConfig.for_model("llama", **dict.fromkeys(names or ("dtype",), "bfloat16")).dtype == torch.bfloat16
+    assert json.loads((tmp_path / "to/config.json").read_text()) == dict.fromkeys(
+        names or ("dtype",), "bfloat16"
+    )
+    assert (
+        AutoConfig.for_model("llama", **dict.fromkeys(names or ("dtype",), "bfloat16")).dtype
+        == torch.bfloat16
+    )
 
 
 def test_wrong_shapes(one_rank: None, directory: Path) -> None:
@@ -241,7 +277,8 @@ def test_config_without_a_size(experts: Path) -> None:
     del config["intermediate_size_mlp"]
     (experts / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        MegarlError, match=r"config.json: 'intermediate_size_mlp' is missing, which Llama4ForCausalLM needs"
+        MegarlError,
+        match=r"config.json: 'intermediate_size_mlp' is missing, which Llama4ForCausalLM needs",
     ):
         family_of(experts)
 
@@ -249,21 +286,28 @@ def test_config_without_a_size(experts: Path) -> None:
 def test_a_router_without_effect_is_refused(tmp_path: Path) -> None:
     tiny_qwen3_moe(tmp_path, num_hidden_layers=1)
     edit_config(tmp_path, num_experts_per_tok=1)
-    with pytest.raises(MegarlError, match=r"norm_topk_prob with num_experts_per_tok=1 is not supported"):
+    with pytest.raises(
+        MegarlError, match=r"norm_topk_prob with num_experts_per_tok=1 is not supported"
+    ):
         family_of(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"expert_parallel": 3}, r"model.expert_parallel: num_moe_experts=4 .* is not divisible by 3"),
+        (
+            {"expert_parallel": 3},
+            r"model.expert_parallel: num_moe_experts=4 .* is not divisible by 3",
+        ),
         (
             {"expert_parallel": 2, "expert_tensor_parallel": 5},
             r"model.expert_tensor_parallel: moe_ffn_hidden_size=48 .* is not divisible by 5",
         ),
     ],
 )
-def test_layouts_that_experts_do_not_allow(one_rank: None, experts: Path, layout: dict[str, int], message: str) -> None:
+def test_layouts_that_experts_do_not_allow(
+    one_rank: None, experts: Path, layout: dict[str, int], message: str
+) -> None:
     with pytest.raises(MegarlError, match=message):
         build.build(Model(path="m", **layout), experts)
 
@@ -293,16 +337,22 @@ def test_an_error_without_a_text_is_an_error_on_all_ranks(one_rank: None) -> Non
 
 
 def test_layout_that_does_not_fit_the_ranks() -> None:
-    with pytest.raises(MegarlError, match=r"1 ranks do not divide into copies of the model of 2 ranks"):
+    with pytest.raises(
+        MegarlError, match=r"1 ranks do not divide into copies of the model of 2 ranks"
+    ):
         parallel.start(Model(tensor_parallel=2), seed=0, timeout_s=5)
 
 
 def test_model_that_does_not_divide(one_rank: None, directory: Path) -> None:
-    with pytest.raises(MegarlError, match=r"model.tensor_parallel: num_attention_heads=8 .* is not divisible by 3"):
+    with pytest.raises(
+        MegarlError, match=r"model.tensor_parallel: num_attention_heads=8 .* is not divisible by 3"
+    ):
         build.build(Model(path="m", tensor_parallel=3), directory)
 
 
-def test_save_refuses_what_exists_and_cleans_up_when_it_fails(one_rank: None, directory: Path) -> None:
+def test_save_refuses_what_exists_and_cleans_up_when_it_fails(
+    one_rank: None, directory: Path
+) -> None:
     family, chunks = family_of(directory), build.build(Model(dtype="fp32"), directory)
     hf.load(chunks, family, directory)
     before = sorted(directory.parent.rglob("*"))
@@ -313,12 +363,18 @@ def test_save_refuses_what_exists_and_cleans_up_when_it_fails(one_rank: None, di
     assert sorted(directory.parent.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "metadata.json", "hf/config.json", checkpoint.META])
-def test_checkpoint_of_which_one_bit_has_changed(one_rank: None, directory: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["__0_0.distcp", ".metadata", "metadata.json", "hf/config.json", checkpoint.META]
+)
+def test_checkpoint_of_which_one_bit_has_changed(
+    one_rank: None, directory: Path, name: str
+) -> None:
     """Nothing of it is loaded; with the bit as it was, all is."""
     chunks = build.build(Model(dtype="fp32"), directory)
     hf.load(chunks, family_of(directory), directory)
-    meta = checkpoint.CheckpointMeta(step=1, version=1, hf_source=str(directory), model=Model().model_dump())
+    meta = checkpoint.CheckpointMeta(
+        step=1, version=1, hf_source=str(directory), model=Model().model_dump()
+    )
     path = directory.parent / "step-1"
     checkpoint.save(path, checkpoint.model_state(chunks), meta)
     assert checkpoint.read_meta(path).files.keys() == {
@@ -337,16 +393,29 @@ def test_checkpoint_of_which_one_bit_has_changed(one_rank: None, directory: Path
     assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
 
 
-def test_checkpoint_of_which_a_file_is_gone_or_that_is_of_another_schema(one_rank: None, directory: Path) -> None:
+def test_checkpoint_of_which_a_file_is_gone_or_that_is_of_another_schema(
+    one_rank: None, directory: Path
+) -> None:
     chunks = build.build(Model(dtype="fp32"), directory)
     hf.load(chunks, family_of(directory), directory)
-    meta = checkpoint.CheckpointMeta(step=1, version=1, hf_source=str(directory), model=Model().model_dump())
+    meta = checkpoint.CheckpointMeta(
+        step=1, version=1, hf_source=str(directory), model=Model().model_dump()
+    )
     path = directory.parent / "step-1"
     checkpoint.save(path, checkpoint.model_state(chunks), meta)
     (path / "hf" / "config.json").unlink()
-    with pytest.raises(MegarlError, match=r"step-1/hf/config.json: missing; the checkpoint is damaged"):
+    with pytest.raises(
+        MegarlError, match=r"step-1/hf/config.json: missing; the checkpoint is damaged"
+    ):
         checkpoint.load_model(path, chunks)
-    without_checksums = {"step": 1, "version": 1, "hf_source": "", "model": {}, "critic": False, "schema": 3}
+    without_checksums = {
+        "step": 1,
+        "version": 1,
+        "hf_source": "",
+        "model": {},
+        "critic": False,
+        "schema": 3,
+    }
     (path / checkpoint.META).write_text(json.dumps(without_checksums))
     with pytest.raises(MegarlError, match=r"megarl.json: schema 3, this version of megarl reads 4"):
         checkpoint.load_model(path, chunks)
@@ -355,37 +424,55 @@ def test_checkpoint_of_which_a_file_is_gone_or_that_is_of_another_schema(one_ran
 def test_checkpoint_cleans_up_when_it_fails(one_rank: None, directory: Path) -> None:
     chunks = build.build(Model(dtype="fp32"), directory)
     hf.load(chunks, family_of(directory), directory)
-    meta = checkpoint.CheckpointMeta(step=1, version=1, hf_source=str(directory), model=Model().model_dump())
+    meta = checkpoint.CheckpointMeta(
+        step=1, version=1, hf_source=str(directory), model=Model().model_dump()
+    )
     before = sorted(directory.parent.rglob("*"))
-    with files_no_larger_than(20_000), pytest.raises(MegarlError, match="step-1: the checkpoint could not be written"):
+    with (
+        files_no_larger_than(20_000),
+        pytest.raises(MegarlError, match="step-1: the checkpoint could not be written"),
+    ):
         checkpoint.save(directory.parent / "step-1", checkpoint.model_state(chunks), meta)
     assert sorted(directory.parent.rglob("*")) == before
 
 
 def broken_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "transformer_engine.py").write_text("raise ImportError('undefined symbol: _ZN3c104cuda')")
+    (folder / "transformer_engine.py").write_text(
+        "raise ImportError('undefined symbol: _ZN3c104cuda')"
+    )
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)  # megarl hides it on a CPU
+    monkeypatch.delitem(
+        sys.modules, "transformer_engine", raising=False
+    )  # megarl hides it on a CPU
 
 
-def test_a_broken_transformer_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_broken_transformer_engine_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     models._check_transformer_engine()  # where there is none, layers are megarl's
     broken_engine(tmp_path, monkeypatch)
     with pytest.raises(
-        MegarlError, match=r"cannot be imported: ImportError: undefined symbol: _ZN3c104cuda\. Build it again"
+        MegarlError,
+        match=r"cannot be imported: ImportError: undefined symbol: _ZN3c104cuda\. Build it again",
     ):
         models._check_transformer_engine()
 
 
-def test_transformer_engine_takes_torchs_cudnn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By itself it takes that of CUDNN_HOME, which a cluster's module sets, or the toolkit's: two versions in one process."""
+def test_transformer_engine_takes_torchs_cudnn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By itself it takes that of CUDNN_HOME, which a cluster's module sets, or the
+    toolkit's: two versions in one process.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUDNN_HOME", "/opt/cudnn-9.12-for-cuda-12")
     (tmp_path / "transformer_engine").mkdir()
     for name in ("__init__", "pytorch"):
         (tmp_path / "transformer_engine" / f"{name}.py").touch()
-        monkeypatch.delitem(sys.modules, f"transformer_engine.{name}".removesuffix(".__init__"), raising=False)
+        monkeypatch.delitem(
+            sys.modules, f"transformer_engine.{name}".removesuffix(".__init__"), raising=False
+        )
     monkeypatch.syspath_prepend(tmp_path)
     models._check_transformer_engine()
     assert list(Path(os.environ["CUDNN_HOME"]).glob("lib/libcudnn.so.*"))
@@ -399,16 +486,24 @@ def test_transformer_engine_takes_torchs_cudnn(monkeypatch: pytest.MonkeyPatch, 
         ("deep_ep", "assert False, 'cuda_home is not None'"),
     ],
 )
-def test_the_stack_for_gpus_where_there_is_no_driver(package: str, code: str, tmp_path: Path) -> None:
-    """A login node converts and inspects checkpoints. megatron-core imports packages that raise what it does not expect."""
+def test_the_stack_for_gpus_where_there_is_no_driver(
+    package: str, code: str, tmp_path: Path
+) -> None:
+    """A login node converts and inspects checkpoints. megatron-core imports packages
+    that raise what it does not expect.
+    """
     (tmp_path / f"{package}.py").write_text(code)
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     words = [sys.executable, "-c", "import megarl.core.models.build"]
-    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
-def test_a_broken_transformer_engine_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_broken_transformer_engine_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     broken_engine(tmp_path, monkeypatch)
     models._check_transformer_engine()
     assert build.layers_made_by(Model()) == "megarl"

@@ -17,7 +17,14 @@ from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.models.hf import write_config
 from megarl.core.models.layers import CausalAttention, inverse_frequencies
 from megarl.core.recipe import Model, Moe
-from tests.tiny import LLAMA3_ROPE, tiny_gpt_oss, tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen3_moe
+from tests.tiny import (
+    LLAMA3_ROPE,
+    tiny_gpt_oss,
+    tiny_llama,
+    tiny_llama4,
+    tiny_llama4_multimodal,
+    tiny_qwen3_moe,
+)
 
 # isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -50,7 +57,9 @@ def test_bf16_weights_bit_for_bit(one_rank: None, tmp_path: Path) -> None:
         (LLAMA3_ROPE | {"factor": 32.0, "original_max_position_embeddings": 8192}, 131072),
     ],
 )
-def test_rotary_frequencies_are_transformers_bit_for_bit(rope: dict[str, Any], context: int) -> None:
+def test_rotary_frequencies_are_transformers_bit_for_bit(
+    rope: dict[str, Any], context: int
+) -> None:
     config = LlamaConfig(
         hidden_size=256,
         num_attention_heads=2,
@@ -102,8 +111,12 @@ def test_the_rotary_base_where_only_its_scaling_is_given(
     assert architecture.in_directory(tmp_path).rope_theta == expected
 
 
-def test_saved_directory_is_transformers(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several files with an index; transformers loads the same weights; the tokenizer's files came along."""
+def test_saved_directory_is_transformers(
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several files with an index; transformers loads the same weights; the
+    tokenizer's files came along.
+    """
     monkeypatch.setattr(hf, "SHARD_BYTES", 50_000)
     reference = tiny_llama(tmp_path / "hf", tie_word_embeddings=True)
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
@@ -117,7 +130,9 @@ def test_saved_directory_is_transformers(one_rank: None, tmp_path: Path, monkeyp
         len({path.stat().st_mode for path in (tmp_path / "copy").iterdir()}) == 1
     )  # whoever may read one may read all
     copy = AutoModelForCausalLM.from_pretrained(tmp_path / "copy")
-    assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), reference.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(copy.parameters(), reference.parameters(), strict=True)
+    )
 
     hf.load([chunk], family_of(tmp_path / "copy"), tmp_path / "copy")
     exported = dict(hf.export([chunk], family_of(tmp_path / "copy")))
@@ -125,8 +140,12 @@ def test_saved_directory_is_transformers(one_rank: None, tmp_path: Path, monkeyp
     assert all(torch.equal(stored[name], exported[name]) for name in exported)
 
 
-def test_vision_tower_is_carried_along(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A multimodal directory saved again has its own vision tensors bit for bit, and transformers loads all of it."""
+def test_vision_tower_is_carried_along(
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A multimodal directory saved again has its own vision tensors bit for bit, and
+    transformers loads all of it.
+    """
     monkeypatch.setattr(hf, "SHARD_BYTES", 50_000)
     reference = tiny_llama4_multimodal(tmp_path / "hf")
     (chunk,) = build.build(Model(dtype="fp32"), tmp_path / "hf")
@@ -134,7 +153,9 @@ def test_vision_tower_is_carried_along(one_rank: None, tmp_path: Path, monkeypat
     hf.save([chunk], family_of(tmp_path / "hf"), tmp_path / "hf", tmp_path / "copy")
     copy = type(reference).from_pretrained(tmp_path / "copy")
     assert any("vision" in name for name, _ in copy.named_parameters())
-    assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), reference.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(copy.parameters(), reference.parameters(), strict=True)
+    )
 
 
 def test_frozen_router_has_no_gradient(one_rank: None, tmp_path: Path) -> None:
@@ -148,7 +169,9 @@ def test_frozen_router_has_no_gradient(one_rank: None, tmp_path: Path) -> None:
 def test_scales_of_experts_are_no_part_of_a_checkpoint(
     one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformer Engine's layers of four experts have four objects; megatron saves no three of them."""
+    """Transformer Engine's layers of four experts have four objects; megatron saves no
+    three of them.
+    """
     tiny_qwen3_moe(tmp_path / "hf")
     (chunk,) = build.build(Model(dtype="fp32"), tmp_path / "hf")
     hf.load([chunk], family_of(tmp_path / "hf"), tmp_path / "hf")
@@ -157,12 +180,18 @@ def test_scales_of_experts_are_no_part_of_a_checkpoint(
     def with_scales(**how: Any) -> dict[str, Any]:
         layer = "decoder.layers.0.mlp.experts.linear_fc1._extra_state"
         scales = {f"{layer}{i or ''}": ShardedObject(layer, b"", (4,), (i,)) for i in range(4)}
-        return plain(**how) | scales | {"decoder._extra_state": ShardedObject("decoder._extra_state", b"", (1,), (0,))}
+        return (
+            plain(**how)
+            | scales
+            | {"decoder._extra_state": ShardedObject("decoder._extra_state", b"", (1,), (0,))}
+        )
 
     monkeypatch.setattr(chunk, "sharded_state_dict", with_scales)
     state = checkpoint.model_state([chunk])
     assert not [name for name in state["model"] if "_extra_state" in name]
-    meta = checkpoint.CheckpointMeta(step=1, version=1, hf_source=str(tmp_path / "hf"), model=Model().model_dump())
+    meta = checkpoint.CheckpointMeta(
+        step=1, version=1, hf_source=str(tmp_path / "hf"), model=Model().model_dump()
+    )
     checkpoint.save(tmp_path / "step-1", state, meta)
     checkpoint.load_model(tmp_path / "step-1", [chunk])
 
@@ -185,7 +214,9 @@ def test_transformer_engine_is_not_taken_in_fp32(
     tiny_qwen3_moe(tmp_path, num_hidden_layers=1)
     monkeypatch.setattr(build, "HAVE_TE", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    made_by = [build.layers_made_by(Model(dtype=dtype)).split()[0] for dtype in ("bf16", "fp16", "fp32")]
+    made_by = [
+        build.layers_made_by(Model(dtype=dtype)).split()[0] for dtype in ("bf16", "fp16", "fp32")
+    ]
     assert made_by == ["Transformer", "Transformer", "megarl"]
     chunk = loaded(tmp_path, dtype="fp32")
     assert isinstance(chunk.decoder.layers[0].self_attention.core_attention, CausalAttention)
@@ -203,7 +234,12 @@ def test_router_computes_in_float32(one_rank: None, tmp_path: Path) -> None:
 
 
 def engines_product(
-    a: Tensor, b: Tensor, out_dtype: torch.dtype, layout: str, bias: Tensor | None = None, grad: bool = False
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    layout: str,
+    bias: Tensor | None = None,
+    grad: bool = False,
 ) -> list[Tensor]:
     """Transformer Engine's, with what it would misread refused."""
     assert bias is None or bias.dtype == out_dtype, "a bias is read in the type of the output"
@@ -235,7 +271,9 @@ def test_router_beside_transformer_engine(
 
 
 def test_transformers_in_the_same_process_is_left_alone(tmp_path: Path) -> None:
-    """What makes megatron run on a CPU must not reach others: loading once left rotary frequencies uninitialised."""
+    """What makes megatron run on a CPU must not reach others: loading once left rotary
+    frequencies uninitialised.
+    """
     tiny_llama(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, torch.device("cpu"))

@@ -1,7 +1,8 @@
-"""Operations that CUDA has in other forms than a CPU, or under conditions, as megarl calls them:
-the GPU's results are a CPU's.
+"""Operations that CUDA has in other forms than a CPU, or under conditions, as megarl
+calls them: the GPU's results are a CPU's.
 
-benchmarks/gpu/README.md has the conditions. Attention and the head have files of their own.
+benchmarks/gpu/README.md has the conditions. Attention and the head have files of their
+own.
 """
 
 import dataclasses
@@ -21,7 +22,10 @@ from megarl.core.models.layers import SwiGLU
 from megarl.core.models.products import add_product, product
 from megarl.core.recipe import Model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
 DEVICE = torch.device("cuda", 0)
 SHAPES = {
     "square": (64, 64, 64),
@@ -32,8 +36,9 @@ SHAPES = {
 }
 """m, k, n of a product: kernels of tensor cores want multiples of 8."""
 EXACT = 2**-18
-"""Largest difference, relative to the sum of the products' magnitudes: exact products are summed in
-FP32, in any order."""
+"""Largest difference, relative to the sum of the products' magnitudes: exact products
+are summed in FP32, in any order.
+"""
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -81,7 +86,9 @@ def test_means_over_sequences(here: list[int]) -> None:
     assert made[DEVICE.type] == pytest.approx(made["cpu"], abs=1e-6)
 
 
-def gradients(inputs: list[Tensor], function: object, upstream: Tensor, device: torch.device) -> list[Tensor]:
+def gradients(
+    inputs: list[Tensor], function: object, upstream: Tensor, device: torch.device
+) -> list[Tensor]:
     """Return the output and the inputs' gradients, computed on this device, on the CPU."""
     leaves = [tensor.to(device).requires_grad_() for tensor in inputs]
     output = function(*leaves)  # type: ignore[operator]
@@ -93,22 +100,31 @@ def gradients(inputs: list[Tensor], function: object, upstream: Tensor, device: 
 def test_gradients_written_into_halves_of_a_tensor(width: int) -> None:
     """SwiGLU's `out=` and `grad_input=` have gaps between their rows."""
     case = [drawn(5, 2 * width)], SwiGLU.apply, drawn(5, width, seed=1)
-    for mine, theirs in zip(gradients(*case, DEVICE), gradients(*case, torch.device("cpu")), strict=True):
+    for mine, theirs in zip(
+        gradients(*case, DEVICE), gradients(*case, torch.device("cpu")), strict=True
+    ):
         assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 33])
 def test_norms(rows: int) -> None:
     """Their weight's gradient is a product with a vector, which TF32 would round."""
-    case = [drawn(rows, 257), drawn(257, seed=1)], lambda x, weight: rms_norm(x, 1e-5, weight), drawn(rows, 257, seed=2)
-    for mine, theirs in zip(gradients(*case, DEVICE), gradients(*case, torch.device("cpu")), strict=True):
+    case = (
+        [drawn(rows, 257), drawn(257, seed=1)],
+        lambda x, weight: rms_norm(x, 1e-5, weight),
+        drawn(rows, 257, seed=2),
+    )
+    for mine, theirs in zip(
+        gradients(*case, DEVICE), gradients(*case, torch.device("cpu")), strict=True
+    ):
         assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_of_chosen_positions(dtype: torch.dtype) -> None:
-    """A GPU adds them up in any order; as no position is chosen twice, there is nothing to
-    round."""
+    """A GPU adds them up in any order; as no position is chosen twice, there is nothing
+    to round.
+    """
     head = SimpleNamespace(sequence_parallel=False)
     chosen = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:20]
 
@@ -116,13 +132,16 @@ def test_gradients_of_chosen_positions(dtype: torch.dtype) -> None:
         return trained_positions(hidden, head, chosen.to(hidden.device), in_parts=False)  # type: ignore[arg-type]
 
     case = [drawn(50, 1, 16, dtype=dtype)], choose, drawn(20, 16, dtype=dtype, seed=1)
-    for mine, theirs in zip(gradients(*case, DEVICE), gradients(*case, torch.device("cpu")), strict=True):
+    for mine, theirs in zip(
+        gradients(*case, DEVICE), gradients(*case, torch.device("cpu")), strict=True
+    ):
         assert torch.equal(mine, theirs)
 
 
 def test_a_micro_batch_is_what_the_host_had_when_it_was_made() -> None:
-    """Its arrays are copied without waiting, and freed at once: other micro-batches get their
-    memory."""
+    """Its arrays are copied without waiting, and freed at once: other micro-batches get
+    their memory.
+    """
     layout = RowLayout(Model(), vocabulary=1000)
     ids = np.arange(20_000, dtype=np.int32) % 1000
     many = []
@@ -130,7 +149,12 @@ def test_a_micro_batch_is_what_the_host_had_when_it_was_made() -> None:
         weight = np.full(len(ids), seed + 1, np.float32)
         weight[0] = 0
         sequence = TrainSequence(seed, 0, (ids + seed) % 1000, -weight, weight, float(seed))
-        many.append([assemble([sequence], 32_768, layout, device) for device in (DEVICE, torch.device("cpu"))])
+        many.append(
+            [
+                assemble([sequence], 32_768, layout, device)
+                for device in (DEVICE, torch.device("cpu"))
+            ]
+        )
     for there, here in many:
         for field in dataclasses.fields(here):
             mine, expected = getattr(there, field.name), getattr(here, field.name)

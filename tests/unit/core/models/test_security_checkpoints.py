@@ -1,4 +1,6 @@
-"""Checkpoints that want to run something when they are read: nothing runs, and the message says so."""
+"""Checkpoints that want to run something when they are read: nothing runs, and the
+message says so.
+"""
 
 import io
 import os
@@ -46,7 +48,9 @@ def chunks(tmp_path: Path) -> Iterator[list[Any]]:
 def saved(tmp_path: Path, chunks: list[Any]) -> Path:
     """A sound checkpoint of the weights, and of an object beside them."""
     path = tmp_path / "step-0000001"
-    meta = CheckpointMeta(step=1, version=1, hf_source=str(tmp_path / "hf"), model={"dtype": "fp32"})
+    meta = CheckpointMeta(
+        step=1, version=1, hf_source=str(tmp_path / "hf"), model={"dtype": "fp32"}
+    )
     checkpoint.save(path, checkpoint.model_state(chunks) | {"more": {"step": 1}}, meta)
     return path
 
@@ -76,7 +80,9 @@ def within_metadata(path: Path, attack: Attack) -> None:
 
 
 def in_object(path: Path, attack: Attack) -> None:
-    """In place of the object that megatron reads first; the file's other contents stay where they are."""
+    """In place of the object that megatron reads first; the file's other contents stay
+    where they are.
+    """
     (info,) = objects(path)
     data = io.BytesIO()
     torch.save([attack], data)
@@ -126,7 +132,9 @@ def test_the_attacks_are_real(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where nothing guards, each of them makes its file (the others, torch guards against by itself)."""
+    """Where nothing guards, each of them makes its file (the others, torch guards
+    against by itself).
+    """
     monkeypatch.setattr(checkpoint, "safely", nullcontext)
     mark = tmp_path / "mark"
     attacked(place, saved, mark)
@@ -137,7 +145,10 @@ def test_the_attacks_are_real(
 
 @pytest.mark.parametrize("place", [in_metadata, within_metadata, in_tensor])
 def test_nor_do_the_tools_run_it(
-    place: Callable[[Path, Attack], None], saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Callable[[Path, Attack], None],
+    saved: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     mark = tmp_path / "mark"
     attacked(place, saved, mark)
@@ -152,7 +163,9 @@ def test_nor_do_the_tools_run_it(
 
 def test_the_message_names_what_it_wanted(saved: Path, chunks: list[Any], tmp_path: Path) -> None:
     attacked(in_metadata, saved, tmp_path / "mark")
-    with pytest.raises(MegarlError, match=r"\.metadata: .* wants to load _?io\.open, .* do not trust"):
+    with pytest.raises(
+        MegarlError, match=r"\.metadata: .* wants to load _?io\.open, .* do not trust"
+    ):
         checkpoint.load_model(saved, chunks)
 
 
@@ -196,9 +209,13 @@ def no_sizes(path: Path) -> None:
     ],
 )
 def test_metadata_that_is_not_what_torch_writes(
-    attack: Callable[[Path], object], says: str, saved: Path, chunks: list[Any], tmp_path: Path,
+    attack: Callable[[Path], object],
+    says: str,
+    saved: Path,
+    chunks: list[Any],
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     attacked(lambda path, _: attack(path), saved, tmp_path / "mark")
     with pytest.raises(MegarlError, match=says):
         checkpoint.load_model(saved, chunks)
@@ -224,5 +241,7 @@ def test_a_link_to_a_users_file_is_not_exported(
 def test_a_checkpoint_that_names_files_outside(name: str, saved: Path, chunks: list[Any]) -> None:
     meta = checkpoint.read_meta(saved)
     checkpoint.seal(saved, meta, meta.files | {name: 0})
-    with pytest.raises(MegarlError, match=r"megarl\.json: '.*' is not the name of a file in the checkpoint"):
+    with pytest.raises(
+        MegarlError, match=r"megarl\.json: '.*' is not the name of a file in the checkpoint"
+    ):
         checkpoint.load_model(saved, chunks)

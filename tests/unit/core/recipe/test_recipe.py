@@ -37,38 +37,71 @@ def file(tmp_path: Path) -> Path:
             "run:\n  name: a\n  learning: 1\n",
             "mine.yaml:3: run.learning: unknown key; known: name, dir, seed, steps, resume",
         ),
-        ("model:\n  lr: 1\n", "mine.yaml:2: model.lr: unknown key; did you mean learner.optimizer.lr?"),
-        ("model:\n  lora_rank: 8\n", "mine.yaml:2: model.lora_rank: LoRA is not supported: a run trains all weights"),
+        (
+            "model:\n  lr: 1\n",
+            "mine.yaml:2: model.lr: unknown key; did you mean learner.optimizer.lr?",
+        ),
+        (
+            "model:\n  lora_rank: 8\n",
+            "mine.yaml:2: model.lora_rank: LoRA is not supported: a run trains all weights",
+        ),
         ("steps: 3\n", "mine.yaml:1: steps: unknown key; did you mean run.steps?"),
         ("run:\n  grad_clip: 1\n", "mine.yaml:2: run.grad_clip: unknown key"),
         (
             "sampling:\n  bucket_mb: 1\n",
             "mine.yaml:2: sampling.bucket_mb: unknown key; did you mean weights.bucket_mb?",
         ),
-        ("pipeline:\n\n  k: -1\n", "mine.yaml:3: pipeline.k: input should be greater than or equal to 0, got -1"),
-        ("pipeline:\n  k: two\n", "mine.yaml:2: pipeline.k: input should be a valid integer, got 'two'"),
-        ("run:\n  steps: true\n", "mine.yaml:2: run.steps: input should be a valid integer, got True"),
-        ("run:\n  steps: 1.5\n", "mine.yaml:2: run.steps: input should be a valid integer, got 1.5"),
+        (
+            "pipeline:\n\n  k: -1\n",
+            "mine.yaml:3: pipeline.k: input should be greater than or equal to 0, got -1",
+        ),
+        (
+            "pipeline:\n  k: two\n",
+            "mine.yaml:2: pipeline.k: input should be a valid integer, got 'two'",
+        ),
+        (
+            "run:\n  steps: true\n",
+            "mine.yaml:2: run.steps: input should be a valid integer, got True",
+        ),
+        (
+            "run:\n  steps: 1.5\n",
+            "mine.yaml:2: run.steps: input should be a valid integer, got 1.5",
+        ),
         (
             "model:\n  fp32_head: true\n",
             "mine.yaml:2: model.fp32_head: input should be 'both', 'learner', 'server' or 'none'",
         ),
-        ("model:\n  dtype: fp8\n", "mine.yaml:2: model.dtype: input should be 'bf16', 'fp16' or 'fp32', got 'fp8'"),
+        (
+            "model:\n  dtype: fp8\n",
+            "mine.yaml:2: model.dtype: input should be 'bf16', 'fp16' or 'fp32', got 'fp8'",
+        ),
         ("run:\n  name: a/b\n", "mine.yaml:2: run.name: string should match pattern"),
         (
             "length:\n  thinking_tokens:\n    - 1\n    - x\n",
             "mine.yaml:2: length.thinking_tokens: input should be a valid integer",
         ),
-        ("length:\n  thinking_tokens: [1]\n", "mine.yaml:2: length.thinking_tokens: field required (smallest and"),
-        ("run: 5\n", "mine.yaml:1: run: input should be a valid dictionary or instance of Run, got 5"),
-        ("data:\n  train: x\n", "mine.yaml:2: data.train: unknown key; did you mean data.tasks.NAME.train?"),
+        (
+            "length:\n  thinking_tokens: [1]\n",
+            "mine.yaml:2: length.thinking_tokens: field required (smallest and",
+        ),
+        (
+            "run: 5\n",
+            "mine.yaml:1: run: input should be a valid dictionary or instance of Run, got 5",
+        ),
+        (
+            "data:\n  train: x\n",
+            "mine.yaml:2: data.train: unknown key; did you mean data.tasks.NAME.train?",
+        ),
         (
             "data:\n  tasks:\n    math:\n      train: x\n      heldot: y\n",
             "mine.yaml:5: data.tasks.math.heldot: unknown key; did you mean heldout?",
         ),
         (
             "data:\n  tasks:\n    math: {train: x, heldout: 0}\n",
-            "mine.yaml:3: data.tasks.math.heldout: should be a file or hub:… of prompts, or how many rows of train to hold out",
+            (
+                "mine.yaml:3: data.tasks.math.heldout: should be a file or hub:… of prompts, or how"
+                " many rows of train to hold out"
+            ),
         ),
         (
             "data:\n  tasks:\n    math: {train: x, heldout: 5, mapping: gsm9k}\n",
@@ -76,7 +109,10 @@ def file(tmp_path: Path) -> Path:
         ),
         (
             "data:\n  tasks:\n    math: {train: x, heldout: 5, columns: {promt: y}}\n",
-            "mine.yaml:3: data.tasks.math.columns.promt: input should be 'prompt', 'answer', 'difficulty' or 'id', got 'promt'",
+            (
+                "mine.yaml:3: data.tasks.math.columns.promt: input should be 'prompt', 'answer',"
+                " 'difficulty' or 'id', got 'promt'"
+            ),
         ),
         (
             "data:\n  tasks:\n    math: {train: x, heldout: 5, system: y}\n",
@@ -91,11 +127,17 @@ def file(tmp_path: Path) -> Path:
             "data:\n  tasks:\n    math: {train: x, heldout: y, weight: 0}\n",
             "mine.yaml:3: data.tasks.math.weight: input should be greater than 0, got 0",
         ),
-        ("data:\n  tasks:\n    a b: {train: x, heldout: y}\n", "mine.yaml:3: data.tasks.a b: string should match"),
+        (
+            "data:\n  tasks:\n    a b: {train: x, heldout: y}\n",
+            "mine.yaml:3: data.tasks.a b: string should match",
+        ),
         ("data:\n  tasks: [x]\n", "mine.yaml:2: data.tasks: input should be a valid dictionary"),
         (
             "length:\n  stages:\n    - until_step: 0\n      thinking_tokens: [1, 2]\n",
-            "mine.yaml:2: length.stages.0.until_step: input should be greater than or equal to 1, got 0",
+            (
+                "mine.yaml:2: length.stages.0.until_step: input should be greater than or equal to"
+                " 1, got 0"
+            ),
         ),
         (
             "length:\n  stages: [{until_steps: 1, thinking_tokens: [1, 2]}]\n",
@@ -120,7 +162,9 @@ def test_all_errors_are_said_at_once(file: Path) -> None:
 def test_impossible_combination_names_the_line(file: Path) -> None:
     text = "resources:\n  learner_ranks: 2\nbatch:\n  advantage: group\n  prompts: 7\n"
     assert "mine.yaml:5: batch.prompts: 7 is not divisible" in refused(file, text)
-    assert "override 'batch.prompts=9': batch.prompts: 9 is not divisible" in refused(file, text, ("batch.prompts=9",))
+    assert "override 'batch.prompts=9': batch.prompts: 9 is not divisible" in refused(
+        file, text, ("batch.prompts=9",)
+    )
 
 
 def test_overrides(file: Path) -> None:
@@ -142,11 +186,18 @@ def test_nothing_behind_the_equals_sign_is_an_empty_text_where_one_may_stand(fil
     file.write_text(MATH)
     recipe = load(
         str(file),
-        ["length.end_of_thinking=", "length.control=none", "data.tasks.math.mapping=", "batch.positive_threshold="],
+        [
+            "length.end_of_thinking=",
+            "length.control=none",
+            "data.tasks.math.mapping=",
+            "batch.positive_threshold=",
+        ],
     )
     assert (recipe.length.end_of_thinking, recipe.data.tasks["math"].mapping) == ("", "")
     assert recipe.batch.positive_threshold is None
-    assert "run.seed: input should be a valid integer, got None" in refused(file, MATH, ("run.seed=",))
+    assert "run.seed: input should be a valid integer, got None" in refused(
+        file, MATH, ("run.seed=",)
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,13 +221,26 @@ MATH = "data:\n  tasks:\n    math: {train: a, heldout: b}\n"
 def test_tasks_by_name(file: Path, tmp_path: Path) -> None:
     file.write_text(MATH)
     changed = load(
-        str(file), ["data.tasks.math.train=x", "data.tasks.math.weight=2", "data.tasks.code={train: c, heldout: d}"]
+        str(file),
+        [
+            "data.tasks.math.train=x",
+            "data.tasks.math.weight=2",
+            "data.tasks.code={train: c, heldout: d}",
+        ],
     )
-    assert {name: task.train for name, task in changed.data.tasks.items()} == {"math": "x", "code": "c"}
+    assert {name: task.train for name, task in changed.data.tasks.items()} == {
+        "math": "x",
+        "code": "c",
+    }
     assert changed.data.shares == {"math": Fraction(2, 3), "code": Fraction(1, 3)}
     above = tmp_path / "above.yaml"
-    above.write_text(f"base: {file}\ndata: {{tasks: {{math: null, code: {{train: c, heldout: d, weight: 1e-1}}}}}}\n")
-    assert {name: task.weight for name, task in load(str(above)).data.tasks.items()} == {"code": 0.1}
+    above.write_text(
+        f"base: {file}\ndata: {{tasks: {{math: null, code: {{train: c, heldout: d, weight:"
+        " 1e-1}}}\n"
+    )
+    assert {name: task.weight for name, task in load(str(above)).data.tasks.items()} == {
+        "code": 0.1
+    }
     assert load(str(file), ["data.tasks.math=null"]).data.tasks == {}
 
 
@@ -185,15 +249,24 @@ def test_tasks_by_name(file: Path, tmp_path: Path) -> None:
     [
         (
             "data.tasks.maths.train=x",
-            "override 'data.tasks.maths.train=x': data.tasks.maths.heldout: field required; did you mean data.tasks.math?",
+            (
+                "override 'data.tasks.maths.train=x': data.tasks.maths.heldout: field required; did"
+                " you mean data.tasks.math?"
+            ),
         ),
         (
             "data.tasks.math.tran=x",
-            "override 'data.tasks.math.tran=x': data.tasks.math.tran: unknown key; did you mean train?",
+            (
+                "override 'data.tasks.math.tran=x': data.tasks.math.tran: unknown key; did you mean"
+                " train?"
+            ),
         ),
         (
             "data.grader=math",
-            "override 'data.grader=math': data.grader: unknown key; did you mean data.tasks.NAME.grader?",
+            (
+                "override 'data.grader=math': data.grader: unknown key; did you mean"
+                " data.tasks.NAME.grader?"
+            ),
         ),
         (
             "data.tasks.math.grader=maths",
@@ -201,8 +274,10 @@ def test_tasks_by_name(file: Path, tmp_path: Path) -> None:
         ),
         (
             "data.tasks.math.environment=pythn",
-            "data.tasks.math.environment: unknown environment 'pythn'; did you mean python? known: python, calculator, guessing"
-            ", and package.module:Class",
+            (
+                "data.tasks.math.environment: unknown environment 'pythn'; did you mean python?"
+                " known: python, calculator, guessing, and package.module:Class"
+            ),
         ),
     ],
 )
@@ -214,22 +289,33 @@ def test_budgets_of_stages() -> None:
     length = from_tree(
         {
             "length": {
-                "stages": [{"until_step": 3, "thinking_tokens": [1, 4]}, {"until_step": 5, "thinking_tokens": [2, 6]}],
+                "stages": [
+                    {"until_step": 3, "thinking_tokens": [1, 4]},
+                    {"until_step": 5, "thinking_tokens": [2, 6]},
+                ],
                 "thinking_tokens": [7, 9],
             }
         }
     ).length
-    assert [length.at(step).thinking_tokens for step in range(7)] == [(1, 4)] * 3 + [(2, 6)] * 2 + [(7, 9)] * 2
+    assert [length.at(step).thinking_tokens for step in range(7)] == [(1, 4)] * 3 + [(2, 6)] * 2 + [
+        (7, 9)
+    ] * 2
     assert length.completion_tokens == 9 + length.answer_tokens, (
         "checks, evaluation and constant aggregation: the full one"
     )
-    assert length.at(0).completion_tokens == 4 + length.answer_tokens, "the overlong penalty: that of the stage"
+    assert length.at(0).completion_tokens == 4 + length.answer_tokens, (
+        "the overlong penalty: that of the stage"
+    )
     assert Recipe().length.at(0) == Recipe().length
 
 
 def test_unknown_name() -> None:
     with pytest.raises(
-        MegarlError, match=r"no recipe 'scalerl8b': neither a file nor a shipped recipe; did you mean scalerl-8b\? `meg"
+        MegarlError,
+        match=(
+            r"no recipe 'scalerl8b': neither a file nor a shipped recipe; did you mean scalerl-8b\?"
+            r" `meg"
+        ),
     ):
         load("scalerl8b")
     for file in ("mine.yaml", "recipes/mine"):
@@ -240,8 +326,13 @@ def test_unknown_name() -> None:
 
 def test_a_model_that_does_not_think_needs_no_budget_for_it() -> None:
     plain = ["length.control=none", "length.end_of_thinking=''", "length.thinking_tokens=[0,0]"]
-    assert load("quickstart", plain).length.completion_tokens == load("quickstart").length.answer_tokens
-    with pytest.raises(MegarlError, match=r"length\.thinking_tokens: give \[shortest, longest\], 1 or more"):
+    assert (
+        load("quickstart", plain).length.completion_tokens
+        == load("quickstart").length.answer_tokens
+    )
+    with pytest.raises(
+        MegarlError, match=r"length\.thinking_tokens: give \[shortest, longest\], 1 or more"
+    ):
         load("quickstart", ["length.thinking_tokens=[0,0]"])
 
 
@@ -256,9 +347,17 @@ def test_scalerl_is_the_papers() -> None:
     r = load("scalerl-8b")
     assert r.pipeline.k == 8
     assert (r.batch.prompts, r.sampling.generations) == (48, 16)
-    assert (r.batch.aggregation, r.batch.advantage, r.batch.zero_variance) == ("prompt", "batch", "drop")
+    assert (r.batch.aggregation, r.batch.advantage, r.batch.zero_variance) == (
+        "prompt",
+        "batch",
+        "drop",
+    )
     assert r.batch.positive_threshold == 0.9
-    assert (r.length.prompt_tokens, r.length.thinking_tokens[0], r.length.answer_tokens) == (2048, 10_000, 2048)
+    assert (r.length.prompt_tokens, r.length.thinking_tokens[0], r.length.answer_tokens) == (
+        2048,
+        10_000,
+        2048,
+    )
     optimizer = r.learner.optimizer
     assert (optimizer.lr, optimizer.warmup_steps) == (5e-7, 100)
     assert (r.evaluation.every, r.evaluation.prompts, r.evaluation.samples) == (100, 1000, 16)
@@ -313,12 +412,16 @@ def test_dump_and_describe_load_to_the_same(
 
 def test_a_recipe_over_another(tmp_path: Path) -> None:
     below, above = tmp_path / "below.yaml", tmp_path / "above.yaml"
-    below.write_text("model: {path: here, tensor_parallel: 2}\nresources: {learner_ranks: 2}\nrun: {steps: 5}\n")
+    below.write_text(
+        "model: {path: here, tensor_parallel: 2}\nresources: {learner_ranks: 2}\nrun: {steps: 5}\n"
+    )
     above.write_text(f"base: {below}\nmodel:\n  path: there\n")
     recipe = load(str(above), ["run.steps=6"])
     assert (recipe.model.path, recipe.model.tensor_parallel, recipe.run.steps) == ("there", 2, 6)
     above.write_text(f"base: {below}\nmodel:\n  tensor_parallel: 3\n")
-    with pytest.raises(MegarlError, match=r"below\.yaml:2: resources\.learner_ranks: 2 ranks do not divide"):
+    with pytest.raises(
+        MegarlError, match=r"below\.yaml:2: resources\.learner_ranks: 2 ranks do not divide"
+    ):
         load(str(above))
 
 
@@ -343,7 +446,8 @@ def test_frozen() -> None:
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 """A thousand million values in nine lines."""
 
@@ -357,18 +461,42 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         (b"run:\n  seed: 1\n  name: a\0b\n", "mine.yaml: not YAML: unacceptable character #x0000"),
         ("run:\n  seed: 1\n".encode("utf-16"), "mine.yaml:1: not UTF-8 text (byte 0xff)"),
         (gzip.compress(b"run:\n  seed: 1\n", mtime=0), "mine.yaml:1: not UTF-8 text (byte 0x8b)"),
-        (b"run: &a\n  seed: *a\n", "mine.yaml:2: not YAML: the alias *a is not allowed; write its value out"),
+        (
+            b"run: &a\n  seed: *a\n",
+            "mine.yaml:2: not YAML: the alias *a is not allowed; write its value out",
+        ),
         (BOMB.encode(), "mine.yaml:2: not YAML: the alias *a"),
         (b"[" * 5_000, "mine.yaml:1: not YAML: mappings and lists are nested more than 32 deep"),
-        (b"run: " + b"{a: " * 5_000, "mine.yaml:1: not YAML: mappings and lists are nested more than 32 deep"),
-        (b"x: [" + b"1, " * (1 << 19) + b"1]\n", "mine.yaml: larger than 1048576 bytes, too large for a recipe"),
-        (b"run: {seed: 2026-13-40}\n", "mine.yaml: not YAML: a value cannot be read: month must be in 1..12"),
-        (b"run: {seed: " + b"9" * 5_000 + b"}\n", "mine.yaml: not YAML: a value cannot be read: Exceeds the limit"),
-        (b"run: {name: " + b"n" * 300 + b"}\n", "mine.yaml:1: run.name: string should have at most 200 characters"),
-        (b"run: {seed: " + b"n" * 9_000 + b"}\n", "run.seed: input should be a valid integer, got 'nnnn"),
+        (
+            b"run: " + b"{a: " * 5_000,
+            "mine.yaml:1: not YAML: mappings and lists are nested more than 32 deep",
+        ),
+        (
+            b"x: [" + b"1, " * (1 << 19) + b"1]\n",
+            "mine.yaml: larger than 1048576 bytes, too large for a recipe",
+        ),
+        (
+            b"run: {seed: 2026-13-40}\n",
+            "mine.yaml: not YAML: a value cannot be read: month must be in 1..12",
+        ),
+        (
+            b"run: {seed: " + b"9" * 5_000 + b"}\n",
+            "mine.yaml: not YAML: a value cannot be read: Exceeds the limit",
+        ),
+        (
+            b"run: {name: " + b"n" * 300 + b"}\n",
+            "mine.yaml:1: run.name: string should have at most 200 characters",
+        ),
+        (
+            b"run: {seed: " + b"n" * 9_000 + b"}\n",
+            "run.seed: input should be a valid integer, got 'nnnn",
+        ),
         (b"run: {name: ..}\n", "mine.yaml:1: run.name: string should match pattern"),
         (b"run: {name: .}\n", "mine.yaml:1: run.name: string should match pattern"),
-        (b"learner: {optimizer: {lr: .inf}}\n", "learner.optimizer.lr: input should be a finite number, got inf"),
+        (
+            b"learner: {optimizer: {lr: .inf}}\n",
+            "learner.optimizer.lr: input should be a finite number, got inf",
+        ),
         (b"loss: {cap: .nan}\n", "loss.cap: input should be a finite number, got nan"),
     ],
 )
@@ -410,7 +538,10 @@ def test_most_of_many_errors_are_counted(file: Path) -> None:
         ),
         (
             {"data": {"curriculum": {"kind": "linear", "steps": 8}}},
-            "data.curriculum.steps: is no longer a key: all prompts are in play once as many have been drawn as the task has",
+            (
+                "data.curriculum.steps: is no longer a key: all prompts are in play once as many"
+                " have been drawn as the task has"
+            ),
         ),
         (
             {"length": {"control": "overlong_penalty", "overlong_tokens": 4096}},
@@ -418,7 +549,10 @@ def test_most_of_many_errors_are_counted(file: Path) -> None:
         ),
         (
             {"reference": {"coefficient": 0.1, "estimator": "k3", "where": "reward"}},
-            "reference.where: is no longer a key: with reference.estimator=k1 it is the reward, with k2 and k3 the loss",
+            (
+                "reference.where: is no longer a key: with reference.estimator=k1 it is the reward,"
+                " with k2 and k3 the loss"
+            ),
         ),
         (
             {"reference": {"coefficient": 0.1, "where": "loss"}},
@@ -436,13 +570,22 @@ def test_most_of_many_errors_are_counted(file: Path) -> None:
             {"learner": {"packing": False}},
             "learner.packing: is no longer a key: sequences share the row of a micro-batch",
         ),
-        ({"sft": {"max_length": 4096}}, "sft.max_length: is no longer a key: traces have at most 12288 tokens"),
+        (
+            {"sft": {"max_length": 4096}},
+            "sft.max_length: is no longer a key: traces have at most 12288 tokens",
+        ),
         (
             {"monitor": {"wandb": {"project": "mine"}}},
             "monitor.wandb.project: is no longer a key: export WANDB_PROJECT",
         ),
-        ({"monitor": {"wandb": {"entity": "us"}}}, "monitor.wandb.entity: is no longer a key: export WANDB_ENTITY"),
-        ({"sft": {"optimizer": {"eps": 1e-8}}}, "sft.optimizer.eps: is no longer a key: AdamW has ScaleRL's"),
+        (
+            {"monitor": {"wandb": {"entity": "us"}}},
+            "monitor.wandb.entity: is no longer a key: export WANDB_ENTITY",
+        ),
+        (
+            {"sft": {"optimizer": {"eps": 1e-8}}},
+            "sft.optimizer.eps: is no longer a key: AdamW has ScaleRL's",
+        ),
         (
             {"sampling": {"top_p": 0.95}},
             "sampling.top_p: is no longer a key: training samples from the whole vocabulary",
@@ -463,14 +606,20 @@ def test_most_of_many_errors_are_counted(file: Path) -> None:
             {"evaluation": {"suites": {"mine": {"data": "a.jsonl", "choices": "arc"}}}},
             "evaluation.suites.mine.choices: is no longer a key: it is the suite's mapping",
         ),
-        ({"run": {"launcher": "srun"}}, "run.launcher: is no longer a key: export MEGARL_LAUNCHER=local or srun"),
+        (
+            {"run": {"launcher": "srun"}},
+            "run.launcher: is no longer a key: export MEGARL_LAUNCHER=local or srun",
+        ),
         (
             {"data": {"services": {"s": {"url": "http://x", "api_key_env": "KEY"}}}},
             "data.services.s.api_key_env: is no longer a key: set api_key to env:VARIABLE",
         ),
         (
             {"evaluation": {"suites": {"mine": {"data": "a.jsonl", "reply_timeout_s": 5}}}},
-            "evaluation.suites.mine.reply_timeout_s: is no longer a key: an environment has 600 s for a reply",
+            (
+                "evaluation.suites.mine.reply_timeout_s: is no longer a key: an environment has 600"
+                " s for a reply"
+            ),
         ),
         (
             {"loss": {"kind": "clip", "correction": "mask", "correction_cap": 2.0}},
@@ -481,26 +630,37 @@ def test_most_of_many_errors_are_counted(file: Path) -> None:
             "critic.optimizer.schedule: is no longer a key: it is learner.optimizer.schedule",
         ),
         (
-            {"batch": {"centring": "critic"}, "critic": {"warmup_steps": 50, "optimizer": {"warmup_steps": 10}}},
+            {
+                "batch": {"centring": "critic"},
+                "critic": {"warmup_steps": 50, "optimizer": {"warmup_steps": 10}},
+            },
             "critic.optimizer.warmup_steps: is no longer a key: it is critic.warmup_steps",
         ),
     ],
 )
-def test_a_removed_key_with_another_value_is_refused_by_name(tree: dict[str, Any], said: str) -> None:
+def test_a_removed_key_with_another_value_is_refused_by_name(
+    tree: dict[str, Any], said: str
+) -> None:
     with pytest.raises(MegarlError, match=re.escape(said)):
         from_tree(tree)
 
 
 def test_a_removed_key_below_a_name_that_is_a_number() -> None:
     """YAML reads `1:` as one."""
-    with pytest.raises(MegarlError, match=r"data\.services\.1\.retries: is no longer a key: a request is repeated"):
+    with pytest.raises(
+        MegarlError, match=r"data\.services\.1\.retries: is no longer a key: a request is repeated"
+    ):
         from_tree({"data": {"services": {1: {"url": "http://x", "retries": 9}}}})
 
 
 def test_removed_keys_are_said_with_all_other_faults(file: Path) -> None:
-    said = refused(file, "run:\n  launcher: srun\n  sede: 1\nsampling:\n  top_p: 0.9\n").splitlines()
+    said = refused(
+        file, "run:\n  launcher: srun\n  sede: 1\nsampling:\n  top_p: 0.9\n"
+    ).splitlines()
     assert [line.split(": ")[1] for line in said] == ["run.launcher", "sampling.top_p", "run.sede"]
-    assert ["mine.yaml:2" in said[0], "mine.yaml:5" in said[1], "mine.yaml:3" in said[2]] == [True] * 3
+    assert ["mine.yaml:2" in said[0], "mine.yaml:5" in said[1], "mine.yaml:3" in said[2]] == [
+        True
+    ] * 3
 
 
 def test_overrides_leave_the_given_tree_as_it_is() -> None:
@@ -517,7 +677,10 @@ def test_a_removed_key_with_the_value_that_is_now_fixed_is_read() -> None:
         "reference": {"path": "", "coefficient": 0.0, "estimator": "k1", "where": "loss"},
         "teacher": {"path": "", "coefficient": 0.0, "reward": 1.0},
         "evaluation": {"servers": 1},
-        "model": {"overlap_p2p": False, "moe": {"load_balancing": "none", "aux_loss_coefficient": 1e-3}},
+        "model": {
+            "overlap_p2p": False,
+            "moe": {"load_balancing": "none", "aux_loss_coefficient": 1e-3},
+        },
         "batch": {"running_decay": 1.0},
         "loss": {"lower": 0.0, "correction": "none", "correction_cap": 2.0},
         "run": {"launcher": "auto"},
@@ -526,7 +689,9 @@ def test_a_removed_key_with_the_value_that_is_now_fixed_is_read() -> None:
         "data": {
             "on_exhausted": "reset",
             "curriculum": {"start": 0.2, "kind": "none", "steps": 1000},
-            "services": {"s": {"url": "http://x", "api_key_env": "", "api_key_file": "", "retries": 4}},
+            "services": {
+                "s": {"url": "http://x", "api_key_env": "", "api_key_file": "", "retries": 4}
+            },
             "tasks": {"t": {"train": "a", "heldout": "b", "reply_timeout_s": 600.0}},
         },
         "learner": {"packing": True, "optimizer": {"final_lr_ratio": 0.0, "schedule": "cosine"}},
@@ -569,7 +734,12 @@ def test_a_removed_key_with_the_value_that_is_now_fixed_is_read() -> None:
         "batch": {"centring": "critic", "zero_variance": "keep"},
         "critic": {
             "warmup_steps": 5,
-            "optimizer": {"schedule": "cosine", "betas": [0.9, 0.95], "final_lr_ratio": 0.0, "warmup_steps": 5},
+            "optimizer": {
+                "schedule": "cosine",
+                "betas": [0.9, 0.95],
+                "final_lr_ratio": 0.0,
+                "warmup_steps": 5,
+            },
         },
     }
     same = from_tree(trained | {"learner": {"optimizer": {"schedule": "cosine"}}})

@@ -15,13 +15,25 @@ def rollout(segments: tuple[Segment, ...] | list[Segment]) -> Rollout:
 
 
 def test_budgets_are_uniform_and_belong_to_the_rollout() -> None:
-    drawn = [thinking_budget(3, ticket, sample, (10, 19)) for ticket in range(200) for sample in range(10)]
-    assert drawn == [thinking_budget(3, ticket, sample, (10, 19)) for ticket in range(200) for sample in range(10)]
+    drawn = [
+        thinking_budget(3, ticket, sample, (10, 19))
+        for ticket in range(200)
+        for sample in range(10)
+    ]
+    assert drawn == [
+        thinking_budget(3, ticket, sample, (10, 19))
+        for ticket in range(200)
+        for sample in range(10)
+    ]
     counts = np.bincount(drawn, minlength=20)[10:]
     assert counts.sum() == 2000
     chi_squared = ((counts - 200) ** 2 / 200).sum()
     assert chi_squared < 27.9, "9 degrees of freedom, p = 0.001"
-    assert drawn != [thinking_budget(4, ticket, sample, (10, 19)) for ticket in range(200) for sample in range(10)]
+    assert drawn != [
+        thinking_budget(4, ticket, sample, (10, 19))
+        for ticket in range(200)
+        for sample in range(10)
+    ]
     assert thinking_budget(0, 0, 0, (7, 7)) == 7
 
 
@@ -35,11 +47,16 @@ def test_the_phrase_is_masked() -> None:
 def test_spans_become_segments() -> None:
     tokens, logprobs = int32(range(6)), float32(-n for n in range(6))
     segments = sampled(tokens, logprobs, [(3, 0, 2), (4, 2, 2), (5, 2, 6)])
-    assert [(s.weight_version, s.tokens.tolist()) for s in segments] == [(3, [0, 1]), (5, [2, 3, 4, 5])]
+    assert [(s.weight_version, s.tokens.tolist()) for s in segments] == [
+        (3, [0, 1]),
+        (5, [2, 3, 4, 5]),
+    ]
     assert rollout(segments).logprobs.tolist() == logprobs.tolist()
 
 
-ORIGINS = st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(1, 4)), min_size=1, max_size=12)
+ORIGINS = st.lists(
+    st.tuples(st.integers(0, 2), st.booleans(), st.integers(1, 4)), min_size=1, max_size=12
+)
 
 
 @given(ORIGINS)
@@ -47,7 +64,10 @@ def test_joining_keeps_every_token_and_its_origin(origins: list[tuple[int, bool,
     counter = iter(range(1000))
     segments = [
         Segment(
-            tokens=int32(next(counter) for _ in range(n)), logprobs=float32([-1.0] * n), weight_version=v, trained=t
+            tokens=int32(next(counter) for _ in range(n)),
+            logprobs=float32([-1.0] * n),
+            weight_version=v,
+            trained=t,
         )
         for v, t, n in origins
     ]

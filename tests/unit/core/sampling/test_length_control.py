@@ -1,4 +1,6 @@
-"""Interruption, overlong penalty, neither: what is asked of a server, and what the answer is worth."""
+"""Interruption, overlong penalty, neither: what is asked of a server, and what the
+answer is worth.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -45,14 +47,22 @@ class EndlessServer:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    async def generate(self, ids: np.ndarray, limit: int, *, stop_token_ids: tuple[int, ...], **_: Any) -> Generation:
+    async def generate(
+        self, ids: np.ndarray, limit: int, *, stop_token_ids: tuple[int, ...], **_: Any
+    ) -> Generation:
         assert stop_token_ids == Letters.ends, "all at which the model stops"
         self.asked.append(limit)
-        return Generation(int32([5] * limit), float32([-1.0] * limit), (VersionSpan(3, 0, limit),), "length")
+        return Generation(
+            int32([5] * limit), float32([-1.0] * limit), (VersionSpan(3, 0, limit),), "length"
+        )
 
 
-def complete(control: str, answer_tokens: int = 4, positions: int = 2048) -> tuple[Completion, list[int]]:
-    recipe = from_tree({"length": {"control": control, "thinking_tokens": [6, 20], "answer_tokens": answer_tokens}})
+def complete(
+    control: str, answer_tokens: int = 4, positions: int = 2048
+) -> tuple[Completion, list[int]]:
+    recipe = from_tree(
+        {"length": {"control": control, "thinking_tokens": [6, 20], "answer_tokens": answer_tokens}}
+    )
     server, members = EndlessServer(), Membership([ServerAddress(id=0, url="")])
     members.seen(0)
     members.publish([0], 3, "a")
@@ -62,7 +72,11 @@ def complete(control: str, answer_tokens: int = 4, positions: int = 2048) -> tup
         places = Places(members, 1)
         environments = TaskEnvironments(recipe, Letters())  # type: ignore[arg-type]
         sampler = Sampler(
-            recipe, Letters(), Pool({0: server}, places, lossless=True), environments, positions=positions
+            recipe,
+            Letters(),
+            Pool({0: server}, places, lossless=True),
+            environments,
+            positions=positions,
         )  # type: ignore[arg-type,dict-item]
         prompt = Prompt(id="", tokens=int32([7, 7]), answer="")
         job = Job(
@@ -83,7 +97,11 @@ def test_interruption_is_two_legs_with_a_masked_phrase_between() -> None:
     done, asked = complete("interruption")
     assert asked == [20, 4]
     assert done.interrupted
-    assert [(len(s.tokens), s.trained) for s in done.segments] == [(20, True), (3, False), (4, True)]
+    assert [(len(s.tokens), s.trained) for s in done.segments] == [
+        (20, True),
+        (3, False),
+        (4, True),
+    ]
 
 
 @pytest.mark.parametrize("control", ["overlong_penalty", "none"])
@@ -95,9 +113,15 @@ def test_without_it_one_leg_has_both_budgets(control: str) -> None:
     assert [(len(s.tokens), s.trained) for s in done.segments] == [(24, True)]
 
 
-@pytest.mark.parametrize(("control", "legs"), [("interruption", [20, 2]), ("overlong_penalty", [25]), ("none", [25])])
-def test_a_prompt_that_fills_the_models_context_leaves_less_to_sample(control: str, legs: list[int]) -> None:
-    """The prompt has 2 tokens, thinking 20, the answer 12, and the model no position more, of which 7 are kept."""
+@pytest.mark.parametrize(
+    ("control", "legs"), [("interruption", [20, 2]), ("overlong_penalty", [25]), ("none", [25])]
+)
+def test_a_prompt_that_fills_the_models_context_leaves_less_to_sample(
+    control: str, legs: list[int]
+) -> None:
+    """The prompt has 2 tokens, thinking 20, the answer 12, and the model no position
+    more, of which 7 are kept.
+    """
     done, asked = complete(control, answer_tokens=12, positions=2 + 20 + 12)
     assert asked == legs
     assert done.finish == "length"
@@ -116,7 +140,9 @@ def test_a_prompt_that_leaves_no_position_is_void(control: str) -> None:
 )
 def test_penalty_is_a_straight_line_over_the_last_tokens(tokens: int, penalty: float) -> None:
     assert length_control.overlong_penalty(tokens, 14_336, 2048) == pytest.approx(penalty)
-    assert length_control.overlong_penalty(tokens, 14_336, 2048) == np.clip((14_336 - tokens) / 2048 - 1, -1, 0)
+    assert length_control.overlong_penalty(tokens, 14_336, 2048) == np.clip(
+        (14_336 - tokens) / 2048 - 1, -1, 0
+    )
 
 
 def test_only_right_answers_lose_and_only_if_the_recipe_says_so() -> None:

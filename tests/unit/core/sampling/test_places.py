@@ -1,4 +1,6 @@
-"""Places: the oldest claim first, never on a server that does not suit at that moment, none lost."""
+"""Places: the oldest claim first, never on a server that does not suit at that moment,
+none lost.
+"""
 
 import asyncio
 import time
@@ -77,7 +79,9 @@ def test_a_claim_waits_for_a_server_that_suits_it() -> None:
         waiting = asyncio.create_task(places.take((1, 1, 0), lambda _, version: version >= 5))
         await settle()
         assert not waiting.done(), "server 0 has a place, but of version 3"
-        assert places.free(lambda version: version <= 5) == 0, "that place is claimed, as far as anybody can tell"
+        assert places.free(lambda version: version <= 5) == 0, (
+            "that place is claimed, as far as anybody can tell"
+        )
         members.publish([0], 6, "a")
         members.published(0, 6, "a", "")
         places.refresh()
@@ -103,7 +107,10 @@ def test_a_server_that_is_published_to_gets_nothing() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=30), st.integers(1, 3))
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=30),
+    st.integers(1, 3),
+)
 def test_cancelled_claims_leave_no_place_taken(claims: list[tuple[int, bool]], limit: int) -> None:
     async def scenario() -> None:
         places = Places(clean(0, 0), limit)
@@ -147,7 +154,9 @@ def test_a_group_waits_for_its_first_request_and_stays_where_its_prompt_is() -> 
         await places.take((1, 9, 0), lambda server, _: server == home)
         turn = asyncio.create_task(group.take(2))
         await settle()
-        assert not turn.done(), "its server is full, and others, which have places, do not have its prefix"
+        assert not turn.done(), (
+            "its server is full, and others, which have places, do not have its prefix"
+        )
         places.give_back(home)
         assert await turn == (home, 0)
 
@@ -172,7 +181,9 @@ def test_a_group_whose_server_is_lost_moves_as_a_whole() -> None:
 
 @pytest.mark.parametrize("waiting", ["before its first request", "for the prompt in the cache"])
 def test_a_place_is_not_used_once_its_server_may_not_be(waiting: str) -> None:
-    """It was given before the server was lost; started again, the server has no weights of the run until it is published to."""
+    """It was given before the server was lost; started again, the server has no weights
+    of the run until it is published to.
+    """
 
     async def scenario() -> None:
         members = clean(0)
@@ -237,7 +248,9 @@ def test_cancelling_a_wait_for_the_first_request_gives_the_place_back() -> None:
 
 
 def test_groups_of_a_lost_server_spread_over_full_ones() -> None:
-    """Their requests wait where the fewest run and wait: all at one server they would wait long, and others stand idle."""
+    """Their requests wait where the fewest run and wait: all at one server they would
+    wait long, and others stand idle.
+    """
 
     async def scenario() -> None:
         members = clean(0, 0, 0)
@@ -265,7 +278,9 @@ def test_groups_of_a_lost_server_spread_over_full_ones() -> None:
 
 
 class Watched(list[Claim]):
-    """Counts how often all claims are gone through. A fleet has tens of thousands, and a loop over each would hold it up."""
+    """Counts how often all claims are gone through. A fleet has tens of thousands, and
+    a loop over each would hold it up.
+    """
 
     passes = 0
 
@@ -275,7 +290,9 @@ class Watched(list[Claim]):
 
 
 def test_a_group_that_chooses_a_server_does_not_go_through_all_claims() -> None:
-    """After a restart of the learner all requests of a fleet wait, and all groups choose at once."""
+    """After a restart of the learner all requests of a fleet wait, and all groups
+    choose at once.
+    """
 
     async def scenario() -> None:
         members = Membership([ServerAddress(id=n, url="") for n in range(2)])
@@ -353,7 +370,9 @@ def test_no_claim_waits_for_a_place_that_is_free(work: list[tuple[str, int]], li
 
 
 def test_a_place_given_back_is_offered_to_those_who_wait_for_it() -> None:
-    """None of hundreds of claims at other servers is asked: a fleet gives back hundreds of places a second."""
+    """None of hundreds of claims at other servers is asked: a fleet gives back hundreds
+    of places a second.
+    """
 
     async def scenario() -> None:
         places, asked = Places(clean(0, 0), limit=1), list[int]()

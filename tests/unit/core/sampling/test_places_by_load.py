@@ -1,4 +1,6 @@
-"""A server's number of places follows its load: on a queueing stand-in with a KV cache, compared with every fixed number."""
+"""A server's number of places follows its load: on a queueing stand-in with a KV cache,
+compared with every fixed number.
+"""
 
 import asyncio
 from collections import deque
@@ -19,10 +21,12 @@ KV = 12_000
 
 @dataclass
 class QueueingServer:
-    """Stands in for a server whose requests hold KV: prompt, and a token more each tick, until `length`.
+    """Stands in for a server whose requests hold KV: prompt, and a token more each
+    tick, until `length`.
 
-    One that finds no room waits; when the KV is full the youngest is put back and must compute all of its tokens again.
-    Computing PREFILL tokens of an input takes as long as a token of each running request, which stand still meanwhile.
+    One that finds no room waits; when the KV is full the youngest is put back and must
+    compute all of its tokens again. Computing PREFILL tokens of an input takes as long
+    as a token of each running request, which stand still meanwhile.
     """
 
     kv: int
@@ -55,8 +59,12 @@ class QueueingServer:
         return ServerLoad(sum(self.running) / self.kv, len(self.waiting))
 
 
-async def driven(servers: list[QueueingServer], places: Places, ticks: int, adapts: bool = True) -> list[list[int]]:
-    """Always more claims than places. Returns the places of each server after each observation."""
+async def driven(
+    servers: list[QueueingServer], places: Places, ticks: int, adapts: bool = True
+) -> list[list[int]]:
+    """Always more claims than places. Returns the places of each server after each
+    observation.
+    """
     seen, retractions = [], [0] * len(servers)
     for tick in range(ticks):
         while any(use.free for use in places.use.values()):
@@ -83,7 +91,9 @@ def served(kv: int, length: int, limit: int, adapts: bool) -> tuple[QueueingServ
 
 
 def test_places_converge_to_what_the_best_fixed_number_gives() -> None:
-    """The best of all fixed numbers is known only afterwards; with the cap most requests are put back again and again."""
+    """The best of all fixed numbers is known only afterwards; with the cap most
+    requests are put back again and again.
+    """
     fixed = {limit: served(KV, 400, limit, adapts=False)[0] for limit in range(16, CAP + 1, 8)}
     best = max(server.finished for server in fixed.values())
     adapted, _ = served(KV, 400, CAP, adapts=True)

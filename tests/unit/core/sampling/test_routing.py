@@ -1,4 +1,6 @@
-"""Chosen experts from a server's reply to the record of a rollout, also when a server is lost on the way."""
+"""Chosen experts from a server's reply to the record of a rollout, also when a server
+is lost on the way.
+"""
 
 import asyncio
 import base64
@@ -23,7 +25,9 @@ from megarl.tasks.environments.registry import TaskEnvironments
 from tests.server_pool import Pool
 from tests.tiny import tiny_qwen3_moe
 
-EVERY_SECOND = replace(read("qwen3-30b-a3b"), layers=4, expert_layers=(1, 3), experts=32, experts_per_token=1)
+EVERY_SECOND = replace(
+    read("qwen3-30b-a3b"), layers=4, expert_layers=(1, 3), experts=32, experts_per_token=1
+)
 MANY = replace(EVERY_SECOND, layers=3, expert_layers=(0, 1, 2), experts=300, experts_per_token=2)
 
 
@@ -40,7 +44,9 @@ def test_layers_without_experts_are_left_out() -> None:
 
 @pytest.mark.parametrize("wrong", [-1, 32])
 def test_an_expert_that_the_model_lacks_is_refused(wrong: int) -> None:
-    """As one byte, -1 would be another expert. What is reported of layers without experts does not count."""
+    """As one byte, -1 would be another expert. What is reported of layers without
+    experts does not count.
+    """
     table = np.zeros((2, 4, 1), int)
     table[:, 0] = wrong
     assert EVERY_SECOND.routed_experts(reply(table)).max() == 0
@@ -51,9 +57,15 @@ def test_an_expert_that_the_model_lacks_is_refused(wrong: int) -> None:
 
 def test_many_experts_and_the_way_through_msgpack() -> None:
     table = np.random.default_rng(0).integers(0, 300, (5, 3, 2))
-    routing = MANY.routing([MANY.routed_experts(reply(part, "<i2")) for part in (table[:2], table[2:])])
-    segment = Segment(tokens=np.zeros(3, np.int32), logprobs=np.zeros(3, np.float32), weight_version=0)
-    rollout = Rollout(sample=0, segments=(segment,), reward=1, correct=True, finish="stop", routing=routing)
+    routing = MANY.routing(
+        [MANY.routed_experts(reply(part, "<i2")) for part in (table[:2], table[2:])]
+    )
+    segment = Segment(
+        tokens=np.zeros(3, np.int32), logprobs=np.zeros(3, np.float32), weight_version=0
+    )
+    rollout = Rollout(
+        sample=0, segments=(segment,), reward=1, correct=True, finish="stop", routing=routing
+    )
     again = decode(encode(rollout), Rollout).routing
     assert again is not None
     assert again.table.dtype == np.int16
@@ -63,7 +75,12 @@ def test_many_experts_and_the_way_through_msgpack() -> None:
 def test_those_of_a_model(tmp_path: Path) -> None:
     tiny_qwen3_moe(tmp_path, decoder_sparse_step=2)
     model = in_directory(tmp_path)
-    assert (model.layers, model.expert_layers, model.experts, model.experts_per_token) == (4, (1, 3), 4, 2)
+    assert (model.layers, model.expert_layers, model.experts, model.experts_per_token) == (
+        4,
+        (1, 3),
+        4,
+        2,
+    )
     recipe = from_tree({"model": {"path": str(tmp_path), "moe": {"routing_replay": True}}})
     assert routed_model(recipe) == model
     assert routed_model(from_tree({"model": {"path": str(tmp_path)}})) is None
@@ -79,25 +96,33 @@ def test_asked_for_of_a_model_or_server_that_has_none(tmp_path: Path) -> None:
 
 
 def test_a_group_that_no_record_of_the_journal_could_hold_is_refused(tmp_path: Path) -> None:
-    """128 rollouts of 128k tokens take 6 GiB. The controller would die of it at the end of the first such group."""
+    """128 rollouts of 128k tokens take 6 GiB. The controller would die of it at the end
+    of the first such group.
+    """
     shutil.copyfile(CONFIGS / "qwen3-30b-a3b.json", tmp_path / "config.json")
     tree = {
         "model": {"path": str(tmp_path), "moe": {"routing_replay": True}},
         "length": {"thinking_tokens": [1, 126_976]},
     }
     assert routed_model(from_tree(tree | {"sampling": {"generations": 16}})) is not None
-    with pytest.raises(MegarlError, match=r"routing_replay: .* 6\.1 GiB, .* lower sampling\.generations"):
+    with pytest.raises(
+        MegarlError, match=r"routing_replay: .* 6\.1 GiB, .* lower sampling\.generations"
+    ):
         routed_model(from_tree(tree | {"sampling": {"generations": 128}}))
 
 
 class OneExpertATime:
-    """A server whose router sends token t to expert t; the first request, or it alone, is lost after two tokens."""
+    """A server whose router sends token t to expert t; the first request, or it alone,
+    is lost after two tokens.
+    """
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
         self.alone = False
 
-    async def generate(self, ids: np.ndarray, limit: int, *, routing_from: int, **_: Any) -> Generation:
+    async def generate(
+        self, ids: np.ndarray, limit: int, *, routing_from: int, **_: Any
+    ) -> Generation:
         self.asked.append((len(ids), routing_from))
         tokens, logprobs = np.full(limit, 7, np.int32), np.zeros(limit, np.float32)
         if len(self.asked) == 1:
@@ -142,10 +167,22 @@ def test_every_token_but_the_last_has_a_row_over_losses_and_legs(alone: bool) ->
     pool.server_lost = lambda number, life, reason: lost.append(number)  # type: ignore[method-assign]
     sampler = Sampler(recipe, Words(), pool, TaskEnvironments(recipe, Words()))  # type: ignore[arg-type]
     prompt = Prompt(id="", tokens=np.arange(6, dtype=np.int32), answer="")
-    job = Job(prompt, (0, 0, 0), partial(places.take, (0, 0, 0), lambda *_: True), "", 5, 1.0, 1.0, routed=EVERY_SECOND)
+    job = Job(
+        prompt,
+        (0, 0, 0),
+        partial(places.take, (0, 0, 0), lambda *_: True),
+        "",
+        5,
+        1.0,
+        1.0,
+        routed=EVERY_SECOND,
+    )
     done = asyncio.run(sampler.complete(job))
     assert lost == ([] if alone else [0])
-    # Lost after 2 of 5, 3 more, the phrase of 3, the answer of 4; the row of the last token of a request comes with the next.
+    # Lost after 2 of 5, 3 more, the phrase of 3, the answer of 4; the row of the last
+    # token of a request comes with the next.
     assert server.asked == [(6, 0), (8, 0), (14, 10)]
     assert len(done.tokens) == 12
-    np.testing.assert_array_equal(EVERY_SECOND.routing(done.routing).table[:, 0, 0], np.arange(6 + 12 - 1))
+    np.testing.assert_array_equal(
+        EVERY_SECOND.routing(done.routing).table[:, 0, 0], np.arange(6 + 12 - 1)
+    )

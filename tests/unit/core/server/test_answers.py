@@ -74,15 +74,22 @@ def test_a_paused_server_is_healthy() -> None:
 
 
 def test_the_share_is_of_the_whole_gpu_whoever_has_taken_a_part_of_it() -> None:
-    """SGLang leaves free: what was free, times 1 - fraction. So it ends with share x total of its own."""
+    """SGLang leaves free: what was free, times 1 - fraction. So it ends with share x
+    total of its own.
+    """
     for free in (80_000, 40_000, 25_000):
         fraction = static_fraction(0.25, [(80_000, 80_000), (free, 80_000)])
         assert free - free * (1 - fraction) == pytest.approx(0.25 * 80_000)
-    with pytest.raises(MegarlError, match=r"memory_fraction: 0.25 of the GPU are 19.5 GiB, and only 14.6 of 78.1 GiB"):
+    with pytest.raises(
+        MegarlError,
+        match=r"memory_fraction: 0.25 of the GPU are 19.5 GiB, and only 14.6 of 78.1 GiB",
+    ):
         static_fraction(0.25, [(15_000, 80_000)])
 
 
-def test_nvidia_smi_is_asked_about_the_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidia_smi_is_asked_about_the_visible_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho "24000, 24564"\n')
     smi.chmod(0o755)

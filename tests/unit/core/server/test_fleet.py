@@ -1,4 +1,6 @@
-"""Calls to several servers from synchronous code: one that is silent costs the others nothing, and no call is made twice."""
+"""Calls to several servers from synchronous code: one that is silent costs the others
+nothing, and no call is made twice.
+"""
 
 import socket
 import threading
@@ -21,7 +23,9 @@ SILENCE = b""
 
 
 def scripted(*answers: bytes) -> tuple[str, list[bytes]]:
-    """A server that gives its first connection these answers in turn, then ends it; its address, and what it heard."""
+    """A server that gives its first connection these answers in turn, then ends it; its
+    address, and what it heard.
+    """
     listener, heard = socket.create_server(("127.0.0.1", 0)), list[bytes]()
 
     def serve() -> None:
@@ -41,18 +45,28 @@ def scripted(*answers: bytes) -> tuple[str, list[bytes]]:
 
 
 def fleet_of(*urls: str, silent: int | None = None) -> Fleet:
-    """silent: the server whose limit is a second; on a busy machine the others may take longer to answer."""
+    """silent: the server whose limit is a second; on a busy machine the others may take
+    longer to answer.
+    """
     limits = {silent: 1.0}
     clients = (
-        ServerClient(ServerAddress(id=i, url=u), "user", "admin", limits.get(i, LIMIT_S)) for i, u in enumerate(urls)
+        ServerClient(ServerAddress(id=i, url=u), "user", "admin", limits.get(i, LIMIT_S))
+        for i, u in enumerate(urls)
     )
     return Fleet(list(clients), 7)
 
 
 def test_each_server_costs_no_more_than_its_own_limit() -> None:
-    urls = [scripted(YES)[0], scripted(SILENCE)[0], f"http://127.0.0.1:{free_ports(1)[0]}", scripted(NO)[0]]
+    urls = [
+        scripted(YES)[0],
+        scripted(SILENCE)[0],
+        f"http://127.0.0.1:{free_ports(1)[0]}",
+        scripted(NO)[0],
+    ]
     with closing(fleet_of(*urls, silent=1)) as fleet:
-        results, errors = collect(fleet.start(fleet.servers, lambda server: server.pause("in_place")))
+        results, errors = collect(
+            fleet.start(fleet.servers, lambda server: server.pause("in_place"))
+        )
     assert list(results) == [0]
     said = {i: f"publishing version 7 to server {i} ({urls[i]}): pause: " for i in errors}
     assert str(errors[1]) == said[1] + "no answer within 1 s (weights.timeout_s)"
@@ -71,7 +85,9 @@ def test_an_error_is_told_before_a_silent_servers_limit() -> None:
 
 
 def test_a_call_whose_connection_ends_is_not_made_again() -> None:
-    """The connection has been kept from the call before, which is when an HTTP client may try another one."""
+    """The connection has been kept from the call before, which is when an HTTP client
+    may try another one.
+    """
     url, heard = scripted(YES)
     with closing(fleet_of(url)) as fleet:
         assert fleet.each([0], lambda server: server.pause("in_place"))[1] == {}
@@ -98,6 +114,9 @@ def test_waiting_for_a_server_ends_with_its_process() -> None:
     url = f"http://127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(MegarlError, match="ended with status 3 before it was ready"):
         wait_ready(url, 60, lambda: 3)
-    with pytest.raises(MegarlError, match=r"not ready within 0.2 s; if it only needs more, raise weights\.timeout_s"):
+    with pytest.raises(
+        MegarlError,
+        match=r"not ready within 0.2 s; if it only needs more, raise weights\.timeout_s",
+    ):
         wait_ready(url, 0.2)
     assert wait_ready(scripted(YES)[0], 60) < 60

@@ -1,4 +1,6 @@
-"""The models that a server makes load deltas, and so do the copies of them that weights are staged in."""
+"""The models that a server makes load deltas, and so do the copies of them that weights
+are staged in.
+"""
 
 import importlib
 import sys
@@ -45,7 +47,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Served]:
 
 
 def test_a_copy_takes_deltas_and_the_model_keeps_its_weights(make: Callable[[], Served]) -> None:
-    old, new = (torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (0, 1))
+    old, new = (
+        torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        for seed in (0, 1)
+    )
     model = make()
     model.load_weights([("inner.weight", old)])
     assert torch.equal(model.inner.weight, old)
@@ -76,7 +81,9 @@ DOWN = "layers.0.mlp.down_proj.weight"
 
 @pytest.fixture
 def fp8_loader(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """SGLang's loader, of which there is only what is replaced. finish: what it does at the end."""
+    """SGLang's loader, of which there is only what is replaced. finish: what it does at
+    the end.
+    """
 
     class Loader:
         finish: Callable[[Module], None] = staticmethod(lambda model: None)
@@ -106,8 +113,12 @@ def assert_holds(model: Module, weight: Tensor) -> None:
     assert torch.equal(held[f"{DOWN}_scale_inv"], scales)
 
 
-def test_a_server_in_fp8_quantises_what_comes_in_bf16_and_takes_the_rest_as_it_is(fp8_loader: SimpleNamespace) -> None:
-    """A directory's tensors; a publication's values and scales; and deltas of these, in a copy."""
+def test_a_server_in_fp8_quantises_what_comes_in_bf16_and_takes_the_rest_as_it_is(
+    fp8_loader: SimpleNamespace,
+) -> None:
+    """A directory's tensors; a publication's values and scales; and deltas of these, in
+    a copy.
+    """
     model = fp8_loader._initialize_model()
     inner = torch.randn(6, 4).bfloat16()
     model.load_weights([("inner.weight", inner), (f"{DOWN}", a_weight(0))])
@@ -122,7 +133,9 @@ def test_a_server_in_fp8_quantises_what_comes_in_bf16_and_takes_the_rest_as_it_i
     assert_holds(model, a_weight(1))
 
 
-def test_parameters_that_sglang_has_rewritten_are_noticed_before_they_are_served(fp8_loader: SimpleNamespace) -> None:
+def test_parameters_that_sglang_has_rewritten_are_noticed_before_they_are_served(
+    fp8_loader: SimpleNamespace,
+) -> None:
     """DeepGEMM's packed scales, as on Blackwell; weights that are not in FP8 at all."""
     loader = fp8_loader.DefaultModelLoader
     model = fp8_loader._initialize_model()
@@ -134,7 +147,10 @@ def test_parameters_that_sglang_has_rewritten_are_noticed_before_they_are_served
         model.layers[0].mlp.down_proj.weight_scale_inv.data = torch.zeros(130, 1, dtype=torch.int32)
 
     loader.finish = staticmethod(pack)
-    with pytest.raises(RuntimeError, match=r"scales of .*down_proj.weight should be \[2, 2\] FP32, and are \[130, 1\]"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"scales of .*down_proj.weight should be \[2, 2\] FP32, and are \[130, 1\]",
+    ):
         loader.postprocess_weights(fp8_loader._initialize_model(), "cpu")
 
 
@@ -156,7 +172,9 @@ def gpt_oss(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     models = sys.modules["sglang.srt.models"]
     models.gpt_oss = SimpleNamespace(  # type: ignore[attr-defined]
-        GptOssForCausalLM=Stock, GptOssAttention=Attention, enable_fused_set_kv_buffer=lambda batch: False
+        GptOssForCausalLM=Stock,
+        GptOssAttention=Attention,
+        enable_fused_set_kv_buffer=lambda batch: False,
     )
     monkeypatch.delitem(sys.modules, ours, raising=False)
     module = importlib.import_module(ours)
@@ -165,8 +183,10 @@ def gpt_oss(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_each_rank_takes_its_part_of_single_experts(gpt_oss: ModuleType) -> None:
-    """All ranks' parts together are the whole: rows of gate and up, columns of down; the bias of down, which their sum gets, is
-    rank 0's. As differences, too. What else comes is left to SGLang's loader."""
+    """All ranks' parts together are the whole: rows of gate and up, columns of down;
+    the bias of down, which their sum gets, is rank 0's. As differences, too. What else
+    comes is left to SGLang's loader.
+    """
     draw, prefix = torch.Generator().manual_seed(0), "model.layers.0.mlp.experts"
     shapes = {
         "gate_up_proj.weight": (8, 6),
@@ -175,7 +195,11 @@ def test_each_rank_takes_its_part_of_single_experts(gpt_oss: ModuleType) -> None
         "down_proj.bias": (6,),
     }
     old, new = (
-        {f"{prefix}.{e}.{name}": torch.randn(shape, generator=draw) for e in range(3) for name, shape in shapes.items()}
+        {
+            f"{prefix}.{e}.{name}": torch.randn(shape, generator=draw)
+            for e in range(3)
+            for name, shape in shapes.items()
+        }
         for _ in range(2)
     )
     ranks = []
@@ -186,9 +210,16 @@ def test_each_rank_takes_its_part_of_single_experts(gpt_oss: ModuleType) -> None
             module.add_module(name, Module())
             module = module.get_submodule(name)
         module.moe_tp_rank = rank  # type: ignore[assignment]
-        held = {"w13_weight": (3, 4, 6), "w13_weight_bias": (3, 4), "w2_weight": (3, 6, 2), "w2_weight_bias": (3, 6)}
+        held = {
+            "w13_weight": (3, 4, 6),
+            "w13_weight_bias": (3, 4),
+            "w2_weight": (3, 6, 2),
+            "w2_weight_bias": (3, 6),
+        }
         for name, shape in held.items():
-            module.register_parameter(name, Parameter(torch.full(shape, torch.nan), requires_grad=False))
+            module.register_parameter(
+                name, Parameter(torch.full(shape, torch.nan), requires_grad=False)
+            )
         model.load_weights([*old.items(), ("model.norm.weight", torch.ones(2))])
         assert model.left.keys() == {"model.norm.weight"}
         ranks.append(model)
@@ -197,13 +228,23 @@ def test_each_rank_takes_its_part_of_single_experts(gpt_oss: ModuleType) -> None
             for model in ranks:
                 changes = [(name + SUFFIX, encode(old[name], new[name])) for name in old]
                 load(model, model.load_weights, changes)
-        whole = {name: torch.stack([tensors[f"{prefix}.{e}.{name}"] for e in range(3)]) for name in shapes}
-        first, second = ({n.rpartition(".")[2]: p for n, p in model.named_parameters()} for model in ranks)
-        assert torch.equal(torch.cat([first["w13_weight"], second["w13_weight"]], 1), whole["gate_up_proj.weight"])
-        assert torch.equal(
-            torch.cat([first["w13_weight_bias"], second["w13_weight_bias"]], 1), whole["gate_up_proj.bias"]
+        whole = {
+            name: torch.stack([tensors[f"{prefix}.{e}.{name}"] for e in range(3)])
+            for name in shapes
+        }
+        first, second = (
+            {n.rpartition(".")[2]: p for n, p in model.named_parameters()} for model in ranks
         )
-        assert torch.equal(torch.cat([first["w2_weight"], second["w2_weight"]], 2), whole["down_proj.weight"])
+        assert torch.equal(
+            torch.cat([first["w13_weight"], second["w13_weight"]], 1), whole["gate_up_proj.weight"]
+        )
+        assert torch.equal(
+            torch.cat([first["w13_weight_bias"], second["w13_weight_bias"]], 1),
+            whole["gate_up_proj.bias"],
+        )
+        assert torch.equal(
+            torch.cat([first["w2_weight"], second["w2_weight"]], 2), whole["down_proj.weight"]
+        )
         assert torch.equal(first["w2_weight_bias"], whole["down_proj.bias"])
         assert not second["w2_weight_bias"].any()
 
@@ -229,7 +270,10 @@ def test_sinks_are_held_as_published_and_a_kernel_gets_the_fp32_it_wants(
     deque(sums.watch([("sinks", sent)]), maxlen=0)
     attention.sinks.data.copy_(sent)
     assert sums.expected() == {"sinks": written(int(checksum(attention.sinks)))}
-    attention.attn, attention.o_proj = lambda *_, sinks, save_kv_cache: sinks, lambda attended: (attended, None)
+    attention.attn, attention.o_proj = (
+        lambda *_, sinks, save_kv_cache: sinks,
+        lambda attended: (attended, None),
+    )
     given = attention.forward_core((None, None, (1, 2, 3, None)))
     assert given.dtype == (torch.float32 if kernel == torch.float32 else model)
     assert torch.equal(given, sent.to(given.dtype))

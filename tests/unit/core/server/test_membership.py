@@ -1,4 +1,6 @@
-"""Servers' states under random events: who may be sent requests, and what may never happen."""
+"""Servers' states under random events: who may be sent requests, and what may never
+happen.
+"""
 
 import pytest
 from hypothesis import settings
@@ -16,7 +18,9 @@ START_S = 100.0
 
 
 def membership(count: int = 3, staged: bool = False) -> Membership:
-    return Membership([ServerAddress(id=n, url=f"http://127.0.0.1:{n}") for n in range(count)], staged)
+    return Membership(
+        [ServerAddress(id=n, url=f"http://127.0.0.1:{n}") for n in range(count)], staged
+    )
 
 
 def ids(addresses: tuple[ServerAddress, ...]) -> list[int]:
@@ -24,10 +28,12 @@ def ids(addresses: tuple[ServerAddress, ...]) -> list[int]:
 
 
 class Life(RuleBasedStateMachine):
-    """Servers come, die and return, learners publish and are replaced, evaluations hold a server, other servers join and leave.
+    """Servers come, die and return, learners publish and are replaced, evaluations hold
+    a server, other servers join and leave.
 
-    `real` is what each server truly holds: None after a (re)start or half a publication, until one is complete; if weights are
-    staged, what it held before, until then. `spoke`: when the process of a joined server said last that it is there.
+    `real` is what each server truly holds: None after a (re)start or half a
+    publication, until one is complete; if weights are staged, what it held before,
+    until then. `spoke`: when the process of a joined server said last that it is there.
     """
 
     staged = False
@@ -84,8 +90,12 @@ class Life(RuleBasedStateMachine):
         for server in servers:
             works = bool(self.alive.get(server)) and server not in failing
             member = self.members.members.get(server)
-            self.real[server] = version if works and member and member.state == "publishing" else None
-            became_clean = self.members.published(server, version, name, "" if works else "broken pipe")
+            self.real[server] = (
+                version if works and member and member.state == "publishing" else None
+            )
+            became_clean = self.members.published(
+                server, version, name, "" if works else "broken pipe"
+            )
             assert became_clean <= works
 
     @precondition(lambda self: self.publishing is None)
@@ -112,7 +122,9 @@ class Life(RuleBasedStateMachine):
 
     @rule(port=PORTS, wanted=st.integers(-1, 5), again=st.booleans())
     def join(self, port: int, wanted: int, again: bool) -> None:
-        """A server at this port starts, anew if there is one, or (again) says once more that it is there."""
+        """A server at this port starts, anew if there is one, or (again) says once more
+        that it is there.
+        """
         url = f"http://127.0.0.1:{port}"
         known = next((s for s, m in self.members.members.items() if m.address.url == url), None)
         if known is not None and (known < 3 or self.members.leaves(known)):
@@ -120,7 +132,9 @@ class Life(RuleBasedStateMachine):
                 self.members.join(url, "other", wanted, 1, self.now)
             return
         self.lives += 1
-        life = self.members.members[known].life if again and known is not None else f"life{self.lives}"
+        life = (
+            self.members.members[known].life if again and known is not None else f"life{self.lives}"
+        )
         before = set(self.members.members)
         server = self.members.join(url, life, wanted, 1, self.now)
         if known is not None:
@@ -143,7 +157,9 @@ class Life(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, FORGET_S, FORGET_S + 1, START_S]))
     def forget(self, seconds: float) -> None:
-        """Time passes. The silent and the stuck are sent away; who has left is forgotten, unless it is being published to."""
+        """Time passes. The silent and the stuck are sent away; who has left is
+        forgotten, unless it is being published to.
+        """
         self.now += seconds
         silent, stuck = self.members.silent(self.now), self.members.stuck(self.now, START_S)
         for server in {*silent, *stuck}:
@@ -192,7 +208,9 @@ class StagedLife(Life):
 
 
 TestLife, TestStagedLife = Life.TestCase, StagedLife.TestCase
-TestLife.settings = TestStagedLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLife.settings = TestStagedLife.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
 
 
 @pytest.mark.parametrize("staged", [False, True])

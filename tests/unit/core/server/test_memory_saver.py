@@ -1,4 +1,6 @@
-"""What torch_memory_saver needs of the machine, with a library of our own in place of its hook."""
+"""What torch_memory_saver needs of the machine, with a library of our own in place of
+its hook.
+"""
 
 import os
 import subprocess
@@ -26,7 +28,9 @@ def compiled(library: Path, *needed: str) -> Path:
 
 @pytest.fixture
 def hook(tmp_path: Path) -> Path:
-    """A fake of the hook, which needs a fake of libcudart that lies in a package of torch."""
+    """A fake of the hook, which needs a fake of libcudart that lies in a package of
+    torch.
+    """
     runtime = compiled(tmp_path / "libfake-cudart.so.13")
     made = compiled(tmp_path / "fake-hook.so", runtime.name)
     packages = tmp_path / "site-packages"
@@ -42,7 +46,10 @@ def hook(tmp_path: Path) -> Path:
 
 def test_a_site_may_preload_what_is_missing(hook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loader complains of each entry of /etc/ld.so.preload, and goes on."""
-    of_site = "ERROR: ld.so: object '/opt/site.so' from /etc/ld.so.preload cannot be preloaded (…): ignored."
+    of_site = (
+        "ERROR: ld.so: object '/opt/site.so' from /etc/ld.so.preload cannot be preloaded (…):"
+        " ignored."
+    )
     answer = subprocess.CompletedProcess([], 0, "", of_site)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
     check_preload(hook, {})
@@ -74,7 +81,9 @@ def test_torchs_package_here_has_a_runtime(monkeypatch: pytest.MonkeyPatch) -> N
     assert list(folder.glob("libcudart.so.13*"))
 
 
-def test_a_python_that_does_not_start_in_time_is_named(hook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_that_does_not_start_in_time_is_named(
+    hook: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory_saver, "LIMIT_S", 0.0001)
     with pytest.raises(MegarlError, match=r"did not start within 0\.0001 s"):
         check_preload(hook, {})

@@ -1,4 +1,6 @@
-"""Calls through the gates of some servers: the same results and errors as without, whatever happens to a relay."""
+"""Calls through the gates of some servers: the same results and errors as without,
+whatever happens to a relay.
+"""
 
 import asyncio
 import threading
@@ -31,10 +33,12 @@ LIMIT_S = 60.0
 
 
 class StandIns:
-    """Servers that are a real gate before an application that notes each call, in a thread.
+    """Servers that are a real gate before an application that notes each call, in a
+    thread.
 
-    heard: (server, path, body) in order; relayed: how many calls each server has passed on; says: what a server does not
-    answer with 200 and its number: a status, "silence", or "death", which ends the connection.
+    heard: (server, path, body) in order; relayed: how many calls each server has passed
+    on; says: what a server does not answer with 200 and its number: a status,
+    "silence", or "death", which ends the connection.
     """
 
     def __init__(self) -> None:
@@ -44,12 +48,19 @@ class StandIns:
         self.relayed: Counter[int] = Counter()
         self.says: dict[tuple[int, str], int | str] = {}
         self.endpoints = Endpoints(
-            session="s", controller="", servers=self.urls, api_key="user", admin_key="admin", link=LinkKeys.new(),
+            session="s",
+            controller="",
+            servers=self.urls,
+            api_key="user",
+            admin_key="admin",
+            link=LinkKeys.new(),
             rendezvous_port=1,
-        )  # fmt: skip
+        )
         self.gates: list[Gate] = []
         self.servers = [
-            uvicorn.Server(uvicorn.Config(self.app(n), port=port, lifespan="off", log_level="error"))
+            uvicorn.Server(
+                uvicorn.Config(self.app(n), port=port, lifespan="off", log_level="error")
+            )
             for n, port in enumerate(self.ports)
         ]
         self.thread = threading.Thread(target=lambda: asyncio.run(self.run()), daemon=True)
@@ -63,7 +74,11 @@ class StandIns:
             if said == "silence":
                 await asyncio.sleep(60)
             status = said if isinstance(said, int) else 200
-            body = {"message": "no"} if status != 200 else {"weight_version": str(number), "message": ""}
+            body = (
+                {"message": "no"}
+                if status != 200
+                else {"weight_version": str(number), "message": ""}
+            )
             await JSONResponse(body, status)(scope, receive, send)
 
         gate = Gate(answer, self.endpoints, handles=False, vocabulary=8)
@@ -75,7 +90,11 @@ class StandIns:
                 if end := self.says.get((number, "/relay")):
                     await asyncio.sleep(0.2 if end == "death" else 60)
                     return await send(
-                        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]}
+                        {
+                            "type": "http.response.start",
+                            "status": 200,
+                            "headers": [(b"content-length", b"9")],
+                        }
                     )
             await gate(scope, receive, send)
 
@@ -113,9 +132,17 @@ async def _up(url: str) -> None:
             await asyncio.sleep(0.02)
 
 
-def fleet_of(servers: StandIns, urls: dict[int, str] | None = None, limit_s: float = LIMIT_S) -> Fleet:
+def fleet_of(
+    servers: StandIns, urls: dict[int, str] | None = None, limit_s: float = LIMIT_S
+) -> Fleet:
     addresses = dict(enumerate(servers.urls)) | (urls or {})
-    return Fleet([ServerClient(ServerAddress(id=i, url=u), "user", "admin", limit_s) for i, u in addresses.items()], 7)
+    return Fleet(
+        [
+            ServerClient(ServerAddress(id=i, url=u), "user", "admin", limit_s)
+            for i, u in addresses.items()
+        ],
+        7,
+    )
 
 
 def paths(servers: StandIns) -> Counter[tuple[int, str]]:
@@ -124,20 +151,32 @@ def paths(servers: StandIns) -> Counter[tuple[int, str]]:
 
 def test_each_server_hears_each_call_once_and_its_own_answer_is_told(stand_ins: StandIns) -> None:
     with closing(fleet_of(stand_ins)) as fleet:
-        assert fleet.each(fleet.servers, lambda s: s.pause("in_place")) == (dict.fromkeys(range(SERVERS)), {})
+        assert fleet.each(fleet.servers, lambda s: s.pause("in_place")) == (
+            dict.fromkeys(range(SERVERS)),
+            {},
+        )
         versions, errors = fleet.each([0, 1, 5, 6, 10], lambda s: s.served_version())
         assert (versions, errors) == ({i: i for i in (0, 1, 5, 6, 10)}, {})
-    assert stand_ins.relayed == {0: 2, 4: 1, 5: 1, 8: 1}, (
-        "one call a group; server 10, alone in its group, is called itself"
-    )
-    expected = [(i, "/pause_generation") for i in range(SERVERS)] + [(i, "/model_info") for i in (0, 1, 5, 6, 10)]
+    assert stand_ins.relayed == {
+        0: 2,
+        4: 1,
+        5: 1,
+        8: 1,
+    }, "one call a group; server 10, alone in its group, is called itself"
+    expected = [(i, "/pause_generation") for i in range(SERVERS)] + [
+        (i, "/model_info") for i in (0, 1, 5, 6, 10)
+    ]
     assert paths(stand_ins) == Counter(expected)
-    assert {body for _, path, body in stand_ins.heard if path == "/pause_generation"} == {b'{"mode":"in_place"}'}
+    assert {body for _, path, body in stand_ins.heard if path == "/pause_generation"} == {
+        b'{"mode":"in_place"}'
+    }
 
 
 def test_each_server_gets_its_own_question(stand_ins: StandIns) -> None:
     with closing(fleet_of(stand_ins)) as fleet:
-        errors = fleet.each(fleet.servers, lambda s: s.join_group("g", "127.0.0.1", 1, s.address.id, 12, "gloo"))[1]
+        errors = fleet.each(
+            fleet.servers, lambda s: s.join_group("g", "127.0.0.1", 1, s.address.id, 12, "gloo")
+        )[1]
     assert errors == {}
     asked = {number: msgspec.json.decode(body)["names"][0] for number, _, body in stand_ins.heard}
     assert {number: msgspec.json.decode(names)["first"] for number, names in asked.items()} == {
@@ -157,7 +196,11 @@ def test_errors_are_told_at_once(stand_ins: StandIns) -> None:
 
 
 def test_errors_name_their_servers(stand_ins: StandIns) -> None:
-    stand_ins.says = {(1, "/pause_generation"): 500, (2, "/pause_generation"): "silence", (4, "/pause_generation"): 500}
+    stand_ins.says = {
+        (1, "/pause_generation"): 500,
+        (2, "/pause_generation"): "silence",
+        (4, "/pause_generation"): 500,
+    }
     nobody = f"http://127.0.0.1:{free_ports(1)[0]}"
     with closing(fleet_of(stand_ins, {9: nobody}, limit_s=3.0)) as fleet:
         results, errors = fleet.each(fleet.servers, lambda s: s.pause("in_place"))
@@ -166,10 +209,13 @@ def test_errors_name_their_servers(stand_ins: StandIns) -> None:
     assert told[1] == f"publishing version 7 to server 1 ({stand_ins.urls[1]}): pause: 500: no"
     assert (
         told[2]
-        == f"publishing version 7 to server 2 ({stand_ins.urls[2]}): pause: no answer within 3 s (weights.timeout_s)"
+        == f"publishing version 7 to server 2 ({stand_ins.urls[2]}): pause: no answer within 3 s"
+        " (weights.timeout_s)"
     )
     assert told[4].endswith("500: no")
-    assert told[9].startswith(f"publishing version 7 to server 9 ({nobody}): pause: ClientConnectorError")
+    assert told[9].startswith(
+        f"publishing version 7 to server 9 ({nobody}): pause: ClientConnectorError"
+    )
 
 
 @pytest.mark.parametrize("end", ["death", "silence"])
@@ -205,7 +251,10 @@ def test_joined_servers_are_called_directly(stand_ins: StandIns) -> None:
         [ServerAddress(id=i, url=u) for i, u in enumerate(stand_ins.urls)],
     )
     with closing(open_fleet(addresses, endpoints, LIMIT_S, 7)) as fleet:
-        assert fleet.each(fleet.servers, lambda s: s.served_version()) == ({i: i for i in range(SERVERS)}, {})
+        assert fleet.each(fleet.servers, lambda s: s.served_version()) == (
+            {i: i for i in range(SERVERS)},
+            {},
+        )
     assert stand_ins.relayed == {0: 1, 4: 1, 8: 1}
     assert not any(gate.refused for gate in stand_ins.gates)
 
@@ -245,9 +294,13 @@ def test_a_gate_relays_only_what_it_lets_through_and_only_to_the_run(
 ) -> None:
     async def asked() -> int:
         call = relay.RelayedCall(path, body, [stand_ins.urls[1], *others], LIMIT_S)
-        async with ServerClient(ServerAddress(id=0, url=stand_ins.urls[0]), "", "", LIMIT_S) as client:
+        async with ServerClient(
+            ServerAddress(id=0, url=stand_ins.urls[0]), "", "", LIMIT_S
+        ) as client:
             return (
-                await client.exchange(relay.ServerQuestion("/relay", msgspec.json.encode(call), key, LIMIT_S))
+                await client.exchange(
+                    relay.ServerQuestion("/relay", msgspec.json.encode(call), key, LIMIT_S)
+                )
             ).status
 
     assert asyncio.run(asked()) == code

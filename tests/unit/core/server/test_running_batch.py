@@ -1,4 +1,6 @@
-"""What a running batch needs once requests have left it is what SGLang itself finds for those that are still there."""
+"""What a running batch needs once requests have left it is what SGLang itself finds for
+those that are still there.
+"""
 
 import dataclasses
 from itertools import combinations
@@ -31,8 +33,15 @@ class Batch:
     device = "cpu"
 
     def __init__(self, *names: str) -> None:
-        ours = {"return_sampling_mask": False, "custom_logit_processor": None, "sampling_logprobs_mode": "none"}
-        self.reqs = [SimpleNamespace(sampling_params=SamplingParams(**OPTIONS[name]), **ours) for name in names]
+        ours = {
+            "return_sampling_mask": False,
+            "custom_logit_processor": None,
+            "sampling_logprobs_mode": "none",
+        }
+        self.reqs = [
+            SimpleNamespace(sampling_params=SamplingParams(**OPTIONS[name]), **ours)
+            for name in names
+        ]
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +54,15 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def needs(info: SamplingBatchInfo) -> dict[str, object]:
-    """All that is not a number per request: what one request may have set for the others."""
+    """All that is not a number per request: what one request may have set for the
+    others.
+    """
     values = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
-    told = {name: value for name, value in values.items() if value is None or isinstance(value, bool | int)}
+    told = {
+        name: value
+        for name, value in values.items()
+        if value is None or isinstance(value, bool | int)
+    }
     return told | {"penalties": info.penalizer_orchestrator.is_required}
 
 

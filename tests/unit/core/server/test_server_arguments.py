@@ -42,9 +42,13 @@ SIZES = {
 }
 
 
-def a_recipe(path: Path, positions: int = 512, config: dict[str, Any] | None = None, **sections: Any) -> Recipe:
+def a_recipe(
+    path: Path, positions: int = 512, config: dict[str, Any] | None = None, **sections: Any
+) -> Recipe:
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(SIZES | {"max_position_embeddings": positions} | (config or {})))
+    (path / "config.json").write_text(
+        json.dumps(SIZES | {"max_position_embeddings": positions} | (config or {}))
+    )
     tree = {
         "model": {"path": str(path)},
         "length": {"prompt_tokens": 100, "thinking_tokens": [100, 200], "answer_tokens": 100},
@@ -54,7 +58,11 @@ def a_recipe(path: Path, positions: int = 512, config: dict[str, Any] | None = N
 
 
 def test_arguments_follow_the_recipe(tmp_path: Path) -> None:
-    recipe = a_recipe(tmp_path, model={"dtype": "fp32", "path": str(tmp_path), "fp32_head": "learner"}, run={"seed": 2})
+    recipe = a_recipe(
+        tmp_path,
+        model={"dtype": "fp32", "path": str(tmp_path), "fp32_head": "learner"},
+        run={"seed": 2},
+    )
     arguments = engine_arguments(recipe, 3, "127.0.0.1", 1234, cuda=False)
     wanted = {
         "dtype": "float32",
@@ -67,25 +75,40 @@ def test_arguments_follow_the_recipe(tmp_path: Path) -> None:
         "context_length": 400 + len(recipe.length.interruption) + KEPT_FROM_INPUT,
     }
     assert {k: arguments[k] for k in wanted} == wanted
-    others = [engine_arguments(recipe, i, "127.0.0.1", 1, cuda=False)["random_seed"] for i in range(3)]
+    others = [
+        engine_arguments(recipe, i, "127.0.0.1", 1, cuda=False)["random_seed"] for i in range(3)
+    ]
     assert len({arguments["random_seed"], *others}) == 4
 
 
-@pytest.mark.parametrize(("side", "here"), [("both", True), ("server", True), ("learner", False), ("none", False)])
-def test_the_head_is_float32_where_the_recipe_says_the_server(tmp_path: Path, side: str, here: bool) -> None:
+@pytest.mark.parametrize(
+    ("side", "here"), [("both", True), ("server", True), ("learner", False), ("none", False)]
+)
+def test_the_head_is_float32_where_the_recipe_says_the_server(
+    tmp_path: Path, side: str, here: bool
+) -> None:
     recipe = a_recipe(tmp_path, model={"path": str(tmp_path), "fp32_head": side})
     assert engine_arguments(recipe, 0, "127.0.0.1", 1, cuda=True)["enable_fp32_lm_head"] is here
 
 
 def test_tokens_that_tie_with_the_last_of_the_top_k_do_not_end_a_request(tmp_path: Path) -> None:
-    """A GPU's sampler keeps them all, and SGLang aborts a request with more tokens than this."""
+    """A GPU's sampler keeps them all, and SGLang aborts a request with more tokens than
+    this.
+    """
     from sglang.srt.layers.sampler import Sampler, SamplingMaskStatus, _SamplingMaskCapture
 
-    most = engine_arguments(a_recipe(tmp_path), 0, "127.0.0.1", 1, cuda=True)["sampling_mask_max_tokens"]
+    most = engine_arguments(a_recipe(tmp_path), 0, "127.0.0.1", 1, cuda=True)[
+        "sampling_mask_max_tokens"
+    ]
     kept = TOP_K_WITH_TOP_P + 500
     weights = torch.nn.functional.pad(torch.full((1, kept), 1 / kept), (0, 10_000))
-    capture = _SamplingMaskCapture(weights, token_ids=None, selected_weight=None, batch_rows=torch.tensor([0]))
-    for limit, status in ((most, SamplingMaskStatus.OK), (TOP_K_WITH_TOP_P, SamplingMaskStatus.OVERFLOW)):
+    capture = _SamplingMaskCapture(
+        weights, token_ids=None, selected_weight=None, batch_rows=torch.tensor([0])
+    )
+    for limit, status in (
+        (most, SamplingMaskStatus.OK),
+        (TOP_K_WITH_TOP_P, SamplingMaskStatus.OVERFLOW),
+    ):
         sampler = SimpleNamespace(sampling_mask_max_tokens=limit)
         said = Sampler._build_sampling_mask_output(sampler, torch.tensor([7]), capture, None)
         assert said.statuses.tolist() == [status]
@@ -94,29 +117,40 @@ def test_tokens_that_tie_with_the_last_of_the_top_k_do_not_end_a_request(tmp_pat
 
 def test_prefills_replay_no_graphs_on_a_gpu(tmp_path: Path) -> None:
     assert (
-        engine_arguments(a_recipe(tmp_path), 0, "127.0.0.1", 1, cuda=True)["cuda_graph_backend_prefill"] == "disabled"
+        engine_arguments(a_recipe(tmp_path), 0, "127.0.0.1", 1, cuda=True)[
+            "cuda_graph_backend_prefill"
+        ]
+        == "disabled"
     )
 
 
 @pytest.mark.parametrize(
-    ("kv_tokens", "held", "enough"), [(None, 488, True), (None, 487, False), (450, 450, True), (450, 384, False)]
+    ("kv_tokens", "held", "enough"),
+    [(None, 488, True), (None, 487, False), (450, 450, True), (450, 384, False)],
 )
 def test_a_kv_cache_without_room_for_the_longest_sequence_is_refused(
     tmp_path: Path, kv_tokens: int | None, held: int, enough: bool
 ) -> None:
-    """SGLang only warns. It would cut long requests short and refuse to continue them: their tickets would be void."""
+    """SGLang only warns. It would cut long requests short and refuse to continue them:
+    their tickets would be void.
+    """
     recipe = a_recipe(tmp_path, serving={"kv_tokens": kv_tokens})
     context = engine_arguments(recipe, 0, "127.0.0.1", 1, cuda=True)["context_length"]
     assert context == 488
     most_input = min(context, held) - 1 - 5  # as SGLang computes max_req_input_len
     with (
-        nullcontext() if enough else pytest.raises(MegarlError, match=f"serving: .* has {held} tokens, and the longest")
+        nullcontext()
+        if enough
+        else pytest.raises(MegarlError, match=f"serving: .* has {held} tokens, and the longest")
     ):
         launch.check_kv(recipe, most_input)
 
 
 def test_context_does_not_exceed_the_model(tmp_path: Path) -> None:
-    assert engine_arguments(a_recipe(tmp_path, 410), 0, "127.0.0.1", 1, cuda=False)["context_length"] == 410
+    assert (
+        engine_arguments(a_recipe(tmp_path, 410), 0, "127.0.0.1", 1, cuda=False)["context_length"]
+        == 410
+    )
 
 
 def test_nothing_is_patched_with_a_gpu(tmp_path: Path) -> None:
@@ -128,8 +162,12 @@ def test_nothing_is_patched_with_a_gpu(tmp_path: Path) -> None:
     }
 
 
-def test_no_rank_is_started_by_a_script_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang would put it into /tmp, where hardened nodes execute nothing, to start numactl for a GPU of a NUMA node."""
+def test_no_rank_is_started_by_a_script_that_others_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang would put it into /tmp, where hardened nodes execute nothing, to start
+    numactl for a GPU of a NUMA node.
+    """
     from sglang.srt.utils import numa_utils
 
     def asked(*_: object) -> int:
@@ -145,13 +183,21 @@ def test_no_rank_is_started_by_a_script_that_others_may_write(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_logprobs_are_at_the_sampling_temperature_whatever_the_shell_says(tmp_path: Path, cuda: bool) -> None:
-    """True would give those at temperature 1: another behaviour policy than the one that sampled."""
+def test_logprobs_are_at_the_sampling_temperature_whatever_the_shell_says(
+    tmp_path: Path, cuda: bool
+) -> None:
+    """True would give those at temperature 1: another behaviour policy than the one
+    that sampled.
+    """
     assert environment(a_recipe(tmp_path), 0, [0], cuda)[LOGPROBS] == "0"
 
 
-def test_experts_keep_their_rows_whatever_the_shell_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang would permute them after loading; weights that are swapped in later are not permuted."""
+def test_experts_keep_their_rows_whatever_the_shell_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang would permute them after loading; weights that are swapped in later are
+    not permuted.
+    """
     from sglang.srt.environ import envs
 
     monkeypatch.setenv(PERMUTED, "1")
@@ -169,14 +215,19 @@ def test_a_shared_gpu_is_said_to_sglang(tmp_path: Path, monkeypatch: pytest.Monk
     }
     recipe = a_recipe(tmp_path, **shares)
     monkeypatch.setattr(launch, "free_and_total", lambda: [(50_000, 80_000)])
-    assert memory_arguments(recipe, cuda=True) == {"mem_fraction_static": 0.4, "enable_memory_saver": True}
+    assert memory_arguments(recipe, cuda=True) == {
+        "mem_fraction_static": 0.4,
+        "enable_memory_saver": True,
+    }
     assert memory_arguments(recipe, cuda=False) == {}
     assert memory_arguments(a_recipe(tmp_path), cuda=True) == {"enable_memory_saver": False}
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     assert "LD_LIBRARY_PATH" in environment(recipe, 0, [0], cuda=True)
     assert "LD_LIBRARY_PATH" not in environment(a_recipe(tmp_path), 0, [0], cuda=True)
     if find_spec("torch_memory_saver") is None:
-        with pytest.raises(MegarlError, match=r"resources.colocate: .* needs the package torch_memory_saver"):
+        with pytest.raises(
+            MegarlError, match=r"resources.colocate: .* needs the package torch_memory_saver"
+        ):
             check(recipe, cuda=True)
     check(recipe, cuda=False)
 
@@ -196,12 +247,17 @@ LLAMA4 = {
 def test_llama_4_without_its_vision_tower_is_always_ours(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, config=LLAMA4)
     for cuda in (False, True):
-        assert environment(recipe, 0, [0], cuda)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "megarl.core.server.sglang_models"
+        assert (
+            environment(recipe, 0, [0], cuda)["SGLANG_EXTERNAL_MODEL_PACKAGE"]
+            == "megarl.core.server.sglang_models"
+        )
     whole = {
         "architectures": ["Llama4ForConditionalGeneration"],
         "text_config": SIZES | LLAMA4 | {"architectures": None},
     }
-    assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in environment(a_recipe(tmp_path, config=whole), 0, [0], cuda=True)
+    assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in environment(
+        a_recipe(tmp_path, config=whole), 0, [0], cuda=True
+    )
 
 
 BALANCED = {
@@ -231,11 +287,16 @@ def test_gpt_oss_is_always_ours_and_on_a_gpu_in_bf16(tmp_path: Path) -> None:
     """SGLang's own takes experts by gigabytes."""
     recipe = a_recipe(tmp_path, config=GPT_OSS)
     for cuda in (False, True):
-        assert environment(recipe, 0, [0], cuda)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "megarl.core.server.sglang_models"
+        assert (
+            environment(recipe, 0, [0], cuda)["SGLANG_EXTERNAL_MODEL_PACKAGE"]
+            == "megarl.core.server.sglang_models"
+        )
     check(a_recipe(tmp_path, config=GPT_OSS, model={"dtype": "bf16"}), cuda=True)
     odd = a_recipe(tmp_path, config=GPT_OSS | {"intermediate_size": 48}, model={"dtype": "bf16"})
     check(odd, cuda=True)
-    with pytest.raises(MegarlError, match=r"intermediate_size=48, which is no multiple of 32; serve it on a GPU"):
+    with pytest.raises(
+        MegarlError, match=r"intermediate_size=48, which is no multiple of 32; serve it on a GPU"
+    ):
         check(odd, cuda=False)
     for dtype in ("fp16", "fp32"):
         other = a_recipe(tmp_path, config=GPT_OSS, model={"dtype": dtype})
@@ -245,15 +306,22 @@ def test_gpt_oss_is_always_ours_and_on_a_gpu_in_bf16(tmp_path: Path) -> None:
 
 
 def test_deepseek_v3_is_always_ours_and_its_shared_expert_is_no_routed_one(tmp_path: Path) -> None:
-    """SGLang would make the shared expert of the released models one more of those it tells of, and publishes to."""
+    """SGLang would make the shared expert of the released models one more of those it
+    tells of, and publishes to.
+    """
     recipe = a_recipe(tmp_path, config=BALANCED)
     for cuda in (False, True):
-        assert environment(recipe, 0, [0], cuda)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "megarl.core.server.sglang_models"
+        assert (
+            environment(recipe, 0, [0], cuda)["SGLANG_EXTERNAL_MODEL_PACKAGE"]
+            == "megarl.core.server.sglang_models"
+        )
         assert engine_arguments(recipe, 0, "127.0.0.1", 1, cuda)["disable_shared_experts_fusion"]
     assert "TORCH_COMPILE_DISABLE" not in environment(recipe, 0, [0], cuda=True)
     assert environment(recipe, 0, [0], cuda=False)["TORCH_COMPILE_DISABLE"] == "1"
     dense = a_recipe(tmp_path / "dense")
-    assert not engine_arguments(dense, 0, "127.0.0.1", 1, cuda=True)["disable_shared_experts_fusion"]
+    assert not engine_arguments(dense, 0, "127.0.0.1", 1, cuda=True)[
+        "disable_shared_experts_fusion"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -261,7 +329,11 @@ def test_deepseek_v3_is_always_ours_and_its_shared_expert_is_no_routed_one(tmp_p
     [
         ({"no_rope_layers": [1, 0, 1, 0]}, False, "no_rope_layers .* every fourth layer"),
         (
-            {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 32, "mlp_only_layers": [0]},
+            {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "moe_intermediate_size": 32,
+                "mlp_only_layers": [0],
+            },
             False,
             "experts in every layer",
         ),
@@ -289,17 +361,26 @@ def test_llama_4_beyond_a_chunk_is_served_on_hopper_only(tmp_path: Path) -> None
         check_gpus(recipe, capabilities)
     for capability in ("8.0", "10.0", "12.0"):
         with pytest.raises(
-            MegarlError, match=rf"length: .* is 400, but on a GPU of compute capability {capability} .*256"
+            MegarlError,
+            match=rf"length: .* is 400, but on a GPU of compute capability {capability} .*256",
         ):
             check_gpus(recipe, [capability])
-        check_gpus(a_recipe(tmp_path / "short", config=whole | {"text_config": SIZES | LLAMA4 | {"attention_chunk_size": 400}}),
-                   [capability])  # fmt: skip
+        check_gpus(
+            a_recipe(
+                tmp_path / "short",
+                config=whole | {"text_config": SIZES | LLAMA4 | {"attention_chunk_size": 400}},
+            ),
+            [capability],
+        )
         check_gpus(a_recipe(tmp_path / "dense"), [capability])
 
 
 def test_ranks_of_cpu_servers_own_cores(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, resources={"server_tensor_parallel": 2, "threads": 2})
-    binds = [environment(recipe, i, list(range(6)), cuda=False)["SGLANG_CPU_OMP_THREADS_BIND"] for i in range(2)]
+    binds = [
+        environment(recipe, i, list(range(6)), cuda=False)["SGLANG_CPU_OMP_THREADS_BIND"]
+        for i in range(2)
+    ]
     assert binds == ["0,1|2,3", "4,5|0,1"]
     second = environment(recipe, 1, list(range(6)), cuda=False, nodes=2)
     assert second["SGLANG_CPU_OMP_THREADS_BIND"] == "2,3", "one rank on each of two nodes"
@@ -329,21 +410,31 @@ def test_a_server_on_several_nodes(tmp_path: Path) -> None:
         ({"num_attention_heads": 12, "num_key_value_heads": 4}, 6, "4 key-value heads", 4),
         ({"num_attention_heads": 64, "head_dim": 8}, 64, "96 columns of an MLP", 32),
         (LLAMA4 | {"intermediate_size": 20}, 8, "20 columns of an expert", 4),
-        (BALANCED | {"n_shared_experts": 1, "moe_intermediate_size": 36}, 8, "36 columns of an expert", 4),
+        (
+            BALANCED | {"n_shared_experts": 1, "moe_intermediate_size": 36},
+            8,
+            "36 columns of an expert",
+            4,
+        ),
         (BALANCED | {"num_attention_heads": 16}, 16, "", 0),
     ],
 )
 def test_a_server_on_more_gpus_than_divide_the_model_is_refused(
     tmp_path: Path, config: dict[str, Any], ranks: int, what: str, most: int
 ) -> None:
-    """Each rank would end with an assertion, after it was started again and again. On a CPU SGLang pads."""
+    """Each rank would end with an assertion, after it was started again and again. On a
+    CPU SGLang pads.
+    """
     length = {"prompt_tokens": 56, "thinking_tokens": [50, 100], "answer_tokens": 100}
-    recipe = a_recipe(tmp_path, config=config, resources={"server_tensor_parallel": ranks}, length=length)
+    recipe = a_recipe(
+        tmp_path, config=config, resources={"server_tensor_parallel": ranks}, length=length
+    )
     check(recipe, cuda=False)
     if not what:
         return check(recipe, cuda=True)
     with pytest.raises(
-        MegarlError, match=rf"^resources.server_tensor_parallel: .* {what} of .* {ranks} GPUs; use {most} "
+        MegarlError,
+        match=rf"^resources.server_tensor_parallel: .* {what} of .* {ranks} GPUs; use {most} ",
     ):
         check(recipe, cuda=True)
 
@@ -353,9 +444,21 @@ def test_a_server_on_more_gpus_than_divide_the_model_is_refused(
     [
         ({"model": {"path": "/nowhere"}}, True, "/nowhere: no Hugging Face model there"),
         ({"serving": {"kv_tokens": None}}, False, "serving.kv_tokens: must be set"),
-        ({"serving": {"kv_tokens": 300}}, True, "serving.kv_tokens: 300 cannot hold one longest sequence of 400"),
-        ({"model": {"dtype": "fp32"}}, True, "model.dtype: fp32: SGLang's attention on a GPU takes bf16 and fp16"),
-        ({"length": {"prompt_tokens": 300}}, True, r"length: .* is 600, but .* has positions for 512"),
+        (
+            {"serving": {"kv_tokens": 300}},
+            True,
+            "serving.kv_tokens: 300 cannot hold one longest sequence of 400",
+        ),
+        (
+            {"model": {"dtype": "fp32"}},
+            True,
+            "model.dtype: fp32: SGLang's attention on a GPU takes bf16 and fp16",
+        ),
+        (
+            {"length": {"prompt_tokens": 300}},
+            True,
+            r"length: .* is 600, but .* has positions for 512",
+        ),
     ],
 )
 def test_refused(tmp_path: Path, sections: dict[str, Any], cuda: bool, message: str) -> None:
@@ -366,7 +469,9 @@ def test_refused(tmp_path: Path, sections: dict[str, Any], cuda: bool, message: 
 def test_a_gpu_without_sglangs_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"sgl_kernel": None}
     monkeypatch.setattr(checks, "find_spec", installed.get)
-    with pytest.raises(MegarlError, match=r"sglang-kernel\) are not installed; install requirements/gpu.txt"):
+    with pytest.raises(
+        MegarlError, match=r"sglang-kernel\) are not installed; install requirements/gpu.txt"
+    ):
         checks.check_kernels()
     monkeypatch.setattr(checks, "find_spec", lambda name: name)
     checks.check_kernels()
@@ -374,7 +479,10 @@ def test_a_gpu_without_sglangs_kernels_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_decoding_is_captured_for_as_many_requests_as_the_recipe_allows(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, serving={"max_running_requests": 512})
-    captured = [engine_arguments(recipe, 0, "127.0.0.1", 1, cuda)["cuda_graph_max_bs_decode"] for cuda in (True, False)]
+    captured = [
+        engine_arguments(recipe, 0, "127.0.0.1", 1, cuda)["cuda_graph_max_bs_decode"]
+        for cuda in (True, False)
+    ]
     assert captured == [512, None]
 
 
@@ -395,9 +503,13 @@ def test_servers_in_fp8_make_fp8_parameters_of_a_bf16_directory(tmp_path: Path) 
     assert BLOCK == FP8_BLOCK
 
 
-@pytest.mark.parametrize(("major", "products"), [(8, "auto"), (9, "auto"), (10, "triton"), (12, "triton")])
+@pytest.mark.parametrize(
+    ("major", "products"), [(8, "auto"), (9, "auto"), (10, "triton"), (12, "triton")]
+)
 def test_no_products_that_rewrite_the_scales(tmp_path: Path, major: int, products: str) -> None:
-    """On Blackwell SGLang would choose DeepGEMM, which wants packed scales; later versions have FP32 ones."""
+    """On Blackwell SGLang would choose DeepGEMM, which wants packed scales; later
+    versions have FP32 ones.
+    """
     recipe = a_recipe(tmp_path, config=IN_BLOCKS, serving=FP8)
     assert precision_arguments(recipe, major)["fp8_gemm_runner_backend"] == products
 
@@ -418,7 +530,9 @@ def test_fp8_needs_a_gpu_that_has_it(tmp_path: Path, serving: dict[str, Any]) ->
         check(recipe, cuda=False)
     for capability in ("8.9", "9.0", "10.0", "12.0"):
         check_gpus(recipe, [capability])
-    with pytest.raises(MegarlError, match=f"^{key}: a GPU of compute capability 8.0 has no FP8 products"):
+    with pytest.raises(
+        MegarlError, match=f"^{key}: a GPU of compute capability 8.0 has no FP8 products"
+    ):
         check_gpus(recipe, ["9.0", "8.0"])
     check_gpus(a_recipe(tmp_path, config=IN_BLOCKS), ["8.0"])
 
@@ -439,8 +553,19 @@ def test_fp8_needs_a_gpu_that_has_it(tmp_path: Path, serving: dict[str, Any]) ->
 def test_what_sglang_cannot_divide_into_blocks_is_refused(
     tmp_path: Path, config: dict[str, Any], ranks: int, problem: str
 ) -> None:
-    moe = {"num_experts_per_tok": 2, "n_routed_experts": 4, "moe_intermediate_size": 128, "first_k_dense_replace": 1}
-    moe |= {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
+    moe = {
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 128,
+        "first_k_dense_replace": 1,
+    }
+    moe |= {
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+    }
     more = moe if "architectures" in config else {}
     recipe = a_recipe(
         tmp_path,
@@ -448,7 +573,11 @@ def test_what_sglang_cannot_divide_into_blocks_is_refused(
         serving=FP8,
         resources={"server_tensor_parallel": ranks},
     )
-    with pytest.raises(MegarlError, match=f"serving.quantization: .*{problem}") if problem else nullcontext():
+    with (
+        pytest.raises(MegarlError, match=f"serving.quantization: .*{problem}")
+        if problem
+        else nullcontext()
+    ):
         check(recipe, cuda=True)
 
 
@@ -461,4 +590,6 @@ def test_sglang_refuses_the_same_shapes() -> None:
     for heads, fits in ((2, True), (1, False)):
         parts = [512, heads * 64, heads * 64]
         with nullcontext() if fits else pytest.raises(ValueError, match="not divisible by"):
-            Fp8LinearMethod.validate_block_quant_shapes(layer, config, 256, 256, sum(parts), sum(parts), parts)
+            Fp8LinearMethod.validate_block_quant_shapes(
+                layer, config, 256, 256, sum(parts), sum(parts), parts
+            )

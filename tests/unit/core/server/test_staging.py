@@ -1,4 +1,6 @@
-"""The copy in which a server stages weights, by a model of our own: what it shares, what is refused, when the model changes."""
+"""The copy in which a server stages weights, by a model of our own: what it shares,
+what is refused, when the model changes.
+"""
 
 from collections.abc import Iterable
 from concurrent.futures import wait
@@ -15,11 +17,16 @@ from megarl.core.server.staging import BucketHead, Staging, Unloadable, copy_of
 
 
 class Model(torch.nn.Module):
-    """Two layers of one weight, with a loader of the layer's own, as SGLang's have; and a table that no checkpoint has."""
+    """Two layers of one weight, with a loader of the layer's own, as SGLang's have; and
+    a table that no checkpoint has.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = torch.nn.Linear(3, 2, dtype=torch.bfloat16), torch.nn.Linear(3, 2, bias=False)
+        self.first, self.second = (
+            torch.nn.Linear(3, 2, dtype=torch.bfloat16),
+            torch.nn.Linear(3, 2, bias=False),
+        )
         self.second.weight = self.first.weight
         self.first.weight.loader = self.fill
         self.register_buffer("mean", torch.zeros(2))
@@ -84,7 +91,9 @@ def test_a_copy_shares_what_is_no_weight() -> None:
 
 
 class Latent(Model):
-    """A layer like DeepSeek-V3's attention: loading fills, in place, a tensor that is neither parameter nor buffer."""
+    """A layer like DeepSeek-V3's attention: loading fills, in place, a tensor that is
+    neither parameter nor buffer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,8 +107,9 @@ class Latent(Model):
 
 
 def test_what_loading_derives_is_staged_and_swapped_too(staging: Staging) -> None:
-    """SGLang computes attention with it. Were it shared, a request would get new values before the swap; were it not copied,
-    old ones after it."""
+    """SGLang computes attention with it. Were it shared, a request would get new values
+    before the swap; were it not copied, old ones after it.
+    """
     model = Latent()
     held, old = model.first.w_kc, model.first.w_kc.clone()
     staging.begin(model, "6", "7")
@@ -117,7 +127,9 @@ def test_the_model_changes_at_the_swap_and_only_with_checksums(staging: Staging)
     staging.begin(model, "6", "7")
     staging.receive(Group(bucket("first.weight", NEW)))
     for version in ("7", "8"):
-        with pytest.raises(RuntimeError, match=f"version {version} is not staged with its checksums"):
+        with pytest.raises(
+            RuntimeError, match=f"version {version} is not staged with its checksums"
+        ):
             staging.swap(model, version)
     assert staging.checksums()["first.weight"] == 42
     assert not torch.equal(model.first.weight, NEW)
@@ -132,7 +144,9 @@ def test_differences_want_their_base_and_begin_from_it(staging: Staging) -> None
     old = model.first.weight.clone()
     staging.begin(model, "6", "7")
     staging.receive(Group(bucket("first.weight", NEW)))
-    with pytest.raises(RuntimeError, match="version 8 comes as differences from 7, and this server has 6"):
+    with pytest.raises(
+        RuntimeError, match="version 8 comes as differences from 7, and this server has 6"
+    ):
         staging.begin(model, "6", "8", base="7")
     staging.begin(model, "6", "8", base="6")
     staging.checksums()

@@ -1,5 +1,6 @@
-"""The copy in which a server stages weights, beside a model on a GPU: pinned, filled on a stream of
-its own, complete at the swap."""
+"""The copy in which a server stages weights, beside a model on a GPU: pinned, filled on
+a stream of its own, complete at the swap.
+"""
 
 import threading
 from collections.abc import Iterable
@@ -10,14 +11,18 @@ from torch import Tensor
 
 from megarl.core.server.staging import _beside, _copy, copy_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
 DEVICE = torch.device("cuda", 0)
 WIDTH = 4096
 
 
 class Model(torch.nn.Module):
-    """Two layers, loaded as SGLang loads: by `copy_` into the parameter, also of what is turned
-    first."""
+    """Two layers, loaded as SGLang loads: by `copy_` into the parameter, also of what
+    is turned first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,10 +40,15 @@ def test_what_is_loaded_on_other_streams_is_in_the_model_after_the_swap() -> Non
     assert {parameter.device.type for parameter in copy.parameters()} == {"cpu"}
     assert all(parameter.is_pinned() for parameter in copy.parameters())
     for value in range(20):
-        new = {name: torch.full((WIDTH, WIDTH), value + i, device=DEVICE) for i, name in enumerate(("first", "second"))}
+        new = {
+            name: torch.full((WIDTH, WIDTH), value + i, device=DEVICE)
+            for i, name in enumerate(("first", "second"))
+        }
         torch.cuda.synchronize()
         named = [(f"{name}.weight", tensor) for name, tensor in new.items()]
-        loading = threading.Thread(target=_beside, args=(lambda named=named: copy.load_weights(named),))
+        loading = threading.Thread(
+            target=_beside, args=(lambda named=named: copy.load_weights(named),)
+        )
         loading.start()
         loading.join()
         _copy(copy, model)

@@ -40,15 +40,21 @@ def test_files_in_shared_memory_are_named_by_the_session(monkeypatch: pytest.Mon
     assert Path(buffer.shared_memory.name).match(pattern)
 
 
-def test_a_further_node_ends_with_the_first_of_its_ranks_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_further_node_ends_with_the_first_of_its_ranks_that_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And listens for nobody."""
     from sglang.srt.entrypoints import engine
 
     context = multiprocessing.get_context("fork")
     lives, ends = context.Process(target=time.sleep, args=(600,)), context.Process(target=int)
     made = SimpleNamespace(block_until_scheduler_exits=None)
-    monkeypatch.setattr(engine.Engine, "_launch_scheduler_processes", staticmethod(lambda *_: (made, [lives, ends])))
-    monkeypatch.setattr(engine, "launch_dummy_health_check_server", engine.launch_dummy_health_check_server)
+    monkeypatch.setattr(
+        engine.Engine, "_launch_scheduler_processes", staticmethod(lambda *_: (made, [lives, ends]))
+    )
+    monkeypatch.setattr(
+        engine, "launch_dummy_health_check_server", engine.launch_dummy_health_check_server
+    )
     workers.own_further_nodes()
     lives.start()
     ends.start()
@@ -74,7 +80,9 @@ def test_a_server_answers_with_our_checksum(monkeypatch: pytest.MonkeyPatch) -> 
     checker = weight_checker.WeightChecker.__new__(weight_checker.WeightChecker)
     checker._get_model, checker._placement = lambda: model, dict.fromkeys(PLACEMENT, 0)
     said = checker.handle("checksum", role="target")["checksums"]
-    assert said == {name: written(int(checksum(tensor))) for name, tensor in model.state_dict().items()}
+    assert said == {
+        name: written(int(checksum(tensor))) for name, tensor in model.state_dict().items()
+    }
 
 
 def test_a_server_tries_the_checksum_when_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +92,9 @@ def test_a_server_tries_the_checksum_when_it_starts(monkeypatch: pytest.MonkeyPa
 
     happened: list[object] = []
     monkeypatch.setattr(weight_checker, "_hash_tensor", weight_checker._hash_tensor)
-    monkeypatch.setattr(Scheduler, "__init__", lambda _, *given, **named: happened.append((given, named)))
+    monkeypatch.setattr(
+        Scheduler, "__init__", lambda _, *given, **named: happened.append((given, named))
+    )
     monkeypatch.setattr(sums, "multiplies_exactly", happened.append)
     workers.own_checksums()
     Scheduler("arguments", ports="ports")
@@ -100,7 +110,9 @@ def test_a_rank_waits_for_the_slowest_to_load_the_model_as_long_as_a_start_may_t
     ranks = SimpleNamespace(tp_group=SimpleNamespace(cpu_group=None))
     monkeypatch.setattr(loading, "get_parallel", lambda: ranks)
     monkeypatch.setattr(
-        loading.dist, "monitored_barrier", lambda *, timeout, **_: waits.append(timeout.total_seconds())
+        loading.dist,
+        "monitored_barrier",
+        lambda *, timeout, **_: waits.append(timeout.total_seconds()),
     )
     monkeypatch.setattr(loading, "UNBALANCED_MODEL_LOADING_TIMEOUT_S", 480)  # put back afterwards
     workers.own_start(3600.0)
@@ -109,7 +121,9 @@ def test_a_rank_waits_for_the_slowest_to_load_the_model_as_long_as_a_start_may_t
 
 
 def test_the_watchdog_waits_for_no_batch_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place the batch stays, and is computed on only after the pause, which may be longer than the watchdog's limit."""
+    """In place the batch stays, and is computed on only after the pause, which may be
+    longer than the watchdog's limit.
+    """
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.invariant_checker import create_scheduler_watchdog
@@ -132,10 +146,14 @@ def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPa
     from megarl.core.base import ranks
 
     name, seen = "sglang.srt.models.mllama4", []
-    source = Path(importlib.util.find_spec("sglang").origin).parent / "srt" / "models" / "mllama4.py"
+    source = (
+        Path(importlib.util.find_spec("sglang").origin).parent / "srt" / "models" / "mllama4.py"
+    )
     assert "logger = logging.getLogger(__name__)\n" in source.read_text()
     scheduler = ModuleType("scheduler")  # theirs takes seconds to import
-    scheduler.run_scheduler_process = lambda: seen.append(logging.getLogger(name).getEffectiveLevel())
+    scheduler.run_scheduler_process = lambda: seen.append(
+        logging.getLogger(name).getEffectiveLevel()
+    )
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler", scheduler)
     monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
     for owner, change in (
@@ -158,7 +176,9 @@ def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPa
 def test_a_retracted_request_keeps_the_experts_of_the_tokens_it_has(
     monkeypatch: pytest.MonkeyPatch, experts: int, kind: torch.dtype
 ) -> None:
-    """It is retracted twice, and again before it has another token. Places in the cache are freed and given out anew."""
+    """It is retracted twice, and again before it has another token. Places in the cache
+    are freed and given out anew.
+    """
     from sglang.srt.managers import schedule_batch
     from sglang.srt.managers.scheduler_components import batch_result_processor
     from sglang.srt.state_capturer import base, routed_experts
@@ -170,17 +190,29 @@ def test_a_retracted_request_keeps_the_experts_of_the_tokens_it_has(
     for module in (routed_experts, batch_result_processor):
         monkeypatch.setattr(module, "get_global_experts_capturer", lambda: capturer)
     processor = batch_result_processor.SchedulerBatchResultProcessor
-    monkeypatch.setattr(processor, "_maybe_collect_routed_experts", processor._maybe_collect_routed_experts)
+    monkeypatch.setattr(
+        processor, "_maybe_collect_routed_experts", processor._maybe_collect_routed_experts
+    )
     monkeypatch.setattr(schedule_batch, "release_req", lambda **_: bool(places.fill_(99).any()))
     workers.own_routing(experts)
     request = SimpleNamespace(
-        return_routed_experts=True, routed_experts_start_len=2, routed_experts=None, origin_input_ids=[7] * 4, output_ids=[],
-        output_ids_through_stop=[], kv=SimpleNamespace(req_pool_idx=0), rid="", seqlen=0, cached_tokens=0,
-    )  # fmt: skip
+        return_routed_experts=True,
+        routed_experts_start_len=2,
+        routed_experts=None,
+        origin_input_ids=[7] * 4,
+        output_ids=[],
+        output_ids_through_stop=[],
+        kv=SimpleNamespace(req_pool_idx=0),
+        rid="",
+        seqlen=0,
+        cached_tokens=0,
+    )
     pool = SimpleNamespace(req_to_token=places)
 
     def compute(tokens: int, first_place: int, experts: int) -> None:
-        """Compute the input and `tokens` in all, from scratch; token i chooses `experts` + i."""
+        """Compute the input and `tokens` in all, from scratch; token i chooses
+        `experts` + i.
+        """
         for i in range(4 + tokens - 1):
             places[0, i] = first_place + i
             chosen[first_place + i] = experts + i
@@ -206,7 +238,9 @@ def test_a_retracted_request_keeps_the_experts_of_the_tokens_it_has(
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_groups_of_a_lost_learner_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A learner that is killed has told nobody. Its successor has a group for each of two stages, which stay."""
+    """A learner that is killed has told nobody. Its successor has a group for each of
+    two stages, which stay.
+    """
     closed: list[str] = []
 
     class Group:
@@ -224,9 +258,15 @@ def test_the_groups_of_a_lost_learner_are_left(monkeypatch: pytest.MonkeyPatch) 
 
     served = "sglang.srt.managers.scheduler_components.weight_updater"
     for module, names in (
-        ("sglang.srt.managers.io_struct", {"UpdateWeightsFromDistributedReqOutput": SimpleNamespace}),
+        (
+            "sglang.srt.managers.io_struct",
+            {"UpdateWeightsFromDistributedReqOutput": SimpleNamespace},
+        ),
         (served, {"SchedulerWeightUpdaterManager": Manager}),
-        ("sglang.srt.model_executor.model_runner_components.weight_updater", {"WeightUpdater": Updater}),
+        (
+            "sglang.srt.model_executor.model_runner_components.weight_updater",
+            {"WeightUpdater": Updater},
+        ),
         ("sglang.srt.runtime_context", {"get_serving": None}),
     ):
         stand_in = ModuleType(module)  # theirs take seconds to import
@@ -242,7 +282,9 @@ def test_the_groups_of_a_lost_learner_are_left(monkeypatch: pytest.MonkeyPatch) 
     def join(name: str) -> None:
         rest = f'"name":"{name}","master":"127.0.0.1","port":1,"first":1,"world":2,"backend":"gloo"'
         request = SimpleNamespace(load_format=JOIN, names=[f"{{{rest}}}"])
-        while (said := Manager.update_weights_from_distributed(manager, request)).message == RUNNING:
+        while (
+            said := Manager.update_weights_from_distributed(manager, request)
+        ).message == RUNNING:
             time.sleep(0.01)
         assert said.success
 
@@ -254,4 +296,7 @@ def test_the_groups_of_a_lost_learner_are_left(monkeypatch: pytest.MonkeyPatch) 
     assert set(groups) == {"weights-b-3", "weights-b-4"}
     while len(closed) < 2:  # in threads
         time.sleep(0.01)
-    assert sorted(closed) == ["weights-a-1: its learner is gone", "weights-a-2: its learner is gone"]
+    assert sorted(closed) == [
+        "weights-a-1: its learner is gone",
+        "weights-a-2: its learner is gone",
+    ]

@@ -1,4 +1,6 @@
-"""The window of torch's profiler: those steps and no others, read back from what it writes."""
+"""The window of torch's profiler: those steps and no others, read back from what it
+writes.
+"""
 
 import gzip
 import json
@@ -42,12 +44,19 @@ def worked(folder: Path) -> dict[str, set[int]]:
         (2, 0, range(0, 6), {}),
     ],
 )
-def test_window(start: int, steps: int, trained: range, expected: dict[str, set[int]], tmp_path: Path) -> None:
-    train(Profiler((start, start + steps - 1) if steps else None, tmp_path / "profile", rank=1), trained)
+def test_window(
+    start: int, steps: int, trained: range, expected: dict[str, set[int]], tmp_path: Path
+) -> None:
+    train(
+        Profiler((start, start + steps - 1) if steps else None, tmp_path / "profile", rank=1),
+        trained,
+    )
     assert worked(tmp_path / "profile") == expected
 
 
-def test_nothing_runs_outside_of_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_runs_outside_of_the_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[object] = []
     monkeypatch.setattr("megarl.core.telemetry.profiler.profile", lambda **_: made.append(1))
     train(Profiler((10, 12), tmp_path, rank=0), range(0, 8))
@@ -64,6 +73,8 @@ def test_kernels_and_memory_of_a_gpu(tmp_path: Path) -> None:
         torch.ones(512, 512, device="cuda") @ torch.ones(512, 512, device="cuda")
         torch.cuda.synchronize()
     profiler.stop()
-    events = json.loads(gzip.decompress((tmp_path / "step-0000001-rank-0.json.gz").read_bytes()))["traceEvents"]
+    events = json.loads(gzip.decompress((tmp_path / "step-0000001-rank-0.json.gz").read_bytes()))[
+        "traceEvents"
+    ]
     assert any(e.get("cat") == "kernel" for e in events)
     assert (tmp_path / "step-0000001-rank-0.pickle").stat().st_size > 0

@@ -1,4 +1,6 @@
-"""What is written while a run goes comes back whole: over crashes, a file that grew too long, a disk that is full."""
+"""What is written while a run goes comes back whole: over crashes, a file that grew too
+long, a disk that is full.
+"""
 
 import time
 from pathlib import Path
@@ -18,7 +20,10 @@ def recorder(path: Path) -> Spans:
 
 def test_what_is_written_is_read_in_the_order_of_time(tmp_path: Path) -> None:
     before, now = time.time(), time.monotonic()
-    one, other = recorder(tmp_path / "trace" / "controller.jsonl"), recorder(tmp_path / "trace" / "learner.jsonl")
+    one, other = (
+        recorder(tmp_path / "trace" / "controller.jsonl"),
+        recorder(tmp_path / "trace" / "learner.jsonl"),
+    )
     one.open("server 0/requests", "late", now + 2)
     one.span("server 0/requests", "late", now + 2, now + 3, tokens=5)
     other.span("learner/rank 0", "early", now + 1, now + 9)
@@ -76,7 +81,9 @@ def test_what_fails_is_not_timed(tmp_path: Path) -> None:
     assert (span.name, span.args) == ("done", {"n": 1})
 
 
-def test_a_disk_that_takes_nothing_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_takes_nothing_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "trace").write_text("in the way")
     spans = recorder(tmp_path / "trace" / "controller.jsonl")
     for _ in range(3):

@@ -6,7 +6,9 @@ from megarl.core.weights.transport import Bucket, buckets, with_last
 
 
 def taken_apart(bucket: Bucket) -> dict[str, torch.Tensor]:
-    """As SGLang does it: offsets follow from dtypes and shapes, and each must be a multiple of the element size."""
+    """As SGLang does it: offsets follow from dtypes and shapes, and each must be a
+    multiple of the element size.
+    """
     out, offset = {}, 0
     for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
         kind = getattr(torch, dtype)
@@ -39,7 +41,12 @@ def test_sizes() -> None:
 
 def test_a_large_tensor_is_not_copied() -> None:
     """It may overtake smaller ones. One that is not contiguous must be copied."""
-    tensors = {"a": torch.zeros(2), "b": torch.randn(8), "c": torch.zeros(3), "d": torch.randn(4, 2).T}
+    tensors = {
+        "a": torch.zeros(2),
+        "b": torch.randn(8),
+        "c": torch.zeros(3),
+        "d": torch.randn(4, 2).T,
+    }
     large, turned, small = buckets(tensors.items(), 80, alone=32)
     assert [large.names, turned.names, small.names] == [["b"], ["d"], ["a", "c"]]
     assert large.flat.data_ptr() == tensors["b"].data_ptr()

@@ -45,15 +45,24 @@ def test_places() -> None:
     assert at(f"{layer}.self_attn.v_proj.weight") == (f"{layer}.self_attn.qkv_proj.weight", 12 * 6)
     assert at(f"{layer}.self_attn.q_proj.bias") == (f"{layer}.self_attn.qkv_proj.bias", 0)
     assert at(f"{layer}.mlp.up_proj.weight") == (f"{layer}.mlp.gate_up_proj.weight", 24)
-    assert at(f"{layer}.mlp.experts.5.up_proj.weight") == (f"{layer}.mlp.experts.w13_weight", 11 * 24)
-    assert at(f"{layer}.mlp.experts.5.down_proj.weight") == (f"{layer}.mlp.experts.w2_weight", 5 * 24)
+    assert at(f"{layer}.mlp.experts.5.up_proj.weight") == (
+        f"{layer}.mlp.experts.w13_weight",
+        11 * 24,
+    )
+    assert at(f"{layer}.mlp.experts.5.down_proj.weight") == (
+        f"{layer}.mlp.experts.w2_weight",
+        5 * 24,
+    )
     assert at(f"{layer}.mlp.down_proj.weight") == (f"{layer}.mlp.down_proj.weight", 0)
     for part, start in (("gate_up_proj", 5 * 24), ("down_proj", 5 * 24)):  # gpt-oss
         served = f"{layer}.mlp.experts.{'w2' if part == 'down_proj' else 'w13'}_weight"
         assert at(f"{layer}.mlp.experts.5.{part}.weight") == (served, start)
         assert at(f"{layer}.mlp.experts.5.{part}.bias") == (f"{served}_bias", start)
     llama4 = "language_model.model.layers.3.feed_forward"
-    assert at(f"{llama4}.shared_expert.gate_proj.weight") == (f"{llama4}.shared_expert.gate_up_proj.weight", 0)
+    assert at(f"{llama4}.shared_expert.gate_proj.weight") == (
+        f"{llama4}.shared_expert.gate_up_proj.weight",
+        0,
+    )
 
 
 def test_joined_and_padded_parameters() -> None:
@@ -83,13 +92,18 @@ def test_experts_may_come_in_any_order() -> None:
         for e in (0, 2, 1)
         for part, tensor in (("up", up), ("gate", gate), ("down", down))
     ]
-    right = {"m.experts.w13_weight": whole(torch.cat([gate, up], 1)), "m.experts.w2_weight": whole(down)}
+    right = {
+        "m.experts.w13_weight": whole(torch.cat([gate, up], 1)),
+        "m.experts.w2_weight": whole(down),
+    }
     assert expected(sent) == right
     assert differing(expected(sent[:-1]), right) == ["m.experts.w2_weight"]
 
 
 def experts(names: list[str], rows: int) -> list[tuple[str, Tensor]]:
-    """Experts of two layers, each of whose tensors has this many rows of the checksum's."""
+    """Experts of two layers, each of whose tensors has this many rows of the
+    checksum's.
+    """
     shape = (32, rows * COLUMNS // 64)
     return [
         (f"m.{layer}.experts.{e}.{name}_proj.weight", torch.randn(shape, dtype=torch.bfloat16))
@@ -101,7 +115,9 @@ def experts(names: list[str], rows: int) -> list[tuple[str, Tensor]]:
 
 @pytest.mark.parametrize("limit", [10**9, 9 * COLUMNS, 3 * COLUMNS, COLUMNS])
 def test_experts_are_summed_together_as_alone(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Whatever fits in one sum. A changed value, and two that change places, are noticed."""
+    """Whatever fits in one sum. A changed value, and two that change places, are
+    noticed.
+    """
     sent = experts(["gate", "up", "down"], rows=3)
     alone: dict[str, int] = {}
     for name, tensor in sent:
@@ -185,14 +201,16 @@ def test_llama_4_is_reordered() -> None:
         ],
         replace(PLAIN, rope_interleaved=True),
     )
-    assert sums["m.qkv_proj.weight"] == whole(torch.cat([q[[0, 2, 1, 3, 4, 6, 5, 7]], k[[0, 2, 1, 3]], v]))
+    assert sums["m.qkv_proj.weight"] == whole(
+        torch.cat([q[[0, 2, 1, 3, 4, 6, 5, 7]], k[[0, 2, 1, 3]], v])
+    )
 
 
 def test_nothing_is_expected_of_what_the_server_pads_in_its_own_way() -> None:
     sent = [("m.gate_proj.weight", torch.randn(33, 4)), ("m.up_proj.weight", torch.randn(33, 4))]
-    assert expected([*sent, ("m.down_proj.weight", torch.randn(4, 33)), ("m.norm.weight", torch.ones(4))]) == {
-        "m.norm.weight": whole(torch.ones(4))
-    }
+    assert expected(
+        [*sent, ("m.down_proj.weight", torch.randn(4, 33)), ("m.norm.weight", torch.ones(4))]
+    ) == {"m.norm.weight": whole(torch.ones(4))}
 
 
 def test_what_only_one_side_has_says_nothing() -> None:
@@ -201,17 +219,24 @@ def test_what_only_one_side_has_says_nothing() -> None:
 
 
 def test_scales_are_joined_like_the_weights_that_they_belong_to() -> None:
-    """q has 256 rows, k and v have 128 each, so 2, 1 and 1 blocks; an expert has 128 rows of gate and of up."""
+    """q has 256 rows, k and v have 128 each, so 2, 1 and 1 blocks; an expert has 128
+    rows of gate and of up.
+    """
     model = replace(PLAIN, heads=2, groups=1, head_dim=128)
     rows = {"q": 256, "k": 128, "v": 128}
-    weights = {f"m.layers.0.self_attn.{x}_proj.weight": torch.randn(n, 256).bfloat16() for x, n in rows.items()}
+    weights = {
+        f"m.layers.0.self_attn.{x}_proj.weight": torch.randn(n, 256).bfloat16()
+        for x, n in rows.items()
+    }
     for expert in range(3):
         weights |= {
-            f"m.layers.0.mlp.experts.{expert}.{x}_proj.weight": torch.randn(128, 256).bfloat16() for x in ("gate", "up")
+            f"m.layers.0.mlp.experts.{expert}.{x}_proj.weight": torch.randn(128, 256).bfloat16()
+            for x in ("gate", "up")
         }
     served = dict(quantised(weights.items()))
     values, scales = (
-        [tensor for name, tensor in served.items() if name.endswith(ending)] for ending in ("weight", "scale_inv")
+        [tensor for name, tensor in served.items() if name.endswith(ending)]
+        for ending in ("weight", "scale_inv")
     )
     assert expected(list(reversed(served.items())), model) == {
         "m.layers.0.self_attn.qkv_proj.weight": whole(torch.cat(values[:3])),

@@ -1,6 +1,7 @@
-"""A checksum that the learner cannot compute is an error of that publication, whatever the
-transport: every tensor is still gathered and sent, as other ranks take part in it; no server's new
-weights count; and the next publication is as any other."""
+"""A checksum that the learner cannot compute is an error of that publication, whatever
+the transport: every tensor is still gathered and sent, as other ranks take part in it;
+no server's new weights count; and the next publication is as any other.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -27,7 +28,11 @@ from megarl.core.weights.transport import Sent
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 FAMILY: Any = SimpleNamespace(architecture=read("qwen3-0.6b"))
-NAMES = ("model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight")
+NAMES = (
+    "model.norm.weight",
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.1.input_layernorm.weight",
+)
 WHY = f"{NAMES[1]}: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED"
 
 
@@ -50,7 +55,9 @@ class FakeFleet:
         self.version = 5
         self.servers = {0: FakeServer()}
 
-    def each(self, ids: Iterable[int], call: Callable[[Any], Any]) -> tuple[dict[int, Any], dict[int, str]]:
+    def each(
+        self, ids: Iterable[int], call: Callable[[Any], Any]
+    ) -> tuple[dict[int, Any], dict[int, str]]:
         """Make the calls, except of a coroutine of several."""
         if call.__name__ != "<lambda>":
             return {}, {}
@@ -63,7 +70,9 @@ class FakeFleet:
 
 
 class FakeGroup:
-    """A process group whose broadcasts have ended at once. sent: the heads of the buckets."""
+    """A process group whose broadcasts have ended at once. sent: the heads of the
+    buckets.
+    """
 
     name = "fake"
 
@@ -81,7 +90,13 @@ def process_group(_: Path) -> Any:
     made = ProcessGroupTransport.__new__(ProcessGroupTransport)
     made._weights = ServedWeights((), FAMILY, fp8=False)
     made._last = LastSent(1)
-    made._copy, made._copies, made._source, made._limit_s, made._bucket_bytes = 0, 1, True, 5.0, 1 << 20
+    made._copy, made._copies, made._source, made._limit_s, made._bucket_bytes = (
+        0,
+        1,
+        True,
+        5.0,
+        1 << 20,
+    )
 
     def send(fleet: Any, ids: list[int], version: int) -> Sent:
         made._group = FakeGroup()  # type: ignore[assignment]
@@ -99,7 +114,9 @@ def by_cuda_ipc(_: Path) -> Any:
 
 
 def disk(folder: Path) -> Any:
-    return DiskTransport(ServedWeights((), FAMILY, fp8=False), LastSent(1), folder / "source", folder / "weights")
+    return DiskTransport(
+        ServedWeights((), FAMILY, fp8=False), LastSent(1), folder / "source", folder / "weights"
+    )
 
 
 @pytest.fixture
@@ -120,13 +137,18 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("kind", [process_group, by_cuda_ipc, disk])
 def test_it_costs_the_publication(
-    kind: Callable[[Path], Any], exported: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Callable[[Path], Any],
+    exported: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sums, fails = transport.checksum, [True]
 
     def broken(tensor: Tensor, start: int = 0) -> Tensor:
         if fails and tensor[0] == 1:
-            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED\nand what it was called with")
+            raise RuntimeError(
+                "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED\nand what it was called with"
+            )
         return sums(tensor, start)
 
     monkeypatch.setattr(transport, "checksum", broken)
@@ -147,15 +169,19 @@ def test_no_server_swaps_to_what_is_not_checked(unchecked: str) -> None:
     if not unchecked:
         assert (checksums, errors) == ({0: "whole"}, {})
         return
-    said = "publishing version 5 to server 0: checksum: the learner could not compute what to expect: "
+    said = (
+        "publishing version 5 to server 0: checksum: the learner could not compute what to expect: "
+    )
     assert (checksums, errors) == ({}, {0: said + WHY})
     assert fleet.servers[0].asked == []
 
 
 @pytest.mark.parametrize("before", ["", "\n"])
 def test_an_error_that_comes_with_the_numbers(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU tells of a kernel's fault when its result is asked for. A message whose first line is empty is
-    one, too: without it, no checksum would be compared and nobody would know."""
+    """A GPU tells of a kernel's fault when its result is asked for. A message whose
+    first line is empty is one, too: without it, no checksum would be compared and
+    nobody would know.
+    """
     sums = transport.SentChecksums(FAMILY.architecture)
     assert len(list(sums.watch([(NAMES[0], torch.ones(8))]))) == 1
 

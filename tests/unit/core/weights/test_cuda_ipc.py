@@ -1,4 +1,6 @@
-"""Handles, as SGLang reads them; and servers that NCCL could not reach, or whose memory nobody could read."""
+"""Handles, as SGLang reads them; and servers that NCCL could not reach, or whose memory
+nobody could read.
+"""
 
 import asyncio
 import base64
@@ -22,9 +24,15 @@ SGLANG_ALLOWS = {
     "torch": {"Tensor", "Size", "uint8", "float32", "bfloat16"},
     "types": {"SimpleNamespace"},
     "torch.storage": {"UntypedStorage"},
-    "torch.multiprocessing.reductions": {"rebuild_tensor", "rebuild_typed_storage", "rebuild_storage_filename"},
+    "torch.multiprocessing.reductions": {
+        "rebuild_tensor",
+        "rebuild_typed_storage",
+        "rebuild_storage_filename",
+    },
 }
-"""The part of sglang.srt.utils.common.SafeUnpickler.ALLOWED_GLOBALS that a handle may need."""
+"""The part of sglang.srt.utils.common.SafeUnpickler.ALLOWED_GLOBALS that a handle may
+need.
+"""
 
 
 class Unpickler(pickle.Unpickler):
@@ -50,14 +58,21 @@ class Elsewhere(ServerClient):
 def test_a_handle_is_the_bucket_itself() -> None:
     """Not a copy: it is read where it lies, after it was handed over, too."""
     torch.multiprocessing.set_sharing_strategy("file_system")
-    tensors = {"a": torch.randn(3, dtype=torch.bfloat16), "b": torch.randn(2, 3), "c": torch.randn(4, 4).T}
+    tensors = {
+        "a": torch.randn(3, dtype=torch.bfloat16),
+        "b": torch.randn(2, 3),
+        "c": torch.randn(4, 4).T,
+    }
     (bucket,) = buckets(tensors.items(), 1 << 20)
     handles = [cuda_ipc.handle(bucket) for _ in range(2)]  # one for each rank of a server
     assert max(map(len, handles)) < 2000
     for text in handles:
         found = Unpickler(io.BytesIO(base64.b64decode(text))).load()
         flat = found["flattened_tensor"]
-        read = {m.name: flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape) for m in found["metadata"]}
+        read = {
+            m.name: flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape)
+            for m in found["metadata"]
+        }
         assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     bucket.flat[0] += 1
     assert torch.equal(flat, bucket.flat)
@@ -93,7 +108,9 @@ def test_one_with_the_learners_gpu_among_its_own_is(monkeypatch: pytest.MonkeyPa
 
 def test_nccl_on_one_gpu_is_refused_and_the_right_transport_named() -> None:
     asyncio.run(refuse_one_gpu(Elsewhere(DeviceIdentity("this", ("GPU-1", "GPU-2"))), HERE))
-    with pytest.raises(MegarlError, match=r"both on GPU GPU-0, and NCCL .* weights.transport=cuda_ipc"):
+    with pytest.raises(
+        MegarlError, match=r"both on GPU GPU-0, and NCCL .* weights.transport=cuda_ipc"
+    ):
         asyncio.run(refuse_one_gpu(Elsewhere(DeviceIdentity("this", ("GPU-1", "GPU-0"))), HERE))
 
 

@@ -1,4 +1,6 @@
-"""A bucket on a GPU, read by another process through CUDA IPC as SGLang reads it; and what is left of its memory."""
+"""A bucket on a GPU, read by another process through CUDA IPC as SGLang reads it; and
+what is left of its memory.
+"""
 
 import importlib.util
 import subprocess
@@ -13,7 +15,9 @@ from megarl.core.weights.transport import buckets
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"
+    ),
 ]
 
 READER = """
@@ -32,9 +36,14 @@ for line in sys.stdin:
 
 
 def test_a_server_process_reads_what_the_learner_has() -> None:
-    """Many buckets one after the other, none of which stays: the learner's memory does not grow."""
+    """Many buckets one after the other, none of which stays: the learner's memory does
+    not grow.
+    """
     reader = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-W", "ignore", "-c", READER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert reader.stdin is not None
     assert reader.stdout is not None
@@ -49,8 +58,12 @@ def test_a_server_process_reads_what_the_learner_has() -> None:
             (bucket,) = buckets(tensors.items(), 1 << 30)
             torch.cuda.current_stream().synchronize()
             print(cuda_ipc.handle(bucket), file=reader.stdin, flush=True)
-            sums = dict(zip(bucket.names, map(float, reader.stdout.readline().split()), strict=True))
-            assert sums == pytest.approx({name: tensor.double().sum().item() for name, tensor in tensors.items()})
+            sums = dict(
+                zip(bucket.names, map(float, reader.stdout.readline().split()), strict=True)
+            )
+            assert sums == pytest.approx(
+                {name: tensor.double().sum().item() for name, tensor in tensors.items()}
+            )
             del bucket, tensors
             torch.cuda.ipc_collect()
             assert torch.cuda.memory_allocated() - held < 4 << 20

@@ -15,7 +15,11 @@ def published(last: LastSent, version: int, ids: tuple[int, ...], checksum: str 
 
 def test_everything_is_sent_in_one_of_so_many() -> None:
     last = LastSent(3)
-    assert [published(last, version, (0, 1)) for version in range(1, 8)] == [True, False, False] * 2 + [True]
+    assert [published(last, version, (0, 1)) for version in range(1, 8)] == [
+        True,
+        False,
+        False,
+    ] * 2 + [True]
     assert [published(LastSent(1), version, (0,)) for version in (1, 2)] == [True, True]
 
 
@@ -43,7 +47,12 @@ def test_small_deltas_are_sent_and_large_ones_are_not() -> None:
     (whole,) = last.changed(iter([("w", one)]))
     assert whole[1] is one
     last.whole = False
-    for tensor, name in ((few, "w" + SUFFIX), (few, "w" + SUFFIX), (other, "w"), (torch.zeros(4096).bfloat16(), "w")):
+    for tensor, name in (
+        (few, "w" + SUFFIX),
+        (few, "w" + SUFFIX),
+        (other, "w"),
+        (torch.zeros(4096).bfloat16(), "w"),
+    ):
         ((sent, value),) = last.changed(iter([("w", tensor)]))
         assert sent == name
         assert (value is tensor) == (name == "w")

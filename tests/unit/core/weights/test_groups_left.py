@@ -1,4 +1,6 @@
-"""A server that is left out of a publication still has the group of the one before: it is told at its next."""
+"""A server that is left out of a publication still has the group of the one before: it
+is told at its next.
+"""
 
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -26,7 +28,9 @@ class Told:
             served_version=lambda: 1,
         )
 
-    def each(self, ids: Iterable[int], call: Callable[[Any], object]) -> tuple[dict[int, object], dict[int, str]]:
+    def each(
+        self, ids: Iterable[int], call: Callable[[Any], object]
+    ) -> tuple[dict[int, object], dict[int, str]]:
         return {i: call(self.servers[i]) for i in ids}, {}
 
 
@@ -51,4 +55,12 @@ def test_each_server_leaves_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
         fleet = Told(*ids)
         transport.send(fleet, ids, 1)
         left.append(fleet.left)
-    assert left == [[], [], [(0, "g1"), (1, "g2")], [], [], [(0, "g3")], [(1, "g3"), (2, "g4"), (0, "g5")]]
+    assert left == [
+        [],
+        [],
+        [(0, "g1"), (1, "g2")],
+        [],
+        [],
+        [(0, "g3")],
+        [(1, "g3"), (2, "g4"), (0, "g5")],
+    ]

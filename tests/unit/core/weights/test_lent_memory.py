@@ -67,7 +67,9 @@ def test_a_server_that_keeps_its_memory_is_named_once(
         assert "libcudart.so.13: add its folder to LD_LIBRARY_PATH" in line
 
 
-def test_each_rank_of_a_wide_server_counts(offload: Offload, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_rank_of_a_wide_server_counts(
+    offload: Offload, caplog: pytest.LogCaptureFixture
+) -> None:
     offload._width = 2
     offload._compare([0, 1], [GIB, GIB, GIB, 0])
     (record,) = caplog.records

@@ -1,6 +1,8 @@
-"""Differences of log-probs by cause, what breaks a limit, what ends a run, and what is named as the cause.
+"""Differences of log-probs by cause, what breaks a limit, what ends a run, and what is
+named as the cause.
 
-That the limits hold for real kernels, and that real faults break them, is measured on the real stack (benchmarks/README.md).
+That the limits hold for real kernels, and that real faults break them, is measured on
+the real stack (benchmarks/README.md).
 """
 
 import csv
@@ -39,7 +41,9 @@ BF16 = LIMITS["bf16", False]
 
 
 def scores(seed: int = 0, noise: float = 0.02, **changes: Any) -> RolloutScores:
-    """Servers and learner that differ by noise; half of the tokens have a lag of 1, in which the model has changed a little."""
+    """Servers and learner that differ by noise; half of the tokens have a lag of 1, in
+    which the model has changed a little.
+    """
     rng = np.random.default_rng(seed)
     logprobs = -rng.exponential(1.5, N).astype(np.float32)
 
@@ -87,7 +91,9 @@ def test_a_distribution_is_that_of_the_absolute_differences() -> None:
 
 
 def test_the_error_of_logits_does_not_depend_on_how_certain_the_policy_is() -> None:
-    """Logits with noise of .01, by a distribution that is flat and by one that is sharp; a tenth of the tokens far off."""
+    """Logits with noise of .01, by a distribution that is flat and by one that is
+    sharp; a tenth of the tokens far off.
+    """
     rng = np.random.default_rng(3)
     found = []
     for spread in (1.0, 8.0):
@@ -122,7 +128,9 @@ def test_a_row_has_the_signs_that_tell_causes_apart() -> None:
     of_four = np.arange(N) % 4  # one of four servers is off
     off = scores()
     off = replace(off, server=of_four, served=np.where(of_four == 2, off.served + 1.0, off.served))
-    assert judge().metrics(measured(3, off))["parity_logit/kernels"] > 10 * row["parity_logit/kernels"]
+    assert (
+        judge().metrics(measured(3, off))["parity_logit/kernels"] > 10 * row["parity_logit/kernels"]
+    )
     for _ in range(3):
         row = judged.metrics(measured(4, scores(served=scores().learner * 1.2)))
     assert named_cause(row, routing=False).startswith("temperature")
@@ -150,13 +158,22 @@ def test_each_cause_is_the_difference_of_its_two_scores() -> None:
     one = scores(stale=stale)
     metrics = measured(3, one, choices=1000, differing=30).metrics()
     assert metrics["parity_mean/kernels"] == pytest.approx(np.abs(one.served - one.learner).mean())
-    assert metrics["parity_mean/decode"] == pytest.approx(np.abs(one.behaviour - one.sampled_at)[~stale].mean())
-    assert metrics["parity_mean/stale_kv"] == pytest.approx(np.abs(one.behaviour - one.sampled_at)[stale].mean())
-    assert metrics["parity_mean/staleness"] == pytest.approx(np.abs(one.sampled_at - one.served)[one.lag > 0].mean())
+    assert metrics["parity_mean/decode"] == pytest.approx(
+        np.abs(one.behaviour - one.sampled_at)[~stale].mean()
+    )
+    assert metrics["parity_mean/stale_kv"] == pytest.approx(
+        np.abs(one.behaviour - one.sampled_at)[stale].mean()
+    )
+    assert metrics["parity_mean/staleness"] == pytest.approx(
+        np.abs(one.sampled_at - one.served)[one.lag > 0].mean()
+    )
     assert metrics["parity_mean/total"] == pytest.approx(np.abs(one.behaviour - one.learner).mean())
     assert metrics["parity_tokens/stale_kv"] == 100
     assert metrics["parity_routing"] == pytest.approx(0.03)
-    assert "parity_mean/decode" not in measured(3, replace(one, sampled_at=np.full(N, np.nan))).metrics()
+    assert (
+        "parity_mean/decode"
+        not in measured(3, replace(one, sampled_at=np.full(N, np.nan))).metrics()
+    )
 
 
 def test_rounding_is_let_pass() -> None:
@@ -190,7 +207,9 @@ def short_answers(version: int, noise: float, servers: int = 1) -> Measurement:
 
 
 def test_few_tokens_are_gathered_until_they_can_be_judged() -> None:
-    """Six comparisons of twelve tokens are enough for a judgement; three judgements that break a limit end the run."""
+    """Six comparisons of twelve tokens are enough for a judgement; three judgements
+    that break a limit end the run.
+    """
     one = judge()
     verdicts = []
     waiting = []
@@ -199,7 +218,9 @@ def test_few_tokens_are_gathered_until_they_can_be_judged() -> None:
         verdicts.append(one.judge(measurement))
         waiting.append(one.metrics(measurement)["parity_unjudged/kernels"])
     assert waiting == 3 * [12, 24, 36, 48, 60, 0]
-    assert [bool(v.warning) for v in verdicts] == 5 * [False] + 13 * [True], "a warning stands until the next judgement"
+    assert [bool(v.warning) for v in verdicts] == 5 * [False] + 13 * [True], (
+        "a warning stands until the next judgement"
+    )
     assert [v.ends for v in verdicts] == 17 * [False] + [True]
     assert "72 tokens" in verdicts[-1].warning
     assert "3 comparisons in a row" in verdicts[-1].warning
@@ -213,12 +234,17 @@ def test_short_answers_that_agree_raise_no_warning() -> None:
 def test_a_warning_ends_with_the_judgement_that_keeps_the_limit() -> None:
     one = judge()
     noises = 6 * [0.2] + 6 * [0.02]
-    warned = [bool(one.judge(short_answers(version, noise)).warning) for version, noise in enumerate(noises)]
+    warned = [
+        bool(one.judge(short_answers(version, noise)).warning)
+        for version, noise in enumerate(noises)
+    ]
     assert warned == 5 * [False] + 6 * [True] + [False]
 
 
 def test_each_server_has_its_own_tokens_gathered() -> None:
-    """One of the four answers is a server's: three tokens, so that it is judged at the 22nd comparison."""
+    """One of the four answers is a server's: three tokens, so that it is judged at the
+    22nd comparison.
+    """
     one = judge()
     for version in range(22):
         measurement = short_answers(version, noise=0.01, servers=4)
@@ -232,13 +258,21 @@ def test_each_server_has_its_own_tokens_gathered() -> None:
 
 
 def test_heads_are_judged_from_gathered_tokens_too() -> None:
-    """Each third token is the end token itself, whose difference from itself says nothing: eight of twelve count."""
+    """Each third token is the end token itself, whose difference from itself says
+    nothing: eight of twelve count.
+    """
     one = judge()
     warnings = []
     for version in range(8 * LASTING):
         measurement = short_answers(version, noise=0.01)
-        gap = np.where(np.arange(12) % 3 == 2, 0.0, rounded(measurement.scores.served_gap)).astype(np.float32)
-        warnings.append(one.judge(replace(measurement, scores=replace(measurement.scores, served_gap=gap))).warning)
+        gap = np.where(np.arange(12) % 3 == 2, 0.0, rounded(measurement.scores.served_gap)).astype(
+            np.float32
+        )
+        warnings.append(
+            one.judge(
+                replace(measurement, scores=replace(measurement.scores, served_gap=gap))
+            ).warning
+        )
     assert warnings[:7] == 7 * [""]
     assert "one-sided head" in warnings[7]
     assert "3 comparisons in a row" in warnings[-1]
@@ -266,7 +300,9 @@ def rounded(values: np.ndarray) -> np.ndarray:
 
 def test_causes_are_named_by_their_patterns() -> None:
     noise = np.random.default_rng(5).normal(0, 0.1, N).astype(np.float32)
-    assert "server did not compute the LM head in FP32" not in last(served=lambda s: s.learner + noise)
+    assert "server did not compute the LM head in FP32" not in last(
+        served=lambda s: s.learner + noise
+    )
     assert "Likely cause: dtype" in last(served=lambda s: s.learner + noise)
     assert "Likely cause: temperature" in last(served=lambda s: s.learner * 1.1)
     assert "Likely cause: temperature" in last(behaviour=lambda s: s.sampled_at * 1.1)
@@ -280,7 +316,9 @@ def test_causes_are_named_by_their_patterns() -> None:
 def test_one_stale_server_of_two_is_named_when_both_are_judged_together() -> None:
     base = scores(noise=0.1, server=np.arange(N) // 2 % 2)
     stale = np.where(base.server == 1, base.sampled_at, base.served)
-    assert "stale server" in likely_cause([measured(1, replace(base, served=stale))], BF16, "kernels")
+    assert "stale server" in likely_cause(
+        [measured(1, replace(base, served=stale))], BF16, "kernels"
+    )
     assert "stale server" not in likely_cause([measured(1, base)], BF16, "kernels")
 
 
@@ -293,7 +331,9 @@ def test_the_same_bits_of_certain_tokens_say_nothing() -> None:
 
 
 def test_a_rounded_head_is_seen_below_the_noise_of_the_body() -> None:
-    assert "logits of the servers lie on the grid" in last(served_gap=lambda s: rounded(s.served_gap))
+    assert "logits of the servers lie on the grid" in last(
+        served_gap=lambda s: rounded(s.served_gap)
+    )
     assert "one-sided head: the learner" in last(learner_gap=lambda s: rounded(s.learner_gap))
     assert (
         ParityJudge("bf16", False, False, True)
@@ -325,20 +365,26 @@ def test_one_server_of_two_is_found_and_named() -> None:
     for version in range(LASTING):
         half = scores(version, server=np.arange(N) * 2 // N)
         noise = np.where(half.server == 1, 0.2, 0.0) * np.sign(np.sin(np.arange(N) * 7.0))
-        verdict = one.judge(measured(version, replace(half, served=(half.served + noise).astype(np.float32))))
+        verdict = one.judge(
+            measured(version, replace(half, served=(half.served + noise).astype(np.float32)))
+        )
     assert verdict.ends
     assert "server 1 and the learner" in verdict.warning
     assert "experts that differ" not in verdict.warning, "that is not known of one server"
 
 
 def test_a_server_is_judged_over_all_publications_in_which_it_was_compared() -> None:
-    """Also over the first ones, in which no other was. The sound one's tokens then keep both together within the limit."""
+    """Also over the first ones, in which no other was. The sound one's tokens then keep
+    both together within the limit.
+    """
     one = judge()
     for version, share in enumerate((1.0, 1.0, 0.12)):
         server = (np.arange(N) >= share * N).astype(np.int64)
         base = scores(version, noise=0.001, server=server)
         noise = np.where(server == 0, 0.2, 0.0) * np.sign(np.sin(np.arange(N) * 7.0))
-        verdict = one.judge(measured(version, replace(base, served=(base.served + noise).astype(np.float32))))
+        verdict = one.judge(
+            measured(version, replace(base, served=(base.served + noise).astype(np.float32)))
+        )
     assert verdict.ends
     assert "server 0 and the learner" in verdict.warning
     assert "3 comparisons in a row" in verdict.warning
@@ -351,7 +397,9 @@ def test_patterns_of_noise_alone_name_nothing() -> None:
 
 
 REAL = kept(Path(__file__).parents[4] / "benchmarks/results/parity/real-bf16.csv.gz", "bf16")
-"""Rollouts of a real model of 30 layers, with its own weights and with perturbed ones, which both sides scored."""
+"""Rollouts of a real model of 30 layers, with its own weights and with perturbed ones,
+which both sides scored.
+"""
 
 
 LATER = kept(Path(__file__).parents[4] / "benchmarks/results/parity/real-bf16-later.csv.gz", "bf16")
@@ -359,11 +407,15 @@ LATER = kept(Path(__file__).parents[4] / "benchmarks/results/parity/real-bf16-la
 
 
 IN_FP8 = kept(Path(__file__).parents[4] / "benchmarks/results/parity/real-fp8.csv.gz", "fp8")
-"""Rollouts of the same model, if its servers compute in FP8 as a stand-in does (benchmarks/parity/fp8.py)."""
+"""Rollouts of the same model, if its servers compute in FP8 as a stand-in does
+(benchmarks/parity/fp8.py).
+"""
 
 
 def test_servers_in_fp8_have_limits_of_their_own() -> None:
-    """They keep them; a server that is in FP8 unasked breaks those of bf16; three times the differences break both."""
+    """They keep them; a server that is in FP8 unasked breaks those of bf16; three times
+    the differences break both.
+    """
 
     def warned(fp8: bool, scale: float = 1.0) -> tuple[int, bool]:
         one = ParityJudge("bf16", False, True, True, fp8=fp8)
@@ -384,7 +436,9 @@ def test_servers_in_fp8_have_limits_of_their_own() -> None:
 def real(
     scale: float = 1.0, tokens: int | None = None, kept_rollouts: Sequence[KeptRollout] = REAL
 ) -> list[Measurement]:
-    """Return its comparisons with all differences times `scale`, of the first tokens of each answer."""
+    """Return its comparisons with all differences times `scale`, of the first tokens of
+    each answer.
+    """
     found = []
     for version, rollouts in enumerate(comparisons(kept_rollouts)):
         joined = RolloutScores.joined([each.scores(scale, tokens) for each in rollouts])
@@ -393,7 +447,9 @@ def real(
 
 
 def until_the_end(measurements: list[Measurement]) -> tuple[int, int]:
-    """Return how many comparisons were warned of, and after how many the run ended; 0 if it did not."""
+    """Return how many comparisons were warned of, and after how many the run ended; 0
+    if it did not.
+    """
     one = judge()
     warned = 0
     for count, measurement in enumerate(measurements, 1):
@@ -418,7 +474,9 @@ def test_states_that_limits_were_not_made_from_raise_no_warning_either() -> None
     assert 0 < until_the_end(real(3.0, kept_rollouts=LATER))[1] <= 9
 
 
-@pytest.mark.parametrize(("scale", "tokens", "soon"), [(2.0, None, 30), (3.0, None, 9), (3.0, 3, 30)])
+@pytest.mark.parametrize(
+    ("scale", "tokens", "soon"), [(2.0, None, 30), (3.0, None, 9), (3.0, 3, 30)]
+)
 def test_a_fault_that_doubles_a_real_models_differences_ends_the_run(
     scale: float, tokens: int | None, soon: int
 ) -> None:
@@ -447,7 +505,8 @@ def test_limits_are_wider_for_fewer_tokens() -> None:
 
 
 LIMITS_ROW = re.compile(
-    r"^\| (fp32|bf16|fp8|fp16) \| (dense|experts) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+|–) \|$",
+    r"^\| (fp32|bf16|fp8|fp16) \| (dense|experts) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+)"
+    r" \| ([\d.]+|–) \|$",
     re.MULTILINE,
 )
 

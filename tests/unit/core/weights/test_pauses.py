@@ -29,7 +29,9 @@ class Asked:
 
         return asked
 
-    def each(self, ids: Iterable[int], call: Callable[[Any], Any]) -> tuple[dict[int, object], dict[int, str]]:
+    def each(
+        self, ids: Iterable[int], call: Callable[[Any], Any]
+    ) -> tuple[dict[int, object], dict[int, str]]:
         return {i: asyncio.run(call(self.servers[i])) for i in ids}, {}
 
     def transport(self, staged: bool) -> Any:
@@ -41,7 +43,9 @@ class Asked:
 
 
 def recipe(transport: str, gpus: int) -> Recipe:
-    return from_tree({"weights": {"transport": transport}, "resources": {"server_tensor_parallel": gpus}})
+    return from_tree(
+        {"weights": {"transport": transport}, "resources": {"server_tensor_parallel": gpus}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,7 +57,9 @@ def recipe(transport: str, gpus: int) -> Recipe:
         ("disk", 4, ["pause", "send", "checksums", "resume"]),
     ],
 )
-def test_no_weights_are_sent_beside_sums_over_a_servers_gpus(transport: str, gpus: int, calls: list[str]) -> None:
+def test_no_weights_are_sent_beside_sums_over_a_servers_gpus(
+    transport: str, gpus: int, calls: list[str]
+) -> None:
     """NCCL may hang if operations of two groups are under way on a GPU."""
     publisher, fleet, r = Publisher.__new__(Publisher), Asked(), recipe(transport, gpus)
     publisher._wakes, publisher._meanwhile = False, r.generates_meanwhile

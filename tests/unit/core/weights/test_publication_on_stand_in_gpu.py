@@ -1,4 +1,6 @@
-"""With one server and on a GPU, too, a publication is checked against what the learner sent."""
+"""With one server and on a GPU, too, a publication is checked against what the learner
+sent.
+"""
 
 import json
 import subprocess
@@ -30,14 +32,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, list
         str(folder / "found.json"),
     ]
     environment = stand_in_gpu.environment(folder) | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     read: dict[str, tuple[int, list[str]]] = json.loads((folder / "found.json").read_text())
     return read
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_one_server_did_not_take_is_named(found: dict[str, tuple[int, list[str]]], name: str) -> None:
+def test_what_one_server_did_not_take_is_named(
+    found: dict[str, tuple[int, list[str]]], name: str
+) -> None:
     parameters, (arrived, changed, lost) = found[name]
     assert parameters > 10
     assert arrived == ""

@@ -1,4 +1,6 @@
-"""Questions of ARC and HellaSwag from rows in their published schemas, their tokens, and what is chosen."""
+"""Questions of ARC and HellaSwag from rows in their published schemas, their tokens,
+and what is chosen.
+"""
 
 import asyncio
 import json
@@ -43,8 +45,13 @@ from tests.server_pool import Pool
 
 ARC = {
     "id": "Mercury_7175875",
-    "question": "An astronomer observes that a planet rotates faster. Which is the most likely effect?",
-    "choices": {"text": ["Density decreases.", "Years are longer.", "Days are shorter."], "label": ["A", "B", "C"]},
+    "question": (
+        "An astronomer observes that a planet rotates faster. Which is the most likely effect?"
+    ),
+    "choices": {
+        "text": ["Density decreases.", "Years are longer.", "Days are shorter."],
+        "label": ["A", "B", "C"],
+    },
     "answerKey": "C",
 }
 HELLASWAG = {
@@ -53,7 +60,12 @@ HELLASWAG = {
     "ctx_a": "A man is sitting on a roof.",
     "ctx_b": "he",
     "ctx": "A man is sitting on a roof. he",
-    "endings": ["is using wrap.", "is ripping level tiles off.", "is holding a cube.", "starts pulling up roofing."],
+    "endings": [
+        "is using wrap.",
+        "is ripping level tiles off.",
+        "is holding a cube.",
+        "starts pulling up roofing.",
+    ],
     "source_id": "activitynet~v_-JhWjGDPHMY",
     "split": "val",
     "split_type": "indomain",
@@ -69,7 +81,9 @@ TREE = {
 
 
 def test_the_recipe_knows_every_set() -> None:
-    assert set(SETS) == set(MULTIPLE_CHOICE) < set(get_args(Suite.model_fields["mapping"].annotation))
+    assert (
+        set(SETS) == set(MULTIPLE_CHOICE) < set(get_args(Suite.model_fields["mapping"].annotation))
+    )
 
 
 def test_arc() -> None:
@@ -107,7 +121,9 @@ def test_rows_that_are_not_of_the_schema(read: Any, row: dict[str, Any], said: s
         read(row)
 
 
-def test_rows_that_cannot_be_asked_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_cannot_be_asked_are_left_out_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [ARC, ARC, ARC | {"id": "other"}, ARC | {"answerKey": "X"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "no JSON\n")
@@ -115,19 +131,31 @@ def test_rows_that_cannot_be_asked_are_left_out_and_named(tmp_path: Path, caplog
         questions, left_out = load_questions(str(path), "arc")
     assert [question.id for question in questions] == ["Mercury_7175875", "other"]
     assert left_out == {"not of the schema": 2, "the id of an earlier one": 1}
-    for said in ("3 rows left out", ":2: the id 'Mercury_7175875' again", ":4: the answerKey 'X'", ":5: "):
+    for said in (
+        "3 rows left out",
+        ":2: the id 'Mercury_7175875' again",
+        ":4: the answerKey 'X'",
+        ":5: ",
+    ):
         assert said in caplog.text
     with pytest.raises(MegarlError, match="no row fits the schema 'hellaswag'"):
         load_questions(str(path), "hellaswag")
 
 
 def test_two_verdicts() -> None:
-    """-4 is the largest sum, -6 / 6 the largest by character; by byte it would be the first, whose letters take two each."""
+    """-4 is the largest sum, -6 / 6 the largest by character; by byte it would be the
+    first, whose letters take two each.
+    """
     question = Question("1", "What?", ("éé", "b", "longer"), 2)
     lengths = [Continuation(int32(range(9)), 9 - own, cut=False) for own in (2, 1, 3)]
     answer = answered(question, "arc-easy", [-5.0, -4.0, -6.0], lengths)
     assert (answer.chosen, answer.chosen_normalised, answer.correct) == (1, 2, False)
-    assert (answer.answer, answer.expected, answer.tokens, answer.truncated) == ("b", "longer", 1, False)
+    assert (answer.answer, answer.expected, answer.tokens, answer.truncated) == (
+        "b",
+        "longer",
+        1,
+        False,
+    )
     cut = [length._replace(cut=True) for length in lengths[:2]]
     by_character = answered(Question("1", "What?", ("éé", "bb"), 0), "arc-easy", [-3.0, -2.0], cut)
     assert (by_character.chosen_normalised, by_character.truncated) == (1, True)
@@ -138,7 +166,10 @@ def tokenizer() -> Tokenizer:
     """A byte a token, and 256 in front."""
     alphabet = {sign: n for n, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Backend(models.BPE(alphabet | {"<s>": 256}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
     return Tokenizer(backend, 256, Path("tiny"))
 
@@ -152,7 +183,10 @@ def test_blanks_at_the_end_of_the_context_are_of_the_continuation(tokenizer: Tok
 
 @given(context=st.text("abc é", min_size=1, max_size=30).filter(str.strip), room=st.integers(8, 40))
 def test_the_begin_of_the_context_gives_way(tokenizer: Tokenizer, context: str, room: int) -> None:
-    whole, short = joined(tokenizer, context, [" d", " efg"], 1000), joined(tokenizer, context, [" d", " efg"], room)
+    whole, short = (
+        joined(tokenizer, context, [" d", " efg"], 1000),
+        joined(tokenizer, context, [" d", " efg"], room),
+    )
     for full, cut in zip(whole, short, strict=True):
         assert len(cut.tokens) == min(room, len(full.tokens))
         assert cut.scored == full.scored
@@ -161,12 +195,16 @@ def test_the_begin_of_the_context_gives_way(tokenizer: Tokenizer, context: str, 
 
 
 def test_a_continuation_that_fills_all_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(MegarlError, match="7 tokens of its own, after at least one other, where 7 fit"):
+    with pytest.raises(
+        MegarlError, match="7 tokens of its own, after at least one other, where 7 fit"
+    ):
         joined(tokenizer, "ab", [" cdefgh"], 7)
 
 
 class StandInServer:
-    """A client whose requests end as said, one after the other: log-likelihoods, or an error."""
+    """A client whose requests end as said, one after the other: log-likelihoods, or an
+    error.
+    """
 
     def __init__(self, *ends: list[float] | Exception) -> None:
         self.ends = list(ends)
@@ -206,7 +244,12 @@ LOST = ServerLost("gone", int32(()), np.zeros(0, np.float32))
     ],
 )
 def test_lost_requests_are_asked_again_and_places_given_back(
-    tokenizer: Tokenizer, ends: list[Any], chosen: Any, void: str, lost: int, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer,
+    ends: list[Any],
+    chosen: Any,
+    void: str,
+    lost: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(multiple_choice, "MAX_RETRIES", 2)
 
@@ -225,7 +268,12 @@ def test_lost_requests_are_asked_again_and_places_given_back(
             salt="s",
             at_once=1,
         )
-        asked = Choices("arc-easy", [Question("q", "What?", ("a", "b"), 0)], 1, rows=Suite(data="", mapping="arc"))
+        asked = Choices(
+            "arc-easy",
+            [Question("q", "What?", ("a", "b"), 0)],
+            1,
+            rows=Suite(data="", mapping="arc"),
+        )
         kept: list[Answer] = []
         await asyncio.wait_for(score([asked], asker, kept.append), 10)
         return kept[0], places.use[0].running
@@ -240,10 +288,14 @@ def test_lost_requests_are_asked_again_and_places_given_back(
 
 
 def test_shipped_suites() -> None:
-    """Under their names, with the columns of their sets and the splits that have labels."""
+    """Under their names, with the columns of their sets and the splits that have
+    labels.
+    """
     shipped = {"arc-easy": {}, "arc-challenge": {}, "hellaswag": {}}
     known = from_tree({"evaluation": {"suites": shipped}}).evaluation.suites
-    assert {name: (suite.mapping, suite.data.rpartition(":")[2]) for name, suite in known.items()} == {
+    assert {
+        name: (suite.mapping, suite.data.rpartition(":")[2]) for name, suite in known.items()
+    } == {
         "arc-easy": ("arc", "test"),
         "arc-challenge": ("arc", "test"),
         "hellaswag": ("hellaswag", "validation"),

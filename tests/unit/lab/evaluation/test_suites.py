@@ -1,4 +1,6 @@
-"""Every shipped suite on rows in its set's published schema, as prompts, graded by its own grader; suites of the user's."""
+"""Every shipped suite on rows in its set's published schema, as prompts, graded by its
+own grader; suites of the user's.
+"""
 
 import asyncio
 import base64
@@ -44,7 +46,9 @@ RIGHT = {
     "gsm8k": ["\\boxed{7}", "She pays $12$.", "There are \\boxed{1,000} left."],
     "livecodebench": [
         FENCED.format("a, b = map(int, input().split())\nprint(a + b)"),
-        FENCED.format("class Solution:\n    def total(self, xs, more):\n        return sum(xs) + more"),
+        FENCED.format(
+            "class Solution:\n    def total(self, xs, more):\n        return sum(xs) + more"
+        ),
     ],
     "humaneval": [
         FENCED.format("def largest(xs):\n    return max(xs)"),
@@ -56,9 +60,13 @@ RIGHT = {
     ],
 }
 WRONG = {
-    "humaneval": FENCED.format("def largest(xs):\n    return xs[0]\ndef double(x):\n    return x * x"),
+    "humaneval": FENCED.format(
+        "def largest(xs):\n    return xs[0]\ndef double(x):\n    return x * x"
+    ),
     "mbpp": FENCED.format("def add(a, b):\n    return a - b\ndef root(x):\n    return x"),
-    "livecodebench": FENCED.format("print(3)\nclass Solution:\n    def total(self, xs, more):\n        return 7"),
+    "livecodebench": FENCED.format(
+        "print(3)\nclass Solution:\n    def total(self, xs, more):\n        return 7"
+    ),
 }
 
 
@@ -87,7 +95,10 @@ def grades(recipe: Recipe, name: str, tokenizer: Tokenizer, answers: list[str]) 
         graders = TaskGraders(recipe, tokenizer.decode)
         try:
             found = await asyncio.gather(
-                *(graders[name].grade_answer(f"hm</think>{a}", p) for a, p in zip(answers, in_order, strict=True))
+                *(
+                    graders[name].grade_answer(f"hm</think>{a}", p)
+                    for a, p in zip(answers, in_order, strict=True)
+                )
             )
         finally:
             graders.close()
@@ -100,7 +111,9 @@ def grades(recipe: Recipe, name: str, tokenizer: Tokenizer, answers: list[str]) 
 @pytest.mark.parametrize("name", SETS)
 def test_right_and_wrong_answers(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     recipe = recipe_of(name, write_rows(tmp_path / "rows.jsonl", SETS[name]))
-    assert [g.correct for g in grades(recipe, name, tokenizer, RIGHT[name])] == [True] * len(SETS[name])
+    assert [g.correct for g in grades(recipe, name, tokenizer, RIGHT[name])] == [True] * len(
+        SETS[name]
+    )
     wrong = [WRONG.get(name, "\\boxed{-1}")] * len(SETS[name])
     assert [g.correct for g in grades(recipe, name, tokenizer, wrong)] == [False] * len(SETS[name])
 
@@ -112,9 +125,11 @@ def test_all_shipped_suites_are_tested_here() -> None:
 
 def test_what_the_model_sees(tokenizer: Tokenizer, tmp_path: Path) -> None:
     recipe = recipe_of("gsm8k", write_rows(tmp_path / "rows.jsonl", SETS["gsm8k"][:1]))
-    (prompt,) = suites.load("gsm8k", recipe.evaluation.suites["gsm8k"], tokenizer, 2000).questions.prompts
-    assert tokenizer.decode(prompt.tokens) == (
-        "Ann has 3 apples and buys 4 more. How many has she?\n\n"
+    (prompt,) = suites.load(
+        "gsm8k", recipe.evaluation.suites["gsm8k"], tokenizer, 2000
+    ).questions.prompts
+    assert (
+        tokenizer.decode(prompt.tokens) == "Ann has 3 apples and buys 4 more. How many has she?\n\n"
         "Please reason step by step, and put your final answer within \\boxed{}."
     )
     assert (prompt.answer, prompt.task) == ("7", "gsm8k")
@@ -129,23 +144,35 @@ def test_a_suites_prompt_surrounds_what_the_user_says_last() -> None:
 
 
 def test_rows_that_are_not_asked_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    rows = [*SETS["gsm8k"], {"question": "No hashes?", "answer": "7"}, {"question": "long " * 400, "answer": "#### 1"}]
+    rows = [
+        *SETS["gsm8k"],
+        {"question": "No hashes?", "answer": "7"},
+        {"question": "long " * 400, "answer": "#### 1"},
+    ]
     recipe = recipe_of("gsm8k", write_rows(tmp_path / "rows.jsonl", rows))
     loaded = suites.load("gsm8k", recipe.evaluation.suites["gsm8k"], tokenizer, 1000)
     assert loaded.left_out == {"not of the schema": 1, "longer than 1000 tokens": 1}
     assert (len(loaded.questions.prompts), loaded.rows) == (3, 5)
 
 
-def test_fewer_prompts_are_the_first_of_more_and_the_set_is_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_fewer_prompts_are_the_first_of_more_and_the_set_is_the_same(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     data = write_rows(tmp_path / "rows.jsonl", SETS["gsm8k"])
     loaded = {
-        n: suites.load("gsm8k", recipe_of("gsm8k", data, prompts=n).evaluation.suites["gsm8k"], tokenizer, 2000)
+        n: suites.load(
+            "gsm8k", recipe_of("gsm8k", data, prompts=n).evaluation.suites["gsm8k"], tokenizer, 2000
+        )
         for n in (2, None)
     }
-    assert [p.id for p in loaded[2].questions.prompts] == [p.id for p in loaded[None].questions.prompts][:2]
+    assert [p.id for p in loaded[2].questions.prompts] == [
+        p.id for p in loaded[None].questions.prompts
+    ][:2]
     assert loaded[2].digest == loaded[None].digest
     write_rows(data, SETS["gsm8k"][1:])
-    changed = suites.load("gsm8k", recipe_of("gsm8k", data).evaluation.suites["gsm8k"], tokenizer, 2000)
+    changed = suites.load(
+        "gsm8k", recipe_of("gsm8k", data).evaluation.suites["gsm8k"], tokenizer, 2000
+    )
     assert changed.digest != loaded[None].digest
 
 
@@ -160,13 +187,22 @@ def test_tests_of_any_size_are_kept(tokenizer: Tokenizer, tmp_path: Path) -> Non
     assert len(prompt.answer) > 1 << 20
 
 
-def test_the_held_out_rows_of_a_task_are_those_of_training(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    rows = [{"id": f"p{n}", "prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(40)]
+def test_the_held_out_rows_of_a_task_are_those_of_training(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    rows = [
+        {"id": f"p{n}", "prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(40)
+    ]
     train = write_rows(tmp_path / "train.jsonl", rows)
-    banned = write_rows(tmp_path / "banned.jsonl", rows[:20])  # what is held out is chosen from the others
+    banned = write_rows(
+        tmp_path / "banned.jsonl", rows[:20]
+    )  # what is held out is chosen from the others
     tree = {
         "run": {"dir": str(tmp_path), "name": "run"},
-        "data": {"tasks": {"sums": {"train": str(train), "heldout": 7}}, "decontaminate": [str(banned)]},
+        "data": {
+            "tasks": {"sums": {"train": str(train), "heldout": 7}},
+            "decontaminate": [str(banned)],
+        },
     }
     recipe = from_tree(tree)
     heldout = {p.id for p in load_tasks(recipe, tokenizer)["sums"].heldout}
@@ -177,7 +213,11 @@ def test_the_held_out_rows_of_a_task_are_those_of_training(tokenizer: Tokenizer,
         name, keys, owner = _suite(word, base)
         suite = from_tree({"evaluation": {"suites": {name: keys}}}).evaluation.suites[name]
         loaded = suites.load(name, suite, tokenizer, 2048, owner.data.decontaminate)
-        assert ({p.id for p in loaded.questions.prompts}, loaded.rows, dict(loaded.left_out)) == (heldout, 7, {})
+        assert ({p.id for p in loaded.questions.prompts}, loaded.rows, dict(loaded.left_out)) == (
+            heldout,
+            7,
+            {},
+        )
     model = Subject("model", tokenizer.path, tokenizer.path)
     asked = asked_with(model, [f"{rundir.path}:sums"], [], [], tmp_path / "out")[0]
     assert asked.data.decontaminate == (str(banned),)
@@ -198,12 +238,24 @@ def test_where_nothing_is_interrupted_the_tokenizer_need_not_know_the_phrase() -
 def test_a_suite_of_the_users(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("data: mine.jsonl\ngrader: exact\nsamples: 3\nprompt: 'Q: {prompt}'\n")
-    assert load_suite(file) == {"data": "mine.jsonl", "grader": "exact", "samples": 3, "prompt": "Q: {prompt}"}
+    assert load_suite(file) == {
+        "data": "mine.jsonl",
+        "grader": "exact",
+        "samples": 3,
+        "prompt": "Q: {prompt}",
+    }
     for text, said in {
         "grader: exact\n": "mine.yaml:1: evaluation.suites.mine.data: field required",
-        "data: x\ngrader: exakt\n": "mine.yaml:2: evaluation.suites.mine.grader: unknown grader 'exakt'; did you mean exact?",
-        "data: x\nprompt: hello\n": "mine.yaml:2: evaluation.suites.mine.prompt: 'hello' has no {prompt}",
-        "data: x\nsample: 2\n": "mine.yaml:2: evaluation.suites.mine.sample: unknown key; did you mean samples?",
+        "data: x\ngrader: exakt\n": (
+            "mine.yaml:2: evaluation.suites.mine.grader: unknown grader 'exakt'; did you mean"
+            " exact?"
+        ),
+        "data: x\nprompt: hello\n": (
+            "mine.yaml:2: evaluation.suites.mine.prompt: 'hello' has no {prompt}"
+        ),
+        "data: x\nsample: 2\n": (
+            "mine.yaml:2: evaluation.suites.mine.sample: unknown key; did you mean samples?"
+        ),
         "data: [x\n": "not YAML",
     }.items():
         file.write_text(text)
@@ -237,9 +289,16 @@ def test_as_many_servers_as_the_gpus_allow_are_as_wide_as_the_runs(
     assert servers("resources.server_tensor_parallel=8") == (1, 8)
 
 
-def test_a_task_of_another_run_is_graded_by_that_runs_services(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_task_of_another_run_is_graded_by_that_runs_services(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     services = {"judge": {"url": "http://judge/grade"}}
-    tree = {"data": {"tasks": {"essays": {"train": "x", "heldout": "y", "grader": "judge"}}, "services": services}}
+    tree = {
+        "data": {
+            "tasks": {"essays": {"train": "x", "heldout": "y", "grader": "judge"}},
+            "services": services,
+        }
+    }
     RunDir(tmp_path).recipe.write_text(dump(from_tree(tree)))
     model = Subject("model", tokenizer.path, tokenizer.path)
     recipe, _ = asked_with(model, [f"{tmp_path}:essays"], [], [], tmp_path / "out")
@@ -268,7 +327,9 @@ def test_a_pickle_that_is_no_text_is_not_run(tokenizer: Tokenizer, tmp_path: Pat
     private = base64.b64encode(zlib.compress(pickle.dumps(Harmful()))).decode()
     rows = [SETS["livecodebench"][0] | {"private_test_cases": private}, SETS["livecodebench"][1]]
     recipe = recipe_of("livecodebench", write_rows(tmp_path / "rows.jsonl", rows))
-    loaded = suites.load("livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000)
+    loaded = suites.load(
+        "livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000
+    )
     assert loaded.left_out == {"not of the schema": 1}
     assert not (tmp_path / "touched").exists()
 
@@ -280,7 +341,9 @@ def test_tests_that_become_too_long_are_left_out(
     bomb = base64.b64encode(zlib.compress(pickle.dumps(f"[{' ' * (1 << 21)}]"))).decode()
     rows = [SETS["livecodebench"][0] | {"private_test_cases": bomb}, SETS["livecodebench"][1]]
     recipe = recipe_of("livecodebench", write_rows(tmp_path / "rows.jsonl", rows))
-    loaded = suites.load("livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000)
+    loaded = suites.load(
+        "livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000
+    )
     assert loaded.left_out == {"not of the schema": 1}
 
 
@@ -288,13 +351,26 @@ def test_the_share_shown_is_of_what_is_asked_now() -> None:
     """An earlier command had asked more prompts, and more answers to each."""
     made = [
         Answer(
-            suite="s", id=id, sample=n, prompt="", expected="", completion="", answer="", vote="", correct=True,
-            truncated=False, interrupted=False, format_ok=True, grader_timeout=False, grader_error=False, tokens=1,
+            suite="s",
+            id=id,
+            sample=n,
+            prompt="",
+            expected="",
+            completion="",
+            answer="",
+            vote="",
+            correct=True,
+            truncated=False,
+            interrupted=False,
+            format_ok=True,
+            grader_timeout=False,
+            grader_error=False,
+            tokens=1,
             entropy=None,
         )
         for id in "abc"
         for n in range(2)
-    ]  # fmt: skip
+    ]
     prompts = [Prompt(id=id, tokens=int32([1]), answer="", task="s") for id in "ad"]
     asked = Sampled("s", prompts, 1, [Outcome.of(one) for one in made], rows=Suite(data="x"))
     screen = io.StringIO()
@@ -305,25 +381,35 @@ def test_the_share_shown_is_of_what_is_asked_now() -> None:
 
 def test_a_misspelt_suite_is_told_from_one_of_the_users() -> None:
     with pytest.raises(
-        MegarlError, match=r"evaluation\.suites\.gsm9k\.data: field required; did you mean evaluation\.suites\.gsm8k"
+        MegarlError,
+        match=(
+            r"evaluation\.suites\.gsm9k\.data: field required; did you mean"
+            r" evaluation\.suites\.gsm8k"
+        ),
     ):
         load("quickstart", ["evaluation.suites.gsm9k={}"])
     with pytest.raises(MegarlError, match=r"evaluation\.suites\.arithmetic: a task has this name"):
         load("quickstart", ["evaluation.suites.arithmetic={data: x.jsonl}"])
-    assert load("quickstart", ["evaluation.suites={gsm8k: {samples: 4}, aime24: null}"]).evaluation.suites.keys() == {
-        "gsm8k"
-    }
+    assert load(
+        "quickstart", ["evaluation.suites={gsm8k: {samples: 4}, aime24: null}"]
+    ).evaluation.suites.keys() == {"gsm8k"}
 
 
 def test_a_model_that_never_thinks_is_told_from_one_that_is_cut_off() -> None:
-    """Qwen3's instruct models have </think> in their vocabulary and never write it: each answer would count as wrong."""
+    """Qwen3's instruct models have </think> in their vocabulary and never write it:
+    each answer would count as wrong.
+    """
 
     def result(format_errors: float, truncated: float) -> Result:
         metrics = {"format_error_rate": format_errors, "truncation_rate": truncated}
-        return Result(suite="gsm8k", model="m", samples=1, settings={}, metrics=metrics, time=0.0, versions={})
+        return Result(
+            suite="gsm8k", model="m", samples=1, settings={}, metrics=metrics, time=0.0, versions={}
+        )
 
     good = result(0.02, 0.02)
-    assert "\"length.end_of_thinking=''\" and another --out" in never_thinks([good, result(1.0, 0.1)], "</think>")
+    assert "\"length.end_of_thinking=''\" and another --out" in never_thinks(
+        [good, result(1.0, 0.1)], "</think>"
+    )
     assert never_thinks([good, result(0.95, 0.9)], "</think>") == ""
     assert never_thinks([result(1.0, 0.1)], "") == ""
 
@@ -336,15 +422,22 @@ def test_void_answers_are_told_with_their_reason() -> None:
 
 def test_a_suite_is_asked_in_the_tasks_chat_template_unless_it_names_one() -> None:
     """As `megarl eval` asks a checkpoint of the run."""
-    suites = "evaluation.suites={gsm8k: {}, aime24: {template: raw}, mine: {data: x.jsonl, agent: 'a:solve'}}"
+    suites = (
+        "evaluation.suites={gsm8k: {}, aime24: {template: raw}, mine: {data: x.jsonl, agent:"
+        " 'a:solve'}}"
+    )
     found = load("qwen3-8b-2nodes", [suites]).evaluation.suites
     task = load("qwen3-8b-2nodes").data.tasks["dapo"]
     assert {name: (suite.template, suite.system) for name, suite in found.items()} == {
-        "gsm8k": ("chat", task.system), "aime24": ("raw", ""), "mine": ("raw", "")
-    }  # fmt: skip
+        "gsm8k": ("chat", task.system),
+        "aime24": ("raw", ""),
+        "mine": ("raw", ""),
+    }
     other = load("qwen3-8b-2nodes", [suites, "data.tasks.dapo.system=Think."]).evaluation.suites
     assert {suite.template for suite in other.values()} == {"raw"}
-    beside = load("qwen3-8b-2nodes", [suites, "data.tasks.of_agent={train: x, heldout: y, agent: 'a:solve'}"])
+    beside = load(
+        "qwen3-8b-2nodes", [suites, "data.tasks.of_agent={train: x, heldout: y, agent: 'a:solve'}"]
+    )
     assert beside.evaluation.suites == found, "an agent's prompts are raw, whatever the template is"
 
 
@@ -356,14 +449,20 @@ def test_the_answer_of_gpt_oss_is_its_last_channel(tokenizer: Tokenizer, tmp_pat
         file.write_text(file.read_text().replace("</think>", "<|end|>"))
 
     def end_of_thinking() -> str:
-        return asked_with(Subject("m", folder, folder), ["gsm8k"], [], [], tmp_path / "out")[0].length.end_of_thinking
+        return asked_with(Subject("m", folder, folder), ["gsm8k"], [], [], tmp_path / "out")[
+            0
+        ].length.end_of_thinking
 
     assert end_of_thinking() == ""
-    (folder / "chat_template.jinja").write_text("{{- '<|start|>assistant<|channel|>final<|message|>' }}")
+    (folder / "chat_template.jinja").write_text(
+        "{{- '<|start|>assistant<|channel|>final<|message|>' }}"
+    )
     assert end_of_thinking() == "<|channel|>final<|message|>"
 
 
-@pytest.mark.parametrize(("template", "why"), [(b"\xff{{ messages }}", "utf-8"), (b"{% for %}", "cannot be read")])
+@pytest.mark.parametrize(
+    ("template", "why"), [(b"\xff{{ messages }}", "utf-8"), (b"{% for %}", "cannot be read")]
+)
 def test_a_chat_template_that_cannot_be_read_is_not_left_out(
     tokenizer: Tokenizer, tmp_path: Path, template: bytes, why: str
 ) -> None:
@@ -371,18 +470,27 @@ def test_a_chat_template_that_cannot_be_read_is_not_left_out(
     folder = tmp_path / "model"
     shutil.copytree(tokenizer.path, folder)
     subject = Subject("m", folder, folder)
-    assert asked_with(subject, ["gsm8k"], [], [], tmp_path / "out")[0].evaluation.suites["gsm8k"].template == "raw"
+    assert (
+        asked_with(subject, ["gsm8k"], [], [], tmp_path / "out")[0]
+        .evaluation.suites["gsm8k"]
+        .template
+        == "raw"
+    )
     (folder / "chat_template.jinja").write_bytes(template)
     with pytest.raises(MegarlError, match=f"chat template .*{why}"):
         asked_with(subject, ["gsm8k"], [], [], tmp_path / "out")
 
 
-def test_an_agents_suite_is_asked_raw_also_of_a_model_with_a_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_an_agents_suite_is_asked_raw_also_of_a_model_with_a_template(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     (tmp_path / "mine.yaml").write_text("data: x.jsonl\nagent: 'a:solve'\n")
     (tmp_path / "other.yaml").write_text("data: x.jsonl\n")
     RunDir(tmp_path).recipe.write_text(dump(load("qwen3-8b-2nodes")))
     subject, names = Subject("run@1", tmp_path, tmp_path, RunDir(tmp_path)), ("mine", "other")
-    recipe, _ = asked_with(subject, [str(tmp_path / f"{name}.yaml") for name in names], [], [], tmp_path / "out")
+    recipe, _ = asked_with(
+        subject, [str(tmp_path / f"{name}.yaml") for name in names], [], [], tmp_path / "out"
+    )
     assert [recipe.evaluation.suites[name].template for name in names] == ["raw", "chat"]
 
 
@@ -390,7 +498,9 @@ def test_an_agents_suite_is_asked_raw_also_of_a_model_with_a_template(tokenizer:
 def test_damaged_settings_of_earlier_answers_are_named(text: str, tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
     file.write_text(text)
-    with pytest.raises(MegarlError, match=r"settings\.json: damaged: .*give another --out, or remove"):
+    with pytest.raises(
+        MegarlError, match=r"settings\.json: damaged: .*give another --out, or remove"
+    ):
         earlier_settings(file)
     file.write_text('{"length": 3}')
     assert earlier_settings(file) == {"length": 3}

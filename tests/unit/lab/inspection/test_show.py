@@ -1,4 +1,6 @@
-"""What `megarl rollouts show` prints, as text and as JSON, with the quickstart's tokenizer."""
+"""What `megarl rollouts show` prints, as text and as JSON, with the quickstart's
+tokenizer.
+"""
 
 import json
 from io import StringIO
@@ -30,10 +32,17 @@ def segment(text: str, version: int, trained: bool = True) -> Segment:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Batches of two: six void ones, then a group over three versions, a void one, and one without variance."""
+    """Batches of two: six void ones, then a group over three versions, a void one, and
+    one without variance.
+    """
     right = Rollout(
         sample=0,
-        segments=(segment("7+8=15;1+2=", 4), segment("3", 5), segment("</think>", 5, trained=False), segment("85", 6)),
+        segments=(
+            segment("7+8=15;1+2=", 4),
+            segment("3", 5),
+            segment("</think>", 5, trained=False),
+            segment("85", 6),
+        ),
         reward=1.0,
         correct=True,
         finish="stop",
@@ -49,13 +58,21 @@ def run(tmp_path: Path) -> Path:
         retries=2,
     )
     groups = (
-        *(Group(ticket=t, prompt=prompt("z", "0+0="), rollouts=(), void="no server") for t in range(12)),
+        *(
+            Group(ticket=t, prompt=prompt("z", "0+0="), rollouts=(), void="no server")
+            for t in range(12)
+        ),
         Group(ticket=12, prompt=prompt("a", "27+58="), rollouts=(right, wrong)),
         Group(ticket=13, prompt=prompt("b", "1+1="), rollouts=(), void="server answered 400"),
         Group(ticket=14, prompt=prompt("c", "2+2="), rollouts=(wrong, wrong)),
     )
     journal = Journal.open(tmp_path / "rollouts", 2, 8)
-    journal.append(*(Admitted(ticket=g.ticket, task="math", prompt_id=g.prompt.id, epoch=0, due=0) for g in groups))
+    journal.append(
+        *(
+            Admitted(ticket=g.ticket, task="math", prompt_id=g.prompt.id, epoch=0, due=0)
+            for g in groups
+        )
+    )
     journal.append(*(Finished(group=g, time=0.0) for g in groups))
     journal.close()
     return tmp_path
@@ -74,7 +91,18 @@ def shown(run: Path, width: int = 120, **choice: Any) -> str:
 def test_table_of_groups(run: Path):
     title, head, *rows = [line.split() for line in shown(run, limit=3).splitlines()]
     assert title == ["3", "groups", "of", "15", "finished"]
-    assert head == ["step", "ticket", "prompt", "pass", "rate", "reward", "weights", "lag", "tokens", "notes"]
+    assert head == [
+        "step",
+        "ticket",
+        "prompt",
+        "pass",
+        "rate",
+        "reward",
+        "weights",
+        "lag",
+        "tokens",
+        "notes",
+    ]
     notes = "1 truncated, 1 interrupted, 1 format wrong, 1 retried"
     assert rows[0] == f"6 12 a 0.50 +0.00 4–6 2 21 {notes}".split()
     assert rows[1] == ["6", "13", "b", "0", "void:", "server", "answered", "400"]
@@ -86,10 +114,14 @@ def test_the_task_is_named_where_there_are_several(tmp_path: Path):
     journal = Journal.open(tmp_path / "rollouts", 1, 8)
     for ticket, task in enumerate(("math", "code")):
         group = Group(
-            ticket=ticket, prompt=msgspec.structs.replace(prompt("a", "1+1="), task=task), rollouts=(), void="x"
+            ticket=ticket,
+            prompt=msgspec.structs.replace(prompt("a", "1+1="), task=task),
+            rollouts=(),
+            void="x",
         )
         journal.append(
-            Admitted(ticket=ticket, task=task, prompt_id="a", epoch=0, due=0), Finished(group=group, time=0.0)
+            Admitted(ticket=ticket, task=task, prompt_id="a", epoch=0, due=0),
+            Finished(group=group, time=0.0),
         )
     journal.close()
     assert [row.split()[2] for row in shown(tmp_path).splitlines()[2:]] == ["math/a", "code/a"]
@@ -110,9 +142,14 @@ def test_a_ticket(run: Path):
     text = shown(run, ticket=12)
     assert "ticket 12 · step 6 · prompt a · epoch 0 · answer 85 · pass rate 0.50" in text
     assert "27+58=" in text
-    assert "rollout 0 right · reward +1 · stop · 15 tokens · weights 4–6 · lag 2 · interrupted" in text
+    assert (
+        "rollout 0 right · reward +1 · stop · 15 tokens · weights 4–6 · lag 2 · interrupted" in text
+    )
     assert "[4]7+8=15;1+2=[5]3</think>[6]85" in text  # no version before what was put in
-    assert "rollout 1 wrong · reward -1 · length · 6 tokens · weights 4 · lag 2 · format wrong · 2 retries" in text
+    assert (
+        "rollout 1 wrong · reward -1 · length · 6 tokens · weights 4 · lag 2 · format wrong · 2"
+        " retries" in text
+    )
     assert "1 more rollouts (--limit)" in shown(run, ticket=12, limit=1)
     assert "void: server answered 400" in shown(run, ticket=13)
     with pytest.raises(MegarlError, match="ticket 99 has no group here"):
@@ -128,15 +165,24 @@ def test_turns(tmp_path: Path):
         segment("?", 5, trained=False),
     )
     told = Episode(turns=3, calls=2, errors=1, seconds=0.5, limited=True)
-    rollout = Rollout(sample=0, segments=parts, reward=-1.0, correct=False, finish="length", episode=told)
+    rollout = Rollout(
+        sample=0, segments=parts, reward=-1.0, correct=False, finish="length", episode=told
+    )
     journal = Journal.open(tmp_path / "rollouts", 1, 8)
     journal.append(Admitted(ticket=0, task="math", prompt_id="a", epoch=0, due=0))
-    journal.append(Finished(group=Group(ticket=0, prompt=prompt("a", "12*34="), rollouts=(rollout,)), time=0.0))
+    journal.append(
+        Finished(group=Group(ticket=0, prompt=prompt("a", "12*34="), rollouts=(rollout,)), time=0.0)
+    )
     journal.close()
     assert "1 truncated, 1 out of turns" in shown(tmp_path, width=150)
     assert "3 turns · 1 of 2 calls failed · out of turns" in shown(tmp_path, ticket=0)
     out = StringIO()
-    show(tmp_path, ticket=0, tokenizer=TOKENIZER, console=Console(file=out, width=120, force_terminal=True))
+    show(
+        tmp_path,
+        ticket=0,
+        tokenizer=TOKENIZER,
+        console=Console(file=out, width=120, force_terminal=True),
+    )
     assert "\x1b[2;3m408\x1b[0m" in out.getvalue()
     (line,) = shown(tmp_path, as_json=True).splitlines()
     assert json.loads(line)["rollouts"][0]["episode"]["turns"] == 3
@@ -144,12 +190,19 @@ def test_turns(tmp_path: Path):
 
 def test_what_is_not_trained_is_dim(run: Path):
     out = StringIO()
-    show(run, ticket=12, tokenizer=TOKENIZER, console=Console(file=out, width=120, force_terminal=True))
+    show(
+        run,
+        ticket=12,
+        tokenizer=TOKENIZER,
+        console=Console(file=out, width=120, force_terminal=True),
+    )
     assert "\x1b[2;3m</think>\x1b[0m" in out.getvalue()
 
 
 def test_json(run: Path):
-    lines = shown(run, width=20, limit=3, as_json=True).splitlines()  # a line is never broken, however narrow
+    lines = shown(
+        run, width=20, limit=3, as_json=True
+    ).splitlines()  # a line is never broken, however narrow
     first, second, _ = [json.loads(line) for line in lines]
     assert (first["ticket"], first["step"], first["prompt"]["text"]) == (12, 6, "27+58=")
     parts = first["rollouts"][0]["segments"]
@@ -173,13 +226,19 @@ def test_a_terminal_does_not_obey_what_is_shown(tmp_path: Path):
     """Nor is it taken for rich's markup."""
     evil = "[/b]\x1b]0;title\x07\x9b2J\n"
     one = msgspec.structs.replace(prompt(evil, "1+1="), answer=evil)
-    rollout = Rollout(sample=0, segments=(segment("2", 0),), reward=1.0, correct=True, finish="stop")
+    rollout = Rollout(
+        sample=0, segments=(segment("2", 0),), reward=1.0, correct=True, finish="stop"
+    )
     journal = Journal.open(tmp_path / "rollouts", 1, 8)
     for ticket, group in enumerate(
-        (Group(ticket=0, prompt=one, rollouts=(rollout,)), Group(ticket=1, prompt=one, rollouts=(), void=evil))
+        (
+            Group(ticket=0, prompt=one, rollouts=(rollout,)),
+            Group(ticket=1, prompt=one, rollouts=(), void=evil),
+        )
     ):
         journal.append(
-            Admitted(ticket=ticket, task="math", prompt_id="a", epoch=0, due=0), Finished(group=group, time=0.0)
+            Admitted(ticket=ticket, task="math", prompt_id="a", epoch=0, due=0),
+            Finished(group=group, time=0.0),
         )
     journal.close()
     out, writes = StringIO(), cast(Tokenizer, SimpleNamespace(continued=lambda _: evil))

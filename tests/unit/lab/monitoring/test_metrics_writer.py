@@ -21,13 +21,21 @@ from megarl.run import status
 from megarl.run.observe import Observer, Tail
 
 ENDPOINTS = Endpoints(
-    session="s", controller="", servers=(), api_key="u", admin_key="a", link=LinkKeys.new(), rendezvous_port=1
+    session="s",
+    controller="",
+    servers=(),
+    api_key="u",
+    admin_key="a",
+    link=LinkKeys.new(),
+    rendezvous_port=1,
 )
 
 
 @pytest.fixture(autouse=True)
 def files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard reads files by name: second, process, and a number in the process, of which 10 comes before 9."""
+    """TensorBoard reads files by name: second, process, and a number in the process, of
+    which 10 comes before 9.
+    """
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
@@ -52,7 +60,13 @@ def test_rows_reach_both(recipe: Recipe, rundir: RunDir) -> None:
     writer = MetricsWriter(recipe, rundir, ENDPOINTS)
     for step in range(3):
         writer.row(
-            {"step": step, "pass_rate_train": 0.25 * step, "entropy": math.nan, "compute_unit": "core", "mine": 1}
+            {
+                "step": step,
+                "pass_rate_train": 0.25 * step,
+                "entropy": math.nan,
+                "compute_unit": "core",
+                "mine": 1,
+            }
         )
     append_jsonl(rundir.eval, {"step": 3, "pass_rate": 0.5})
     writer.close()
@@ -95,7 +109,9 @@ def test_evaluations_that_a_replay_does_not_make_again_stay(recipe: Recipe, rund
 def test_tensorboard_ends_no_step_and_is_written_again(
     recipe: Recipe, rundir: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its folder is gone for a moment, as on an evicted client of a network's file system."""
+    """Its folder is gone for a moment, as on an evicted client of a network's file
+    system.
+    """
     writer, away = MetricsWriter(recipe, rundir, ENDPOINTS), rundir.path / "away"
     writer.row({"step": 0, "loss": 1.0})
     rundir.tensorboard.rename(away)
@@ -156,14 +172,17 @@ def test_alarms_are_the_same_live_after_a_restart_and_afterwards(
     rows = latest_rows(rundir.metrics)
     ill = [row["step"] for row in rows if row.get("alarm/grad_norm")]
     assert ill == [row["step"] for row in rows if not row["health"]]
-    assert 33 == ill[0] < 45 < ill[-1] < 59, "the third step far off raises it; it goes when the signal has come back"
+    assert 33 == ill[0] < 45 < ill[-1] < 59, (
+        "the third step far off raises it; it goes when the signal has come back"
+    )
     (alarm,) = observer.health.history
     assert (alarm.since, alarm.raised, alarm.until) == (31, 33, ill[-1] + 1)
     assert board(rundir)["health/health"][33] == (33, 0)
     assert status.health(rundir.path) == 0
     said = capsys.readouterr().out
     assert said.startswith(
-        f"steps 31 to {ill[-1]}, noticed at 33: grad norm (100 since step 31, 1 before): gradients have"
+        f"steps 31 to {ill[-1]}, noticed at 33: grad norm (100 since step 31, 1 before): gradients"
+        " have"
     )
     assert said.endswith("60 steps, 1 alarms; now: healthy\n")
     for step in range(60, 63):

@@ -1,4 +1,6 @@
-"""What Prometheus' own parser reads of a scrape; who may scrape; the files that tell Prometheus where."""
+"""What Prometheus' own parser reads of a scrape; who may scrape; the files that tell
+Prometheus where.
+"""
 
 import json
 import re
@@ -34,7 +36,11 @@ def scraped() -> Iterator[Callable[..., Samples]]:
         found = list(text_string_to_metric_families(text))
         assert len({family.name for family in found}) == len(found)
         assert all(CONVENTION.fullmatch(family.name) and family.documentation for family in found)
-        return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in found for s in family.samples}
+        return {
+            (s.name, tuple(sorted(s.labels.items()))): s.value
+            for family in found
+            for s in family.samples
+        }
 
     yield scrape
     for close in closings:
@@ -47,13 +53,17 @@ def get(address: str, key: str, path: str = "/metrics", method: str = "GET") -> 
     return urllib.request.urlopen(request, timeout=10).read().decode()
 
 
-def test_rows_of_the_learner(scraped: Callable[..., Samples], write_run: Callable[[int], RunDir]) -> None:
+def test_rows_of_the_learner(
+    scraped: Callable[..., Samples], write_run: Callable[[int], RunDir]
+) -> None:
     rows, metrics = latest_rows(write_run(3).metrics), LearnerMetrics()
     for row in rows:
         metrics.add(row | {"pass_rate_train/math": 0.5, "entropy": float("nan")})
     found = scraped(metrics.families)
     assert found["megarl_steps_total", ()] == 3
-    assert found["megarl_generated_tokens_total", ()] == pytest.approx(sum(r["generated_tokens"] for r in rows))
+    assert found["megarl_generated_tokens_total", ()] == pytest.approx(
+        sum(r["generated_tokens"] for r in rows)
+    )
     parts = [v for (name, _), v in found.items() if name == "megarl_step_seconds_total"]
     assert len(parts) == 5
     assert sum(parts) == pytest.approx(sum(r["step_seconds"] for r in rows))
@@ -62,11 +72,17 @@ def test_rows_of_the_learner(scraped: Callable[..., Samples], write_run: Callabl
     assert not any(name == "megarl_entropy" for name, _ in found), "there is no number"
 
 
-def test_status_of_the_controller(scraped: Callable[..., Samples], write_run: Callable[[int], RunDir]) -> None:
+def test_status_of_the_controller(
+    scraped: Callable[..., Samples], write_run: Callable[[int], RunDir]
+) -> None:
     assert scraped(lambda: controller_families({}, {})) == {}
     status = json.loads(write_run(5).status.read_text())
     status["tickets"]["removed"] = 3
-    status |= {"malformed_requests": 0, "refused_connections": 2, "eval": {"pass_rate": 0.5, "pass@4/aime24": 0.7}}
+    status |= {
+        "malformed_requests": 0,
+        "refused_connections": 2,
+        "eval": {"pass_rate": 0.5, "pass@4/aime24": 0.7},
+    }
     totals = {n: {"tokens": 100.0 * n, "busy_seconds": 7.5} for n in range(2)}
     found = scraped(lambda: controller_families(status, totals))
     assert found["megarl_server_tokens_total", (("server", "1"),)] == 100
@@ -101,15 +117,28 @@ def test_only_who_has_the_key_is_answered() -> None:
 def test_files_for_prometheus(recipe: Recipe, tree: dict, tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     endpoints = Endpoints(
-        session="s", controller="tcp://10.0.0.1:1", servers=("http://10.0.0.2:3", "http://10.0.0.3:3"), api_key="user",
-        admin_key="admin", link=LinkKeys.new(), rendezvous_port=1, controller_metrics="10.0.0.1:8",
-        learner_metrics="10.0.0.2:9", metrics_key="scrape",
-    )  # fmt: skip
+        session="s",
+        controller="tcp://10.0.0.1:1",
+        servers=("http://10.0.0.2:3", "http://10.0.0.3:3"),
+        api_key="user",
+        admin_key="admin",
+        link=LinkKeys.new(),
+        rendezvous_port=1,
+        controller_metrics="10.0.0.1:8",
+        learner_metrics="10.0.0.2:9",
+        metrics_key="scrape",
+    )
     write_targets(from_tree(tree | {"monitor": {"prometheus": True}}), rundir, endpoints)
-    found = {t["targets"][0]: t["labels"] for t in json.loads((rundir.prometheus / "targets.json").read_text())}
+    found = {
+        t["targets"][0]: t["labels"]
+        for t in json.loads((rundir.prometheus / "targets.json").read_text())
+    }
     assert {address: labels["role"] for address, labels in found.items()} == {
-        "10.0.0.1:8": "controller", "10.0.0.2:9": "learner", "10.0.0.2:3": "server", "10.0.0.3:3": "server",
-    }  # fmt: skip
+        "10.0.0.1:8": "controller",
+        "10.0.0.2:9": "learner",
+        "10.0.0.2:3": "server",
+        "10.0.0.3:3": "server",
+    }
     assert {labels["run"] for labels in found.values()} == {"demo"}
     assert found["10.0.0.3:3"]["server"] == "1"
     (job,) = yaml.safe_load((rundir.prometheus / "prometheus.yml").read_text())["scrape_configs"]

@@ -1,4 +1,5 @@
-"""W&B as a second writer, against a stand-in of its module: same names, one id over resumes, no error of it reaches the run.
+"""W&B as a second writer, against a stand-in of its module: same names, one id over
+resumes, no error of it reaches the run.
 
 With the real one in offline mode, where it is installed.
 """
@@ -23,12 +24,20 @@ from megarl.lab.monitoring.metrics import MetricsWriter
 from megarl.lab.monitoring.wandb_writer import WandbWriter
 
 NOBODY = Endpoints(
-    session="s", controller="", servers=(), api_key="u", admin_key="a", link=LinkKeys.new(), rendezvous_port=1
+    session="s",
+    controller="",
+    servers=(),
+    api_key="u",
+    admin_key="a",
+    link=LinkKeys.new(),
+    rendezvous_port=1,
 )
 
 
 class FakeWandb(SimpleNamespace):
-    """What of wandb's module is used. `inits`: arguments of each init; `logged`: rows of all runs."""
+    """What of wandb's module is used. `inits`: arguments of each init; `logged`: rows
+    of all runs.
+    """
 
     class Error(Exception): ...
 
@@ -101,7 +110,9 @@ def test_rows_and_evaluations_under_the_names_of_tensorboard(
     assert "hush" not in json.dumps(asked["config"]), "a service's URL may have a key in it"
 
 
-def test_a_run_that_goes_on_is_one_run_there(wanted: Recipe, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_on_is_one_run_there(
+    wanted: Recipe, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = use(monkeypatch, FakeWandb())
     WandbWriter(wanted, rundir).close()
     WandbWriter(wanted, rundir).close()
@@ -110,7 +121,10 @@ def test_a_run_that_goes_on_is_one_run_there(wanted: Recipe, rundir: RunDir, mon
 
 
 def test_without_its_network_it_is_written_offline(
-    wanted: Recipe, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wanted: Recipe,
+    rundir: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     fake = use(monkeypatch, FakeWandb(reachable=False))
     writer = WandbWriter(wanted, rundir)
@@ -122,7 +136,10 @@ def test_without_its_network_it_is_written_offline(
 
 
 def test_its_errors_do_not_stop_the_run(
-    wanted: Recipe, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wanted: Recipe,
+    rundir: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     use(monkeypatch, FakeWandb(breaks=True))
     writer = WandbWriter(wanted, rundir)
@@ -161,7 +178,9 @@ def test_nor_does_it_wait_for_one_that_hangs(
 def test_what_is_missing_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.setattr(wandb_writer, "find_spec", lambda name: None)
-    with pytest.raises(MegarlError, match=r"WANDB_PROJECT: 'mine', but wandb is not installed; `pip install wandb`"):
+    with pytest.raises(
+        MegarlError, match=r"WANDB_PROJECT: 'mine', but wandb is not installed; `pip install wandb`"
+    ):
         wandb_writer.check()
     monkeypatch.setattr(wandb_writer, "find_spec", lambda name: object())
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -178,7 +197,9 @@ def test_what_is_missing_is_said_before_anything_starts(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow  # not in the gate, whose machine has no wandb
-def test_with_the_real_one_offline(tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_the_real_one_offline(
+    tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     recipe = from_tree(tree)
@@ -192,5 +213,7 @@ def test_with_the_real_one_offline(tree: dict[str, Any], tmp_path: Path, monkeyp
             writer.write(step, {"learner/loss": 1.0 / (step + 1)})
         writer.close()
     files = list(rundir.path.glob("wandb/offline-run-*/*.wandb"))
-    assert {file.name for file in files} == {f"run-{(rundir.path / 'wandb' / 'run-id').read_text()}.wandb"}
+    assert {file.name for file in files} == {
+        f"run-{(rundir.path / 'wandb' / 'run-id').read_text()}.wandb"
+    }
     assert b"learner/loss" in files[0].read_bytes()

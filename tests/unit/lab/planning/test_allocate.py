@@ -1,4 +1,6 @@
-"""`megarl plan --allocate`: against a law that is known, and against brute force over it."""
+"""`megarl plan --allocate`: against a law that is known, and against brute force over
+it.
+"""
 
 import json
 import math
@@ -23,7 +25,9 @@ GRID = tuple(product((8, 16, 32), (4, 8, 16)))
 R0, A, B, ANSWERS = 0.42, 0.9, 1.15, 2048
 
 
-def law(rollouts: np.ndarray, prompts: float, generations: float, powers: tuple[float, float]) -> np.ndarray:
+def law(
+    rollouts: np.ndarray, prompts: float, generations: float, powers: tuple[float, float]
+) -> np.ndarray:
     middle = 4000 * (prompts / 16) ** powers[0] * (generations / 8) ** powers[1]
     return R0 + (A - R0) / (1 + (middle / rollouts) ** B)
 
@@ -32,15 +36,24 @@ def hours(prompts: int, generations: int) -> float:
     return (0.4 + 0.01 * prompts * generations) / 3600
 
 
-def short(cell: tuple[int, int], powers: tuple[float, float], seed: int, most: float = 3300) -> CellRun:
+def short(
+    cell: tuple[int, int], powers: tuple[float, float], seed: int, most: float = 3300
+) -> CellRun:
     rollouts = most * np.array([0.3, 0.6, 1.0])
-    scores = np.random.default_rng((seed, *cell)).binomial(ANSWERS, law(rollouts, *cell, powers)) / ANSWERS
-    return CellRun(*cell, Curve(f"{cell}", rollouts, scores, R0, "core", answers=ANSWERS), hours(*cell))
+    scores = (
+        np.random.default_rng((seed, *cell)).binomial(ANSWERS, law(rollouts, *cell, powers))
+        / ANSWERS
+    )
+    return CellRun(
+        *cell, Curve(f"{cell}", rollouts, scores, R0, "core", answers=ANSWERS), hours(*cell)
+    )
 
 
 @pytest.mark.parametrize("powers", [(0.7, 0.6), (0.05, 0.3), (0.9, 0.0)])
 def test_choice_is_near_the_best_of_the_grid(powers: tuple[float, float]) -> None:
-    """Its gain is within 5 % of the best cell's, by the law itself; where the batch matters the worst is not."""
+    """Its gain is within 5 % of the best cell's, by the law itself; where the batch
+    matters the worst is not.
+    """
     runs = [short(cell, powers, seed=3) for cell in CORNERS]
     ranked, _ = choose(CellLaw(runs), measured(runs, GRID), budget := 0.1)
 
@@ -57,14 +70,28 @@ def test_choice_is_near_the_best_of_the_grid(powers: tuple[float, float]) -> Non
 
 
 def test_judge_of_the_grid() -> None:
-    """benchmarks/allocation.py: cells that follow a law are chosen from and lie inside; of those that turn back, none does."""
+    """benchmarks/allocation.py: cells that follow a law are chosen from and lie inside;
+    of those that turn back, none does.
+    """
     cells: list[dict[str, Any]] = []
     for p, g in dict.fromkeys([*CORNERS, *GRID]):
         steps = np.array([n * (ROLLOUTS // (p * g)) // 10 for n in (1, 2, 3, 6, 10)])
-        scores = np.random.default_rng((p, g)).binomial(ANSWERS, law(steps * p * g, p, g, (0.7, 0.6))) / ANSWERS
-        points = [{"step": int(n), "pass_rate": r} for n, r in zip([0, *steps], [R0, *scores], strict=True)]
+        scores = (
+            np.random.default_rng((p, g)).binomial(ANSWERS, law(steps * p * g, p, g, (0.7, 0.6)))
+            / ANSWERS
+        )
+        points = [
+            {"step": int(n), "pass_rate": r}
+            for n, r in zip([0, *steps], [R0, *scores], strict=True)
+        ]
         cells.append(
-            {"prompts": p, "generations": g, "seconds": hours(p, g) * 1800, "answers": ANSWERS, "points": points}
+            {
+                "prompts": p,
+                "generations": g,
+                "seconds": hours(p, g) * 1800,
+                "answers": ANSWERS,
+                "points": points,
+            }
         )
     for fixed in (False, True):
         judged = judge(cells, list(CORNERS), SHORT, fixed)
@@ -79,31 +106,52 @@ def test_price_has_a_part_for_the_step() -> None:
     prices = measured([short(cell, (0.5, 0.5), 0) for cell in CORNERS], GRID)
     assert prices[16, 16] == pytest.approx(hours(16, 16), rel=1e-6)
     same = measured([short((8, 16), (0.5, 0.5), 0), short((16, 8), (0.5, 0.5), 0)], GRID)
-    assert same[16, 16] == pytest.approx(2 * hours(8, 16), rel=1e-6)  # in proportion, as the caveat says
+    assert same[16, 16] == pytest.approx(
+        2 * hours(8, 16), rel=1e-6
+    )  # in proportion, as the caveat says
 
 
 def write(path: Path, cell: tuple[int, int], device: str = "core") -> Path:
     """Write what `read_run` reads of a run."""
     path.mkdir()
-    overrides = [f"batch.prompts={cell[0]}", f"sampling.generations={cell[1]}", f"run.dir={path.parent}"]
+    overrides = [
+        f"batch.prompts={cell[0]}",
+        f"sampling.generations={cell[1]}",
+        f"run.dir={path.parent}",
+    ]
     (path / "recipe.yaml").write_text(dump(load("quickstart", overrides)))
     run, rollouts = short(cell, (0.6, 0.6), seed=1), cell[0] * cell[1]
     steps = int(3300 / rollouts) + 1
     metrics = [{"step": n, "training_hours": hours(*cell) * n, "epoch": 0} for n in range(steps)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
-    scores = [(0, R0), *((c / rollouts, r) for c, r in zip(run.curve.hours, run.curve.pass_rate, strict=True))]
-    base = {"compute_hours": 1.0, "n_prompts": 512, "samples": 4, "compute_unit": device, "seconds": 20.0, "servers": 1}
+    scores = [
+        (0, R0),
+        *((c / rollouts, r) for c, r in zip(run.curve.hours, run.curve.pass_rate, strict=True)),
+    ]
+    base = {
+        "compute_hours": 1.0,
+        "n_prompts": 512,
+        "samples": 4,
+        "compute_unit": device,
+        "seconds": 20.0,
+        "servers": 1,
+    }
     of_n = [
-        {"step": round(s), "pass_rate": r, "pass@1": r, "pass@4": 1 - (1 - r) ** 2, "maj@4": r**0.5} for s, r in scores
+        {"step": round(s), "pass_rate": r, "pass@1": r, "pass@4": 1 - (1 - r) ** 2, "maj@4": r**0.5}
+        for s, r in scores
     ]
     (path / "eval.jsonl").write_text("".join(json.dumps(base | row) + "\n" for row in of_n))
     return path
 
 
 def test_a_fork_is_refused(tmp_path: Path) -> None:
-    """Its steps would be counted with its own batch, and those of the parent had another."""
+    """Its steps would be counted with its own batch, and those of the parent had
+    another.
+    """
     path = write(tmp_path / "fork", (8, 4))
-    (path / "recipe.yaml").write_text(dump(load(str(path / "recipe.yaml"), ["run.fork=runs/quickstart@40"])))
+    (path / "recipe.yaml").write_text(
+        dump(load(str(path / "recipe.yaml"), ["run.fork=runs/quickstart@40"]))
+    )
     with pytest.raises(MegarlError, match="fork: a fork, whose first steps its parent made"):
         read_run(path)
 
@@ -115,7 +163,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(recipe, 0.1, paths, 500, None, as_json=True)
     record = json.loads(capsys.readouterr().out)
     one, four = record["splits"]
-    # 500 answers take 500/2048 x 20 s of one core of two: less training for more answers, and the oracle's line is exact.
+    # 500 answers take 500/2048 x 20 s of one core of two: less training for more
+    # answers, and the oracle's line is exact.
     assert four["n"] == 4
     assert one["chosen"]["score"] > four["chosen"]["score"]
     assert four["oracle"] == pytest.approx(1 - (1 - four["chosen"]["score"]) ** 2, abs=0.01)
@@ -135,22 +184,33 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_price_of_an_answer_counts_those_to_suites(tmp_path: Path) -> None:
-    """They are given in the same seconds as those to the held-out prompts, here nine times as many."""
+    """They are given in the same seconds as those to the held-out prompts, here nine
+    times as many.
+    """
     paths = [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS)]
     runs = [read_run(path) for path in paths]
     law, prices = CellLaw(runs), measured(runs, GRID)
     alone = allocate.splits(law, prices, 0.1, 500, paths)
     for path in paths:
-        recipe = load(str(path / "recipe.yaml"), ["evaluation.suites.gsm8k={}", "evaluation.suites.aime24={}"])
+        recipe = load(
+            str(path / "recipe.yaml"), ["evaluation.suites.gsm8k={}", "evaluation.suites.aime24={}"]
+        )
         (path / "recipe.yaml").write_text(dump(recipe))
         rows = [json.loads(line) for line in (path / "eval.jsonl").read_text().splitlines()]
-        more = {"seconds": 200.0, "n_prompts/gsm8k": 1152, "samples/gsm8k": 16, "samples/aime24": 16}
+        more = {
+            "seconds": 200.0,
+            "n_prompts/gsm8k": 1152,
+            "samples/gsm8k": 16,
+            "samples/aime24": 16,
+        }
         (path / "eval.jsonl").write_text("".join(json.dumps(row | more) + "\n" for row in rows))
     assert allocate.splits(law, prices, 0.1, 500, paths) == alone
 
 
 def test_answers_of_another_task_say_nothing_of_a_suite(tmp_path: Path) -> None:
-    """The suite that is forecast has one answer a prompt; pass@4 and maj@4 are of the held-out prompts."""
+    """The suite that is forecast has one answer a prompt; pass@4 and maj@4 are of the
+    held-out prompts.
+    """
     paths = [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS)]
     for path in paths:
         keys = ["evaluation.suites.arc-easy={}", "evaluation.forecast=arc-easy"]
@@ -175,7 +235,9 @@ def rescored(path: Path, rates: list[float], without: tuple[str, ...] = ()) -> N
 
 @pytest.mark.filterwarnings("error")
 def test_runs_that_tell_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whose scores fall, are all right, or have no seconds; numpy has nothing to say of them."""
+    """Whose scores fall, are all right, or have no seconds; numpy has nothing to say of
+    them.
+    """
     paths = [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS[:2])]
     for path, rates in zip(paths, ([0.5, 0.4, 0.3, 0.2], [0.5, 0.6, 0.6, 0.8]), strict=True):
         rescored(path, rates)
@@ -194,7 +256,10 @@ def test_runs_that_tell_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_bad_input(tmp_path: Path) -> None:
-    paths, recipe = [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS)], load("quickstart", [])
+    paths, recipe = (
+        [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS)],
+        load("quickstart", []),
+    )
     for budget, runs, answers, message in (
         (0.1, paths[:1], None, "1 run of one batch"),
         (1e-6, paths, None, "do not pay for one step"),
@@ -222,7 +287,9 @@ def test_bad_input(tmp_path: Path) -> None:
         ([], "both --gpus"),
     ],
 )
-def test_options_that_do_not_go_together(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_go_together(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["plan", "scalerl-8b", "--model-config", "llama-3.1-8b", *options]) == 2
     assert message in capsys.readouterr().err
 
@@ -230,7 +297,9 @@ def test_options_that_do_not_go_together(options: list[str], message: str, capsy
 def replace_points(run: CellRun, count: int) -> CellRun:
     curve = run.curve
     return run._replace(
-        curve=Curve(curve.name, curve.hours[:count], curve.pass_rate[:count], R0, "core", answers=ANSWERS)
+        curve=Curve(
+            curve.name, curve.hours[:count], curve.pass_rate[:count], R0, "core", answers=ANSWERS
+        )
     )
 
 

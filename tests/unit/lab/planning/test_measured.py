@@ -41,7 +41,10 @@ def test_the_same_recipe_takes_as_long_again(small: Recipe) -> None:
     assert (speeds.server_tokens, speeds.mean_tokens, speeds.other_seconds) == (96.0, 30.0, 1.0)
     found = estimate(small, speeds, speeds.mean_tokens)
     assert (found.servers, found.learner, found.step) == (10.0, 5.0, 10.0)
-    assert (found.evaluation, found.evaluations) == (10.0, 9), "32 answers of 30 tokens; at step 0 and every 10 of 80"
+    assert (found.evaluation, found.evaluations) == (
+        10.0,
+        9,
+    ), "32 answers of 30 tokens; at step 0 and every 10 of 80"
     assert found.total == 80 * 10 + 9 * 10
 
 
@@ -54,13 +57,15 @@ def test_what_changes_the_time(small: Recipe) -> None:
     assert estimate(small, speeds, 3.0).step == 5.0, "short answers: now the servers wait"
 
 
-def test_it_is_shown_with_what_does_not_compare(small: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_shown_with_what_does_not_compare(
+    small: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_of(small, 4)
     assert cli.main(["plan", str(run / "recipe.yaml"), "--measured", str(run)]) == 0
     shown = capsys.readouterr().out
     assert (
-        "32 rollouts of 30 tokens: servers 10.0 s, learner 5.0 s (1.0 of them not training); 10.0 s, by the servers"
-        in shown
+        "32 rollouts of 30 tokens: servers 10.0 s, learner 5.0 s (1.0 of them not training); 10.0"
+        " s, by the servers" in shown
     )
     assert "80 steps in 14.8 minutes" in shown
     assert "note" not in shown
@@ -85,7 +90,12 @@ def test_what_cannot_be_measured_is_one_message(
         assert cli.main(["plan", recipe, *words]) == 2
         assert said in capsys.readouterr().err
     for step in range(1, 4):
-        append_jsonl(RunDir(run).metrics, {"step": step, "time": 1e9 + step, **STEP, "server_busy_share": 0.0})
-    RunDir(run).metrics.write_text("\n".join(RunDir(run).metrics.read_text().splitlines()[1:]) + "\n")
+        append_jsonl(
+            RunDir(run).metrics,
+            {"step": step, "time": 1e9 + step, **STEP, "server_busy_share": 0.0},
+        )
+    RunDir(run).metrics.write_text(
+        "\n".join(RunDir(run).metrics.read_text().splitlines()[1:]) + "\n"
+    )
     assert cli.main(["plan", recipe, "--measured", str(run)]) == 2
     assert "no tokens were generated in its 3 timed steps" in capsys.readouterr().err

@@ -20,17 +20,23 @@ LAYOUTS = {
     "scalerl-8b": {"model__tensor_parallel": 4, "resources__server_tensor_parallel": 1},
     "scalerl-17bx16": {"model__expert_parallel": 8},
 }
-"""What differs from the shipped layouts, on 16 ranks: the formulas are worked out for these."""
+"""What differs from the shipped layouts, on 16 ranks: the formulas are worked out for
+these.
+"""
 
 
 def recipe(name: str = "scalerl-8b", **keys: Any) -> Recipe:
-    """Return the recipe on 16 ranks (TP 4; Scout: TP 4, PP 2, EP 8) with these keys changed."""
+    """Return the recipe on 16 ranks (TP 4; Scout: TP 4, PP 2, EP 8) with these keys
+    changed.
+    """
     all_keys = {"resources__learner_ranks": 16} | LAYOUTS[name] | keys
     return load(name, [f"{k.replace('__', '.')}={v}" for k, v in all_keys.items()])
 
 
 def test_mixed_precision_adam_is_16_bytes_a_parameter_and_one_more_for_fp32_gradients() -> None:
-    """ZeRO's 16 bytes have bf16 gradients (2 + 2 + 12); megarl's are FP32 (2 + 4 + 12). Megatron's guide: 6 + 12 / d."""
+    """ZeRO's 16 bytes have bf16 gradients (2 + 2 + 12); megarl's are FP32 (2 + 4 + 12).
+    Megatron's guide: 6 + 12 / d.
+    """
     assert memory.state_bytes(1, memory.HALF, 1) == 18
     assert memory.state_bytes(1, memory.HALF, 8) == 6 + 12 / 8
     assert memory.state_bytes(1, memory.FP32, 1) == 16
@@ -38,35 +44,51 @@ def test_mixed_precision_adam_is_16_bytes_a_parameter_and_one_more_for_fp32_grad
 
 
 def test_weights_of_servers_are_the_published_footprints() -> None:
-    """Llama 3.1 8B: 16 GB of bf16. Scout: 218 GB with its vision tower; not on two of 80 GB."""
+    """Llama 3.1 8B: 16 GB of bf16. Scout: 218 GB with its vision tower; not on two of
+    80 GB.
+    """
     size = gpu_named("h100").memory
     assert memory.server(recipe(), EIGHT, size).weights == pytest.approx(16.06 * GB, rel=1e-3)
     on_four = memory.server(recipe("scalerl-17bx16"), SCOUT, size)
     assert on_four.weights == pytest.approx(218 * GB / 4, rel=0.02)
-    on_two = memory.server(recipe("scalerl-17bx16", resources__server_tensor_parallel=2), SCOUT, size)
+    on_two = memory.server(
+        recipe("scalerl-17bx16", resources__server_tensor_parallel=2), SCOUT, size
+    )
     assert on_two.kv_tokens == 0
 
 
 def test_kv_of_llama_3_1_8b_is_128_kib_a_token() -> None:
-    """2 x 32 layers x 8 groups x 128 x 2 bytes; 8 GPUs a server divide it, 16 hold copies."""
+    """2 x 32 layers x 8 groups x 128 x 2 bytes; 8 GPUs a server divide it, 16 hold
+    copies.
+    """
     assert memory.kv_bytes(EIGHT, 1, 2) == 128 * 1024
     assert memory.kv_bytes(EIGHT, 8, 2) == memory.kv_bytes(EIGHT, 16, 2) == 16 * 1024
 
 
 def test_activations_of_a_gpt_are_those_of_the_paper() -> None:
-    """arXiv 2205.05198, equation 1, for a GPT of h = 12288 and 4 h in its MLP, is 34 sbh + 5 a s^2 b. Without dropout masks
-    (1 + 2 of the 34; attention's own falls with the scores), with SwiGLU's three inner values where the GPT has two of 4 h
-    (16 of the 34), and with both ends of a norm kept: what is left must agree."""
+    """arXiv 2205.05198, equation 1, for a GPT of h = 12288 and 4 h in its MLP, is 34
+    sbh + 5 a s^2 b. Without dropout masks (1 + 2 of the 34; attention's own falls with
+    the scores), with SwiGLU's three inner values where the GPT has two of 4 h (16 of
+    the 34), and with both ends of a norm kept: what is left must agree.
+    """
     h = 12288
     shape = replace(EIGHT, hidden=h, heads=96, groups=96, feed_forward=4 * h)
-    ours = memory.replicated_activation_bytes(shape, 2, 2) + memory.attention_activation_bytes(shape, 2, 2)
-    paper = (4 + 2 + 2) * h + (2 + 2 + 2 + 2) * h  # norms' inputs and outputs; q, k, v and attention's output
+    ours = memory.replicated_activation_bytes(shape, 2, 2) + memory.attention_activation_bytes(
+        shape, 2, 2
+    )
+    paper = (4 + 2 + 2) * h + (
+        2 + 2 + 2 + 2
+    ) * h  # norms' inputs and outputs; q, k, v and attention's output
     assert ours == paper + 4 * 96
-    assert memory.mlp_activation_bytes(4 * h, 2, 2) == 24 * h  # gate, up, product; a GELU MLP keeps 8 h + 8 h
+    assert (
+        memory.mlp_activation_bytes(4 * h, 2, 2) == 24 * h
+    )  # gate, up, product; a GELU MLP keeps 8 h + 8 h
 
 
 def test_fp8_halves_what_linear_maps_keep_and_adds_two_copies_of_the_layers() -> None:
-    """A token's of a layer: two norms' inputs and q, k, v and what attention gives in bf16; inputs of the four maps in FP8."""
+    """A token's of a layer: two norms' inputs and q, k, v and what attention gives in
+    bf16; inputs of the four maps in FP8.
+    """
     bf16 = memory.learner(recipe(), EIGHT, 1000, 8)
     fp8 = memory.learner(recipe(model__fp8="blockwise"), EIGHT, 1000, 8)
     less = 2 * EIGHT.hidden + EIGHT.feed_forward - EIGHT.query  # attention's output is kept twice
@@ -81,7 +103,9 @@ def test_parallelism_divides_what_it_should() -> None:
     alone = memory.learner(recipe(model__tensor_parallel=1), EIGHT, tokens, 8)
     four = memory.learner(recipe(), EIGHT, tokens, 8)
     assert four.activations == pytest.approx(alone.activations / 4)
-    assert four.head == alone.head  # each rank has a chunk of its own columns, and all hidden states
+    assert (
+        four.head == alone.head
+    )  # each rank has a chunk of its own columns, and all hidden states
     context = memory.learner(recipe(model__context_parallel=4), EIGHT, tokens, 8)
     assert context.activations == pytest.approx(four.activations / 4)
     assert context.state == four.state  # 16 ranks share the optimiser in both
@@ -101,7 +125,9 @@ def test_the_head_holds_a_chunk_and_no_logits() -> None:
 
 
 def test_experts_are_divided_by_expert_parallelism_and_their_optimiser_by_what_is_left() -> None:
-    """Scout on 16 ranks, TP 4 x PP 2 x EP 8: every rank has 1/16 of the experts alone, and half of a quarter of the rest."""
+    """Scout on 16 ranks, TP 4 x PP 2 x EP 8: every rank has 1/16 of the experts alone,
+    and half of a quarter of the rest.
+    """
     found = memory.learner(recipe("scalerl-17bx16"), SCOUT, 16384, 8).state
     experts = SCOUT.routed_parameters / 16 * (6 + 12)
     rest = (SCOUT.dense_parameters / 8 + SCOUT.embedding_parameters / 4) * (6 + 12 / 2)
@@ -109,8 +135,10 @@ def test_experts_are_divided_by_expert_parallelism_and_their_optimiser_by_what_i
 
 
 def test_a_critic_and_a_reference_model_are_counted() -> None:
-    """A critic of 8B in FP32, TP 4 and 4 copies: 8 bytes and a quarter of 8 for each of a quarter of its
-    parameters, which have no head. A reference model: two bytes for each of the policy's."""
+    """A critic of 8B in FP32, TP 4 and 4 copies: 8 bytes and a quarter of 8 for each of
+    a quarter of its parameters, which have no head. A reference model: two bytes for
+    each of the policy's.
+    """
     plain = memory.learner(recipe(), EIGHT, 1000, 8).state
     reference = {"reference__coefficient": 0.1, "reference__estimator": "k3"}
     scored = memory.learner(recipe(**reference), EIGHT, 1000, 8).state
@@ -126,7 +154,9 @@ def test_a_critic_and_a_reference_model_are_counted() -> None:
 
 
 def test_recomputation_keeps_the_inputs_of_layers_and_one_layer_at_a_time() -> None:
-    """arXiv 2205.05198, section 5: 2 sbh a layer in bf16. Selective: no MLP, whose 3 x 14336 are most of a layer."""
+    """arXiv 2205.05198, section 5: 2 sbh a layer in bf16. Selective: no MLP, whose 3 x
+    14336 are most of a layer.
+    """
     alone = {"model__tensor_parallel": 1}
     none, selective, full = (
         memory.learner(recipe(**alone, learner__recompute=what), EIGHT, 1000, 8).activations
@@ -139,7 +169,9 @@ def test_recomputation_keeps_the_inputs_of_layers_and_one_layer_at_a_time() -> N
 
 
 def test_light_recomputation_keeps_no_product_of_experts_and_no_norm_before_them() -> None:
-    """Qwen3-30B-A3B in bf16: of 48 layers the norm's 2,048 numbers and 768 of each of 8 experts; one layer's are made again."""
+    """Qwen3-30B-A3B in bf16: of 48 layers the norm's 2,048 numbers and 768 of each of 8
+    experts; one layer's are made again.
+    """
     shape = architecture.read("qwen3-30b-a3b")
     alone = {"model__tensor_parallel": 1}
     none, light, selective = (
@@ -152,17 +184,21 @@ def test_light_recomputation_keeps_no_product_of_experts_and_no_norm_before_them
 
 
 def test_a_pipeline_holds_what_it_keeps_of_all_its_micro_batches_and_computes_one_again() -> None:
-    """TP 1, PP 4: the first stage has four micro-batches of a quarter of the layers, and one layer of one."""
+    """TP 1, PP 4: the first stage has four micro-batches of a quarter of the layers,
+    and one layer of one.
+    """
     one = {"model__tensor_parallel": 1, "learner__recompute": "full"}
     alone, four = (
-        memory.learner(recipe(**one, model__pipeline_parallel=stages), EIGHT, 16384, 8).activations for stages in (1, 4)
+        memory.learner(recipe(**one, model__pipeline_parallel=stages), EIGHT, 16384, 8).activations
+        for stages in (1, 4)
     )
     assert four == alone
 
 
 def test_an_offloaded_optimiser_takes_12_bytes_a_parameter_off_the_ranks_that_share_it() -> None:
     here, half, there = (
-        memory.learner(recipe(learner__optimizer_offload=x), EIGHT, 1000, 8).state for x in (0.0, 0.5, 1.0)
+        memory.learner(recipe(learner__optimizer_offload=x), EIGHT, 1000, 8).state
+        for x in (0.0, 0.5, 1.0)
     )
     assert here - there == pytest.approx(12 * EIGHT.parameters / 16, rel=1e-6)  # TP 4 x DP 4
     assert half == pytest.approx((here + there) / 2)
@@ -170,14 +206,17 @@ def test_an_offloaded_optimiser_takes_12_bytes_a_parameter_off_the_ranks_that_sh
 
 def test_a_server_holds_no_more_tokens_than_it_is_told() -> None:
     free, told = (
-        memory.server(recipe(**keys), EIGHT, 80 * GB).kv_tokens for keys in ({}, {"serving__kv_tokens": 100_000})
+        memory.server(recipe(**keys), EIGHT, 80 * GB).kv_tokens
+        for keys in ({}, {"serving__kv_tokens": 100_000})
     )
     assert free > 300_000
     assert told == 100_000
 
 
 def test_a_servers_host_memory_is_new_weights_and_the_experts_of_each_token() -> None:
-    """SGLang's own table, on a CPU. Qwen3-30B-A3B on two GPUs: 61 GB of weights, and 8 of 48 layers' experts for each token."""
+    """SGLang's own table, on a CPU. Qwen3-30B-A3B on two GPUs: 61 GB of weights, and 8
+    of 48 layers' experts for each token.
+    """
     from sglang.srt.state_capturer.base import BaseHostCache
 
     sglang_cpu.patch()
@@ -190,25 +229,41 @@ def test_a_servers_host_memory_is_new_weights_and_the_experts_of_each_token() ->
     ).get_buffer_size_bytes()
     found = memory.server(recipe(**keys), shape, 80 * GB)
     assert found.host == pytest.approx(30.5 * GB + table, rel=2e-3)
-    assert memory.server(recipe(**keys, weights__transport="disk"), shape, 80 * GB).host == table == 20_000 * 48 * 8 * 4
+    assert (
+        memory.server(recipe(**keys, weights__transport="disk"), shape, 80 * GB).host
+        == table
+        == 20_000 * 48 * 8 * 4
+    )
     assert memory.server(recipe(), EIGHT, 80 * GB).host == pytest.approx(16.06 * GB, rel=1e-3)
 
 
 def test_each_learners_rank_has_the_experts_of_all_rollouts() -> None:
-    """Qwen3-30B-A3B, 128k tokens on each of 8 data-parallel ranks: 48 x 8 choices and 8 more bytes a token, as received and as
-    decoded, and those of its own tokens in two bytes."""
-    shape, keys = architecture.read("qwen3-30b-a3b"), {"resources__learner_ranks": 8, "model__tensor_parallel": 1}
+    """Qwen3-30B-A3B, 128k tokens on each of 8 data-parallel ranks: 48 x 8 choices and 8
+    more bytes a token, as received and as decoded, and those of its own tokens in two
+    bytes.
+    """
+    shape, keys = (
+        architecture.read("qwen3-30b-a3b"),
+        {"resources__learner_ranks": 8, "model__tensor_parallel": 1},
+    )
     hosts = [
-        memory.learner(recipe(**keys, model__moe={"routing_replay": replayed}), shape, 16_384, 8).host
+        memory.learner(
+            recipe(**keys, model__moe={"routing_replay": replayed}), shape, 16_384, 8
+        ).host
         for replayed in (True, False)
     ]
     assert hosts[0] - hosts[1] == pytest.approx(16_384 * 8 * (2 * 8 * (384 + 8) + 2 * 384))
 
 
 def test_servers_in_fp8_hold_a_byte_a_weight_and_a_scale_a_block() -> None:
-    """Llama 3.1 8B: all but embedding, head and norms; twice the embedding's 128,256 x 4,096 stays in bf16."""
+    """Llama 3.1 8B: all but embedding, head and norms; twice the embedding's 128,256 x
+    4,096 stays in bf16.
+    """
     size = gpu_named("h100").memory
-    bf16, fp8 = (memory.server(recipe(**keys), EIGHT, size) for keys in ({}, {"serving__quantization": "fp8"}))
+    bf16, fp8 = (
+        memory.server(recipe(**keys), EIGHT, size)
+        for keys in ({}, {"serving__quantization": "fp8"})
+    )
     maps = EIGHT.dense_parameters - EIGHT.vector_parameters
     assert bf16.weights - fp8.weights == pytest.approx(maps * (2 - (1 + 4 / 128**2)))
     assert fp8.weights == pytest.approx(9.08 * GB, rel=1e-3)
@@ -225,6 +280,9 @@ def test_routers_are_not_quantised() -> None:
 
 def test_an_fp8_cache_has_room_for_twice_the_tokens() -> None:
     size = gpu_named("h100").memory
-    bf16, fp8 = (memory.server(recipe(**keys), EIGHT, size) for keys in ({}, {"serving__kv_cache_dtype": "fp8_e4m3"}))
+    bf16, fp8 = (
+        memory.server(recipe(**keys), EIGHT, size)
+        for keys in ({}, {"serving__kv_cache_dtype": "fp8_e4m3"})
+    )
     assert fp8.kv_tokens == pytest.approx(2 * bf16.kv_tokens, abs=2)
     assert fp8.weights == bf16.weights

@@ -1,8 +1,10 @@
-"""What `megarl plan` counts, beside what megatron allocates on ranks of learners of 16 to 256 GPUs (tests/fake_ranks.py).
+"""What `megarl plan` counts, beside what megatron allocates on ranks of learners of 16
+to 256 GPUs (tests/fake_ranks.py).
 
-Of each layout a few ranks stand for all. Ranks of one pipeline stage hold shards of the same shapes, whatever their tensor,
-expert and data parallelism; the optimiser's shares differ by padding alone, which the last rank has. So the first and the last
-rank are enough, and with two stages they are one of each.
+Of each layout a few ranks stand for all. Ranks of one pipeline stage hold shards of the
+same shapes, whatever their tensor, expert and data parallelism; the optimiser's shares
+differ by padding alone, which the last rank has. So the first and the last rank are
+enough, and with two stages they are one of each.
 """
 
 import json
@@ -27,13 +29,17 @@ SCOUT = ("scalerl-17bx16", "llama-4-scout")
 
 
 def ranks(recipe: str, config: str, numbers: list[int], *overrides: str) -> list[dict[str, Any]]:
-    status, said = LEARNERS.run(fake_ranks.main, [recipe, config, numbers, list(overrides)], ROOT, os.environ, 500)
+    status, said = LEARNERS.run(
+        fake_ranks.main, [recipe, config, numbers, list(overrides)], ROOT, os.environ, 500
+    )
     assert status == 0, said[-4000:]
     return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 def planned(recipe: Recipe, config: str) -> dict[str, float]:
-    """Bytes on the rank with most, without what is offloaded; `saved`: of its part of a checkpoint."""
+    """Bytes on the rank with most, without what is offloaded; `saved`: of its part of a
+    checkpoint.
+    """
     shape = architecture.read(config)
 
     def state(offload: float) -> memory.LearnerMemory:
@@ -45,7 +51,9 @@ def planned(recipe: Recipe, config: str) -> dict[str, float]:
         "weights": without * memory.HALF / (memory.HALF + memory.FP32),
         "gradients": without * memory.FP32 / (memory.HALF + memory.FP32),
         "adamw": whole.state - without,
-        "saved": whole.host - (whole.state - without) - 2 * without,  # 12 bytes of 6 for each parameter
+        "saved": (
+            whole.host - (whole.state - without) - 2 * without
+        ),  # 12 bytes of 6 for each parameter
         "largest_bucket": memory.largest_bucket(recipe, shape),
     }
 
@@ -68,7 +76,11 @@ def off(found: dict[str, Any], recipe: Recipe, config: str) -> dict[str, float]:
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *EIGHT, [0, 79], ["resources.learner_ranks=80", "batch.prompts=40"], id="8b-80", marks=pytest.mark.slow
+            *EIGHT,
+            [0, 79],
+            ["resources.learner_ranks=80", "batch.prompts=40"],
+            id="8b-80",
+            marks=pytest.mark.slow,
         ),
         pytest.param(*SCOUT, [0, 31], [], id="17bx16-32", marks=pytest.mark.slow),
         pytest.param(*SCOUT, [0, 15, 16, 31], [], id="17bx16-32, others", marks=pytest.mark.slow),
@@ -87,28 +99,47 @@ def off(found: dict[str, Any], recipe: Recipe, config: str) -> dict[str, float]:
             marks=pytest.mark.slow,
         ),
         pytest.param("qwen3-8b-2nodes", "qwen3-8b", [0, 3], [], id="qwen3-8b"),
-        pytest.param("qwen3-30b-a3b-2nodes", "qwen3-30b-a3b", [0], [], id="qwen3-30b-a3b", marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3-30b-a3b-2nodes",
+            "qwen3-30b-a3b",
+            [0],
+            [],
+            id="qwen3-30b-a3b",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_a_rank_holds_what_is_planned(name: str, config: str, numbers: list[int], overrides: list[str]) -> None:
+def test_a_rank_holds_what_is_planned(
+    name: str, config: str, numbers: list[int], overrides: list[str]
+) -> None:
     """The plan is of the rank that holds most: of a pipeline's stages one or the other."""
     recipe = load(name, overrides)
     found = ranks(name, config, numbers, *overrides)
     assert [each["rank"] for each in found] == numbers
     fullest = max(found, key=lambda each: each["weights"] + each["gradients"] + each["adamw"])
-    assert max(map(abs, off(fullest, recipe, config).values())) < ALLOWED, (fullest, planned(recipe, config))
+    assert max(map(abs, off(fullest, recipe, config).values())) < ALLOWED, (
+        fullest,
+        planned(recipe, config),
+    )
     for each in found:
         assert min(off(each, recipe, config).values()) > -ALLOWED
         assert each["weights"] >= memory.HALF * each["parameters"]  # and padding
     stages = recipe.model.pipeline_parallel
-    published = {each["rank"] // (recipe.resources.learner_ranks // stages): each["published"] for each in found}
+    published = {
+        each["rank"] // (recipe.resources.learner_ranks // stages): each["published"]
+        for each in found
+    }
     if len(published) == stages:
-        assert sum(published.values()) == pytest.approx(2 * architecture.read(config).parameters, rel=ALLOWED)
+        assert sum(published.values()) == pytest.approx(
+            2 * architecture.read(config).parameters, rel=ALLOWED
+        )
 
 
 @pytest.mark.slow
 def test_copies_send_equal_parts_to_servers_of_several_gpus() -> None:
-    """17Bx16: two copies of two stages of four tensor-parallel ranks. Each of a server's four GPUs has a source."""
+    """17Bx16: two copies of two stages of four tensor-parallel ranks. Each of a
+    server's four GPUs has a source.
+    """
     found = ranks(*SCOUT, [4, 8, 9], "resources.learner_ranks=16", "model.expert_parallel=8")
     assert [each["group"] for each in found] == [[1, 4], [2, 4], [2, 4]]
     for source in found[:2]:

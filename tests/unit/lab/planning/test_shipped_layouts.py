@@ -1,7 +1,9 @@
-"""The layouts of the shipped recipes: each fits its stated cluster, and no other layout is much quicker there.
+"""The layouts of the shipped recipes: each fits its stated cluster, and no other layout
+is much quicker there.
 
-All layouts are enumerated here, not by the planner's own search; each is judged by the planner's model of
-memory and of a step. So a layout that the search overlooks is found here, too.
+All layouts are enumerated here, not by the planner's own search; each is judged by the
+planner's model of memory and of a step. So a layout that the search overlooks is found
+here, too.
 """
 
 import itertools
@@ -29,7 +31,9 @@ from megarl.run.nodes import Node
 from megarl.run.placement import place
 
 BEHIND = 0.03
-"""A shipped recipe may take this much longer than the best layout: estimates are not better than that."""
+"""A shipped recipe may take this much longer than the best layout: estimates are not
+better than that.
+"""
 
 
 class Cluster(NamedTuple):
@@ -62,7 +66,9 @@ STATED = {
     "qwen3-30b-a3b-2nodes": Cluster("h100", 16, "qwen3-30b-a3b"),
 }
 LIKE_ANOTHER = ("gspo-8b", "scalerl-8b-math-code", "minimax-m1-8b", "qwen3-8b-zero")
-"""Their layout and sizes are those of scalerl-8b, dapo-8b and qwen3-8b-2nodes, which are always checked."""
+"""Their layout and sizes are those of scalerl-8b, dapo-8b and qwen3-8b-2nodes, which
+are always checked.
+"""
 TENSOR = (1, 2, 4, 8)
 PIPELINE = (1, 2, 4, 8)
 CONTEXT = (1, 2, 4)
@@ -109,7 +115,9 @@ def is_placed(plan: Plan, machines: list[Node]) -> bool:
 
 
 def quickest(problem: PlanningProblem, below: float) -> Plan | None:
-    """Return the quickest plan of all layouts whose step takes less than `below` seconds; None if none does."""
+    """Return the quickest plan of all layouts whose step takes less than `below`
+    seconds; None if none does.
+    """
     free = problem.gpus - problem.recipe.teacher_gpus
     machines = nodes(problem)
     width = problem.gpu.node_gpus
@@ -144,7 +152,9 @@ def quickest(problem: PlanningProblem, below: float) -> Plan | None:
 
 
 def check(recipe: Recipe, cluster: Cluster) -> None:
-    """Fail if the recipe does not fit its cluster, leaves GPUs idle, or if another layout is quicker."""
+    """Fail if the recipe does not fit its cluster, leaves GPUs idle, or if another
+    layout is quicker.
+    """
     problem = asked(recipe, cluster)
     written = as_written(problem)
     assert isinstance(written, Plan), written
@@ -169,7 +179,9 @@ def test_no_layout_is_much_quicker_on_the_stated_cluster(name: str) -> None:
 
 
 def test_a_slow_layout_is_found() -> None:
-    """64 servers of one GPU and 16 trainers: the paper's split, and a third slower on H100."""
+    """64 servers of one GPU and 16 trainers: the paper's split, and a third slower on
+    H100.
+    """
     split = (
         "resources.servers=64",
         "resources.server_tensor_parallel=1",

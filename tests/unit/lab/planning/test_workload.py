@@ -23,14 +23,17 @@ def test_measured_lengths_are_those_measured() -> None:
 
 
 def test_a_request_met_at_random_is_longer_than_the_mean() -> None:
-    """Lengths 1 and 9 in equal number: (1 + 81) / 2 / (2 x 5) = 4.1 of a life, and the prompt."""
+    """Lengths 1 and 9 in equal number: (1 + 81) / 2 / (2 x 5) = 4.1 of a life, and the
+    prompt.
+    """
     recipe = load("scalerl-8b")
     work = workload(recipe, Measured((1, 9)), 1.0, 0)
     assert work.live_context == pytest.approx(256 + 4.1, rel=0.02)
 
 
 @pytest.mark.parametrize(
-    ("mean", "spread", "words"), [(0.5, 0.5, "--mean-tokens"), (1e6, 0.5, "14048"), (100, 0, "--spread")]
+    ("mean", "spread", "words"),
+    [(0.5, 0.5, "--mean-tokens"), (1e6, 0.5, "14048"), (100, 0, "--spread")],
 )
 def test_impossible_lengths_are_refused(mean: float, spread: float, words: str) -> None:
     with pytest.raises(MegarlError, match=words):

@@ -38,54 +38,94 @@ def words(renderable: object) -> str:
 
 def test_summary(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     rundir = write_run(60)
-    append_jsonl(rundir.logs / "supervisor.jsonl", {"time": 1.0, "session": "s", "event": "restart"})
+    append_jsonl(
+        rundir.logs / "supervisor.jsonl", {"time": 1.0, "session": "s", "event": "restart"}
+    )
     values = summary.summarise(recipe, rundir)
     assert (values["steps"], values["steps_planned"], values["restarts"]) == (60, 80, 1)
-    assert (values["pass_rate_before"], values["pass_rate_after"], values["pass_rate_after_step"]) == (0.384, 0.933, 60)
+    assert (
+        values["pass_rate_before"],
+        values["pass_rate_after"],
+        values["pass_rate_after_step"],
+    ) == (0.384, 0.933, 60)
     assert 2 <= values["lag_max"] <= 5
     assert values["server_idle_share"] == pytest.approx(0.15)
     assert 0 < values["learner_idle_share"] < 0.5
-    page = words(summary.render(values | {"outcome": "finished", "reason": "all steps done"}, rundir))
-    for part in ("finished: all steps done", "0.384 (step 0) → 0.933 (step 60)", "1 restarts", "largest"):
+    page = words(
+        summary.render(values | {"outcome": "finished", "reason": "all steps done"}, rundir)
+    )
+    for part in (
+        "finished: all steps done",
+        "0.384 (step 0) → 0.933 (step 60)",
+        "1 restarts",
+        "largest",
+    ):
         assert part in page, page
 
 
-def test_summary_is_recomputed_from_the_files(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
-    """A run with a step of minutes, steps without a publication, a replayed one, a step made twice, two lives."""
+def test_summary_is_recomputed_from_the_files(
+    recipe: Recipe, write_run: Callable[[int], RunDir]
+) -> None:
+    """A run with a step of minutes, steps without a publication, a replayed one, a step
+    made twice, two lives.
+    """
     rundir = write_run(30)
     for start in (0.0, 1.8e9 + 21):
         append_jsonl(
-            rundir.logs / "supervisor.jsonl", {"session": "s", "event": "started", "role": "learner-0", "time": start}
+            rundir.logs / "supervisor.jsonl",
+            {"session": "s", "event": "started", "role": "learner-0", "time": start},
         )
     append_jsonl(
-        rundir.logs / "supervisor.jsonl", {"time": 1.0, "session": "s", "event": "restart", "role": "learner-0"}
+        rundir.logs / "supervisor.jsonl",
+        {"time": 1.0, "session": "s", "event": "restart", "role": "learner-0"},
     )
     rows = latest_rows(rundir.metrics)
-    append_jsonl(rundir.metrics, rows[5] | {"step_seconds": 300.0, "server_busy_share": 0.1, "wait_seconds": 200.0})
+    append_jsonl(
+        rundir.metrics,
+        rows[5] | {"step_seconds": 300.0, "server_busy_share": 0.1, "wait_seconds": 200.0},
+    )
     append_jsonl(rundir.metrics, rows[7] | {"replay": 1, "step_seconds": 1000.0})
     for row in rows[12:20]:
-        kept = {k: v for k, v in row.items() if k not in ("pause_seconds", "transfer_seconds", "resume_seconds")}
+        kept = {
+            k: v
+            for k, v in row.items()
+            if k not in ("pause_seconds", "transfer_seconds", "resume_seconds")
+        }
         append_jsonl(rundir.metrics, kept | {"publish_seconds": 0.0})
-    values, again = summary.summarise(recipe, rundir), recomputed(rundir.path, recipe.pipeline.lag_limit)
+    values, again = (
+        summary.summarise(recipe, rundir),
+        recomputed(rundir.path, recipe.pipeline.lag_limit),
+    )
     assert values.keys() == again.keys() | WORDS - {"outcome", "reason", "wall_seconds"}
     assert {name: values[name] for name in again} == pytest.approx(again)
     assert values["server_idle_share"] > 0.7, "by time most of it is the long step"
     assert values["publications"] == 30 - 2 - 8 - 1
-    page = words(summary.render(values | {"outcome": "finished", "reason": "all steps done"}, rundir))
+    page = words(
+        summary.render(values | {"outcome": "finished", "reason": "all steps done"}, rundir)
+    )
     assert "s each of 19" in page
 
 
-def test_summary_and_report_of_several_tasks(write_tasks_run: Callable[[int], tuple[Recipe, RunDir]]) -> None:
+def test_summary_and_report_of_several_tasks(
+    write_tasks_run: Callable[[int], tuple[Recipe, RunDir]],
+) -> None:
     recipe, rundir = write_tasks_run(60)
     values = summary.summarise(recipe, rundir)
     code = values["tasks"]["code"]
-    assert (code["pass_rate_before"], code["pass_rate_after"]) == (pytest.approx(0.184), pytest.approx(0.733))
+    assert (code["pass_rate_before"], code["pass_rate_after"]) == (
+        pytest.approx(0.184),
+        pytest.approx(0.733),
+    )
     assert code["pass_rate_train"] == pytest.approx(values["pass_rate_train"] - 0.2)
     page = words(summary.render(values | {"outcome": "finished", "reason": "x"}, rundir))
     assert "0.184 → 0.733 · training" in page
     report.write_report(rundir)
     page = rundir.report.read_text()
-    for title in ("Pass rate, by task", "By task: completion length, tokens", "By task: answers cut off, share"):
+    for title in (
+        "Pass rate, by task",
+        "By task: completion length, tokens",
+        "By task: answers cut off, share",
+    ):
         assert title in page
 
 
@@ -94,11 +134,19 @@ def test_what_needs_attention_comes_first_and_the_best_score_is_named(
 ) -> None:
     """A score that has fallen since step 40."""
     rundir = write_run(61)
-    fallen = {"pass_rate": 0.6, "warning_fall": 1.0, "fall": 0.263, "fall_error": 0.04, "fall_since": 40}
+    fallen = {
+        "pass_rate": 0.6,
+        "warning_fall": 1.0,
+        "fall": 0.263,
+        "fall_error": 0.04,
+        "fall_since": 40,
+    }
     append_jsonl(rundir.eval, latest_scores(rundir.eval)[-1] | fallen)
     values = summary.summarise(recipe, rundir) | {"outcome": "finished", "reason": "x"}
     page = words(summary.render(values, rundir))
-    assert page.index("has fallen by 0.263 ± 0.040 since step 40") < page.index("pass rate, held out")
+    assert page.index("has fallen by 0.263 ± 0.040 since step 40") < page.index(
+        "pass rate, held out"
+    )
     assert "→ best 0.863 (step 40) → 0.600 (step 60)" in page
     report.write_report(rundir)
     html = rundir.report.read_text()
@@ -107,7 +155,9 @@ def test_what_needs_attention_comes_first_and_the_best_score_is_named(
     assert "· 0.86 · 0.60" in html
 
 
-def test_of_a_short_run_fewer_steps_are_averaged(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+def test_of_a_short_run_fewer_steps_are_averaged(
+    recipe: Recipe, write_run: Callable[[int], RunDir]
+) -> None:
     values = summary.summarise(recipe, write_run(10)) | {"outcome": "finished", "reason": "x"}
     page = words(summary.render(values, RunDir(recipe.run.path)))
     assert page.count("(last 10 steps)") == 2
@@ -121,7 +171,9 @@ def test_one_task_is_not_shown_apart(recipe: Recipe, write_run: Callable[[int], 
     assert "y task" not in rundir.report.read_text()
 
 
-def test_replayed_steps_do_not_count_as_speed(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+def test_replayed_steps_do_not_count_as_speed(
+    recipe: Recipe, write_run: Callable[[int], RunDir]
+) -> None:
     rundir = write_run(2)
     row = {
         "step": 2,
@@ -141,18 +193,23 @@ def test_first_step_of_a_life_is_no_measure(write_run: Callable[[int], RunDir]) 
     rundir = write_run(6)
     for start in (0.0, 1.8e9 + 5, 1.9e9):  # before step 0, between steps 2 and 3, after the last
         append_jsonl(
-            rundir.logs / "supervisor.jsonl", {"session": "s", "event": "started", "role": "learner-0", "time": start}
+            rundir.logs / "supervisor.jsonl",
+            {"session": "s", "event": "started", "role": "learner-0", "time": start},
         )
     rows = latest_rows(rundir.metrics)
     assert [row["step"] for row in summary.steady(rows, rundir)] == [1, 2, 4, 5]
 
 
-def test_a_run_of_malformed_answers_says_why(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+def test_a_run_of_malformed_answers_says_why(
+    recipe: Recipe, write_run: Callable[[int], RunDir]
+) -> None:
     rundir = write_run(30)
     for row in latest_rows(rundir.metrics):
         append_jsonl(rundir.metrics, row | {"format_error_rate": 1.0})
     values = summary.summarise(recipe, rundir) | {"outcome": "finished", "reason": "all steps done"}
-    assert "malformed (1 on average, limit 0.5): most answers are malformed" in words(summary.render(values, rundir))
+    assert "malformed (1 on average, limit 0.5): most answers are malformed" in words(
+        summary.render(values, rundir)
+    )
     report.write_report(rundir)
     page = rundir.report.read_text()
     assert "no length.end_of_thinking with an answer after it" in page
@@ -184,20 +241,28 @@ def test_an_exploited_reward_is_shown_wherever_warnings_are(
         words(summary.render(values, rundir)),
         page,
     ):
-        assert "the trusted score has fallen by 0.500 since step 20" in " ".join(shown.replace("│", " ").split())
+        assert "the trusted score has fallen by 0.500 since step 20" in " ".join(
+            shown.replace("│", " ").split()
+        )
     assert "Reward and trusted score of held-out prompts" in page
     append_jsonl(rundir.eval, WHOLE | {"step": 40} | scores | {"warning_overoptimisation": 0.0})
-    assert not any("trusted" in warning for warning in summary.summarise(recipe, rundir)["warnings"])
+    assert not any(
+        "trusted" in warning for warning in summary.summarise(recipe, rundir)["warnings"]
+    )
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("steps", [0, 1, 2, 50])
-def test_report_of_any_length(recipe: Recipe, write_run: Callable[[int], RunDir], steps: int) -> None:
+def test_report_of_any_length(
+    recipe: Recipe, write_run: Callable[[int], RunDir], steps: int
+) -> None:
     rundir = write_run(steps)
     report.main(rundir.path)
     page = rundir.report.read_text()
     assert f"{steps} of 80 steps" in page
-    assert not re.search(r'(src|href)="(?!#)', page.replace("xlink:href", "")), "the report fetches something"
+    assert not re.search(r'(src|href)="(?!#)', page.replace("xlink:href", "")), (
+        "the report fetches something"
+    )
     assert "learning_rate" not in page
     pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(pictures) >= (2 if steps < 1 else 9)
@@ -210,22 +275,56 @@ def test_run_without_any_files(recipe: Recipe, write_run: Callable[[int], RunDir
     rundir = write_run(0)
     rundir.eval.unlink()
     report.write_report(rundir)
-    page = words(summary.render(summary.summarise(recipe, rundir) | {"outcome": "failed", "reason": "x"}, rundir))
+    page = words(
+        summary.render(
+            summary.summarise(recipe, rundir) | {"outcome": "failed", "reason": "x"}, rundir
+        )
+    )
     assert "0 of 80" in page
 
 
-WHOLE = {"step": 3, "pass_rate": 0.5, "n_prompts": 9, "samples": 2, "compute_hours": 1.0, "compute_unit": "core"}
+WHOLE = {
+    "step": 3,
+    "pass_rate": 0.5,
+    "n_prompts": 9,
+    "samples": 2,
+    "compute_hours": 1.0,
+    "compute_unit": "core",
+}
 FIGURES = st.sampled_from(
-    [*WHOLE, "time", "seconds", "pass_rate/math", "predicted_hours", "predicted_score", "enough", "entropy", "x"]
+    [
+        *WHOLE,
+        "time",
+        "seconds",
+        "pass_rate/math",
+        "predicted_hours",
+        "predicted_score",
+        "enough",
+        "entropy",
+        "x",
+    ]
 )
-VALUES = st.one_of(st.none(), st.booleans(), st.floats(), st.integers(), st.text(max_size=3), st.just([1]), st.just({}))
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.floats(),
+    st.integers(),
+    st.text(max_size=3),
+    st.just([1]),
+    st.just({}),
+)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(wrong=st.dictionaries(FIGURES, VALUES, max_size=4), without=st.sets(FIGURES, max_size=2))
 @example(wrong={}, without={"pass_rate"})
 @example(wrong={"pass_rate": math.nan}, without=set())
-@example(wrong={"step": 9, "predicted_score": "pass_rate/none"} | dict.fromkeys(FORECAST, 1.0), without=set())
+@example(
+    wrong={"step": 9, "predicted_score": "pass_rate/none"} | dict.fromkeys(FORECAST, 1.0),
+    without=set(),
+)
 @example(wrong={"step": 9, "predicted_hours": 9.0, "predicted_final": 0.5}, without=set())
 def test_every_reader_survives_any_row_of_eval_jsonl(
     recipe: Recipe, write_run: Callable[[int], RunDir], wrong: dict[str, object], without: set[str]
@@ -245,23 +344,36 @@ def test_every_reader_survives_any_row_of_eval_jsonl(
     assert "pass rate, held out" in words(view.render(shown))
 
 
-def test_what_is_no_score_is_passed_over(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+def test_what_is_no_score_is_passed_over(
+    recipe: Recipe, write_run: Callable[[int], RunDir]
+) -> None:
     rundir = write_run(5)
     before = latest_scores(rundir.eval)
     for name in WHOLE:
-        append_jsonl(rundir.eval, {k: v for k, v in WHOLE.items() if k != name} | {"step": 4} if name != "step" else {})
+        append_jsonl(
+            rundir.eval,
+            {k: v for k, v in WHOLE.items() if k != name} | {"step": 4} if name != "step" else {},
+        )
     assert latest_scores(rundir.eval) == before
     append_jsonl(rundir.eval, WHOLE | {"step": 4})
-    assert [row["step"] for row in latest_scores(rundir.eval)] == [*(row["step"] for row in before), 4]
+    assert [row["step"] for row in latest_scores(rundir.eval)] == [
+        *(row["step"] for row in before),
+        4,
+    ]
 
 
 def test_parity_by_cause(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
-    """Each cause has a row, whose figures can be had from metrics.jsonl; 0 throughout is said as what it is."""
+    """Each cause has a row, whose figures can be had from metrics.jsonl; 0 throughout
+    is said as what it is.
+    """
     rundir = write_run(21)
-    append_jsonl(rundir.metrics, {"step": 21, "parity_rollouts": 0.0})  # a publication of which nothing was compared
+    append_jsonl(
+        rundir.metrics, {"step": 21, "parity_rollouts": 0.0}
+    )  # a publication of which nothing was compared
     report.write_report(rundir)
     table = re.findall(
-        r"<tr>(.*?)</tr>", rundir.report.read_text().partition('class="parity"')[2].partition("</table>")[0]
+        r"<tr>(.*?)</tr>",
+        rundir.report.read_text().partition('class="parity"')[2].partition("</table>")[0],
     )
     head, *rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in table]
     assert [row[0] for row in rows] == ["equal weights", "decode"]
@@ -283,17 +395,23 @@ def test_parity_by_cause(recipe: Recipe, write_run: Callable[[int], RunDir]) -> 
 
 
 def test_report_says_same_bits(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
-    """At the top, below the chart and in the summary, if no log-prob ever differed; not if one did."""
+    """At the top, below the chart and in the summary, if no log-prob ever differed; not
+    if one did.
+    """
     rundir = write_run(6)
     report.write_report(rundir)
-    tile, told = "<b>same bits</b><span>server − learner log-prob</span>", "same bits at 6 publications"
+    tile, told = (
+        "<b>same bits</b><span>server − learner log-prob</span>",
+        "same bits at 6 publications",
+    )
     page = rundir.report.read_text()
     assert "same bits: decode" in page
     assert tile not in page
     assert told not in page
     for row in latest_rows(rundir.metrics):
         append_jsonl(
-            rundir.metrics, {k: 0.0 if k.endswith("/kernels") and "tokens" not in k else v for k, v in row.items()}
+            rundir.metrics,
+            {k: 0.0 if k.endswith("/kernels") and "tokens" not in k else v for k, v in row.items()},
         )
     report.write_report(rundir)
     page = rundir.report.read_text()
@@ -307,7 +425,9 @@ def test_no_run(tmp_path: Path) -> None:
         report.main(tmp_path)
 
 
-def test_rollouts_are_shown(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollouts_are_shown(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megarl.tasks.data.arithmetic_models import LLAMA, save_model
 
     save_model(tmp_path / "init", LLAMA, 0)
@@ -322,17 +442,29 @@ def test_rollouts_are_shown(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.
         return tokenizer.ids(text)
 
     def rollout(sample: int, answer: str, correct: bool) -> Rollout:
-        parts = [(ids("<think>1+"), 4, True), (ids("2"), 5, True), (ids("</think>"), 5, False), (ids(answer), 6, True)]
+        parts = [
+            (ids("<think>1+"), 4, True),
+            (ids("2"), 5, True),
+            (ids("</think>"), 5, False),
+            (ids(answer), 6, True),
+        ]
         segments = [
-            Segment(tokens=t, logprobs=float32([0.0] * len(t)), weight_version=v, trained=yes) for t, v, yes in parts
+            Segment(tokens=t, logprobs=float32([0.0] * len(t)), weight_version=v, trained=yes)
+            for t, v, yes in parts
         ]
         return Rollout(
-            sample=sample, segments=tuple(segments), reward=1.0 if correct else -1.0, correct=correct, finish="stop"
+            sample=sample,
+            segments=tuple(segments),
+            reward=1.0 if correct else -1.0,
+            correct=correct,
+            finish="stop",
         )
 
     prompt = Prompt(id="p", tokens=ids("1+2="), answer="3")
     group = Group(ticket=0, prompt=prompt, rollouts=(rollout(0, "3", True), rollout(1, "7", False)))
-    journal = Journal.open(rundir.rollouts, changed.batch.prompts, changed.pipeline.k, rotate_bytes=1)
+    journal = Journal.open(
+        rundir.rollouts, changed.batch.prompts, changed.pipeline.k, rotate_bytes=1
+    )
 
     def finish(ticket: int) -> None:
         record = Finished(group=replace(group, ticket=ticket), time=0.0)
@@ -342,7 +474,10 @@ def test_rollouts_are_shown(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.
     shown = report._rollouts(changed, rundir)
     assert shown.count("<pre") == 2
     assert "weights 4–6" in shown
-    assert '<span class="v1">2</span><span class="phrase">&lt;/think&gt;</span><span class="v0">3</span>' in shown
+    assert (
+        '<span class="v1">2</span><span class="phrase">&lt;/think&gt;</span><span'
+        ' class="v0">3</span>' in shown
+    )
 
     for ticket in range(1, 2 * report.SAMPLES + 1):
         finish(ticket)
@@ -351,7 +486,9 @@ def test_rollouts_are_shown(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.
     shown = report._rollouts(changed, rundir)
     assert re.findall(r"ticket (\d+)", shown) == ["8", "8", "7", "7"]
     monkeypatch.setattr(report, "MOST_CHARACTERS", 1)
-    assert '<span class="phrase">&lt;</span>' in report._rollouts(changed, rundir), "not cut within &lt;"
+    assert '<span class="phrase">&lt;</span>' in report._rollouts(changed, rundir), (
+        "not cut within &lt;"
+    )
 
 
 def test_binned_keeps_means() -> None:
@@ -369,7 +506,9 @@ def test_smooth_does_not_shift() -> None:
     assert np.allclose(charts.smooth(np.ones(7)), 1)
 
 
-@pytest.mark.parametrize(("ends", "bars"), [({"pass_rate_low": 0.4, "pass_rate_high": 0.7}, 1), ({}, 0)])
+@pytest.mark.parametrize(
+    ("ends", "bars"), [({"pass_rate_low": 0.4, "pass_rate_high": 0.7}, 1), ({}, 0)]
+)
 def test_bars_are_the_intervals_of_the_rows(ends: dict[str, float], bars: int) -> None:
     """An evaluation of an earlier version has none."""
     axes = Figure().subplots()
@@ -383,7 +522,10 @@ def test_report_with_a_fit(recipe: Recipe, write_run: Callable[[int], RunDir]) -
     """The law's curve beside the points, as far as the run will go."""
     rundir = write_run(0)
     rows = [{"step": 0, "compute_hours": 0.0, "pass_rate": 0.2}]
-    rows += [{"step": n, "compute_hours": n / 10, "pass_rate": 0.2 + 0.6 / (1 + (5 / n) ** 2)} for n in range(1, 21)]
+    rows += [
+        {"step": n, "compute_hours": n / 10, "pass_rate": 0.2 + 0.6 / (1 + (5 / n) ** 2)}
+        for n in range(1, 21)
+    ]
     rows = [row | {"compute_unit": "core", "n_prompts": 10_000, "samples": 4} for row in rows]
     found = forecast(rows, [], steps=40)
     rundir.eval.unlink()

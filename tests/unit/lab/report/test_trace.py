@@ -1,4 +1,6 @@
-"""`megarl trace`: the format's rules and the run's own times, of random runs; what it says when there is nothing to show."""
+"""`megarl trace`: the format's rules and the run's own times, of random runs; what it
+says when there is nothing to show.
+"""
 
 import gzip
 import json
@@ -16,7 +18,9 @@ from megarl.lab.report.trace import changes, nested, packed, trace_of, union
 from tests import trace_format
 
 # Times are eighths of a second, so that sums of them are exact.
-TIMES = st.tuples(st.integers(0, 400), st.integers(1, 80)).map(lambda t: (t[0] / 8, (t[0] + t[1]) / 8))
+TIMES = st.tuples(st.integers(0, 400), st.integers(1, 80)).map(
+    lambda t: (t[0] / 8, (t[0] + t[1]) / 8)
+)
 SPANS = st.lists(TIMES.map(lambda t: Span("a/b", "x", *t)), max_size=40)
 
 
@@ -40,7 +44,9 @@ def test_union_and_changes_count_what_is_there(spans: list[Span]) -> None:
     for eighth in range(0, 481):
         at = eighth / 8
         assert any(begin <= at < end for begin, end in found) == (at_once(spans, at) > 0)
-        assert next((count for time, count in reversed(counts) if time <= at), 0) == at_once(spans, at)
+        assert next((count for time, count in reversed(counts) if time <= at), 0) == at_once(
+            spans, at
+        )
 
 
 def test_parts_stay_with_their_whole() -> None:
@@ -50,7 +56,9 @@ def test_parts_stay_with_their_whole() -> None:
 
 @st.composite
 def runs(draw: st.DrawFn) -> list[dict[str, list[tuple[float, float]]]]:
-    """Steps that follow each other: the parts of each, and requests that run meanwhile on two servers."""
+    """Steps that follow each other: the parts of each, and requests that run meanwhile
+    on two servers.
+    """
     steps, at = [], 100.0
     for _ in range(draw(st.integers(1, 6))):
         cuts = sorted(draw(st.lists(st.integers(1, 80), min_size=5, max_size=5, unique=True)))
@@ -62,8 +70,12 @@ def runs(draw: st.DrawFn) -> list[dict[str, list[tuple[float, float]]]]:
                 "wait": [(times[0], times[1])],
                 "train": [(times[1], times[2])],
                 "publish": [(times[3], times[4])],
-                "server 0": [(at + b / 4, at + e / 4) for (b, e), server in requests if server == 0],
-                "server 1": [(at + b / 4, at + e / 4) for (b, e), server in requests if server == 1],
+                "server 0": [
+                    (at + b / 4, at + e / 4) for (b, e), server in requests if server == 0
+                ],
+                "server 1": [
+                    (at + b / 4, at + e / 4) for (b, e), server in requests if server == 1
+                ],
             }
         )
         at = times[4]
@@ -71,7 +83,9 @@ def runs(draw: st.DrawFn) -> list[dict[str, list[tuple[float, float]]]]:
 
 
 def recorded(path: Path, steps: list[dict[str, list[tuple[float, float]]]]) -> RunDir:
-    """As learner and controller write it: ticket s is generated from step s - 1 on and trained in step s."""
+    """As learner and controller write it: ticket s is generated from step s - 1 on and
+    trained in step s.
+    """
     rundir = RunDir(path)
     path.mkdir()
     rundir.recipe.write_text("")
@@ -91,7 +105,9 @@ def recorded(path: Path, steps: list[dict[str, list[tuple[float, float]]]]) -> R
                 controller.open(f"{server}/requests", "ticket 0.0", request[0])
                 controller.span(f"{server}/requests", "ticket 0.0", *request, tokens=1)
         ticket = steps[max(0, n - 1)]["step"][0][0]
-        controller.span("groups/tickets", "ticket", ticket, step["wait"][0][0], ticket=n, removed=False)
+        controller.span(
+            "groups/tickets", "ticket", ticket, step["wait"][0][0], ticket=n, removed=False
+        )
         controller.event("controller/batches", f"batch {n}", step=n, tickets=[n])
         event = controller._rows[-1]
         controller._rows[-1] = type(event)(event.on, event.name, step["wait"][0][1], event.args)  # type: ignore[union-attr, call-arg]
@@ -104,7 +120,9 @@ def recorded(path: Path, steps: list[dict[str, list[tuple[float, float]]]]) -> R
 @settings(max_examples=40)
 @given(runs(), st.integers(1, 8))
 def test_a_trace_keeps_the_formats_rules_and_the_runs_times(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[dict[str, list[tuple[float, float]]]], wanted: int
+    tmp_path_factory: pytest.TempPathFactory,
+    steps: list[dict[str, list[tuple[float, float]]]],
+    wanted: int,
 ) -> None:
     trace = trace_of(recorded(tmp_path_factory.mktemp("trace") / "run", steps), wanted)
     trace_format.check(json.loads(json.dumps(trace)))
@@ -113,17 +131,25 @@ def test_a_trace_keeps_the_formats_rules_and_the_runs_times(
     begin, found = trace["otherData"]["begin"], trace_format.threads(trace)
     learner = found["learner/rank 0"]
     for n in shown:
-        for name, part in (("wait", "wait"), ("train", "train"), ("publish", "publish"), (f"step {n}", "step")):
+        for name, part in (
+            ("wait", "wait"),
+            ("train", "train"),
+            ("publish", "publish"),
+            (f"step {n}", "step"),
+        ):
             (span,) = [e for e in learner if e["name"] == name and e["args"]["step"] == n]
             assert (span["ts"], span["dur"]) == tuple(
-                round(s * 1e6) for s in (steps[n][part][0][0] - begin, steps[n][part][0][1] - steps[n][part][0][0])
+                round(s * 1e6)
+                for s in (steps[n][part][0][0] - begin, steps[n][part][0][1] - steps[n][part][0][0])
             )
     since = steps[shown[0]]["step"][0][0]
     for server in ("server 0", "server 1"):
         requests = [Span("a", "x", *r) for step in steps for r in step[server] if r[1] > since]
         busy = [(round((b - begin) * 1e6), round((e - b) * 1e6)) for b, e in union(requests)]
         drawn = [(e["ts"], e["dur"]) for e in found[f"{server}/busy"]]
-        assert sum(d for _, d in drawn) >= sum(d for _, d in busy)  # whole spans, also from before the window
+        assert sum(d for _, d in drawn) >= sum(
+            d for _, d in busy
+        )  # whole spans, also from before the window
         if wanted >= len(steps):
             assert drawn == busy
         assert len(found[f"{server}/requests"]) == len(requests)
@@ -139,7 +165,12 @@ def test_a_trace_keeps_the_formats_rules_and_the_runs_times(
 
 
 def test_an_arrow_leads_into_a_training_that_begins_just_now(tmp_path: Path) -> None:
-    parts = {"step": (100, 103), "wait": (100.5, 100.75), "train": (101, 101), "publish": (102, 103)}
+    parts = {
+        "step": (100, 103),
+        "wait": (100.5, 100.75),
+        "train": (101, 101),
+        "publish": (102, 103),
+    }
     step = {name: [(float(begin), float(end))] for name, (begin, end) in parts.items()}
     trace = trace_of(recorded(tmp_path / "run", [step | {"server 0": [], "server 1": []}]), 1)
     trace_format.check(trace)
@@ -149,16 +180,30 @@ def test_an_arrow_leads_into_a_training_that_begins_just_now(tmp_path: Path) -> 
 
 
 def test_a_role_is_shown_between_a_rotation_of_its_file_and_the_next_flush(tmp_path: Path) -> None:
-    part = {"step": [(0.0, 5.0)], "wait": [(1.0, 2.0)], "train": [(2.0, 3.0)], "publish": [(3.5, 4.0)]}
-    rundir = recorded(tmp_path / "run", [part | {"server 0": [(0.0, 9.0)], "server 1": [(1.0, 2.0)]}])
+    part = {
+        "step": [(0.0, 5.0)],
+        "wait": [(1.0, 2.0)],
+        "train": [(2.0, 3.0)],
+        "publish": [(3.5, 4.0)],
+    }
+    rundir = recorded(
+        tmp_path / "run", [part | {"server 0": [(0.0, 9.0)], "server 1": [(1.0, 2.0)]}]
+    )
     before = trace_of(rundir, 1)
     (rundir.trace / "learner.jsonl").rename(rundir.trace / "learner.1.jsonl")
     assert trace_of(rundir, 1) == before
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    part = {"step": [(0.0, 5.0)], "wait": [(1.0, 2.0)], "train": [(2.0, 3.0)], "publish": [(3.5, 4.0)]}
-    rundir = recorded(tmp_path / "run", [part | {"server 0": [(0.0, 9.0)], "server 1": [(1.0, 2.0)]}])
+    part = {
+        "step": [(0.0, 5.0)],
+        "wait": [(1.0, 2.0)],
+        "train": [(2.0, 3.0)],
+        "publish": [(3.5, 4.0)],
+    }
+    rundir = recorded(
+        tmp_path / "run", [part | {"server 0": [(0.0, 9.0)], "server 1": [(1.0, 2.0)]}]
+    )
     assert cli.main(["trace", str(rundir.path)]) == 0
     assert "steps 0 to 0" in capsys.readouterr().out
     packed_trace = json.loads(gzip.decompress((rundir.path / "trace.json.gz").read_bytes()))

@@ -26,22 +26,30 @@ def test_all_are_refitted_at_one_ceiling() -> None:
         assert pytest.approx(0.605, abs=1e-5) == refitted.A
         alone = fit(runs[name], ceiling=0.605)
         assert (refitted.B, refitted.B_interval) == (alone.B, alone.B_interval)
-    assert "same ceiling within 0.02 (A 0.610 and 0.600); with both at 0.605, B differs" in found.verdict
+    assert (
+        "same ceiling within 0.02 (A 0.610 and 0.600); with both at 0.605, B differs"
+        in found.verdict
+    )
     assert "scalerl is quicker" in found.verdict
     assert "scalerl is ahead throughout" in found.verdict
     row = found.rows()[1]
     assert (row["name"], row["A_common"]) == ("off-policy", 0.605)
     assert row["B_at_A_common"] == found.at_ceiling["off-policy"].B
-    assert row["B_at_A_common_interval"][0] <= row["B_at_A_common"] <= row["B_at_A_common_interval"][1]  # type: ignore[index, operator]
+    assert (
+        row["B_at_A_common_interval"][0] <= row["B_at_A_common"] <= row["B_at_A_common_interval"][1]
+    )  # type: ignore[index, operator]
     assert 0.6 < compare(runs).ceiling < 0.61, "left out: the mean"
     with pytest.raises(
-        MegarlError, match=r"--ceiling is 0\.5, and scalerl has reached 0\.60.; give one that no run has passed"
+        MegarlError,
+        match=r"--ceiling is 0\.5, and scalerl has reached 0\.60.; give one that no run has passed",
     ):
         compare(runs, ceiling=0.5)
 
 
 def test_the_common_ceiling_is_the_mean_whatever_the_intervals() -> None:
-    """ScaleRL refits both of two runs at the mean of their A (arXiv 2510.13786, section 4)."""
+    """ScaleRL refits both of two runs at the mean of their A (arXiv 2510.13786, section
+    4).
+    """
     wide = noisy(0.62, 1.5, 2500, hours=np.linspace(1600, 6000, 9))
     found = compare({"narrow": [exact(0.61, 1.92, 2542)], "wide": [wide]})
     narrow, other = (entry.fit for entry in found.entries)
@@ -52,8 +60,14 @@ def test_the_common_ceiling_is_the_mean_whatever_the_intervals() -> None:
 
 
 def test_two_of_one_ceiling_are_compared_there_whatever_a_third_has() -> None:
-    """At the mean of all, .64, the first two would have passed their ceiling, and B would be the window's edge."""
-    runs = {"a": [exact(0.8, 1.3, 2500)], "b": [exact(0.79, 1.8, 2500)], "low": [noisy(0.6, 1.5, 2500)]}
+    """At the mean of all, .64, the first two would have passed their ceiling, and B
+    would be the window's edge.
+    """
+    runs = {
+        "a": [exact(0.8, 1.3, 2500)],
+        "b": [exact(0.79, 1.8, 2500)],
+        "low": [noisy(0.6, 1.5, 2500)],
+    }
     found = compare(runs)
     assert found.ceiling < 0.77
     assert found.comparable.keys() <= {"low"}
@@ -78,7 +92,9 @@ def test_noise_of_exponents_is_no_difference() -> None:
 def test_overtaking() -> None:
     short, long = (0.61, 1.92, 2542), (0.645, 1.89, 11272)
     found = compare({"14k": [exact(*short)], "32k": [exact(*long, hours=HOURS * 3)]})
-    truth = optimize.brentq(lambda c: law(np.array([c]), *short)[0] - law(np.array([c]), *long)[0], 5000, 200_000)
+    truth = optimize.brentq(
+        lambda c: law(np.array([c]), *short)[0] - law(np.array([c]), *long)[0], 5000, 200_000
+    )
     (first, _), (second, hours) = found.pairs[0].overtakes
     assert (first, second) == ("14k", "32k")
     assert hours == pytest.approx(truth, rel=0.01)
@@ -87,7 +103,10 @@ def test_overtaking() -> None:
 
 
 def test_what_is_not_certain_is_said() -> None:
-    early = {"a": [noisy(0.61, 1.92, 2542)], "b": [noisy(0.61, 1.92, 2542, 4, np.linspace(1000, 6000, 6))]}
+    early = {
+        "a": [noisy(0.61, 1.92, 2542)],
+        "b": [noisy(0.61, 1.92, 2542, 4, np.linspace(1000, 6000, 6))],
+    }
     assert "But A of b may be anywhere in 0." in compare(early).verdict
     apart = {"a": [noisy(0.61, 1.92, 2542)], "b": [noisy(0.645, 1.89, 11272, 1)]}
     assert "intervals overlap, so this is not certain" in compare(apart, end=12_000).verdict
@@ -95,7 +114,9 @@ def test_what_is_not_certain_is_said() -> None:
 
 def test_a_run_that_cannot_be_fitted_does_not_stop_the_others() -> None:
     short = Curve("short", HOURS[:2], np.array([0.3, 0.4]), 0.3)
-    found = compare({"short": [short], "a": [exact(0.61, 1.92, 2542)], "b": [exact(0.5, 1.2, 2542)]})
+    found = compare(
+        {"short": [short], "a": [exact(0.61, 1.92, 2542)], "b": [exact(0.5, 1.2, 2542)]}
+    )
     assert [pair.reference for pair in found.pairs] == ["a"]
     assert "short was not fitted: 2 points in the window" in found.verdict
     assert set(found.at_ceiling) == {"a", "b"}

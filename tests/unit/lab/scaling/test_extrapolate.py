@@ -1,4 +1,6 @@
-"""Predictions against the truth, and against the curve's own inverse; their Gaussians are in test_posterior.py."""
+"""Predictions against the truth, and against the curve's own inverse; their Gaussians
+are in test_posterior.py.
+"""
 
 import math
 import time
@@ -20,14 +22,20 @@ def half() -> Fit:
 
 
 def test_a_given_law_predicts_itself() -> None:
-    """Points without noise, of a law: the score at twice and at a thousand times the compute."""
+    """Points without noise, of a law: the score at twice and at a thousand times the
+    compute.
+    """
     found = fit([exact(0.61, 1.92, 2542)], end=8000)
     there = predict(found, np.array([16_000.0, 8e6]))
-    assert there.pass_rate == pytest.approx([law(np.array([16_000.0]), 0.61, 1.92, 2542)[0], 0.61], abs=2e-3)
+    assert there.pass_rate == pytest.approx(
+        [law(np.array([16_000.0]), 0.61, 1.92, 2542)[0], 0.61], abs=2e-3
+    )
 
 
 def test_far_away_it_is_wider_than_the_interval_of_the_asymptote(half: Fit) -> None:
-    """A is a parameter of the law, and the slope ahead may leave the law; but not without end."""
+    """A is a parameter of the law, and the slope ahead may leave the law; but not
+    without end.
+    """
     there = predict(half, np.array([1e9, 1e12]))
     assert there.pass_rate == pytest.approx(half.A, abs=0.02)
     assert there.low[0] < half.A_interval[0]
@@ -37,7 +45,9 @@ def test_far_away_it_is_wider_than_the_interval_of_the_asymptote(half: Fit) -> N
 
 
 def test_less_is_known_further_ahead_and_least_of_a_curve_that_strays() -> None:
-    """Points on a law say that it holds; a curve that bends away from it says that it may bend again."""
+    """Points on a law say that it holds; a curve that bends away from it says that it
+    may bend again.
+    """
 
     def widths(curve: Curve) -> np.ndarray:
         there = predict(fit([curve], end=8000), np.array([10_000.0, 16_000.0, 32_000.0]))
@@ -57,7 +67,9 @@ def test_double_the_compute_is_predicted() -> None:
 
 
 def test_a_curve_that_strays_from_the_law_is_not_left_behind() -> None:
-    """A run that fell by .02 below its law for good: the law alone would promise a jump back up."""
+    """A run that fell by .02 below its law for good: the law alone would promise a jump
+    back up.
+    """
     curve = noisy(0.61, 1.92, 2542, 3)
     fallen = replace(curve, pass_rate=curve.pass_rate - 0.02 * (curve.hours > 6000), answers=16_000)
     there = predict(fit([fallen], end=10_000), np.array([10_500.0]))
@@ -74,13 +86,17 @@ def test_hours_to_a_score() -> None:
 
 
 def test_what_is_said_of_a_score_fits_the_numbers_beside_it() -> None:
-    """A score between R_0 and the curve's first point is not one "not above R_0"; nor is an A above the score "below it"."""
+    """A score between R_0 and the curve's first point is not one "not above R_0"; nor
+    is an A above the score "below it".
+    """
     late = fit([noisy(0.61, 1.92, 2542)], start=12_000)
     early = (late.R_0 + predict(late, late.hours[:1] / 10).pass_rate[0]) / 2
     assert "is reached before 1,200 GPU-hours" in reached(late, early, hours_to(late, early))
     open_ = fit([Curve("x", HOURS, law(HOURS, 0.9, 1.2, 100_000, 0.2), 0.2)])
     assert (score := open_.A - 0.01) < open_.A
-    assert f"likely never reached: the best fit's A = {open_.A:.3f}" in reached(open_, score, hours_to(open_, score))
+    assert f"likely never reached: the best fit's A = {open_.A:.3f}" in reached(
+        open_, score, hours_to(open_, score)
+    )
 
 
 def test_interval_of_hours_is_where_the_band_passes_the_score(half: Fit) -> None:
@@ -121,7 +137,9 @@ def test_thousands_of_later_points_are_judged_at_once() -> None:
     later = later_points(found, [curve])
     assert time.monotonic() - began < 10
     assert later is not None
-    few = later_points(found, [replace(curve, hours=curve.hours[::60], pass_rate=curve.pass_rate[::60])])
+    few = later_points(
+        found, [replace(curve, hours=curve.hours[::60], pass_rate=curve.pass_rate[::60])]
+    )
     assert few is not None
     assert later.mean_error == pytest.approx(few.mean_error, abs=3e-3)
     assert later.inside / later.n == pytest.approx(0.95, abs=0.06)

@@ -1,4 +1,6 @@
-"""The fit against laws it should find, against scipy, and against the truth over many draws."""
+"""The fit against laws it should find, against scipy, and against the truth over many
+draws.
+"""
 
 import math
 from dataclasses import replace
@@ -30,7 +32,9 @@ def test_published_rows_are_recovered_from_half_of_the_compute(published_law: La
     curve = Curve("x", hours, published_law(hours), published_law.r0)
     for grid in ("free", "paper"):
         found = fit([curve], end=hours[-1] / 2, grid=grid)  # type: ignore[arg-type]
-        exact = 1 if grid == "paper" else 50  # the mode knows a little of B before it has seen the points
+        exact = (
+            1 if grid == "paper" else 50
+        )  # the mode knows a little of B before it has seen the points
         assert pytest.approx(published_law.A, abs=1e-5 * exact) == found.A
         assert pytest.approx(published_law.B, rel=1e-4 * exact) == found.B
         assert found.C_mid == pytest.approx(published_law.C_mid, rel=1e-4 * exact)
@@ -46,8 +50,12 @@ DATA = {
 NO_LAW = Curve("x", HOURS, np.random.default_rng(5).uniform(0.2, 0.6, len(HOURS)), 0.3)
 
 
-def brute_force(hours: np.ndarray, scores: np.ndarray, r0: float, ceilings: np.ndarray) -> tuple[float, float]:
-    """ScaleRL's procedure with scipy: for each A and many C_mid, B by `curve_fit`; then the best polished in both."""
+def brute_force(
+    hours: np.ndarray, scores: np.ndarray, r0: float, ceilings: np.ndarray
+) -> tuple[float, float]:
+    """ScaleRL's procedure with scipy: for each A and many C_mid, B by `curve_fit`; then
+    the best polished in both.
+    """
 
     def curve(c: np.ndarray, b: float, c_mid: float, a: float) -> np.ndarray:
         return law(c, a, b, c_mid, r0)
@@ -64,8 +72,10 @@ def brute_force(hours: np.ndarray, scores: np.ndarray, r0: float, ceilings: np.n
                 residual,
                 (math.log(start[0]), span[0] + start[1] * (span[1] - span[0])),
                 bounds=([math.log(0.05), span[0]], [math.log(50), span[1]]),
-                xtol=1e-14, ftol=1e-14, gtol=1e-14,
-            )  # fmt: skip
+                xtol=1e-14,
+                ftol=1e-14,
+                gtol=1e-14,
+            )
             best = min(best, (2 * found.cost, float(a)))
     return best
 
@@ -74,8 +84,12 @@ def brute_force(hours: np.ndarray, scores: np.ndarray, r0: float, ceilings: np.n
 def test_same_as_brute_force_on_the_papers_grid(name: str) -> None:
     curve, end = DATA[name]
     found = fit([curve], end=end, grid="paper")
-    near = np.unique(np.clip(np.round((found.A + np.arange(-4, 5) * 0.005) / 0.005) * 0.005, 0.45, 0.8))
-    sse, ceiling = brute_force(found.hours, found.pass_rate, 0.3, np.unique([*near, *np.linspace(0.45, 0.8, 8)]))
+    near = np.unique(
+        np.clip(np.round((found.A + np.arange(-4, 5) * 0.005) / 0.005) * 0.005, 0.45, 0.8)
+    )
+    sse, ceiling = brute_force(
+        found.hours, found.pass_rate, 0.3, np.unique([*near, *np.linspace(0.45, 0.8, 8)])
+    )
     assert found.sse <= sse * (1 + 1e-6)
     assert found.sse == pytest.approx(sse, rel=1e-5)
     assert pytest.approx(ceiling, abs=1e-9) == found.A
@@ -85,7 +99,9 @@ def test_same_as_brute_force_on_the_papers_grid(name: str) -> None:
 def test_never_worse_than_brute_force_where_there_are_many_minima() -> None:
     """Scores without a law: a step in any gap between points may be the best."""
     found = fit([NO_LAW], grid="paper")
-    assert found.sse <= brute_force(found.hours, found.pass_rate, 0.3, np.linspace(0.45, 0.8, 8))[0] * (1 + 1e-6)
+    assert found.sse <= brute_force(found.hours, found.pass_rate, 0.3, np.linspace(0.45, 0.8, 8))[
+        0
+    ] * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("form", ["logistic", "power"])
@@ -110,7 +126,9 @@ def test_estimated_r0() -> None:
 
 
 def test_a_measured_r0_is_evidence_and_a_given_one_is_the_truth() -> None:
-    """A real curve leaves the score before training by another way than the law: measured R_0 = .36, the points want .30."""
+    """A real curve leaves the score before training by another way than the law:
+    measured R_0 = .36, the points want .30.
+    """
     curve = noisy(0.61, 1.92, 2542)
     measured, given_ = fit([replace(curve, r0=0.36)], end=8000), fit([curve], end=8000, r0=0.36)
     assert abs(measured.R_0 - 0.3) < 0.05
@@ -119,7 +137,10 @@ def test_a_measured_r0_is_evidence_and_a_given_one_is_the_truth() -> None:
 
 
 def test_seeds_are_pooled() -> None:
-    curves = [replace(noisy(0.61, 1.92, 2542, seed), seed=seed, r0=0.3 + 0.01 * (seed - 1)) for seed in range(3)]
+    curves = [
+        replace(noisy(0.61, 1.92, 2542, seed), seed=seed, r0=0.3 + 0.01 * (seed - 1))
+        for seed in range(3)
+    ]
     pooled, alone = fit(curves, end=8000), fit(curves[:1], end=8000)
     assert pooled.n == 3 * alone.n
     assert pytest.approx(0.3, abs=0.03) == pooled.R_0
@@ -152,9 +173,14 @@ class TestWindow:
     def test_too_few_behind_it(self) -> None:
         found = fit([exact(0.61, 1.92, 2542)], end=4000)
         assert found.window[0] == 500
-        assert any("first 1,500 GPU-hours could not be left out (6 of 8" in warning for warning in found.warnings)
+        assert any(
+            "first 1,500 GPU-hours could not be left out (6 of 8" in warning
+            for warning in found.warnings
+        )
 
-    @pytest.mark.parametrize(("epoch", "start"), [(900.0, 1000), (4100.0, 1500), (math.inf, 1500), (None, 1500)])
+    @pytest.mark.parametrize(
+        ("epoch", "start"), [(900.0, 1000), (4100.0, 1500), (math.inf, 1500), (None, 1500)]
+    )
     def test_the_papers_hours_or_a_shorter_epoch(self, epoch: float | None, start: float) -> None:
         found = fit([replace(exact(0.61, 1.92, 2542), first_epoch=epoch)])
         assert found.window[0] == start
@@ -162,7 +188,10 @@ class TestWindow:
 
     def test_run_in_its_first_epoch(self) -> None:
         found = fit([replace(exact(0.61, 1.92, 2542), first_epoch=math.inf, unit="core")])
-        assert any("the first epoch could not be left out (0 of 32" in warning for warning in found.warnings)
+        assert any(
+            "the first epoch could not be left out (0 of 32" in warning
+            for warning in found.warnings
+        )
 
 
 class TestWarnings:
@@ -190,7 +219,9 @@ class TestWarnings:
 
     @pytest.mark.parametrize("fall", [0.0, 0.2])
     def test_a_run_that_does_not_rise(self, fall: float) -> None:
-        """Neither the best fit nor a draw of the posterior falls, as the best line would."""
+        """Neither the best fit nor a draw of the posterior falls, as the best line
+        would.
+        """
         noise = 0.004 * np.random.default_rng(0).standard_normal(len(HOURS))
         found = fit([Curve("x", HOURS, 0.4 - fall * HOURS / HOURS[-1] + noise, 0.4)])
         assert found.A >= found.R_0 > found.pass_rate.min()
@@ -206,13 +237,17 @@ class TestWarnings:
 
 class TestRefusals:
     def test_one_point(self) -> None:
-        with pytest.raises(MegarlError, match="1 point in the window; a curve of 3 parameters needs at least 4"):
+        with pytest.raises(
+            MegarlError, match="1 point in the window; a curve of 3 parameters needs at least 4"
+        ):
             fit([Curve("x", np.array([5.0]), np.array([0.5]), 0.3)])
 
     def test_constant_scores(self) -> None:
         with pytest.raises(MegarlError, match=r"all 30 scores are 0\.5"):
             fit([Curve("x", HOURS, np.full(32, 0.5), 0.3)])
-        with pytest.raises(MegarlError, match=r"all 30 scores are 0\.4"):  # a mean of which is not 0.4, but nearly
+        with pytest.raises(
+            MegarlError, match=r"all 30 scores are 0\.4"
+        ):  # a mean of which is not 0.4, but nearly
             fit([Curve("x", HOURS, np.full(32, 0.4), 0.4)])
 
     def test_same_compute(self) -> None:
@@ -247,7 +282,9 @@ class TestRefusals:
 
 
 def test_scores_of_one_answer_each() -> None:
-    """A run that is scored on one answer has a noise of its own, however often it is right."""
+    """A run that is scored on one answer has a noise of its own, however often it is
+    right.
+    """
     rates = np.array([0.0, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1, 1])
     found = fit([Curve("x", np.linspace(2000, 16_000, 12), rates, 0.3, answers=1)])
     assert np.ptp(found.A_interval) > 0.5, "twelve answers tell little"
@@ -261,9 +298,13 @@ def test_scores_of_one_answer_each() -> None:
 )
 @example(scores=[0.0, 1e-200, 0.0, 0.0], r0=0.0, form="sigmoid")
 @example(scores=[2.2e-313, 1e-281, 0.0, 0.0, 0.0], r0=None, form="logistic")
-def test_any_scores_give_finite_numbers_or_a_message(scores: list[float], r0: float | None, form: str) -> None:
+def test_any_scores_give_finite_numbers_or_a_message(
+    scores: list[float], r0: float | None, form: str
+) -> None:
     try:
-        found = fit([Curve("x", 7.0 * 1.4 ** np.arange(len(scores)), np.array(scores), r0)], form=form)
+        found = fit(
+            [Curve("x", 7.0 * 1.4 ** np.arange(len(scores)), np.array(scores), r0)], form=form
+        )
     except MegarlError:
         return
     numbers = (found.A, found.B, found.C_mid, found.R_0, found.sse, found.rmse, found.r2)
@@ -271,8 +312,10 @@ def test_any_scores_give_finite_numbers_or_a_message(scores: list[float], r0: fl
     assert 0 <= found.A <= 1
     assert found.B > 0
     for value, (low, high) in (
-        (found.A, found.A_interval), (found.B, found.B_interval), (found.C_mid, found.C_mid_interval)
-    ):  # fmt: skip
+        (found.A, found.A_interval),
+        (found.B, found.B_interval),
+        (found.C_mid, found.C_mid_interval),
+    ):
         slack = 1e-9 * abs(value) + 1e-12
         assert low <= value + slack
         assert value <= high + slack

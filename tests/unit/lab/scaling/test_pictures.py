@@ -27,11 +27,20 @@ def series() -> Series:
 
 
 def test_png_and_svg(series: Series, tmp_path: Path) -> None:
-    png, svg, _ = plot_fits(series, tmp_path / "run.v1", title="Two runs", laws=[law_named("scalerl-8b")])
+    png, svg, _ = plot_fits(
+        series, tmp_path / "run.v1", title="Two runs", laws=[law_named("scalerl-8b")]
+    )
     assert png.name == "run.v1.png"
     assert png.read_bytes().startswith(b"\x89PNG")
     text = svg.read_text()
-    for shown in ("Two runs", "A 0.", "C_mid", "GPU-hours", "short: no fit", "scalerl-8b (published"):
+    for shown in (
+        "Two runs",
+        "A 0.",
+        "C_mid",
+        "GPU-hours",
+        "short: no fit",
+        "scalerl-8b (published",
+    ):
         assert shown in text
 
 
@@ -72,9 +81,14 @@ def test_nothing_to_draw(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ends", "labels"),
-    [((1.5, 33.0), ["2", "5", "10", "20"]), ((0.9, 110_000.0), ["1", "10", "100", "1,000", "10,000", "100,000"])],
+    [
+        ((1.5, 33.0), ["2", "5", "10", "20"]),
+        ((0.9, 110_000.0), ["1", "10", "100", "1,000", "10,000", "100,000"]),
+    ],
 )
-def test_logarithms_are_labelled_by_plain_numbers(ends: tuple[float, float], labels: list[str]) -> None:
+def test_logarithms_are_labelled_by_plain_numbers(
+    ends: tuple[float, float], labels: list[str]
+) -> None:
     with drawing((6, 4)) as (figure, (axes,)):
         axes.plot(ends, (0.0, 1.0))
         axes.set_xlim(ends)

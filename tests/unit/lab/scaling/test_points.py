@@ -24,12 +24,22 @@ def file(folder: Path, text: str, name: str = "points.csv") -> Path:
 
 
 def run(folder: Path, epochs: list[int]) -> Path:
-    """An evaluation each 10 steps; the one of step 20 is written twice, as after a crash."""
+    """An evaluation each 10 steps; the one of step 20 is written twice, as after a
+    crash.
+    """
     for step, rate in ((0, 0.2), (10, 0.3), (20, 0.9), (20, 0.4), (30, 0.45)):
-        row = {"step": step, "pass_rate": rate, "compute_hours": 0.01 + step / 100, "compute_unit": "core"}
+        row = {
+            "step": step,
+            "pass_rate": rate,
+            "compute_hours": 0.01 + step / 100,
+            "compute_unit": "core",
+        }
         append_jsonl(folder / "eval.jsonl", row)
     for step, epoch in enumerate(epochs):
-        append_jsonl(folder / "metrics.jsonl", {"step": step, "epoch": epoch, "compute_hours": 0.02 + step / 10})
+        append_jsonl(
+            folder / "metrics.jsonl",
+            {"step": step, "epoch": epoch, "compute_hours": 0.02 + step / 10},
+        )
     return folder
 
 
@@ -45,7 +55,9 @@ def test_run_directory(tmp_path: Path) -> None:
 def test_rows_after_the_first_epoch_are_not_asked_for() -> None:
     """Each evaluation asks for them, of a run that may have a hundred thousand."""
     steps = ({"epoch": step // 3, "compute_hours": float(step)} for step in range(10))
-    scores = [{"step": step, "compute_hours": float(step), "pass_rate": 0.1 * step} for step in range(3)]
+    scores = [
+        {"step": step, "compute_hours": float(step), "pass_rate": 0.1 * step} for step in range(3)
+    ]
     assert curve_of_run("run", scores, steps, "the run", PointColumns()).first_epoch == 3.0
     assert next(steps)["compute_hours"] == 4.0
 
@@ -59,10 +71,22 @@ TASKS = "data: {tasks: {math: {train: a, heldout: b}, code: {train: c, heldout: 
 
 def run_of_two_tasks(folder: Path, recipe: str = TASKS) -> Path:
     for step in range(4):
-        of_tasks = {"pass_rate": 0.5, "pass_rate/math": 0.3 + step / 10, "pass_rate/code": 0.7 - step / 100}
-        row = {"step": step, "compute_hours": 1.0 + step, "training_hours": step / 2, "compute_unit": "gpu"} | of_tasks
+        of_tasks = {
+            "pass_rate": 0.5,
+            "pass_rate/math": 0.3 + step / 10,
+            "pass_rate/code": 0.7 - step / 100,
+        }
+        row = {
+            "step": step,
+            "compute_hours": 1.0 + step,
+            "training_hours": step / 2,
+            "compute_unit": "gpu",
+        } | of_tasks
         append_jsonl(folder / "eval.jsonl", row)
-        append_jsonl(folder / "metrics.jsonl", {"step": step, "epoch": step // 2, "compute_hours": 1.5 + step})
+        append_jsonl(
+            folder / "metrics.jsonl",
+            {"step": step, "epoch": step // 2, "compute_hours": 1.5 + step},
+        )
     (folder / "recipe.yaml").write_text(recipe)
     return folder
 
@@ -72,29 +96,44 @@ def test_columns_of_a_run_directory(tmp_path: Path) -> None:
     assert (curve.r0, curve.pass_rate.tolist()) == (0.3, pytest.approx([0.4, 0.5, 0.6]))
     assert (curve.hours.tolist(), curve.first_epoch) == ([2.0, 3.0, 4.0], 3.5)
     (curve,) = read_points(tmp_path, PointColumns(hours="training_hours", score="pass_rate"))
-    assert (curve.r0, curve.pass_rate.tolist(), curve.hours.tolist()) == (0.5, [0.5] * 3, [0.5, 1.0, 1.5])
+    assert (curve.r0, curve.pass_rate.tolist(), curve.hours.tolist()) == (
+        0.5,
+        [0.5] * 3,
+        [0.5, 1.0, 1.5],
+    )
     assert curve.first_epoch is None, "where the epoch ended is known in other hours"
 
 
 @pytest.mark.parametrize(
-    "columns", [PointColumns(score="pass_rate/maths"), PointColumns(hours="hours", score="pass_rate/math")]
+    "columns",
+    [PointColumns(score="pass_rate/maths"), PointColumns(hours="hours", score="pass_rate/math")],
 )
 def test_a_run_directory_without_such_a_column(tmp_path: Path, columns: PointColumns) -> None:
     wrong = columns.hours or columns.score
-    with pytest.raises(MegarlError, match=f"no column '{wrong}' .it has step, compute_hours, .*pass_rate/code"):
+    with pytest.raises(
+        MegarlError, match=f"no column '{wrong}' .it has step, compute_hours, .*pass_rate/code"
+    ):
         read_points(run_of_two_tasks(tmp_path), columns)
 
 
 def test_a_suite_that_was_added_later(tmp_path: Path) -> None:
     for step in range(4):
         row = {"step": step, "compute_hours": 1.0 + step, "compute_unit": "gpu", "pass_rate": 0.5}
-        append_jsonl(tmp_path / "eval.jsonl", row | ({"pass_rate/aime24": step / 10} if step > 1 else {}))
+        append_jsonl(
+            tmp_path / "eval.jsonl", row | ({"pass_rate/aime24": step / 10} if step > 1 else {})
+        )
     (curve,) = read_points(tmp_path, PointColumns(score="pass_rate/aime24"))
-    assert (curve.r0, curve.hours.tolist(), curve.pass_rate.tolist()) == (None, [3.0, 4.0], [0.2, 0.3])
+    assert (curve.r0, curve.hours.tolist(), curve.pass_rate.tolist()) == (
+        None,
+        [3.0, 4.0],
+        [0.2, 0.3],
+    )
 
 
 def test_several_tasks_are_not_fitted_together_unasked(tmp_path: Path) -> None:
-    with pytest.raises(MegarlError, match=r"several tasks .math, code., .* --score-column pass_rate/math"):
+    with pytest.raises(
+        MegarlError, match=r"several tasks .math, code., .* --score-column pass_rate/math"
+    ):
         read_points(run_of_two_tasks(tmp_path))
     (curve,) = read_points(run_of_two_tasks(tmp_path, TASKS + "evaluation: {forecast: code}\n"))
     assert curve.pass_rate.tolist() == pytest.approx([0.69, 0.68, 0.67])
@@ -110,7 +149,9 @@ def test_run_without_metrics(tmp_path: Path) -> None:
 
 
 def test_csv_of_seeds(tmp_path: Path) -> None:
-    text = "# a remark\ngpu_hours,pass_rate,seed,tokens\n0,.2,1,0\n20,.4,1,9\n10,.3,1,5\n10,.35,2,5\n"
+    text = (
+        "# a remark\ngpu_hours,pass_rate,seed,tokens\n0,.2,1,0\n20,.4,1,9\n10,.3,1,5\n10,.35,2,5\n"
+    )
     first, second = read_points(file(tmp_path, text))
     assert (first.name, first.r0, first.seed, first.unit) == ("points seed 1", 0.2, 1, "gpu")
     assert first.hours.tolist() == [10, 20]  # sorted
@@ -118,7 +159,9 @@ def test_csv_of_seeds(tmp_path: Path) -> None:
 
 
 def test_later_row_of_a_step_counts(tmp_path: Path) -> None:
-    (curve,) = read_points(file(tmp_path, "step,compute_hours,pass_rate\n0,0.5,.1\n1,1,.2\n1,2,.3\n"))
+    (curve,) = read_points(
+        file(tmp_path, "step,compute_hours,pass_rate\n0,0.5,.1\n1,1,.2\n1,2,.3\n")
+    )
     assert (curve.r0, curve.hours.tolist(), curve.pass_rate.tolist()) == (0.1, [2], [0.3])
 
 
@@ -138,14 +181,18 @@ EXPORTED = {
     "pandas-index-again.csv": "Unnamed: 0,gpu_hours,pass_rate\n0,10,.3\n1,20,.4\n",
     "lists-of-gpus.csv": 'gpus,gpu_hours,pass_rate\n"0,1",10,.3\n"0,1",20,.4\n',
     "no-score.csv": "gpu_hours,pass_rate\n5,\n10,.3\n15,NaN\n20,.4\n25,n/a\n",
-    "wandb.csv": '"gpu_hours","a - eval/pass_rate","a - eval/pass_rate__MIN","a - eval/pass_rate__MAX"\n'
-    '"10","0.3","0.2","0.4"\n"20","0.4","0.3","0.5"\n',
+    "wandb.csv": (
+        '"gpu_hours","a - eval/pass_rate","a - eval/pass_rate__MIN","a - eval/pass_rate__MAX"\n'
+        '"10","0.3","0.2","0.4"\n"20","0.4","0.3","0.5"\n'
+    ),
     "array.json": json.dumps(RECORDS, indent=1),
     "lines.ndjson": LINES,
     "lines.txt": LINES,
     "cut-off.jsonl": LINES + '{"gpu_hou',
     "pandas.json": json.dumps({"gpu_hours": {"0": 10, "1": 20}, "pass_rate": {"0": 0.3, "1": 0.4}}),
-    "pandas-split.json": json.dumps({"columns": ["gpu_hours", "pass_rate"], "data": [[10, 0.3], [20, 0.4]]}),
+    "pandas-split.json": json.dumps(
+        {"columns": ["gpu_hours", "pass_rate"], "data": [[10, 0.3], [20, 0.4]]}
+    ),
     "pandas-index.json": json.dumps({"0": RECORDS[0], "1": RECORDS[1]}),
     "pandas-table.json": json.dumps({"schema": {}, "data": RECORDS}),
     "columns.json": json.dumps({"gpu_hours": [10, 20], "pass_rate": [0.3, 0.4]}),
@@ -163,7 +210,9 @@ def test_tables_as_other_programs_export_them(tmp_path: Path, name: str, data: s
 
 
 def test_a_parquet_file(tmp_path: Path) -> None:
-    parquet.write_table(pyarrow.Table.from_pylist([*RECORDS, {"gpu_hours": 30}]), tmp_path / "a.parquet")
+    parquet.write_table(
+        pyarrow.Table.from_pylist([*RECORDS, {"gpu_hours": 30}]), tmp_path / "a.parquet"
+    )
     assert read_points(tmp_path / "a.parquet")[0].hours.tolist() == [10, 20]
     (tmp_path / "a.parquet").write_bytes(b"PAR1, and nothing else")
     with pytest.raises(MegarlError, match="cannot be read as Parquet"):
@@ -198,25 +247,37 @@ def test_rows_without_a_score_are_counted(tmp_path: Path, caplog: pytest.LogCapt
     assert "1 of 3 rows have no a - pass_rate and are left out" in caplog.text
 
 
-def test_several_scores_at_one_amount_of_compute(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They may be of several seeds, whose column is missing; with their steps, or seeds, they are clear."""
+def test_several_scores_at_one_amount_of_compute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They may be of several seeds, whose column is missing; with their steps, or
+    seeds, they are clear.
+    """
     read_points(file(tmp_path, "gpu_hours,pass_rate,step\n10,.3,1\n10,.4,2\n"))
     read_points(file(tmp_path, "gpu_hours,pass_rate,seed\n10,.3,1\n10,.4,2\n"))
     assert not caplog.text
-    assert read_points(file(tmp_path, "gpu_hours,pass_rate\n10,.3\n10,.4\n"))[0].hours.tolist() == [10, 10]
+    assert read_points(file(tmp_path, "gpu_hours,pass_rate\n10,.3\n10,.4\n"))[0].hours.tolist() == [
+        10,
+        10,
+    ]
     assert "several scores at gpu_hours 10 count as those of one run" in caplog.text
 
 
 def test_steps_of_tensorboard(tmp_path: Path) -> None:
     path = file(tmp_path, "Wall time,Step,Value\n1.7e9,0,.2\n1.7e9,10,.3\n")
-    with pytest.raises(MegarlError, match=r"a file of TensorBoard, .* give --hours-column Step --score-column Value"):
+    with pytest.raises(
+        MegarlError,
+        match=r"a file of TensorBoard, .* give --hours-column Step --score-column Value",
+    ):
         read_points(path)
     (curve,) = read_points(path, PointColumns(hours="Step", score="Value"))
     assert (curve.r0, curve.unit, curve.hours.tolist()) == (0.2, "Step", [10])
 
 
 def test_eval_jsonl_is_read_as_its_run(tmp_path: Path) -> None:
-    """With the column that the recipe forecasts, and without a line that a crash cut off."""
+    """With the column that the recipe forecasts, and without a line that a crash cut
+    off.
+    """
     run = run_of_two_tasks(tmp_path, TASKS + "evaluation: {forecast: code}\n")
     with (run / "eval.jsonl").open("a") as lines:
         lines.write('{"step": 4, "compu')
@@ -236,10 +297,14 @@ def test_a_pipe(tmp_path: Path) -> None:
 
 def test_compute_that_is_not_in_hours(tmp_path: Path) -> None:
     """Called GPU-hours, steps would lose the first 1,500, and compare with hours."""
-    (curve,) = read_points(file(tmp_path, "flops,pass_rate\n1e21,.3\n2e21,.4\n"), PointColumns(hours="flops"))
+    (curve,) = read_points(
+        file(tmp_path, "flops,pass_rate\n1e21,.3\n2e21,.4\n"), PointColumns(hours="flops")
+    )
     assert (curve.unit, amount(2.5e21, curve.unit)) == ("flops", "2.5e+21 flops")
     assert read_points(run(tmp_path, []), PointColumns(hours="step"))[0].unit == "step"
-    (curve,) = read_points(file(tmp_path, "Wall Hours,pass_rate\n1,.3\n2,.4\n"), PointColumns(hours="Wall Hours"))
+    (curve,) = read_points(
+        file(tmp_path, "Wall Hours,pass_rate\n1,.3\n2,.4\n"), PointColumns(hours="Wall Hours")
+    )
     assert curve.unit == "gpu"
 
 
@@ -261,35 +326,58 @@ BAD = {
     "pass_rate is empty in each of its 2 rows": "gpu_hours,pass_rate\n1,\n2,nan\n",
     "row 1: gpu_hours is '', not a number": "gpu_hours,pass_rate\n,.5\n",
     "row 1: gpu_hours is 'inf', not a number": "gpu_hours,pass_rate\ninf,.5\n",
-    "row 2: pass_rate is 50, .*percent, write 54.2% or divide by 100": "gpu_hours,pass_rate\n1,.4\n2,50\n",
+    "row 2: pass_rate is 50, .*percent, write 54.2% or divide by 100": (
+        "gpu_hours,pass_rate\n1,.4\n2,50\n"
+    ),
     "row 2: pass_rate is '0,5', not a number; is the comma": "gpu_hours;pass_rate\n1;0.4\n2;0,5\n",
     "row 1: gpu_hours is '1,234', not a number": "gpu_hours;pass_rate\n1,234;1\n",
     "columns 2 and 4 are both called 'pass_rate'": "gpu_hours,pass_rate,x,pass_rate \n1,.5,0,.6\n",
     "its first line has numbers only": "10,.3\n20,.4\n",
     "no column gpu_hours .*; --hours-column Step fits over steps": "Step,a - pass_rate\n1,.5\n",
-    "'a - pass_rate' and 'b - pass_rate' may be meant": "gpu_hours,a - pass_rate,b - pass_rate\n1,.5,.6\n",
+    "'a - pass_rate' and 'b - pass_rate' may be meant": (
+        "gpu_hours,a - pass_rate,b - pass_rate\n1,.5,.6\n"
+    ),
     "pass_rate is -0.1, not a pass rate between": "gpu_hours,pass_rate\n1,-.1\n",
     "cannot be negative": "gpu_hours,pass_rate\n-1,.5\n",
     "no compute at step 3; only the score before": "step,gpu_hours,pass_rate\n3,0,.5\n",
-    "compute_unit is core, gpu; it is": "compute_hours,pass_rate,compute_unit\n0,.5,gpu\n9,.6,core\n",
-    "compute_unit is cpu; it is gpu or": "compute_hours,pass_rate,compute_unit\n0,.5,cpu\n9,.6,cpu\n",
+    "compute_unit is core, gpu; it is": (
+        "compute_hours,pass_rate,compute_unit\n0,.5,gpu\n9,.6,core\n"
+    ),
+    "compute_unit is cpu; it is gpu or": (
+        "compute_hours,pass_rate,compute_unit\n0,.5,cpu\n9,.6,cpu\n"
+    ),
     "falls from 9 at step 2 to 3 at step 3": "step,gpu_hours,pass_rate\n1,5,.5\n3,3,.6\n2,9,.5\n",
     "2 different scores before training": "gpu_hours,pass_rate\n0,.5\n0,.6\n",
 }
 
 
 def test_how_many_answers_a_score_is_of(tmp_path: Path) -> None:
-    assert read_points(file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,800\n10,.3,800\n"))[0].answers == 800
-    assert read_points(file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,\n10,.3,\n"))[0].answers is None
+    assert (
+        read_points(file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,800\n10,.3,800\n"))[0].answers
+        == 800
+    )
+    assert (
+        read_points(file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,\n10,.3,\n"))[0].answers
+        is None
+    )
     rows = "0,.2,200,4\n10,.3,200,4\n"
-    assert read_points(file(tmp_path, f"gpu_hours,pass_rate,n_prompts,samples\n{rows}"))[0].answers == 800
-    (curve,) = read_points(file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,400\n20,.3,100\n10,.3,400\n"))
+    assert (
+        read_points(file(tmp_path, f"gpu_hours,pass_rate,n_prompts,samples\n{rows}"))[0].answers
+        == 800
+    )
+    (curve,) = read_points(
+        file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,400\n20,.3,100\n10,.3,400\n")
+    )
     assert curve.answers == 100
     assert curve.noise is not None, "a fork may ask another number of prompts"
     assert curve.noise.tolist() == pytest.approx([0.0229, 0.0458], abs=1e-4)
     with pytest.raises(MegarlError, match="n_prompts is 'all', not a number"):
-        read_points(file(tmp_path, f"gpu_hours,pass_rate,n_prompts,samples\n{rows.replace('200', 'all')}"))
-    with pytest.raises(MegarlError, match="answers is -5; it is how many each score is the mean of"):
+        read_points(
+            file(tmp_path, f"gpu_hours,pass_rate,n_prompts,samples\n{rows.replace('200', 'all')}")
+        )
+    with pytest.raises(
+        MegarlError, match="answers is -5; it is how many each score is the mean of"
+    ):
         read_points(file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,-5\n10,.3,-5\n"))
 
 

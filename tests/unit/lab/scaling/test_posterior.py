@@ -1,4 +1,6 @@
-"""The quadrature against scipy's Gaussians written out in full, and against least squares."""
+"""The quadrature against scipy's Gaussians written out in full, and against least
+squares.
+"""
 
 import math
 
@@ -15,20 +17,32 @@ HOURS = np.geomspace(500, 8000, 14)
 X = np.log(HOURS / 8000)
 NOISE = 0.004
 PRIOR = Prior(
-    w=Normal(math.log(1.5), 0.5), r0=Normal(0.31, 0.03), a=Normal(0.6, 0.3), misfits=(0.03,), length=1.5, seeds=0.04,
-    noises=(1.0,), beyond=(4.0, 3.0),
-)  # fmt: skip
+    w=Normal(math.log(1.5), 0.5),
+    r0=Normal(0.31, 0.03),
+    a=Normal(0.6, 0.3),
+    misfits=(0.03,),
+    length=1.5,
+    seeds=0.04,
+    noises=(1.0,),
+    beyond=(4.0, 3.0),
+)
 
 
 def points(curves: int = 2) -> CurvePoints:
     rng = np.random.default_rng(0)
-    scores = [law(HOURS, 0.61, 1.92, 2542) + NOISE * rng.standard_normal(len(X)) for _ in range(curves)]
+    scores = [
+        law(HOURS, 0.61, 1.92, 2542) + NOISE * rng.standard_normal(len(X)) for _ in range(curves)
+    ]
     numbers = np.repeat(np.arange(curves), len(X))
-    return CurvePoints(np.tile(X, curves), np.concatenate(scores), numbers, np.full(curves * len(X), NOISE))
+    return CurvePoints(
+        np.tile(X, curves), np.concatenate(scores), numbers, np.full(curves * len(X), NOISE)
+    )
 
 
 def in_full(posterior: Posterior, x: np.ndarray, curve: np.ndarray, rise: np.ndarray) -> np.ndarray:
-    """The covariance of misfits and offsets, entry by entry, as the module's docstring says."""
+    """The covariance of misfits and offsets, entry by entry, as the module's docstring
+    says.
+    """
     size = posterior.gain
     covariance = np.zeros((len(x), len(x)))
     for i in range(len(x)):
@@ -40,7 +54,9 @@ def in_full(posterior: Posterior, x: np.ndarray, curve: np.ndarray, rise: np.nda
 
 
 def test_a_cell_is_the_gaussian_written_out() -> None:
-    """Its mass, but for a constant and the bounds of A, is the density of the scores; its (R_0, A) their conditional mean."""
+    """Its mass, but for a constant and the bounds of A, is the density of the scores;
+    its (R_0, A) their conditional mean.
+    """
     data = points()
     posterior = Posterior(SIGMOID, data, PRIOR)
     noise = np.diag(np.full(len(data.x), NOISE**2))
@@ -51,7 +67,11 @@ def test_a_cell_is_the_gaussian_written_out() -> None:
     for n, (u, w) in enumerate(cells):
         s = SIGMOID.share(np.exp(w) * (data.x - u))
         design, prior = np.stack([1 - s, s], axis=1), np.diag([0.03**2, 0.3**2])
-        covariance = in_full(posterior, data.x, data.curve, posterior._rise()) + noise + design @ prior @ design.T
+        covariance = (
+            in_full(posterior, data.x, data.curve, posterior._rise())
+            + noise
+            + design @ prior @ design.T
+        )
         mean = design @ [0.31, 0.6]
         density = stats.multivariate_normal(mean, covariance).logpdf(data.y)
         expected.append(density + stats.norm(math.log(1.5), 0.5).logpdf(w))
@@ -71,12 +91,20 @@ def _inside(cells: object) -> np.ndarray:
 
 
 def test_scores_go_on_from_the_points() -> None:
-    """With the law all but given, what is left is the Gaussian process: mean and deviation by the textbook's formula."""
+    """With the law all but given, what is left is the Gaussian process: mean and
+    deviation by the textbook's formula.
+    """
     data = points(1)
     held = Prior(
-        w=Normal(math.log(1.92), 1e-3), r0=Normal(0.3, 1e-6), a=Normal(0.61, 1e-6), misfits=(0.03,), length=1.5,
-        seeds=0.04, noises=(1.0,), beyond=(4.0, 3.0),
-    )  # fmt: skip
+        w=Normal(math.log(1.92), 1e-3),
+        r0=Normal(0.3, 1e-6),
+        a=Normal(0.61, 1e-6),
+        misfits=(0.03,),
+        length=1.5,
+        seeds=0.04,
+        noises=(1.0,),
+        beyond=(4.0, 3.0),
+    )
     posterior = Posterior(SIGMOID, data, held)
     ahead = np.log(np.array([8000.0, 16_000.0, 64_000.0]) / 8000)
     drawn = posterior.scores(ahead)

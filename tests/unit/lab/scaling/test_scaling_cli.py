@@ -15,9 +15,23 @@ from megarl.lab.scaling.published import csv_of, law_named, published, synthetic
 from tests.unit.lab.scaling.curves import HOURS
 
 KEYS = {
-    "form", "A", "B", "C_mid", "R_0", "r0_from", "score_before", "sse", "rmse", "r2", "n", "window",
-    "A_interval", "B_interval", "C_mid_interval", "warnings",
-}  # fmt: skip
+    "form",
+    "A",
+    "B",
+    "C_mid",
+    "R_0",
+    "r0_from",
+    "score_before",
+    "sse",
+    "rmse",
+    "r2",
+    "n",
+    "window",
+    "A_interval",
+    "B_interval",
+    "C_mid_interval",
+    "warnings",
+}
 
 
 def scaling(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
@@ -32,7 +46,9 @@ def points(tmp_path: Path) -> Path:
 
 
 def write(path: Path, name: str, seeds: int = 1) -> Path:
-    path.write_text(csv_of([synthetic(law_named(name), HOURS, seed) for seed in range(seeds)], "SYNTHETIC"))
+    path.write_text(
+        csv_of([synthetic(law_named(name), HOURS, seed) for seed in range(seeds)], "SYNTHETIC")
+    )
     return path
 
 
@@ -66,10 +82,19 @@ def test_fit_of_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "no seed 9" in scaling(capsys, "fit", path, "--seed", 9, status=2)
 
 
-def test_fit_of_a_cpu_run_says_core_hours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_of_a_cpu_run_says_core_hours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     curve = synthetic(law_named("scalerl-8b"), HOURS, 0)
-    for step, (hours, rate) in enumerate([(1, curve.r0), *zip(curve.hours, curve.pass_rate, strict=True)]):
-        row = {"step": step, "pass_rate": rate, "compute_hours": hours / 1e4, "compute_unit": "core"}
+    for step, (hours, rate) in enumerate(
+        [(1, curve.r0), *zip(curve.hours, curve.pass_rate, strict=True)]
+    ):
+        row = {
+            "step": step,
+            "pass_rate": rate,
+            "compute_hours": hours / 1e4,
+            "compute_unit": "core",
+        }
         append_jsonl(tmp_path / "eval.jsonl", row)
     text = scaling(capsys, "fit", tmp_path)
     assert "C_mid, core-hours" in text
@@ -83,7 +108,9 @@ def test_extrapolate(points: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["later"]["n"] == 16
     assert "16 points are later" in (near := scaling(capsys, *asked, "--to", 16_000))
     assert "times the compute" not in near
-    assert "warning: that is 12 times the compute of the last point" in scaling(capsys, *asked, "--to", 100_000)
+    assert "warning: that is 12 times the compute of the last point" in scaling(
+        capsys, *asked, "--to", 100_000
+    )
     assert "0.5 is reached after 2," in scaling(capsys, *asked, "--reach", 0.5)
     assert "0.9 is never reached" in scaling(capsys, *asked, "--reach", 0.9)
     assert "--to is 0" in scaling(capsys, *asked, "--to", 0, status=2)
@@ -110,12 +137,19 @@ def test_transfer(points: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "7e+10 parameters" in text
     assert "At 20,000 GPU-hours a pass rate of" in text
     assert "2 sizes hardly show" in text
-    assert "1 size cannot show" in scaling(capsys, "transfer", f"8e9={points}", "--size", 70e9, status=2)
+    assert "1 size cannot show" in scaling(
+        capsys, "transfer", f"8e9={points}", "--size", 70e9, status=2
+    )
 
 
 @pytest.mark.parametrize("hours", ["-5", "0", "nan", "inf"])
-def test_no_compute(hours: str, points: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said, picture = f"--to is {hours}; it is compute in hours, finite and above 0", ("-o", tmp_path / "picture")
+def test_no_compute(
+    hours: str, points: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, picture = (
+        f"--to is {hours}; it is compute in hours, finite and above 0",
+        ("-o", tmp_path / "picture"),
+    )
     sized = (f"8e9={points}", f"17e9={points}", "--size", 70e9)
     for words in (
         ("transfer", *sized),
@@ -144,21 +178,28 @@ def test_published(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_published_curves_begin_where_the_papers_figure_does() -> None:
-    """Figure 1 of arXiv 2510.13786: the run of 100,000 GPU-hours ends at 0.6415. From an R_0 of 0.3 its fit would end 0.0043
-    below that."""
+    """Figure 1 of arXiv 2510.13786: the run of 100,000 GPU-hours ends at 0.6415. From
+    an R_0 of 0.3 its fit would end 0.0043 below that.
+    """
     law = law_named("batch-2048")
     assert law.r0 == 0.40
     assert float(law(np.array([1e5]))[0]) == pytest.approx(0.6415, abs=0.0025)
 
 
-def test_synthetic_points_are_labelled_and_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = scaling(capsys, "published", "--synthetic", "batch-2048", "--hours", 1e5, "--evaluations", 74)
+def test_synthetic_points_are_labelled_and_read_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = scaling(
+        capsys, "published", "--synthetic", "batch-2048", "--hours", 1e5, "--evaluations", 74
+    )
     assert text.startswith("# SYNTHETIC, no run: drawn from the published fit batch-2048")
     (tmp_path / "long.csv").write_text(text)
     (curve,) = read_points(tmp_path / "long.csv")
     assert (len(curve.hours), curve.hours[-1]) == (74, 1e5)
     assert curve.r0 == pytest.approx(0.4, abs=0.02)
-    assert "no C_mid is published" in scaling(capsys, "published", "--synthetic", "recipe-grpo", status=2)
+    assert "no C_mid is published" in scaling(
+        capsys, "published", "--synthetic", "recipe-grpo", status=2
+    )
     assert "no published fit 'x'" in scaling(capsys, "published", "--synthetic", "x", status=2)
 
 

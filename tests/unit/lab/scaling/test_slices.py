@@ -26,11 +26,17 @@ def by(a: float, b: float, c_mid: float, r0: float) -> Callable[[float], float]:
     return lambda hours: float(law(np.array([hours]), a, b, c_mid, r0)[0]) if hours else r0
 
 
-def written(path: Path, tasks: dict[str, dict[str, Any]], prompts: int = 120, samples: int = 8) -> Path:
-    """A run with answers. Of each task: `chance`, and if wanted `difficulty` and `score` by prompt, and its `keys`."""
+def written(
+    path: Path, tasks: dict[str, dict[str, Any]], prompts: int = 120, samples: int = 8
+) -> Path:
+    """A run with answers. Of each task: `chance`, and if wanted `difficulty` and
+    `score` by prompt, and its `keys`.
+    """
     run = RunDir(path / "made")
     run.create()
-    keys = {name: {"train": "", "heldout": ""} | task.get("keys", {}) for name, task in tasks.items()}
+    keys = {
+        name: {"train": "", "heldout": ""} | task.get("keys", {}) for name, task in tasks.items()
+    }
     recipe = from_tree({"data": {"tasks": keys}, "run": {"name": "made", "dir": str(path)}})
     run.recipe.write_text(dump(recipe))
     rng = np.random.default_rng(0)
@@ -44,7 +50,9 @@ def written(path: Path, tasks: dict[str, dict[str, Any]], prompts: int = 120, sa
                 for sample in range(samples):
                     right = bool(rng.random() < task["chance"](hours, n))
                     more = {"difficulty": task["difficulty"](n)} if "difficulty" in task else {}
-                    more |= {"scores": task["scores"](hours, right, rng)} if "scores" in task else {}
+                    more |= (
+                        {"scores": task["scores"](hours, right, rng)} if "scores" in task else {}
+                    )
                     lines.append(json.dumps(answer(name, f"p{n}", sample, right) | more))
             place.answers.write_text("\n".join(lines) + "\n")
         row = {"step": step, "pass_rate": 0.5, "n_prompts": prompts, "samples": samples}
@@ -54,11 +62,27 @@ def written(path: Path, tasks: dict[str, dict[str, Any]], prompts: int = 120, sa
 
 def answer(suite: str, id: str, sample: int, right: bool) -> dict[str, Any]:
     made = Answer(
-        suite=suite, id=id, sample=sample, prompt="", expected="", completion="", answer="", vote="", correct=right,
-        truncated=False, interrupted=False, format_ok=True, grader_timeout=False, grader_error=False, tokens=1, entropy=None,
-    )  # fmt: skip
+        suite=suite,
+        id=id,
+        sample=sample,
+        prompt="",
+        expected="",
+        completion="",
+        answer="",
+        vote="",
+        correct=right,
+        truncated=False,
+        interrupted=False,
+        format_ok=True,
+        grader_timeout=False,
+        grader_error=False,
+        tokens=1,
+        entropy=None,
+    )
     known = {name: getattr(made, name) for name in Answer.__struct_fields__}
-    return {name: value for name, value in known.items() if isinstance(value, str | bool | int | None)}
+    return {
+        name: value for name, value in known.items() if isinstance(value, str | bool | int | None)
+    }
 
 
 def found(run: Path) -> dict[str, Slice]:
@@ -71,7 +95,9 @@ def inside(part: Slice, a: float) -> bool:
 
 
 def test_each_part_has_its_own_law(tmp_path: Path) -> None:
-    """Three tasks; of one, two levels of difficulty with laws of their own, and a component with another unit."""
+    """Three tasks; of one, two levels of difficulty with laws of their own, and a
+    component with another unit.
+    """
     easy, hard, flat = by(0.9, 1.3, 1200, 0.5), by(0.45, 1.4, 1300, 0.1), by(0.3, 1, 1000, 0.3)
 
     def scores(hours: float, right: bool, rng: np.random.Generator) -> dict[str, float]:
@@ -80,15 +106,24 @@ def test_each_part_has_its_own_law(tmp_path: Path) -> None:
 
     tasks: dict[str, dict[str, Any]] = {
         "math": {
-            "chance": lambda hours, n: (hard if n % 2 else easy)(hours), "difficulty": lambda n: 1 + n % 2, "scores": scores,
+            "chance": lambda hours, n: (hard if n % 2 else easy)(hours),
+            "difficulty": lambda n: 1 + n % 2,
+            "scores": scores,
         },
         "code": {"chance": lambda hours, n: flat(hours)},
         "worse": {"chance": lambda hours, n: 1 - easy(hours)},
-    }  # fmt: skip
+    }
     made = found(written(tmp_path, tasks))
     assert {name.partition(": ")[2] for name in made if name.startswith("math")} == {
-        "all", "difficulty 1", "difficulty 2", "answer", "form", "total", "pass@2", "pass@4",
-    }  # fmt: skip
+        "all",
+        "difficulty 1",
+        "difficulty 2",
+        "answer",
+        "form",
+        "total",
+        "pass@2",
+        "pass@4",
+    }
     assert inside(made["math: difficulty 1"], 0.9)
     assert inside(made["math: difficulty 2"], 0.45)
     assert not inside(made["math: difficulty 2"], 0.9), "the interval says something"
@@ -103,7 +138,9 @@ def test_each_part_has_its_own_law(tmp_path: Path) -> None:
 
 
 def test_bins_are_not_chosen_by_the_answers_that_are_scored(tmp_path: Path) -> None:
-    """All prompts are alike and nothing improves: whatever the bins, every score is 0.5 but for noise."""
+    """All prompts are alike and nothing improves: whatever the bins, every score is 0.5
+    but for noise.
+    """
     made = found(written(tmp_path, {"math": {"chance": lambda hours, n: 0.5}}))
     bins = [part for name, part in made.items() if part.kind == "difficulty"]
     assert len(bins) == 3
@@ -125,13 +162,19 @@ def test_many_levels_of_difficulty_are_three_bins(tmp_path: Path) -> None:
 
 
 def test_noise_is_of_the_number_of_answers_and_for_pass_at_n_over_prompts(tmp_path: Path) -> None:
-    made = found(written(tmp_path, {"math": {"chance": lambda hours, n: [0.05, 0.95][n % 2]}}, prompts=50))
+    made = found(
+        written(tmp_path, {"math": {"chance": lambda hours, n: [0.05, 0.95][n % 2]}}, prompts=50)
+    )
     for name, error in (("all", None), ("pass@4", "prompts")):
         part = made[f"math: {name}"]
         assert part.curve is not None
         assert part.curve.noise is not None
         rate = part.values.mean(1)[1:]
-        expected = np.sqrt(rate * (1 - rate) / 400) if error is None else part.values.std(1, ddof=1)[1:] / np.sqrt(50)
+        expected = (
+            np.sqrt(rate * (1 - rate) / 400)
+            if error is None
+            else part.values.std(1, ddof=1)[1:] / np.sqrt(50)
+        )
         np.testing.assert_allclose(part.curve.noise, expected, rtol=1e-12)
     assert max(int(name.partition("@")[2]) for name in made if "@" in name) == 4, "half of eight"
 
@@ -141,14 +184,20 @@ def test_what_has_no_law_says_why(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     rewards = {"rewards": {"form": {"grader": "format", "weight": 0.5}}}
-    run = written(tmp_path, {"math": {"chance": lambda hours, n: 1.0, "keys": rewards}}, prompts=5, samples=1)
+    run = written(
+        tmp_path, {"math": {"chance": lambda hours, n: 1.0, "keys": rewards}}, prompts=5, samples=1
+    )
     assert cli.main(["scaling", "slices", str(run)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for part in ("no law: all 14", "constant", "no column of", "trusted_grader"):
         assert part in text
     assert cli.main(["scaling", "slices", str(run), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [(row["kind"], row["law"]) for row in rows] == [("task", None), ("difficulty", None), ("objective", None)]
+    assert [(row["kind"], row["law"]) for row in rows] == [
+        ("task", None),
+        ("difficulty", None),
+        ("objective", None),
+    ]
     assert all(row["problem"] for row in rows)
     for path in (run / "evaluations").glob("*/*/answers.jsonl"):
         path.unlink()
@@ -158,7 +207,9 @@ def test_what_has_no_law_says_why(
 
 
 def test_a_real_run(tmp_path: Path) -> None:
-    """Six steps of an earlier megarl: the parts are of its scores, and two points are not enough for any law."""
+    """Six steps of an earlier megarl: the parts are of its scores, and two points are
+    not enough for any law.
+    """
     with tarfile.open(Path(__file__).parents[3] / "e2e" / "old_run.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     run = tmp_path / "runs" / "old"
@@ -172,10 +223,20 @@ def test_a_real_run(tmp_path: Path) -> None:
 
 def test_picture(tmp_path: Path) -> None:
     chance = by(0.8, 1.2, 1500, 0.2)
-    run = written(tmp_path, {"math": {"chance": lambda hours, n: chance(hours)}}, prompts=20, samples=4)
-    assert cli.main(["scaling", "slices", str(run), "-o", str(tmp_path / "pictures" / "parts")]) == 0
+    run = written(
+        tmp_path, {"math": {"chance": lambda hours, n: chance(hours)}}, prompts=20, samples=4
+    )
+    assert (
+        cli.main(["scaling", "slices", str(run), "-o", str(tmp_path / "pictures" / "parts")]) == 0
+    )
     text = (tmp_path / "pictures" / "parts.svg").read_text()
-    for shown in ("math, by task", "math, by difficulty", "math, by pass@n", "compute, GPU-hours", "pass@2"):
+    for shown in (
+        "math, by task",
+        "math, by difficulty",
+        "math, by pass@n",
+        "compute, GPU-hours",
+        "pass@2",
+    ):
         assert shown in text
     assert (tmp_path / "pictures" / "parts.png").read_bytes().startswith(b"\x89PNG")
 
@@ -190,24 +251,35 @@ def test_an_answer_that_was_void_takes_no_objective_away(tmp_path: Path) -> None
     run = written(tmp_path, tasks, prompts=10, samples=2)
     path = sorted((run / "evaluations").iterdir())[3] / "math" / "answers.jsonl"
     first, second, *rest = path.read_text().splitlines()
-    void = [{k: v for k, v in json.loads(line).items() if k != "scores"} for line in (first, second)]
+    void = [
+        {k: v for k, v in json.loads(line).items() if k != "scores"} for line in (first, second)
+    ]
     path.write_text("\n".join([json.dumps(void[0]), second, *rest]) + "\n")
     assert found(run)["math: total"].values.shape[1] == 10
     path.write_text("\n".join([*map(json.dumps, void), *rest]) + "\n")
     assert found(run)["math: total"].values.shape[1] == 9, "of one prompt nothing was graded"
-    assert found(run)["math: form"].problem.startswith("all 14 scores are 1; a constant"), "in the reward's own unit"
+    assert found(run)["math: form"].problem.startswith("all 14 scores are 1; a constant"), (
+        "in the reward's own unit"
+    )
 
 
-def test_an_evaluation_without_an_answer_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_evaluation_without_an_answer_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = written(tmp_path, {"math": {"chance": lambda hours, n: 0.5}}, prompts=5, samples=2)
     *before, last = sorted((run / "evaluations").glob("*/math/answers.jsonl"))
     for path in (before[3], last):
         path.write_text("")
     assert found(run)["math: all"].values.shape == (len(before) - 1, 5)
-    assert f"math: evaluations without an answer are left out: step {STEPS[3]}, {STEPS[-1]}" in caplog.text
+    assert (
+        f"math: evaluations without an answer are left out: step {STEPS[3]}, {STEPS[-1]}"
+        in caplog.text
+    )
     before[1].unlink()
     assert found(run)["math: all"].values.shape == (len(before) - 2, 5)
-    assert f"answers are gone (evaluation.keep, a fork) are left out: step {STEPS[1]}" in caplog.text
+    assert (
+        f"answers are gone (evaluation.keep, a fork) are left out: step {STEPS[1]}" in caplog.text
+    )
     for path in before:
         path.write_text("")
     (part,) = module.slices(run)
@@ -216,7 +288,11 @@ def test_an_evaluation_without_an_answer_is_left_out(tmp_path: Path, caplog: pyt
 
 def test_prompts_of_only_some_evaluations_do_not_count(tmp_path: Path) -> None:
     chance = by(0.8, 1.2, 1500, 0.2)
-    run = written(tmp_path, {"math": {"chance": lambda hours, n: chance(hours)}}, prompts=20, samples=4)
+    run = written(
+        tmp_path, {"math": {"chance": lambda hours, n: chance(hours)}}, prompts=20, samples=4
+    )
     path = sorted((run / "evaluations").iterdir())[3] / "math" / "answers.jsonl"
-    path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if '"p7"' not in line))
+    path.write_text(
+        "".join(line + "\n" for line in path.read_text().splitlines() if '"p7"' not in line)
+    )
     assert {part.values.shape[1] for part in module.slices(run) if part.kind == "task"} == {19}

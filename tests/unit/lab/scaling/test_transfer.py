@@ -21,7 +21,12 @@ def laws(slopes: np.ndarray, scatter: np.ndarray) -> Laws:
         + np.log(SIZES / 2e6)[:, None] * slopes
         + scatter
     )
-    a, b, c, r0 = 1 - np.exp(at[:, 0]), np.exp(at[:, 1]), np.exp(at[:, 2]), (1 - np.exp(at[:, 3])).clip(0.05, 0.8)
+    a, b, c, r0 = (
+        1 - np.exp(at[:, 0]),
+        np.exp(at[:, 1]),
+        np.exp(at[:, 2]),
+        (1 - np.exp(at[:, 3])).clip(0.05, 0.8),
+    )
     return np.stack([a.clip(r0 + 0.1, 0.99), b, c, r0], axis=1)
 
 
@@ -36,13 +41,24 @@ def fitted(of: Laws, rng: np.random.Generator, count: int = 3) -> dict[float, Fi
         hours = law[2] * np.geomspace(0.15, 6, 10)
         rates = rng.binomial(ANSWERS, score(law, hours)) / ANSWERS
         fits[float(size)] = fit(
-            [Curve("", hours, rates, float(rng.binomial(ANSWERS, law[3]) / ANSWERS), "core", answers=ANSWERS)]
+            [
+                Curve(
+                    "",
+                    hours,
+                    rates,
+                    float(rng.binomial(ANSWERS, law[3]) / ANSWERS),
+                    "core",
+                    answers=ANSWERS,
+                )
+            ]
         )
     return fits
 
 
 def test_intervals_hold_what_they_say() -> None:
-    """Lines and scatter as the priors have them, three sizes fitted, the fourth predicted: 95 % of 240 values."""
+    """Lines and scatter as the priors have them, three sizes fitted, the fourth
+    predicted: 95 % of 240 values.
+    """
     inside = np.zeros(6)
     for draw in range(40):
         rng = np.random.default_rng(draw)
@@ -58,7 +74,9 @@ def test_intervals_hold_what_they_say() -> None:
 
 
 def test_a_size_off_the_line_is_missed() -> None:
-    """A policy that cannot learn what smaller ones did: no interval from them holds that, and it should not."""
+    """A policy that cannot learn what smaller ones did: no interval from them holds
+    that, and it should not.
+    """
     of = laws(np.array([-0.1, 0.0, 0.5, 0.0]), np.zeros((4, 4)))
     found = transfer(fitted(of, np.random.default_rng(0)), SIZES[3])
     assert found.intervals[1, 0] > of[0, 3] + 0.1  # its R_0
@@ -85,7 +103,9 @@ def test_more_sizes_and_a_known_start_narrow_the_interval() -> None:
 
 
 def test_judge_tells_a_curve_that_follows_from_one_that_does_not() -> None:
-    """benchmarks/transfer.py: nearer than the next smaller size; and a policy that stops learning lies outside."""
+    """benchmarks/transfer.py: nearer than the next smaller size; and a policy that
+    stops learning lies outside.
+    """
     rng, of = np.random.default_rng(0), laws(np.array([-0.1, 0.0, 0.6, 0.0]), np.zeros((4, 4)))
     of[:, 2] *= 10  # petaFLOP
     curves = {}
@@ -97,7 +117,9 @@ def test_judge_tells_a_curve_that_follows_from_one_that_does_not() -> None:
     assert row["inside"] == 1
     assert row["rmse"] < row["rmse_of_next_smaller"]
     (last,) = curves[SIZES[3]]
-    stopped = Curve("", last.hours, np.minimum(last.pass_rate, of[3, 3] + 0.1), last.r0, "core", answers=ANSWERS)
+    stopped = Curve(
+        "", last.hours, np.minimum(last.pass_rate, of[3, 3] + 0.1), last.r0, "core", answers=ANSWERS
+    )
     assert judge("quickstart", curves | {SIZES[3]: [stopped]})["inside"] < 0.5
 
 

@@ -19,19 +19,35 @@ Row = dict[str, Any]
 LABELS = "name,kind,seed,dose,step,named\n"
 
 
-def write(folder: Path, name: str, steps: int, fault: int | None = None, early: int | None = None) -> None:
-    """A run with gradients of about 1: from `fault` on, and for three steps from `early` on, of a hundred. The pass rate falls
-    ten steps after the fault."""
+def write(
+    folder: Path, name: str, steps: int, fault: int | None = None, early: int | None = None
+) -> None:
+    """A run with gradients of about 1: from `fault` on, and for three steps from
+    `early` on, of a hundred. The pass rate falls ten steps after the fault.
+    """
     rng = random.Random(name)
     (folder / name).mkdir()
     with (folder / name / "metrics.jsonl").open("w") as file:
         for step in range(steps):
-            large = (fault is not None and step >= fault) or (early is not None and early <= step < early + 3)
-            file.write(json.dumps({"step": step, "grad_norm": (100 if large else 1) * rng.uniform(0.9, 1.1)}) + "\n")
+            large = (fault is not None and step >= fault) or (
+                early is not None and early <= step < early + 3
+            )
+            file.write(
+                json.dumps(
+                    {"step": step, "grad_norm": (100 if large else 1) * rng.uniform(0.9, 1.1)}
+                )
+                + "\n"
+            )
     with (folder / name / "eval.jsonl").open("w") as file:
         for step in range(0, steps + 1, 10):
             rate = 0.3 if fault is not None and step >= fault + 10 else 0.8
-            score = {"step": step, "pass_rate": rate, "n_prompts": 100, "samples": 4, "compute_hours": 1.0}
+            score = {
+                "step": step,
+                "pass_rate": rate,
+                "n_prompts": 100,
+                "samples": 4,
+                "compute_hours": 1.0,
+            }
             file.write(json.dumps(score | {"compute_unit": "core"}) + "\n")
 
 
@@ -46,7 +62,9 @@ def test_faults_and_clean_runs(
     write(tmp_path, "lr", 100, fault=60)
     write(tmp_path, "other", 100, fault=60, early=30)
     write(tmp_path, "ended", 70)
-    (tmp_path / "ended" / "failure").write_text("version 70: they differ. Likely cause: RoPE: differences grow")
+    (tmp_path / "ended" / "failure").write_text(
+        "version 70: they differ. Likely cause: RoPE: differences grow"
+    )
     write(tmp_path, "missed", 100)
     write(tmp_path, "clean", 100)
     lines = (
@@ -61,7 +79,11 @@ def test_faults_and_clean_runs(
     assert lr.first == lr.naming is not None
     assert (lr.first.raised, lr.suffers, lr.lead, lr.steps, lr.false_alarms) == (62, 70, 8, 60, [])
     assert other.first is not None
-    assert (other.first.name, other.naming, other.false_alarms) == ("grad_norm", None, ["grad_norm at 32"])
+    assert (other.first.name, other.naming, other.false_alarms) == (
+        "grad_norm",
+        None,
+        ["grad_norm at 32"],
+    )
     assert ended.naming is not None
     assert (ended.naming.name, ended.naming.raised, ended.suffers) == ("ended", 70, None)
     assert (missed.first, missed.naming, missed.lead) == (None, None, None)
@@ -72,15 +94,17 @@ def test_faults_and_clean_runs(
     assert "| head | 2 | 1 | 0 | 2 | 1 of 1 | 8 |" in said
     bound = alarm.garwood(1) / 345 * 5000
     assert (
-        f"Clean steps: 345 of 5 runs. False alarms: 1 (other: grad_norm at 32). At 95 %: fewer than {bound:.2f} in"
-        in said
+        "Clean steps: 345 of 5 runs. False alarms: 1 (other: grad_norm at 32). At 95 %: fewer than"
+        f" {bound:.2f} in" in said
     )
     assert json.loads((tmp_path / "out.json").read_text())[0]["first"]["raised"] == 62
 
 
 def test_an_alarm_before_its_fault_that_lasts_is_a_false_one(tmp_path: Path) -> None:
     write(tmp_path, "early", 80, fault=50)
-    (label,) = [{"name": "early", "kind": "head", "seed": "0", "dose": "1", "step": "60", "named": ""}]
+    (label,) = [
+        {"name": "early", "kind": "head", "seed": "0", "dose": "1", "step": "60", "named": ""}
+    ]
     (run,) = alarm.folder(tmp_path, [label])
     assert (run.false_alarms, run.first, run.steps) == (["grad_norm at 52"], None, 60)
     (fork,) = alarm.folder(tmp_path, [label | {"fork": "55"}])  # the alarm was its parent's
@@ -88,9 +112,13 @@ def test_an_alarm_before_its_fault_that_lasts_is_a_false_one(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("begins", "suffers"), [(59, 70), (60, 70), (70, 70), (71, None)])
-def test_a_server_at_fault_evaluates_the_version_before_it(tmp_path: Path, begins: int, suffers: int | None) -> None:
+def test_a_server_at_fault_evaluates_the_version_before_it(
+    tmp_path: Path, begins: int, suffers: int | None
+) -> None:
     write(tmp_path, "falls", 80, fault=60)
-    (run,) = alarm.folder(tmp_path, [{"name": "falls", "kind": "rope", "seed": "0", "dose": "2", "step": str(begins)}])
+    (run,) = alarm.folder(
+        tmp_path, [{"name": "falls", "kind": "rope", "seed": "0", "dose": "2", "step": str(begins)}]
+    )
     assert run.suffers == suffers
 
 
@@ -131,8 +159,12 @@ assert asyncio.run(tickets._graders["t"].grade("17", prompt)).correct
 """
 
 
-@pytest.mark.parametrize(("fault", "script"), [("same_prompts:2", SAME_PROMPTS), ("grader:any", GRADER)])
-def test_faults_that_know_our_classes_still_fit_them(tmp_path: Path, fault: str, script: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "script"), [("same_prompts:2", SAME_PROMPTS), ("grader:any", GRADER)]
+)
+def test_faults_that_know_our_classes_still_fit_them(
+    tmp_path: Path, fault: str, script: str
+) -> None:
     (tmp_path / "flag").touch()
     path = os.pathsep.join([str(alarm_faults.INJECTED), str(alarm_faults.ROOT)])
     environment = os.environ | {"PYTHONPATH": path, "ALARM_FAULT": f"{fault}:0:{tmp_path / 'flag'}"}

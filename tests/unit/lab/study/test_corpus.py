@@ -40,7 +40,9 @@ def test_kinds_are_as_many_and_as_different_as_forecasts_need(task: StudyTask) -
         assert {"moe" in run.recipe for run in here} == {True, False}
 
 
-def test_what_a_run_starts_from_is_made_once(task: StudyTask, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_run_starts_from_is_made_once(
+    task: StudyTask, capsys: pytest.CaptureFixture[str]
+) -> None:
     (words,) = corpus.before(task)
     assert words[:4] == [sys.executable, "-m", "megarl", "sft"]
     assert words[4:] == [str(task.recipe), "model.dtype=fp32", "run.seed=0"]
@@ -55,15 +57,28 @@ def test_a_record_holds_what_the_run_left(task: StudyTask) -> None:
     task.rundir.create()
     for step in range(4):
         append_jsonl(
-            task.rundir.metrics, {"step": step, "generated_tokens": 1000.0, "loss": 1 / 3, "compute_unit": "core"}
+            task.rundir.metrics,
+            {"step": step, "generated_tokens": 1000.0, "loss": 1 / 3, "compute_unit": "core"},
         )
     for step, rate in ((0, 0.4), (2, 0.5), (4, 0.6)):
-        row = {"step": step, "pass_rate": rate, "n_prompts": 512, "samples": 8, "compute_hours": 0.1 + step}
+        row = {
+            "step": step,
+            "pass_rate": rate,
+            "n_prompts": 512,
+            "samples": 8,
+            "compute_hours": 0.1 + step,
+        }
         append_jsonl(task.rundir.eval, row | {"compute_unit": "core"})
     assert not corpus.record_of(task).exists()
     corpus.record(task)
     run = corpus.read(corpus.record_of(task))
-    assert (run.recipe, run.size, run.dtype, run.task, run.seed) == ("quickstart-moe", "0.8m", "bf16", "arithmetic", 0)
+    assert (run.recipe, run.size, run.dtype, run.task, run.seed) == (
+        "quickstart-moe",
+        "0.8m",
+        "bf16",
+        "arithmetic",
+        0,
+    )
     assert [row["loss"] for row in run.steps] == [0.333333] * 4
     curve = run.curve
     flop = 8 * corpus.SIZES["0.8m"].active * np.array([2000, 4000])
@@ -71,15 +86,21 @@ def test_a_record_holds_what_the_run_left(task: StudyTask) -> None:
     assert (curve.pass_rate.tolist(), curve.r0, curve.answers) == ([0.5, 0.6], 0.4, 4096)
 
 
-def test_runs_with_a_record_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_with_a_record_are_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where nothing but the records has come along."""
     made: list[str] = []
-    monkeypatch.setattr("megarl.lab.study.main._finish", lambda words, task, *_: made.append(task.name) or 1)
+    monkeypatch.setattr(
+        "megarl.lab.study.main._finish", lambda words, task, *_: made.append(task.name) or 1
+    )
     (tmp_path / "records").mkdir()
     for kind in corpus.KINDS[1:]:
         (tmp_path / "records" / f"{kind.name}-seed0.jsonl.gz").touch()
     monkeypatch.setattr(corpus, "before", lambda task: [])
-    assert command(StudyOptions("0", str(tmp_path), None, False, ())) == 1  # the stand-in makes no run
+    assert (
+        command(StudyOptions("0", str(tmp_path), None, False, ())) == 1
+    )  # the stand-in makes no run
     assert made == ["quickstart-0.3m-fp32-seed0"]
 
 
@@ -87,14 +108,22 @@ def curve_run(score: Any) -> corpus.CorpusRun:
     flop = 1e15 * 1.4 ** np.arange(12)
     rows = [{"step": 0, "flop": 0.0, "pass_rate": 0.4, "n_prompts": 512, "samples": 8}]
     rows += [
-        {"step": n + 1, "flop": float(c), "pass_rate": float(score(c / 1e15)), "n_prompts": 512, "samples": 8}
+        {
+            "step": n + 1,
+            "flop": float(c),
+            "pass_rate": float(score(c / 1e15)),
+            "n_prompts": 512,
+            "samples": 8,
+        }
         for n, c in enumerate(flop)
     ]
     return corpus.CorpusRun("quickstart", "0.8m", "fp32", "arithmetic", 0, "", {}, tuple(rows), ())
 
 
 def test_forecasts_are_judged_by_what_came() -> None:
-    """A law: megarl's fit holds it in a narrower interval than a power law's, and the last value misses it."""
+    """A law: megarl's fit holds it in a narrower interval than a power law's, and the
+    last value misses it.
+    """
     run = curve_run(lambda c: 0.4 + 0.5 / (1 + (8 / c) ** 1.5))
     cuts = [(seen.hours[-1], ahead) for seen, ahead, _, _ in forecasts.origins(run)]
     assert len(cuts) >= 4
@@ -104,7 +133,9 @@ def test_forecasts_are_judged_by_what_came() -> None:
     assert rows["megarl"]["coverage"] == 1
     assert rows["megarl"]["median_width"] < 0.3
     assert rows["last value"]["coverage"] == 0
-    assert rows["megarl"]["interval_score"] < min(rows[name]["interval_score"] for name in ("last value", "power law"))
+    assert rows["megarl"]["interval_score"] < min(
+        rows[name]["interval_score"] for name in ("last value", "power law")
+    )
 
 
 def test_seeds_that_differ_are_told_from_those_that_do_not() -> None:
@@ -118,7 +149,9 @@ def test_seeds_that_differ_are_told_from_those_that_do_not() -> None:
 
 
 def test_a_run_that_falls_is_not_held() -> None:
-    """The check can fail: two evaluations in the middle have half of the law's score, and no earlier interval holds them."""
+    """The check can fail: two evaluations in the middle have half of the law's score,
+    and no earlier interval holds them.
+    """
     run = curve_run(lambda c: (0.4 + 0.5 / (1 + (8 / c) ** 1.5)) * (0.5 if 12 < c < 25 else 1))
     fallen = [j for j in forecasts.judge([run])["megarl"] if j.score < 0.4]
     assert fallen
@@ -126,10 +159,15 @@ def test_a_run_that_falls_is_not_held() -> None:
 
 
 def test_the_stop_rule_is_replayed_and_a_wrong_stop_is_seen() -> None:
-    """A curve at its ceiling is ended without loss; one that rises for good is not, and a rule that ends it is called wrong."""
+    """A curve at its ceiling is ended without loss; one that rises for good is not, and
+    a rule that ends it is called wrong.
+    """
     flat = curve_run(lambda c: 0.4 + 0.5 / (1 + (2 / c) ** 3))
     rows = stopping.rows_of(flat)
-    ended, best = (stopping.stops(flat, stopping.upper_end, 0.1, rows), stopping.hindsight(flat, 0.1, rows))
+    ended, best = (
+        stopping.stops(flat, stopping.upper_end, 0.1, rows),
+        stopping.hindsight(flat, 0.1, rows),
+    )
     assert 0 < ended.saved <= best.saved
     assert (ended.wrong, ended.forgone) == (False, pytest.approx(0, abs=0.02))
     rising = curve_run(lambda c: 0.4 + 0.01 * c)

@@ -1,4 +1,6 @@
-"""Successive halving: the chances against closed forms, the rungs with a stand-in for `megarl train`, and what is stated."""
+"""Successive halving: the chances against closed forms, the rungs with a stand-in for
+`megarl train`, and what is stated.
+"""
 
 import json
 import math
@@ -59,14 +61,20 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def train_as(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failing: tuple[str, ...] = (), every: int = 3, late: float = 1.0
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    failing: tuple[str, ...] = (),
+    every: int = 3,
+    late: float = 1.0,
 ) -> None:
     script = tmp_path / "fake_train.py"
     script.write_text(FAKE_TRAIN.format(failing=failing, every=every, late=late))
     monkeypatch.setattr(running, "TRAIN", (sys.executable, str(script)))
 
 
-def search(path: Path, task: int | None = None, branch: int = 0, overrides: tuple[str, ...] = ()) -> int:
+def search(
+    path: Path, task: int | None = None, branch: int = 0, overrides: tuple[str, ...] = ()
+) -> int:
     options = StudyOptions("0", str(path), task, False, ["run.steps=48", *overrides])
     return searching.search(["quickstart"], options, SearchOptions(VARY, "", branch))
 
@@ -84,14 +92,21 @@ def test_the_better_half_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "study"
     assert search(path) == 0
     named = [f"quickstart-lr-{lr}-seed0" for lr in LRS]
-    assert order(path) == [*(f"{name} 12" for name in named), *(f"{name} 24" for name in named[:2]), f"{named[0]} 48"]
+    assert order(path) == [
+        *(f"{name} 12" for name in named),
+        *(f"{name} 24" for name in named[:2]),
+        f"{named[0]} 48",
+    ]
     assert rung(path, 12)["kept"] == ["quickstart-lr-1e-4", "quickstart-lr-2e-4"]
     assert rung(path, 24)["kept"] == ["quickstart-lr-1e-4"]
     said = (path / "search.md").read_text()
     assert "Winner: quickstart-lr-1e-4" in said
     assert "But " not in said
     # 2 hours a step: 4 x 12 + 2 x 12 + 24 steps of 4 x 48.
-    assert "Compute: 192 core-hours; all arms to step 48, at their own pace, 384 core-hours: 50% saved" in said
+    assert (
+        "Compute: 192 core-hours; all arms to step 48, at their own pace, 384 core-hours: 50% saved"
+        in said
+    )
     assert search(path) == 0
     assert len(order(path)) == 7, "nothing is left to do"
     with pytest.raises(MegarlError, match="rungs 12, 24; go on with the same"):
@@ -99,8 +114,12 @@ def test_the_better_half_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_winner_that_disappoints_is_not_praised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the last rung its score stands still: the arm dropped there has more chances, and the report says so."""
+def test_a_winner_that_disappoints_is_not_praised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last rung its score stands still: the arm dropped there has more
+    chances, and the report says so.
+    """
     train_as(monkeypatch, tmp_path, late=0.7)
     assert search(tmp_path / "study") == 0
     said = (tmp_path / "study" / "search.md").read_text()
@@ -157,10 +176,13 @@ def test_arms_branch_from_one_trunk(tmp_path: Path) -> None:
     assert search(path, branch=6) == 0
     assert order(path)[1:5] == [f"quickstart-lr-{lr}-seed0 12" for lr in LRS]
     study = opened(path)
-    assert {load(str(task.recipe)).run.fork for task in study.tasks} == {f"{path}/runs/trunk-seed0@6"}
+    assert {load(str(task.recipe)).run.fork for task in study.tasks} == {
+        f"{path}/runs/trunk-seed0@6"
+    }
     assert load(str(study.trunk.tasks[0].recipe)).run.fork == ""
     assert load(str(study.trunk.tasks[0].recipe)).learner.optimizer.lr == 1e-4
-    # The trunk's 6 steps, 4 x 6, 2 x 12 and 24, of 6 + 4 x 42 or, without it, of 4 x 48; 2 hours each.
+    # The trunk's 6 steps, 4 x 6, 2 x 12 and 24, of 6 + 4 x 42 or, without it, of 4 x
+    # 48; 2 hours each.
     assert (
         "Compute: 156 core-hours; all arms to step 48, at their own pace, 384 core-hours"
         in (path / "search.md").read_text()
@@ -170,8 +192,11 @@ def test_arms_branch_from_one_trunk(tmp_path: Path) -> None:
 def test_arms() -> None:
     made = arms(["quickstart", "grpo-tiny"], ["run.steps=9"], ["loss.cap=3,5", "batch.prompts=4,8"])
     assert list(made) == [
-        f"{name}-cap-{cap}-prompts-{prompts}" for cap in (3, 5) for prompts in (4, 8) for name in ("quickstart", "grpo-tiny")
-    ]  # fmt: skip
+        f"{name}-cap-{cap}-prompts-{prompts}"
+        for cap in (3, 5)
+        for prompts in (4, 8)
+        for name in ("quickstart", "grpo-tiny")
+    ]
     chosen = made["quickstart-cap-5-prompts-4"]
     assert (chosen.loss.cap, chosen.batch.prompts, chosen.run.steps) == (5, 4, 9)
 
@@ -206,21 +231,44 @@ def test_arms_of_lists() -> None:
     [
         ((), "", 0, (), "two arms or more"),
         (("loss.cap=",), "", 0, (), "--vary: 'loss.cap=' is not KEY=A,B"),
-        (("learner.optimizer.schedule=constant,cosine",), "", 0, (), "learner.optimizer.schedule: an arm that ends at a rung"),
+        (
+            ("learner.optimizer.schedule=constant,cosine",),
+            "",
+            0,
+            (),
+            "learner.optimizer.schedule: an arm that ends at a rung",
+        ),
         (("run.steps=50,60",), "", 0, (), r"run.steps: the arms have \[50, 60\]"),
         (("loss.cap=3,5,3",), "", 0, (), "--vary: loss.cap=3 and loss.cap=3 make the same recipe"),
-        (("loss.cap=3,3.0",), "", 0, (), "--vary: loss.cap=3 and loss.cap=3.0 make the same recipe"),
+        (
+            ("loss.cap=3,3.0",),
+            "",
+            0,
+            (),
+            "--vary: loss.cap=3 and loss.cap=3.0 make the same recipe",
+        ),
         (("run.seed=1,2",), "", 0, (), "--vary: run.seed=1 and run.seed=2 make the same recipe"),
-        (("loss.cap=3,5", "loss.cap=4,6"), "", 0, (), "--vary: loss.cap=3 loss.cap=4 and loss.cap=5 loss.cap=4 make"),
+        (
+            ("loss.cap=3,5", "loss.cap=4,6"),
+            "",
+            0,
+            (),
+            "--vary: loss.cap=3 loss.cap=4 and loss.cap=5 loss.cap=4 make",
+        ),
         (VARY, "30,20", 0, (), "--rungs 30,20, --branch 0: they have to rise"),
         (VARY, "30,100", 0, (), "below run.steps, which is 100"),
         (VARY, "", 25, (), "--rungs 25,50, --branch 25"),
         (VARY, "a", 0, (), "--rungs: 'a' is not a list of numbers"),
         (VARY, "", 0, ("run.steps=3",), "--rungs 0,1"),
     ],
-)  # fmt: skip
+)
 def test_refused(
-    tmp_path: Path, vary: tuple[str, ...], rungs: str, branch: int, overrides: tuple[str, ...], said: str
+    tmp_path: Path,
+    vary: tuple[str, ...],
+    rungs: str,
+    branch: int,
+    overrides: tuple[str, ...],
+    said: str,
 ) -> None:
     options = StudyOptions("0", str(tmp_path / "study"), None, False, overrides)
     with pytest.raises(MegarlError, match=said):
@@ -229,7 +277,9 @@ def test_refused(
 
 
 def test_chances_of_two_normals() -> None:
-    """P(a > b) of two normals is Phi of the difference of means over the root of the variances' sum."""
+    """P(a > b) of two normals is Phi of the difference of means over the root of the
+    variances' sum.
+    """
     rng = np.random.default_rng(0)
     drawn = np.stack([rng.normal(0.6, 0.05, 100_000), rng.normal(0.55, 0.1, 100_000)])
     expected = 0.5 * (1 + math.erf(0.05 / math.hypot(0.05, 0.1) / math.sqrt(2)))
@@ -255,11 +305,13 @@ def test_the_last_scores_have_their_noise() -> None:
 
 
 def test_what_is_stated_holds() -> None:
-    """Over searches among known laws the best arm is found about as often as was stated, within 3 deviations; a search that
-    were always sure would not be.
+    """Over searches among known laws the best arm is found about as often as was
+    stated, within 3 deviations; a search that were always sure would not be.
     """
     found = benchmark.simulated(30, seed=1, spread=0.06)
     stated = np.array([one.stated for one in found])
     good = float(np.mean([one.posterior.good for one in found]))
-    assert abs(stated.mean() - good) < 3 * math.sqrt(float((stated * (1 - stated)).sum())) / len(found)
+    assert abs(stated.mean() - good) < 3 * math.sqrt(float((stated * (1 - stated)).sum())) / len(
+        found
+    )
     assert 1 - good > 3 * math.sqrt(good * (1 - good) / len(found))

@@ -19,11 +19,18 @@ def made(path: Path, seeds: tuple[int, ...] = (0, 1), overrides: tuple[str, ...]
 def test_rounds_of_seeds(tmp_path: Path) -> None:
     study = made(tmp_path)
     assert [t.name for t in study.tasks] == [
-        "quickstart-seed0", "grpo-tiny-seed0", "quickstart-seed1", "grpo-tiny-seed1",
-    ]  # fmt: skip
+        "quickstart-seed0",
+        "grpo-tiny-seed0",
+        "quickstart-seed1",
+        "grpo-tiny-seed1",
+    ]
     assert opened(tmp_path) == study
     recipe = load(str(study.tasks[3].recipe))
-    assert (recipe.run.seed, recipe.run.resume, recipe.run.path) == (1, "auto", tmp_path / "runs" / "grpo-tiny-seed1")
+    assert (recipe.run.seed, recipe.run.resume, recipe.run.path) == (
+        1,
+        "auto",
+        tmp_path / "runs" / "grpo-tiny-seed1",
+    )
     assert recipe.loss.kind == "clip"
 
 
@@ -38,7 +45,9 @@ def test_another_study_is_refused(tmp_path: Path) -> None:
     made(tmp_path)
     with pytest.raises(MegarlError, match="seeds 0, 1; go on with the same"):
         made(tmp_path, seeds=(0,))
-    with pytest.raises(MegarlError, match=r"quickstart-seed0.yaml: this study began with run.steps: 100, not 7"):
+    with pytest.raises(
+        MegarlError, match=r"quickstart-seed0.yaml: this study began with run.steps: 100, not 7"
+    ):
         made(tmp_path, overrides=("run.steps=7",))
 
 
@@ -50,7 +59,10 @@ def test_a_seed_that_no_recipe_takes(seeds: str, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["--seeds=1,1"], "--seeds: 1,1 has a seed twice"), (["--task=24"], "--task: the study has tasks 0 to")],
+    [
+        (["--seeds=1,1"], "--seeds: 1,1 has a seed twice"),
+        (["--task=24"], "--task: the study has tasks 0 to"),
+    ],
 )
 def test_a_dry_run_refuses_what_a_study_would(
     options: list[str], said: str, capsys: pytest.CaptureFixture[str]

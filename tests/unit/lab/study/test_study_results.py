@@ -32,10 +32,20 @@ def study(tmp_path: Path) -> Study:
         shift = 0.002 * (1 if task.seed else -1)
         for step in range(12):
             lag = step / 2 + (1.0 if task.variant == "quickstart" else 0.0)
-            append_jsonl(task.rundir.metrics, {"step": step, "generated_tokens": 10.0, "lag_mean": lag})
-        points = [(0.0, R_0), *zip(hours, sigmoid(hours, *TRUTH[task.variant]) + shift, strict=True)]
+            append_jsonl(
+                task.rundir.metrics, {"step": step, "generated_tokens": 10.0, "lag_mean": lag}
+            )
+        points = [
+            (0.0, R_0),
+            *zip(hours, sigmoid(hours, *TRUTH[task.variant]) + shift, strict=True),
+        ]
         for step, (hour, value) in enumerate(points):
-            row = {"step": step, "compute_hours": float(hour), "pass_rate": float(value), "compute_unit": "core"}
+            row = {
+                "step": step,
+                "compute_hours": float(hour),
+                "pass_rate": float(value),
+                "compute_unit": "core",
+            }
             append_jsonl(task.rundir.eval, row | {"n_prompts": 10_000, "samples": 4})
         task.rundir.summary.write_text('{"outcome": "finished"}')
     return study
@@ -53,7 +63,9 @@ def test_table(study: Study) -> None:
     )
     text = results.markdown(list(rows.values()))
     last = float(sigmoid(np.array(0.12), 0.9, 2.0, 0.02))
-    assert f"| quickstart | 2 | 0.400 | {last:.3f} ± 0.003 |" in text  # 0.002 around it: sqrt(2) x 0.002
+    assert (
+        f"| quickstart | 2 | 0.400 | {last:.3f} ± 0.003 |" in text
+    )  # 0.002 around it: sqrt(2) x 0.002
     assert "core-hours" in text
     lag = results.HEADINGS.index("lag")
     assert [results.cells(rows[variant])[lag] for variant in TRUTH] == ["3.75", "2.75"]
@@ -62,7 +74,10 @@ def test_table(study: Study) -> None:
     assert len(ceilings) == 1  # B stands at one A
     (ceiling,) = ceilings
     assert f"B with A held at {ceiling:.3f}" in text
-    assert "- A is more than 0.02 from that at which B is held, so B is no speed: quickstart, grpo-tiny" in text
+    assert (
+        "- A is more than 0.02 from that at which B is held, so B is no speed: quickstart,"
+        " grpo-tiny" in text
+    )
     assert all(f" | {fit.B:.2f} [" in text for fit in held.values() if fit is not None)
 
 
@@ -74,12 +89,17 @@ def test_files(study: Study) -> None:
     assert lines[0] == "compute_hours,pass_rate,step,tokens,seed,compute_unit,lag"
     assert lines[1] == "0.000000,0.400000,0,0,1,core,0.0"
     assert lines[3].split(",")[2:4] == ["2", "20"]  # two steps of ten tokens
-    assert [line.split(",")[-1] for line in lines[3:5]] == ["1.25", "1.5"]  # means of 1, 1.5 and of 1, 1.5, 2
+    assert [line.split(",")[-1] for line in lines[3:5]] == [
+        "1.25",
+        "1.5",
+    ]  # means of 1, 1.5 and of 1, 1.5, 2
     for picture in ("scaling.png", "scaling.svg", "final.png", "final.svg"):
         assert (study.path / picture).stat().st_size > 5_000
     first, *others = results.collect(study)
     results.plot_final([first._replace(fit=None), *others], study.path / "final")
-    assert "asymptote A" in (study.path / "final.svg").read_text(), "also where the first variant has no fit"
+    assert "asymptote A" in (study.path / "final.svg").read_text(), (
+        "also where the first variant has no fit"
+    )
 
 
 def test_unfinished_study(study: Study) -> None:

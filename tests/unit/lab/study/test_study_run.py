@@ -1,4 +1,6 @@
-"""The order, the failures and the interruption of tasks, with a stand-in for `megarl train`."""
+"""The order, the failures and the interruption of tasks, with a stand-in for `megarl
+train`.
+"""
 
 import io
 import json
@@ -44,7 +46,10 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
 
 
 def train_as(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float = 0.0, failing: tuple[str, ...] = ()
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    seconds: float = 0.0,
+    failing: tuple[str, ...] = (),
 ) -> None:
     """From now on a run is this script."""
     script = tmp_path / "fake_train.py"
@@ -56,7 +61,9 @@ def order(study: Study) -> list[str]:
     return (study.path / "order").read_text().splitlines()
 
 
-def test_all_in_order_and_only_once(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_in_order_and_only_once(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train_as(monkeypatch, tmp_path)
     names = ["quickstart-seed0", "grpo-tiny-seed0", "quickstart-seed1", "grpo-tiny-seed1"]
     for _ in range(2):  # the second time there is nothing left to do
@@ -64,7 +71,9 @@ def test_all_in_order_and_only_once(study: Study, tmp_path: Path, monkeypatch: p
         assert order(study) == [f"{name} finished" for name in names]
 
 
-def test_a_failure_does_not_stop_the_others(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_does_not_stop_the_others(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train_as(monkeypatch, tmp_path, failing=("grpo-tiny-seed0",))
     assert running.run(study, study.tasks, Console(quiet=True)) == 1
     assert [line for line in order(study) if "failed" in line] == ["grpo-tiny-seed0 failed"]

@@ -1,4 +1,6 @@
-"""The arms of benchmarks/trust_regions differ from quickstart-moe only in the loss, and have the papers' numbers."""
+"""The arms of benchmarks/trust_regions differ from quickstart-moe only in the loss, and
+have the papers' numbers.
+"""
 
 from pathlib import Path
 
@@ -16,13 +18,30 @@ def changed(arm: Path) -> dict[str, object]:
 
 PAPERS = {
     "dppo-tv": {"loss.kind": "dppo", "loss.clip_low": 0.15, "loss.clip_high": 0.15},
-    "dppo-kl": {"loss.kind": "dppo", "loss.divergence": "kl", "loss.clip_low": 0.05, "loss.clip_high": 0.05},
-    "prime-rl": {"loss.kind": "dppo", "loss.log_ratio_penalty": 1e-3},  # 0.2 and 0.2 are the defaults
-    "icepop": {
-        "loss.kind": "clip", "loss.clip_high": 0.28, "loss.correction": "mask", "loss.lower": 0.5, "loss.cap": 5.0,
+    "dppo-kl": {
+        "loss.kind": "dppo",
+        "loss.divergence": "kl",
+        "loss.clip_low": 0.05,
+        "loss.clip_high": 0.05,
     },
-    "gmpo": {"loss.kind": "gmpo", "loss.clip_low": 0.4, "loss.clip_high": 0.4, "batch.aggregation": "sample"},
-}  # fmt: skip
+    "prime-rl": {
+        "loss.kind": "dppo",
+        "loss.log_ratio_penalty": 1e-3,
+    },  # 0.2 and 0.2 are the defaults
+    "icepop": {
+        "loss.kind": "clip",
+        "loss.clip_high": 0.28,
+        "loss.correction": "mask",
+        "loss.lower": 0.5,
+        "loss.cap": 5.0,
+    },
+    "gmpo": {
+        "loss.kind": "gmpo",
+        "loss.clip_low": 0.4,
+        "loss.clip_high": 0.4,
+        "batch.aggregation": "sample",
+    },
+}
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -33,5 +52,7 @@ def test_an_arm_has_its_papers_numbers(name: str) -> None:
 def test_arms_differ_in_the_loss_alone() -> None:
     arms = sorted(ARMS.glob("*.yaml"))
     assert changed(ARMS / "cispo.yaml") == {}
-    assert {k for arm in arms for k in changed(arm) if not k.startswith("loss.")} == {"batch.aggregation"}
+    assert {k for arm in arms for k in changed(arm) if not k.startswith("loss.")} == {
+        "batch.aggregation"
+    }
     assert {load(str(arm)).loss.kind for arm in arms} == {*LOSSES} - {"reinforce"}

@@ -14,7 +14,10 @@ def test_each_variant_changes_one_part() -> None:
     variants = variants_of("loo", "scalerl-8b", ["run.seed=5"])
     base = variants.pop("scalerl-8b")
     assert base == load("scalerl-8b", ["run.seed=5"])
-    changed = {name: {key: new for key, _, new in differences(base, recipe)} for name, recipe in variants.items()}
+    changed = {
+        name: {key: new for key, _, new in differences(base, recipe)}
+        for name, recipe in variants.items()
+    }
     assert changed == {
         "prompt-level-advantage": {"batch.advantage": "group"},
         "length-penalty": {"length.control": "overlong_penalty"},
@@ -34,7 +37,9 @@ def test_variants_that_make_no_difference_are_left_out() -> None:
     assert next(iter(names)) == "quickstart"
 
 
-SHIPPED = {"value-precision": "ppo-critic-8b"} | dict.fromkeys(("axes", "curriculum", "forward", "kl"), "scalerl-8b")
+SHIPPED = {"value-precision": "ppo-critic-8b"} | dict.fromkeys(
+    ("axes", "curriculum", "forward", "kl"), "scalerl-8b"
+)
 
 
 @pytest.mark.parametrize(("study", "recipe"), SHIPPED.items())
@@ -50,7 +55,11 @@ def test_all_shipped_studies_are_tested() -> None:
 def test_axes_that_leave_the_batch_as_it_is() -> None:
     """arXiv 2510.13786, section 5: 8, 24 and 32 rollouts per prompt at a batch of 768."""
     sizes = {
-        name: (r.sampling.generations, r.batch.prompts * r.sampling.generations, r.length.context_tokens)
+        name: (
+            r.sampling.generations,
+            r.batch.prompts * r.sampling.generations,
+            r.length.context_tokens,
+        )
         for name, r in variants_of("axes", "scalerl-8b", []).items()
     }
     assert sizes == {
@@ -68,7 +77,9 @@ def test_common_keys_lie_under_the_command_lines_and_these_under_a_variants() ->
     found = variants_of("forward", "quickstart", ["run.steps=7", "pipeline.k=2"])
     assert (found["base"].run.steps, found["base"].pipeline.k) == (7, 2)
     assert found["ppo-off-policy-1"].pipeline.k == 1
-    assert not {"quickstart", "fp32-head"} & found.keys(), "all of it is float32, and it is not the quickstart"
+    assert not {"quickstart", "fp32-head"} & found.keys(), (
+        "all of it is float32, and it is not the quickstart"
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,9 +89,15 @@ def test_common_keys_lie_under_the_command_lines_and_these_under_a_variants() ->
         ("variants: [a]", r"variants: should be a mapping, got \['a'\]"),
         ("variants: {a: 1}", "variants.a: should be a mapping, got 1"),
         ("variants: {a: {run.sede: 1}}", "variants.a: .*run.sede: unknown key; did you mean seed?"),
-        ("variants: {quickstart: {run.seed: 1}}", "variants.quickstart: the recipe itself has this name"),
+        (
+            "variants: {quickstart: {run.seed: 1}}",
+            "variants.quickstart: the recipe itself has this name",
+        ),
         ("varants: {}", "varants: unknown key; a study file has common and variants"),
-        ("common: {batch.prompts: 0}\nvariants: {a: {run.seed: 1}}", "batch.prompts: input should be greater"),
+        (
+            "common: {batch.prompts: 0}\nvariants: {a: {run.seed: 1}}",
+            "batch.prompts: input should be greater",
+        ),
         ("", "the file is empty"),
     ],
 )
@@ -92,7 +109,9 @@ def test_a_study_file_that_is_none(tmp_path: Path, text: str, said: str) -> None
 
 
 def test_a_study_that_is_not_there() -> None:
-    with pytest.raises(MegarlError, match=r"no study 'curiculum': .*\(axes, .*\); did you mean curriculum\?"):
+    with pytest.raises(
+        MegarlError, match=r"no study 'curiculum': .*\(axes, .*\); did you mean curriculum\?"
+    ):
         variants_of("curiculum", "quickstart", [])
 
 

@@ -1,4 +1,6 @@
-"""Agents of the tests, as users write them: functions, and a command (`python -m tests.unit.tasks.agents.programs`)."""
+"""Agents of the tests, as users write them: functions, and a command (`python -m
+tests.unit.tasks.agents.programs`).
+"""
 
 import json
 import os
@@ -15,13 +17,19 @@ from typing import Any
 
 
 def ask(
-    messages: list[dict[str, Any]], path: str = "chat/completions", limit_s: float = 30, key: str = "", **more: Any
+    messages: list[dict[str, Any]],
+    path: str = "chat/completions",
+    limit_s: float = 30,
+    key: str = "",
+    **more: Any,
 ) -> Any:
     """The answer's message, or the error's text."""
     body = {"model": os.environ["OPENAI_MODEL"], "messages": messages} | more
     key = key or os.environ["OPENAI_API_KEY"]
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/{path}", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(
+        f"{os.environ['OPENAI_BASE_URL']}/{path}", json.dumps(body).encode(), headers
+    )
     try:
         with urllib.request.urlopen(request, timeout=limit_s) as reply:
             said = json.load(reply)
@@ -81,13 +89,19 @@ def crashes_after_a_turns_reward(task: Any) -> None:
 
 
 def runs_the_policys_program(task: Any) -> None:
-    """One that posts a reward with whatever it finds in the environments of itself and of the agent."""
+    """One that posts a reward with whatever it finds in the environments of itself and
+    of the agent.
+    """
     ask(user(task.prompt))
     subprocess.run([sys.executable, "-c", f"from {__name__} import cheat; cheat()"], check=True)
 
 
 def cheat() -> None:
-    found = {word for pid in ("self", os.getppid()) for word in Path(f"/proc/{pid}/environ").read_text().split("\0")}
+    found = {
+        word
+        for pid in ("self", os.getppid())
+        for word in Path(f"/proc/{pid}/environ").read_text().split("\0")
+    }
     for key in {word.partition("=")[2] for word in found} | {sys.stdin.read()}:
         with suppress(ValueError):  # no header can have it
             ask([], "reward", key=key, reward=1)
@@ -127,8 +141,9 @@ def crashes_once(task: Any) -> bool:
 
 
 def sleeps(task: Any) -> None:
-    """Leaves two children behind, one of them in a session of its own, and waits for ever. It tells their ids in a file, and
-    that it was told to end in another."""
+    """Leaves two children behind, one of them in a session of its own, and waits for
+    ever. It tells their ids in a file, and that it was told to end in another.
+    """
     ask(user(task.prompt))
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     children = [subprocess.Popen(command, start_new_session=alone) for alone in (False, True)]
@@ -147,7 +162,9 @@ def speaks_on(task: Any) -> None:
 
 
 def looks_around(task: Any) -> float:
-    """In its digits whether it finds the run's key, can write beside the run and in TMPDIR, and sees others' processes."""
+    """In its digits whether it finds the run's key, can write beside the run and in
+    TMPDIR, and sees others' processes.
+    """
     folder = Path(os.environ["LOOKED_AT"])
     found = [(folder / "run" / "key").exists()]
     for place in (folder, Path(os.environ["TMPDIR"])):
@@ -165,8 +182,10 @@ def fills_its_output(task: Any) -> None:
 
 
 def wanders(task: Any) -> None:
-    """Does what agents do, in ten requests or so: goes on, begins anew with a summary, edits what was said, leaves early and
-    asks again, asks the same twice at once as two sub-agents. talks: the messages of each conversation."""
+    """Does what agents do, in ten requests or so: goes on, begins anew with a summary,
+    edits what was said, leaves early and asks again, asks the same twice at once as two
+    sub-agents. talks: the messages of each conversation.
+    """
     rng = random.Random(task.api_key)
     system = [{"role": "system", "content": f"be {rng.choice(('brief', 'kind'))}"}]
     talks = [[*system, *user(task.prompt)]]
@@ -176,14 +195,21 @@ def wanders(task: Any) -> None:
         if act < 0.1:
             before = [*system, *user(f"You said {before[-1]['content'][:20]!r}. Go on.")]
         elif act < 0.25 and len(before) > 3:
-            before = [*before[:-2], {"role": "assistant", "content": f"{before[-2]['content']}!"}, before[-1]]
+            before = [
+                *before[:-2],
+                {"role": "assistant", "content": f"{before[-2]['content']}!"},
+                before[-1],
+            ]
         elif act < 0.35:
             with suppress(OSError):
                 ask(before, limit_s=0.02)
         count = 2 if act > 0.85 and len(talks) < 4 else 1
         with ThreadPoolExecutor() as at_once:
             said = [asked.result() for asked in [at_once.submit(ask, before) for _ in range(count)]]
-        talks += [[*before, {"role": "assistant", "content": text}, *user(f"{n} more")] for n, text in enumerate(said)]
+        talks += [
+            [*before, {"role": "assistant", "content": text}, *user(f"{n} more")]
+            for n, text in enumerate(said)
+        ]
 
 
 if __name__ == "__main__":

@@ -40,7 +40,9 @@ def called(**arguments: int) -> str:
 
 @dataclass
 class Served:
-    """A session that is served. said: what the policy will say, in turn; asked: what it was sent. hold: it waits for this."""
+    """A session that is served. said: what the policy will say, in turn; asked: what it
+    was sent. hold: it waits for this.
+    """
 
     session: AgentSession
     url: str
@@ -53,16 +55,22 @@ class Served:
     another: Callable[[], AbstractAsyncContextManager[AgentSession]]
     close: Callable[[], Awaitable[None]]
 
-    async def post(self, path: str, body: Any, key: str | None = None, **headers: str) -> tuple[int, Any]:
+    async def post(
+        self, path: str, body: Any, key: str | None = None, **headers: str
+    ) -> tuple[int, Any]:
         """Return status and body, a stream's as text."""
         own = self.session.reward_key if path == "reward" else self.session.key
         sent = {"Authorization": f"Bearer {own if key is None else key}", **headers}
         data = {"data": body} if isinstance(body, bytes) else {"json": body}
         async with self.http.post(f"{self.url}/v1/{path}", headers=sent, **data) as reply:
-            return reply.status, await (reply.json() if reply.content_type == "application/json" else reply.text())
+            return reply.status, await (
+                reply.json() if reply.content_type == "application/json" else reply.text()
+            )
 
     async def chat(self, messages: Any = USER, **more: Any) -> tuple[int, Any]:
-        return await self.post("chat/completions", {"model": "policy", "messages": messages, **more})
+        return await self.post(
+            "chat/completions", {"model": "policy", "messages": messages, **more}
+        )
 
     def sent(self, n: int = -1) -> str:
         return self.tokenizer.decode(self.asked[n])
@@ -72,8 +80,12 @@ class Served:
 async def gateway(
     folder: Path, *said: str, family: str = "qwen", roomy: bool = False, **agent: Any
 ) -> AsyncIterator[Served]:
-    """Serve one session; the policy ends its turns by itself, but where what it says ends with `…`, or with an end."""
-    tokenizer, rendering = published(folder, family) if family in PUBLISHED else rendering_of(folder, family)
+    """Serve one session; the policy ends its turns by itself, but where what it says
+    ends with `…`, or with an end.
+    """
+    tokenizer, rendering = (
+        published(folder, family) if family in PUBLISHED else rendering_of(folder, family)
+    )
     recipe = from_tree({"length": ROOMY if roomy else LENGTH, "agent": agent})
     server, hold = Gateway("127.0.0.1"), asyncio.Event()
     hold.set()
@@ -86,9 +98,15 @@ async def gateway(
         await hold.wait()
         cut = text.endswith("…")
         end = "" if cut else next(filter(text.endswith, rendering.ends), rendering.ends[0])
-        ids = [token for letter in text.removesuffix("…").removesuffix(end) for token in tokenizer.ids(letter)]
+        ids = [
+            token
+            for letter in text.removesuffix("…").removesuffix(end)
+            for token in tokenizer.ids(letter)
+        ]
         ids = int32([*ids, *tokenizer.ids(end)])[:limit]
-        return PolicyTurn((Segment(tokens=ids, logprobs=float32([-1] * len(ids)), weight_version=3),), not cut)
+        return PolicyTurn(
+            (Segment(tokens=ids, logprobs=float32([-1] * len(ids)), weight_version=3),), not cut
+        )
 
     await server.start()
     try:
@@ -97,7 +115,18 @@ async def gateway(
             server.session(recipe, tokenizer, rendering, policy) as session,
         ):
             another = partial(server.session, recipe, tokenizer, rendering, policy)
-            yield Served(session, server.url, http, left, asked, limits, hold, tokenizer, another, server.close)
+            yield Served(
+                session,
+                server.url,
+                http,
+                left,
+                asked,
+                limits,
+                hold,
+                tokenizer,
+                another,
+                server.close,
+            )
     finally:
         await server.close()
 

@@ -1,6 +1,8 @@
-"""Chat templates that behave as those of the families they are named for, and a tokenizer that some texts have several ways in.
+"""Chat templates that behave as those of the families they are named for, and a
+tokenizer that some texts have several ways in.
 
-Written for these tests: what matters is where a template trims, what it drops of earlier turns, and how it writes calls.
+Written for these tests: what matters is where a template trims, what it drops of
+earlier turns, and how it writes calls.
 """
 
 import json
@@ -43,7 +45,9 @@ THINKING = f"""{CALLS}{TOOLS}{{%- set ns = namespace(last=-1) %}}
 {{%- else %}}{{{{- m.content }}}}{{%- endif %}}{{{{- calls(m) + '<|im_end|>\\n' }}}}
 {{%- else %}}{{{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}}}
 {{%- endif %}}{{%- endfor %}}{{%- if add_generation_prompt %}}{{{{- '<|im_start|>assistant\\n' }}}}{{%- endif %}}"""
-"""Thinking before the last words of the user is dropped, so a whole conversation is written anew with each of them."""
+"""Thinking before the last words of the user is dropped, so a whole conversation is
+written anew with each of them.
+"""
 
 LLAMA = """{{- '<|bos|>' }}{%- for m in messages %}
 {%- if m.tool_calls %}{%- if m.tool_calls | length != 1 %}{{- raise_exception('one call at a time') }}{%- endif %}
@@ -63,7 +67,8 @@ INSTRUCT = """{{- '<|bos|>' }}{%- for m in messages %}
 {{- '[CALL]{"name": "' + c.function.name + '", "arguments": ' }}{{ c.function.arguments | tojson }}{{ '}[/CALL]' }}
 {%- endfor %}{{- '<|im_end|>' }}{%- endif %}
 {%- endfor %}"""
-"""Nothing begins the assistant's turn; results have the ids of their calls, in ASCII."""
+"""Nothing begins the assistant's turn; results have the ids of their calls, in ASCII.
+"""
 
 TAGS = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}
 {%- for c in m.tool_calls or [] %}{{- '<call>' + c.function.name }}
@@ -151,13 +156,24 @@ GPT_OSS = """{{- '<|start|>system<|message|>You are ChatGPT.<|end|>' }}{%- set n
 {%- endfor %}{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
 
 PUBLISHED = {
-    "Llama 3": (LLAMA_3, "<|eot_id|>"), "Llama 4": (LLAMA_4, "<|eot|>"), "Qwen2.5": (QWEN, "<|im_end|>"),
-    "Qwen3": (THINKING, "<|im_end|>"), "DeepSeek-V3": (DEEPSEEK, "<｜end▁of▁sentence｜>"), "Kimi K2": (KIMI, "<|im_end|>"),
-    "GLM-4.5": (GLM, "<|endoftext|>", "<|user|>", "<|observation|>"), "gpt-oss": (GPT_OSS, "<|return|>", "<|call|>"),
-}  # fmt: skip
-"""By family of docs/models.md: a template written, shorter, after the one that its models are published with, their eos_token,
-and the others at which their generation_config.json stops; where a text stands is theirs, instructions to the model are cut."""
-MARKS = {"GLM-4.5": ("<|assistant|>",), "gpt-oss": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")}
+    "Llama 3": (LLAMA_3, "<|eot_id|>"),
+    "Llama 4": (LLAMA_4, "<|eot|>"),
+    "Qwen2.5": (QWEN, "<|im_end|>"),
+    "Qwen3": (THINKING, "<|im_end|>"),
+    "DeepSeek-V3": (DEEPSEEK, "<｜end▁of▁sentence｜>"),
+    "Kimi K2": (KIMI, "<|im_end|>"),
+    "GLM-4.5": (GLM, "<|endoftext|>", "<|user|>", "<|observation|>"),
+    "gpt-oss": (GPT_OSS, "<|return|>", "<|call|>"),
+}
+"""By family of docs/models.md: a template written, shorter, after the one that its
+models are published with, their eos_token, and the others at which their
+generation_config.json stops; where a text stands is theirs, instructions to the model
+are cut.
+"""
+MARKS = {
+    "GLM-4.5": ("<|assistant|>",),
+    "gpt-oss": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
+}
 """Further special tokens of theirs."""
 
 FAMILIES = {"qwen": QWEN, "thinking": THINKING, "llama": LLAMA, "instruct": INSTRUCT, "tags": TAGS}
@@ -168,13 +184,17 @@ MERGES = [("a", "b"), ("ab", "c"), ("t", "h"), ("th", "e"), ("x", "y"), ("n", "a
 def tokenizer_of(
     folder: Path, template: str, end: str = "<|im_end|>", *others: str, marks: tuple[str, ...] = ()
 ) -> Tokenizer:
-    """Saved in `folder` with the template and what else ends a completion, and loaded from there."""
+    """Saved in `folder` with the template and what else ends a completion, and loaded
+    from there.
+    """
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
     backend = Backend(models.BPE({word: n for n, word in enumerate(words)}, MERGES))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     special = dict.fromkeys((*SPECIAL, end, *others, *marks))
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in special]
+    )
     PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<|bos|>",

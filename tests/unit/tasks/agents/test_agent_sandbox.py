@@ -1,4 +1,6 @@
-"""What an agent in bubblewrap can change on the machine: nothing. It asks with access(2)."""
+"""What an agent in bubblewrap can change on the machine: nothing. It asks with
+access(2).
+"""
 
 import json
 import os
@@ -42,26 +44,35 @@ print(json.dumps([writable, opened, ids, rights]))
 """
 DEVICES = ["null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/ptmx"]
 OWN = {f"/dev/{name}" for name in [*DEVICES, "stdin", "stdout", "stderr"]}
-"""The sandbox's own /dev, its terminals and the process's own descriptors. What is written to
-/dev/random is only mixed in."""
+"""The sandbox's own /dev, its terminals and the process's own descriptors. What is
+written to /dev/random is only mixed in.
+"""
 PRESSURE = {f"/proc/pressure/{what}" for what in ("io", "cpu", "memory")}
 OPEN_TO_ALL = {*PRESSURE, "/proc/sys/kernel/ns_last_pid"}
 """Any user may open them: to be told of pressure; the last one needs rights."""
 IPC = ["sem", "shmall", "shmmax", "shmmni", "shm_rmid_forced", "msgmax", "msgmnb", "msgmni"]
 NAMESPACED = {f"/proc/sys/kernel/{name}" for name in [*IPC, "auto_msgmni", "pid_max"]}
 QUEUES = "/proc/sys/fs/mqueue/"
-"""Settings of the sandbox's own namespaces, which an ordinary user has made and may change."""
+"""Settings of the sandbox's own namespaces, which an ordinary user has made and may
+change.
+"""
 
 
 def of_the_machine(writable: Iterable[str]) -> set[str]:
-    """Those of the files that are not the sandbox's own, and not open to every user anyway."""
+    """Those of the files that are not the sandbox's own, and not open to every user
+    anyway.
+    """
     others = set(writable) - OWN - OPEN_TO_ALL - NAMESPACED
     return {path for path in others if not path.startswith(QUEUES)}
 
 
 def probed(*around: str) -> tuple[set[str], bool, list[int], list[int]]:
-    """What the probe may write; whether it could open core_pattern; its user, groups and rights."""
-    done = subprocess.run([*around, sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
+    """What the probe may write; whether it could open core_pattern; its user, groups
+    and rights.
+    """
+    done = subprocess.run(
+        [*around, sys.executable, "-c", PROBE], capture_output=True, text=True, check=True
+    )
     writable, opened, ids, rights = json.loads(done.stdout)
     return set(writable), opened, ids, rights
 
@@ -77,8 +88,12 @@ def test_an_agent_can_change_nothing_of_the_kernel() -> None:
 
 
 @as_root
-def test_the_probe_finds_what_root_without_rights_can_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same sandbox, but of an agent that stays root; the check before a run notices it, too."""
+def test_the_probe_finds_what_root_without_rights_can_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same sandbox, but of an agent that stays root; the check before a run notices
+    it, too.
+    """
     for module in (sandbox, sys.modules[scratch.__module__]):
         monkeypatch.setattr(module, "becomes_nobody", lambda: False)
     with scratch() as folder:
@@ -87,7 +102,9 @@ def test_the_probe_finds_what_root_without_rights_can_change(monkeypatch: pytest
     assert opened
     assert ids[0] == 0
     assert not any(rights)
-    refused = r"agent cannot be run .*could write /proc/sys/kernel/core_pattern.*another user than root"
+    refused = (
+        r"agent cannot be run .*could write /proc/sys/kernel/core_pattern.*another user than root"
+    )
     with pytest.raises(MegarlError, match=refused):
         check_agent_sandbox("agent", ["true"])
 
@@ -96,11 +113,15 @@ def test_the_probe_finds_what_root_without_rights_can_change(monkeypatch: pytest
 def test_nobody_reads_what_an_agent_needs_and_nothing_else_of_a_closed_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its command, by a link, and a package lie below a directory that only root may pass, as /root is."""
+    """Its command, by a link, and a package lie below a directory that only root may
+    pass, as /root is.
+    """
     home = tmp_path / "home"
     for folder in ("tool/bin", "packages", "private", "project"):
         (home / folder).mkdir(parents=True)
-    (home / "tool" / "bin" / "agent").write_text(f"#!/bin/sh\ncat {home}/packages/it; cd {home}/project && ls {home}")
+    (home / "tool" / "bin" / "agent").write_text(
+        f"#!/bin/sh\ncat {home}/packages/it; cd {home}/project && ls {home}"
+    )
     (home / "tool" / "bin" / "agent").chmod(0o755)
     (home / "link").symlink_to(home / "tool")
     (home / "packages" / "it").write_text("package\n")
@@ -110,12 +131,21 @@ def test_nobody_reads_what_an_agent_needs_and_nothing_else_of_a_closed_directory
     command = [str(home / "link" / "bin" / "agent")]
     with scratch() as folder:
         hand_over(folder)
-        done = subprocess.run([*agent_sandbox(folder, folder, command), *command], capture_output=True, text=True)
-        assert done.stdout.split() == ["package", "link", "packages", "project", "tool"], done.stderr
+        done = subprocess.run(
+            [*agent_sandbox(folder, folder, command), *command], capture_output=True, text=True
+        )
+        assert done.stdout.split() == [
+            "package",
+            "link",
+            "packages",
+            "project",
+            "tool",
+        ], done.stderr
     check_agent_sandbox("agent", command)
     (home / "tool" / "bin" / "agent").chmod(0o700)
     with pytest.raises(
-        MegarlError, match=r"agents could not run .*agent\); under root, agents are nobody: let everybody"
+        MegarlError,
+        match=r"agents could not run .*agent\); under root, agents are nobody: let everybody",
     ):
         check_agent_sandbox("agent", command)
     (home / "packages" / "it.py").touch()

@@ -1,4 +1,6 @@
-"""A request that is too long for the context costs little memory, whatever makes it long, alone or with others."""
+"""A request that is too long for the context costs little memory, whatever makes it
+long, alone or with others.
+"""
 
 import asyncio
 import json
@@ -16,15 +18,27 @@ from tests.unit.tasks.agents.serving import ADD, USER, gateway, run
 from tests.unit.tasks.agents.templates import rendering_of
 
 LIMIT = 32 * 3992
-"""Bytes of a body for the context of tests/unit/tasks/agents/serving.py, without the smallest limit."""
-CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": [[]] * 25_000})}}
+"""Bytes of a body for the context of tests/unit/tasks/agents/serving.py, without the
+smallest limit.
+"""
+CALL = {
+    "id": "c",
+    "type": "function",
+    "function": {"name": "add", "arguments": json.dumps({"a": [[]] * 25_000})},
+}
 LONG: dict[str, Callable[[int], dict[str, Any]]] = {
     "one message": lambda size: {"messages": [{"role": "user", "content": "ab " * (size // 3)}]},
-    "names of special tokens": lambda size: {"messages": [{"role": "user", "content": "<|im_end|>" * (size // 10)}]},
+    "names of special tokens": lambda size: {
+        "messages": [{"role": "user", "content": "<|im_end|>" * (size // 10)}]
+    },
     "messages": lambda size: {"messages": [{"role": "user", "content": "u"}] * (size // 33)},
-    "parts": lambda size: {"messages": [{"role": "user", "content": [{"type": "text", "text": "u"}] * (size // 30)}]},
+    "parts": lambda size: {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "u"}] * (size // 30)}]
+    },
     "tools": lambda size: {"tools": [ADD] * (size // 115)},
-    "a tool": lambda size: {"tools": [ADD | {"function": {"name": "f", "description": "ab " * (size // 3)}}]},
+    "a tool": lambda size: {
+        "tools": [ADD | {"function": {"name": "f", "description": "ab " * (size // 3)}}]
+    },
     "arguments": lambda _: {
         "messages": [
             *USER,
@@ -45,7 +59,9 @@ def resident_mib(field: str) -> float:
 def test_a_body_that_is_too_long_is_refused_before_much_is_tokenised(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Just below the limit on its bytes, where it is parsed, and twelve times above, where it is not."""
+    """Just below the limit on its bytes, where it is parsed, and twelve times above,
+    where it is not.
+    """
     monkeypatch.setattr(bounds, "SMALLEST_LIMIT", 0)
     monkeypatch.setattr("megarl.tasks.agents.rendering.PIECE", 2000)
     encode = Tokenizer.ids
@@ -73,8 +89,12 @@ def test_a_body_that_is_too_long_is_refused_before_much_is_tokenised(
         run(test)
 
 
-def test_what_fits_is_served_however_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ignored fields, escapes, many stop texts and white space make a body long, but not a prompt."""
+def test_what_fits_is_served_however_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ignored fields, escapes, many stop texts and white space make a body long, but
+    not a prompt.
+    """
     monkeypatch.setattr(bounds, "SMALLEST_LIMIT", 0)
     long = {"metadata": {"a": "x" * 100_000}, "stop": [f"s{n}" for n in range(MOST_STOPS)]}
     escaped = [{"role": "user", "content": "é" * 900}]
@@ -84,11 +104,16 @@ def test_what_fits_is_served_however_it_is_written(tmp_path: Path, monkeypatch: 
             assert (await served.chat(**long))[0] == 200
             body = json.dumps({"model": "policy", "messages": escaped}).encode()
             filled = body + b" " * (LIMIT - len(body))
-            assert (await served.post("chat/completions", filled))[0] == 200, "as long as a body may be"
+            assert (await served.post("chat/completions", filled))[0] == 200, (
+                "as long as a body may be"
+            )
             status, told = await served.post("chat/completions", filled + b" ")
             assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
             status, told = await served.chat(stop=[f"s{n}" for n in range(MOST_STOPS + 1)])
-            assert (status, told["error"]["message"]) == (400, "stop: there are 65 texts; at most 64 are looked for")
+            assert (status, told["error"]["message"]) == (
+                400,
+                "stop: there are 65 texts; at most 64 are looked for",
+            )
 
     run(test)
 
@@ -103,7 +128,9 @@ def test_a_prompt_that_just_fits_is_never_refused_by_its_pieces(
     text = "the " * 500
     exact = len(tokenizer.ids(text))
     assert len(rendering._tokens(text, exact)) == exact
-    with pytest.raises(ContextFull, match=rf"maximum context length is {exact // 2} tokens.* tokens or more"):
+    with pytest.raises(
+        ContextFull, match=rf"maximum context length is {exact // 2} tokens.* tokens or more"
+    ):
         rendering._tokens(text, exact // 2)
     with pytest.raises(ContextFull):
         rendering._tokens(text, exact, before=exact // 2)
@@ -116,10 +143,14 @@ def test_a_long_tail_is_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         async with gateway(tmp_path, *"abc") as served:
             _, told = await served.chat()
             messages = [*USER, told["choices"][0]["message"]]
-            status, told = await served.chat([*messages, {"role": "user", "content": "x" * 100_000}])
+            status, told = await served.chat(
+                [*messages, {"role": "user", "content": "x" * 100_000}]
+            )
             assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
             assert "tokens or more" in told["error"]["message"]
-            assert (await served.chat([*messages, {"role": "user", "content": "x" * 100}]))[0] == 200
+            assert (await served.chat([*messages, {"role": "user", "content": "x" * 100}]))[
+                0
+            ] == 200
             assert len(served.session.tree.paths()[1]) == 1, "what was refused is no path"
 
     run(test)
@@ -152,7 +183,8 @@ def test_requests_share_a_budget_first_come_first_served(monkeypatch: pytest.Mon
                 await go.wait()
 
         tasks = {
-            name: asyncio.create_task(take(name, count)) for name, count in (("a", 6), ("b", 5), ("c", 4), ("d", 99))
+            name: asyncio.create_task(take(name, count))
+            for name, count in (("a", 6), ("b", 5), ("c", 4), ("d", 99))
         }
         await asyncio.sleep(0.01)
         assert order == ["a"], "b does not fit, and c waits behind it"
@@ -160,7 +192,9 @@ def test_requests_share_a_budget_first_come_first_served(monkeypatch: pytest.Mon
         await asyncio.sleep(0.01)
         assert order == ["a", "c"]
         monkeypatch.setattr(bounds, "WAIT_LIMIT_S", 0.01)
-        with pytest.raises(WireError, match=r"other requests were being read and rendered for 0\.01 s") as late:
+        with pytest.raises(
+            WireError, match=r"other requests were being read and rendered for 0\.01 s"
+        ) as late:
             await take("e", 1)
         assert late.value.status == 503
         go.set()
@@ -171,7 +205,9 @@ def test_requests_share_a_budget_first_come_first_served(monkeypatch: pytest.Mon
     assert run(test) == ["a", "c", "d"], "more than there is takes all of it"
 
 
-def test_bodies_in_flight_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_in_flight_are_bounded_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A session may have two of the longest bodies at a time."""
     monkeypatch.setattr(bounds, "SMALLEST_LIMIT", 0)
     most = 0
@@ -190,7 +226,9 @@ def test_bodies_in_flight_are_bounded_together(tmp_path: Path, monkeypatch: pyte
             monkeypatch.setattr(RequestBounds, "check_bytes", noted)
             body = json.dumps({"model": "policy", "messages": USER}).encode()
             bodies = [body + b" " * (LIMIT - len(body) - n) for n in range(6)]
-            replies = await asyncio.gather(*(served.post("chat/completions", each) for each in bodies))
+            replies = await asyncio.gather(
+                *(served.post("chat/completions", each) for each in bodies)
+            )
             assert [status for status, _ in replies] == [200] * 6
             assert LIMIT < most <= 2 * LIMIT
             assert budget._free == budget._size
@@ -208,7 +246,10 @@ def test_a_request_that_waits_for_tokens_does_not_keep_its_bytes(tmp_path: Path)
             while not served.asked:
                 await asyncio.sleep(0.01)
             second = asyncio.create_task(served.chat([{"role": "user", "content": "second"}]))
-            while served.session._requests < 2 or served.session.budget._free < served.session.budget._size:
+            while (
+                served.session._requests < 2
+                or served.session.budget._free < served.session.budget._size
+            ):
                 await asyncio.sleep(0.01)
             assert len(served.asked) == 1
             served.hold.set()

@@ -1,4 +1,6 @@
-"""Tool calls in what the policy wrote, in each form that templates write: against the templates, and SGLang's readers."""
+"""Tool calls in what the policy wrote, in each form that templates write: against the
+templates, and SGLang's readers.
+"""
 
 import importlib
 import json
@@ -15,7 +17,13 @@ from megarl.tasks.agents.calls import CallFormat, Marks, call_format, read_turn
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall
 from megarl.tasks.agents.tree import SessionTree
 from megarl.tasks.data.chat import load_chat
-from tests.unit.tasks.agents.templates import FAMILIES, PUBLISHED, published, rendering_of, tokenizer_of
+from tests.unit.tasks.agents.templates import (
+    FAMILIES,
+    PUBLISHED,
+    published,
+    rendering_of,
+    tokenizer_of,
+)
 
 FORMATS = {
     "qwen": CallFormat(Marks(opening="<tool_call>", closing="</tool_call>"), "arguments"),
@@ -23,12 +31,18 @@ FORMATS = {
     "llama": CallFormat(Marks(), "parameters"),
     "instruct": CallFormat(Marks(opening="[CALL]", closing="[/CALL]"), "arguments"),
     "tags": CallFormat(
-        Marks(opening="<call>", closing="</call>"), keys=Marks(opening="<k>", closing="</v>"), value="</k><v>"
+        Marks(opening="<call>", closing="</call>"),
+        keys=Marks(opening="<k>", closing="</v>"),
+        value="</k><v>",
     ),
 }
-SEE = {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}}
+SEE = {
+    "name": "f",
+    "parameters": {"properties": {"n": {"type": "integer"}, "s": {"type": "string"}}},
+}
 TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": function} for function in (SEE, {"name": "g", "parameters": {}})
+    {"type": "function", "function": function}
+    for function in (SEE, {"name": "g", "parameters": {}})
 ]
 
 
@@ -38,9 +52,16 @@ def test_the_form_of_calls_is_told_from_the_template(family: str, tmp_path: Path
 
 
 ONE = {
-    "DeepSeek-V3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>",
-    "Kimi K2": "<|tool_call_begin|>functions.{}:{{n}}<|tool_call_argument_begin|>{}<|tool_call_end|>",
-    "gpt-oss": "<|start|>assistant<|channel|>commentary to=functions.{}<|constrain|>json<|message|>{}<|call|>",
+    "DeepSeek-V3": (
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+    ),
+    "Kimi K2": (
+        "<|tool_call_begin|>functions.{}:{{n}}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    ),
+    "gpt-oss": (
+        "<|start|>assistant<|channel|>commentary"
+        " to=functions.{}<|constrain|>json<|message|>{}<|call|>"
+    ),
 }
 AROUND = {
     "DeepSeek-V3": ("<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
@@ -58,7 +79,9 @@ ARGUMENTS = {"n": [1], "s": ["5", "two\nlines ", 'a "b" {c}', "é"]}
 
 
 def written(family: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """Return what a policy of this family writes, after the published descriptions of its form."""
+    """Return what a policy of this family writes, after the published descriptions of
+    its form.
+    """
     made = []
     for n, (name, arguments) in enumerate(calls):
         if family == "GLM-4.5":
@@ -82,21 +105,33 @@ def test_sglang_reads_the_same_calls(family: str, tmp_path: Path) -> None:
     assert form is not None
     for calls in (
         *([("f", {"n": 1, "s": text})] for text in ARGUMENTS["s"]),
-        [("f", {"n": -2})] if family == "gpt-oss" else [("f", {"n": -2}), ("g", {}), ("f", {"s": "{}"})],
+        (
+            [("f", {"n": -2})]
+            if family == "gpt-oss"
+            else [("f", {"n": -2}), ("g", {}), ("f", {"s": "{}"})]
+        ),
     ):
         text = ("" if family == "gpt-oss" else "See.\n") + written(family, calls)
         theirs = detector().detect_and_parse(text, [tool(**one) for one in TOOLS])
         rest, ours = form.read(text.removesuffix("<|call|>"), TOOLS)  # which ends the turn
         assert (
-            [(c.name, c.arguments) for c in ours] == [(c.name, json.loads(c.parameters)) for c in theirs.calls] == calls
+            [(c.name, c.arguments) for c in ours]
+            == [(c.name, json.loads(c.parameters)) for c in theirs.calls]
+            == calls
         )
         if family != "gpt-oss":  # of which SGLang drops the thinking, that we keep beside the call
             assert rest.strip() == theirs.normal_text.strip() == "See."
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 a_call = st.tuples(
@@ -107,7 +142,9 @@ a_call = st.tuples(
 
 @pytest.mark.parametrize("family", [name for name in PUBLISHED if name != "Llama 4"])
 def test_calls_that_a_template_writes_are_read(family: str, tmp_path: Path) -> None:
-    """No more than one call of Llama 4 is read, for nothing tells where one begins in a text."""
+    """No more than one call of Llama 4 is read, for nothing tells where one begins in a
+    text.
+    """
     form, chat = published(tmp_path, family)[1].calls, load_chat(tmp_path)
     assert form is not None
     asked = {"role": "user", "content": "?"}
@@ -117,20 +154,40 @@ def test_calls_that_a_template_writes_are_read(family: str, tmp_path: Path) -> N
     @settings(max_examples=25)
     def test(calls: list[tuple[str, dict[str, Any]]]) -> None:
         if family == "GLM-4.5":  # it writes a text as it is
-            calls = [(n, {k: v.replace("<", "") if isinstance(v, str) else v for k, v in a.items()}) for n, a in calls]
+            calls = [
+                (n, {k: v.replace("<", "") if isinstance(v, str) else v for k, v in a.items()})
+                for n, a in calls
+            ]
         tools = [
-            {"function": {"name": name, "parameters": {"properties": {
-                k: {"type": "string"} for k, v in a.items() if isinstance(v, str)}}}}
+            {
+                "function": {
+                    "name": name,
+                    "parameters": {
+                        "properties": {
+                            k: {"type": "string"} for k, v in a.items() if isinstance(v, str)
+                        }
+                    },
+                }
+            }
             for name, a in dict(calls).items()
-        ]  # fmt: skip
+        ]
         wanted = [(name, dict(calls)[name]) for name, _ in calls]
         wire = [
-            {"id": form.template_id(ToolCall("call00000", name, a), n), "type": "function",
-             "function": {"name": name, "arguments": json.dumps(a) if form.as_text else a}}
+            {
+                "id": form.template_id(ToolCall("call00000", name, a), n),
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(a) if form.as_text else a},
+            }
             for n, (name, a) in enumerate(wanted)
-        ]  # fmt: skip
-        text = chat.render([asked, {"role": "assistant", "content": "", "tool_calls": wire}], reply=False)
-        text = text.removeprefix(chat.render([asked])).removesuffix("\n").removesuffix(PUBLISHED[family][-1])
+        ]
+        text = chat.render(
+            [asked, {"role": "assistant", "content": "", "tool_calls": wire}], reply=False
+        )
+        text = (
+            text.removeprefix(chat.render([asked]))
+            .removesuffix("\n")
+            .removesuffix(PUBLISHED[family][-1])
+        )
         assert [(c.name, c.arguments) for c in form.read(text, tools)[1]] == wanted
 
     test()
@@ -161,21 +218,27 @@ GPT_OSS = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
         ("gpt-oss", GPT_OSS.replace("{}", "{")),
     ],
 )
-def test_what_is_no_call_in_its_form_stays_in_the_content(family: str, text: str, tmp_path: Path) -> None:
+def test_what_is_no_call_in_its_form_stays_in_the_content(
+    family: str, text: str, tmp_path: Path
+) -> None:
     form = published(tmp_path, family)[1].calls
     said = read_turn(f"See.{text}", form, "", 0, TOOLS)
     assert (said.text, said.calls) == (f"See.{text}", ())
 
 
 def test_the_rest_of_a_text_with_a_call_is_its_content(tmp_path: Path) -> None:
-    """Thinking before a call is what gpt-oss's template writes in the place of a text beside it."""
+    """Thinking before a call is what gpt-oss's template writes in the place of a text
+    beside it.
+    """
     form = published(tmp_path, "gpt-oss")[1].calls
     thinking = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     for call in (GPT_OSS, " to=functions.f<|channel|>commentary json<|message|>{}"):
         said = read_turn(thinking + call, form, "<|channel|>final<|message|>", 0)
         assert (said.text, [c.name for c in said.calls]) == ("Hm.", ["f"])
     preamble = "<|channel|>commentary<|message|>First f.<|end|><|start|>assistant"
-    assert read_turn(preamble + GPT_OSS, form, "", 0).text == preamble, "no text that the template writes"
+    assert read_turn(preamble + GPT_OSS, form, "", 0).text == preamble, (
+        "no text that the template writes"
+    )
 
 
 def test_a_key_has_an_end_to_its_length(tmp_path: Path) -> None:
@@ -191,9 +254,12 @@ def test_texts_are_told_from_json_by_the_tools_schema(tmp_path: Path) -> None:
     form = published(tmp_path, "GLM-4.5")[1].calls
     assert form is not None
     schemas = {
-        "text": {"type": "string"}, "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        "number": {"type": ["integer", "null"]}, "either": {"type": ["string", "integer"]}, "wrong": {"type": 5, "anyOf": 5},
-    }  # fmt: skip
+        "text": {"type": "string"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "number": {"type": ["integer", "null"]},
+        "either": {"type": ["string", "integer"]},
+        "wrong": {"type": 5, "anyOf": 5},
+    }
     tools = [{"function": {"name": "f", "parameters": {"properties": schemas}}}]
     values = {
         "text": "null",
@@ -219,8 +285,13 @@ def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> No
     text = written("Kimi K2", [("f", {}), ("g", {})]).replace("g:1", "g:7")
     tokens = tokenizer.ids(text)
     said = read_turn(text, rendering.calls, "", 0, tools)
-    tree.answer(node, (Segment(tokens=tokens, logprobs=float32([0] * len(tokens)), weight_version=0),), said)
-    back = (*request.messages, CanonicalMessage("assistant", calls=tuple(c._replace(written="") for c in said.calls)))
+    tree.answer(
+        node, (Segment(tokens=tokens, logprobs=float32([0] * len(tokens)), weight_version=0),), said
+    )
+    back = (
+        *request.messages,
+        CanonicalMessage("assistant", calls=tuple(c._replace(written="") for c in said.calls)),
+    )
     results = tuple(CanonicalMessage("tool", "r", answers=call.id) for call in said.calls)
     again = AgentRequest((*back, *results), tools)
     put = rendering.tail(tree.find(again)[0], again)  # type: ignore[arg-type]
@@ -232,12 +303,21 @@ def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> No
     other = tuple(replace(m, answers=named[m.answers]) for m in results)
     theirs = replace(back[-1], calls=tuple(c._replace(id=named[c.id]) for c in back[-1].calls))
     renamed = AgentRequest((*request.messages, theirs, *other), tools)
-    assert rendering.tail(node, renamed).tolist() == put.tolist(), "whatever ids the agent gives them"  # type: ignore[union-attr]
+    assert rendering.tail(node, renamed).tolist() == put.tolist(), (
+        "whatever ids the agent gives them"
+    )  # type: ignore[union-attr]
     whole = tokenizer.decode(rendering.whole(again))
-    assert whole.count("functions.f:0") == whole.count("functions.g:1") == 2, "the agent's own history is numbered"
+    assert whole.count("functions.f:0") == whole.count("functions.g:1") == 2, (
+        "the agent's own history is numbered"
+    )
 
 
-OPEN, CLOSE, F, G = "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', '{"name": "g", "arguments": {}}'
+OPEN, CLOSE, F, G = (
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "f", "arguments": {}}',
+    '{"name": "g", "arguments": {}}',
+)
 TEXT, NAN = '{"name": "f", "arguments": "no"}', '{"name": "f", "arguments": {"x": NaN}}'
 LARGE, HALF = NAN.replace("NaN", "1e999"), NAN.replace("NaN", r'["\ud83d"]')
 HARD = '{"name": "f", "arguments": {"x": "</tool_call>"}}'
@@ -274,8 +354,12 @@ CALL_AS_CODE = """{%- for m in messages %}{{- m.content }}{%- for c in m.tool_ca
 {{- '<|im_end|>' }}{%- endfor %}"""
 
 
-@pytest.mark.parametrize("template", [CALL_AS_CODE, "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"])
+@pytest.mark.parametrize(
+    "template", [CALL_AS_CODE, "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"]
+)
 def test_other_forms_are_not_read(template: str, tmp_path: Path) -> None:
-    """Where nothing tells an argument from what stands around it, or no calls are written."""
+    """Where nothing tells an argument from what stands around it, or no calls are
+    written.
+    """
     tokenizer_of(tmp_path, template)
     assert call_format(load_chat(tmp_path), ["<|im_end|>"]) is None

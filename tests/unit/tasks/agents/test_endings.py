@@ -1,4 +1,6 @@
-"""Every request is answered, however its session ends, and nothing is trained that was not."""
+"""Every request is answered, however its session ends, and nothing is trained that was
+not.
+"""
 
 import asyncio
 import random
@@ -33,7 +35,9 @@ def user(text: Any) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("limit", REACHED)
-def test_parallel_requests_that_meet_a_limit_get_400_and_those_in_flight_an_answer(limit: str, tmp_path: Path) -> None:
+def test_parallel_requests_that_meet_a_limit_get_400_and_those_in_flight_an_answer(
+    limit: str, tmp_path: Path
+) -> None:
     settings, named = REACHED[limit]
 
     async def test() -> None:
@@ -42,14 +46,18 @@ def test_parallel_requests_that_meet_a_limit_get_400_and_those_in_flight_an_answ
             go_on = [*user(0), first["choices"][0]["message"]]
             served.hold.clear()
             asked = [asyncio.create_task(served.chat([*go_on, *user(n)])) for n in range(6)]
-            while not served.session.over and limit != "trained_tokens":  # which waits for those that sample
+            while (
+                not served.session.over and limit != "trained_tokens"
+            ):  # which waits for those that sample
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.05)
             served.hold.set()
             replies = await asyncio.wait_for(asyncio.gather(*asked), ANSWER_LIMIT_S)
             counts = Counter(status for status, _ in replies)
             assert counts == {200: 2, 400: 4}
-            assert all(named in body["error"]["message"] for status, body in replies if status == 400)
+            assert all(
+                named in body["error"]["message"] for status, body in replies if status == 400
+            )
             assert served.session.rollout().finish == "length"
             trained = sum(len(s.tokens) for s in served.session.tree.paths()[0] if s.trained)
             assert trained == sum(len(node.sampled) for node in served.session.tree.nodes) > 4
@@ -102,9 +110,13 @@ def test_a_session_that_is_ended_answers_what_is_in_progress(
 
 
 class Crowd:
-    """An agent whose requests come at once and in random order, which leaves some, and loses its session at a random moment."""
+    """An agent whose requests come at once and in random order, which leaves some, and
+    loses its session at a random moment.
+    """
 
-    def __init__(self, seed: int, session: AgentSession, url: str, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, seed: int, session: AgentSession, url: str, http: aiohttp.ClientSession
+    ) -> None:
         self.rng = random.Random(seed)
         self.session = session
         self.url = url
@@ -117,7 +129,9 @@ class Crowd:
     async def ask(self, messages: list[dict[str, str]]) -> None:
         headers = {"Authorization": f"Bearer {self.session.key}"}
         body = {"model": "policy", "messages": messages}
-        async with self.http.post(f"{self.url}/v1/chat/completions", headers=headers, json=body) as reply:
+        async with self.http.post(
+            f"{self.url}/v1/chat/completions", headers=headers, json=body
+        ) as reply:
             told = await reply.json()
         self.statuses[reply.status] += 1
         if reply.status == 200:
@@ -138,7 +152,11 @@ class Crowd:
             for _ in range(rng.randint(1, 6)):
                 messages = rng.choice([*self.talks, user(rng.random())])
                 leaves = rng.random() < 0.2
-                asked.append(self.ask_and_leave(messages, rng.random() / 50) if leaves else self.ask(messages))
+                asked.append(
+                    self.ask_and_leave(messages, rng.random() / 50)
+                    if leaves
+                    else self.ask(messages)
+                )
             await asyncio.gather(*asked)
 
     async def end_somewhen(self) -> None:
@@ -157,7 +175,9 @@ class Crowd:
         assert len(unread) <= self.left, "nothing is trained that was not answered"
         total = sum(int(path.trained.sum()) for path in paths_of(segments, branches, int32(())))
         assert total == sum(len(s.tokens) for s in segments if s.trained)
-        in_progress = [turn for turns in self.session._asked.values() for turn in turns if not turn.done.done()]
+        in_progress = [
+            turn for turns in self.session._asked.values() for turn in turns if not turn.done.done()
+        ]
         assert not in_progress or self.left, "no request is left"
 
 
@@ -167,19 +187,27 @@ def test_whatever_ends_a_session_each_request_is_answered(tmp_path: Path) -> Non
 
     async def one(seed: int, server: Gateway, http: aiohttp.ClientSession) -> None:
         rng = random.Random(seed)
-        limits = {"paths": rng.randint(1, 8), "requests": rng.randint(1, 12), "trained_tokens": rng.randint(9, 200)}
+        limits = {
+            "paths": rng.randint(1, 8),
+            "requests": rng.randint(1, 12),
+            "trained_tokens": rng.randint(9, 200),
+        }
         written = set[str]()
 
         async def policy(tokens: np.ndarray, limit: int, kept: int) -> PolicyTurn:
             await asyncio.sleep(rng.random() / 50)
             ids = int32([*tokenizer.ids(f"{rng.randrange(10**8):08}"), tokenizer.end])[:limit]
             written.add(tokenizer.decode(ids).removesuffix("<|im_end|>"))
-            return PolicyTurn((Segment(tokens=ids, logprobs=float32([-1] * len(ids)), weight_version=0),), True)
+            return PolicyTurn(
+                (Segment(tokens=ids, logprobs=float32([-1] * len(ids)), weight_version=0),), True
+            )
 
         recipe = from_tree({"length": LENGTH, "agent": limits})
         async with server.session(recipe, tokenizer, rendering, policy) as session:
             crowd = Crowd(seed, session, server.url, http)
-            await asyncio.wait_for(asyncio.gather(crowd.live(), crowd.end_somewhen()), ANSWER_LIMIT_S)
+            await asyncio.wait_for(
+                asyncio.gather(crowd.live(), crowd.end_somewhen()), ANSWER_LIMIT_S
+            )
             crowd.check(written, lambda ids: tokenizer.decode(ids).removesuffix("<|im_end|>"))
         seen.update({str(status): count for status, count in crowd.statuses.items()})
         seen["left"] += crowd.left
@@ -189,7 +217,9 @@ def test_whatever_ends_a_session_each_request_is_answered(tmp_path: Path) -> Non
         try:
             async with aiohttp.ClientSession() as http:
                 for begin in range(0, 40, 10):
-                    await asyncio.gather(*(one(seed, server, http) for seed in range(begin, begin + 10)))
+                    await asyncio.gather(
+                        *(one(seed, server, http) for seed in range(begin, begin + 10))
+                    )
         finally:
             await server.close()
 

@@ -1,4 +1,6 @@
-"""Anthropic's messages and OpenAI's responses on the wire: what their clients get, what is refused, errors in their words."""
+"""Anthropic's messages and OpenAI's responses on the wire: what their clients get, what
+is refused, errors in their words.
+"""
 
 import asyncio
 import json
@@ -37,7 +39,9 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 async def ask(served: Served, protocol: str, **more: Any) -> tuple[int, Any]:
-    return await served.post(protocol, {"model": "policy", **ASKED[protocol], "tools": TOOLS[protocol], **more})
+    return await served.post(
+        protocol, {"model": "policy", **ASKED[protocol], "tools": TOOLS[protocol], **more}
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -45,7 +49,9 @@ def test_anthropics_client_gets_blocks_and_its_results_go_on(tmp_path: Path, str
     async def test() -> None:
         async with gateway(tmp_path, SAID, "Three.") as served:
             key = served.session.key
-            async with anthropic.AsyncAnthropic(base_url=f"{served.url}/s/{key}", api_key="none", max_retries=0) as api:
+            async with anthropic.AsyncAnthropic(
+                base_url=f"{served.url}/s/{key}", api_key="none", max_retries=0
+            ) as api:
                 messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "u"}]}]
                 asked: dict[str, Any] = {
                     "model": "policy",
@@ -64,15 +70,24 @@ def test_anthropics_client_gets_blocks_and_its_results_go_on(tmp_path: Path, str
                         said = await api.messages.create(messages=messages, **asked)
                     messages.append({"role": "assistant", "content": said.content})
                     results = [
-                        {"type": "tool_result", "tool_use_id": b.id, "content": [{"type": "text", "text": "3"}]}
-                        for b in said.content if b.type == "tool_use"
-                    ]  # fmt: skip
-                    messages.append({"role": "user", "content": [*results, {"type": "text", "text": "well?"}]})
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": b.id,
+                            "content": [{"type": "text", "text": "3"}],
+                        }
+                        for b in said.content
+                        if b.type == "tool_use"
+                    ]
+                    messages.append(
+                        {"role": "user", "content": [*results, {"type": "text", "text": "well?"}]}
+                    )
                     if len(served.asked) == 1:
                         assert [b.type for b in said.content] == ["thinking", "text", "tool_use"]
                         assert said.content[2].input == {"a": 1}  # type: ignore[union-attr]
                         assert said.stop_reason == "tool_use"
-                        assert said.usage.input_tokens == counted.input_tokens == len(served.asked[0])
+                        assert (
+                            said.usage.input_tokens == counted.input_tokens == len(served.asked[0])
+                        )
             assert said.content[0].text == "Three."  # type: ignore[union-attr]
             assert said.stop_reason == "end_turn"
             assert len(served.session.tree.paths()[1]) == 1
@@ -88,8 +103,14 @@ def test_openais_client_gets_items_and_their_results_go_on(tmp_path: Path, strea
         async with gateway(tmp_path, SAID, "Three.") as served:
             base, key = f"{served.url}/v1", served.session.key
             async with openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=0) as api:
-                items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "u"}]}]
-                asked: dict[str, Any] = {"model": "policy", "instructions": "s", "tools": TOOLS["responses"]}
+                items: list[Any] = [
+                    {"role": "user", "content": [{"type": "input_text", "text": "u"}]}
+                ]
+                asked: dict[str, Any] = {
+                    "model": "policy",
+                    "instructions": "s",
+                    "tools": TOOLS["responses"],
+                }
                 for _ in range(2):
                     if stream:
                         async with api.responses.stream(input=items, **asked) as events:
@@ -102,9 +123,19 @@ def test_openais_client_gets_items_and_their_results_go_on(tmp_path: Path, strea
                     for item in said.output:
                         if item.type == "function_call":
                             assert json.loads(item.arguments) == {"a": 1}
-                            items.append({"type": "function_call_output", "call_id": item.call_id, "output": "3"})
+                            items.append(
+                                {
+                                    "type": "function_call_output",
+                                    "call_id": item.call_id,
+                                    "output": "3",
+                                }
+                            )
                     if len(served.asked) == 1:
-                        assert [item.type for item in said.output] == ["reasoning", "message", "function_call"]
+                        assert [item.type for item in said.output] == [
+                            "reasoning",
+                            "message",
+                            "function_call",
+                        ]
                         assert said.usage is not None
                         assert said.usage.input_tokens == len(served.asked[0])
             assert (said.output_text, said.status) == ("Three.", "completed")
@@ -117,16 +148,30 @@ def test_items_that_are_named_by_their_ids_are_this_sessions_answers(tmp_path: P
     """As clients name them that think the provider has stored them."""
 
     async def test() -> None:
-        async with gateway(tmp_path, SAID, "Three.", "other") as served, served.another() as foreign:
+        async with (
+            gateway(tmp_path, SAID, "Three.", "other") as served,
+            served.another() as foreign,
+        ):
             _, first = await ask(served, "responses")
-            assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call"]
+            assert [item["type"] for item in first["output"]] == [
+                "reasoning",
+                "message",
+                "function_call",
+            ]
             named = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
-            result = {"type": "function_call_output", "call_id": first["output"][2]["call_id"], "output": "3"}
+            result = {
+                "type": "function_call_output",
+                "call_id": first["output"][2]["call_id"],
+                "output": "3",
+            }
             assert (await ask(served, "responses", input=[*USER, *named, result]))[0] == 200
             assert len(served.session.tree.paths()[1]) == 1
             body = {"model": "policy", "input": [*USER, *named, result]}
             status, told = await served.post("responses", body, foreign.key)
-            assert (status, told["error"]["message"][:36]) == (400, "input[1]: no answer of this session ")
+            assert (status, told["error"]["message"][:36]) == (
+                400,
+                "input[1]: no answer of this session ",
+            )
 
     run(test)
 
@@ -138,7 +183,14 @@ def test_the_order_of_events(tmp_path: Path) -> None:
             kinds = [event["type"] for event in events_of(text)]
             block = ["content_block_start", "content_block_delta", "content_block_stop"]
             thinking = [block[0], block[1], block[1], block[2]]
-            assert kinds == ["message_start", *thinking, *block, *block, "message_delta", "message_stop"]
+            assert kinds == [
+                "message_start",
+                *thinking,
+                *block,
+                *block,
+                "message_delta",
+                "message_stop",
+            ]
             _, text = await ask(served, "responses", stream=True)
             events = events_of(text)
             item = [
@@ -150,19 +202,26 @@ def test_the_order_of_events(tmp_path: Path) -> None:
                 "output_item.done",
             ]
             call = [kind for kind in item if not kind.startswith("content_part")]
-            expected = [kind.format("reasoning_text") for kind in item] + [kind.format("output_text") for kind in item]
+            expected = [kind.format("reasoning_text") for kind in item] + [
+                kind.format("output_text") for kind in item
+            ]
             expected += [kind.format("function_call_arguments") for kind in call]
             kinds = [event["type"].removeprefix("response.") for event in events]
             assert kinds == ["created", "in_progress", *expected, "completed"]
             assert [event["sequence_number"] for event in events] == list(range(len(events)))
             _, cut = await ask(served, "responses")
-            assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+            assert (cut["status"], cut["incomplete_details"]) == (
+                "incomplete",
+                {"reason": "max_output_tokens"},
+            )
 
     run(test)
 
 
 @pytest.mark.parametrize("protocol", ["messages", "responses"])
-def test_a_stream_whose_session_ends_ends_with_an_error_event(protocol: str, tmp_path: Path) -> None:
+def test_a_stream_whose_session_ends_ends_with_an_error_event(
+    protocol: str, tmp_path: Path
+) -> None:
     async def test() -> None:
         async with gateway(tmp_path, "a") as served:
             served.hold.clear()
@@ -181,26 +240,46 @@ def test_a_stream_whose_session_ends_ends_with_an_error_event(protocol: str, tmp
 
 REFUSED: dict[str, dict[str, Any]] = {
     "messages": {
-        "tools": [{"type": "web_search_20250305", "name": "web_search"}], "tool_choice": {"type": "tool", "name": "add"},
-        "output_config": {"format": {"type": "json_schema"}}, "mcp_servers": [{"url": "x"}], "max_tokens": 0,
+        "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+        "tool_choice": {"type": "tool", "name": "add"},
+        "output_config": {"format": {"type": "json_schema"}},
+        "mcp_servers": [{"url": "x"}],
+        "max_tokens": 0,
         "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}],
     },
     "responses": {
-        "previous_response_id": "resp_1", "conversation": "c", "background": True, "text": {"format": {"type": "json_object"}},
-        "tools": [{"type": "file_search"}], "tool_choice": {"type": "function", "name": "add"}, "top_logprobs": 2,
+        "previous_response_id": "resp_1",
+        "conversation": "c",
+        "background": True,
+        "text": {"format": {"type": "json_object"}},
+        "tools": [{"type": "file_search"}],
+        "tool_choice": {"type": "function", "name": "add"},
+        "top_logprobs": 2,
         "input": [*USER, {"type": "item_reference", "id": "msg_0"}],
     },
-}  # fmt: skip
+}
 IGNORED: dict[str, dict[str, Any]] = {
     "messages": {
-        "temperature": 0.2, "top_k": 5, "tool_choice": {"type": "any"}, "metadata": {}, "thinking": {"type": "adaptive"},
-        "cache_control": {"type": "ephemeral"}, "service_tier": "auto", "context_management": {"edits": []},
+        "temperature": 0.2,
+        "top_k": 5,
+        "tool_choice": {"type": "any"},
+        "metadata": {},
+        "thinking": {"type": "adaptive"},
+        "cache_control": {"type": "ephemeral"},
+        "service_tier": "auto",
+        "context_management": {"edits": []},
     },
     "responses": {
-        "temperature": 0.2, "store": True, "include": ["reasoning.encrypted_content"], "reasoning": {"effort": "high"},
-        "truncation": "auto", "text": {"verbosity": "low"}, "parallel_tool_calls": True, "previous_response_id": None,
+        "temperature": 0.2,
+        "store": True,
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "high"},
+        "truncation": "auto",
+        "text": {"verbosity": "low"},
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("protocol", REFUSED)
@@ -225,19 +304,28 @@ def test_errors_are_in_each_providers_words(tmp_path: Path) -> None:
         async with gateway(tmp_path, "a") as served:
             long = [{"role": "user", "content": "x" * 5000}]
             status, body = await ask(served, "messages", messages=long)
-            assert (status, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
+            assert (status, body["type"], body["error"]["type"]) == (
+                400,
+                "error",
+                "invalid_request_error",
+            )
             assert body["error"]["message"].startswith("prompt is too long: 5")
             assert body["error"]["message"].endswith("tokens > 3992 maximum")
             status, body = await ask(served, "responses", input=long)
             assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
             assert "exceeds the context window of this model" in body["error"]["message"]
-            for kind, model, key in (("authentication_error", "policy", "foreign"), ("not_found_error", "opus", None)):
+            for kind, model, key in (
+                ("authentication_error", "policy", "foreign"),
+                ("not_found_error", "opus", None),
+            ):
                 asked = {"model": model, **ASKED["messages"]}
                 status, body = await served.post("messages", asked, key)
                 assert body["error"]["type"] == kind
-            assert (await served.post("messages/count_tokens", {"model": "policy", "messages": USER}, "foreign"))[
-                0
-            ] == 401
+            assert (
+                await served.post(
+                    "messages/count_tokens", {"model": "policy", "messages": USER}, "foreign"
+                )
+            )[0] == 401
 
     run(test)
 
@@ -245,7 +333,9 @@ def test_errors_are_in_each_providers_words(tmp_path: Path) -> None:
 def test_what_stops_an_answer_of_anthropics(tmp_path: Path) -> None:
     async def test() -> None:
         async with gateway(tmp_path, "one, two; three", "cut…") as served:
-            _, body = await ask(served, "messages", stop_sequences=["nowhere", ";", "; three", ", two;"])
+            _, body = await ask(
+                served, "messages", stop_sequences=["nowhere", ";", "; three", ", two;"]
+            )
             assert body["content"] == [{"type": "text", "text": "one"}]
             assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", ", two;")
             _, body = await ask(served, "messages", max_tokens=3)
@@ -255,21 +345,30 @@ def test_what_stops_an_answer_of_anthropics(tmp_path: Path) -> None:
 
 
 def test_results_calls_and_words_of_one_message_are_told_apart(tmp_path: Path) -> None:
-    """System blocks of Claude Code change with each request; parts of a message are joined."""
+    """System blocks of Claude Code change with each request; parts of a message are
+    joined.
+    """
 
     async def test() -> None:
         async with gateway(tmp_path, "a", "b", "c") as served:
             texts = ["x-anthropic-billing-header: cc_version=1; cch=", "One.", "Two."]
             for n in range(2):
-                system = [{"type": "text", "text": f"{text}{n}" if "cch" in text else text} for text in texts]
+                system = [
+                    {"type": "text", "text": f"{text}{n}" if "cch" in text else text}
+                    for text in texts
+                ]
                 said = [
                     {"role": "assistant", "content": [{"type": "text", "text": "a"}]},
                     {"role": "user", "content": "on"},
                 ]
-                assert (await ask(served, "messages", system=system, messages=USER + said * n))[0] == 200
+                assert (await ask(served, "messages", system=system, messages=USER + said * n))[
+                    0
+                ] == 200
             assert "One.\n\nTwo." in served.sent()
             assert "billing" not in served.sent()
-            assert len(served.session.tree.paths()[1]) == 1, "the billing block is no part of the conversation"
+            assert len(served.session.tree.paths()[1]) == 1, (
+                "the billing block is no part of the conversation"
+            )
 
     run(test)
 
@@ -286,15 +385,22 @@ def called_with(value: str) -> str:
     return f'{{"role": "assistant", "content": [{block}]}}'
 
 
-def test_a_message_is_read_once_a_session_and_told_apart_by_its_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    user, calls = '{"role": "user", "content": "u"}', [called_with(value) for value in ("1", "1.0", "true")]
+def test_a_message_is_read_once_a_session_and_told_apart_by_its_json(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    user, calls = (
+        '{"role": "user", "content": "u"}',
+        [called_with(value) for value in ("1", "1.0", "true")],
+    )
     known = ReadMessages(BOUNDS)
     read = [asked_anthropics(known, user, call, user).messages for call in (*calls, *calls)]
     assert all(before[1] is after[1] for before, after in zip(read[:3], read[3:], strict=True))
     assert all(each[0] is each[2] is read[0][0] for each in read)
     one, real, true = (each[1].key for each in read[:3])
     assert one == real != true
-    assert read[:3] == [asked_anthropics(ReadMessages(BOUNDS), user, call, user).messages for call in calls]
+    assert read[:3] == [
+        asked_anthropics(ReadMessages(BOUNDS), user, call, user).messages for call in calls
+    ]
     monkeypatch.setattr(bounds, "SMALLEST_LIMIT", 600)
     small = ReadMessages(RequestBounds(prompt_tokens=9))
     numbers = [str(n % 5) for n in range(9)]
@@ -334,7 +440,9 @@ def test_arguments_are_compared_as_javascript_reads_them(one: str, other: str, s
     """It has one kind of numbers, doubles, and writes 1.0 as 1."""
     known = ReadMessages(BOUNDS)
     keys = [
-        asked_anthropics(known, called_with(value), '{"role": "user", "content": "u"}').messages[0].key
+        asked_anthropics(known, called_with(value), '{"role": "user", "content": "u"}')
+        .messages[0]
+        .key
         for value in (one, other)
     ]
     assert (keys[0] == keys[1]) == same
@@ -342,14 +450,22 @@ def test_arguments_are_compared_as_javascript_reads_them(one: str, other: str, s
 
 def test_numbers_that_no_double_can_hold_equal_themselves() -> None:
     values = ["1" + "0" * 400, "1" + "0" * 401, "1" + "0" * 400]
-    one, other, again = (CanonicalMessage("assistant", calls=(ToolCall("", "f", {"a": int(v)}),)).key for v in values)
+    one, other, again = (
+        CanonicalMessage("assistant", calls=(ToolCall("", "f", {"a": int(v)}),)).key for v in values
+    )
     assert one == again != other
 
 
 def test_a_message_of_another_type_is_named_by_its_place() -> None:
     known = ReadMessages(BOUNDS)
     for _ in range(2):  # what was refused is not known
-        with pytest.raises(WireError, match=r"Expected `str`, got `int` - at `\$\.messages\[1\]\.role`"):
-            asked_anthropics(known, '{"role": "user", "content": "u"}', '{"role": 3, "content": "u"}')
+        with pytest.raises(
+            WireError, match=r"Expected `str`, got `int` - at `\$\.messages\[1\]\.role`"
+        ):
+            asked_anthropics(
+                known, '{"role": "user", "content": "u"}', '{"role": 3, "content": "u"}'
+            )
         with pytest.raises(WireError, match=r"messages\[1\]\.role: 'cat' is not one of"):
-            asked_anthropics(known, '{"role": "user", "content": "u"}', '{"role": "cat", "content": "u"}')
+            asked_anthropics(
+                known, '{"role": "user", "content": "u"}', '{"role": "cat", "content": "u"}'
+            )

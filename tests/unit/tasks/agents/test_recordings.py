@@ -1,4 +1,6 @@
-"""What real harnesses sent (tests/harnesses/record.py), sent again: conversations, and the tokens that are trained of them."""
+"""What real harnesses sent (tests/harnesses/record.py), sent again: conversations, and
+the tokens that are trained of them.
+"""
 
 import json
 from pathlib import Path
@@ -23,9 +25,13 @@ async def replayed(folder: Path, mode: str, requests: list[dict[str, Any]], unsa
         segments, branches = tree.paths()
         paths = paths_of(segments, branches, int32(()))
         for sent in served.asked:
-            assert any(path.tokens[: len(sent)].tolist() == sent.tolist() for path in paths), "ids sent are a path's"
+            assert any(path.tokens[: len(sent)].tolist() == sent.tolist() for path in paths), (
+                "ids sent are a path's"
+            )
         trained = sum(int(path.trained.sum()) for path in paths)
-        assert trained == sum(len(node.sampled) for node in tree.nodes), "each sampled token is trained, once"
+        assert trained == sum(len(node.sampled) for node in tree.nodes), (
+            "each sampled token is trained, once"
+        )
         assert len(served.said) == unsaid
         for text in said[: len(said) - unsaid]:
             whole = [served.tokenizer.decode(path.tokens[path.trained]) for path in paths]
@@ -37,7 +43,11 @@ async def replayed(folder: Path, mode: str, requests: list[dict[str, Any]], unsa
 def test_a_conversation_of_a_real_harness_is_one_path(mode: str, tmp_path: Path) -> None:
     recorded = json.loads((RECORDINGS / f"{mode}.json").read_text())
     assert recorded["versions"]
-    assert run(lambda: replayed(tmp_path, mode, recorded["requests"], recorded["unsaid"])) == recorded["paths"] == 1
+    assert (
+        run(lambda: replayed(tmp_path, mode, recorded["requests"], recorded["unsaid"]))
+        == recorded["paths"]
+        == 1
+    )
 
 
 def test_a_harness_that_edits_what_was_said_begins_a_path(tmp_path: Path) -> None:

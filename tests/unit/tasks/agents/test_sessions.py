@@ -29,16 +29,22 @@ class Lost(Exception):
     """What a policy raises when no server can be asked."""
 
 
-def agents_of(folder: Path, agent: Any, sandbox: str = "rlimits", **settings: Any) -> tuple[TaskAgents, Any]:
+def agents_of(
+    folder: Path, agent: Any, sandbox: str = "rlimits", **settings: Any
+) -> tuple[TaskAgents, Any]:
     """sandbox: in bubblewrap an agent could leave no file for a test to find."""
     tokenizer = tokenizer_of(folder, QWEN)
     task = {"train": "x", "heldout": "y", "grader": "exact", "agent": agent}
     data = {"tasks": {"t": task}, "sandbox": sandbox}
-    recipe = from_tree({"run": {"dir": str(folder)}, "length": LENGTH, "data": data, "agent": settings})
+    recipe = from_tree(
+        {"run": {"dir": str(folder)}, "length": LENGTH, "data": data, "agent": settings}
+    )
     return TaskAgents(recipe, tokenizer), tokenizer
 
 
-def play(folder: Path, agent: Any, count: int = 1, fails: bool = False, **settings: Any) -> list[AgentRollout]:
+def play(
+    folder: Path, agent: Any, count: int = 1, fails: bool = False, **settings: Any
+) -> list[AgentRollout]:
     """Sessions at once, of a policy that always says `7`."""
     agents, tokenizer = agents_of(folder, agent, **settings)
 
@@ -46,12 +52,16 @@ def play(folder: Path, agent: Any, count: int = 1, fails: bool = False, **settin
         if fails:
             raise Lost
         ids = int32([*tokenizer.ids("7"), tokenizer.end])
-        return PolicyTurn((Segment(tokens=ids, logprobs=float32([-1, -1]), weight_version=0),), True)
+        return PolicyTurn(
+            (Segment(tokens=ids, logprobs=float32([-1, -1]), weight_version=0),), True
+        )
 
     async def run() -> list[AgentRollout]:
         prompt = Prompt(id="p", tokens=tokenizer.ids("3+4="), answer="7", task="t")
         try:
-            return await asyncio.gather(*(agents.session(prompt, (1, 0, n), policy, float) for n in range(count)))
+            return await asyncio.gather(
+                *(agents.session(prompt, (1, 0, n), policy, float) for n in range(count))
+            )
         finally:
             await agents.close()
 
@@ -77,7 +87,9 @@ def test_functions_and_commands_are_given_the_task_and_rewarded(
 
 
 def test_a_reward_is_the_credit_of_the_turns_before_it(tmp_path: Path) -> None:
-    """The last one, after all requests, is the session's; of the two conversations the second has turns 0, 2 and 3."""
+    """The last one, after all requests, is the session's; of the two conversations the
+    second has turns 0, 2 and 3.
+    """
     (made,) = play(tmp_path, f"{HERE}:rewarded_by_turn", credit="turn")
     assert made.verdict == Verdict(0.5)
     told = [(s.turn, s.credit) for s in made.segments if s.trained]
@@ -97,18 +109,28 @@ def test_a_turns_reward_does_not_excuse_a_crash(tmp_path: Path) -> None:
     """By episode it is the session's, so the session counts."""
     (whole,) = play(tmp_path, f"{HERE}:crashes_after_a_turns_reward")
     assert whole.verdict == Verdict(1.0)
-    with pytest.raises(AgentDown, match="failed 2 times without a reward, the last time: it ended with status 3"):
+    with pytest.raises(
+        AgentDown, match="failed 2 times without a reward, the last time: it ended with status 3"
+    ):
         play(tmp_path, f"{HERE}:crashes_after_a_turns_reward", credit="turn")
 
 
-def test_a_command_finds_the_packages_of_its_own_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_finds_the_packages_of_its_own_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", "theirs")
-    told = f'test "$PYTHONPATH" = theirs || exit 3; PYTHONPATH={Path.cwd()} exec {" ".join(COMMAND)}'
+    told = (
+        f'test "$PYTHONPATH" = theirs || exit 3; PYTHONPATH={Path.cwd()} exec {" ".join(COMMAND)}'
+    )
     assert play(tmp_path, ["sh", "-c", told])[0].verdict == Verdict(0.25)
 
 
-def test_an_agent_in_bubblewrap_has_its_own_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the runs lie on another disk, to which a link leads, and the temporary folders as well."""
+def test_an_agent_in_bubblewrap_has_its_own_files_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the runs lie on another disk, to which a link leads, and the temporary
+    folders as well.
+    """
     for name in ("runs", "temporary"):
         (tmp_path / "disk" / name).mkdir(parents=True)
     (tmp_path / "run").symlink_to(tmp_path / "disk" / "runs")
@@ -132,16 +154,23 @@ def test_nothing_that_an_agent_leaves_in_its_folder_ends_the_controller(
         assert not list(Path(temporary).iterdir())
 
 
-def test_an_error_that_nobody_foresaw_costs_that_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_nobody_foresaw_costs_that_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object) -> None:
         raise RecursionError("too deep")
 
     monkeypatch.setattr(registry, "environment", fails)
-    with pytest.raises(AgentDown, match="failed 2 times without a reward, the last time: it cannot be run: too deep"):
+    with pytest.raises(
+        AgentDown,
+        match="failed 2 times without a reward, the last time: it cannot be run: too deep",
+    ):
         play(tmp_path, COMMAND)
 
 
-def test_a_sandbox_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_cannot_be_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho no namespaces >&2; exit 1")
     (tmp_path / "bwrap").chmod(0o755)
     for path, said in (
@@ -154,7 +183,9 @@ def test_a_sandbox_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: p
             agents_of(tmp_path, COMMAND, sandbox="bubblewrap")
 
 
-def test_a_crash_is_tried_once_more_and_then_void(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_is_tried_once_more_and_then_void(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CRASH_MARK", str(tmp_path / "crashed"))
     (made,) = play(tmp_path, f"{HERE}:crashes_once")
     assert made.verdict == Verdict(1.0)
@@ -168,25 +199,38 @@ def test_a_crash_is_tried_once_more_and_then_void(tmp_path: Path, monkeypatch: p
         "posts_text": "reward: should be a finite number, .* got '1.0'",
     }
     for agent, said in failures.items():
-        with pytest.raises(AgentDown, match=rf"(?s)task t failed 2 times without a reward, the last time: .*{said}"):
+        with pytest.raises(
+            AgentDown, match=rf"(?s)task t failed 2 times without a reward, the last time: .*{said}"
+        ):
             play(tmp_path, f"{HERE}:{agent}")
 
 
-def test_an_agent_for_which_the_machine_has_no_room_is_void(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_for_which_the_machine_has_no_room_is_void(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when others have filled the disk, or taken all processes."""
     (tmp_path / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
-    with pytest.raises(AgentDown, match=r"failed 2 times without a reward, the last time: it cannot be run: .*file"):
+    with pytest.raises(
+        AgentDown, match=r"failed 2 times without a reward, the last time: it cannot be run: .*file"
+    ):
         play(tmp_path, f"{HERE}:judged")
 
 
-def test_out_of_time_is_graded_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_time_is_graded_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CHILD_MARK", str(tmp_path / "child"))
     monkeypatch.setattr(registry, "KILL_LIMIT_S", 2.0)
     began = time.monotonic()
     (made,) = play(tmp_path, f"{HERE}:sleeps", time_s=18.0)
     assert 6 < time.monotonic() - began < 18, "a third of its time without a request"
-    assert (made.text, made.finish, made.verdict, made.episode.limited) == ("7", "length", None, True)
+    assert (made.text, made.finish, made.verdict, made.episode.limited) == (
+        "7",
+        "length",
+        None,
+        True,
+    )
     assert (tmp_path / "child.ended").exists(), "it could clean up"
     until = time.monotonic() + 10  # a killed process takes a moment to end
     for child in map(int, (tmp_path / "child").read_text().split()):
@@ -206,7 +250,9 @@ def test_time_for_which_no_server_answers_does_not_count(tmp_path: Path) -> None
         async with gateway(tmp_path) as served:
             served.session.idle_since = None  # it waits for an answer
             process, began = await asyncio.create_subprocess_exec("sleep", "2.5"), time.monotonic()
-            await registry._ended(process, served.session, limits, lambda: waits * (time.monotonic() - began))
+            await registry._ended(
+                process, served.session, limits, lambda: waits * (time.monotonic() - began)
+            )
             return served.session.over, process.returncode
 
     assert asyncio.run(run(True)) == ("", 0)
@@ -228,7 +274,9 @@ def test_an_agent_that_reached_a_limit_lives_until_its_requests_are_answered(
                 await asyncio.sleep(0.01)
             assert (await served.chat([{"role": "user", "content": "one too many"}]))[0] == 400
             process = await asyncio.create_subprocess_exec("sleep", "60")
-            ended = asyncio.create_task(registry._ended(process, served.session, limits, lambda: 0.0))
+            ended = asyncio.create_task(
+                registry._ended(process, served.session, limits, lambda: 0.0)
+            )
             await asyncio.sleep(1)
             waited = not ended.done()
             served.hold.set()
@@ -280,19 +328,32 @@ def test_so_many_run_at_once_the_oldest_first() -> None:
 
 
 def test_what_cannot_be_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(MegarlError, match=r"data\.tasks\.t\.agent: there is no command 'no-such-agent'"):
+    with pytest.raises(
+        MegarlError, match=r"data\.tasks\.t\.agent: there is no command 'no-such-agent'"
+    ):
         agents_of(tmp_path, ["no-such-agent"])
     with pytest.raises(MegarlError, match=r"data\.tasks\.t\.agent: no\.such:agent cannot be used"):
         agents_of(tmp_path, "no.such:agent")
-    suite = {"evaluation": {"suites": {"s": {"data": "x", "grader": "exact", "agent": ["no-such-agent"]}}}}
-    with pytest.raises(MegarlError, match=r"evaluation\.suites\.s\.agent: there is no command 'no-such-agent'"):
-        TaskAgents(from_tree({"length": LENGTH, "data": {"sandbox": "rlimits"}} | suite), tokenizer_of(tmp_path, QWEN))
+    suite = {
+        "evaluation": {
+            "suites": {"s": {"data": "x", "grader": "exact", "agent": ["no-such-agent"]}}
+        }
+    }
+    with pytest.raises(
+        MegarlError, match=r"evaluation\.suites\.s\.agent: there is no command 'no-such-agent'"
+    ):
+        TaskAgents(
+            from_tree({"length": LENGTH, "data": {"sandbox": "rlimits"}} | suite),
+            tokenizer_of(tmp_path, QWEN),
+        )
     with pytest.raises(MegarlError, match=r"agent\.interface: 'ib7' is not a network interface"):
         agents_of(tmp_path, COMMAND, interface="ib7")
     assert registry._address("lo") == "127.0.0.1"
 
 
-def test_the_policy_is_asked_without_a_proxy_and_what_was_is_so_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_is_asked_without_a_proxy_and_what_was_is_so_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for names in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv("NO_PROXY", raising=False)
         monkeypatch.delenv("no_proxy", raising=False)

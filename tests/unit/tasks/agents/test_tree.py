@@ -1,6 +1,8 @@
-"""Random agents against a session: what is sent, what is trained. The oracle knows only requests, answers and tokens.
+"""Random agents against a session: what is sent, what is trained. The oracle knows only
+requests, answers and tokens.
 
-It has no tree: whom a request continued is told by comparing tokens, as is what each path trains.
+It has no tree: whom a request continued is told by comparing tokens, as is what each
+path trains.
 """
 
 import asyncio
@@ -19,7 +21,12 @@ from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCal
 from megarl.tasks.agents.session import AgentSession
 from tests.unit.tasks.agents.templates import MERGES, SPECIAL, rendering_of
 
-LONG = {"prompt_tokens": 100_000, "thinking_tokens": [100_000, 100_000], "answer_tokens": 1, "control": "none"}
+LONG = {
+    "prompt_tokens": 100_000,
+    "thinking_tokens": [100_000, 100_000],
+    "answer_tokens": 1,
+    "control": "none",
+}
 MANY = {"trained_tokens": 1_000_000, "requests": 100_000, "paths": 100_000}
 SETTINGS = from_tree({"length": LONG, "agent": MANY})
 TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {}}},)
@@ -44,7 +51,9 @@ class Made:
 
 @dataclass
 class Asked:
-    """A request of the agent. got: the generation whose answer it took whole; asked, at: before and after, by its own clock."""
+    """A request of the agent. got: the generation whose answer it took whole; asked,
+    at: before and after, by its own clock.
+    """
 
     messages: tuple[CanonicalMessage, ...]
     said: Said
@@ -55,7 +64,9 @@ class Asked:
 
 
 class World:
-    """A policy that writes random texts in random pieces, and an agent that does all that agents do."""
+    """A policy that writes random texts in random pieces, and an agent that does all
+    that agents do.
+    """
 
     def __init__(self, tokenizer, rendering, seed: int) -> None:  # type: ignore[no-untyped-def]
         self.rng, self.tokenizer = random.Random(seed), tokenizer
@@ -70,7 +81,9 @@ class World:
         self.made.append(Made(tokens))
         assert 0 <= kept <= len(tokens)
         await asyncio.sleep(0)
-        text = "".join(rng.choices(["abc", "the", "xy", " ", "\n"], k=4)) + f"#{rng.randrange(10**6)}"
+        text = (
+            "".join(rng.choices(["abc", "the", "xy", " ", "\n"], k=4)) + f"#{rng.randrange(10**6)}"
+        )
         if rng.random() < 0.4:
             text = f"<think>{text}</think>\n"
         text += "".join(CALL % n for n in range(rng.choices([0, 1, 2], [2, 2, 1])[0]))
@@ -83,15 +96,27 @@ class World:
         self.made[number].sampled = sampled
         parts = np.split(sampled, [len(sampled) // 2])
         return PolicyTurn(
-            tuple(Segment(tokens=p, logprobs=float32([-1] * len(p)), weight_version=number) for p in parts), ended
+            tuple(
+                Segment(tokens=p, logprobs=float32([-1] * len(p)), weight_version=number)
+                for p in parts
+            ),
+            ended,
         )
 
     async def ask(
-        self, messages: tuple[CanonicalMessage, ...], said: Said, stays: bool = True, again: bool = False
+        self,
+        messages: tuple[CanonicalMessage, ...],
+        said: Said,
+        stays: bool = True,
+        again: bool = False,
     ) -> Asked:
-        """Ask, and wait for the answer; if the agent does not stay, it closes the connection and takes nothing."""
+        """Ask, and wait for the answer; if the agent does not stay, it closes the
+        connection and takes nothing.
+        """
         self.clock += 1
-        edited = {g for m, g in zip(messages, said, strict=True) if g is not None and "EDITED" in repr(m)}
+        edited = {
+            g for m, g in zip(messages, said, strict=True) if g is not None and "EDITED" in repr(m)
+        }
         asked = Asked(messages, said, self.clock, edited)
         self.asked.append(asked)
         open_ = True
@@ -108,7 +133,9 @@ class World:
             asked.got = int(turn.node.segments[0].weight_version)
             sent = self.made[asked.got].sent
             for g in edited:
-                assert not begins(sent, self.made[g]), "an edited message never passes for what was said"
+                assert not begins(sent, self.made[g]), (
+                    "an edited message never passes for what was said"
+                )
             if any("EDITED" in m.text or "EDITED" in repr(m.calls) for m in messages):
                 assert "EDITED" in self.tokenizer.decode(sent), "the policy sees the edit"
         return asked
@@ -116,21 +143,40 @@ class World:
     def returned(self, message: CanonicalMessage) -> CanonicalMessage:
         """Return an answer as some agent sends it back."""
         match self.rng.choice(
-            ["same", "same", "same", "reasoning", "blanks", "ids", "json", "text", "arguments", "thoughts"]
+            [
+                "same",
+                "same",
+                "same",
+                "reasoning",
+                "blanks",
+                "ids",
+                "json",
+                "text",
+                "arguments",
+                "thoughts",
+            ]
         ):
             case "reasoning":
                 return replace(message, reasoning="")
             case "blanks":
                 return replace(message, text=f"\n {message.text.strip()}")
             case "ids":
-                return replace(message, marks=frozenset(), calls=tuple(c._replace(id="x") for c in message.calls))
+                return replace(
+                    message,
+                    marks=frozenset(),
+                    calls=tuple(c._replace(id="x") for c in message.calls),
+                )
             case "json":
-                calls = tuple(ToolCall.of(c.id, c.name, c.json.replace(": ", ":")) for c in message.calls)
+                calls = tuple(
+                    ToolCall.of(c.id, c.name, c.json.replace(": ", ":")) for c in message.calls
+                )
                 return replace(message, calls=calls)
             case "text":
                 return replace(message, text=message.text + "EDITED")
             case "arguments" if message.calls:
-                return replace(message, calls=tuple(c._replace(arguments={"EDITED": 1}) for c in message.calls))
+                return replace(
+                    message, calls=tuple(c._replace(arguments={"EDITED": 1}) for c in message.calls)
+                )
             case "thoughts" if message.reasoning:
                 return replace(message, reasoning="EDITED")
         return message
@@ -151,10 +197,14 @@ class World:
                 before = rng.choice(self.asked)
                 await self.take(before.messages, before.said)
             else:
-                await self.take(tuple(self.returned(m) if m.role == "assistant" else m for m in messages), said)
+                await self.take(
+                    tuple(self.returned(m) if m.role == "assistant" else m for m in messages), said
+                )
 
     async def take(self, messages: tuple[CanonicalMessage, ...], said: Said) -> None:
-        """Ask in one of the ways of agents: once, twice at a time, leaving early and coming back or not; then go on."""
+        """Ask in one of the ways of agents: once, twice at a time, leaving early and
+        coming back or not; then go on.
+        """
         way, taken = self.rng.random(), list[Asked]()
         if way < 0.15:
             taken = await asyncio.gather(*(self.ask(messages, said) for _ in range(2)))
@@ -171,9 +221,14 @@ class World:
         for asked in taken:
             nodes = [n for n in self.session.tree.nodes if n.segments]
             served = next(n.served for n in nodes if n.segments[0].weight_version == asked.got)
-            after = [CanonicalMessage("tool", f"r{self.rng.randint(0, 1)}", answers=c.id) for c in served.calls]
+            after = [
+                CanonicalMessage("tool", f"r{self.rng.randint(0, 1)}", answers=c.id)
+                for c in served.calls
+            ]
             after = after or [CanonicalMessage("user", f"go on {self.rng.randint(0, 1)}")]
-            self.open.append(((*messages, served, *after), [*said, asked.got, *[None] * len(after)]))
+            self.open.append(
+                ((*messages, served, *after), [*said, asked.got, *[None] * len(after)])
+            )
 
     def check(self) -> Counter[str]:
         """Hold the invariants; return what happened."""
@@ -188,39 +243,52 @@ class World:
                 assert np.array_equal(path.tokens[begin:end], s.tokens)
                 assert (path.trained[begin:end] == s.trained).all()
                 if s.trained:
-                    assert made[s.weight_version].whole[:end] == path.tokens[:end].tolist(), "ids sent are the path's"
+                    assert made[s.weight_version].whole[:end] == path.tokens[:end].tolist(), (
+                        "ids sent are the path's"
+                    )
                     trained[s.weight_version] += len(s.tokens)
         assert all(count == len(made[g].sampled) for g, count in trained.items()), "whole, and once"
         taken = {a.got for a in self.asked} - {None}
         for g in set(range(len(made))) - trained.keys():
-            assert not any(begins(made[n].sent, made[g]) for n in taken - {g}), f"{g} is continued, and not trained"
+            assert not any(begins(made[n].sent, made[g]) for n in taken - {g}), (
+                f"{g} is continued, and not trained"
+            )
             takers = [a for a in self.asked if a.got == g]
             first = min((a.at for a in takers), default=0)
             again = [
-                a for a in self.asked if takers and a.got in taken - {g} and a.asked > first and same(a, takers[0])
+                a
+                for a in self.asked
+                if takers and a.got in taken - {g} and a.asked > first and same(a, takers[0])
             ]
             assert not takers or again, f"{g} was taken, and nobody asked the same again after it"
             seen["superseded" if takers else "abandoned"] += 1
         for g in trained:
-            assert g in taken or any(begins(made[n].sent, made[g]) for n in taken), f"nobody took {g}"
+            assert g in taken or any(begins(made[n].sent, made[g]) for n in taken), (
+                f"nobody took {g}"
+            )
         for a in self.asked:
             if a.got is not None and not a.edited and any(g is not None for g in a.said):
-                assert any(begins(made[a.got].sent, g) for g in made), "what comes back unchanged is not rendered again"
+                assert any(begins(made[a.got].sent, g) for g in made), (
+                    "what comes back unchanged is not rendered again"
+                )
                 seen["extended"] += 1
             seen["edited"] += bool(a.edited)
         return seen + Counter(trained=len(trained), paths=len(paths), requests=len(self.asked))
 
 
 def begins(sent: np.ndarray, made: Made) -> bool:
-    """Whether these tokens begin with the generation's, and the end token, which is put in if it was not sampled: without it
-    an unfinished answer begins all longer ones."""
+    """Whether these tokens begin with the generation's, and the end token, which is put
+    in if it was not sampled: without it an unfinished answer begins all longer ones.
+    """
     end = SPECIAL.index("<|im_end|>") + FIRST_SPECIAL
     whole = made.whole + [end] * (made.whole[-1] != end)
     return len(made.sampled) > 0 and sent.tolist()[: len(whole)] == whole
 
 
 def same(one: Asked, other: Asked) -> bool:
-    """Whether two requests are the same to the policy, whatever ids and reasoning they have."""
+    """Whether two requests are the same to the policy, whatever ids and reasoning they
+    have.
+    """
     return [m.key for m in one.messages] == [m.key for m in other.messages]
 
 
@@ -237,7 +305,13 @@ async def lives(folder: Path, sessions: int, requests: int) -> Counter[str]:
 def test_what_random_agents_are_sent_and_what_is_trained(tmp_path: Path) -> None:
     seen = asyncio.run(lives(tmp_path, sessions=40, requests=25))
     assert seen["requests"] >= 1000
-    assert min(seen[what] for what in ("abandoned", "superseded", "extended", "edited", "trained", "paths")) > 20, seen
+    assert (
+        min(
+            seen[what]
+            for what in ("abandoned", "superseded", "extended", "edited", "trained", "paths")
+        )
+        > 20
+    ), seen
 
 
 @pytest.mark.slow
@@ -258,7 +332,9 @@ def test_identical_parallel_sub_agents_are_both_trained(tmp_path: Path) -> None:
         assert sorted([one.got, two.got]) == [0, 1], "which is rendered first is left to threads"
         assert three.got == 2
         lines = world.session.tree.trained()
-        assert [line[-1].number for line in lines] == [2], "asked again after both answers: they were lost"
+        assert [line[-1].number for line in lines] == [2], (
+            "asked again after both answers: they were lost"
+        )
         return world.check()
 
     assert asyncio.run(run())["superseded"] == 2

@@ -6,7 +6,9 @@ from megarl.tasks.graders.answer import Submission
 
 
 def reads(submission: Submission) -> bool:
-    """Return whether an answer has no question mark; some never return, or end the process."""
+    """Return whether an answer has no question mark; some never return, or end the
+    process.
+    """
     match submission.expected:
         case "hangs":
             while True:

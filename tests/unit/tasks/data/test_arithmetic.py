@@ -29,7 +29,11 @@ RNG = st.integers(0, 2**32).map(random.Random)
 @st.composite
 def problems(draw):
     one, other, sign = draw(NUMBERS), draw(NUMBERS), draw(st.sampled_from("+-"))
-    return Exercise(max(one, other), sign, min(one, other)) if sign == "-" else Exercise(one, sign, other)
+    return (
+        Exercise(max(one, other), sign, min(one, other))
+        if sign == "-"
+        else Exercise(one, sign, other)
+    )
 
 
 def false_columns(work):
@@ -111,7 +115,9 @@ def test_prompts_are_right_different_and_disjoint(written):
     assert (len(train), len(heldout)) == (arithmetic.TRAIN_PROMPTS, arithmetic.HELDOUT_PROMPTS)
     for name, whole in (("train", train), ("heldout", heldout)):
         parts = {t: rows(written / f"{name}-{t}.jsonl") for t in ("addition", "subtraction")}
-        assert sorted(r["id"] for part in parts.values() for r in part) == sorted(r["id"] for r in whole)
+        assert sorted(r["id"] for part in parts.values() for r in part) == sorted(
+            r["id"] for r in whole
+        )
         assert all("+" in r["prompt"] for r in parts["addition"])
         assert all("-" in r["prompt"] for r in parts["subtraction"])
     texts = [row["prompt"] for row in train + heldout]
@@ -120,13 +126,20 @@ def test_prompts_are_right_different_and_disjoint(written):
         assert eval(row["prompt"].rstrip("=")) == int(row["answer"]) >= 0
         assert row["difficulty"] == max(len(n) for n in re.findall(r"\d+", row["prompt"]))
     assert {row["difficulty"] for row in heldout} == set(arithmetic.DIGITS)
-    assert {row["prompt"] for row in rows(written / "sft.jsonl")}.isdisjoint(row["prompt"] for row in heldout)
+    assert {row["prompt"] for row in rows(written / "sft.jsonl")}.isdisjoint(
+        row["prompt"] for row in heldout
+    )
     tokenizer = load_tokenizer(written / "init")
     sets = [
-        load_set(survey_of(str(written / name), own), lambda row: row.prompt, tokenizer, 16, "sums", name)[0]
+        load_set(
+            survey_of(str(written / name), own), lambda row: row.prompt, tokenizer, 16, "sums", name
+        )[0]
         for name in ("train.jsonl", "heldout.jsonl")
     ]
-    assert [len(one.prompts) for one in sets] == [arithmetic.TRAIN_PROMPTS, arithmetic.HELDOUT_PROMPTS]
+    assert [len(one.prompts) for one in sets] == [
+        arithmetic.TRAIN_PROMPTS,
+        arithmetic.HELDOUT_PROMPTS,
+    ]
     check_disjoint(*sets)
 
 
@@ -144,7 +157,9 @@ def test_the_same_seed_writes_the_same_bytes_and_another_one_does_not(written, t
     arithmetic.write(tmp_path / "same", seed=3)
     arithmetic.write(tmp_path / "other", seed=4)
     files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
-    assert all((tmp_path / "same" / file).read_bytes() == (written / file).read_bytes() for file in files)
+    assert all(
+        (tmp_path / "same" / file).read_bytes() == (written / file).read_bytes() for file in files
+    )
     for name in ("train.jsonl", "heldout.jsonl", "sft.jsonl", "init/model.safetensors"):
         assert (tmp_path / "other" / name).read_bytes() != (written / name).read_bytes()
 
@@ -180,9 +195,13 @@ def test_the_model_is_a_million_parameters_and_takes_every_token(written):
     assert not model.config.tie_word_embeddings
 
 
-def test_a_model_is_written_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_written_without_a_word(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """transformers draws a bar of its own, which fills as it appears."""
     enable_progress_bar()
-    arithmetic_models.save_model(tmp_path / "init", arithmetic_models.LLAMA | {"num_hidden_layers": 1}, 0)
+    arithmetic_models.save_model(
+        tmp_path / "init", arithmetic_models.LLAMA | {"num_hidden_layers": 1}, 0
+    )
     assert (tmp_path / "init" / "model.safetensors").is_file()
     assert capfd.readouterr() == ("", "")

@@ -1,4 +1,6 @@
-"""Data as people have it: each case is read, or one message says what is wrong and what to do."""
+"""Data as people have it: each case is read, or one message says what is wrong and what
+to do.
+"""
 
 import bz2
 import gzip
@@ -39,7 +41,8 @@ type Prompts = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """A source in a folder, and what becomes of it: prompts with their answers, or words.
+    """A source in a folder, and what becomes of it: prompts with their answers, or
+    words.
 
     words: each is in the error, or in the log if there are prompts too.
     """
@@ -60,8 +63,12 @@ def written(data: bytes) -> Write:
     return lambda path: path.write_bytes(data)
 
 
-def parquet(rows: Sequence[Mapping[str, Any]], schema: pa.Schema | None = None, group: int = 1024) -> Write:
-    return lambda path: pq.write_table(pa.Table.from_pylist(list(rows), schema), path, row_group_size=group)
+def parquet(
+    rows: Sequence[Mapping[str, Any]], schema: pa.Schema | None = None, group: int = 1024
+) -> Write:
+    return lambda path: pq.write_table(
+        pa.Table.from_pylist(list(rows), schema), path, row_group_size=group
+    )
 
 
 def arrow(rows: Sequence[Mapping[str, Any]]) -> Write:
@@ -73,7 +80,9 @@ def arrow(rows: Sequence[Mapping[str, Any]]) -> Write:
     return write
 
 
-def of_parts(name: str, first: list[dict[str, Any]], second: list[dict[str, Any]], **more: Any) -> Case:
+def of_parts(
+    name: str, first: list[dict[str, Any]], second: list[dict[str, Any]], **more: Any
+) -> Case:
     files = {"a-1.parquet": parquet(first), "a-2.parquet": parquet(second)}
     return Case(f"parts: {name}", files, "a-*.parquet", BOTH, **more)
 
@@ -153,42 +162,81 @@ def verl(messages: Any, truth: Any) -> dict[str, Any]:
 
 CONVERSATIONS = [
     of_messages("only the user's", [USER], prompts={asked("one?"): ("1",), TWO: ("2",)}),
-    of_messages("a system message", [SYSTEM, USER], prompts={shown(SYSTEM, USER): ("1",), TWO: ("2",)}),
+    of_messages(
+        "a system message", [SYSTEM, USER], prompts={shown(SYSTEM, USER): ("1",), TWO: ("2",)}
+    ),
     of_messages(
         "the row's system message wins",
         [SYSTEM, USER],
-        prompts={shown(SYSTEM, USER): ("1",), shown({"role": "system", "content": "Box."}) + TWO: ("2",)},
+        prompts={
+            shown(SYSTEM, USER): ("1",),
+            shown({"role": "system", "content": "Box."}) + TWO: ("2",),
+        },
         words=["system messages of their own"],
         task=CHAT | {"system": "Box."},
     ),
-    of_messages("earlier turns", [*EARLIER, USER], prompts={shown(*EARLIER, USER): ("1",), TWO: ("2",)}),
+    of_messages(
+        "earlier turns", [*EARLIER, USER], prompts={shown(*EARLIER, USER): ("1",), TWO: ("2",)}
+    ),
     of_messages(
         "content in parts",
-        [{"role": "user", "content": [{"type": "text", "text": "on"}, {"type": "text", "text": "e?"}]}],
+        [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "on"}, {"type": "text", "text": "e?"}],
+            }
+        ],
         prompts={asked("one?"): ("1",), TWO: ("2",)},
     ),
     of_messages(
-        "OpenAI's developer", [SYSTEM | {"role": "developer"}, USER], prompts={shown(SYSTEM, USER): ("1",), TWO: ("2",)}
+        "OpenAI's developer",
+        [SYSTEM | {"role": "developer"}, USER],
+        prompts={shown(SYSTEM, USER): ("1",), TWO: ("2",)},
     ),
-    of_messages("ShareGPT's names", [{"from": "human", "value": "one?"}], prompts={asked("one?"): ("1",), TWO: ("2",)}),
-    of_messages("their JSON text", json.dumps([SYSTEM, USER]), prompts={shown(SYSTEM, USER): ("1",), TWO: ("2",)}),
+    of_messages(
+        "ShareGPT's names",
+        [{"from": "human", "value": "one?"}],
+        prompts={asked("one?"): ("1",), TWO: ("2",)},
+    ),
+    of_messages(
+        "their JSON text",
+        json.dumps([SYSTEM, USER]),
+        prompts={shown(SYSTEM, USER): ("1",), TWO: ("2",)},
+    ),
     of_messages("their text in Python", str([USER]), words=["a.jsonl:1: .*Python's notation"]),
-    of_messages("with template: raw", [SYSTEM, USER], task={}, words=["conversation .system, user.*template: chat"]),
+    of_messages(
+        "with template: raw",
+        [SYSTEM, USER],
+        task={},
+        words=["conversation .system, user.*template: chat"],
+    ),
     of_messages(
         "an image",
         [{"role": "user", "content": [{"type": "text", "text": "?"}, PICTURE]}],
         words=["'image_url'; only texts"],
     ),
-    of_messages("a tool's message", [USER, {"role": "tool", "content": "1"}], words=["calls a tool or is a tool's"]),
+    of_messages(
+        "a tool's message",
+        [USER, {"role": "tool", "content": "1"}],
+        words=["calls a tool or is a tool's"],
+    ),
     of_messages(
         "a call",
         [USER, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, USER],
         words=["calls a tool"],
     ),
-    of_messages("the assistant last", [USER, EARLIER[1]], words=["the last message is the assistant's"]),
-    of_messages("a system message later", [*EARLIER, SYSTEM, USER], words=["system message is not the first"]),
+    of_messages(
+        "the assistant last", [USER, EARLIER[1]], words=["the last message is the assistant's"]
+    ),
+    of_messages(
+        "a system message later",
+        [*EARLIER, SYSTEM, USER],
+        words=["system message is not the first"],
+    ),
     of_messages("none", [], words=["neither text nor a list of messages"]),
-    of_messages("another role", [{"role": "critic", "content": "x"}, USER], words=["the role 'critic', not"]),
+    of_messages(
+        "another role", [{"role": "critic", "content": "x"}, USER], words=["the role 'critic', not"]
+    ),
     of_lines(
         "OpenAI's column",
         {"messages": [SYSTEM, USER], "answer": "1"},
@@ -217,13 +265,35 @@ ANSWERS = [
     of_lines("a list of numbers", A | {"answer": [1, 1.5]}, prompts={"one?": ("1", "1.5")}),
     of_lines("a list with nothing", A | {"answer": []}, words=["the answer of .* is empty"]),
     of_lines("a list of lists", A | {"answer": [["1"]]}, words=["neither text nor a number"]),
-    of_lines("verl: a list", verl("one?", ["1", "2"]), prompts={asked("one?"): ("1", "2")}, task=VERL),
-    of_lines("verl: JSON text of a list", verl("one?", '["1", "2"]'), prompts={asked("one?"): ("1", "2")}, task=VERL),
-    of_lines("verl: an interval", verl("one?", "[1, 2]"), prompts={asked("one?"): ("[1, 2]",)}, task=VERL),
-    of_lines("JSON text of a list elsewhere", A | {"answer": '["1", "2"]'}, prompts={"one?": ('["1", "2"]',)}),
-    of_lines("a list of tests", A | {"answer": ["{}", "[]"]}, words=["list of tests"], task={"grader": "code"}),
     of_lines(
-        "NuminaMath's proof", A | {"answer": "proof"}, B, prompts={"two?": ("2",)}, words=["1 rows left out .no answer"]
+        "verl: a list", verl("one?", ["1", "2"]), prompts={asked("one?"): ("1", "2")}, task=VERL
+    ),
+    of_lines(
+        "verl: JSON text of a list",
+        verl("one?", '["1", "2"]'),
+        prompts={asked("one?"): ("1", "2")},
+        task=VERL,
+    ),
+    of_lines(
+        "verl: an interval", verl("one?", "[1, 2]"), prompts={asked("one?"): ("[1, 2]",)}, task=VERL
+    ),
+    of_lines(
+        "JSON text of a list elsewhere",
+        A | {"answer": '["1", "2"]'},
+        prompts={"one?": ('["1", "2"]',)},
+    ),
+    of_lines(
+        "a list of tests",
+        A | {"answer": ["{}", "[]"]},
+        words=["list of tests"],
+        task={"grader": "code"},
+    ),
+    of_lines(
+        "NuminaMath's proof",
+        A | {"answer": "proof"},
+        B,
+        prompts={"two?": ("2",)},
+        words=["1 rows left out .no answer"],
     ),
     of_lines(
         "NuminaMath's notfound",
@@ -232,7 +302,9 @@ ANSWERS = [
         prompts={"two?": ("2",)},
         words=["1 rows left out .no answer"],
     ),
-    of_lines("a proof that is an answer", A | {"answer": "by proof"}, prompts={"one?": ("by proof",)}),
+    of_lines(
+        "a proof that is an answer", A | {"answer": "by proof"}, prompts={"one?": ("by proof",)}
+    ),
 ]
 
 TABLE = b"prompt,answer\none?,1\ntwo?,2\n"
@@ -242,14 +314,22 @@ ACCENTS = '{"prompt": "un élan?", "answer": "1"}\n'
 FILES = [
     Case("a byte-order mark", {"a.jsonl": written(b"\xef\xbb\xbf" + TEXT)}, prompts=BOTH),
     Case(
-        "a byte-order mark in JSON", {"a.json": written(b"\xef\xbb\xbf" + json.dumps([A, B]).encode())}, "a.json", BOTH
+        "a byte-order mark in JSON",
+        {"a.json": written(b"\xef\xbb\xbf" + json.dumps([A, B]).encode())},
+        "a.json",
+        BOTH,
     ),
     Case("a byte-order mark in CSV", {"a.csv": written(b"\xef\xbb\xbf" + TABLE)}, "a.csv", BOTH),
     Case(".jsonl.gz", {"a.jsonl.gz": written(gzip.compress(TEXT))}, "a.jsonl.gz", BOTH),
     Case(".jsonl.bz2", {"a.jsonl.bz2": written(bz2.compress(TEXT))}, "a.jsonl.bz2", BOTH),
     Case(".jsonl.xz", {"a.jsonl.xz": written(lzma.compress(TEXT))}, "a.jsonl.xz", BOTH),
     Case(".jsonl.zst", {"a.jsonl.zst": written(zstandard.compress(TEXT))}, "a.jsonl.zst", BOTH),
-    Case(".json.gz", {"a.json.gz": written(gzip.compress(json.dumps([A, B]).encode()))}, "a.json.gz", BOTH),
+    Case(
+        ".json.gz",
+        {"a.json.gz": written(gzip.compress(json.dumps([A, B]).encode()))},
+        "a.json.gz",
+        BOTH,
+    ),
     Case(".csv", {"a.csv": written(TABLE)}, "a.csv", BOTH),
     Case(".csv.gz", {"a.csv.gz": written(gzip.compress(TABLE))}, "a.csv.gz", BOTH),
     Case(".tsv", {"a.tsv": written(TABLE.replace(b",", b"\t"))}, "a.tsv", BOTH),
@@ -284,18 +364,35 @@ FILES = [
         "a.parquet",
         words=["a.parquet: no rows in it"],
     ),
-    Case("a Parquet without a byte", {"a.parquet": written(b"")}, "a.parquet", words=["it is empty"]),
+    Case(
+        "a Parquet without a byte", {"a.parquet": written(b"")}, "a.parquet", words=["it is empty"]
+    ),
     Case("an empty CSV", {"a.csv": written(b"")}, "a.csv", words=["no rows in it"]),
     Case(
-        "a pattern of JSON lines", {"a-1.jsonl": written(lines(A)), "a-2.jsonl": written(lines(B))}, "a-*.jsonl", BOTH
+        "a pattern of JSON lines",
+        {"a-1.jsonl": written(lines(A)), "a-2.jsonl": written(lines(B))},
+        "a-*.jsonl",
+        BOTH,
     ),
-    Case("a pattern of packed files", {"a-1.jsonl.gz": written(gzip.compress(TEXT))}, "a-*.jsonl.gz", BOTH),
     Case(
-        "a pattern of folders", {"x/y/a.jsonl": written(lines(A)), "x/b.jsonl": written(lines(B))}, "x/**/*.jsonl", BOTH
+        "a pattern of packed files",
+        {"a-1.jsonl.gz": written(gzip.compress(TEXT))},
+        "a-*.jsonl.gz",
+        BOTH,
+    ),
+    Case(
+        "a pattern of folders",
+        {"x/y/a.jsonl": written(lines(A)), "x/b.jsonl": written(lines(B))},
+        "x/**/*.jsonl",
+        BOTH,
     ),
     Case(
         "a folder",
-        {"x/a.jsonl": written(lines(A)), "x/b.jsonl": written(lines(B)), "x/README.md": written(b"")},
+        {
+            "x/a.jsonl": written(lines(A)),
+            "x/b.jsonl": written(lines(B)),
+            "x/README.md": written(b""),
+        },
         "x",
         BOTH,
     ),
@@ -306,7 +403,10 @@ FILES = [
         words=["is a folder with test-0.jsonl, train-0.jsonl; name one"],
     ),
     Case(
-        "a folder of save_to_disk", {"x": lambda path: datasets.Dataset.from_list([A, B]).save_to_disk(path)}, "x", BOTH
+        "a folder of save_to_disk",
+        {"x": lambda path: datasets.Dataset.from_list([A, B]).save_to_disk(path)},
+        "x",
+        BOTH,
     ),
     Case(
         "a folder of folders",
@@ -332,16 +432,28 @@ FILES = [
         "a.parquet.gz",
         words=["a.parquet.gz' ends in none of .*unpack it"],
     ),
-    Case("a zip archive", {"a.zip": written(b"PK")}, "a.zip", words=["ends in none of .*unpack it"]),
-    Case("UTF-16", {"a.jsonl": written(TEXT.decode().encode("utf-16"))}, words=["UTF-16 text; save it as UTF-8"]),
-    Case("Latin-1", {"a.jsonl": written(ACCENTS.encode("latin-1"))}, words=["a.jsonl:1: .*0xe9 is not UTF-8; save"]),
+    Case(
+        "a zip archive", {"a.zip": written(b"PK")}, "a.zip", words=["ends in none of .*unpack it"]
+    ),
+    Case(
+        "UTF-16",
+        {"a.jsonl": written(TEXT.decode().encode("utf-16"))},
+        words=["UTF-16 text; save it as UTF-8"],
+    ),
+    Case(
+        "Latin-1",
+        {"a.jsonl": written(ACCENTS.encode("latin-1"))},
+        words=["a.jsonl:1: .*0xe9 is not UTF-8; save"],
+    ),
     Case(
         "a trailing comma",
         {"a.jsonl": written(b'{"prompt": "one?", "answer": "1",}\n')},
         words=["a.jsonl:1: .*trailing comma"],
     ),
     Case(
-        "NaN", {"a.jsonl": written(b'{"prompt": "one?", "answer": "1", "difficulty": NaN}\n')}, prompts={"one?": ("1",)}
+        "NaN",
+        {"a.jsonl": written(b'{"prompt": "one?", "answer": "1", "difficulty": NaN}\n')},
+        prompts={"one?": ("1",)},
     ),
     Case(
         "NaN in an array",
@@ -367,14 +479,22 @@ FILES = [
         "a.json",
         words=["extend over several lines.*jq -c"],
     ),
-    Case("Python's notation", {"a.jsonl": written(f"{A}\n".encode())}, words=["Python's notation, not JSON"]),
+    Case(
+        "Python's notation",
+        {"a.jsonl": written(f"{A}\n".encode())},
+        words=["Python's notation, not JSON"],
+    ),
     Case(
         "a Git LFS pointer",
         {"a.parquet": written(b"version https://git-lfs.github.com/spec/v1\noid")},
         "a.parquet",
         words=["Git LFS pointer"],
     ),
-    Case("a web page", {"a.jsonl": written(b"<!DOCTYPE html>\n<html>")}, words=["a web page, not the file"]),
+    Case(
+        "a web page",
+        {"a.jsonl": written(b"<!DOCTYPE html>\n<html>")},
+        words=["a web page, not the file"],
+    ),
 ]
 
 
@@ -382,7 +502,9 @@ def damaged(name: str, prompt: str, answer: str = "1", alarm: str = "") -> Case:
     """A row that must be left out with these words, or be read if there are none."""
     row = {"prompt": prompt, "answer": answer}
     words = [f"{alarm}.*two backslashes"] if alarm else []
-    return of_lines(f"LaTeX: {name}", row, prompts=None if alarm else {prompt: (answer,)}, words=words)
+    return of_lines(
+        f"LaTeX: {name}", row, prompts=None if alarm else {prompt: (answer,)}, words=words
+    )
 
 
 DAMAGE = [
@@ -414,13 +536,24 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def load(folder: Path, case: Case, tokenizer: Tokenizer) -> Prompts:
     heldout = folder / "other.jsonl"
-    task = {"train": str(folder / case.source), "heldout": str(heldout), "grader": "exact", **case.task}
-    rows = {**verl(OTHER["prompt"], "0"), "messages": [{"role": "user", "content": "held out?"}], **OTHER}
+    task = {
+        "train": str(folder / case.source),
+        "heldout": str(heldout),
+        "grader": "exact",
+        **case.task,
+    }
+    rows = {
+        **verl(OTHER["prompt"], "0"),
+        "messages": [{"role": "user", "content": "held out?"}],
+        **OTHER,
+    }
     if task["grader"] == "code":
         rows["answer"] = '{"tests": [{"input": "", "output": ""}]}'
     heldout.write_bytes(lines(rows))
     found = load_tasks(from_tree({"data": {"tasks": {"t": task}}}), tokenizer)["t"].train
-    texts = [tokenizer.decode(prompt.tokens).removesuffix("<|start|>assistant\n") for prompt in found]
+    texts = [
+        tokenizer.decode(prompt.tokens).removesuffix("<|start|>assistant\n") for prompt in found
+    ]
     return {text: prompt.answers for text, prompt in zip(texts, found, strict=True)}
 
 

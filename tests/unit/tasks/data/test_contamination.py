@@ -1,4 +1,6 @@
-"""Shared n-grams, against a search by brute force, and the limits that the module states."""
+"""Shared n-grams, against a search by brute force, and the limits that the module
+states.
+"""
 
 import json
 
@@ -28,8 +30,13 @@ def test_a_text_is_found_exactly_if_it_shares_a_run_of_words(evaluation, text):
 
 
 def test_punctuation_and_case_do_not_hide_a_prompt():
-    question = r"Let $ABCD$ be a tetrahedron with $AB=CD=\sqrt{41}$, $AC=BD=\sqrt{80}$, and $BC=AD=\sqrt{89}$. Find it."
-    hit = Overlap([("aime", question)]).find(f"Problem 7.  {question.upper().replace('$', ' $ ')} Give an integer.")
+    question = (
+        r"Let $ABCD$ be a tetrahedron with $AB=CD=\sqrt{41}$, $AC=BD=\sqrt{80}$, and"
+        r" $BC=AD=\sqrt{89}$. Find it."
+    )
+    hit = Overlap([("aime", question)]).find(
+        f"Problem 7.  {question.upper().replace('$', ' $ ')} Give an integer."
+    )
     assert hit is not None
     assert hit.evaluation == "aime"
 
@@ -42,7 +49,9 @@ def test_short_texts_count_only_whole_and_with_their_signs():
 
 
 def test_an_instruction_that_all_evaluation_texts_have_is_not_looked_for():
-    instruction = "Solve the following math problem step by step and put the answer on a line of its own"
+    instruction = (
+        "Solve the following math problem step by step and put the answer on a line of its own"
+    )
     bodies = [" ".join(f"w{i}x{n}" for n in range(NGRAM)) for i in range(COMMON + 1)]
     index = Overlap((f"e{i}", f"{instruction} {body}") for i, body in enumerate(bodies))
     assert index.find(f"{instruction} and another problem") is None
@@ -53,7 +62,8 @@ def test_an_instruction_that_all_evaluation_texts_have_is_not_looked_for():
 
 def test_an_evaluation_set_that_repeats_its_problems_is_still_looked_for():
     problem = (
-        "Find the number of ordered pairs of positive integers below one hundred whose product is a perfect square"
+        "Find the number of ordered pairs of positive integers below one hundred whose product is a"
+        " perfect square"
     )
     copies = [("e0", problem), *((f"e{n}", f"{problem.upper()}.") for n in range(1, 3 * COMMON))]
     hit = Overlap(copies).find(f"Now: {problem}")
@@ -83,7 +93,8 @@ def test_evaluation_files_are_read_by_the_columns_of_their_schemas(tmp_path):
         assert index.find(f"so {text} nine") == Hit(f"{file}:1", text)
     file.write_text('{"q": 1}')
     with pytest.raises(
-        MegarlError, match=r"text\.jsonl:1: no text to decontaminate against in a column prompt, problem"
+        MegarlError,
+        match=r"text\.jsonl:1: no text to decontaminate against in a column prompt, problem",
     ):
         overlap_with([str(file)])
     file.write_text("")

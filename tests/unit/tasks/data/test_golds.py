@@ -1,4 +1,6 @@
-"""Expected answers that the grader of mathematics cannot read: counted, kept, left out or refused."""
+"""Expected answers that the grader of mathematics cannot read: counted, kept, left out
+or refused.
+"""
 
 import json
 from collections.abc import Iterator
@@ -29,7 +31,10 @@ def stand_in() -> Iterator[None]:
 
 def recipe(folder: Path, unreadable: str, **task: Any) -> Recipe:
     for name in ("train", "heldout"):
-        rows = [{"prompt": f"{name} {prompt}", "answer": answer, "id": prompt} for prompt, answer in ROWS]
+        rows = [
+            {"prompt": f"{name} {prompt}", "answer": answer, "id": prompt}
+            for prompt, answer in ROWS
+        ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {name: str(folder / f"{name}.jsonl") for name in ("train", "heldout")}
     return from_tree({"data": {"tasks": {"t": {**files, **task}}, "unreadable": unreadable}})
@@ -43,7 +48,10 @@ def test_they_are_counted_and_kept_left_out_or_refused(
     made = recipe(tmp_path, policy)
     tasks = load_tasks(made, byte_tokenizer(tmp_path / "model"))
     if policy == "refuse":
-        told = r"t\.train: .* cannot read 3 of 6 answers .* such as 'b: \?1', 'e: \?3 or \?4', 'f: \?1'; correct them"
+        told = (
+            r"t\.train: .* cannot read 3 of 6 answers .* such as 'b: \?1', 'e: \?3 or \?4', 'f:"
+            r" \?1'; correct them"
+        )
         with pytest.raises(MegarlError, match=told):
             preflight.check_answers(made, tasks, {})
         return
@@ -55,7 +63,9 @@ def test_they_are_counted_and_kept_left_out_or_refused(
 
 
 @pytest.mark.parametrize("policy", ["drop", "refuse"])
-def test_other_graders_read_any_answer(tmp_path: Path, policy: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_graders_read_any_answer(
+    tmp_path: Path, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
     made = recipe(tmp_path, policy, grader="exact")
     tasks = load_tasks(made, byte_tokenizer(tmp_path / "model"))
     preflight.check_answers(made, tasks, {})
@@ -67,13 +77,17 @@ def test_a_hostile_answer_ends_or_holds_up_nothing(monkeypatch: pytest.MonkeyPat
     rows = [("hangs",), ("dies",), ("memory",), ("x^2",), ("1/2",), ("x?",)]
     assert golds.unreadable(rows) == {("hangs",), ("dies",), ("memory",), ("x?",)}
     monkeypatch.setattr(golds, "MOST_HOSTILE", 0)
-    with pytest.raises(MegarlError, match=r"more than 0 answers .* take over 0\.3 s; correct them:\n'dies 2'$"):
+    with pytest.raises(
+        MegarlError, match=r"more than 0 answers .* take over 0\.3 s; correct them:\n'dies 2'$"
+    ):
         golds.unreadable([("dies 2",)])
 
 
 def test_processes_that_do_not_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(golds, "READER", "tests.unit.tasks.data.readers:none")
-    with pytest.raises(MegarlError, match=r"answers cannot be read: processes of the grader .* failed 2 times"):
+    with pytest.raises(
+        MegarlError, match=r"answers cannot be read: processes of the grader .* failed 2 times"
+    ):
         golds.unreadable([("y^2",)])
 
 
@@ -99,4 +113,7 @@ def test_inspect_says_how_many_there_are(
     monkeypatch.setenv("COLUMNS", "300")
     recipe(tmp_path, "text")
     assert main(["data", "inspect", str(tmp_path / "train.jsonl")]) == 0
-    assert "`grader: math` cannot read 3 of 6 answers as a whole, such as '?1', '?3 or ?4'" in capsys.readouterr().out
+    assert (
+        "`grader: math` cannot read 3 of 6 answers as a whole, such as '?1', '?3 or ?4'"
+        in capsys.readouterr().out
+    )

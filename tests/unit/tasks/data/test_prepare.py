@@ -1,4 +1,6 @@
-"""`megarl data prepare` and `inspect` from the command line: files that load again, reports that add up."""
+"""`megarl data prepare` and `inspect` from the command line: files that load again,
+reports that add up.
+"""
 
 import json
 
@@ -14,9 +16,14 @@ from megarl.tasks.data.prepare import FORMATS
 from megarl.tasks.data.sources import stream
 from megarl.tasks.data.survey import chosen, survey
 
-EVALUATION = "Find the sum of all integer bases b greater than nine for which seventeen divides ninety seven"
+EVALUATION = (
+    "Find the sum of all integer bases b greater than nine for which seventeen divides ninety seven"
+)
 ROWS = [
-    *({"problem": f"How much is {n} and {n}?", "answer": str(2 * n), "difficulty": f"{n % 8}/8"} for n in range(20)),
+    *(
+        {"problem": f"How much is {n} and {n}?", "answer": str(2 * n), "difficulty": f"{n % 8}/8"}
+        for n in range(20)
+    ),
     {"problem": "How much is 3 and 3?", "answer": "6", "difficulty": "1/8"},
     {"problem": "How much is 4 and 4?", "answer": "9", "difficulty": "1/8"},
     {"problem": "And this?", "answer": "", "difficulty": "1/8"},
@@ -33,7 +40,16 @@ def source(tmp_path):
 
 def prepare(source, *more):
     out = source / "out"
-    words = ["data", "prepare", str(source / "polaris.parquet"), str(out), "--mapping", "polaris", "--heldout", "5"]
+    words = [
+        "data",
+        "prepare",
+        str(source / "polaris.parquet"),
+        str(out),
+        "--mapping",
+        "polaris",
+        "--heldout",
+        "5",
+    ]
     return cli.main([*words, "--against", str(source / "aime.jsonl"), *more]), out
 
 
@@ -41,18 +57,29 @@ def prepare(source, *more):
 def test_what_is_prepared_is_whole_clean_split_and_reported(source, form, capsys):
     status, out = prepare(source, "--format", form)
     assert status == 0
-    sides = [[row for _, row in stream(str(out / f"{side}.{form}"))] for side in ("train", "heldout")]
+    sides = [
+        [row for _, row in stream(str(out / f"{side}.{form}"))] for side in ("train", "heldout")
+    ]
     assert [len(side) for side in sides] == [15, 5]
-    assert {row["prompt"] for side in sides for row in side} == {row["problem"] for row in ROWS[:20]}
+    assert {row["prompt"] for side in sides for row in side} == {
+        row["problem"] for row in ROWS[:20]
+    }
     again = [survey(str(out / f"{side}.{form}"), own) for side in ("train", "heldout")]
     assert [sum(1 for _ in chosen(one)) for one in again] == [15, 5]
     assert not any(one.left_out.counts for one in again)
     assert {row["difficulty"] for side in sides for row in side} == set(range(1, 9))
     report = json.loads((out / "report.json").read_text())
     assert report["left_out"] == {
-        "repeated prompt": 1, "repeated prompt with another answer": 1, "empty answer": 1, "of an evaluation set": 1,
-    }  # fmt: skip
-    assert report["train"] + report["heldout"] + sum(report["left_out"].values()) == report["rows"] == len(ROWS)
+        "repeated prompt": 1,
+        "repeated prompt with another answer": 1,
+        "empty answer": 1,
+        "of an evaluation set": 1,
+    }
+    assert (
+        report["train"] + report["heldout"] + sum(report["left_out"].values())
+        == report["rows"]
+        == len(ROWS)
+    )
     (removed,) = [json.loads(line) for line in (out / "removed.jsonl").read_text().splitlines()]
     assert removed["evaluation"] == f"{source / 'aime.jsonl'}:1"
     assert removed["shared"] in EVALUATION.lower()
@@ -62,15 +89,23 @@ def test_what_is_prepared_is_whole_clean_split_and_reported(source, form, capsys
 @pytest.mark.parametrize("form", FORMATS)
 def test_conversations_and_lists_of_answers_are_written_as_they_are_read(tmp_path, form):
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2?"}
-    rows = [{"prompt": "1?", "answer": "1", "id": "a"}, {"prompt": [system, user], "answer": ["2", "2.0"], "id": "b"}]
+    rows = [
+        {"prompt": "1?", "answer": "1", "id": "a"},
+        {"prompt": [system, user], "answer": ["2", "2.0"], "id": "b"},
+    ]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
     assert cli.main(["data", "prepare", str(tmp_path / "x.jsonl"), str(out), "--format", form]) == 0
     first, again = (
-        [row for row, _ in chosen(survey(str(source), own))] for source in (tmp_path / "x.jsonl", out / f"train.{form}")
+        [row for row, _ in chosen(survey(str(source), own))]
+        for source in (tmp_path / "x.jsonl", out / f"train.{form}")
     )
     assert first == again
-    assert (first[1].prompt, first[1].messages, first[1].answers) == ("2?", (system, user), ("2", "2.0"))
+    assert (first[1].prompt, first[1].messages, first[1].answers) == (
+        "2?",
+        (system, user),
+        ("2", "2.0"),
+    )
 
 
 def test_inspect_tells_lists_from_their_json_text(tmp_path, capsys, monkeypatch):
@@ -127,7 +162,20 @@ def test_a_source_is_not_written_over(source, capsys):
 
 
 def test_a_source_is_shown(source, capsys):
-    assert cli.main(["data", "inspect", str(source / "polaris.parquet"), "--mapping", "polaris", "--samples", "2"]) == 0
+    assert (
+        cli.main(
+            [
+                "data",
+                "inspect",
+                str(source / "polaris.parquet"),
+                "--mapping",
+                "polaris",
+                "--samples",
+                "2",
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     for words in (
         "24 rows, 3 left out",
@@ -142,7 +190,10 @@ def test_a_source_is_shown(source, capsys):
 
 def test_a_terminal_does_not_obey_a_source(tmp_path, capsys):
     """Nor is a name in brackets taken for rich's markup."""
-    evil, bad = {"id": "\x1b[2J", "prompt": "\x9b2J", "answer": "\x1b]0;x\x07"}, {"id": "2", "prompt": "[/b]"}
+    evil, bad = (
+        {"id": "\x1b[2J", "prompt": "\x9b2J", "answer": "\x1b]0;x\x07"},
+        {"id": "2", "prompt": "[/b]"},
+    )
     (tmp_path / "part[a].jsonl").write_text("".join(json.dumps(row) + "\n" for row in (evil, bad)))
     assert cli.main(["data", "inspect", str(tmp_path / "part[a].jsonl")]) == 0
     shown = capsys.readouterr().out
@@ -159,14 +210,24 @@ def test_a_recipe_is_shown_as_its_run_would_have_it(tmp_path, capsys):
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "test.jsonl").write_text(json.dumps({"question": "3+1="}))
     task = {
-        "train": str(tmp_path / "sums.jsonl"), "heldout": 4, "template": "chat", "columns": {"prompt": "q", "answer": "a"},
-    }  # fmt: skip
+        "train": str(tmp_path / "sums.jsonl"),
+        "heldout": 4,
+        "template": "chat",
+        "columns": {"prompt": "q", "answer": "a"},
+    }
     recipe = {
         "model": {"path": str(model)},
         "data": {"tasks": {"s": task}, "decontaminate": [str(tmp_path / "test.jsonl")]},
     }
     (tmp_path / "mine.yaml").write_text(json.dumps(recipe))
-    words = ["data", "inspect", str(tmp_path / "mine.yaml"), "--samples", "9", "length.prompt_tokens=6"]
+    words = [
+        "data",
+        "inspect",
+        str(tmp_path / "mine.yaml"),
+        "--samples",
+        "9",
+        "length.prompt_tokens=6",
+    ]
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
     assert "7 rows · s.train" in shown
@@ -179,11 +240,20 @@ def test_a_recipe_is_shown_as_its_run_would_have_it(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
-        ("-12", "whole number"), ("$3.5$", "decimal"), ("1/2", "fraction"), (r"\frac{3}{4}", "fraction"), ("(B)", "choice"),
-        (r"\sqrt{2}", "expression"), ("x^2+1", "expression"), ("[1, 2)", "list or interval"), ("1, 2", "list or interval"),
-        ("Paris", "word"), ("two words here", "text"), ('{"tests": [{"input": "", "output": "1"}]}', "unit tests"),
+        ("-12", "whole number"),
+        ("$3.5$", "decimal"),
+        ("1/2", "fraction"),
+        (r"\frac{3}{4}", "fraction"),
+        ("(B)", "choice"),
+        (r"\sqrt{2}", "expression"),
+        ("x^2+1", "expression"),
+        ("[1, 2)", "list or interval"),
+        ("1, 2", "list or interval"),
+        ("Paris", "word"),
+        ("two words here", "text"),
+        ('{"tests": [{"input": "", "output": "1"}]}', "unit tests"),
         ("{broken", "expression"),
     ],
-)  # fmt: skip
+)
 def test_kinds_of_answers(answer, kind):
     assert kind_of_answer(answer) == kind

@@ -74,7 +74,9 @@ def test_files_are_disjoint_and_functions_of_the_seed(tmp_path):
     for name, seed in (("one", 3), ("same", 3), ("other", 4)):
         (tmp_path / name).mkdir()
         products.write(tmp_path / name, seed)
-    train, heldout, sft = (rows(tmp_path / "one" / f"products-{name}.jsonl") for name in ("train", "heldout", "sft"))
+    train, heldout, sft = (
+        rows(tmp_path / "one" / f"products-{name}.jsonl") for name in ("train", "heldout", "sft")
+    )
     assert (len(train), len(heldout), len(sft)) == (4096, 512, 40_000)
     assert all(eval(row["prompt"].rstrip("=")) == int(row["answer"]) for row in train + heldout)
     assert {row["difficulty"] for row in heldout} == {1, 2, 3}
@@ -82,7 +84,9 @@ def test_files_are_disjoint_and_functions_of_the_seed(tmp_path):
     assert prompts.isdisjoint(row["prompt"] for row in train)
     assert prompts.isdisjoint(row["prompt"] for row in sft)
     calls = sum(len(row["completion"]) == 3 for row in sft) / len(sft)
-    assert calls == pytest.approx(sum(products.TRACES[kind] for kind in ("called", "miscalled", "miscopied")), abs=0.01)
+    assert calls == pytest.approx(
+        sum(products.TRACES[kind] for kind in ("called", "miscalled", "miscopied")), abs=0.01
+    )
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "same" / file.name).read_bytes()
         assert file.read_bytes() != (tmp_path / "other" / file.name).read_bytes()
@@ -91,7 +95,12 @@ def test_files_are_disjoint_and_functions_of_the_seed(tmp_path):
 def test_what_a_tool_said_is_not_learnt(tmp_path):
     file = tmp_path / "s.jsonl"
     parts = ["<think>[12*34]", "408", "</think>408"]
-    file.write_text("".join(json.dumps({"prompt": "12*34=", "completion": c}) + "\n" for c in (parts, "".join(parts))))
+    file.write_text(
+        "".join(
+            json.dumps({"prompt": "12*34=", "completion": c}) + "\n"
+            for c in (parts, "".join(parts))
+        )
+    )
     in_parts, whole = load_traces(file, TOKENIZER)
     np.testing.assert_array_equal(in_parts.tokens, whole.tokens)
     said = [TOKENIZER.decode(t.tokens[t.learnt]) for t in (in_parts, whole)]

@@ -1,4 +1,6 @@
-"""Loading prompts and traces: what is read, what is left out, what is refused and with which words."""
+"""Loading prompts and traces: what is read, what is left out, what is refused and with
+which words.
+"""
 
 import json
 import logging
@@ -29,7 +31,9 @@ def tokenizer():
 
 
 def write(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
@@ -38,13 +42,17 @@ def row(name="a", prompt="1+1=", answer="2", **more):
 
 
 def test_rows_become_prompts_in_file_order(tmp_path, tokenizer):
-    file = write(tmp_path / "p.jsonl", row("b", "2+2=", "4", difficulty=1, source="x"), "", row("a"))
+    file = write(
+        tmp_path / "p.jsonl", row("b", "2+2=", "4", difficulty=1, source="x"), "", row("a")
+    )
     first, second = load_prompts(file, tokenizer, 16, "sums")
     assert (first.id, first.answer, first.task, first.difficulty) == ("b", "4", "sums", 1)
     assert (second.id, second.task, second.difficulty) == ("a", "sums", 0)
     assert first.tokens.dtype == np.int32
     assert tokenizer.decode(first.tokens) == "2+2="  # nothing added
-    nameless = write(tmp_path / "n.jsonl", {"prompt": "2+2=", "answer": "4"}, {"prompt": "1+1=", "answer": "2"})
+    nameless = write(
+        tmp_path / "n.jsonl", {"prompt": "2+2=", "answer": "4"}, {"prompt": "1+1=", "answer": "2"}
+    )
     names = [prompt.id for prompt in load_prompts(nameless, tokenizer, 16, "sums")]
     assert names == [f"{fingerprint(text):016x}" for text in ("2+2=", "1+1=")]
 
@@ -54,7 +62,9 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, tokenizer,
     with caplog.at_level(logging.INFO):
         assert [p.id for p in load_prompts(file, tokenizer, 4, "sums")] == ["a"]
     assert "1 prompts, 1 left out (longer than 4 tokens)" in caplog.text
-    with pytest.raises(MegarlError, match=r"all 2 prompts are longer than 3 tokens \(the longest: 10 or more\)"):
+    with pytest.raises(
+        MegarlError, match=r"all 2 prompts are longer than 3 tokens \(the longest: 10 or more\)"
+    ):
         load_prompts(file, tokenizer, 3, "sums")
 
 
@@ -67,12 +77,20 @@ class Measured(Tokenizer):
 
 
 def test_what_must_be_too_long_is_not_encoded(tmp_path, tokenizer, caplog):
-    """Encoding takes hundreds of bytes per token. The longest token here, </think>, has eight characters."""
+    """Encoding takes hundreds of bytes per token. The longest token here, </think>, has
+    eight characters.
+    """
     measured = Measured(tokenizer.backend, tokenizer.end, tokenizer.path)
     long = "1" * (4 * 8 + 1)
     assert measured.longest_token == 8
     with caplog.at_level(logging.INFO):
-        file = write(tmp_path / "p.jsonl", row("a"), row("b", long), row("c", "</think>" * 4), row("d", long[:-1]))
+        file = write(
+            tmp_path / "p.jsonl",
+            row("a"),
+            row("b", long),
+            row("c", "</think>" * 4),
+            row("d", long[:-1]),
+        )
         assert [p.id for p in load_prompts(file, measured, 4, "sums")] == ["a", "c"]
         assert "2 prompts, 2 left out (longer than 4 tokens)" in caplog.text
         pairs = [{"prompt": "1+1=", "completion": text} for text in ("2", "1" * 45, "1" * 44)]
@@ -84,7 +102,10 @@ def test_what_must_be_too_long_is_not_encoded(tmp_path, tokenizer, caplog):
 
 
 def test_texts_encoded_at_once_are_bounded_together():
-    lengths = [list(map(len, part)) for part in in_parts(["x" * (1 << 19)] * 3 + ["y" * (1 << 21)] + ["z"] * 1025, len)]
+    lengths = [
+        list(map(len, part))
+        for part in in_parts(["x" * (1 << 19)] * 3 + ["y" * (1 << 21)] + ["z"] * 1025, len)
+    ]
     assert lengths == [[1 << 19] * 2, [1 << 19], [1 << 21], [1] * 1024, [1]]
 
 
@@ -96,7 +117,10 @@ def test_texts_encoded_at_once_are_bounded_together():
         ([row("a", answer=" ")], r"p.jsonl:1: the answer of 'a' is empty"),
         ([row("a", prompt="")], r"p.jsonl:1: the prompt of 'a' is empty"),
         ([row("a"), "{"], r"p.jsonl:2: not a row"),
-        ([row("a"), {"id": "b", "prompt": "2+2="}], r"p.jsonl:2: no column answer; the row has id, prompt: "),
+        (
+            [row("a"), {"id": "b", "prompt": "2+2="}],
+            r"p.jsonl:2: no column answer; the row has id, prompt: ",
+        ),
         ([row("a", answer=True)], r"p.jsonl:1: the answer is neither text nor a number"),
         ([], r"p.jsonl: no rows"),
         ([row("a", "1+x=")], r"cannot encode '1\+x='"),
@@ -108,7 +132,12 @@ def test_bad_rows_are_named_with_their_line(tmp_path, tokenizer, rows, words):
 
 
 def test_one_error_names_all_faults_and_counts_what_it_does_not_show(tmp_path, tokenizer):
-    file = write(tmp_path / "p.jsonl", row("a"), *[row(f"b{i}", f"{i}+9=", "") for i in range(15)], row("a", "77+9="))
+    file = write(
+        tmp_path / "p.jsonl",
+        row("a"),
+        *[row(f"b{i}", f"{i}+9=", "") for i in range(15)],
+        row("a", "77+9="),
+    )
     with pytest.raises(MegarlError) as error:
         load_prompts(file, tokenizer, 16, "sums")
     lines = str(error.value).splitlines()
@@ -130,7 +159,12 @@ def test_a_shared_prompt_is_found_whatever_its_id(tmp_path, tokenizer):
     def read(task, key, *rows):
         source = str(write(tmp_path / "p.jsonl", *rows))
         return load_set(
-            survey_of(source, own), lambda row: row.prompt, tokenizer, 16, task, f"data.tasks.{task}.{key}"
+            survey_of(source, own),
+            lambda row: row.prompt,
+            tokenizer,
+            16,
+            task,
+            f"data.tasks.{task}.{key}",
         )[0]
 
     train = read("sums", "train", row("t1"), row("t2", "2+2="))
@@ -138,7 +172,10 @@ def test_a_shared_prompt_is_found_whatever_its_id(tmp_path, tokenizer):
     shared = read("more", "heldout", row("o1", "3+3="), row("h", "2+2="))
     with pytest.raises(
         MegarlError,
-        match=r"more\.heldout and .*sums\.train share prompts \(1\):\nheld-out 'h' is training prompt 't2'",
+        match=(
+            r"more\.heldout and .*sums\.train share prompts \(1\):\nheld-out 'h' is training prompt"
+            r" 't2'"
+        ),
     ):
         check_disjoint(train, shared)
 
@@ -153,12 +190,16 @@ def test_no_task_holds_out_what_any_trains_on(tmp_path, tokenizer):
         for name, (train, heldout) in texts.items()
     }
     found = load_tasks(from_tree({"data": {"tasks": tasks}}), tokenizer)
-    assert {(p.task, p.id) for of in found.values() for p in of.train} == {(name, "same") for name in texts}
+    assert {(p.task, p.id) for of in found.values() for p in of.train} == {
+        (name, "same") for name in texts
+    }
     assert {name: tokenizer.decode(of.heldout[0].tokens) for name, of in found.items()} == {
         name: heldout for name, (_, heldout) in texts.items()
     }
     write(tmp_path / "law-heldout.jsonl", row("other", "1+1="))
-    with pytest.raises(MegarlError, match=r"data\.tasks\.law\.heldout and data\.tasks\.math\.train share prompts"):
+    with pytest.raises(
+        MegarlError, match=r"data\.tasks\.law\.heldout and data\.tasks\.math\.train share prompts"
+    ):
         load_tasks(from_tree({"data": {"tasks": tasks}}), tokenizer)
 
 
@@ -180,10 +221,14 @@ def test_traces_end_with_the_end_token_and_know_their_prompt(tmp_path, tokenizer
 
 def test_many_texts_at_once_are_the_texts_one_by_one(tokenizer):
     texts = ["1+1=", "22-7=", "<think></think>"]
-    assert [t.tolist() for t in tokenizer.encode_all(texts)] == [tokenizer.ids(text).tolist() for text in texts]
+    assert [t.tolist() for t in tokenizer.encode_all(texts)] == [
+        tokenizer.ids(text).tolist() for text in texts
+    ]
 
 
-def test_faults_of_a_published_set_are_left_out_and_named_and_its_split_is_disjoint(tmp_path, tokenizer, caplog):
+def test_faults_of_a_published_set_are_left_out_and_named_and_its_split_is_disjoint(
+    tmp_path, tokenizer, caplog
+):
     rows = [{"problem": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
     faults = [
         {"problem": "7+1=", "answer": "9"},
@@ -194,7 +239,10 @@ def test_faults_of_a_published_set_are_left_out_and_named_and_its_split_is_disjo
     write(source, *rows, *faults)
     write(test, {"question": "3+1="})
     task = {"train": str(source), "heldout": 4, "mapping": "deepscaler"}
-    tree = {"data": {"tasks": {"m": task}, "decontaminate": [str(test)]}, "length": {"prompt_tokens": 8}}
+    tree = {
+        "data": {"tasks": {"m": task}, "decontaminate": [str(test)]},
+        "length": {"prompt_tokens": 8},
+    }
     with caplog.at_level(logging.INFO):
         found = load_tasks(from_tree(tree), tokenizer)["m"]
     assert len(found.heldout) in (3, 4)  # the long one may have been chosen
@@ -202,10 +250,13 @@ def test_faults_of_a_published_set_are_left_out_and_named_and_its_split_is_disjo
     texts = {tokenizer.decode(p.tokens) for p in (*found.train, *found.heldout)}
     assert texts == {row["problem"] for row in rows} - {"3+1="}
     for words in (
-        "1 rows left out (repeated prompt with another answer)", "set.jsonl:11: its prompt was on line 8",
-        "1 rows left out (empty answer)", "set.jsonl:12: the answer of", "1 rows left out (of an evaluation set)",
+        "1 rows left out (repeated prompt with another answer)",
+        "set.jsonl:11: its prompt was on line 8",
+        "1 rows left out (empty answer)",
+        "set.jsonl:12: the answer of",
+        "1 rows left out (of an evaluation set)",
         "9 prompts, 1 left out (longer than 8 tokens)",
-    ):  # fmt: skip
+    ):
         assert words in caplog.text
 
 
@@ -227,7 +278,8 @@ def test_templates_do_not_hide_a_shared_prompt(tmp_path, tokenizer):
         for file, suffix, name in ((first, "", "train"), (second, "=", "heldout"))
     ]
     with pytest.raises(
-        MegarlError, match=r"heldout and train share prompts \(1\):\nheld-out 'b' is training prompt 'a'"
+        MegarlError,
+        match=r"heldout and train share prompts \(1\):\nheld-out 'b' is training prompt 'a'",
     ):
         check_disjoint(*sets)
 
@@ -241,7 +293,8 @@ def test_a_token_that_the_model_does_not_know_is_refused(tmp_path):
     assert max(load_tokenizer(tmp_path).ids("1+1=")) == highest
     write(tmp_path / "config.json", json.dumps({"text_config": {"vocab_size": highest}}))
     with pytest.raises(
-        MegarlError, match=rf"token {highest} of '1\+1=' is beyond the model's vocabulary of {highest} "
+        MegarlError,
+        match=rf"token {highest} of '1\+1=' is beyond the model's vocabulary of {highest} ",
     ):
         load_tokenizer(tmp_path).ids("1+1=")
 
@@ -256,20 +309,30 @@ def test_all_ids_at_which_a_server_stops_end_a_completion(tmp_path):
     write(tmp_path / "config.json", json.dumps({"text_config": {"eos_token_id": [end, end + 3]}}))
     assert load_tokenizer(tmp_path).ends == (end, end + 3, end + 2)
     write(tmp_path / "generation_config.json", json.dumps({"eos_token_id": ["</s>"]}))
-    with pytest.raises(MegarlError, match=r"generation_config\.json: eos_token_id must be .*, not \['</s>'\]"):
+    with pytest.raises(
+        MegarlError, match=r"generation_config\.json: eos_token_id must be .*, not \['</s>'\]"
+    ):
         load_tokenizer(tmp_path)
 
 
 def test_ends_that_the_model_cannot_write(tmp_path):
-    """Added to the tokenizer and not to the embedding. A server refuses requests that would stop at them."""
+    """Added to the tokenizer and not to the embedding. A server refuses requests that
+    would stop at them.
+    """
     made = arithmetic_models.character_tokenizer()
     made.save_pretrained(tmp_path)
     end = made.eos_token_id
-    write(tmp_path / "config.json", json.dumps({"vocab_size": end + 2, "eos_token_id": [end, end + 1, end + 2]}))
+    write(
+        tmp_path / "config.json",
+        json.dumps({"vocab_size": end + 2, "eos_token_id": [end, end + 1, end + 2]}),
+    )
     assert load_tokenizer(tmp_path).ends == (end, end + 1)
     write(tmp_path / "config.json", json.dumps({"vocab_size": end}))
     with pytest.raises(
-        MegarlError, match=rf"tokenizer_config\.json: eos_token is token {end}, beyond the model's vocabulary of"
+        MegarlError,
+        match=(
+            rf"tokenizer_config\.json: eos_token is token {end}, beyond the model's vocabulary of"
+        ),
     ):
         load_tokenizer(tmp_path)
 
@@ -286,7 +349,10 @@ def test_a_begin_token_that_only_tokenizer_config_asks_for(tmp_path):
         tokenizer = load_tokenizer(tmp_path)
         assert tokenizer.encode_all(["1+1="], framed=True)[0].tolist() == [plain[0], *plain]
         assert tokenizer.ids("1+1=").tolist() == plain
-    write(tmp_path / "tokenizer_config.json", json.dumps(config | {"bos_token": begin, "add_bos_token": False}))
+    write(
+        tmp_path / "tokenizer_config.json",
+        json.dumps(config | {"bos_token": begin, "add_bos_token": False}),
+    )
     assert load_tokenizer(tmp_path).encode_all(["1+1="], framed=True)[0].tolist() == plain
 
 
@@ -296,9 +362,16 @@ def test_prompts_without_the_begin_token_are_noticed(tmp_path, caplog):
     made.save_pretrained(tmp_path)
     plain = load_tokenizer(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    write(tmp_path / "tokenizer_config.json", json.dumps(config | {"add_bos_token": True, "bos_token": "<think>"}))
+    write(
+        tmp_path / "tokenizer_config.json",
+        json.dumps(config | {"add_bos_token": True, "bos_token": "<think>"}),
+    )
     begins = load_tokenizer(tmp_path)
-    for tokenizer, text, warned in ((plain, "1+1=", 0), (begins, "<think>1+1=", 0), (begins, "1+1=", 1)):
+    for tokenizer, text, warned in (
+        (plain, "1+1=", 0),
+        (begins, "<think>1+1=", 0),
+        (begins, "1+1=", 1),
+    ):
         tokenizer.warn_of_beginning("a.jsonl", text)
         assert len(caplog.messages) == warned
     assert caplog.messages[0].startswith(
@@ -308,12 +381,19 @@ def test_prompts_without_the_begin_token_are_noticed(tmp_path, caplog):
 
 @pytest.mark.parametrize("kind", ["prepended", "metaspace", "bytes"])
 def test_a_text_that_follows_another_keeps_its_first_space(tmp_path, kind):
-    """Llama 2's tokenizer.json, as converted at first and as now; Llama 3's has no such rule."""
+    """Llama 2's tokenizer.json, as converted at first and as now; Llama 3's has no such
+    rule.
+    """
     words = ["</s>", "▁", "▁a", "b", "Ġ", "Ġa"]
     backend = Backend(models.BPE({word: n for n, word in enumerate(words)}, []))
     if kind == "prepended":
         backend.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
         )
     else:
         backend.decoder = decoders.Metaspace() if kind == "metaspace" else decoders.ByteLevel()
@@ -326,4 +406,6 @@ def test_a_text_that_follows_another_keeps_its_first_space(tmp_path, kind):
     assert tokenizer.continued(ids) == "  ab</s> a"
     assert "".join(tokenizer.continued(ids[n : n + 1]) for n in range(len(ids))) == "  ab</s> a"
     assert tokenizer.continued(ids[:0]) == ""
-    assert tokenizer.decode(ids[1:3]) == (" ab" if kind == "bytes" else "ab"), "at the beginning of a text"
+    assert tokenizer.decode(ids[1:3]) == (" ab" if kind == "bytes" else "ab"), (
+        "at the beginning of a text"
+    )

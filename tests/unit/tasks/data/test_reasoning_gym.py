@@ -49,7 +49,10 @@ def test_names_that_are_malformed(source: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("reasoning-gym:zebra_puzzles", "zebra_puzzles needs a package that is compiled as it is installed"),
+        (
+            "reasoning-gym:zebra_puzzles",
+            "zebra_puzzles needs a package that is compiled as it is installed",
+        ),
         ("reasoning-gym:chain_sums", "is not a family of reasoning-gym; did you mean chain_sum?"),
         ("reasoning-gym:chain_sum:terms=3", "chain_sum has no option terms; it has allow_negation"),
         ("reasoning-gym:chain_sum:min_terms=9:max_terms=2", "chain_sum takes no such options"),
@@ -91,7 +94,13 @@ def answered(row: JsonObject) -> GymProblem:
     return problem_of(row["answer"])
 
 
-HASHED = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
+HASHED = (
+    "isomorphic_strings",
+    "knight_swap",
+    "polynomial_multiplication",
+    "ransom_note",
+    "word_ladder",
+)
 """Families that make other problems with another hash seed of Python."""
 
 
@@ -186,7 +195,9 @@ INSERTION = GymProblem("AB", "string_insertion", {}, {})
         (INSERTION, "['A', 'B']", 0.1, False),
     ],
 )
-def test_only_the_full_score_is_right(problem: GymProblem, answer: str, expected: float, right: bool) -> None:
+def test_only_the_full_score_is_right(
+    problem: GymProblem, answer: str, expected: float, right: bool
+) -> None:
     found = score(submission(problem, answer))
     if expected in (0.0, 1.0):
         assert found == pytest.approx(expected, abs=0.06)

@@ -1,4 +1,6 @@
-"""The shipped recipes load, and say ScaleRL's numbers and those of its baselines where they must."""
+"""The shipped recipes load, and say ScaleRL's numbers and those of its baselines where
+they must.
+"""
 
 import pytest
 
@@ -19,13 +21,19 @@ def test_it_loads_describes_itself_and_is_named_after_its_file(name):
     assert described.startswith("# ")
     assert 20 < len(described) < 115
     assert recipe.run.name == name
-    assert not recipe.sft.init or recipe.model.path.endswith("-sft"), "the warm start writes model.path"
+    assert not recipe.sft.init or recipe.model.path.endswith("-sft"), (
+        "the warm start writes model.path"
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in shipped() if name.startswith(("scalerl-", "quickstart"))])
+@pytest.mark.parametrize(
+    "name", [name for name in shipped() if name.startswith(("scalerl-", "quickstart"))]
+)
 def test_the_structure_is_scalerls(name):
     recipe = load(name)
-    assert recipe.pipeline.k == (2 if name == "quickstart-real" else 8), "8 of sixty steps would be too many"
+    assert recipe.pipeline.k == (2 if name == "quickstart-real" else 8), (
+        "8 of sixty steps would be too many"
+    )
     assert recipe.loss == DEFAULT.loss
     assert recipe.model.fp32_head == "both"
     assert recipe.reference.coefficient == recipe.loss.entropy_bonus == 0
@@ -35,7 +43,8 @@ def test_the_structure_is_scalerls(name):
 
 
 BASELINES = {
-    # phases or PipelineRL, k; loss, its bounds; aggregation, advantage; FP32 head; prompts of 8B
+    # phases or PipelineRL, k; loss, its bounds; aggregation, advantage; FP32 head;
+    # prompts of 8B
     "grpo": ("ppo-off-policy", 8, "clip", (0.2, 0.2), "sample", "group", "none", 48),
     "dapo": ("ppo-off-policy", 8, "clip", (0.2, 0.26), "prompt", "group", "none", 80),
     "magistral": ("pipeline-rl", 8, "clip", (0.2, 0.26), "prompt", "batch", "none", 80),
@@ -43,7 +52,9 @@ BASELINES = {
     "gspo": ("pipeline-rl", 8, "gspo", (3e-3, 5e-3), "sample", "group", "none", 48),
     "dr-grpo": ("ppo-off-policy", 1, "clip", (0.2, 0.2), "constant", "none", "none", 48),
 }
-"""arXiv 2510.13786, the baselines of its comparison of recipes and losses; Dr. GRPO: arXiv 2503.20783."""
+"""arXiv 2510.13786, the baselines of its comparison of recipes and losses; Dr. GRPO:
+arXiv 2503.20783.
+"""
 
 
 @pytest.mark.parametrize(("size", "base"), [("8b", "scalerl-8b"), ("tiny", "quickstart")])
@@ -52,8 +63,14 @@ def test_a_baseline_is_its_paper_and_otherwise_the_scalerl_of_its_size(name, siz
     r, scalerl = load(f"{name}-{size}"), load(base)
     bounds = (0, r.loss.cap) if r.loss.kind == "cispo" else (r.loss.clip_low, r.loss.clip_high)
     assert (
-        r.pipeline.kind, r.pipeline.k, r.loss.kind, bounds, r.batch.aggregation, r.batch.advantage, r.model.fp32_head,
-    ) == BASELINES[name][:-1]  # fmt: skip
+        r.pipeline.kind,
+        r.pipeline.k,
+        r.loss.kind,
+        bounds,
+        r.batch.aggregation,
+        r.batch.advantage,
+        r.model.fp32_head,
+    ) == BASELINES[name][:-1]
     assert r.batch.prompts == BASELINES[name][-1] // (1 if size == "8b" else 2)
     assert r.batch.positive_threshold is None
     assert (r.loss.correction, r.loss.entropy_bonus, r.batch.centring) == ("none", 0.0, "group")
@@ -62,16 +79,29 @@ def test_a_baseline_is_its_paper_and_otherwise_the_scalerl_of_its_size(name, siz
         assert getattr(r, section) == getattr(scalerl, section)
     assert needed(r) == needed(scalerl)
     assert r.length.completion_tokens == scalerl.length.completion_tokens
-    assert r.length.control == ("overlong_penalty" if name in ("dapo", "magistral") else "interruption")
+    assert r.length.control == (
+        "overlong_penalty" if name in ("dapo", "magistral") else "interruption"
+    )
     assert r.model.path == scalerl.model.path
 
 
 @pytest.mark.parametrize(("size", "base"), [("8b", "scalerl-8b"), ("tiny", "quickstart")])
-def test_ppo_with_a_critic_is_as_it_is_usually_given_and_otherwise_the_scalerl_of_its_size(size, base):
+def test_ppo_with_a_critic_is_as_it_is_usually_given_and_otherwise_the_scalerl_of_its_size(
+    size, base
+):
     r, scalerl = load(f"ppo-critic-{size}"), load(base)
     assert r.has_critic
-    assert (r.pipeline.kind, r.batch.aggregation, r.batch.zero_variance) == ("ppo-off-policy", "token", "keep")
-    assert (r.loss.kind, r.loss.clip_low, r.loss.clip_high, r.loss.entropy_bonus) == ("clip", 0.2, 0.2, 0.01)
+    assert (r.pipeline.kind, r.batch.aggregation, r.batch.zero_variance) == (
+        "ppo-off-policy",
+        "token",
+        "keep",
+    )
+    assert (r.loss.kind, r.loss.clip_low, r.loss.clip_high, r.loss.entropy_bonus) == (
+        "clip",
+        0.2,
+        0.2,
+        0.01,
+    )
     assert r.batch.advantage == "running"
     assert 0.01 <= r.reference.coefficient <= 0.1
     for optimizer in (r.learner.optimizer, r.critic_optimizer):
@@ -85,7 +115,9 @@ def test_ppo_with_a_critic_is_as_it_is_usually_given_and_otherwise_the_scalerl_o
 
 
 def test_scalerl_8b_is_the_papers():
-    """arXiv 2510.13786: 80 GPUs, 48 x 16 rollouts, lr 5e-7 after 100 steps, 10k-12k thinking, mean@16 on 1,000 prompts."""
+    """arXiv 2510.13786: 80 GPUs, 48 x 16 rollouts, lr 5e-7 after 100 steps, 10k-12k
+    thinking, mean@16 on 1,000 prompts.
+    """
     r = load("scalerl-8b")
     assert needed(r) == 80
     assert (r.batch.prompts, r.sampling.generations) == (48, 16)
@@ -95,7 +127,11 @@ def test_scalerl_8b_is_the_papers():
     )
     assert r.batch.truncated == "drop"
     assert (r.learner.optimizer.lr, r.learner.optimizer.warmup_steps) == (5e-7, 100)
-    assert (r.length.prompt_tokens, r.length.thinking_tokens, r.length.answer_tokens) == (2048, (10_000, 12_000), 2048)
+    assert (r.length.prompt_tokens, r.length.thinking_tokens, r.length.answer_tokens) == (
+        2048,
+        (10_000, 12_000),
+        2048,
+    )
     assert (r.evaluation.every, r.evaluation.prompts, r.evaluation.samples) == (100, 1000, 16)
     assert (r.sft.batch_tokens, r.sft.optimizer.lr, MAX_TOKENS) == (2_000_000, 3e-5, 12_288)
     assert r.sft.steps * r.sft.batch_tokens == 32_000_000_000
@@ -108,8 +144,12 @@ def test_scalerl_17bx16_is_the_papers_where_it_differs_from_8b():
     assert needed(r) == 80
     assert r.run.steps == 7100
     assert (r.batch, r.length, r.learner, r.sampling, r.evaluation) == (
-        dense.batch, dense.length, dense.learner, dense.sampling, dense.evaluation,
-    )  # fmt: skip
+        dense.batch,
+        dense.length,
+        dense.learner,
+        dense.sampling,
+        dense.evaluation,
+    )
     assert r.model.moe == DEFAULT.model.moe
 
 
@@ -125,7 +165,9 @@ def test_the_17bx16_of_h100_differs_only_in_its_layout():
 
 
 def test_scalerl_8b_32k_is_scalerl_8b_with_the_papers_longer_context():
-    """32,768 tokens, with room for the phrase; a micro-batch holds one rollout; all else is as it was."""
+    """32,768 tokens, with room for the phrase; a micro-batch holds one rollout; all
+    else is as it was.
+    """
     r, base = load("scalerl-8b-32k"), load("scalerl-8b")
     assert r.length == base.length.model_copy(update={"thinking_tokens": (26_000, 28_000)})
     assert (r.length.context_tokens, r.learner.microbatch_tokens) == (32_768 - 672, 32_768)
@@ -146,7 +188,9 @@ def test_scalerl_8b_batch_2048_is_the_papers_longest_run():
     assert needed(r) == needed(base)
 
 
-@pytest.mark.parametrize(("name", "law"), [("scalerl-8b-32k", "context-32k"), ("scalerl-8b-batch-2048", "batch-2048")])
+@pytest.mark.parametrize(
+    ("name", "law"), [("scalerl-8b-32k", "context-32k"), ("scalerl-8b-batch-2048", "batch-2048")]
+)
 def test_the_fits_that_a_recipe_names_are_the_published_ones(name, law):
     said = " ".join(shipped()[name].read_text().replace("#", "").split())
     fit, base = law_named(law), law_named("scalerl-8b")
@@ -156,7 +200,10 @@ def test_the_fits_that_a_recipe_names_are_the_published_ones(name, law):
 
 def test_math_and_code_is_scalerl_8b_with_a_second_task():
     r, math = load("scalerl-8b-math-code"), load("scalerl-8b")
-    assert {name: task.grader for name, task in r.data.tasks.items()} == {"math": "math", "code": "code"}
+    assert {name: task.grader for name, task in r.data.tasks.items()} == {
+        "math": "math",
+        "code": "code",
+    }
     assert r.data.sandbox == "bubblewrap"
     for section in Recipe.model_fields.keys() - {"run", "data", "evaluation"}:
         assert getattr(r, section) == getattr(math, section)
@@ -166,7 +213,11 @@ def test_math_and_code_is_scalerl_8b_with_a_second_task():
 
 def test_one_gpu_is_all_that_scalerl_1gpu_needs():
     r = load("scalerl-1gpu")
-    assert (r.resources.servers, r.resources.server_tensor_parallel, r.resources.learner_ranks) == (1, 1, 1)
+    assert (r.resources.servers, r.resources.server_tensor_parallel, r.resources.learner_ranks) == (
+        1,
+        1,
+        1,
+    )
     assert (r.resources.colocate, r.weights.transport) == (True, "cuda_ipc")
     assert r.learner.microbatch_tokens >= r.length.context_tokens
     assert r.length.end_of_thinking == DEFAULT.length.end_of_thinking
@@ -183,7 +234,9 @@ def test_the_quickstart_fits_its_task_and_its_machine(name):
 
 
 def test_the_experts_of_all_tokens_of_a_run_are_not_kept():
-    """48 layers x 8 of 128 experts, one byte each: 500 steps would take a terabyte beside 1.3 TB of checkpoints."""
+    """48 layers x 8 of 128 experts, one byte each: 500 steps would take a terabyte
+    beside 1.3 TB of checkpoints.
+    """
     r, shape = load("qwen3-30b-a3b-2nodes"), architecture.read("qwen3-30b-a3b")
     assert r.model.moe.routing_replay
     token = 8 + shape.moe_layers * shape.experts_per_token

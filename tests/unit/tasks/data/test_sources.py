@@ -1,4 +1,6 @@
-"""Rows from files of every kind, written by `datasets` itself, and hub names taken apart."""
+"""Rows from files of every kind, written by `datasets` itself, and hub names taken
+apart.
+"""
 
 import json
 import re
@@ -88,9 +90,15 @@ def test_addresses_of_the_hub_are_read_as_its_sets(monkeypatch, source, asked):
         ("openai/gsm8k", "the set of this name on the Hugging Face hub is hub:openai/gsm8k$"),
         ("datasets/openai/gsm8k", "hub is hub:openai/gsm8k$"),
         ("data/math.jsonl", "'data/math.jsonl' is not a file$"),
-        ("hf://datasets/a/b/data/x.parquet", r"part of a set; write hub:a/b.*hf download a/b --repo-type dataset"),
+        (
+            "hf://datasets/a/b/data/x.parquet",
+            r"part of a set; write hub:a/b.*hf download a/b --repo-type dataset",
+        ),
         ("hf://datasets/a/b@main/x.parquet", r"write hub:a/b\["),
-        ("https://huggingface.co/datasets/a/b/resolve/main/x.parquet", r"part of a set; write hub:a/b"),
+        (
+            "https://huggingface.co/datasets/a/b/resolve/main/x.parquet",
+            r"part of a set; write hub:a/b",
+        ),
         ("https://example.org/x.jsonl", "not a file of this machine; download it"),
         ("s3://bucket/x.jsonl", "not a file of this machine; download it"),
         ("hub:https://huggingface.co/datasets/a/b", "is not hub:ORG/NAME"),
@@ -127,10 +135,16 @@ def test_a_file_of_another_kind_and_a_broken_one(tmp_path):
 
 
 def test_json_keeps_each_value_as_it_is(tmp_path):
-    """`datasets` reads these two columns as quoted texts and numbers, as rounded numbers, and as dates."""
-    file, rows = tmp_path / "a.json", [
-        {"a": r"\frac{1}{2}", "n": 9007199254740993, "day": "2024-01-01"}, {"a": 2, "n": None, "day": "2024-01-02"},
-    ]  # fmt: skip
+    """`datasets` reads these two columns as quoted texts and numbers, as rounded
+    numbers, and as dates.
+    """
+    file, rows = (
+        tmp_path / "a.json",
+        [
+            {"a": r"\frac{1}{2}", "n": 9007199254740993, "day": "2024-01-01"},
+            {"a": 2, "n": None, "day": "2024-01-02"},
+        ],
+    )
     for text in (json.dumps(rows, indent=2), "\n".join(map(json.dumps, rows))):
         file.write_text(text)
         assert [row for _, row in stream(str(file))] == rows
@@ -143,7 +157,9 @@ def test_json_keeps_each_value_as_it_is(tmp_path):
 
 
 def test_why_a_set_could_not_be_generated_is_said(monkeypatch):
-    """`datasets` itself says only that an error occurred, and keeps the reason as its cause."""
+    """`datasets` itself says only that an error occurred, and keeps the reason as its
+    cause.
+    """
 
     def fails(*_, **__):
         try:
@@ -154,7 +170,9 @@ def test_why_a_set_could_not_be_generated_is_said(monkeypatch):
             ) from error
 
     monkeypatch.setattr(datasets, "load_dataset", fails)
-    with pytest.raises(MegarlError, match="hub:a/b: cannot be read: Couldn't cast array of type string to null"):
+    with pytest.raises(
+        MegarlError, match="hub:a/b: cannot be read: Couldn't cast array of type string to null"
+    ):
         list(stream("hub:a/b"))
 
 
@@ -170,9 +188,16 @@ def test_a_hub_name_is_asked_of_datasets_and_its_failure_says_what_to_do(monkeyp
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for source in ("hub:openai/gsm8k:main:train", "hub:a/b:test", "hub:a/b"):
         assert list(stream(source)) == list(enumerate(ROWS, 1))
-    assert asked == [("openai/gsm8k", "main", "train"), ("a/b", None, "test"), ("a/b", None, "train")]
+    assert asked == [
+        ("openai/gsm8k", "main", "train"),
+        ("a/b", None, "test"),
+        ("a/b", None, "train"),
+    ]
     with pytest.raises(
         MegarlError,
-        match=r"hub:away/set: cannot be read: Couldn't reach.*download its files .*without a network, elsewhere",
+        match=(
+            r"hub:away/set: cannot be read: Couldn't reach.*download its files .*without a network,"
+            r" elsewhere"
+        ),
     ):
         list(stream("hub:away/set"))

@@ -17,26 +17,41 @@ READ = mapping_of("", {"prompt": "q", "answer": "a"})
 
 
 def write(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return str(path)
 
 
 def test_reasons_are_counted_and_the_first_are_named(tmp_path):
     rows = [
-        {"q": "one", "a": "1"}, {"q": " one ", "a": "1"}, {"q": "one", "a": "2"}, {"q": "two", "a": " "},
-        {"q": " ", "a": "1"}, "{", {"a": "1"}, {"q": "big", "a": "x" * (under_test.LARGEST_ANSWER + 1)}, {"q": "three", "a": 3},
-    ]  # fmt: skip
+        {"q": "one", "a": "1"},
+        {"q": " one ", "a": "1"},
+        {"q": "one", "a": "2"},
+        {"q": "two", "a": " "},
+        {"q": " ", "a": "1"},
+        "{",
+        {"a": "1"},
+        {"q": "big", "a": "x" * (under_test.LARGEST_ANSWER + 1)},
+        {"q": "three", "a": 3},
+    ]
     found = survey(write(tmp_path / "a.jsonl", rows), READ)
     assert found.left_out.counts == {
-        under_test.REPEATED: 1, under_test.CONTRADICTED: 1, under_test.EMPTY_ANSWER: 1, under_test.EMPTY_PROMPT: 1,
-        under_test.MALFORMED: 2, under_test.LARGE_ANSWER: 1,
-    }  # fmt: skip
+        under_test.REPEATED: 1,
+        under_test.CONTRADICTED: 1,
+        under_test.EMPTY_ANSWER: 1,
+        under_test.EMPTY_PROMPT: 1,
+        under_test.MALFORMED: 2,
+        under_test.LARGE_ANSWER: 1,
+    }
     assert [row.prompt for row, _ in chosen(found)] == ["one", "three"]
     assert found.left_out.named()[0] == "2: its prompt was on line 1; leave one out (the same in 3)"
 
 
 def test_latex_that_json_has_eaten_is_left_out(tmp_path):
-    """`"\\frac"` is a form feed and `rac`, `"\\boxed"` a backspace and `oxed`: valid texts, and answers that nobody gives."""
+    """`"\\frac"` is a form feed and `rac`, `"\\boxed"` a backspace and `oxed`: valid
+    texts, and answers that nobody gives.
+    """
     rows = [
         r'{"q": "half", "a": "\frac{1}{2}"}',
         r'{"q": "\boxed{}", "a": "1"}',
@@ -71,7 +86,9 @@ def test_of_a_thousand_repeats_ten_are_named(tmp_path):
     heldout=st.integers(1, 10),
     shuffled=st.randoms(use_true_random=False),
 )
-def test_splits_are_disjoint_complete_and_do_not_depend_on_the_order(tmp_path_factory, prompts, heldout, shuffled):
+def test_splits_are_disjoint_complete_and_do_not_depend_on_the_order(
+    tmp_path_factory, prompts, heldout, shuffled
+):
     folder = tmp_path_factory.mktemp("split")
     rows = [{"q": f"prompt {n}", "a": "1"} for n in prompts]
     different = {row["q"] for row in rows}
@@ -81,7 +98,8 @@ def test_splits_are_disjoint_complete_and_do_not_depend_on_the_order(tmp_path_fa
             survey(source, READ, heldout)
         return
     split = [
-        {row.prompt for row, held in chosen(survey(source, READ, heldout)) if held is side} for side in (True, False)
+        {row.prompt for row, held in chosen(survey(source, READ, heldout)) if held is side}
+        for side in (True, False)
     ]
     assert len(split[0]) == heldout
     assert split[0] | split[1] == different
@@ -93,7 +111,9 @@ def test_splits_are_disjoint_complete_and_do_not_depend_on_the_order(tmp_path_fa
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=30))
 def test_the_first_of_each_prompt_and_id_is_kept(tmp_path_factory, pairs):
-    """Against a plain loop: rows go whose prompt was there, then of those left the ones whose id was."""
+    """Against a plain loop: rows go whose prompt was there, then of those left the ones
+    whose id was.
+    """
     rows = [{"id": f"i{i}", "prompt": f"p{p}", "answer": "1"} for i, p in pairs]
     by_prompt: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -108,12 +128,17 @@ def test_the_first_of_each_prompt_and_id_is_kept(tmp_path_factory, pairs):
 
 def test_rows_of_an_evaluation_set_go_and_are_reported(tmp_path):
     text = "alpha beta gamma delta epsilon zeta eta theta"
-    rows = [{"q": f"Given {text}, what follows?", "a": "1"}, {"q": "Something else entirely", "a": "1"}]
+    rows = [
+        {"q": f"Given {text}, what follows?", "a": "1"},
+        {"q": "Something else entirely", "a": "1"},
+    ]
     reported = []
     found = survey(
-        write(tmp_path / "a.jsonl", rows), READ, evaluation=Overlap([("eval:3", text)]),
+        write(tmp_path / "a.jsonl", rows),
+        READ,
+        evaluation=Overlap([("eval:3", text)]),
         removed=lambda row, number, hit: reported.append((row.prompt, number, hit)),
-    )  # fmt: skip
+    )
     assert [row.prompt for row, _ in chosen(found)] == ["Something else entirely"]
     assert found.left_out.counts == Counter({under_test.CONTAMINATED: 1})
     assert reported == [(rows[0]["q"], 1, ("eval:3", text))]
@@ -123,7 +148,11 @@ def test_a_source_of_which_nothing_can_be_used_and_one_that_grows(tmp_path):
     source = write(tmp_path / "a.jsonl", [{"q": "", "a": "1"}, {"a": "2"}])
     for heldout in (0, 1):
         with pytest.raises(
-            MegarlError, match=r"none of its 2 rows can be used:\n.*a\.jsonl:1: the prompt of .* is empty\n.*no column"
+            MegarlError,
+            match=(
+                r"none of its 2 rows can be used:\n.*a\.jsonl:1: the prompt of .* is empty\n.*no"
+                r" column"
+            ),
         ):
             list(chosen(survey(source, READ, heldout)))
     found = survey(write(tmp_path / "a.jsonl", [{"q": "one", "a": "1"}]), READ)
@@ -132,8 +161,13 @@ def test_a_source_of_which_nothing_can_be_used_and_one_that_grows(tmp_path):
         list(chosen(found))
 
 
-def test_what_the_user_says_is_compared_with_evaluation_sets_and_all_messages_with_each_other(tmp_path):
-    question = "Find the sum of all integer bases b greater than nine for which seventeen divides ninety seven"
+def test_what_the_user_says_is_compared_with_evaluation_sets_and_all_messages_with_each_other(
+    tmp_path,
+):
+    question = (
+        "Find the sum of all integer bases b greater than nine for which seventeen divides ninety"
+        " seven"
+    )
     system = {"role": "system", "content": "Translate."}
     rows = [
         [system, {"role": "user", "content": f"{question}?"}],

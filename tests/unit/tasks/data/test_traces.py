@@ -1,4 +1,6 @@
-"""Traces of a warm start: what is left out, what may come again, how they are looked at."""
+"""Traces of a warm start: what is left out, what may come again, how they are looked
+at.
+"""
 
 import json
 import logging
@@ -15,8 +17,13 @@ from megarl.tasks.data.arithmetic_models import character_tokenizer
 from megarl.tasks.data.traces import are_traces, load_traces, spoken
 from tests.unit.tasks.agents.templates import PUBLISHED, published, tokenizer_of
 
-QUESTION = "What is the sum of the digits of the smallest number that is divisible by nine and eleven?"
-TURNS = [{"role": "user", "content": "12+1="}, {"role": "assistant", "content": "<think>2+1=3</think>13"}]
+QUESTION = (
+    "What is the sum of the digits of the smallest number that is divisible by nine and eleven?"
+)
+TURNS = [
+    {"role": "user", "content": "12+1="},
+    {"role": "assistant", "content": "<think>2+1=3</think>13"},
+]
 MESSAGES = {"messages": TURNS}
 PAIR = {"prompt": "12+1=", "completion": "<think>2+1=3</think>13"}
 
@@ -31,7 +38,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(made.backend_tokenizer, made.eos_token_id, Path())
 
 
-def test_those_that_come_again_are_learnt_again_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_those_that_come_again_are_learnt_again_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     other = PAIR | {"completion": "13"}
     file = write(tmp_path / "s.jsonl", PAIR, other, PAIR, PAIR)
     with caplog.at_level(logging.INFO):
@@ -40,16 +49,32 @@ def test_those_that_come_again_are_learnt_again_and_counted(tmp_path: Path, capl
     assert "s.jsonl: 2 rows repeat an earlier one" in caplog.text
 
 
-def test_what_an_evaluation_set_asks_is_not_learnt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Messages without their template, and a short text as the whole of what the user says."""
+def test_what_an_evaluation_set_asks_is_not_learnt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Messages without their template, and a short text as the whole of what the user
+    says.
+    """
     test = write(tmp_path / "test.jsonl", {"question": QUESTION}, {"question": "7-1="})
     asked = {
-        "messages": [{"role": "system", "content": "Think."}, {"role": "user", "content": f"Now: {QUESTION}"}, TURNS[1]]
+        "messages": [
+            {"role": "system", "content": "Think."},
+            {"role": "user", "content": f"Now: {QUESTION}"},
+            TURNS[1],
+        ]
     }
-    short = {"messages": [{"role": "system", "content": "Think."}, {"role": "user", "content": "7-1="}, TURNS[1]]}
+    short = {
+        "messages": [
+            {"role": "system", "content": "Think."},
+            {"role": "user", "content": "7-1="},
+            TURNS[1],
+        ]
+    }
     with caplog.at_level(logging.INFO):
         (only,) = load_traces(
-            write(tmp_path / "p.jsonl", {"prompt": "7-1=", "completion": "6"}, PAIR), tokenizer(), [str(test)]
+            write(tmp_path / "p.jsonl", {"prompt": "7-1=", "completion": "6"}, PAIR),
+            tokenizer(),
+            [str(test)],
         )
     assert only.prompt_tokens == 5
     assert "p.jsonl: 1 rows left out (of an evaluation set)" in caplog.text
@@ -73,13 +98,20 @@ def test_what_the_user_says() -> None:
 
 
 ASKED, ANSWERED = {"role": "user", "content": "12+1="}, {"role": "assistant", "content": "13"}
-CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}],
+}
 
 
 @pytest.mark.parametrize(
     ("messages", "lost"),
     [
-        ([ASKED, ANSWERED | {"reasoning_content": "2+1=3"}], "the reasoning is in reasoning_content"),
+        (
+            [ASKED, ANSWERED | {"reasoning_content": "2+1=3"}],
+            "the reasoning is in reasoning_content",
+        ),
         ([ASKED, ANSWERED | {"thinking": "2+1=3"}], "the reasoning is in thinking"),
         ([ASKED, CALLED, {"role": "tool", "content": "13"}, ANSWERED], "a message has tool_calls"),
     ],
@@ -87,7 +119,9 @@ CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name
 def test_what_stands_beside_the_content_is_not_dropped_in_silence(
     tmp_path: Path, messages: list[dict[str, Any]], lost: str
 ) -> None:
-    """Learnt without it, an answer would come without its thinking, or after a turn that says nothing."""
+    """Learnt without it, an answer would come without its thinking, or after a turn
+    that says nothing.
+    """
     with pytest.raises(MegarlError, match=f"{lost}, which would be lost"):
         load_traces(write(tmp_path / "s.jsonl", MESSAGES, {"messages": messages}), tokenizer())
 
@@ -122,7 +156,9 @@ def test_inspect_shows_them(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     bad = {"messages": [{"role": "user", "content": "1"}]}
-    file = write(tmp_path / "s.jsonl", MESSAGES, MESSAGES, bad, {"prompt": "x" * 30, "completion": "y" * 50})
+    file = write(
+        tmp_path / "s.jsonl", MESSAGES, MESSAGES, bad, {"prompt": "x" * 30, "completion": "y" * 50}
+    )
     assert main(["data", "inspect", str(file), "--samples", "3"]) == 0
     shown = capsys.readouterr().out
     for words in (
@@ -137,7 +173,9 @@ def test_inspect_shows_them(
         assert words in shown
 
 
-def test_of_a_hub_set_bad_rows_are_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_a_hub_set_bad_rows_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its user cannot correct them, and few published sets have none."""
     rows = [PAIR | {"completion": ""}, {"text": "x"}, PAIR | {"completion": "\x0crac"}, PAIR]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
@@ -147,16 +185,24 @@ def test_of_a_hub_set_bad_rows_are_left_out(monkeypatch: pytest.MonkeyPatch, cap
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_messages_end_with_the_token_at_which_the_model_ends_its_turns(tmp_path: Path, family: str) -> None:
-    """After GLM-4.5's eos_token, which no turn has, an agent's next request would begin a path of its own."""
+def test_messages_end_with_the_token_at_which_the_model_ends_its_turns(
+    tmp_path: Path, family: str
+) -> None:
+    """After GLM-4.5's eos_token, which no turn has, an agent's next request would begin
+    a path of its own.
+    """
     made, _ = published(tmp_path, family)
     (trace,) = load_traces(write(tmp_path / "s.jsonl", MESSAGES), made)
     end = "<|user|>" if family == "GLM-4.5" else PUBLISHED[family][1]
     assert made.decode(trace.tokens[trace.learnt]) == TURNS[1]["content"] + end
 
 
-def test_an_eos_token_that_ends_no_turn_is_not_learnt_instead_of_the_one_that_does(tmp_path: Path) -> None:
-    """Llama 3's first tokenizers named <|end_of_text|>, where turns end with <|eot_id|>."""
+def test_an_eos_token_that_ends_no_turn_is_not_learnt_instead_of_the_one_that_does(
+    tmp_path: Path,
+) -> None:
+    """Llama 3's first tokenizers named <|end_of_text|>, where turns end with
+    <|eot_id|>.
+    """
     template, end = PUBLISHED["Llama 3"]
     made = tokenizer_of(tmp_path, template, "<|end_of_text|>", end)
     ended = {"prompt": "?", "completion": f"!{end}"}

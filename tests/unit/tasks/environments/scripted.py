@@ -22,7 +22,9 @@ CALL = 9
 
 @dataclass
 class Script:
-    """replies: lengths of them, None: done; after the last one too. seen: turns; closed: how often."""
+    """replies: lengths of them, None: done; after the last one too. seen: turns;
+    closed: how often.
+    """
 
     replies: list[int | None] = field(default_factory=list)
     verdict: Verdict | None = None
@@ -75,7 +77,9 @@ class Scripted(Environment):
 
 
 class Near:
-    """In the place of Host: the episodes are played in the test's own process. What passes is sent and read all the same."""
+    """In the place of Host: the episodes are played in the test's own process. What
+    passes is sent and read all the same.
+    """
 
     tokenizer: ClassVar[Any] = None
     over = False
@@ -94,7 +98,9 @@ class Near:
         return self
 
     async def ask(self, request: EpisodeRequest) -> EpisodeReply:
-        reply: EpisodeReply = decode(await self._episodes.answer(decode(encode(request), EpisodeRequest)), EpisodeReply)
+        reply: EpisodeReply = decode(
+            await self._episodes.answer(decode(encode(request), EpisodeRequest)), EpisodeReply
+        )
         return reply
 
 
@@ -108,7 +114,9 @@ def scrawl() -> None:
 
 
 class Hostile(Environment):
-    """Its prompt's answer is a program: what comes of `turn` in it is the reply; with no `turn` it is an echo of the turn."""
+    """Its prompt's answer is a program: what comes of `turn` in it is the reply; with
+    no `turn` it is an echo of the turn.
+    """
 
     def __init__(self, setting: Setting) -> None:
         pass

@@ -1,5 +1,6 @@
-"""Environments that hang, fail, end their process or answer nonsense: the rollout is void, within a limit that is named, and
-the others go on."""
+"""Environments that hang, fail, end their process or answer nonsense: the rollout is
+void, within a limit that is named, and the others go on.
+"""
 
 import asyncio
 import json
@@ -34,10 +35,15 @@ def limit_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "REPLY_LIMIT_S", 1.0)
 
 
-def environments(tmp_path: Path, name: str, kind: str = "Faulty", limit_s: float = 30.0) -> TaskEnvironments:
+def environments(
+    tmp_path: Path, name: str, kind: str = "Faulty", limit_s: float = 30.0
+) -> TaskEnvironments:
     task = {
-        "train": "", "heldout": "", "environment": f"tests.unit.tasks.environments.scripted:{kind}", "reply_tokens": LIMIT,
-    }  # fmt: skip
+        "train": "",
+        "heldout": "",
+        "environment": f"tests.unit.tasks.environments.scripted:{kind}",
+        "reply_tokens": LIMIT,
+    }
     registry.REPLY_LIMIT_S = limit_s
     return TaskEnvironments(from_tree({"data": {"tasks": {name: task}}}), tokenizer_of(tmp_path))
 
@@ -64,10 +70,14 @@ def run(found: TaskEnvironments, *episodes: Any) -> list[Any]:
     return uvloop.run(all_of_them())
 
 
-async def play(bounded: Bounded | None, prompt: Prompt, turns: int = 1) -> tuple[list[Observation], Verdict | None]:
+async def play(
+    bounded: Bounded | None, prompt: Prompt, turns: int = 1
+) -> tuple[list[Observation], Verdict | None]:
     assert bounded is not None
     async with bounded.played(prompt):
-        return [await bounded.step(int32([turn + 1])) for turn in range(turns)], await bounded.reward()
+        return [
+            await bounded.step(int32([turn + 1])) for turn in range(turns)
+        ], await bounded.reward()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +104,9 @@ def test_methods_that_are_not_async(tmp_path: Path) -> None:
     assert (reply.tokens.tolist(), verdict) == ([3], Verdict(0.5))
 
 
-def test_one_that_does_not_close_is_only_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_does_not_close_is_only_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     found = environments(tmp_path, "close")
     (((reply,), verdict),) = run(found, play(found.of("close"), prompt_of("close")))
     assert (reply.done, verdict) == (True, None)
@@ -126,8 +138,12 @@ HOSTILE = {
     "scrawl()": r"damaged its process's output \(a reply of [0-9,]+ bytes\)",
     "while True: pass": "blocked its process",
     "return Observation([1, 260])": "replied token 260, which is not in the vocabulary of 260",
-    "return Observation([1, -1])": "step failed: ValueError: it answered .*, which are not token ids",
-    "return Observation([1 << 40])": "step failed: ValueError: it answered .*, which are not token ids",
+    "return Observation([1, -1])": (
+        "step failed: ValueError: it answered .*, which are not token ids"
+    ),
+    "return Observation([1 << 40])": (
+        "step failed: ValueError: it answered .*, which are not token ids"
+    ),
     "return Observation([1.5])": "step failed: TypeError: it answered .*, which are not token ids",
     "return Observation('no')": "step failed: TypeError: it answered 'no', which are not token ids",
     "return Observation([1] * 21)": "replied 21 tokens, more than reply_tokens=20",
@@ -145,10 +161,14 @@ WORTHLESS = {
 def test_whatever_one_episode_does_the_others_are_played_to_their_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All in one process, which some of them end: two others, one of them in the middle of it all, see nothing of that."""
+    """All in one process, which some of them end: two others, one of them in the middle
+    of it all, see nothing of that.
+    """
     monkeypatch.setattr(host, "MARGIN_S", 1.5)
     monkeypatch.setattr("megarl.tasks.environments.registry.LIVES", 99)
-    found = environments(tmp_path, "game", "Hostile", limit_s=2.0)  # for the others, too, on a busy machine
+    found = environments(
+        tmp_path, "game", "Hostile", limit_s=2.0
+    )  # for the others, too, on a busy machine
     programs = {TURN + line: words for line, words in HOSTILE.items()}
     programs |= {f"score = {score}": words for score, words in WORTHLESS.items()}
     *good, _ = results = run(
@@ -162,11 +182,17 @@ def test_whatever_one_episode_does_the_others_are_played_to_their_end(
         assert [reply.tokens.tolist() for reply in replies] == [[turn + 1] for turn in range(60)]
         assert verdict == Verdict(0.5)
     for (program, words), error in zip(programs.items(), results[2:], strict=True):
-        with pytest.raises(EnvironmentDown, match=rf"^data\.tasks\.game: environment .*Hostile:? {words}"):
-            raise error if isinstance(error, BaseException) else AssertionError(f"{program}: {error}")
+        with pytest.raises(
+            EnvironmentDown, match=rf"^data\.tasks\.game: environment .*Hostile:? {words}"
+        ):
+            raise (
+                error if isinstance(error, BaseException) else AssertionError(f"{program}: {error}")
+            )
 
 
-def test_a_process_that_ended_before_it_was_set_up_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ended_before_it_was_set_up_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = environments(tmp_path, "game")
     monkeypatch.setattr(host, "_COMMAND", ("/bin/false",))
     monkeypatch.setattr(asyncio, "create_subprocess_exec", ended_before_it_is_asked)
@@ -175,15 +201,21 @@ def test_a_process_that_ended_before_it_was_set_up_is_down(tmp_path: Path, monke
         raise error
 
 
-def test_one_for_which_no_process_can_be_had_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_for_which_no_process_can_be_had_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = environments(tmp_path, "game")
     monkeypatch.setattr(host, "_COMMAND", ("/nowhere/python",))
     (error,) = run(found, play(found.of("game"), prompt_of("game")))
-    with pytest.raises(EnvironmentDown, match=r"^data\.tasks\.game\.environment: .*Faulty: .*No such file"):
+    with pytest.raises(
+        EnvironmentDown, match=r"^data\.tasks\.game\.environment: .*Faulty: .*No such file"
+    ):
         raise error
 
 
-def test_an_error_that_nobody_foresaw_costs_that_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_nobody_foresaw_costs_that_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def fails(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -196,26 +228,38 @@ def test_an_error_that_nobody_foresaw_costs_that_episode(tmp_path: Path, monkeyp
 
 def test_an_answer_longer_than_a_frame(tmp_path: Path) -> None:
     found = environments(tmp_path, "game", "Hostile", limit_s=60)
-    program = f"{TURN}return Observation(__import__('numpy').ones({worker.BESIDES_TOKENS}, 'int32'))"
+    program = (
+        f"{TURN}return Observation(__import__('numpy').ones({worker.BESIDES_TOKENS}, 'int32'))"
+    )
     (error,) = run(found, play(found.of("game"), prompt_of("game", program)))
     with pytest.raises(EnvironmentDown, match=r"Hostile:? answered 262,.* bytes, 65,616 at most"):
         raise error
 
 
-def test_true_and_false_are_right_and_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_true_and_false_are_right_and_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megarl.tasks.environments.registry.Host", Near)
     monkeypatch.setattr(Near, "tokenizer", tokenizer_of(tmp_path))
     found = environments(tmp_path, "game", "Hostile", limit_s=20)
     scores = {"True": 1.0, "False": -1.0, "__import__('numpy').bool_(False)": -1.0, "0": 0.0}
-    episodes = run(found, *(play(found.of("game"), prompt_of("game", f"score = {score}")) for score in scores))
+    episodes = run(
+        found, *(play(found.of("game"), prompt_of("game", f"score = {score}")) for score in scores)
+    )
     assert [verdict for _, verdict in episodes] == [Verdict(score) for score in scores.values()]
 
 
 def test_one_that_answers_differently_when_it_is_begun_anew(tmp_path: Path) -> None:
-    """Nobody's fault is known here: code that runs beside all episodes ends the process."""
+    """Nobody's fault is known here: code that runs beside all episodes ends the
+    process.
+    """
     found = environments(tmp_path, "game", "Hostile", limit_s=20)
     chance = TURN + "return Observation([os.getpid() % 250])"
-    later = "import threading\n" + TURN + "threading.Timer(0.3, os._exit, [0]).start(); return Observation([1])"
+    later = (
+        "import threading\n"
+        + TURN
+        + "threading.Timer(0.3, os._exit, [0]).start(); return Observation([1])"
+    )
 
     async def two_turns(program: str) -> list[int]:
         bounded = found.of("game")
@@ -229,18 +273,29 @@ def test_one_that_answers_differently_when_it_is_begun_anew(tmp_path: Path) -> N
     echo, different, _ = run(found, two_turns(""), two_turns(chance), two_turns(later))
     assert echo == [1, 2]
     with pytest.raises(
-        EnvironmentDown, match="was replayed, because its process had ended, and answered the same turns diff"
+        EnvironmentDown,
+        match="was replayed, because its process had ended, and answered the same turns diff",
     ):
         raise different
 
 
 ANYTHING = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.binary(max_size=4)),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=2), inner, max_size=2)),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=4),
+        st.binary(max_size=4),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=2), inner, max_size=2)
+    ),
     max_leaves=8,
 )
 TOKENS = st.one_of(
-    st.lists(st.integers(0, VOCABULARY - 1), max_size=LIMIT + 1), st.lists(st.integers(-1, VOCABULARY), max_size=3)
+    st.lists(st.integers(0, VOCABULARY - 1), max_size=LIMIT + 1),
+    st.lists(st.integers(-1, VOCABULARY), max_size=3),
 )
 
 
@@ -251,13 +306,19 @@ class Said:
 
 
 @settings(
-    max_examples=max(300, settings.default.max_examples), suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=max(300, settings.default.max_examples),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     reply=st.one_of(
-        ANYTHING, st.builds(Observation, st.one_of(TOKENS, TOKENS.map(np.array), ANYTHING), ANYTHING, ANYTHING)
+        ANYTHING,
+        st.builds(
+            Observation, st.one_of(TOKENS, TOKENS.map(np.array), ANYTHING), ANYTHING, ANYTHING
+        ),
     ),
-    verdict=st.one_of(ANYTHING, st.builds(Verdict, st.one_of(st.floats(), ANYTHING), ANYTHING, ANYTHING)),
+    verdict=st.one_of(
+        ANYTHING, st.builds(Verdict, st.one_of(st.floats(), ANYTHING), ANYTHING, ANYTHING)
+    ),
     stops=st.one_of(st.just(()), TOKENS.map(tuple), ANYTHING),
 )
 @example(reply=Observation(int32([1])), verdict=Verdict(1.0), stops=())
@@ -277,7 +338,9 @@ def test_any_reply_is_a_good_one_or_down(
     try:
         (answer,), judged = asyncio.run(play(bounded, prompt_of("game")))
     except EnvironmentDown as down:
-        if not str(down).startswith("data.tasks.game: environment tests.unit.tasks.environments.scripted:Fuzzed"):
+        if not str(down).startswith(
+            "data.tasks.game: environment tests.unit.tasks.environments.scripted:Fuzzed"
+        ):
             raise
         return
     assert answer.tokens.dtype == np.int32

@@ -1,4 +1,6 @@
-"""Replies in chat templates, against transformers' own rendering of the whole conversation."""
+"""Replies in chat templates, against transformers' own rendering of the whole
+conversation.
+"""
 
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from tests.unit.tasks.environments.texts import CHATML, DEAF, NO_TOOLS, QUOTED, 
 
 
 @pytest.mark.parametrize("told", ["42", 'a "é"\n\tb'])
-@pytest.mark.parametrize(("template", "role"), [(CHATML, "tool"), (NO_TOOLS, "user"), (QUOTED, "tool")])
+@pytest.mark.parametrize(
+    ("template", "role"), [(CHATML, "tool"), (NO_TOOLS, "user"), (QUOTED, "tool")]
+)
 def test_turns_and_replies_are_the_conversation_that_transformers_renders(
     tmp_path: Path, template: str, role: str, told: str
 ) -> None:
@@ -26,8 +30,12 @@ def test_turns_and_replies_are_the_conversation_that_transformers_renders(
         {"role": "assistant", "content": "```python\nprint(6*7)\n```"},
         {"role": role, "content": told},
     ]
-    expected = theirs.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-    prompt = theirs.apply_chat_template(conversation[:1], add_generation_prompt=True, return_dict=False)
+    expected = theirs.apply_chat_template(
+        conversation, add_generation_prompt=True, return_dict=False
+    )
+    prompt = theirs.apply_chat_template(
+        conversation[:1], add_generation_prompt=True, return_dict=False
+    )
     turn = tokenizer.ids("```python\nprint(6*7)\n```<|end|>")  # as sampled
     reply = Framing(tokenizer, "chat", 200).tokens(told)
     assert np.concatenate([prompt, turn, reply]).tolist() == list(expected)
@@ -38,7 +46,9 @@ def test_a_reply_is_followed_by_what_the_options_of_the_template_write(tmp_path:
     assert tokenizer.decode(Framing(tokenizer, "chat", 200, {"fast": True}).tokens("7")).endswith(
         "<|start|>assistant\n!"
     )
-    assert tokenizer.decode(Framing(tokenizer, "chat", 200).tokens("7")).endswith("<|start|>assistant\n")
+    assert tokenizer.decode(Framing(tokenizer, "chat", 200).tokens("7")).endswith(
+        "<|start|>assistant\n"
+    )
 
 
 def test_what_a_tool_prints_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
@@ -70,7 +80,9 @@ def test_of_a_long_reply_the_middle_is_left_out(tmp_path: Path, template: str) -
 def test_of_a_text_that_must_be_cut_only_the_ends_are_tokenised(
     tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A website may have sent 30 MB. What is replied is the same as if all of it had been tokenised."""
+    """A website may have sent 30 MB. What is replied is the same as if all of it had
+    been tokenised.
+    """
     tokenizer = byte_tokenizer(tmp_path, template)
     text = "".join(map(str, range(10_000)))
     limit = 100
@@ -104,23 +116,33 @@ def test_a_turn_says_what_follows_its_thinking(tmp_path: Path, end: str, text: s
 
 def test_templates_that_cannot_hold_a_reply(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path, DEAF)
-    with pytest.raises(MegarlError, match="cannot hold a tool's reply: it leaves a tool's text out; use template: raw"):
+    with pytest.raises(
+        MegarlError,
+        match="cannot hold a tool's reply: it leaves a tool's text out; use template: raw",
+    ):
         Framing(tokenizer, "chat", 200).check()
     tokenizer = byte_tokenizer(tmp_path, CHATML.replace('m.content + "<|end|>', 'm.content + "'))
-    with pytest.raises(MegarlError, match=r"does not end a turn with '<\|end\|>', at which a completion ends"):
+    with pytest.raises(
+        MegarlError, match=r"does not end a turn with '<\|end\|>', at which a completion ends"
+    ):
         Framing(tokenizer, "chat", 200).check()
     glm, _ = published(tmp_path, "GLM-4.5")
     with pytest.raises(
-        MegarlError, match=r"does not end a turn with '<\|endoftext\|>' or '<\|user\|>' or '<\|observation"
+        MegarlError,
+        match=r"does not end a turn with '<\|endoftext\|>' or '<\|user\|>' or '<\|observation",
     ):
         Framing(glm, "chat", 200).check()
 
 
 def test_a_turn_may_end_with_another_token_than_the_eos_token(tmp_path: Path) -> None:
-    """gpt-oss ends a turn with <|return|>, and its template an earlier one with <|end|>; Llama 3 first named another token."""
+    """gpt-oss ends a turn with <|return|>, and its template an earlier one with
+    <|end|>; Llama 3 first named another token.
+    """
     template, *ends = PUBLISHED["gpt-oss"]
     no_calls = template.replace("'tool' %}", "'tool' %}{{- raise_exception('no call before') }}", 1)
-    gpt_oss = tokenizer_of(tmp_path / "gpt-oss", no_calls, *ends, marks=("<|start|>", "<|message|>", "<|end|>"))
+    gpt_oss = tokenizer_of(
+        tmp_path / "gpt-oss", no_calls, *ends, marks=("<|start|>", "<|message|>", "<|end|>")
+    )
     reply = Framing(gpt_oss, "chat", 200).tokens("42")
     assert gpt_oss.decode(reply) == "<|start|>user<|message|>42<|end|><|start|>assistant"
     template, end = PUBLISHED["Llama 3"]

@@ -1,4 +1,6 @@
-"""The calculator against Python's own arithmetic, the Python tool in its real sandbox, a game that a binary search wins."""
+"""The calculator against Python's own arithmetic, the Python tool in its real sandbox,
+a game that a binary search wins.
+"""
 
 import asyncio
 import re
@@ -79,7 +81,21 @@ def test_the_calculator_is_right_wherever_the_result_is_whole(expression: str) -
 
 @pytest.mark.parametrize(
     "nonsense",
-    ["", "1+", "2**9", "9" * LONGEST + "9", "x", "1.5*2", "True", "7/2", "1//2", "f(1)", "(" * 150, "007", "\0"],
+    [
+        "",
+        "1+",
+        "2**9",
+        "9" * LONGEST + "9",
+        "x",
+        "1.5*2",
+        "True",
+        "7/2",
+        "1//2",
+        "f(1)",
+        "(" * 150,
+        "007",
+        "\0",
+    ],
 )
 def test_what_cannot_be_calculated(nonsense: str) -> None:
     assert calculated(nonsense) is None
@@ -113,8 +129,20 @@ RAW = "\n```output\n{}\n```\n"
     ("turn", "reply"),
     [
         ("```python\nprint(6 * 7)\n```", "42"),
-        ("first ```python\nprint(1)\n``` then\n```python\nimport math\nprint(math.comb(9, 4))\n```<|end|>", "126"),
-        ('<tool_call>\n{"name": "python", "arguments": {"code": "print(2 ** 10)"}}\n</tool_call>', "1024"),
+        (
+            (
+                "first ```python\nprint(1)\n``` then\n```python\nimport math\nprint(math.comb(9,"
+                " 4))\n```<|end|>"
+            ),
+            "126",
+        ),
+        (
+            (
+                '<tool_call>\n{"name": "python", "arguments": {"code": "print(2 **'
+                ' 10)"}}\n</tool_call>'
+            ),
+            "1024",
+        ),
         ("```python\nx = 1\n```", "(nothing was printed)"),
         ("<think>```python\nprint(1)\n```</think>```python\nprint('é')\n```", "é"),
         ("Not ```python print(1)``` but\n```python\nprint(2)\n```", "2"),
@@ -136,11 +164,16 @@ def test_the_last_program_of_a_turn_is_run(bytes_of: Tokenizer, turn: str, reply
         ("```python\nimport sys; sys.exit(3)\n```", ["ended with status 3"]),
         ("```python\nopen('/nowhere')\n```", ["FileNotFoundError"]),
         ("<tool_call>print(1)</tool_call>", ['a call is {"name": "python"']),
-        ('<tool_call>{"name": "web", "arguments": {"code": "x"}}</tool_call>', ["there is no tool 'web'"]),
+        (
+            '<tool_call>{"name": "web", "arguments": {"code": "x"}}</tool_call>',
+            ["there is no tool 'web'"],
+        ),
         (f"<tool_call>{'[' * 200_000}</tool_call>", ['a call is {"name": "python"']),
     ],
 )
-def test_a_call_that_fails_is_told_and_counted(bytes_of: Tokenizer, turn: str, words: list[str]) -> None:
+def test_a_call_that_fails_is_told_and_counted(
+    bytes_of: Tokenizer, turn: str, words: list[str]
+) -> None:
     text, done, error = step(Python(setting(bytes_of, 2000)), bytes_of, turn)
     assert (done, error) == (False, True)
     assert all(word in text for word in words), text
@@ -159,7 +192,8 @@ def test_the_last_call_is_the_last_match(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", ["<tool_call>", "```python", "```python\n", "`", "<tool_call>```python\n", "```python x\n`"]
+    "piece",
+    ["<tool_call>", "```python", "```python\n", "`", "<tool_call>```python\n", "```python x\n`"],
 )
 def test_a_call_is_looked_for_in_linear_time(piece: str) -> None:
     began = time.process_time()
@@ -175,11 +209,15 @@ def test_no_program_is_the_last_turn(bytes_of: Tokenizer) -> None:
 def test_a_program_without_end_and_one_that_prints_without_end(bytes_of: Tokenizer) -> None:
     limits = LIMITS.__class__(seconds=1, output=LIMITS.output)
     framing = Framing(bytes_of, "raw", 120)
-    short = Python(Setting("t", bytes_of, framing, Sandbox("bubblewrap", 2, limits), "</think>", 120))
+    short = Python(
+        Setting("t", bytes_of, framing, Sandbox("bubblewrap", 2, limits), "</think>", 120)
+    )
     text, _, error = step(short, bytes_of, "```python\nwhile True: pass\n```")
     assert error
     assert "error: it took too long and was ended" in text
-    text, _, error = step(Python(setting(bytes_of, 120)), bytes_of, "```python\nwhile True: print('y' * 99)\n```")
+    text, _, error = step(
+        Python(setting(bytes_of, 120)), bytes_of, "```python\nwhile True: print('y' * 99)\n```"
+    )
     assert error
     assert "error: it printed too much and was ended" in text
     assert len(bytes_of.ids(text)) == 120
@@ -197,7 +235,9 @@ async def played(tokenizer: Tokenizer, secret: int, turns: int) -> Verdict | Non
     low, high = 0, 100
     for _ in range(turns):
         guess = (low + high) // 2
-        reply = await game.step(tokenizer.ids(f"<think>99 or 3</think>not {low - 1}, I say {guess}.<|end|>"))
+        reply = await game.step(
+            tokenizer.ids(f"<think>99 or 3</think>not {low - 1}, I say {guess}.<|end|>")
+        )
         if reply.done:
             break
         answer = tokenizer.decode(reply.tokens)
@@ -207,7 +247,11 @@ async def played(tokenizer: Tokenizer, secret: int, turns: int) -> Verdict | Non
 
 
 def test_a_turn_without_a_number(bytes_of: Tokenizer) -> None:
-    assert step(Guessing(setting(bytes_of)), bytes_of, "hm") == (RAW.format("no number"), False, True)
+    assert step(Guessing(setting(bytes_of)), bytes_of, "hm") == (
+        RAW.format("no number"),
+        False,
+        True,
+    )
 
 
 def environments(tokenizer: Tokenizer, environment: str, **keys: object) -> TaskEnvironments:
@@ -215,7 +259,9 @@ def environments(tokenizer: Tokenizer, environment: str, **keys: object) -> Task
     return TaskEnvironments(from_tree({"data": {"tasks": {"t": task}}}), tokenizer)
 
 
-def test_what_cannot_be_had_is_said_when_the_run_starts(bytes_of: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_had_is_said_when_the_run_starts(
+    bytes_of: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert environments(bytes_of, "python").of("t") is not None
     assert environments(bytes_of, "python").of("other") is None
     for name, words in {
@@ -226,10 +272,18 @@ def test_what_cannot_be_had_is_said_when_the_run_starts(bytes_of: Tokenizer, mon
     }.items():
         with pytest.raises(MegarlError, match=words):
             environments(bytes_of, name)
-    suite = {"evaluation": {"suites": {"s": {"data": "x", "grader": "exact", "environment": "calculator"}}}}
-    with pytest.raises(MegarlError, match=r"^evaluation\.suites\.s\.environment: calculator needs ']' as one token"):
+    suite = {
+        "evaluation": {
+            "suites": {"s": {"data": "x", "grader": "exact", "environment": "calculator"}}
+        }
+    }
+    with pytest.raises(
+        MegarlError, match=r"^evaluation\.suites\.s\.environment: calculator needs ']' as one token"
+    ):
         TaskEnvironments(from_tree(suite), byte_pair(bytes_of))
-    with pytest.raises(MegarlError, match=r"^data\.tasks\.t\.environment: reply_tokens=10 leaves no room"):
+    with pytest.raises(
+        MegarlError, match=r"^data\.tasks\.t\.environment: reply_tokens=10 leaves no room"
+    ):
         environments(bytes_of, "python", reply_tokens=10)
     with pytest.raises(MegarlError, match="cannot encode"):
         environments(CHARACTERS, "guessing")

@@ -1,6 +1,8 @@
-"""The loop of turns, with servers that are made up: whatever they sample, lose and publish, and whatever is replied.
+"""The loop of turns, with servers that are made up: whatever they sample, lose and
+publish, and whatever is replied.
 
-What the servers were asked and what they sent is all that is looked at, beside the completion: the sampler's own record is not.
+What the servers were asked and what they sent is all that is looked at, beside the
+completion: the sampler's own record is not.
 """
 
 import asyncio
@@ -38,7 +40,9 @@ END, CLOSE = 0, 1
 PHRASE = [8, 8, CLOSE]
 PROMPT = Prompt(id="p", tokens=int32([7, 7, 2]), answer="5", task="game")
 DUE, LAG = 20, 8
-ROUTED = replace(read("qwen3-30b-a3b"), layers=1, expert_layers=(0,), experts=1000, experts_per_token=1)
+ROUTED = replace(
+    read("qwen3-30b-a3b"), layers=1, expert_layers=(0,), experts=1000, experts_per_token=1
+)
 
 
 class Letters:
@@ -59,8 +63,9 @@ class Letters:
 
 
 class Servers:
-    """Stand-ins that sample at random. log: of each request the ids it was sent, the tokens it sent back,
-    their versions, whether the end token alone stopped it."""
+    """Stand-ins that sample at random. log: of each request the ids it was sent, the
+    tokens it sent back, their versions, whether the end token alone stopped it.
+    """
 
     def __init__(self, rng: random.Random, lossy: float) -> None:
         self.rng, self.lossy = rng, lossy
@@ -87,7 +92,13 @@ class Client:
         self.servers, self.server = servers, server
 
     async def generate(
-        self, ids: np.ndarray, limit: int, *, stop_token_ids: tuple[int, ...], routing_from: int, **_: Any
+        self,
+        ids: np.ndarray,
+        limit: int,
+        *,
+        stop_token_ids: tuple[int, ...],
+        routing_from: int,
+        **_: Any,
     ) -> Generation:
         rng, version = self.servers.rng, self.servers.members.clean()[self.server]
         assert version >= DUE - LAG, "the request went to a server that is not eligible"
@@ -98,7 +109,9 @@ class Client:
         await asyncio.sleep(0)
         if rng.random() < self.servers.lossy:
             sent = tokens[: rng.randint(0, len(tokens))]
-            self.servers.log.append((ids, int32(sent), [version] * len(sent), stop_token_ids == (END,)))
+            self.servers.log.append(
+                (ids, int32(sent), [version] * len(sent), stop_token_ids == (END,))
+            )
             raise ServerLost("gone", int32(sent), float32([-1.0] * len(sent)))
         spans, versions = [VersionSpan(version, 0, len(tokens))], [version] * len(tokens)
         if rng.random() < 0.5:
@@ -122,9 +135,13 @@ def in_this_process() -> Iterator[None]:
 
 def recipe_of(control: str, thinking: int, answer: int, turns: int, reply_tokens: int) -> Recipe:
     task = {
-        "train": "", "heldout": "", "grader": "exact", "environment": "tests.unit.tasks.environments.scripted:Scripted",
-        "turns": turns, "reply_tokens": reply_tokens,
-    }  # fmt: skip
+        "train": "",
+        "heldout": "",
+        "grader": "exact",
+        "environment": "tests.unit.tasks.environments.scripted:Scripted",
+        "turns": turns,
+        "reply_tokens": reply_tokens,
+    }
     length = {"control": control, "thinking_tokens": [thinking, thinking], "answer_tokens": answer}
     return from_tree({"data": {"tasks": {"game": task}}, "length": length})
 
@@ -137,7 +154,9 @@ def play(recipe: Recipe, servers: Servers, script: Script) -> Completion | None:
     async def run() -> Completion:
         places = Places(servers.members, 4)
         clients = {n: servers.client(n) for n in range(3)}
-        sampler = Sampler(recipe, Letters(), Pool(clients, places), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type]
+        sampler = Sampler(
+            recipe, Letters(), Pool(clients, places), TaskEnvironments(recipe, Letters())
+        )  # type: ignore[arg-type]
 
         async def take() -> tuple[int, int]:
             server, version = await places.take((1, 0, 0), lambda _, version: version >= DUE - LAG)
@@ -160,13 +179,21 @@ def play(recipe: Recipe, servers: Servers, script: Script) -> Completion | None:
 
 def rollout_of(done: Completion) -> Rollout:
     return Rollout(
-        sample=0, segments=tuple(done.segments), reward=1.0, correct=True, finish=done.finish,
-        interrupted=done.interrupted, retries=done.retries, episode=done.episode,
-    )  # fmt: skip
+        sample=0,
+        segments=tuple(done.segments),
+        reward=1.0,
+        correct=True,
+        finish=done.finish,
+        interrupted=done.interrupted,
+        retries=done.retries,
+        episode=done.episode,
+    )
 
 
 def sampled(servers: Servers, done: Completion) -> tuple[np.ndarray, np.ndarray]:
-    """Which tokens of the completion a server sent, and of which version; every request saw all that stands before."""
+    """Which tokens of the completion a server sent, and of which version; every request
+    saw all that stands before.
+    """
     from_server, versions = np.zeros(len(done.tokens), bool), np.full(len(done.tokens), -1)
     whole = np.concatenate([PROMPT.tokens, done.tokens])
     for ids, tokens, of, _ in servers.log:
@@ -203,7 +230,9 @@ def test_every_episode(
     # Masked are exactly the replies, in order, but perhaps the last, and the phrase.
     np.testing.assert_array_equal(rollout.trained, from_server)
     phrase = PHRASE if done.interrupted else []
-    kept = [[token for reply in some for token in reply] for some in (script.told, script.told[:-1])]
+    kept = [
+        [token for reply in some for token in reply] for some in (script.told, script.told[:-1])
+    ]
     assert done.tokens[~from_server].tolist() in [[*tokens, *phrase] for tokens in kept]
     assert not rollout.logprobs[~from_server].any()
 
@@ -211,7 +240,9 @@ def test_every_episode(
     np.testing.assert_array_equal(rollout.versions[from_server], versions[from_server])
     for at in np.flatnonzero(~from_server):
         assert rollout.versions[at] == rollout.versions[at - 1]
-    statistics = batch_statistics(Batch(step=DUE, groups=(Group(ticket=0, prompt=PROMPT, rollouts=(rollout,)),)))
+    statistics = batch_statistics(
+        Batch(step=DUE, groups=(Group(ticket=0, prompt=PROMPT, rollouts=(rollout,)),))
+    )
     assert statistics["lag_max"] == DUE - versions[from_server].min() <= LAG
     assert statistics["generated_tokens"] == from_server.sum()
 
@@ -222,13 +253,17 @@ def test_every_episode(
     assert len(script.seen) <= done.episode.turns <= turns
     assert all(turn[-1] in (END, CALL) for turn in script.seen)
     assert not any(token in (END, CALL) for turn in script.seen for token in turn[:-1].tolist())
-    assert (done.episode.calls, done.episode.errors) == (len(script.told), sum(len(t) == 1 for t in script.told))
+    assert (done.episode.calls, done.episode.errors) == (
+        len(script.told),
+        sum(len(t) == 1 for t in script.told),
+    )
 
     # Turns are what was sampled between two replies, whole.
     starts = np.flatnonzero(from_server & ~np.concatenate([[False], from_server[:-1]]))
     for turn in script.seen:
         assert any(
-            np.array_equal(turn, done.tokens[at : at + len(turn)]) for at in (*starts, *_after_empty(script, done))
+            np.array_equal(turn, done.tokens[at : at + len(turn)])
+            for at in (*starts, *_after_empty(script, done))
         )
 
     # The record of experts has no gap.
@@ -243,9 +278,13 @@ def test_every_episode(
         assert done.tokens[-1] in ((END,) if answered else (END, CALL))
         assert answered or len(script.seen) == len(script.told) + 1
     elif control == "interruption":
-        assert answered == answer or (done.tokens[-1] == END and not answered and len(script.told) == len(script.seen))
+        assert answered == answer or (
+            done.tokens[-1] == END and not answered and len(script.told) == len(script.seen)
+        )
     else:
-        assert len(done.tokens) == longest or (done.tokens[-1] == END and len(script.told) == len(script.seen))
+        assert len(done.tokens) == longest or (
+            done.tokens[-1] == END and len(script.told) == len(script.seen)
+        )
 
 
 def _after_empty(script: Script, done: Completion) -> list[int]:
@@ -256,16 +295,22 @@ def _after_empty(script: Script, done: Completion) -> list[int]:
 
 
 class OneTurnEach:
-    """A stand-in server that says these turns, one a request; `asked`: limits and stop tokens."""
+    """A stand-in server that says these turns, one a request; `asked`: limits and stop
+    tokens.
+    """
 
     def __init__(self, turns: list[list[int]]) -> None:
         self.turns, self.asked = turns, list[tuple[int, tuple[int, ...]]]()
 
-    async def generate(self, ids: np.ndarray, limit: int, *, stop_token_ids: tuple[int, ...], **_: Any) -> Generation:
+    async def generate(
+        self, ids: np.ndarray, limit: int, *, stop_token_ids: tuple[int, ...], **_: Any
+    ) -> Generation:
         self.asked.append((limit, stop_token_ids))
         tokens = self.turns.pop(0)[:limit]
         finish = "stop" if tokens[-1] in stop_token_ids else "length"
-        return Generation(int32(tokens), float32([-1.0] * len(tokens)), (VersionSpan(3, 0, len(tokens)),), finish)  # type: ignore[arg-type]
+        return Generation(
+            int32(tokens), float32([-1.0] * len(tokens)), (VersionSpan(3, 0, len(tokens)),), finish
+        )  # type: ignore[arg-type]
 
 
 def say(
@@ -289,10 +334,22 @@ def say(
     async def run() -> Completion:
         places = Places(members, 1)
         sampler = Sampler(
-            recipe, Letters(), Pool({0: server}, places), TaskEnvironments(recipe, Letters()), positions=positions
+            recipe,
+            Letters(),
+            Pool({0: server}, places),
+            TaskEnvironments(recipe, Letters()),
+            positions=positions,
         )  # type: ignore[arg-type,dict-item]
         return await sampler.complete(
-            Job(PROMPT, (1, 0, 0), partial(places.take, (1, 0, 0), lambda *_: True), "", chosen["thinking"], 1.0, 1.0)
+            Job(
+                PROMPT,
+                (1, 0, 0),
+                partial(places.take, (1, 0, 0), lambda *_: True),
+                "",
+                chosen["thinking"],
+                1.0,
+                1.0,
+            )
         )
 
     return asyncio.run(run()), server
@@ -317,7 +374,9 @@ def test_behind_the_end_token_a_new_message_begins_whose_text_alone_is_graded() 
 
 
 def test_thinking_is_interrupted_in_the_message_in_which_it_is_open() -> None:
-    """The first message's thinking was closed; the second one's is not when the budget of both is used up."""
+    """The first message's thinking was closed; the second one's is not when the budget
+    of both is used up.
+    """
     done, server = say([[CLOSE, 4, END], [5] * 10, [6, END]], Script([2]), thinking=10)
     assert said(done)[2:] == [([5] * 5, True), (PHRASE, False), ([6, END], True)]
     assert [limit for limit, _ in server.asked] == [10, 5, 4]
@@ -328,10 +387,21 @@ def test_thinking_is_interrupted_in_the_message_in_which_it_is_open() -> None:
 
 def test_out_of_turns_it_answers_if_its_message_is_not_over() -> None:
     done, server = say([[4, CALL], [5, CALL], [6, END]], Script([1, 1]), turns=2)
-    assert said(done) == [([4, CALL], True), ([3], False), ([5, CALL], True), (PHRASE, False), ([6, END], True)]
+    assert said(done) == [
+        ([4, CALL], True),
+        ([3], False),
+        ([5, CALL], True),
+        (PHRASE, False),
+        ([6, END], True),
+    ]
     assert server.asked[-1] == (4, (END,))
     assert done.episode is not None
-    assert (done.episode.turns, done.episode.calls, done.episode.errors, done.episode.limited) == (2, 2, 2, True)
+    assert (done.episode.turns, done.episode.calls, done.episode.errors, done.episode.limited) == (
+        2,
+        2,
+        2,
+        True,
+    )
     done, _ = say([[4, END], [5, END]], Script([2, 2]), turns=2)
     assert said(done) == [([4, END], True), ([3, 3], False), ([5, END], True)]
     assert (done.finish, done.text, done.truncated) == ("length", "5", False)
@@ -353,7 +423,9 @@ def test_a_reply_that_does_not_fit_is_left_out() -> None:
 
 @pytest.mark.parametrize("control", ["none", "overlong_penalty", "interruption"])
 def test_a_reply_that_fills_the_models_context_ends_the_rollout(control: str) -> None:
-    """7 of 27 positions are kept, and 3 are the prompt's. The reply fits into the budget, but no token fits behind it."""
+    """7 of 27 positions are kept, and 3 are the prompt's. The reply fits into the
+    budget, but no token fits behind it.
+    """
     done, server = say([[4] * 12 + [END]], Script([4]), control, positions=27)
     phrase = PHRASE if control == "interruption" else []
     assert said(done) == [([4] * 12 + [END], True), ([3] * 4 + phrase, False)]
@@ -374,7 +446,10 @@ def test_one_that_fails_ends_the_rollout_which_then_cannot_be_judged() -> None:
         "environment": "tests.unit.tasks.environments.scripted:Faulty",
         "reply_tokens": 4,
     }
-    recipe, members = from_tree({"data": {"tasks": {"step": task}}}), Membership([ServerAddress(id=0, url="")])
+    recipe, members = (
+        from_tree({"data": {"tasks": {"step": task}}}),
+        Membership([ServerAddress(id=0, url="")]),
+    )
     members.seen(0)
     members.publish([0], 3, "a")
     members.published(0, 3, "a", "")
@@ -382,14 +457,27 @@ def test_one_that_fails_ends_the_rollout_which_then_cannot_be_judged() -> None:
     async def run() -> None:
         places = Places(members, 1)
         sampler = Sampler(
-            recipe, Letters(), Pool({0: OneTurnEach([[4, END]])}, places), TaskEnvironments(recipe, Letters())
+            recipe,
+            Letters(),
+            Pool({0: OneTurnEach([[4, END]])}, places),
+            TaskEnvironments(recipe, Letters()),
         )  # type: ignore[arg-type,dict-item]
         prompt = Prompt(id="", tokens=PROMPT.tokens, answer="", task="step")
         done = await sampler.complete(
-            Job(prompt, (1, 0, 0), partial(places.take, (1, 0, 0), lambda *_: True), "", 20, 1.0, 1.0)
+            Job(
+                prompt,
+                (1, 0, 0),
+                partial(places.take, (1, 0, 0), lambda *_: True),
+                "",
+                20,
+                1.0,
+                1.0,
+            )
         )
         assert done.tokens.tolist() == [4, END]
-        with pytest.raises(GraderDown, match=r"data\.tasks\.step: environment .*: step failed: KeyError"):
+        with pytest.raises(
+            GraderDown, match=r"data\.tasks\.step: environment .*: step failed: KeyError"
+        ):
             raise done.down or AssertionError
         assert places.use[0].running == 0
 
@@ -398,7 +486,9 @@ def test_one_that_fails_ends_the_rollout_which_then_cannot_be_judged() -> None:
 
 def test_metrics_of_turns() -> None:
     recipe = recipe_of("none", 20, 4, 3, 4)
-    found = [say([[4, CALL], [5, END]], Script([n]))[0] for n in (1, 2)] + [say([[4, END]], Script())[0]]
+    found = [say([[4, CALL], [5, END]], Script([n]))[0] for n in (1, 2)] + [
+        say([[4, END]], Script())[0]
+    ]
     groups = (Group(ticket=0, prompt=PROMPT, rollouts=tuple(rollout_of(done) for done in found)),)
     statistics = task_statistics(Batch(step=3, groups=groups), recipe)
     assert statistics["turns_mean"] == pytest.approx(5 / 3)
@@ -407,14 +497,17 @@ def test_metrics_of_turns() -> None:
     assert 0 <= statistics["tool_seconds"] < 10
     assert (
         task_statistics(
-            Batch(step=3, groups=groups), from_tree({"data": {"tasks": {"g": {"train": "", "heldout": ""}}}})
+            Batch(step=3, groups=groups),
+            from_tree({"data": {"tasks": {"g": {"train": "", "heldout": ""}}}}),
         )
         == {}
     )
 
 
 class Asks:
-    """An agent that asks once, and lets a place be had when it has been told of the wait."""
+    """An agent that asks once, and lets a place be had when it has been told of the
+    wait.
+    """
 
     def __init__(self) -> None:
         self.gate, self.told = asyncio.Event(), 0.0
@@ -423,7 +516,11 @@ class Asks:
         return True
 
     async def session(
-        self, prompt: Prompt, order: tuple[int, int, int], policy: Policy, waited: Callable[[], float]
+        self,
+        prompt: Prompt,
+        order: tuple[int, int, int],
+        policy: Policy,
+        waited: Callable[[], float],
     ) -> AgentRollout:
         asked = asyncio.create_task(policy(prompt.tokens, 5, 0))  # type: ignore[arg-type]
         while (told := waited()) < 0.02:
@@ -433,7 +530,12 @@ class Asks:
         self.told = waited()
         assert told <= self.told
         made = AgentRollout(
-            turn.segments, (), "", "stop", None, Episode(turns=1, calls=0, errors=0, seconds=0.0, limited=False)
+            turn.segments,
+            (),
+            "",
+            "stop",
+            None,
+            Episode(turns=1, calls=0, errors=0, seconds=0.0, limited=False),
         )
         raise AgentDown("it crashed", made)
 

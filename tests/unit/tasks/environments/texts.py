@@ -1,4 +1,6 @@
-"""A tokenizer that takes any text, byte by byte, with the special tokens and templates of chat models."""
+"""A tokenizer that takes any text, byte by byte, with the special tokens and templates
+of chat models.
+"""
 
 from pathlib import Path
 
@@ -25,7 +27,10 @@ NO_TOOLS = CHATML.replace(
 )
 QUOTED = CHATML.replace('m.content + "\\n</tool', '(m.content | tojson) + "\\n</tool')
 """As Llama 3's is: a tool's message is a JSON string."""
-DEAF = "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- m.content + '<|end|>' }}{%- endif %}{%- endfor %}"
+DEAF = (
+    "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- m.content + '<|end|>' }}{%- endif"
+    " %}{%- endfor %}"
+)
 
 
 def byte_tokenizer(folder: Path, template: str = CHATML) -> Tokenizer:
@@ -34,8 +39,13 @@ def byte_tokenizer(folder: Path, template: str = CHATML) -> Tokenizer:
     backend = Backend(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIAL]
+    )
     PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|end|>", chat_template=template, clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        eos_token="<|end|>",
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)
     return load_tokenizer(folder)

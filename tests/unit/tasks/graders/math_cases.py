@@ -1,4 +1,5 @@
-r"""Answers that a mathematics teacher has to judge: what each data set's gold answer accepts and what it does not.
+r"""Answers that a mathematics teacher has to judge: what each data set's gold answer
+accepts and what it does not.
 
 The tables below are grouped by kind. In each of them
 
@@ -6,9 +7,9 @@ The tables below are grouped by kind. In each of them
     right  85\sqrt{3} ¦ √3 · 85     are answers that a teacher accepts for it,
     wrong  85 ¦ 85\sqrt{2}          are answers that she does not: near misses, and numbers out of a larger expression.
 
-`¦` separates answers and `⏎` stands for a line break. BOXED has the contents of a `\boxed{…}`;
-WRITTEN has whole answers, with the words around them. What teachers might judge differently is
-left out.
+`¦` separates answers and `⏎` stands for a line break. BOXED has the contents of a
+`\boxed{…}`; WRITTEN has whole answers, with the words around them. What teachers might
+judge differently is left out.
 """
 
 from typing import NamedTuple
@@ -23,7 +24,8 @@ class Case(NamedTuple):
 
 
 BOXED: dict[str, str] = {
-    "numbers": r"""
+    "numbers": (
+        r"""
 gold   72
 right  72.0 ¦ 72. ¦ \text{72} ¦ \mathbf{72} ¦ +72 ¦ \frac{144}{2} ¦ {72} ¦ 72.00 ¦ n = 72
 wrong  27 ¦ 720 ¦ 7.2 ¦ -72 ¦ 71 ¦ \frac{72}{2} ¦ 72! ¦ 72x ¦ 72,000 ¦ 7^2 ¦ 72 + x ¦ 72/73
@@ -73,8 +75,10 @@ gold   5
 right  \lfloor 5.5 \rfloor ¦ \left\lceil 4.2 \right\rceil ¦ 5 = \sqrt{25}
 wrong  \neq 5 ¦ > 5 ¦ < 5 ¦ \ge 5 ¦ 7 \to 5 ¦ 5 \to 7 ¦ 10 \mid 5 ¦ 5 \mid 10 ¦ \foo{3} 5 ¦ \not= 5
 wrong  5 \text{ or } 6 ¦ 5, \ldots ¦ 5 \neq 5 ¦ 6 = 5 ¦ \frac{5} ¦ 5 + ¦ 5 = 6 ¦ 5^ ¦ 5 \pm 1 ¦ 5/
-""",
-    "fractions": r"""
+"""
+    ),
+    "fractions": (
+        r"""
 gold   \frac{3}{56}
 right  3/56 ¦ \dfrac{3}{56} ¦ \frac{6}{112} ¦ \tfrac{3}{56} ¦ \frac3{56} ¦ {3}/{56}
 right  p = \frac{3}{56}
@@ -106,8 +110,10 @@ wrong  0.428571 ¦ 0.\overline{428517} ¦ 0.43 ¦ 0.4\overline{28571} ¦ 0 ¦ \f
 gold   0.1\overline{6}
 right  1/6 ¦ \frac16 ¦ 0.1\bar{6} ¦ 0.1\overline{6}
 wrong  0.16 ¦ 0.\overline{16} ¦ 0.1 ¦ 1.6 ¦ 0.6
-""",
-    "golds of which one number could be read": r"""
+"""
+    ),
+    "golds of which one number could be read": (
+        r"""
 gold   2√3
 right  2\sqrt{3} ¦ 2√3 ¦ \sqrt{12} ¦ 2\sqrt3 ¦ 2 \cdot \sqrt{3}
 wrong  2 ¦ 3 ¦ 23 ¦ \sqrt{3} ¦ 6 ¦ 3\sqrt{2} ¦ 2+\sqrt3 ¦ 2\sqrt{5} ¦ 3.46
@@ -155,8 +161,10 @@ wrong  2 ¦ k ¦ (2k, k), k \in \mathbb{Z} ¦ (1,2) ¦ (k, 3k), k \in \mathbb{Z}
 gold   all integers n \ge 3
 right  all integers n \ge 3 ¦ \text{all integers } n \ge 3
 wrong  3 ¦ n ¦ \text{all integers} ¦ \text{all integers } n \ge 4 ¦ \text{all integers } n \le 3
-""",
-    "broken golds": r"""
+"""
+    ),
+    "broken golds": (
+        r"""
 gold   see figure
 right  see figure ¦ \text{see figure}
 wrong  5 ¦ figure ¦ 0 ¦ see
@@ -166,8 +174,10 @@ gold   \frac{}{}
 wrong  0 ¦ 1 ¦ \frac{1}{1} ¦ \frac{0}{0} ¦ \frac{1}{2}
 gold   \sqrt{
 wrong  0 ¦ 1 ¦ \sqrt{2} ¦ \sqrt{}
-""",
-    "expressions": r"""
+"""
+    ),
+    "expressions": (
+        r"""
 gold   x^2-2x+1
 right  (x-1)^2 ¦ 1-2x+x^2 ¦ x(x-2)+1 ¦ \left(1-x\right)^2 ¦ x^{2}-2x+1 ¦ x²-2x+1 ¦ (x-1)(x-1)
 wrong  x^2+2x+1 ¦ x^2-2x ¦ x^2-2x-1 ¦ 1 ¦ x-1 ¦ y^2-2y+1 ¦ x^3-2x+1 ¦ 2 ¦ x^2-2x+2
@@ -237,8 +247,10 @@ wrong  x_1 ¦ x_1 - x_2 ¦ x_1 x_2 ¦ 3 ¦ 2x
 gold   \log_{10} 2
 right  \log_{10}(2) ¦ \frac{\ln 2}{\ln 10}
 wrong  2 ¦ 10 ¦ \log_2 10 ¦ 0.301 ¦ \ln 2
-""",
-    "letters that are also units": r"""
+"""
+    ),
+    "letters that are also units": (
+        r"""
 gold   3t
 right  t \cdot 3 ¦ 3t ¦ 3{t}
 wrong  3 ¦ t ¦ 3x ¦ t^3 ¦ 3+t ¦ 3t+1 ¦ 3s ¦ 4t
@@ -275,8 +287,10 @@ wrong  c ¦ h ¦ c - h ¦ ch ¦ 2c
 gold   a + 2d
 right  2d+a
 wrong  a + 2 ¦ a ¦ 2d ¦ a+d ¦ a - 2d ¦ 3a
-""",
-    "complex numbers": r"""
+"""
+    ),
+    "complex numbers": (
+        r"""
 gold   2i
 right  (1+i)^2 ¦ 2i ¦ 2\mathrm{i} ¦ i \cdot 2 ¦ \frac{-2}{i}
 wrong  2 ¦ i ¦ -2i ¦ 2i+1 ¦ 2x ¦ (1-i)^2
@@ -297,8 +311,10 @@ wrong  e^{i\pi/6}
 gold   -i
 right  \frac{1}{i} ¦ i^3 ¦ 0 - i
 wrong  i ¦ -1 ¦ 1 ¦ -2i ¦ 1 - i
-""",
-    "tuples": r"""
+"""
+    ),
+    "tuples": (
+        r"""
 gold   (3,-2)
 right  \left(3, -2\right) ¦ ( 3 , -2 ) ¦ (3.0,-2) ¦ (x,y)=(3,-2) ¦ (3,−2) ¦ (3,\, -2) ¦ P = (3,-2)
 wrong  (-2,3) ¦ (3,2) ¦ (-3,-2) ¦ 3 ¦ (3,-2,0) ¦ 1 ¦ -6 ¦ -2 ¦ (3) ¦ (2,-3) ¦ (3-2)
@@ -326,8 +342,10 @@ wrong  0 ¦ (0,0) ¦ (0,0,1) ¦ 000 ¦ \emptyset
 gold   (2, 3)
 right  （2，3）
 wrong  2.3 ¦ 2, 4 ¦ \frac23 ¦ 23
-""",
-    "sets and lists": r"""
+"""
+    ),
+    "sets and lists": (
+        r"""
 gold   1,-2
 right  -2,1 ¦ 1 \text{ and } -2 ¦ \{1,-2\} ¦ x=1,-2 ¦ x=1 \text{ or } x=-2 ¦ x=1, x=-2 ¦ -2, 1.0
 wrong  1 ¦ -2 ¦ 1,2 ¦ -1,2 ¦ 1,-2,0 ¦ 1-2 ¦ -1 ¦ x = 1 ¦ 1,-2,-3
@@ -361,8 +379,10 @@ wrong  3:2 ¦ 2 ¦ 3 ¦ 2:5 ¦ 23 ¦ 2:3:1 ¦ \frac32
 gold   1:2:3
 right  1 : 2 : 3
 wrong  1 ¦ 1:2 ¦ 1:3:2 ¦ 6 ¦ 123 ¦ 3:2:1
-""",
-    "intervals": r"""
+"""
+    ),
+    "intervals": (
+        r"""
 gold   (-\infty, 2) \cup (3, \infty)
 right  (-\infty,2)\cup(3,+\infty) ¦ (3,\infty)\cup(-\infty,2) ¦ x<2 \text{ or } x>3 ¦ (-∞,2)∪(3,∞)
 right  x \in (-\infty,2) \cup (3,\infty) ¦ \left(-\infty,2\right)\cup\left(3,\infty\right)
@@ -403,8 +423,10 @@ wrong  x = 3 ¦ 3 ¦ x \neq 2 ¦ x > 3 ¦ x
 gold   \infty
 right  ∞ ¦ +\infty ¦ +∞
 wrong  -\infty ¦ 0 ¦ 1 ¦ 8 ¦ (0,\infty)
-""",
-    "equations": r"""
+"""
+    ),
+    "equations": (
+        r"""
 gold   \frac{x^{2}}{4} + \frac{y^{2}}{3} = 1
 right  \frac{y^2}{3}+\frac{x^2}{4}=1 ¦ 3x^2+4y^2=12 ¦ \frac{x^2}{4}+\frac{y^2}{3}=1
 wrong  \frac{x^2}{3}+\frac{y^2}{4}=1 ¦ 1 ¦ \frac{x^2}{4}-\frac{y^2}{3}=1
@@ -434,8 +456,10 @@ wrong  f(x)=-x ¦ f(x)=1 ¦ 1 ¦ f(x)=2x ¦ f(x)=x^2
 gold   a^2 + b^2 = c^2
 right  c^2=a^2+b^2 ¦ b^2+a^2=c^2
 wrong  a+b=c ¦ a^2+b^2 ¦ c^2 ¦ a^2-b^2=c^2 ¦ a^2+b^2=c
-""",
-    "named values": r"""
+"""
+    ),
+    "named values": (
+        r"""
 gold   x=2, y=3
 right  y=3, x=2 ¦ (x,y)=(2,3) ¦ x=2 \text{ and } y=3 ¦ x=2,\ y=3 ¦ x = 2.0, y = 3
 wrong  (3,2) ¦ (x,y)=(3,2) ¦ x=3, y=2 ¦ 2 ¦ 3 ¦ x=2 ¦ x=2, y=4 ¦ y=2, x=3 ¦ x=2, z=3 ¦ 5
@@ -448,8 +472,10 @@ wrong  a=1, b=-2 ¦ (a,b,c)=(1,3,-2) ¦ 1 ¦ a=1, b=2, c=3 ¦ 2 ¦ a=-2, b=1, c=
 gold   A=2, B=-1
 right  B=-1, A=2 ¦ A=2 \text{ and } B=-1
 wrong  A=-1, B=2 ¦ A=2 ¦ 1 ¦ A=2, B=1 ¦ (-1, 2)
-""",
-    "matrices": r"""
+"""
+    ),
+    "matrices": (
+        r"""
 gold   \begin{pmatrix}⏎1 \\⏎2⏎\end{pmatrix}
 right  \begin{pmatrix}⏎1 \\⏎2⏎\end{pmatrix} ¦ \begin{pmatrix}1\\2\end{pmatrix}
 right  \begin{bmatrix}1\\2\end{bmatrix}
@@ -474,8 +500,10 @@ wrong  \begin{pmatrix} 0 & -1 \\ 1 & 1 \end{pmatrix}
 gold   2\mathbf{i} - 3\mathbf{j}
 right  2\mathbf{i}-3\mathbf{j}
 wrong  2 ¦ -3 ¦ 2\mathbf{i}+3\mathbf{j} ¦ 3\mathbf{i}-2\mathbf{j} ¦ 2\mathbf{i} ¦ -1
-""",
-    "cases": r"""
+"""
+    ),
+    "cases": (
+        r"""
 gold   \begin{cases}x=1\\y=2\end{cases}
 right  \begin{cases} x = 1 \\ y = 2 \end{cases} ¦ \begin{cases}x=1,\\y=2\end{cases}
 right  \begin{cases}y=2\\x=1\end{cases}
@@ -488,8 +516,10 @@ wrong  0 ¦ 1 ¦ f(x)=\begin{cases}1 & x<0\\0 & x\ge0\end{cases}
 wrong  f(x)=\begin{cases}0 & x<0\\2 & x\ge0\end{cases}
 wrong  f(x)=0 ¦ f(x)=\begin{cases}0 & x<1\\1 & x\ge1\end{cases} ¦ 0, 1
 wrong  \begin{cases}0 & x<0\end{cases}
-""",
-    "congruences and bases": r"""
+"""
+    ),
+    "congruences and bases": (
+        r"""
 gold   907
 right  2907 \equiv 907 \pmod{1000}
 wrong  2907 ¦ 2907 \equiv 970 \pmod{1000} ¦ 1000 ¦ 907! ¦ 970
@@ -511,8 +541,10 @@ wrong  4343_5 ¦ 3434_6 ¦ 43436 ¦ 6 ¦ 433_6
 gold   \text{BAD}_{16}
 right  \text{BAD}_{16} ¦ \text{BAD}_{16}.
 wrong  \text{BED}_{16} ¦ 16 ¦ \text{BAD}_{15} ¦ BA
-""",
-    "choices": r"""
+"""
+    ),
+    "choices": (
+        r"""
 gold   C
 right  (C) ¦ \text{C} ¦ \textbf{(C)} ¦ (C)\ 12 ¦ \mathrm{C} ¦ \textbf{C} ¦ C. ¦ \text{(C) } 12
 right  \mathbf{C}
@@ -530,8 +562,10 @@ wrong  AC ¦ A ¦ ACE ¦ ABCD ¦ CD ¦ A, C
 gold   ①③
 right  ①③
 wrong  ①② ¦ ① ¦ ①②③ ¦ ③ ¦ 2
-""",
-    "texts": r"""
+"""
+    ),
+    "texts": (
+        r"""
 gold   \text{Evelyn}
 right  Evelyn ¦ \mathrm{Evelyn} ¦ \textbf{Evelyn} ¦ \text{ Evelyn } ¦ Evelyn. ¦ \mbox{Evelyn}
 wrong  Briana ¦ \text{Carla} ¦ \text{Evelyn and Debra} ¦ E ¦ 5 ¦ Evelina ¦ \text{Eve}
@@ -556,8 +590,10 @@ wrong  \text{all primes} ¦ 3 ¦ \text{odd primes and } 2 ¦ 2 ¦ \text{all odd 
 gold   undefined
 right  \text{undefined} ¦ Undefined
 wrong  0 ¦ 1 ¦ \infty ¦ \text{defined}
-""",
-    "units": r"""
+"""
+    ),
+    "units": (
+        r"""
 gold   12
 right  12 \text{ cm}^3 ¦ 12\ \mathrm{cm^2} ¦ 12 cm² ¦ 12 \text{ square units}
 right  12\text{ miles per hour} ¦ 12 \text{ km/h}
@@ -622,8 +658,10 @@ wrong  66\% ¦ 66.7\% ¦ 66 ¦ \frac23\% ¦ 33\frac13\% ¦ 66 \cdot \frac23\% ¦
 gold   17.5\%
 right  17.5 ¦ 17.5% ¦ 17\frac12\% ¦ \frac{35}{2}\%
 wrong  17\% ¦ 1.75\% ¦ 175\% ¦ 17 ¦ 5\% ¦ 17.5x\%
-""",
-    "unicode": r"""
+"""
+    ),
+    "unicode": (
+        r"""
 gold   45^\circ
 right  45° ¦ 45∘
 wrong  45√ ¦ 54° ¦ 4°5
@@ -651,8 +689,10 @@ wrong  x²−1 ¦ x²+² ¦ x²+x ¦ x²
 gold   x \le 4
 right  x ≤ 4 ¦ 4 ≥ x
 wrong  x ≥ 4 ¦ x < 4 ¦ x ≠ 4 ¦ 4 ≤ x
-""",
-    "layout": r"""
+"""
+    ),
+    "layout": (
+        r"""
 gold   7
 right  ⏎7⏎ ¦ \,7\, ¦ \;7 ¦ \displaystyle 7 ¦ {7} ¦ 7\quad ¦ ~7 ¦ \mbox{7} ¦ \boxed{7} ¦ $7$
 right  \mathrm{7} ¦ 7\! ¦ \(7\)
@@ -672,8 +712,10 @@ wrong  x^2 ¦ 3x ¦ x^2-3x ¦ x^2+3
 gold   \dfrac{\,1\,}{\,2\,}
 right  \frac12 ¦ 0.5 ¦ 1/2
 wrong  1 ¦ 2 ¦ 12 ¦ \frac{2}{1}
-""",
-    "equations that name the result": r"""
+"""
+    ),
+    "equations that name the result": (
+        r"""
 gold   34
 right  \text{The answer is } 34 ¦ 34 \text{ apples} ¦ \text{Total} = 34 ¦ S = 34 ¦ |AB| = 34
 right  a + b = 34 ¦ f(2) = 34
@@ -685,8 +727,10 @@ wrong  m+n = 100+3 = 104 ¦ 100 + 3 = 105 ¦ \frac{100}{3} ¦ m = 100, n = 3 ¦ 
 gold   \frac{1}{3}
 right  P(A) = \frac{1}{3} ¦ P = 1 - \frac23 = \frac13 ¦ \frac{2}{6} = \frac{1}{3}
 wrong  P(A) = 3 ¦ P(\frac13) = 1 ¦ 1 - \frac13 ¦ 1 - \frac{1}{3} = \frac23
-""",
-    "further numbers": r"""
+"""
+    ),
+    "further numbers": (
+        r"""
 gold   2,500
 right  2500 ¦ 2500. ¦ \text{2,500} ¦ 2.5 \times 10^{3} ¦ 2{,}500.00 ¦ 2\,500
 wrong  25,000 ¦ 2.5 ¦ 2,5 ¦ 250 ¦ 500 ¦ 2,500x
@@ -717,8 +761,10 @@ wrong  1.5 ¦ 15 \text{ million} ¦ 1.5 \text{ billion} ¦ 150000
 gold   2.\overline{27}
 right  \frac{25}{11} ¦ 25/11 ¦ 2\frac{3}{11}
 wrong  2.27 ¦ 2.\overline{72} ¦ \frac{27}{11} ¦ 2 ¦ 2.2\overline{7}
-""",
-    "further expressions": r"""
+"""
+    ),
+    "further expressions": (
+        r"""
 gold   \sqrt{50}
 right  5\sqrt{2} ¦ \sqrt{25 \cdot 2} ¦ \frac{10}{\sqrt2} ¦ 5 \cdot 2^{1/2}
 wrong  7.07 ¦ \sqrt{5}0 ¦ 25\sqrt2 ¦ 50 ¦ 5 ¦ 2\sqrt{5}
@@ -775,8 +821,10 @@ wrong  \frac{x^2}{3} + C ¦ x^3 + C ¦ 3 ¦ C ¦ \frac{x^3}{2} + C
 gold   2^{n+1} - 2
 right  2(2^n - 1) ¦ 2 \cdot 2^n - 2 ¦ -2 + 2^{n+1}
 wrong  2^{n+1} ¦ 2^n - 2 ¦ 2^{n-1} ¦ 2^{n+1}-1 ¦ 2^{n+1} + 2
-""",
-    "further lists and intervals": r"""
+"""
+    ),
+    "further lists and intervals": (
+        r"""
 gold   (a, a+1)
 right  (a, 1+a) ¦ \left(a,a+1\right)
 wrong  (a, a-1) ¦ (a+1, a) ¦ a ¦ (a, a+2) ¦ (b, b+2)
@@ -808,8 +856,10 @@ wrong  [1,5] ¦ [1,3] \cup (3,5] ¦ [1,3) ¦ (1,3) \cup (3,5) ¦ [1,3) \cup (3,6
 gold   \frac{1}{3}, -2, \frac{5}{2}
 right  -2, \frac13, \frac52 ¦ -2, 1/3, 2.5 ¦ x = \frac13, -2, \frac52
 wrong  \frac13, -2 ¦ \frac13, 2, \frac52 ¦ 3, -2, \frac52 ¦ \frac13 ¦ -2, 0.33, 2.5
-""",
-    "further equations and matrices": r"""
+"""
+    ),
+    "further equations and matrices": (
+        r"""
 gold   y = -\frac{1}{2}x + 4
 right  x+2y=8 ¦ 2y = 8 - x ¦ y=4-\frac{x}{2} ¦ y = -0.5x + 4 ¦ x + 2y - 8 = 0
 wrong  y=\frac12x+4 ¦ y=-\frac12 x-4 ¦ -\frac{1}{2}x + 5 ¦ x+2y=4 ¦ 4 ¦ y = -\frac{1}{2} + 4
@@ -831,8 +881,10 @@ wrong  \begin{pmatrix} y \\ x \end{pmatrix} ¦ x ¦ y ¦ \begin{pmatrix} x \\ x 
 gold   x^2 + y^2 - 6x = 0
 right  (x-3)^2 + y^2 = 9 ¦ x^2+y^2=6x
 wrong  (x-3)^2+y^2=3 ¦ x^2+y^2-6x ¦ (x+3)^2+y^2=9 ¦ 0 ¦ x^2 + y^2 = 6
-""",
-    "further texts and units": r"""
+"""
+    ),
+    "further texts and units": (
+        r"""
 gold   B
 right  \text{(B) 12} ¦ \textbf{B} ¦ (\text{B}) ¦ \text{B.}
 wrong  8 ¦ \beta ¦ A \text{ or } B ¦ BC ¦ \text{(A) 12} ¦ 13 ¦ A, B
@@ -874,12 +926,14 @@ wrong  \frac12\frac12
 gold   12_5
 right  12_{5}
 wrong  21_5 ¦ 12_6 ¦ 125 ¦ 12_{51} ¦ 7_5
-""",
+"""
+    ),
 }
 r"""Kinds of answers, all of them the contents of a `\boxed{…}`."""
 
 WRITTEN: dict[str, str] = {
-    "the question in other words": r"""
+    "the question in other words": (
+        r"""
 gold   57
 wrong  To calculate the sum of 30 + 27, we'll need to ¦ To find 30 + 27, we need
 wrong  The sum of 30 + 27 is
@@ -911,8 +965,10 @@ gold   144
 wrong  Let us compute 12 \times 12 first. ¦ We need the square of 12.
 wrong  The area of a 12 by 12 square is wanted.
 right  12 \times 12 = 144 ¦ $12^2 = 144$ ¦ The area is 144 square units.
-""",
-    "answer lines": r"""
+"""
+    ),
+    "answer lines": (
+        r"""
 gold   34
 right  Answer:34 ¦ Final Answer:**34** ¦ **Final Answer**⏎⏎34 ¦ #### 34 ¦ Answer: $34$
 right  **Answer: 34** ¦ **Answer:** 34
@@ -936,8 +992,10 @@ wrong  The answer is 0.7.
 gold   (2,3)
 right  Answer: (2,3) ¦ The point is $(2,3)$. ¦ **Answer:** $(2, 3)$
 wrong  Answer: (3,2) ¦ Answer: 2 ¦ The point is $(2,3,4)$. ¦ Answer: (2,-3)
-""",
-    "boxes in prose": r"""
+"""
+    ),
+    "boxes in prose": (
+        r"""
 gold   7
 right  \boxed{5} is the radius, so the area is \boxed{7}. ¦ \boxed {7} ¦ $\boxed{7}$ is the answer.
 right  We get $$\boxed{7}.$$
@@ -962,8 +1020,10 @@ gold   C
 right  The answer is \boxed{\text{C}}. ¦ Therefore, **(C)** is right: \boxed{C} ¦ Answer: C
 right  The answer is (C). ¦ **C**
 wrong  The answer is \boxed{\text{B}}. ¦ C is wrong, so \boxed{D} ¦ Answer: D ¦ The answer is (A).
-""",
-    "further prose": r"""
+"""
+    ),
+    "further prose": (
+        r"""
 gold   15
 right  Thus the answer is $\boxed{15}$.⏎⏎Let me double check: 3 × 5 = 15. ¦ The value of x is 15.
 right  **Final answer:** $15$
@@ -994,13 +1054,16 @@ gold   B
 right  The correct option is B. ¦ Answer: (B) ¦ **B** ¦ The answer is **(B)**.
 wrong  The answer is **(A)**. ¦ I would rule out B, so the answer is C. ¦ Answer: A
 wrong  The correct option is D.
-""",
+"""
+    ),
 }
 """Kinds of answers with the words around them."""
 
 
 def cases_of(table: str, form: str = "{}") -> tuple[Case, ...]:
-    """Return the cases of one table. form: what stands around each answer, whose place is `{}`."""
+    """Return the cases of one table. form: what stands around each answer, whose place
+    is `{}`.
+    """
     cases = []
     gold = ""
     for line in table.strip().splitlines():

@@ -1,4 +1,5 @@
-r"""Forms of answers, right and wrong: for each expected answer others that equal it, and near misses.
+r"""Forms of answers, right and wrong: for each expected answer others that equal it,
+and near misses.
 
 gold    an expected answer
 prompt  the question, where the verdict depends on it
@@ -829,7 +830,9 @@ wrong  5 * 17 ¦ \boxed{5 \cdot 17} ¦ 17*5 ¦ \boxed{5(17)}
 
 
 def forms_of(table: str, around: str = "{}") -> list[Form]:
-    """Return the forms of a table. around: the text that each answer stands in, with `{}` in its place."""
+    """Return the forms of a table. around: the text that each answer stands in, with
+    `{}` in its place.
+    """
     forms = []
     gold = ""
     prompt = ""

@@ -1,4 +1,5 @@
-"""Answers and the right answer they are held against, written by hand: RIGHT, WRONG and HOSTILE.
+"""Answers and the right answer they are held against, written by hand: RIGHT, WRONG and
+HOSTILE.
 
 `(what the policy said after its thinking trace, what the data set says)`.
 """

@@ -1,6 +1,7 @@
 r"""Answers that the question, or the text around them, makes right or wrong.
 
-The columns are those of math_forms.py. Each rule has answers on both sides: what it refuses, and what it must let pass.
+The columns are those of math_forms.py. Each rule has answers on both sides: what it
+refuses, and what it must let pass.
 """
 
 from tests.unit.tasks.graders.math_forms import forms_of

@@ -1,4 +1,6 @@
-"""Programs graded by their tests: what is taken for the program, what passes, how tests are written down."""
+"""Programs graded by their tests: what is taken for the program, what passes, how tests
+are written down.
+"""
 
 import asyncio
 import json
@@ -110,7 +112,8 @@ def test_blocks_that_are_never_closed_take_no_longer_than_others() -> None:
         ("1 2", "1\n2", False),
         ("\n3", "3", True),
         ("0.5001", "0.5", False),
-        # LiveCodeBench, issues 129 and 133; judges allow this much. A whole number is exact.
+        # LiveCodeBench, issues 129 and 133; judges allow this much. A whole number is
+        # exact.
         ("0.333333", "0.333333333333", True),
         ("6.000000000000001", "6.0", True),
         ("1000000.4", "1000000.0", True),
@@ -158,7 +161,11 @@ def test_what_is_printed(printed: str, expected: str, same: bool) -> None:
         (float("inf"), float("inf"), True),
         (float("-inf"), float("inf"), False),
         (1e308, float("inf"), False),
-        ((-2 + 1e-16j,), (-2 + 2.4492935982947064e-16j,), True),  # MBPP's polar_rect, by another way
+        (
+            (-2 + 1e-16j,),
+            (-2 + 2.4492935982947064e-16j,),
+            True,
+        ),  # MBPP's polar_rect, by another way
         (complex(-2), -2, True),
         (1 + 1e-3j, 1, False),
         (None, 0, False),
@@ -265,7 +272,10 @@ def test_four_kinds_of_tests() -> None:
         (written({"input": "1", "output": "2", "timeout": "3"}), "test 0: give"),
         (written({"call": "", "result": "2"}), "test 0: give"),
         (written({"call": "f()", "result": "g()"}), "'g\\(\\)' is not a Python literal"),
-        (written({"input": "", "output": ""}, {"assert": "assert f(1)"}), "test 1: .* is not `assert CALL == LITERAL`"),
+        (
+            written({"input": "", "output": ""}, {"assert": "assert f(1)"}),
+            "test 1: .* is not `assert CALL == LITERAL`",
+        ),
         (written({"assert": "assert f(1) == 1; x = 2"}), "is not `assert"),
         (written({"assert": "assert f(1) == g(1)"}), "is not a Python literal"),
         (
@@ -273,10 +283,21 @@ def test_four_kinds_of_tests() -> None:
             "test 0: give input and output, call and result, check and entry_point",
         ),
         (written({"check": "def check(c): pass", "entry_point": "f()"}), "test 0: give"),
-        (written({"check": "def check(c)", "entry_point": "f"}), "test 0: the check is not Python: expected ':'"),
-        (written({"check": "assert f(1) == 2", "entry_point": "f"}), "test 0: the check defines no function `check`"),
         (
-            written({"check": "import os.path\nfrom numpy import array\ndef check(c): pass", "entry_point": "f"}),
+            written({"check": "def check(c)", "entry_point": "f"}),
+            "test 0: the check is not Python: expected ':'",
+        ),
+        (
+            written({"check": "assert f(1) == 2", "entry_point": "f"}),
+            "test 0: the check defines no function `check`",
+        ),
+        (
+            written(
+                {
+                    "check": "import os.path\nfrom numpy import array\ndef check(c): pass",
+                    "entry_point": "f",
+                }
+            ),
             "test 0: the check imports numpy; only the standard library is there",
         ),
     ],
@@ -327,11 +348,17 @@ def test_answers_are_graded() -> None:
             written({"input": "", "output": "7" * ((1 << 20) + 7)}),
             right,
         ),
-        ("```python\nprint('7' * (1 << 22))\n```", written({"input": "", "output": "7" * 7}), wrong),
+        (
+            "```python\nprint('7' * (1 << 22))\n```",
+            written({"input": "", "output": "7" * 7}),
+            wrong,
+        ),
     ]
 
     async def run() -> list[Grade]:
         grader = graders_of("code")["task"]
-        return list(await asyncio.gather(*(grader.grade("</think>" + a, prompt_of(e)) for a, e, _ in cases)))
+        return list(
+            await asyncio.gather(*(grader.grade("</think>" + a, prompt_of(e)) for a, e, _ in cases))
+        )
 
     assert asyncio.run(run()) == [grade for _, _, grade in cases]

@@ -1,4 +1,6 @@
-"""The grader in examples/, which people copy: what it pays for, and that a recipe can name it."""
+"""The grader in examples/, which people copy: what it pays for, and that a recipe can
+name it.
+"""
 
 from pathlib import Path
 
@@ -27,7 +29,9 @@ EXAMPLES = Path(__file__).parents[4] / "examples"
         ("", "57", False),
     ],
 )
-def test_it_says_right_or_wrong(answer: str, expected: str, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_right_or_wrong(
+    answer: str, expected: str, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(EXAMPLES)
     grade = imported("my_grader:last_number")
     assert grade(submission(answer, expected, truncated=False)) is right
@@ -35,7 +39,14 @@ def test_it_says_right_or_wrong(answer: str, expected: str, right: bool, monkeyp
 
 
 def submission(answer: str, expected: str, truncated: bool) -> Submission:
-    return Submission(task="sums", prompt="?", completion=answer, answer=answer, expected=expected, truncated=truncated)
+    return Submission(
+        task="sums",
+        prompt="?",
+        completion=answer,
+        answer=answer,
+        expected=expected,
+        truncated=truncated,
+    )
 
 
 def test_a_recipe_can_name_it_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,9 @@ SLOW = Verdict(WRONG, timeout=True)
         ([Verdict(-0.5), Verdict(-0.2)], Verdict(-0.2), 2),
     ],
 )
-def test_an_answer_is_right_if_it_equals_any_accepted_one(verdicts: list[Verdict], best: Verdict, asked: int) -> None:
+def test_an_answer_is_right_if_it_equals_any_accepted_one(
+    verdicts: list[Verdict], best: Verdict, asked: int
+) -> None:
     expected = [str(n) for n in range(len(verdicts))]
     compared = []
 
@@ -88,7 +90,9 @@ def test_an_answer_is_right_if_it_equals_any_accepted_one(verdicts: list[Verdict
 
 @pytest.mark.parametrize(("answer", "correct"), [("1/2", True), ("0.5", True), ("0.50", False)])
 def test_a_prompt_with_several_accepted_answers(answer: str, correct: bool) -> None:
-    """The grader `exact` compares texts, so each way of writing the answer is an accepted one."""
+    """The grader `exact` compares texts, so each way of writing the answer is an
+    accepted one.
+    """
     prompt = replace(prompt_of("1/2"), alternatives=("0.5", ".5"))
     grader = graders_of("exact")["task"]
     assert asyncio.run(grader.grade(f"<think></think>{answer}", prompt)).correct is correct
@@ -114,7 +118,9 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_pool_goes_on() -> None:
 
 @pytest.mark.parametrize("noticed", [False, True])
 @pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
-def test_a_worker_that_dies_is_replaced_and_the_answer_graded_again(loop: Any, noticed: bool) -> None:
+def test_a_worker_that_dies_is_replaced_and_the_answer_graded_again(
+    loop: Any, noticed: bool
+) -> None:
     async def run() -> Verdict:
         pool = Pool(1, limit_s=60.0)
         try:
@@ -153,7 +159,9 @@ def how_soon_it_dies(_: Submission) -> float:
 
 
 def test_if_memory_runs_out_a_grader_dies_before_the_controller() -> None:
-    """A function of the user's may lose memory with each of a month's millions of answers; its process is replaced."""
+    """A function of the user's may lose memory with each of a month's millions of
+    answers; its process is replaced.
+    """
 
     async def run() -> Verdict:
         pool = Pool(1, limit_s=20.0, grader=f"{__name__}:how_soon_it_dies")
@@ -170,16 +178,23 @@ def numpy_bool(submission: Submission) -> Any:
 
 
 def forks(submission: Submission) -> bool:
-    return bool(os.fork()) and submission.answer == submission.expected  # the child's verdict is wrong
+    return (
+        bool(os.fork()) and submission.answer == submission.expected
+    )  # the child's verdict is wrong
 
 
 def starts_a_program(submission: Submission) -> bool:
-    return subprocess.run(["cat"], capture_output=True, check=True).stdout == b"" and submission.answer == "5"
+    return (
+        subprocess.run(["cat"], capture_output=True, check=True).stdout == b""
+        and submission.answer == "5"
+    )
 
 
 @pytest.mark.parametrize("grader", [numpy_bool, forks, starts_a_program])
 def test_careless_functions_give_each_answer_its_own_verdict(grader: Any) -> None:
-    """NumPy's False is wrong as Python's is; neither a forked child nor a program comes between process and pool."""
+    """NumPy's False is wrong as Python's is; neither a forked child nor a program comes
+    between process and pool.
+    """
 
     async def run() -> list[Verdict]:
         pool = Pool(1, limit_s=20.0, grader=f"{__name__}:{grader.__name__}")
@@ -203,7 +218,10 @@ def test_a_process_that_ends_names_its_grader_and_how_it_ended() -> None:
         finally:
             pool.close()
 
-    with pytest.raises(GraderDown, match=f"grader {__name__}:exits failed 2 times at the answer '5', .* with status 3"):
+    with pytest.raises(
+        GraderDown,
+        match=f"grader {__name__}:exits failed 2 times at the answer '5', .* with status 3",
+    ):
         asyncio.run(run())
 
 
@@ -228,5 +246,9 @@ def test_the_log_says_why_answers_cannot_be_graded(caplog: pytest.LogCaptureFixt
         graders.close()
 
     asyncio.run(run())
-    said = [m for m in caplog.messages if f"{__name__}:fails failed" in m and "KeyError: 'no such thing'" in m]
+    said = [
+        m
+        for m in caplog.messages
+        if f"{__name__}:fails failed" in m and "KeyError: 'no such thing'" in m
+    ]
     assert [m.partition("(")[2].partition(" ")[0] for m in said] == ["1", "2", "4"]

@@ -43,16 +43,22 @@ def test_the_table_is_large() -> None:
 
 
 @pytest.mark.usefixtures("alarm")
-@pytest.mark.parametrize(("pairs", "expected"), [(RIGHT, True), (WRONG, False)], ids=["right", "wrong"])
+@pytest.mark.parametrize(
+    ("pairs", "expected"), [(RIGHT, True), (WRONG, False)], ids=["right", "wrong"]
+)
 def test_the_table(pairs: tuple[tuple[str, str], ...], expected: bool) -> None:
     verdicts = {pair: judge(same_in_mathematics, Submission(*pair), 20.0) for pair in pairs}
-    assert {pair: found for pair, found in verdicts.items() if (found.score > 0) is not expected} == {}
+    assert {
+        pair: found for pair, found in verdicts.items() if (found.score > 0) is not expected
+    } == {}
     assert not any(found.timeout for found in verdicts.values())
 
 
 @pytest.mark.parametrize("forms", [FORMS, QUESTIONS], ids=["forms", "questions"])
 def test_all_forms_of_answers(forms: list[Form]) -> None:
-    assert [form for form in forms if is_equal(form.answer, form.gold, form.prompt) is not form.right] == []
+    assert [
+        form for form in forms if is_equal(form.answer, form.gold, form.prompt) is not form.right
+    ] == []
 
 
 def test_the_work_on_a_set_grows_with_its_length() -> None:
@@ -68,17 +74,60 @@ def test_the_work_on_a_set_grows_with_its_length() -> None:
 @pytest.mark.parametrize(
     ("gold", "can_be_read"),
     [
-        *((gold, True) for gold in (r"2\sqrt{3}", "√2", "(1+√5)/2", "1½", "Monday", "see figure", r"\textbf{(C)}\ 12")),
-        *((gold, True) for gold in ("1e-07", r"\{x \mid x > 3\}", "#### 72", r"\boxed{85}", "$x = 5$", r"\$12.50")),
-        *((gold, False) for gold in ("((((", r"\frac{}{}", r"7 \to 5", "", " ", r"\foo{3} 5", "8 5", "8" * 100_000)),
-        *((gold, False) for gold in (r"2 \text{ red and } 3 \text{ blue}", r"\int_0^1 x\,dx", "2 + ", "{" * 10_000)),
+        *(
+            (gold, True)
+            for gold in (
+                r"2\sqrt{3}",
+                "√2",
+                "(1+√5)/2",
+                "1½",
+                "Monday",
+                "see figure",
+                r"\textbf{(C)}\ 12",
+            )
+        ),
+        *(
+            (gold, True)
+            for gold in (
+                "1e-07",
+                r"\{x \mid x > 3\}",
+                "#### 72",
+                r"\boxed{85}",
+                "$x = 5$",
+                r"\$12.50",
+            )
+        ),
+        *(
+            (gold, False)
+            for gold in (
+                "((((",
+                r"\frac{}{}",
+                r"7 \to 5",
+                "",
+                " ",
+                r"\foo{3} 5",
+                "8 5",
+                "8" * 100_000,
+            )
+        ),
+        *(
+            (gold, False)
+            for gold in (
+                r"2 \text{ red and } 3 \text{ blue}",
+                r"\int_0^1 x\,dx",
+                "2 + ",
+                "{" * 10_000,
+            )
+        ),
     ],
 )
 def test_what_can_be_read(gold: str, can_be_read: bool) -> None:
     assert readable(gold) is can_be_read
 
 
-@pytest.mark.parametrize("gold", ["((((", r"2 \text{ red and } 3 \text{ blue}", r"\frac{}{}", r"\int_0^1 x\,dx"])
+@pytest.mark.parametrize(
+    "gold", ["((((", r"2 \text{ red and } 3 \text{ blue}", r"\frac{}{}", r"\int_0^1 x\,dx"]
+)
 def test_what_cannot_be_read_equals_the_same_text_alone(gold: str) -> None:
     assert is_equal(rf"\boxed{{{gold}}}" if gold != "((((" else gold, gold) is True
     assert is_equal(r"\boxed{2}", gold) is False
@@ -124,15 +173,30 @@ def test_the_grader_knows_the_question() -> None:
 @pytest.mark.usefixtures("alarm")
 def test_an_answer_of_two_numbers_is_right_for_one_at_most() -> None:
     """Else a policy would give several in the hope that one is right."""
-    ways = ["N", "$N$", r"\frac{N}{1}", r"N\%", "N cm", "**N**", r"\boxed{N}", r"\(N\)", r"\fbox{N}", r"\sqrt{N^2}"]
+    ways = [
+        "N",
+        "$N$",
+        r"\frac{N}{1}",
+        r"N\%",
+        "N cm",
+        "**N**",
+        r"\boxed{N}",
+        r"\(N\)",
+        r"\fbox{N}",
+        r"\sqrt{N^2}",
+    ]
     between = [" or ", r" \approx ", " is wrong. ", ". The answer is ", r"\text{ but } "]
     for first, middle, last in itertools.product(ways, between, ways):
         answer = first.replace("N", "5") + middle + last.replace("N", "7")
-        verdicts = [judge(same_in_mathematics, Submission(answer, number), 20.0) for number in ("5", "7")]
+        verdicts = [
+            judge(same_in_mathematics, Submission(answer, number), 20.0) for number in ("5", "7")
+        ]
         assert sum(verdict.score > 0 for verdict in verdicts) <= 1, answer
 
 
-def test_hostile_answers_are_wrong_without_much_work(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_answers_are_wrong_without_much_work(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
 
     async def run() -> tuple[list[Verdict], Verdict, int]:
@@ -146,7 +210,9 @@ def test_hostile_answers_are_wrong_without_much_work(tmp_path: Any, monkeypatch:
 
     verdicts, after, workers = asyncio.run(asyncio.wait_for(run(), 120))
     assert [pair for pair, found in zip(HOSTILE, verdicts, strict=True) if found.score > 0] == []
-    assert not any(found.timeout or found.error for found in verdicts)  # the work on an answer is limited
+    assert not any(
+        found.timeout or found.error for found in verdicts
+    )  # the work on an answer is limited
     assert (after.score, workers) == (1.0, 2)
     assert list(tmp_path.iterdir()) == []
 
@@ -156,7 +222,9 @@ def test_what_the_grader_raises_is_an_error_of_the_answer() -> None:
     def fails(*_: Any) -> bool:
         raise RecursionError("too deep")
 
-    assert judge(fails, Submission("7", "7"), 1.0) == Verdict(-1.0, error="RecursionError: too deep")
+    assert judge(fails, Submission("7", "7"), 1.0) == Verdict(
+        -1.0, error="RecursionError: too deep"
+    )
 
 
 def test_only_what_stands_behind_the_thinking_trace_counts() -> None:

@@ -28,9 +28,13 @@ def test_the_verdict_is_the_teacher_s(kind: str) -> None:
     judged_right = {case: is_right(case) for case in CASES[kind]}
     false_rights = [case for case, right in judged_right.items() if right and not case.right]
     false_wrongs = [case for case, right in judged_right.items() if case.right and not right]
-    assert false_rights + false_wrongs == [], f"{len(false_rights)} false rights, {len(false_wrongs)} false wrongs"
+    assert false_rights + false_wrongs == [], (
+        f"{len(false_rights)} false rights, {len(false_wrongs)} false wrongs"
+    )
 
 
 def is_right(case: Case) -> bool:
-    """Return whether the grader counts the answer as right; one that it cannot judge is not."""
+    """Return whether the grader counts the answer as right; one that it cannot judge is
+    not.
+    """
     return same_in_mathematics(Submission(case.answer, case.gold)) is True

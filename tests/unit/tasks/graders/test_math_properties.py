@@ -1,7 +1,7 @@
 """Laws of the math grader over generated answers of each kind.
 
-The same text is right; another writing of it is right; one changed number, sign, bound or letter is wrong; and so is a
-number taken out of it.
+The same text is right; another writing of it is right; one changed number, sign, bound
+or letter is wrong; and so is a number taken out of it.
 """
 
 import itertools
@@ -24,7 +24,9 @@ def boxed(answer: str) -> str:
 
 
 def check(gold: str, equal: list[str], different: list[str]) -> None:
-    """The gold equals itself and each of `equal`, and none of `different`; it is read, not just compared as text."""
+    """The gold equals itself and each of `equal`, and none of `different`; it is read,
+    not just compared as text.
+    """
     assert readable(gold), gold
     for answer in (gold, *equal):
         assert is_equal(boxed(answer), gold), (answer, gold)
@@ -83,7 +85,11 @@ def test_polynomials(a: int, b: int, x: str) -> None:
         str(last),
         f"{x}^3{middle:+d}{x}{last:+d}",
     ]
-    check(expanded, [factors, f"{last}{middle:+d}{x}+{x}^{{2}}", f"{x}²{middle:+d}·{x}{last:+d}"], different)
+    check(
+        expanded,
+        [factors, f"{last}{middle:+d}{x}+{x}^{{2}}", f"{x}²{middle:+d}·{x}{last:+d}"],
+        different,
+    )
 
 
 @EXAMPLES
@@ -112,7 +118,11 @@ def test_intervals(low: int, width: int, brackets: str, x: str) -> None:
     gold = f"{brackets[0]}{low}, {high}{brackets[1]}"
     chain = f"{low} {signs[brackets[0]]} {x} {signs[brackets[1]]} {high}"
     others = [f"{b[0]}{low}, {high}{b[1]}" for b in ("()", "[]", "(]", "[)") if b != brackets]
-    check(gold, [chain, rf"{x} \in {gold}"], [*others, f"{brackets[0]}{low}, {high + 1}{brackets[1]}", str(high)])
+    check(
+        gold,
+        [chain, rf"{x} \in {gold}"],
+        [*others, f"{brackets[0]}{low}, {high + 1}{brackets[1]}", str(high)],
+    )
 
 
 @EXAMPLES
@@ -158,8 +168,17 @@ def test_matrices(a: int, b: int, kind: str) -> None:
 def test_named_values(a: int, b: int) -> None:
     assume(a != b)
     gold = f"x={a}, y={b}"
-    equal = [f"y = {b}, x = {a}", f"(x, y) = ({a}, {b})", rf"x = {a} \text{{ and }} y = {b}", f"({a}, {b})"]
-    check(gold, equal, [f"x={b}, y={a}", f"({b}, {a})", f"x={a}", str(a), f"x={a}, z={b}", f"{a}, {b}"])
+    equal = [
+        f"y = {b}, x = {a}",
+        f"(x, y) = ({a}, {b})",
+        rf"x = {a} \text{{ and }} y = {b}",
+        f"({a}, {b})",
+    ]
+    check(
+        gold,
+        equal,
+        [f"x={b}, y={a}", f"({b}, {a})", f"x={a}", str(a), f"x={a}, z={b}", f"{a}, {b}"],
+    )
 
 
 @EXAMPLES
@@ -200,7 +219,21 @@ def test_roundings(a: int, root: int, decimals: int) -> None:
 @EXAMPLES
 @given(
     small,
-    st.sampled_from([r"2\cdot#", r"#\sqrt{3}", "#^2", "-#", r"\frac{#}{2}", "3+#", "#!", "#x", "x>#", "1#", "#0"]),
+    st.sampled_from(
+        [
+            r"2\cdot#",
+            r"#\sqrt{3}",
+            "#^2",
+            "-#",
+            r"\frac{#}{2}",
+            "3+#",
+            "#!",
+            "#x",
+            "x>#",
+            "1#",
+            "#0",
+        ]
+    ),
 )
 def test_a_box_is_read_with_its_formula(number: int, around: str) -> None:
     box = rf"\boxed{{{number}}}"
@@ -252,7 +285,11 @@ def test_units(a: int, unit: str) -> None:
 @EXAMPLES
 @given(small, st.sampled_from("cdghlmost"))
 def test_letters_are_no_units_in_products(a: int, letter: str) -> None:
-    check(f"{a}{letter}", [rf"{letter} \cdot {a}"], [str(a), f"{a + 1}{letter}", f"{a}{letter}^2", letter])
+    check(
+        f"{a}{letter}",
+        [rf"{letter} \cdot {a}"],
+        [str(a), f"{a + 1}{letter}", f"{a}{letter}^2", letter],
+    )
     check(f"w+{a}{letter}", [f"{a}{letter} + w"], [f"w+{a}", "w", f"w-{a}{letter}"])
 
 
@@ -274,7 +311,9 @@ def test_powers_of_ten(a: int, exponent: int) -> None:
     check(
         gold,
         [rf"{a} \times 10^{{{exponent}}}", number],
-        [f"{a}e{exponent + 1}", f"{a + 1}e{exponent}", f"{a}e", rf"{a} \times 10"][: 3 if exponent == 1 else 4],
+        [f"{a}e{exponent + 1}", f"{a + 1}e{exponent}", f"{a}e", rf"{a} \times 10"][
+            : 3 if exponent == 1 else 4
+        ],
     )
 
 
@@ -307,7 +346,10 @@ def test_what_has_still_to_be_computed_is_no_answer_in_prose(numbers: list[int],
     question = f"What is {a} {sign} {b}?"
     restated = [f"{a} {sign} {b}", boxed(f"{a} {sign} {b}"), f"The answer is {a} {sign} {b}."]
     assert not any(is_equal(answer, str(value), question) for answer in restated)
-    assert all(is_equal(answer, str(value), question) for answer in (str(value), f"{a} {sign} {b} = {value}"))
+    assert all(
+        is_equal(answer, str(value), question)
+        for answer in (str(value), f"{a} {sign} {b} = {value}")
+    )
 
 
 @settings(max_examples=100)

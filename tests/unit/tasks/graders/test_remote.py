@@ -1,4 +1,6 @@
-"""A reward service of our own: batches, keys, retries, and what is said when it is down; the example server."""
+"""A reward service of our own: batches, keys, retries, and what is said when it is
+down; the example server.
+"""
 
 import asyncio
 import logging
@@ -25,7 +27,9 @@ EXAMPLE = Path(__file__).parents[4] / "examples" / "reward_server.py"
 
 
 class Stub:
-    """Answers each request by the next of `answers`, the last again and again. A number of it is a status."""
+    """Answers each request by the next of `answers`, the last again and again. A number
+    of it is a status.
+    """
 
     def __init__(self, *answers: Any) -> None:
         self.answers, self.requests, self.headers = list(answers), [], []  # type: ignore[var-annotated]
@@ -149,7 +153,11 @@ def test_a_busy_service_is_asked_again(status: int) -> None:
     ],
 )
 def test_a_service_that_is_down(
-    answer: Any, words: str, requests: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    answer: Any,
+    words: str,
+    requests: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its key is told nobody."""
     monkeypatch.setenv("TASTE_KEY", KEY)
@@ -159,7 +167,9 @@ def test_a_service_that_is_down(
     assert len(stub.requests) == requests
     assert {headers["Authorization"] for headers in stub.headers} == {f"Bearer {KEY}"}
     assert KEY not in str(error.value)
-    assert KEY not in caplog.text.replace(f"POST /score?token={KEY}", "")  # the stub's own log of what it was asked
+    assert KEY not in caplog.text.replace(
+        f"POST /score?token={KEY}", ""
+    )  # the stub's own log of what it was asked
 
 
 def test_a_reply_may_be_long_within_the_limit() -> None:
@@ -185,7 +195,9 @@ def test_a_service_that_is_slow_or_away() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         away = Remote("taste", Service(url=f"http://127.0.0.1:{free.getsockname()[1]}"))
-        with pytest.raises(GraderDown, match="failed 3 times, the last time with ClientConnectorError"):
+        with pytest.raises(
+            GraderDown, match="failed 3 times, the last time with ClientConnectorError"
+        ):
             asyncio.run(one(away))  # type: ignore[arg-type]
 
 
@@ -197,22 +209,32 @@ def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TASTE_KEY", raising=False)
     with pytest.raises(MegarlError, match=r"^data.services.taste.api_key: TASTE_KEY is not set"):
         Remote("taste", Service(url="http://x", api_key="env:TASTE_KEY"))
-    with pytest.raises(MegarlError, match=r"^data.services.taste.api_key: .*no-key: .*No such file"):
+    with pytest.raises(
+        MegarlError, match=r"^data.services.taste.api_key: .*no-key: .*No such file"
+    ):
         Remote("taste", Service(url="http://x", api_key=f"file:{tmp_path}/no-key"))
     (tmp_path / "key").write_text("\n")
     with pytest.raises(MegarlError, match=r"is empty"):
         Remote("taste", Service(url="http://x", api_key=f"file:{tmp_path}/key"))
-    (tmp_path / "key").write_text(f"{KEY}\nanother\n")  # with it, no request would be sent, nor fail
-    with pytest.raises(MegarlError, match=r"^data.services.taste.api_key: .*key has white space in it"):
+    (tmp_path / "key").write_text(
+        f"{KEY}\nanother\n"
+    )  # with it, no request would be sent, nor fail
+    with pytest.raises(
+        MegarlError, match=r"^data.services.taste.api_key: .*key has white space in it"
+    ):
         asked(stub, one, api_key=f"file:{tmp_path}/key")
 
 
 def test_the_example_server_by_itself_and_before_a_reward_model() -> None:
-    """The model is a stub that speaks as SGLang's /classify does: one `embedding` a text."""
+    """The model is a stub that speaks as SGLang's /classify does: one `embedding` a
+    text.
+    """
 
     async def classify(request: web.Request) -> web.Response:
         texts = (await request.json())["text"]
-        return web.json_response([{"embedding": [float(len(text))], "meta_info": {}} for text in texts])
+        return web.json_response(
+            [{"embedding": [float(len(text))], "meta_info": {}} for text in texts]
+        )
 
     async def run() -> tuple[list[Verdict], list[Verdict], int]:
         app = web.Application()
@@ -225,7 +247,10 @@ def test_the_example_server_by_itself_and_before_a_reward_model() -> None:
         model = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
         plain, with_model = await started(), await started("--classify", model)
         try:
-            submissions = [Submission("4", "4", "</think>4", "2+2="), Submission("5", "4", "</think>5!", "2+2=")]
+            submissions = [
+                Submission("4", "4", "</think>4", "2+2="),
+                Submission("5", "4", "</think>5!", "2+2="),
+            ]
             found = []
             for _, url in (plain, with_model):
                 remote = Remote("example", Service(url=url, api_key="env:REWARD_KEY"))
@@ -240,7 +265,13 @@ def test_the_example_server_by_itself_and_before_a_reward_model() -> None:
 
     async def started(*words: str) -> tuple[asyncio.subprocess.Process, str]:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, str(EXAMPLE), "--port", "0", *words, stdout=subprocess.PIPE, env={"REWARD_KEY": KEY}
+            sys.executable,
+            str(EXAMPLE),
+            "--port",
+            "0",
+            *words,
+            stdout=subprocess.PIPE,
+            env={"REWARD_KEY": KEY},
         )
         assert process.stdout
         line = await asyncio.wait_for(process.stdout.readline(), 30)

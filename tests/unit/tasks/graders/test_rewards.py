@@ -61,7 +61,12 @@ async def made(*args: Any, **more: Any) -> TaskGraders:
 
 
 def test_the_sum_and_each_apart() -> None:
-    found = graded("5", Verdict(1.0), {"a": Verdict(0.5), "b": Verdict(-1.0, error="no")}, {"a": 2.0, "b": 0.25})
+    found = graded(
+        "5",
+        Verdict(1.0),
+        {"a": Verdict(0.5), "b": Verdict(-1.0, error="no")},
+        {"a": 2.0, "b": 0.25},
+    )
     assert found == Grade(1.75, True, True, False, True, {"answer": 1.0, "a": 0.5, "b": -1.0})
     assert graded("5", Verdict(1.0), {}, {}) == Grade(1.0, True, True)
     assert graded("", Verdict(-1.0), {"a": Verdict(9.0)}, {"a": 1.0}) == Grade(
@@ -71,8 +76,13 @@ def test_the_sum_and_each_apart() -> None:
 
 def test_a_format_reward_beside_the_answer() -> None:
     async def run() -> list[Grade]:
-        graders = graders_of("exact", task={"rewards": {"form": {"grader": "format", "weight": 0.5}}})
-        return [await graders["task"].grade(text, prompt_of("5")) for text in ("</think>5", "</think>6", "<think>5")]
+        graders = graders_of(
+            "exact", task={"rewards": {"form": {"grader": "format", "weight": 0.5}}}
+        )
+        return [
+            await graders["task"].grade(text, prompt_of("5"))
+            for text in ("</think>5", "</think>6", "<think>5")
+        ]
 
     assert asyncio.run(run()) == [
         Grade(1.5, True, True, rewards={"answer": 1.0, "form": 1.0}),
@@ -83,7 +93,9 @@ def test_a_format_reward_beside_the_answer() -> None:
 
 def test_an_evaluation_asks_the_grader_of_the_task_alone() -> None:
     async def run() -> Grade:
-        graders = graders_of("exact", task={"rewards": {"form": {"grader": "format", "weight": 0.5}}})
+        graders = graders_of(
+            "exact", task={"rewards": {"form": {"grader": "format", "weight": 0.5}}}
+        )
         return await graders["task"].grade_answer("</think>5", prompt_of("5"))
 
     assert asyncio.run(run()) == Grade(1.0, True, True)
@@ -96,10 +108,17 @@ def test_a_trusted_grader_is_asked_by_evaluations_alone_and_adds_nothing() -> No
     async def run(more: dict[str, Any]) -> list[Grade]:
         grader = graders_of("format", task={"trusted_grader": "exact"} | more)["task"]
         asked = [grader.grade, grader.grade_answer]
-        return [await ask(text, prompt_of("5")) for ask in asked for text in ("</think>5", "</think>6")]
+        return [
+            await ask(text, prompt_of("5")) for ask in asked for text in ("</think>5", "</think>6")
+        ]
 
-    training, evaluation = Grade(1.0, True, True), [{"answer": 1.0, "trusted": score} for score in (1.0, -1.0)]
-    assert asyncio.run(run({})) == [training] * 2 + [Grade(1.0, True, True, rewards=scores) for scores in evaluation]
+    training, evaluation = (
+        Grade(1.0, True, True),
+        [{"answer": 1.0, "trusted": score} for score in (1.0, -1.0)],
+    )
+    assert asyncio.run(run({})) == [training] * 2 + [
+        Grade(1.0, True, True, rewards=scores) for scores in evaluation
+    ]
     several = asyncio.run(run({"rewards": rewards}))
     assert several[:2] == [Grade(1.5, True, True, rewards={"answer": 1.0, "form": 1.0})] * 2
     assert [grade.reward for grade in several[2:]] == [1.5, 1.5]
@@ -109,7 +128,10 @@ def test_a_trusted_grader_is_asked_by_evaluations_alone_and_adds_nothing() -> No
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        ({"trusted_grader": "exat"}, "data.tasks.task.trusted_grader: unknown grader 'exat'; did you mean exact"),
+        (
+            {"trusted_grader": "exat"},
+            "data.tasks.task.trusted_grader: unknown grader 'exat'; did you mean exact",
+        ),
         (
             {"rewards": {"trusted": {"grader": "exact", "weight": 1.0}}},
             "rewards.trusted: the trusted grader is logged under this name",
@@ -127,13 +149,18 @@ def test_what_a_recipe_may_not_name(task: dict[str, Any], words: str) -> None:
 
 @pytest.mark.usefixtures("mine")
 def test_graders_of_the_user() -> None:
-    """A number is the score, above 0 is right; what fails, hangs or dies costs its answer and no more."""
+    """A number is the score, above 0 is right; what fails, hangs or dies costs its
+    answer and no more.
+    """
 
     async def run() -> dict[str, Any]:
         rewards = {"length": {"grader": "my_graders:length", "weight": -0.1}}
         limits = {"fails": 30.0, "infinite": 30.0, "sleeps": 1.0}
         graders = graders_of("my_graders:everything", task={"rewards": rewards}, limit_s=30.0)
-        others = {name: graders_of(f"my_graders:{name}", limit_s=limit_s) for name, limit_s in limits.items()}
+        others = {
+            name: graders_of(f"my_graders:{name}", limit_s=limit_s)
+            for name, limit_s in limits.items()
+        }
         try:
             prompt = prompt_of("5", "2+3=")
             found = {"right": await graders["task"].grade("<think></think>5", prompt)}
@@ -159,7 +186,11 @@ def test_functions_that_cannot_judge(caplog: pytest.LogCaptureFixture) -> None:
     """They say so with None or NaN; a connection that fails is not the answer's fault."""
 
     async def run(name: str, as_reward: bool) -> Grade:
-        own = {"task": {"rewards": {"own": {"grader": f"my_graders:{name}", "weight": 1.0}}}} if as_reward else {}
+        own = (
+            {"task": {"rewards": {"own": {"grader": f"my_graders:{name}", "weight": 1.0}}}}
+            if as_reward
+            else {}
+        )
         graders = graders_of("exact" if as_reward else f"my_graders:{name}", limit_s=30.0, **own)
         try:
             return await graders["task"].grade("</think>5", prompt_of("5"))
@@ -170,9 +201,13 @@ def test_functions_that_cannot_judge(caplog: pytest.LogCaptureFixture) -> None:
         for as_reward in (False, True):
             grade = asyncio.run(run(name, as_reward))
             assert math.isnan(grade.reward)
-            assert grade[1:] == (as_reward, True, False, True, {}), (
-                "the task's own grader, if it could judge, still counts"
-            )
+            assert grade[1:] == (
+                as_reward,
+                True,
+                False,
+                True,
+                {},
+            ), "the task's own grader, if it could judge, still counts"
     assert sum("has no verdict" in message for message in caplog.messages) == 6
 
 
@@ -192,7 +227,9 @@ def test_functions_that_are_none_are_refused_before_the_run(grader: str, words: 
     with pytest.raises(MegarlError, match=rf"the grader {grader} cannot be used: .*{words}"):
         asyncio.run(made(grader))
     suite = {"evaluation": {"suites": {"olympiad": {"data": "x", "grader": grader}}}}
-    with pytest.raises(MegarlError, match=rf"^evaluation\.suites\.olympiad: the grader {grader} cannot be used"):
+    with pytest.raises(
+        MegarlError, match=rf"^evaluation\.suites\.olympiad: the grader {grader} cannot be used"
+    ):
         check_graders(from_tree(suite))
 
 
@@ -206,7 +243,10 @@ TASK = {"train": "a", "heldout": "b"}
             {"tasks": {"m": TASK | {"grader": "mahts"}}},
             r"data\.tasks\.m\.grader: unknown grader 'mahts'; did you mean math\?",
         ),
-        ({"tasks": {"m": TASK | {"grader": "os.system"}}}, r"data\.tasks\.m\.grader: unknown grader 'os\.system'"),
+        (
+            {"tasks": {"m": TASK | {"grader": "os.system"}}},
+            r"data\.tasks\.m\.grader: unknown grader 'os\.system'",
+        ),
         ({"tasks": {"m": TASK | {"grader": "a:b;c"}}}, r"unknown grader"),
         (
             {
@@ -219,10 +259,16 @@ TASK = {"train": "a", "heldout": "b"}
             {"tasks": {"m": TASK | {"rewards": {"answer": {"grader": "format", "weight": 1}}}}},
             r"data\.tasks\.m\.rewards\.answer: .*choose another",
         ),
-        ({"services": {"math": {"url": "http://x"}}}, r"data\.services\.math: a built-in grader has this name"),
+        (
+            {"services": {"math": {"url": "http://x"}}},
+            r"data\.services\.math: a built-in grader has this name",
+        ),
         (
             {"services": {"s": {"url": "http://x", "api_key": "sk-secret"}}},
-            r"data\.services\.s\.api_key: should be env:VARIABLE or file:PATH, .*, not the key itself$",
+            (
+                r"data\.services\.s\.api_key: should be env:VARIABLE or file:PATH, .*, not the key"
+                r" itself$"
+            ),
         ),
         ({"services": {"s": {"url": "ftp://x"}}}, r"data\.services\.s\.url"),
         ({"services": {"s": {"url": "http://me:secret@x"}}}, r"data\.services\.s\.url"),
@@ -234,16 +280,26 @@ def test_recipes_that_name_no_grader(data: dict[str, Any], words: str) -> None:
 
 
 def test_good_recipes() -> None:
-    rewards = {"taste": {"grader": "taste", "weight": 0.5}, "mine": {"grader": "a.b:c", "weight": -1}}
+    rewards = {
+        "taste": {"grader": "taste", "weight": 0.5},
+        "mine": {"grader": "a.b:c", "weight": -1},
+    }
     recipe = from_tree(
-        {"data": {"tasks": {"m": TASK | {"rewards": rewards}}, "services": {"taste": {"url": "https://x/score"}}}}
+        {
+            "data": {
+                "tasks": {"m": TASK | {"rewards": rewards}},
+                "services": {"taste": {"url": "https://x/score"}},
+            }
+        }
     )
     assert recipe.data.tasks["m"].graders == ("math", "taste", "a.b:c")
 
 
 def test_each_reward_is_a_metric_of_its_own() -> None:
     def rollout(reward: float, **rewards: float) -> Rollout:
-        return Rollout(sample=0, segments=(), reward=reward, correct=reward > 0, finish="stop", rewards=rewards)
+        return Rollout(
+            sample=0, segments=(), reward=reward, correct=reward > 0, finish="stop", rewards=rewards
+        )
 
     def group(task: str, *rollouts: Rollout) -> Group:
         prompt = Prompt(id="p", tokens=int32([1]), answer="5", task=task)
@@ -263,11 +319,20 @@ def test_each_reward_is_a_metric_of_its_own() -> None:
     }
     recipe = from_tree({"data": {"tasks": {"m": TASK, "n": TASK}}})
     of_tasks = task_statistics(batch, recipe)
-    assert [name for name in of_tasks if name.startswith("reward/")] == ["reward/answer/m", "reward/form/m"]
+    assert [name for name in of_tasks if name.startswith("reward/")] == [
+        "reward/answer/m",
+        "reward/form/m",
+    ]
 
 
 @pytest.mark.parametrize(("score", "weight"), [(math.inf, -1.0), (1e308, 1e10), (1e155, 1.0)])
 def test_a_sum_that_is_no_number_is_no_grade(score: float, weight: float) -> None:
-    with pytest.raises(GraderDown, match=r"the reward is (-?inf|1e\+155), .*answer 1, taste (inf|1e\+308|1e\+155)\)"):
+    with pytest.raises(
+        GraderDown,
+        match=r"the reward is (-?inf|1e\+155), .*answer 1, taste (inf|1e\+308|1e\+155)\)",
+    ):
         graded("a", judged(True), {"taste": Verdict(score)}, {"taste": weight})
-    assert graded("a", judged(True), {"taste": Verdict(2.0)}, {"taste": weight}).reward == 1 + 2 * weight
+    assert (
+        graded("a", judged(True), {"taste": Verdict(2.0)}, {"taste": weight}).reward
+        == 1 + 2 * weight
+    )

@@ -1,4 +1,6 @@
-"""Attacks that must fail and be survived, each by a program run in the sandbox; after each it still runs a good one."""
+"""Attacks that must fail and be survived, each by a program run in the sandbox; after
+each it still runs a good one.
+"""
 
 import asyncio
 import json
@@ -92,7 +94,9 @@ class Solution:
 """
 
 
-def run(kind: SandboxKind, program: str, given: str = "", call: str = "", limits: Limits = LIMITS) -> Ran:
+def run(
+    kind: SandboxKind, program: str, given: str = "", call: str = "", limits: Limits = LIMITS
+) -> Ran:
     """What the program did; a good one runs after it."""
 
     async def both() -> tuple[Ran, Ran]:
@@ -105,15 +109,22 @@ def run(kind: SandboxKind, program: str, given: str = "", call: str = "", limits
 
 
 def test_a_good_program_runs(kind: SandboxKind) -> None:
-    program = "import heapq, subprocess as s\nprint(input(), s.run(['/bin/echo', 'é'], capture_output=True).stdout)"
+    program = (
+        "import heapq, subprocess as s\nprint(input(), s.run(['/bin/echo', 'é'],"
+        " capture_output=True).stdout)"
+    )
     assert run(kind, program, "ü\n").stdout == "ü b'\\xc3\\xa9\\n'\n"
     assert run(kind, "def f(x):\n    print('no')\n    return [x]", call="f(3)").stdout == "[3]"
     assert run(kind, "print(len(input()))", "x" * 300_000).stdout == "300000\n"
 
 
-@pytest.mark.parametrize(("ending", "status"), [("exit()", 0), ("quit()", 0), ("exit(0)", 0), ("exit('no')", 1)])
+@pytest.mark.parametrize(
+    ("ending", "status"), [("exit()", 0), ("quit()", 0), ("exit(0)", 0), ("exit('no')", 1)]
+)
 def test_a_program_may_call_exit(kind: SandboxKind, ending: str, status: int) -> None:
-    assert run(kind, f"print('NO')\nif True:\n    {ending}\nprint('YES')") == Ran("NO\n", "exit", status)
+    assert run(kind, f"print('NO')\nif True:\n    {ending}\nprint('YES')") == Ran(
+        "NO\n", "exit", status
+    )
 
 
 CLASSES = """
@@ -136,13 +147,17 @@ def test_a_program_may_define_data_classes(kind: SandboxKind) -> None:
     assert run(kind, CLASSES + "print(f(1))").stdout == "(1, True)\n"
     assert run(kind, CLASSES, call="f(1)").stdout == "(1, True)"
     assert run(kind, CLASSES, call="__name__").stdout == "'solution'"
-    checked = sandbox(kind).run_checked(CLASSES, "f", CLASSES + "def check(f): assert f(1) == (1, True)")
+    checked = sandbox(kind).run_checked(
+        CLASSES, "f", CLASSES + "def check(f): assert f(1) == (1, True)"
+    )
     assert asyncio.run(checked).stdout == "passed"
 
 
 def test_annotations_are_not_evaluated(kind: SandboxKind) -> None:
     """Starter code has `List[int]` without an import."""
-    program = "class Solution:\n    def total(self, nums: List[int]) -> int:\n        return sum(nums)\n"
+    program = (
+        "class Solution:\n    def total(self, nums: List[int]) -> int:\n        return sum(nums)\n"
+    )
     assert run(kind, program, call="Solution().total([1, 2])").stdout == "3"
     assert run(kind, program + "print(Solution().total([1, 2]))").stdout == "3\n"
 
@@ -172,14 +187,19 @@ os._exit(0)
     assert run(bubblewrap, program).stdout == f"{LIMITS.processes - 1}\n"
     assert time.monotonic() - began < 30  # the children ended with it
     assert (
-        run(bubblewrap, "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", limits=SHORT).ended
+        run(
+            bubblewrap,
+            "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+            limits=SHORT,
+        ).ended
         == "time"
     )
 
 
 def test_memory_bomb(kind: SandboxKind) -> None:
     program = (
-        "kept = []\ntry:\n  while True: kept.append(bytearray(1 << 24))\nexcept MemoryError: print(len(kept) < 16)"
+        "kept = []\ntry:\n  while True: kept.append(bytearray(1 << 24))\nexcept MemoryError:"
+        " print(len(kept) < 16)"
     )
     assert run(kind, program) == Ran("True\n", "exit")
     assert run(kind, "x = 'a' * (1 << 40)").status != 0
@@ -208,7 +228,18 @@ print(libc.shmget(0, 1 << 20, 0o1600), ctypes.get_errno())
 for flags in (0x10000000, 0x10020000):
     print(libc.unshare(flags), ctypes.get_errno())
 """
-    assert run(bubblewrap, program).stdout.split() == ["28", "27", "1", "30", "-1", "1", "-1", "1", "-1", "1"]
+    assert run(bubblewrap, program).stdout.split() == [
+        "28",
+        "27",
+        "1",
+        "30",
+        "-1",
+        "1",
+        "-1",
+        "1",
+        "-1",
+        "1",
+    ]
 
 
 def test_endless_loop(kind: SandboxKind) -> None:
@@ -261,9 +292,14 @@ def place() -> Iterator[Path]:
 @pytest.fixture
 def victim() -> Iterator[subprocess.Popen[bytes]]:
     """A process of that user. It does not mind SIGUSR1."""
-    program = "import signal, time; signal.signal(10, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+    program = (
+        "import signal, time; signal.signal(10, signal.SIG_IGN); print(1, flush=True);"
+        " time.sleep(600)"
+    )
     process = subprocess.Popen(
-        ["/usr/bin/python3", "-c", program], stdout=subprocess.PIPE, user=NOBODY if os.getuid() == 0 else None
+        ["/usr/bin/python3", "-c", program],
+        stdout=subprocess.PIPE,
+        user=NOBODY if os.getuid() == 0 else None,
     )
     assert process.stdout
     assert process.stdout.read(1) == b"1"
@@ -272,44 +308,64 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
-def test_an_ordinary_users_files_and_processes(place: Path, victim: subprocess.Popen[bytes], kind: SandboxKind) -> None:
+def test_an_ordinary_users_files_and_processes(
+    place: Path, victim: subprocess.Popen[bytes], kind: SandboxKind
+) -> None:
     attacks = ATTACKS.format(victim=victim.pid, place=place)
     assert run(kind, attacks).stdout.splitlines() == [MINE], "no attempt has succeeded"
     assert (place / "there").read_text() == SECRET
     assert [each.name for each in place.iterdir()] == ["there"]
 
 
-def test_without_a_sandbox_all_of_these_attempts_succeed(place: Path, victim: subprocess.Popen[bytes]) -> None:
+def test_without_a_sandbox_all_of_these_attempts_succeed(
+    place: Path, victim: subprocess.Popen[bytes]
+) -> None:
     os.chmod(place, 0o700)
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
         os.chmod(scratch, 0o777)
         done = subprocess.run(
-            ["/usr/bin/python3", "-c", ATTACKS.format(victim=victim.pid, place=place)], cwd=scratch, capture_output=True,
-            text=True, user=NOBODY if os.getuid() == 0 else None, check=True,
-        )  # fmt: skip
-    assert len({"secret", *done.stdout.splitlines()}) == 21, done.stdout  # not every kernel has secret memory
+            ["/usr/bin/python3", "-c", ATTACKS.format(victim=victim.pid, place=place)],
+            cwd=scratch,
+            capture_output=True,
+            text=True,
+            user=NOBODY if os.getuid() == 0 else None,
+            check=True,
+        )
+    assert len({"secret", *done.stdout.splitlines()}) == 21, (
+        done.stdout
+    )  # not every kernel has secret memory
     assert list(place.iterdir()) != [place / "there"]
 
 
 def test_without_landlock_the_message_says_what_remains(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kinds: dict[int, str] = {0: "read, write and delete what you can", 2: "read, write", 3: "see which files there are"}
+    kinds: dict[int, str] = {
+        0: "read, write and delete what you can",
+        2: "read, write",
+        3: "see which files there are",
+    }
     for version, words in kinds.items():
-        monkeypatch.setattr("megarl.tasks.graders.sandbox.landlock_version", lambda libc, version=version: version)
+        monkeypatch.setattr(
+            "megarl.tasks.graders.sandbox.landlock_version", lambda libc, version=version: version
+        )
         with caplog.at_level(logging.WARNING):
             sandbox("rlimits").check()
         assert words in remains()
         assert f"data.sandbox=rlimits: programs may {words}" in caplog.text
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MegarlError, match=r"data\.sandbox=rlimits if the programs may see which files there are"):
+    with pytest.raises(
+        MegarlError, match=r"data\.sandbox=rlimits if the programs may see which files there are"
+    ):
         Sandbox("bubblewrap", 1).check()
 
 
 def test_secrets_and_the_answers_of_the_tests(
     bubblewrap: SandboxKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Environment, files, other processes, its own memory: what is expected is in none of them."""
+    """Environment, files, other processes, its own memory: what is expected is in none
+    of them.
+    """
     monkeypatch.setenv("MEGARL_SECRET", SECRET)
     (tmp_path / "answers.json").write_text(SECRET)
     (tmp_path / "answers.json").chmod(0o777)
@@ -332,9 +388,9 @@ print(f(), sorted(n for n in os.listdir("/proc") if n.isdigit()), os.path.exists
     assert asyncio.run(
         Code(Sandbox(bubblewrap, 1)).check(Submission(f"```\n{program}```", tests % "nothing"))
     ) == judged(True)
-    assert asyncio.run(Code(Sandbox(bubblewrap, 1)).check(Submission(f"```\n{program}```", tests % SECRET))) == judged(
-        False
-    )
+    assert asyncio.run(
+        Code(Sandbox(bubblewrap, 1)).check(Submission(f"```\n{program}```", tests % SECRET))
+    ) == judged(False)
 
 
 def test_other_users_have_no_access_to_a_programs_folder() -> None:
@@ -379,7 +435,10 @@ except OSError: print("alive")
         "def f(): return 7\nexit()",
         "def f(): exit()",
         "import sys; sys.settrace(None); sys.modules['__main__'].__dict__.clear()",
-        "class T:\n    def __eq__(self, o): return True\n    def __repr__(self): return 'True'\ndef f(): return T()",
+        (
+            "class T:\n    def __eq__(self, o): return True\n    def __repr__(self): return"
+            " 'True'\ndef f(): return T()"
+        ),
         "import builtins; builtins.repr = lambda x: '7 or True'\ndef f(): return 8",
         "import os; os.write(3, b'1'); os.write(4, b'1')",
     ],
@@ -387,10 +446,16 @@ except OSError: print("alive")
 def test_success_before_the_tests(bubblewrap: SandboxKind, program: str) -> None:
     async def verdicts() -> list[Verdict]:
         code = Code(Sandbox(bubblewrap, 2))
-        tests = ['{"call": "f()", "result": "7"}', '{"input": "", "output": "7"}', '{"assert": "assert f() == 7"}']
+        tests = [
+            '{"call": "f()", "result": "7"}',
+            '{"input": "", "output": "7"}',
+            '{"assert": "assert f() == 7"}',
+        ]
         tests.append('{"check": "def check(f): assert f() == 7", "entry_point": "f"}')
         answer = f"```python\n{program}\n```"
-        return await asyncio.gather(*(code.check(Submission(answer, f'{{"tests": [{test}]}}')) for test in tests))
+        return await asyncio.gather(
+            *(code.check(Submission(answer, f'{{"tests": [{test}]}}')) for test in tests)
+        )
 
     assert asyncio.run(verdicts()) == [judged(False)] * 4
 
@@ -411,54 +476,84 @@ def test_programs_that_are_cancelled_leave_nothing_behind(
     asyncio.run(cancelled())
 
 
-def test_without_bubblewrap_code_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_bubblewrap_code_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MegarlError, match=r"^data.sandbox: bubblewrap is not installed.*apt-get.*data.sandbox=rlimits"):
+    with pytest.raises(
+        MegarlError,
+        match=r"^data.sandbox: bubblewrap is not installed.*apt-get.*data.sandbox=rlimits",
+    ):
         graders_of("code")
 
 
-def test_a_bubblewrap_that_may_not_make_namespaces_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+def test_a_bubblewrap_that_may_not_make_namespaces_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bwrap").write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+    )
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setattr("megarl.tasks.graders.sandbox.ENVIRONMENT", {"PATH": str(tmp_path)})
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert shutil.which("bwrap") == str(tmp_path / "bwrap")
-    with pytest.raises(MegarlError, match=r"No permissions to create new namespace.*in a container"):
+    with pytest.raises(
+        MegarlError, match=r"No permissions to create new namespace.*in a container"
+    ):
         Sandbox("bubblewrap", 1).check()
 
 
 @pytest.mark.parametrize("place", ["/tmp", "/var/tmp", "/dev/shm"])
 @pytest.mark.parametrize("linked", [".", "bin/python"])
 def test_python_may_be_installed_anywhere(bubblewrap: SandboxKind, place: str, linked: str) -> None:
-    """Also below /tmp, of which a program has its own, and by links to its directory or its program."""
+    """Also below /tmp, of which a program has its own, and by links to its directory or
+    its program.
+    """
     with tempfile.TemporaryDirectory(dir=place) as folder:
         link = Path(folder) / "python" / linked
         link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(Path(sys.base_prefix) / ("." if linked == "." else f"bin/python3.{sys.version_info.minor}"))
+        link.symlink_to(
+            Path(sys.base_prefix)
+            / ("." if linked == "." else f"bin/python3.{sys.version_info.minor}")
+        )
         python = link / "bin" / "python3" if linked == "." else link
-        program = f"open('/tmp/mine', 'w').close(); import json, os; print(os.access({folder!r}, os.W_OK))"
+        program = (
+            f"open('/tmp/mine', 'w').close(); import json, os; print(os.access({folder!r},"
+            " os.W_OK))"
+        )
         found = Sandbox(bubblewrap, 1, LIMITS, python)
         found.check()
         assert asyncio.run(found.run(program, "")) == Ran("False\n", "exit")
 
 
-def test_a_python_that_needs_more_than_its_directory_is_named(bubblewrap: SandboxKind, tmp_path: Path) -> None:
+def test_a_python_that_needs_more_than_its_directory_is_named(
+    bubblewrap: SandboxKind, tmp_path: Path
+) -> None:
     """And not the kernel, which is not to blame."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text("#!/opt/nowhere/sh")
     (tmp_path / "bin" / "python").chmod(0o755)
-    expected = rf"execvp .*Python cannot be started there: what it needs has to be in {tmp_path}, or in /usr"
+    expected = (
+        rf"execvp .*Python cannot be started there: what it needs has to be in {tmp_path}, or in"
+        r" /usr"
+    )
     with pytest.raises(MegarlError, match=expected) as error:
         Sandbox(bubblewrap, 1, LIMITS, tmp_path / "bin" / "python").check()
     assert "namespaces" not in str(error.value)
 
 
-def test_a_sandbox_that_fails_later_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_sandbox_that_fails_later_is_no_wrong_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """It is tried again; what still fails is a grader that is down."""
-    (tmp_path / "bwrap").write_text('#!/bin/sh\necho x >> "$0.calls"\necho "started or not"\nexit 1\n')
+    (tmp_path / "bwrap").write_text(
+        '#!/bin/sh\necho x >> "$0.calls"\necho "started or not"\nexit 1\n'
+    )
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("megarl.tasks.graders.sandbox.ENVIRONMENT", {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    monkeypatch.setattr(
+        "megarl.tasks.graders.sandbox.ENVIRONMENT", {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    )
     with pytest.raises(GraderDown, match="no sandbox could start a program, 2 times"):
         asyncio.run(Sandbox("bubblewrap", 1).run("print(1)", ""))
     assert (tmp_path / "bwrap.calls").read_text() == "x\nx\n"
@@ -468,7 +563,8 @@ def test_a_time_out_of_a_test_is_one_of_the_grade(bubblewrap: SandboxKind) -> No
     async def graded() -> Grade:
         graders = graders_of("code", SHORT, sandbox=bubblewrap)
         return await graders["task"].grade(
-            "</think>```\nwhile True: pass\n```", prompt_of('{"tests": [{"input": "", "output": "7"}]}')
+            "</think>```\nwhile True: pass\n```",
+            prompt_of('{"tests": [{"input": "", "output": "7"}]}'),
         )
 
     assert asyncio.run(graded()) == Grade(-1.0, False, True, timeout=True)

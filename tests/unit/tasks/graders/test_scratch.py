@@ -30,11 +30,17 @@ with scratch() as folder:
 """
 
 
-def test_a_folder_is_removed_once_nobody_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the processes end that have it as TMPDIR. What is young, linked or held by a living process stays."""
+def test_a_folder_is_removed_once_nobody_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the processes end that have it as TMPDIR. What is young, linked or held by a
+    living process stays.
+    """
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     holders = [
-        subprocess.Popen([sys.executable, "-c", HOLDS], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDS], env=environment, stdout=subprocess.PIPE, text=True
+        )
         for _ in "ab"
     ]
     children: list[psutil.Process] = []
@@ -44,7 +50,9 @@ def test_a_folder_is_removed_once_nobody_holds_it(tmp_path: Path, monkeypatch: p
         children += [psutil.Process(int(pid)) for _, pid in told]
         holders[0].kill()
         holders[0].wait()
-        young, link, another = (tmp_path / name for name in (f"{PREFIX}young", f"{PREFIX}link", "another"))
+        young, link, another = (
+            tmp_path / name for name in (f"{PREFIX}young", f"{PREFIX}link", "another")
+        )
         young.mkdir()
         another.mkdir()
         link.symlink_to(another)
@@ -59,7 +67,9 @@ def test_a_folder_is_removed_once_nobody_holds_it(tmp_path: Path, monkeypatch: p
             remove_abandoned(tmp_path)
             assert set(tmp_path.iterdir()) == {held, young, link, another, ours}
         psutil.wait_procs(children[:1], timeout=10)
-        assert [child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children] == [False, True]
+        assert [
+            child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children
+        ] == [False, True]
         assert (held / "left").exists()
         assert not ours.exists()
     finally:
@@ -72,11 +82,16 @@ def test_a_folder_is_removed_once_nobody_holds_it(tmp_path: Path, monkeypatch: p
 
 MAKES = [
     "import os\nfor _ in range(3000): os.mkdir('d' * 100); os.chdir('d' * 100)",
-    "import os; os.makedirs('a/b'); open('a/b/c', 'w').close(); [os.chmod(f, 0) for f in ('a/b', 'a', '.')]",
+    (
+        "import os; os.makedirs('a/b'); open('a/b/c', 'w').close(); [os.chmod(f, 0) for f in"
+        " ('a/b', 'a', '.')]"
+    ),
     "import os; os.mkfifo('f'); os.symlink('/', 'l')",
     "[open(b'-rf %c' % n, 'w') for n in range(1, 256) if n != 47]",
 ]
-"""Programs that leave something in the working directory: depth, what is shut, no files, odd names."""
+"""Programs that leave something in the working directory: depth, what is shut, no
+files, odd names.
+"""
 ORDINARY = """
 import os, sys
 from pathlib import Path
@@ -144,7 +159,9 @@ def test_what_cannot_be_removed_is_logged_and_stays(
     ],
 )
 def test_a_container_may_not_know_nobody(tmp_path: Path, table: str, mapped: bool) -> None:
-    """Where root is the only user, it is an ordinary one outside, and agents stay that user."""
+    """Where root is the only user, it is an ordinary one outside, and agents stay that
+    user.
+    """
     (tmp_path / "uid_map").write_text(table)
     assert folders._is_mapped(str(tmp_path / "uid_map")) is mapped
 
@@ -152,12 +169,18 @@ def test_a_container_may_not_know_nobody(tmp_path: Path, table: str, mapped: boo
 @pytest.mark.parametrize("fault", ["a missing sh", "a slow rm"])
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_removal_that_fails_is_no_error(
-    fault: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: str,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     if fault == "a slow rm":
         (tmp_path / "rm").write_text("#!/bin/sh\n/bin/sleep 60")
         (tmp_path / "rm").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path) if fault == "a missing sh" else f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv(
+        "PATH", str(tmp_path) if fault == "a missing sh" else f"{tmp_path}:/usr/bin:/bin"
+    )
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(folders, "REMOVAL_LIMIT_S", 0.1)
     if kind == "sync":
@@ -165,7 +188,11 @@ def test_a_removal_that_fails_is_no_error(
             (folder / "file").touch()
     else:
         folder = asyncio.run(leave_a_file())
-    reason = "cannot be removed: .*No such file" if fault == "a missing sh" else "is not removed after 0.1 s"
+    reason = (
+        "cannot be removed: .*No such file"
+        if fault == "a missing sh"
+        else "is not removed after 0.1 s"
+    )
     assert re.search(f"{folder} {reason}", caplog.text)
 
 
@@ -175,7 +202,9 @@ async def leave_a_file() -> Path:
     return folder
 
 
-def test_the_event_loop_goes_on_while_a_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_event_loop_goes_on_while_a_folder_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A program may have left a hundred thousand files."""
 
     async def ticks() -> int:
@@ -193,10 +222,16 @@ def test_the_event_loop_goes_on_while_a_folder_is_removed(tmp_path: Path, monkey
     assert asyncio.run(ticks()) > 10
 
 
-def test_workers_can_make_temporary_files_where_the_jobs_folder_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container does not have it. Python looks elsewhere by itself; what an environment starts, such as a shell, does not."""
+def test_workers_can_make_temporary_files_where_the_jobs_folder_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A container does not have it. Python looks elsewhere by itself; what an
+    environment starts, such as a shell, does not.
+    """
     for name in ("TMPDIR", "TEMP", "TMP"):
         monkeypatch.setenv(name, "/nowhere/job-1")
     monkeypatch.setattr(tempfile, "tempdir", None)
-    made = subprocess.run(["mktemp"], env=worker_environment(), capture_output=True, text=True, check=True)
+    made = subprocess.run(
+        ["mktemp"], env=worker_environment(), capture_output=True, text=True, check=True
+    )
     Path(made.stdout.strip()).unlink()

@@ -38,7 +38,9 @@ async def yes(submission: Submission) -> Verdict:
     ("answers", "truncated", "score"),
     [(COMPLETE, True, RIGHT), (CUT_OFF, True, WRONG), (CUT_OFF, False, RIGHT)],
 )
-def test_only_a_complete_box_or_answer_line_counts(answers: list[str], truncated: bool, score: float) -> None:
+def test_only_a_complete_box_or_answer_line_counts(
+    answers: list[str], truncated: bool, score: float
+) -> None:
     async def scores() -> dict[str, float]:
         check = unless_cut_off(yes)
         asked = {answer: Submission(answer, "7", truncated=truncated) for answer in answers}
@@ -47,7 +49,9 @@ def test_only_a_complete_box_or_answer_line_counts(answers: list[str], truncated
     assert asyncio.run(scores()) == dict.fromkeys(answers, score)
 
 
-def correct(grader: str, answer: str, expected: str, truncated: bool, grade_truncated: bool = False) -> bool:
+def correct(
+    grader: str, answer: str, expected: str, truncated: bool, grade_truncated: bool = False
+) -> bool:
     """Return whether a task's grader takes the answer for right."""
     task = {"train": "a.jsonl", "heldout": "b.jsonl", "grader": grader}
     tree = {"data": {"tasks": {"task": task}}, "length": {"grade_truncated": grade_truncated}}
@@ -84,7 +88,9 @@ def test_the_recipe_decides_how_truncated_answers_are_graded(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("truncated", [False, True])
-def test_a_grader_of_ones_own_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, truncated: bool) -> None:
+def test_a_grader_of_ones_own_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, truncated: bool
+) -> None:
     (tmp_path / "my_endings.py").write_text(OWN_GRADER)
     monkeypatch.chdir(tmp_path)
     assert correct("my_endings:is_whole", "</think>7", "", truncated) is not truncated
