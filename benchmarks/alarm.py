@@ -202,7 +202,8 @@ def tables(runs: Sequence[JudgedRun]) -> str:
         " before",
         [(kind, len(some), *_counts(some)) for kind, some in kinds.items()],
     )
-    steps, count = sum(run.steps for run in runs), sum(len(run.false_alarms) for run in runs)
+    steps = sum(run.steps for run in runs)
+    count = sum(len(run.false_alarms) for run in runs)
     listed = (
         "; ".join(f"{run.name}: {', '.join(run.false_alarms)}" for run in runs if run.false_alarms)
         or "none"

@@ -44,9 +44,12 @@ from megarl.tasks.data.arithmetic_models import save_model
 ROOT = Path(__file__).parents[1]
 INJECTED = Path(__file__).with_name("alarm_injected")
 DTYPES = ("fp32", "bf16", "fp16")
-FORK, OWN, AFTER = 48, 8, 60
+FORK = 48
+OWN = 8
+AFTER = 60
 FAULT = FORK + OWN
-EVERY, PROMPTS = 4, 128
+EVERY = 4
+PROMPTS = 128
 """Steps between evaluations, and answers in each: at a pass rate of .7 the standard
 error is .041, a difference's .057.
 """
@@ -230,11 +233,9 @@ class Running:
     """A run in progress."""
 
     def __init__(self, folder: Path, made: Made) -> None:
-        self.made, self._run, self._log = (
-            made,
-            RunDir(folder / made.name),
-            folder / f"{made.name}.log",
-        )
+        self._run = RunDir(folder / made.name)
+        self.made = made
+        self._log = folder / f"{made.name}.log"
         prepare(folder, made.moe)
         shutil.rmtree(self._run.path, ignore_errors=True)
         environment = os.environ | {
@@ -296,7 +297,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--at-once", type=int, default=1)
     options = parser.parse_args()
-    until, folder = time.monotonic() + options.seconds, options.folder.absolute()
+    until = time.monotonic() + options.seconds
+    folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "labels.csv"
     done = alarm.labels(path) if path.exists() else []

@@ -46,7 +46,8 @@ CELLS = (
 )  # the fitted ones come first
 FITTED = 5
 SHORT = 0.34  # share of the rollouts that is fitted
-FEW, SUBSETS = 3, 30
+FEW = 3
+SUBSETS = 30
 
 
 def recipes(directory: Path) -> dict[str, Recipe]:
@@ -134,9 +135,11 @@ def judge(
     prices = measured(short, [*runs]) if fixed else {batch: float(np.prod(batch)) for batch in runs}
     budget = min(hours * (ROLLOUTS // np.prod(batch)) for batch, hours in prices.items())
     ranked, _ = choose(CellLaw(short), prices, float(budget) + 1e-9)
-    start, scores = float(np.mean([curve.r0 for curve in curves.values()])), {}
+    start = float(np.mean([curve.r0 for curve in curves.values()]))
+    scores = {}
     for choice in ranked:
-        curve, rollouts = curves[choice.batch], np.prod(choice.batch) * choice.steps
+        curve = curves[choice.batch]
+        rollouts = np.prod(choice.batch) * choice.steps
         scores[choice.batch] = float(
             np.interp(np.log(rollouts), np.log(curve.hours), curve.pass_rate)
         )

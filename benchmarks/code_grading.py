@@ -42,7 +42,8 @@ async def in_sandbox(answers: int, workers: int, answer: str = ANSWER, tests: st
 
 
 async def bare(answers: int, workers: int) -> float:
-    places, program = asyncio.Semaphore(workers), program_of(ANSWER)
+    places = asyncio.Semaphore(workers)
+    program = program_of(ANSWER)
     python = str(Sandbox("rlimits", 1).python)
     assert program
 

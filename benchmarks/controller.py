@@ -56,7 +56,9 @@ from megarl.run.process import free_ports
 from megarl.tasks.data import arithmetic
 from megarl.tasks.data.arithmetic_models import LLAMA, save_model
 
-SERVERS, GENERATIONS, K = 64, 16, 8
+SERVERS = 64
+GENERATIONS = 16
+K = 8
 CHUNKS = (4, 12)
 """The fewest and the most chunks of a completion: 256 to 768 tokens."""
 START_LIMIT_S = 450.0
@@ -76,8 +78,13 @@ class StandInServers:
     """
 
     def __init__(self, folder: Path, streams: int, every_s: float) -> None:
-        self._tokenizer, self._streams, self._every_s = load_tokenizer(folder), streams, every_s
-        self.streams, self.version, self.running, self.chunks = streams, 0, 0, 0
+        self._tokenizer = load_tokenizer(folder)
+        self._streams = streams
+        self._every_s = every_s
+        self.streams = streams
+        self.version = 0
+        self.running = 0
+        self.chunks = 0
         logprobs = [[LOGPROB, i, None] for i in range(CHUNK)]
         self._about: dict[str, Any] = {
             "id": "x" * 32,
@@ -101,7 +108,9 @@ class StandInServers:
         if not asked.get("stream"):
             asked_for = zip(asked["input_ids"], asked["logprob_start_len"], strict=True)
             return web.json_response([self._scored(ids[start:]) for ids, start in asked_for])
-        left, begun, reply = random.randint(*CHUNKS), self.version, web.StreamResponse()
+        left = random.randint(*CHUNKS)
+        begun = self.version
+        reply = web.StreamResponse()
         if self._streams > 0:
             self._streams -= 1
             left = random.randint(1, left)
@@ -176,7 +185,9 @@ def learn(rundir: RunDir, servers: StandInServers) -> None:
     """Be the learner: take batches and publish, until the controller stops; its log
     says why.
     """
-    endpoints, step, name = rundir.endpoints(), 0, "stand-in"
+    endpoints = rundir.endpoints()
+    step = 0
+    name = "stand-in"
     link = ControllerLink(
         endpoints.controller, endpoints.link, lambda: "", resend_s=5.0, limit_s=600.0
     )
@@ -280,7 +291,8 @@ def _measured(
 
     begin = time.monotonic()
     while servers.version < 2:
-        ended, late = process.poll() is not None, time.monotonic() - begin > START_LIMIT_S
+        ended = process.poll() is not None
+        late = time.monotonic() - begin > START_LIMIT_S
         if ended or late:
             why = (
                 "the controller ended"
@@ -291,13 +303,11 @@ def _measured(
         print(f"version {servers.version}, {servers.running} requests in flight", file=sys.stderr)
         time.sleep(1)
     print(f"process {process.pid} is measured", file=sys.stderr)
-    begin, before, chunks, version, flights = (
-        time.monotonic(),
-        used(),
-        servers.chunks,
-        servers.version,
-        [],
-    )
+    begin = time.monotonic()
+    before = used()
+    chunks = servers.chunks
+    version = servers.version
+    flights = []
     while time.monotonic() - begin < seconds:
         time.sleep(1)
         flights.append(servers.running)

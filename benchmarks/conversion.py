@@ -119,7 +119,8 @@ def copy(source: Path, destination: Path) -> None:
                     dst.write(chunk)
                     unsettled += len(chunk)
                     if unsettled >= SETTLE_BYTES and (settling is None or settling.done()):
-                        unsettled, settling = 0, disk.submit(_settle, destination / path.name)
+                        unsettled = 0
+                        settling = disk.submit(_settle, destination / path.name)
             disk.submit(_settle, destination / path.name)
 
 

@@ -185,7 +185,8 @@ def measure(part: str, place: Path) -> None:
     """
     begun = time.monotonic()
     rows = PARTS[part](place)
-    seconds, cpu = time.monotonic() - begun, time.process_time()
+    seconds = time.monotonic() - begun
+    cpu = time.process_time()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
         json.dumps(

@@ -61,10 +61,8 @@ def main() -> None:
     optimizer = (f"learner.optimizer.lr={options.lr}", "learner.optimizer.warmup_steps=0")
     recipe = recipes.load(options.recipe, [*model, *optimizer])
     parallel.start(recipe.model, seed=0, timeout_s=60)
-    trainer, journal = (
-        Trainer(recipe, Path(options.model)),
-        JournalReader(RunDir(options.run).rollouts),
-    )
+    trainer = Trainer(recipe, Path(options.model))
+    journal = JournalReader(RunDir(options.run).rollouts)
     share = statistics.median(replayed(trainer, journal, options.steps))
     for each in (share, NORMAL):
         passes(options.mib << 20, each, build.DTYPES[options.dtype])
@@ -73,7 +71,8 @@ def main() -> None:
 def replayed(trainer: Trainer, journal: JournalReader, steps: int) -> list[float]:
     """Train, and print what changed; return each step's share of changed values."""
     admission = journal.fold().admission
-    before, rows = exported(trainer), []
+    before = exported(trainer)
+    rows = []
     whole = sum(tensor.nbytes for tensor in before.values())
     values = sum(tensor.numel() for tensor in before.values())
     print(
@@ -165,7 +164,8 @@ def passes(size: int, share: float, dtype: torch.dtype) -> None:
     new = old.clone()
     steps = (torch.rand(size // 2, generator=draw) < share).short()
     bits(new).add_(steps * (2 * torch.randint(0, 2, (size // 2,), generator=draw).short() - 1))
-    code, room = encode(old, new), torch.empty_like(old)
+    code = encode(old, new)
+    room = torch.empty_like(old)
     ways: dict[str, Callable[[], object]] = {
         "copy": lambda: room.copy_(new),
         "encode": lambda: encode(old, new),

@@ -188,7 +188,8 @@ def server_alone(recipe: Recipe, work: GrpoStepSizes) -> float:
 
             async def one(i: int) -> int:
                 async with places:
-                    prompt, salt = prompts[i // work.generations].tokens, str(i // work.generations)
+                    prompt = prompts[i // work.generations].tokens
+                    salt = str(i // work.generations)
                     done = await client.generate(
                         prompt, work.max_tokens, stop_token_ids=(EOS,), cache_salt=salt
                     )

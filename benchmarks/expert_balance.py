@@ -46,7 +46,10 @@ from megarl.tasks.data.traces import load_traces
 from tests.parallel.worlds import run_world
 from tests.tiny_scores import scores
 
-RANKS, LAYERS, EXPERTS, HELD_OUT = 4, 4, 16, 256
+RANKS = 4
+LAYERS = 4
+EXPERTS = 16
+HELD_OUT = 256
 TOKENS = 1024
 """Tokens of a step, which is one micro-batch. Each of the two ranks that share it has
 512 of them, 32 per expert.
@@ -117,7 +120,8 @@ class Watched:
     def _see(
         self, router: Any, inputs: tuple[Tensor, Tensor | None], outputs: tuple[Tensor, Tensor]
     ) -> None:
-        map_, padding = outputs[1], inputs[1]  # there is no padding mask outside training
+        map_ = outputs[1]
+        padding = inputs[1]  # there is no padding mask outside training
         here = torch.ones(len(map_), dtype=torch.bool) if padding is None else ~padding.reshape(-1)
         if router.topk == 1:  # the choices before tokens were dropped
             best = router.gating(inputs[0]).reshape(-1, EXPERTS).argmax(-1)
@@ -135,7 +139,8 @@ class Watched:
         rank's tokens in a micro-batch.
         """
         (config,) = {id(router.config): router.config for router in self.routers}.values()
-        before, config.moe_expert_capacity_factor = config.moe_expert_capacity_factor, factor
+        before = config.moe_expert_capacity_factor
+        config.moe_expert_capacity_factor = factor
         yield
         config.moe_expert_capacity_factor = before
 
@@ -210,7 +215,9 @@ def run(name: str, settings: dict[str, float], steps: int, folder: Path) -> dict
     watched = Watched(trainer)
     traces = load_traces(str(folder / "sft.jsonl"), load_tokenizer(init), recipe.data.decontaminate)
     held_out = next(batches(traces[:HELD_OUT], sum(len(t.tokens) for t in traces[:HELD_OUT]), 0))
-    begun, losses, counted = time.monotonic(), [], []
+    begun = time.monotonic()
+    losses = []
+    counted = []
     for step, batch in enumerate(islice(batches(traces[HELD_OUT:], TOKENS, 0), steps)):
         with watched.with_capacity(capacity):
             losses.append(trainer.train_step(batch)["loss"])

@@ -86,7 +86,8 @@ def replayed(scores: Sequence[Row]) -> Replayed:
 
 def fell(scores: Sequence[Row]) -> bool:
     pairs = [fmean((a["pass_rate"], b["pass_rate"])) for a, b in pairwise(scores)]
-    best, last = max(pairs), pairs[-1]
+    best = max(pairs)
+    last = pairs[-1]
     answers = 2 * scores[-1]["n_prompts"] * scores[-1]["samples"]
     error = sqrt((best * (1 - best) + last * (1 - last)) / answers)
     return best - last > max(LEAST_FALL, STANDARD_ERRORS * error)

@@ -63,7 +63,8 @@ def _by_scipy(
 ) -> Forecaster:
     def forecast(curve: Curve, at: float) -> Predicted:
         scale = curve.hours[-1]
-        x, y = curve.hours / scale, curve.pass_rate
+        x = curve.hours / scale
+        y = curve.pass_rate
         r0 = y.min() if curve.r0 is None else curve.r0
         best, covariance = optimize.curve_fit(
             lambda c, *p: law(c, r0, *p),
@@ -171,12 +172,12 @@ def judge(runs: list[CorpusRun]) -> dict[str, list[Judged]]:
                     RuntimeError,
                     MegarlError,
                 ):  # without a fit, only the last score is known, and any score is possible
-                    middle, low, high = float(seen.pass_rate[-1]), 0.0, 1.0
+                    middle = float(seen.pass_rate[-1])
+                    low = 0.0
+                    high = 1.0
                 one = noise(score, seen)
-                wide_low, wide_high = (
-                    math.hypot(middle - low, 1.96 * one),
-                    math.hypot(high - middle, 1.96 * one),
-                )
+                wide_low = math.hypot(middle - low, 1.96 * one)
+                wide_high = math.hypot(high - middle, 1.96 * one)
                 judged[name].append(
                     Judged(
                         run.name, ahead, score, middle, middle - wide_low, middle + wide_high, one
@@ -259,7 +260,8 @@ def arguments(
 
 def main() -> None:
     runs, options = arguments(__doc__)
-    judged, figures = judge(runs), []
+    judged = judge(runs)
+    figures = []
     print(
         "| ahead | forecast | runs, predictions | inside | RMSE net of noise | median width |"
         " interval score |\n" + "|---" * 7 + "|"

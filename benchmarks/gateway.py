@@ -49,7 +49,8 @@ RECIPE = from_tree(
 )
 RESULT = 2000
 """Characters in a tool's result. The policy writes WORDS words before a call."""
-WORDS, REPEATS = 50, 20
+WORDS = 50
+REPEATS = 20
 RNG = random.Random(0)
 VOCABULARY = [
     "".join(RNG.choices(string.ascii_lowercase, k=RNG.randint(2, 9))) for _ in range(8000)
@@ -151,7 +152,8 @@ async def agents() -> None:
     """Be the agents' process: read the job from stdin, and write the measurements to
     stdout.
     """
-    asked, waits = json.loads(sys.stdin.readline()), list[float]()
+    asked = json.loads(sys.stdin.readline())
+    waits = list[float]()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         made = await asyncio.gather(
             *(work(http, asked["url"], key, asked["turns"], waits) for key in asked["keys"])
@@ -164,10 +166,8 @@ async def measured(sessions: int, turns: int, tokenizer: Tokenizer, last: int) -
     """Serve `sessions` sessions at once; return the controller's CPU time and the
     agents' waits. last: only this many requests, the last ones, count.
     """
-    gateway, rendering = (
-        Gateway("127.0.0.1"),
-        Rendering(load_chat(tokenizer.path), tokenizer, "sampled"),
-    )
+    gateway = Gateway("127.0.0.1")
+    rendering = Rendering(load_chat(tokenizer.path), tokenizer, "sampled")
     policies = [MadeUpPolicy(tokenizer) for _ in range(sessions)]
     await gateway.start()
     async with AsyncExitStack() as stack:

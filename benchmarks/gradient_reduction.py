@@ -92,7 +92,8 @@ def measure(model: Path, microbatches: int, tokens: int) -> None:
     """Act as one rank; rank 0 writes the result into the model's folder."""
     parallel.start(recipes.Model(), seed=0, timeout_s=60)
     batch = sequences(microbatches, tokens)
-    reference, ways = None, {}
+    reference = None
+    ways = {}
     for way, changes in WAYS.items():
         found = reduced_gradients(model, batch, changes)
         if reference is None:

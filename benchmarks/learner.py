@@ -50,10 +50,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model"
         make_model(path, work)
-        ours, theirs = (
-            megarl_step(path, options.microbatch_tokens),
-            transformers_step(path, options.microbatch_tokens),
-        )
+        ours = megarl_step(path, options.microbatch_tokens)
+        theirs = transformers_step(path, options.microbatch_tokens)
         seconds: dict[str, list[float]] = {"megarl": [], "transformers": []}
         for step in range(options.steps + 1):
             for name, run in (("megarl", ours), ("transformers", theirs)):
@@ -122,7 +120,8 @@ def transformers_step(path: Path, microbatch_tokens: int) -> Callable[[list[Trai
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
 
     def step(batch: list[TrainSequence]) -> float:
-        longest, prompt = max(map(len, batch)), int(np.flatnonzero(batch[0].loss_weight)[0])
+        longest = max(map(len, batch))
+        prompt = int(np.flatnonzero(batch[0].loss_weight)[0])
         total = 0.0
         optimizer.zero_grad()
         for part in torch.arange(len(batch)).split(max(1, microbatch_tokens // longest)):

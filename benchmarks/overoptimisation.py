@@ -79,7 +79,8 @@ def cases(t: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return pairs of proxy and trusted rates by scenario. t: [evaluations] from 0 to
     1; peaks are at 0.4.
     """
-    rising, flat = 0.35 + 0.5 * t / (t + 0.2), np.full(len(t), 0.5)
+    rising = 0.35 + 0.5 * t / (t + 0.2)
+    flat = np.full(len(t), 0.5)
     falls = {f"trusted falls by {fall}": fall for fall in (0.05, 0.1, 0.2)}
     peak = {
         name: np.where(t < 0.4, 0.4 + 0.5 * t, 0.6 - fall * (t - 0.4) / 0.6)
@@ -116,7 +117,8 @@ def simulate(runs: int, evaluations: Sequence[int] = (12, 30), prompts: int = 20
     )
     for count in evaluations:
         for name, (proxy, trusted) in cases(np.linspace(0, 1, count)).items():
-            shares, first = [], []
+            shares = []
+            first = []
             for strays in (0.0, 0.01, 0.02, 0.04):
                 found = [
                     alarm(drawn(proxy, prompts, strays, rng), drawn(trusted, prompts, strays, rng))

@@ -18,8 +18,10 @@ import numpy as np
 from megarl.core.algorithm.packing import BY_TOKENS, Cost, cost_of, pack, step_cost
 from megarl.core.base import architecture
 
-CONTEXT, ROLLOUTS = 16_384, 768
-MEDIAN, SPREAD = 6000, 0.6
+CONTEXT = 16_384
+ROLLOUTS = 768
+MEDIAN = 6000
+SPREAD = 0.6
 MICROBATCH = 16_384
 
 

@@ -20,7 +20,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -249,7 +249,8 @@ def beside_learner(
 
 def linear(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
     """Return a, b of y = a + b x, neither negative, with the least relative errors."""
-    x, y = np.asarray(xs, np.float64), np.asarray(ys, np.float64)
+    x = np.asarray(xs, np.float64)
+    y = np.asarray(ys, np.float64)
     design = np.stack([1 / y, x / y], 1)
     a, b = np.linalg.lstsq(design, np.ones(len(y)), rcond=None)[0]
     if a < 0 or b < 0:  # due to noise; the other one alone is enough
@@ -270,9 +271,10 @@ def prediction(recipe: Recipe, known: Calibration, lengths: Lengths) -> Figures:
         known.trained_share,
         sample,
     )
-    step_seconds: Callable[[float, float], float] = lambda running, held: (
-        known.decode[0] + known.decode[1] * running
-    )
+
+    def step_seconds(running: float, held: float) -> float:
+        return known.decode[0] + known.decode[1] * running
+
     costs = Costs(
         step_seconds=step_seconds,
         train_seconds=lambda sequences: known.train[0] + known.train[1] * sum(sequences),

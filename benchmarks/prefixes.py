@@ -38,7 +38,9 @@ from tests.tiny import tiny_llama
 
 GENERATIONS = 8
 TURNS = 3
-PROMPT, REPLY, LIMIT = 256, 16, 400
+PROMPT = 256
+REPLY = 16
+LIMIT = 400
 STOP = (0, 1, 2, 3)
 """A turn ends with one of these or the end token, on average after 26 random tokens
 from 128.
@@ -48,7 +50,8 @@ from 128.
 class Counting:
     """An environment of TURNS turns."""
 
-    turns, stop_tokens = TURNS, STOP
+    turns = TURNS
+    stop_tokens = STOP
 
     def __init__(self) -> None:
         self.step_number = 0
@@ -109,7 +112,8 @@ async def share(servers: OwnServers, groups: int, seed: int, waits: bool) -> dic
         servers.recipe,
         np.random.default_rng(seed),
     )  # with places of its own
-    places, admission = servers.places, Admission(1000, 8)
+    places = servers.places
+    admission = Admission(1000, 8)
     silent: dict[str, Any] = {"decode": lambda tokens: "", "continued": lambda tokens: ""}
     tokenizer: Any = SimpleNamespace(ids=lambda text: np.zeros(0, np.int32), ends=(127,), **silent)
     environments: Any = SimpleNamespace(of=lambda task: Counting())
@@ -137,7 +141,8 @@ async def share(servers: OwnServers, groups: int, seed: int, waits: bool) -> dic
         )
         await asyncio.gather(*map(sampler.complete, jobs))
 
-    begin, running = time.monotonic(), set()
+    begin = time.monotonic()
+    running = set()
     for _ in range(groups):
         while places.free(lambda version: True) <= 0:
             places.changed.clear()
@@ -148,7 +153,8 @@ async def share(servers: OwnServers, groups: int, seed: int, waits: bool) -> dic
     for client in servers.clients.values():
         await client.close()
     uses = places.use.values()
-    reusable, cached = sum(use.reusable for use in uses), sum(use.cached for use in uses)
+    reusable = sum(use.reusable for use in uses)
+    cached = sum(use.cached for use in uses)
     return {
         "reusable_tokens": reusable,
         "cached_tokens": cached,

@@ -39,7 +39,8 @@ SECONDS = {
 """A layer's minimum cannot exceed the quickest published value: 8.8 ms, for
 Qwen3-30B-A3B with micro-batches of 4,096.
 """
-KINDS_DIFFER, MODELS_DIFFER = 0.2, 0.15
+KINDS_DIFFER = 0.2
+MODELS_DIFFER = 0.15
 """Scales, as logarithms. Efficiencies of kinds of GPU are assumed normal about that of
 all kinds, models' errors Laplacian.
 """
@@ -82,7 +83,8 @@ def main() -> None:
     if options.keep:
         keep(cases)
     known: Known = {}
-    predicted, fitted = held_out(cases, known), fit(cases, known)
+    predicted = held_out(cases, known)
+    fitted = fit(cases, known)
     found = {"left_out": left_out, "fitted": fitted, **figures(cases, predicted)}
     options.json.write_text(json.dumps(found, indent=1) + "\n")
     draw(cases, predicted, options.picture)
@@ -100,7 +102,8 @@ def read(folder: Path) -> tuple[list[Case], dict[str, dict[str, int]]]:
     """Return the cases of the folder's rows, and for each file how many rows are left
     out by each rule.
     """
-    cases, left_out = [], {}
+    cases = []
+    left_out = {}
     for file in FILES:
         refused: Counter[str] = Counter()
         with (folder / f"{file}.csv").open() as lines:

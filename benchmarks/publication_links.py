@@ -42,7 +42,8 @@ from megarl.core.weights.served_weights import ServedWeights
 from megarl.run.process import free_ports
 
 RANKS = 2
-BRIDGE, SERVER = "megarl-links", "10.231.78.1"
+BRIDGE = "megarl-links"
+SERVER = "10.231.78.1"
 BUCKET_MB = 64
 
 
@@ -145,9 +146,11 @@ def rank(path: str, mbit: int, repeats: int) -> None:
     bind_all()
     torch.set_num_threads(1)
     recipe = recipes.load(path)
-    endpoints, source = RunDir(recipe.run.path).endpoints(), Path(recipe.model.path)
+    endpoints = RunDir(recipe.run.path).endpoints()
+    source = Path(recipe.model.path)
     parallel.start(recipe.model, 0, 120)
-    family, chunks = family_of(source), build.build(recipe.model, source)
+    family = family_of(source)
+    chunks = build.build(recipe.model, source)
     hf.load(chunks, family, source)
     server = ServerAddress(id=0, url=endpoints.servers[0], tensor_parallel=RANKS)
     weights = ServedWeights(chunks, family, fp8=False)
@@ -171,7 +174,8 @@ def rank(path: str, mbit: int, repeats: int) -> None:
     if dist.get_rank() == 0:
         print(f"{size / 2**20:.0f} MiB, links of {mbit} Mbit/s, medians of {repeats}")
         for sources, each in seconds.items():
-            least, median = size * 8e-6 / mbit / sources, statistics.median(each)
+            least = size * 8e-6 / mbit / sources
+            median = statistics.median(each)
             print(f"{sources} sending: {median:.2f} s, {least / median:.2f} of the links' rate")
     parallel.stop()
 

@@ -54,7 +54,8 @@ def main() -> int:
 
 
 def report(rundir: RunDir, seconds: float) -> None:
-    rows, scores = latest_rows(rundir.metrics), latest_rows(rundir.eval)
+    rows = latest_rows(rundir.metrics)
+    scores = latest_rows(rundir.eval)
     print(f"\n{'steps':<32}{len(rows)}")
     print(
         f"{'seconds':<32}{seconds:.0f},"
@@ -63,8 +64,10 @@ def report(rundir: RunDir, seconds: float) -> None:
     print(
         f"{'pass rate, held out':<32}{scores[0]['pass_rate']:.3f} → {scores[-1]['pass_rate']:.3f}"
     )
-    rates, tenth = [row["pass_rate_train"] for row in rows], -(-len(rows) // 10)
-    first, last = statistics.mean(rates[:tenth]), statistics.mean(rates[-tenth:])
+    rates = [row["pass_rate_train"] for row in rows]
+    tenth = -(-len(rows) // 10)
+    first = statistics.mean(rates[:tenth])
+    last = statistics.mean(rates[-tenth:])
     print(f"{'pass rate, training, tenths':<32}{first:.3f} → {last:.3f}")
     for name in sorted({key for row in rows for key in row if key.startswith("parity")}):
         values = [row[name] for row in rows if isinstance(row.get(name), int | float)]

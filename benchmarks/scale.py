@@ -95,7 +95,8 @@ def routing(servers: int) -> float:
         membership.publish(range(servers), 0, "learner")
         for i in range(servers):
             membership.published(i, 0, "learner", "")
-        places, admission = Places(membership, 256), Admission(1000, 8)
+        places = Places(membership, 256)
+        admission = Admission(1000, 8)
         for use in places.use.values():
             use.running = 128
         places.refresh()
@@ -251,12 +252,11 @@ def streams(count: int) -> dict[str, float]:
             await asyncio.gather(*running)
             return time.process_time() - begin
 
-    seconds, took = (
-        asyncio.run(work(f"http://127.0.0.1:{told.get(timeout=60)}")),
-        told.get(timeout=60),
-    )
+    seconds = asyncio.run(work(f"http://127.0.0.1:{told.get(timeout=60)}"))
+    took = told.get(timeout=60)
     stand_in.kill()
-    a_chunk, rate = seconds / (2 * count), 2 * count * CHUNK / took
+    a_chunk = seconds / (2 * count)
+    rate = 2 * count * CHUNK / took
     return {"seconds_a_chunk": a_chunk, "tokens_a_second": rate, "cores": a_chunk * RATE / CHUNK}
 
 
@@ -286,7 +286,8 @@ def stream(told: Any, count: int) -> None:
         await connected.wait()
         told.put("connected")
         await asyncio.sleep(1)
-        begin, sent = time.monotonic(), 0
+        begin = time.monotonic()
+        sent = 0
         for line in (first, last + b"0\r\n\r\n"):
             for writer in writers:
                 writer.write(line)

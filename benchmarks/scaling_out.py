@@ -20,7 +20,9 @@ from megarl.lab.planning.layouts import PlanningProblem, as_written
 from megarl.lab.planning.simulate import costs, simulate, summary
 from megarl.lab.planning.workload import lognormal, workload
 
-MEAN, SPREAD, STEPS = 8000, 0.5, 12
+MEAN = 8000
+SPREAD = 0.5
+STEPS = 12
 BASE = ("model.tensor_parallel=2", "model.context_parallel=4", "resources.server_tensor_parallel=1")
 CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "80": (80, 1, ("resources.servers=48", "resources.learner_ranks=32")),

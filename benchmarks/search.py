@@ -25,10 +25,14 @@ from benchmarks.forecasts import part_of
 from megarl.lab.scaling.points import Curve, read_points
 from megarl.lab.study.search import judge
 
-END, RUNGS, SCORED = 60, (15, 30), (2, 4, 6, 9, 13, 15, 19, 27, 30)
-ANSWERS, R0 = 2048, 0.4
+END = 60
+RUNGS = (15, 30)
+SCORED = (2, 4, 6, 9, 13, 15, 19, 27, 30)
+ANSWERS = 2048
+R0 = 0.4
 SAME = 0.01  # an arm this close to the best A counts as equally good
-MISFIT, SEED = 0.01, 0.04  # deviations, shares of the gain (megarl/lab/scaling/fit.py, PRIOR)
+MISFIT = 0.01
+SEED = 0.04  # deviations, shares of the gain (megarl/lab/scaling/fit.py, PRIOR)
 
 
 class ArmLaw(NamedTuple):
@@ -78,7 +82,8 @@ def drawn_curve(rng: np.random.Generator, law: ArmLaw) -> Curve:
         np.zeros(len(steps)), (MISFIT * (law.a - R0)) ** 2 * np.exp(-apart / 1.5)
     )
     rates = np.clip(R0 + gain * (1 + rng.normal(0, SEED)) + strays, 0, 1)
-    scores, before = rng.binomial(ANSWERS, rates) / ANSWERS, rng.binomial(ANSWERS, R0) / ANSWERS
+    scores = rng.binomial(ANSWERS, rates) / ANSWERS
+    before = rng.binomial(ANSWERS, R0) / ANSWERS
     return Curve("", steps, scores, before, "core", answers=ANSWERS)
 
 
@@ -88,7 +93,9 @@ def until(curve: Curve, step: int) -> Curve:
 
 def searched(laws: Sequence[ArmLaw], curves: Sequence[Curve]) -> Searched:
     """Halve by the posterior, and once more by the last scores."""
-    alive, by_score, stated = [str(n) for n in range(len(laws))], list(range(len(laws))), 1.0
+    alive = [str(n) for n in range(len(laws))]
+    by_score = list(range(len(laws)))
+    stated = 1.0
     for rung in RUNGS:
         judged = judge({arm: [until(curves[int(arm)], rung)] for arm in alive})
         alive = [one.arm for one in judged.standings[: (len(alive) + 1) // 2]]
@@ -106,7 +113,8 @@ def _found(laws: Sequence[ArmLaw], chosen: int) -> Halved:
 
 def simulated(searches: int, seed: int, spread: float) -> list[Searched]:
     """Search among arms whose A have the standard deviation `spread`."""
-    rng, found = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    found = []
     for _ in range(searches):
         laws = [drawn_law(rng, centre, spread) for centre in [rng.uniform(0.6, 0.9)] * 4]
         found.append(searched(laws, [drawn_curve(rng, law) for law in laws]))
@@ -146,7 +154,10 @@ def recorded(folder: Path, answers: int, searches: int, seed: int) -> list[Recor
 
 def _recorded(runs: dict[str, list[Curve]]) -> Recorded:
     count = min(len(curve.hours) for curves in runs.values() for curve in curves)
-    alive, by_score, stated, reached = list(runs), list(runs), 1.0, dict.fromkeys(runs, count)
+    alive = list(runs)
+    by_score = list(runs)
+    stated = 1.0
+    reached = dict.fromkeys(runs, count)
     for rung in (count // 2, count * 3 // 4):
         first = {
             arm: [part_of(curve, slice(rung)) for curve in curves] for arm, curves in runs.items()
@@ -154,7 +165,8 @@ def _recorded(runs: dict[str, list[Curve]]) -> Recorded:
         judged = judge({arm: first[arm] for arm in alive})
         kept = [one.arm for one in judged.standings[: (len(alive) + 1) // 2]]
         reached |= {arm: rung for arm in alive if arm not in kept}
-        alive, stated = kept, stated * judged.chance(kept)
+        alive = kept
+        stated = stated * judged.chance(kept)
         last = {
             arm: float(np.mean([curve.pass_rate[-1] for curve in first[arm]])) for arm in by_score
         }

@@ -159,7 +159,9 @@ async def once(
     """Return tokens/s, tokens per CPU-second of the server's processes, and CPU-seconds
     of this process per second.
     """
-    server, client, start = server_cpu(pid), client_cpu(), time.monotonic()
+    server = server_cpu(pid)
+    client = client_cpu()
+    start = time.monotonic()
     count = sum(await asyncio.gather(*(load() for _ in range(concurrency))))
     seconds = time.monotonic() - start
     return count / seconds, count / (server_cpu(pid) - server), (client_cpu() - client) / seconds

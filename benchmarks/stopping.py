@@ -75,9 +75,11 @@ def stops(
     run: CorpusRun, rule: Callable[[Row, float], bool], price: float, rows: list[Row]
 ) -> EarlyEnd:
     """Replay one rule. price: gain in pass rate per whole budget."""
-    last, budget = rows[-1], rows[-1]["compute_hours"]
+    last = rows[-1]
+    budget = rows[-1]["compute_hours"]
     ended = next((row for row in rows[:-1] if rule(row, price / budget)), last)
-    saved, forgone = 1 - ended["compute_hours"] / budget, last["pass_rate"] - ended["pass_rate"]
+    saved = 1 - ended["compute_hours"] / budget
+    forgone = last["pass_rate"] - ended["pass_rate"]
     error = math.hypot(noise(last["pass_rate"], run.curve), noise(ended["pass_rate"], run.curve))
     return EarlyEnd(run.name, saved, forgone, forgone > price * saved + 2 * error)
 

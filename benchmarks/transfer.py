@@ -38,10 +38,12 @@ def sizes(runs: list[CorpusRun]) -> dict[str, dict[float, list[Curve]]]:
 
 def judge(recipe: str, curves: dict[float, list[Curve]]) -> Row:
     *smaller, largest = curves
-    fits, own = {n: fit(curves[n], start=0.0) for n in smaller}, fit(curves[largest], start=0.0)
+    fits = {n: fit(curves[n], start=0.0) for n in smaller}
+    own = fit(curves[largest], start=0.0)
     known = [curve.r0 for curve in curves[largest] if curve.r0 is not None]
     found = transfer(fits, largest, float(np.mean(known)) if known else None)
-    (a, a_low, a_high), (c, c_low, c_high) = found.intervals[:, 0], found.intervals[:, 2]
+    (a, a_low, a_high) = found.intervals[:, 0]
+    (c, c_low, c_high) = found.intervals[:, 2]
     rows = []
     for curve in curves[largest]:
         later = curve.hours >= curve.hours[-1] / 2

@@ -59,7 +59,8 @@ def settings(**others: Any) -> GRPOConfig:
 
 
 def main() -> None:
-    path, work = sys.argv[1], GrpoStepSizes(**json.loads(sys.argv[2]))
+    path = sys.argv[1]
+    work = GrpoStepSizes(**json.loads(sys.argv[2]))
     torch.set_num_threads(2)
     tokens: list[int] = []
     random.seed(0)

@@ -61,7 +61,8 @@ def hf_to_megatron(
     this layout would shard it.
     """
     refuse_existing(destination)
-    model, family = open_model(source), family_of(source)
+    model = open_model(source)
+    family = family_of(source)
     directory = Directory(source, model.tensors)
     dtype = dtype or NEAREST[model.dtype]
     wanted = parts(source, layout, dtype)
@@ -105,7 +106,8 @@ def reshard(
             " at any layout"
         )
     refuse_existing(destination)
-    shards, wanted = Shards(what.path), parts(what.hf_dir, layout, what.dtype)
+    shards = Shards(what.path)
+    wanted = parts(what.hf_dir, layout, what.dtype)
     check_keys(shards, wanted)
     states = sorted(
         {key.split(".", 3)[2] for key in shards.tensors if key.startswith(f"{OPTIMIZER}state.")}
@@ -194,7 +196,8 @@ def write_tensors(
     values: yields (name, entry along dimension 0 of a stacked tensor or 0, values) for
     all tensors of a group.
     """
-    files, total = _planned(tensors, file_bytes), sum(group.nbytes for group in tensors)
+    files = _planned(tensors, file_bytes)
+    total = sum(group.nbytes for group in tensors)
     partial.expect("safetensors", total)
     gc.freeze()  # existing objects are not searched again, which makes collections quick
     for name, members in files.items():
@@ -260,7 +263,8 @@ def _untouched(base: Path, family: Family) -> dict[str, Region]:
     """
     if not family.elsewhere:
         return {}
-    untouched, found = {}, (base / "config.json").is_file()
+    untouched = {}
+    found = (base / "config.json").is_file()
     if found:
         untouched = {
             name: region

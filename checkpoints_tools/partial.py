@@ -170,7 +170,8 @@ def writing(destination: Path, same: Mapping[str, object]) -> Iterator[Partial]:
             raise MegarlError(
                 f"{destination}: could not be written (is the disk full?): {reason}"
             ) from None
-    seconds, megabytes = time.monotonic() - begin, partial.done / 1e6
+    seconds = time.monotonic() - begin
+    megabytes = partial.done / 1e6
     terminal.say(
         f"{destination}: {megabytes:,.1f} MB written in {seconds:.1f} s ({megabytes / seconds:,.0f}"
         " MB/s)"

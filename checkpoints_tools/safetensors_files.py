@@ -57,7 +57,8 @@ class SafetensorsFile:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, tensor in tensors.items():
-            self._begin[name], end = end, end + tensor.nbytes
+            self._begin[name] = end
+            end = end + tensor.nbytes
             offsets = [self._begin[name], end]
             header[name] = {
                 "dtype": NAMES[tensor.dtype],

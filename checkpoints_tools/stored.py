@@ -101,7 +101,8 @@ def check_keys(shards: Shards, needed: Sequence[StoredPart]) -> None:
     problems = [f"missing {key}" for key in sorted(wanted.keys() - present)]
     problems += [f"not of this model: {key}" for key in sorted(present - wanted.keys())]
     for key in sorted(wanted.keys() & present):
-        shape, shard = shards.tensors[key].shape, wanted[key]
+        shape = shards.tensors[key].shape
+        shard = wanted[key]
         if (
             shape != tuple(shard.global_shape) and not shard.allow_shape_mismatch
         ):  # a padded vocabulary may differ

@@ -59,7 +59,8 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Iterator[str]:
     yield from (f"{name}: only in the first" for name in sorted(a.keys() - b.keys()))
     yield from (f"{name}: only in the second" for name in sorted(b.keys() - a.keys()))
     for name in (name for name in a if name in b):
-        x, y = a[name], b[name]
+        x = a[name]
+        y = b[name]
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             yield f"{name}: {tuple(x.shape)} {x.dtype} against {tuple(y.shape)} {y.dtype}"
         elif not torch.equal(
@@ -77,7 +78,8 @@ def _not_finite(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _difference(name: str, x: Tensor, y: Tensor) -> str:
-    unequal, largest = 0, 0.0
+    unequal = 0
+    largest = 0.0
     for p, q in zip(x.view(-1).split(1 << 24), y.view(-1).split(1 << 24), strict=True):
         unequal += int((p != q).sum())
         largest = max(largest, (p.double() - q.double()).abs().max().item())
@@ -94,7 +96,8 @@ def _logits_agree(a: StoredModel, b: StoredModel, prompts: int) -> bool:
     tokens = torch.randint(
         vocabulary, (prompts, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)
     )
-    x, y = _logits(a, tokens), _logits(b, tokens)
+    x = _logits(a, tokens)
+    y = _logits(b, tokens)
     largest = x.abs().max().item()
     difference = (x - y).abs().max().item()
     terminal.say(

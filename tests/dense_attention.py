@@ -86,7 +86,8 @@ def on_ranks(
             for rank in range(len(ranks))
         ]
         gathered = torch.cat(mine)
-        k, v = k[gathered], v[gathered]
+        k = k[gathered]
+        v = v[gathered]
         outputs = [
             attend(q[places], k, v, None, *sinks)
             for attend, places in zip(ranks, mine, strict=True)

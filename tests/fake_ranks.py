@@ -52,8 +52,10 @@ def held(recipe: Recipe, rank: int) -> dict[str, Any]:
         parallel_state.get_expert_data_parallel_group
     )
     parallel.model_parallel_cuda_manual_seed(1)
-    family, limit = family_of(directory), recipe.weights.bucket_mb << 20
-    weights, links = ServedWeights((), family, fp8=False), recipe.resources.server_tensor_parallel
+    family = family_of(directory)
+    limit = recipe.weights.bucket_mb << 20
+    weights = ServedWeights((), family, fp8=False)
+    links = recipe.resources.server_tensor_parallel
     sends = ProcessGroupTransport(weights, LastSent(1), limit, 60, links)
     with FakeTensorMode(allow_non_fake_inputs=True):
         chunks = build.build(model, directory)
@@ -104,7 +106,8 @@ def everyone_says(values: list[Any], mine: Any, group: object = None) -> None:
 def main(name: str, config: str, ranks: list[int], overrides: list[str]) -> None:
     """config: a name in megarl/core/base/configs. overrides: of the recipe `name`."""
     after_megatron_import()
-    dist.all_gather_object, dist.broadcast_object_list = everyone_says, lambda *_, **__: None
+    dist.all_gather_object = everyone_says
+    dist.broadcast_object_list = lambda *_, **__: None
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text((CONFIGS / f"{config}.json").read_text())
         recipe = recipes.load(name, [f"model.path={folder}", *overrides])

@@ -9,10 +9,8 @@ from contextlib import contextmanager
 @contextmanager
 def files_no_larger_than(size: int) -> Iterator[None]:
     """In this process: writing more bytes to a file fails with OSError."""
-    before, handler = (
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
-    )
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield

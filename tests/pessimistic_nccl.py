@@ -76,7 +76,9 @@ class PessimisticNccl(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> Late:
         if self._inner is None and not self._cut:
             self._inner = self._make()
-        inner, (tensor,), work = self._inner, tensors, Late()
+        inner = self._inner
+        (tensor,) = tensors
+        work = Late()
 
         def kernel() -> None:
             landed = tensor.clone()
@@ -110,7 +112,8 @@ class PessimisticNccl(dist.ProcessGroup):
         """Break the connections to the others, which close with the group that holds
         them.
         """
-        self._inner, self._cut = None, True
+        self._inner = None
+        self._cut = True
 
 
 dist.Backend.register_backend(NAME, PessimisticNccl, devices=["cpu"])

@@ -92,7 +92,8 @@ def exact(case: Case) -> Result:
     hidden = case.hidden.detach().double().requires_grad_()
     weight = case.weight[: case.vocabulary].detach().double().requires_grad_()
     log_p = torch.log_softmax(hidden @ weight.T / case.temperature, -1)
-    logprobs, entropy = log_p.gather(-1, case.labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    logprobs = log_p.gather(-1, case.labels[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
     (torch.stack([logprobs, entropy]) * case.upstream).sum().backward()
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -129,7 +130,8 @@ def found(
     """megarl's, with the weight's gradient as DDP holds it. passes: instead of those
     for the device.
     """
-    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    hidden = case.hidden.clone().requires_grad_()
+    weight = case.weight.clone().requires_grad_()
     weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
     passes_on = package.passes_on if passes is None else lambda device: passes
     with mock.patch.multiple(package, CHUNK=chunk, passes_on=passes_on):

@@ -83,7 +83,8 @@ class Forked:
     """A forked process, used like a subprocess.Popen."""
 
     def __init__(self, process: Any) -> None:
-        self._process, self.pid = process, process.pid
+        self._process = process
+        self.pid = process.pid
 
     def poll(self) -> int | None:
         status: int | None = self._process.exitcode
@@ -104,7 +105,8 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-SERVERS, LEARNERS = Forks("tests.stack.imported"), Forks("tests.parallel.imported")
+SERVERS = Forks("tests.stack.imported")
+LEARNERS = Forks("tests.parallel.imported")
 
 
 def _called(
@@ -145,7 +147,8 @@ def alive(pid: int, ended: float = math.inf) -> bool:
 
 def wait_until_gone(pids: Iterable[int], limit_s: float = LIMIT_S) -> None:
     """Those a kill has been sent to are there for a moment."""
-    end, left = time.monotonic() + limit_s, set(pids)
+    end = time.monotonic() + limit_s
+    left = set(pids)
     while left := {pid for pid in left if alive(pid)}:
         assert time.monotonic() < end, f"{sorted(left)} live after {limit_s:g} s"
         time.sleep(0.05)

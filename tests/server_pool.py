@@ -7,7 +7,9 @@ class Pool:
     """What a sampler asks of its servers. lossless: none may be lost."""
 
     def __init__(self, clients: dict[int, Any], places: Any, lossless: bool = False) -> None:
-        self.clients, self.places, self._lossless = clients, places, lossless
+        self.clients = clients
+        self.places = places
+        self._lossless = lossless
 
     def life(self, server: int) -> int:
         return 0

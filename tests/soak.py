@@ -55,7 +55,8 @@ class Soak:
     """One run, over all lives of its supervisor."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.random = folder, random.Random(seed)
+        self.random = random.Random(seed)
+        self.folder = folder
         self.run = self.start()
         self.began = time.monotonic()
         self.memory: dict[str, list[tuple[float, int]]] = defaultdict(list)
@@ -78,7 +79,8 @@ class Soak:
         second time.
         """
         assert self.run.process.poll() is None, f"the run has ended:\n{self.run.tail()}"
-        now, zombies = time.monotonic() - self.began, set()
+        now = time.monotonic() - self.began
+        zombies = set()
         for name, leader in self.leaders().items():
             try:
                 if time.time() - leader.create_time() > SETTLED_S:
@@ -120,7 +122,8 @@ class Soak:
         """
         name, action = self.random.choice(FAULTS)
         self.run.wait_for(lambda: len(self.leaders()) == 5, "all roles", RECOVERY_LIMIT_S)
-        steps, began = self.trained(), time.monotonic()
+        steps = self.trained()
+        began = time.monotonic()
         victim = action(self)
         self.run.wait_for(
             lambda: not victim.is_running(), f"the end of its victim: {name}", RECOVERY_LIMIT_S
@@ -151,7 +154,8 @@ class Soak:
 
     def end(self) -> None:
         """As a user ends it."""
-        family, ports = self.run.family(), self.run.ports()
+        family = self.run.family()
+        ports = self.run.ports()
         self.run.process.send_signal(signal.SIGINT)
         assert self.run.finish(600) == 130, self.run.tail()
         check_nothing_left(family, ports)
@@ -170,7 +174,8 @@ class Soak:
         wrong = [f"{name} grew to {by} of its size" for name, by in growth.items() if by > GROWTH]
         wrong += [f"zombie {which}" for which in self.lasting_zombies]
         third = max(1, len(scores) // 3)
-        before, after = statistics.mean(scores[:third]), statistics.mean(scores[-third:])
+        before = statistics.mean(scores[:third])
+        after = statistics.mean(scores[-third:])
         if not after > before:
             wrong.append(f"the pass rate went from {before:.3f} to {after:.3f}")
         try:
@@ -210,7 +215,8 @@ def kill_child(soak: Soak) -> psutil.Process:
 
 
 def kill_supervisor(soak: Soak) -> psutil.Process:
-    family, ports = soak.run.family(), soak.run.ports()
+    family = soak.run.family()
+    ports = soak.run.ports()
     soak.run.kill()
     check_nothing_left(family, ports)
     soak.run = soak.start()

@@ -38,7 +38,8 @@ from tests.e2e.runs import check_history, check_nothing_left, quiet
 from tests.soak import OVERRIDES, prepare
 
 LOOK_S = 1.0
-MOST_JOINED, STAYING = 3, 2
+MOST_JOINED = 3
+STAYING = 2
 LEAST_SHARE = 0.9
 """Tokens per core-second while servers come and go, by those of a fleet that stays."""
 
@@ -110,7 +111,8 @@ class Fleet:
 
     def _used(self, process: psutil.Process) -> float:
         with suppress(psutil.Error):
-            key, times = (process.pid, process.create_time()), process.cpu_times()
+            key = (process.pid, process.create_time())
+            times = process.cpu_times()
             self.cpu[key] = times.user + times.system
             return self.cpu[key]
         return 0.0
@@ -220,7 +222,8 @@ def main() -> int:
         fleet.run.wait_for(lambda: fleet.run.steps() > 0, "the first step", 900)
         for window in range(options.windows):
             fleet.settle()
-            changes, end = bool(window % 2), time.monotonic() + options.seconds / options.windows
+            changes = bool(window % 2)
+            end = time.monotonic() + options.seconds / options.windows
             tokens, cores = fleet.used()
             while (left := end - time.monotonic()) > 0:
                 fleet.wait(
@@ -231,7 +234,8 @@ def main() -> int:
             more, later = fleet.used()
             rates[changes].append((more - tokens) / (later - cores))
             print(f"window {window}: {rates[changes][-1]:.1f} tokens per core-second", flush=True)
-        family, ports = fleet.run.family(), fleet.run.ports()
+        family = fleet.run.family()
+        ports = fleet.run.ports()
         fleet.run.process.send_signal(signal.SIGINT)
         assert fleet.run.finish(600) == 130, fleet.run.tail()
         for server in fleet.joined:
@@ -251,7 +255,8 @@ def main() -> int:
 
 
 def _summary(fleet: Fleet, rates: dict[bool, list[float]]) -> dict[str, Any]:
-    rundir, wrong = fleet.run.rundir, fleet.wrong
+    rundir = fleet.run.rundir
+    wrong = fleet.wrong
     steps = len(latest_rows(rundir.metrics))
     loaded = recipes.load(str(rundir.recipe))
     try:

@@ -16,7 +16,8 @@ def write_sparse_weights(folder: Path, dtype: str = "F32") -> None:
     header = {}
     end = 0
     for name, shape in expected_shapes(architecture.in_directory(folder)).items():
-        begin, end = end, end + math.prod(shape) * BITS[dtype] // 8
+        begin = end
+        end = end + math.prod(shape) * BITS[dtype] // 8
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:

@@ -38,11 +38,14 @@ from tests.tiny import (
     tiny_qwen3_moe,
 )
 
-DIGITS, LETTERS, HELDOUT_LETTERS = "1234", "abcdefghijklmnopqrst", "uvwxyz"
+DIGITS = "1234"
+LETTERS = "abcdefghijklmnopqrst"
+HELDOUT_LETTERS = "uvwxyz"
 SIGNS = {"math": "?", "exact": "=", "code": "!", "calculator": "+"}
 """How a prompt ends, by the grader or the environment that it is for."""
 
-PAD, END = "<pad>", "<eos>"
+PAD = "<pad>"
+END = "<eos>"
 SPECIAL = (PAD, END, "<think>", "</think>", "<|im_start|>", "<|im_end|>")
 PROGRAMS = {digit: f"\n```python\nprint({digit})\n```\n" for digit in DIGITS}
 BOXES = {digit: f"\\boxed{{{digit}}}" for digit in DIGITS}
@@ -83,8 +86,11 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "llama4": partial(tiny_llama4, **SCOUT),
     "llama4-multimodal": partial(tiny_llama4_multimodal, **SCOUT),
 }
-CHAT, BASE = ("qwen3", "qwen3-moe"), ("qwen3-base",)
-WARM_STEPS, WARM_BATCH, WARM_RATE = 60, 16, 3e-3
+CHAT = ("qwen3", "qwen3-moe")
+BASE = ("qwen3-base",)
+WARM_STEPS = 60
+WARM_BATCH = 16
+WARM_RATE = 3e-3
 
 
 def write_workplace(folder: Path, families: Iterable[str]) -> Path:

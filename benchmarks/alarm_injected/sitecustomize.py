@@ -253,7 +253,8 @@ def shifted() -> None:
         async def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal requests
             requests += 1
-            mine, made = requests, await generate(self, *args, **kwargs)
+            mine = requests
+            made = await generate(self, *args, **kwargs)
             if not on() or not chosen(mine, float(DOSE)):
                 return made
             import numpy as np

@@ -134,7 +134,8 @@ def flop(shape: Architecture, lengths: Sequence[int]) -> float:
     """Return FLOP of a step's forward and backward passes; the head's logits, which
     megarl computes twice, count once.
     """
-    tokens, trained = sum(lengths), sum(n - _prompt(n) for n in lengths)
+    tokens = sum(lengths)
+    trained = sum(n - _prompt(n) for n in lengths)
     attention = sum(n * speed.attention_flop(shape, n / 2) for n in lengths)
     layers = tokens * speed.layer_flop(shape) + attention
     return LAYER_PASSES * (layers + trained * speed.head_flop(shape))

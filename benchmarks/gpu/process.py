@@ -20,7 +20,8 @@ from megarl.core.base.process import die_with_parent
 from megarl.run import devices
 
 ROOT = Path(__file__).parents[2]
-LOGS, LOG_CHARACTERS = 3, 6000
+LOGS = 3
+LOG_CHARACTERS = 6000
 GONE_LIMIT_S = 30.0
 
 
@@ -31,11 +32,9 @@ def run(part: str, module: str, limit_s: float, tiny: bool, rows: Path | None = 
     with tempfile.TemporaryDirectory(
         prefix=f"megarl-{part}-", ignore_cleanup_errors=True
     ) as folder:
-        file, log, scratch = (
-            rows or Path(folder) / "rows.jsonl",
-            Path(folder) / "log",
-            Path(folder) / "scratch",
-        )
+        file = rows or Path(folder) / "rows.jsonl"
+        log = Path(folder) / "log"
+        scratch = Path(folder) / "scratch"
         scratch.mkdir()
         file.unlink(missing_ok=True)  # of a run that was killed
         # By default compiled kernels would be in TMPDIR, and each part would compile

@@ -27,7 +27,8 @@ from megarl.core.base.rundir import RunDir, latest_rows
 from megarl.core.weights.parity import pooled
 from megarl.tasks.graders.answer import Submission
 
-FOLDER, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+FOLDER = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 RECIPE = (
     "batch.prompts=8",
     "sampling.generations=4",

@@ -160,7 +160,8 @@ def sampled(model: Any, prompts: Tensor, tokens: int) -> tuple[Tensor, np.ndarra
     the sequences and the log-probs.
     """
     out = model.model(prompts, use_cache=True)
-    sequences, found = prompts, []
+    sequences = prompts
+    found = []
     for _ in range(tokens):
         logprobs = torch.log_softmax(logits_of(model, out.last_hidden_state[:, -1]), -1)
         chosen = torch.multinomial(logprobs.exp(), 1)

@@ -42,7 +42,8 @@ from megarl.core.weights import publisher
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 GROUP_LIMIT_S = 300.0
-ANSWER_TOKENS, ESSAY_TOKENS = 12, 40
+ANSWER_TOKENS = 12
+ESSAY_TOKENS = 40
 ESSAY_EVERY = 16
 """One state in this many answers open questions at length; the others answer sums in a
 few tokens.

@@ -98,7 +98,8 @@ def read(folder: Path) -> tuple[list[Case], dict[str, dict[str, int]]]:
     """Return the cases of the folder's rows, and for each file how many are left out by
     each rule.
     """
-    cases, left_out = [], {}
+    cases = []
+    left_out = {}
     for file in FILES:
         refused: Counter[str] = Counter()
         with (folder / f"{file}.csv").open() as lines:
@@ -123,7 +124,8 @@ def cases_of(file: str, row: CaseRow) -> list[Case]:
         raise RowLeftOut("revised, or a copy of another row")
     if row.get("check_ratio") and not 0.9 <= float(row["check_ratio"]) <= 1.1:
         raise RowLeftOut("sequences x length / seconds is not its tokens a second, within 10 %")
-    name, kinds = model_of(row["model"]), set(re.findall(KINDS, row["gpu_kind"].lower()))
+    name = model_of(row["model"])
+    kinds = set(re.findall(KINDS, row["gpu_kind"].lower()))
     if not name or (file != "sync" and models()[name].get("only") == "sync"):
         raise RowLeftOut(
             "the model's layers are not ones that the planner knows (state spaces, sparse"
@@ -239,7 +241,8 @@ def parallel(
 
 def copies(recipe: Recipe, kind: str) -> int:
     """Return the number of data-parallel ranks. RowLeftOut if the layout is impossible."""
-    model, ranks = recipe.model, recipe.resources.learner_ranks
+    model = recipe.model
+    ranks = recipe.resources.learner_ranks
     dense = model.tensor_parallel * model.pipeline_parallel * model.context_parallel
     if ranks % dense or ranks % (model.expert_parallel * model.pipeline_parallel):
         raise RowLeftOut("the GPUs do not divide by the layout as stated")
@@ -251,7 +254,8 @@ def copies(recipe: Recipe, kind: str) -> int:
 def train(row: CaseRow, name: str, kind: str) -> list[Case]:
     if row["task"] not in ("pretrain", "sft"):
         raise RowLeftOut("adapters (LoRA) or an RL trainer's parts, which the planner has not")
-    shape, megatron = shape_of(name, whole(row, "n_layers", 0)), "Megatron" in row["engine"]
+    shape = shape_of(name, whole(row, "n_layers", 0))
+    megatron = "Megatron" in row["engine"]
     keys = parallel(row, shape, row["precision_train"].lower(), not megatron)
     gpus, batch, length, micro = (
         whole(row, k) for k in ("gpus_total", "global_batch", "max_seq_len", "micro_batch")
@@ -313,13 +317,13 @@ def serve(row: CaseRow, name: str, kind: str) -> list[Case]:
         or shape.weights < 1
     ):
         raise RowLeftOut("an engine, speculation, data or 4-bit weights that the planner has not")
-    ranks, requests, most = (
-        whole(row, "gen_tp"),
-        number(row, "num_prompts"),
-        number(row, "max_concurrency"),
-    )
-    prompt, tokens = number(row, "mean_input_len"), number(row, "mean_output_len")
-    recipe, running = changed(resources={"server_tensor_parallel": ranks}), int(min(requests, most))
+    ranks = whole(row, "gen_tp")
+    requests = number(row, "num_prompts")
+    most = number(row, "max_concurrency")
+    prompt = number(row, "mean_input_len")
+    tokens = number(row, "mean_output_len")
+    recipe = changed(resources={"server_tensor_parallel": ranks})
+    running = int(min(requests, most))
     # Uniform lengths. Those that run at the end are the expected ones in order: the
     # longest of n has 2 n / (n + 1) means.
     lengths = 2 * tokens * np.arange(1, running + 1) / (running + 1)
@@ -328,7 +332,8 @@ def serve(row: CaseRow, name: str, kind: str) -> list[Case]:
         return decoder_of(recipe, shape, gpu).batch_seconds(lengths, prompt, requests, running)
 
     value = requests * tokens / number(row, "output_tok_s")
-    fitted, layout = ("serving", "decode_expert_layer_s"), (ranks, running, prompt, tokens)
+    fitted = ("serving", "decode_expert_layer_s")
+    layout = (ranks, running, prompt, tokens)
     return [Case("serve", row, name, kind, "SGLang", fitted, value, layout, layout, 1.0, seconds)]
 
 
@@ -348,15 +353,14 @@ def decoder_of(recipe: Recipe, shape: PublishedModel, gpu: Gpu) -> Decoder:
 def sync(row: CaseRow, name: str, kind: str) -> list[Case]:
     if row["method"] not in BROADCASTS:
         raise RowLeftOut("another method than a broadcast of all weights between GPUs")
-    ranks, gpus = whole(row, "gen_tp"), whole(row, "gpus_total")
+    ranks = whole(row, "gen_tp")
+    gpus = whole(row, "gpus_total")
     resources = {"server_tensor_parallel": ranks, "servers": whole(row, "gpus_gen") // ranks}
     weights = {"bucket_mb": BUCKETS.get(row["bucket"], 512), "transport": PAUSED}
-    recipe, shape = (
-        changed(
-            resources=resources, model={"pipeline_parallel": whole(row, "pp", 1)}, weights=weights
-        ),
-        shape_of(name),
+    recipe = changed(
+        resources=resources, model={"pipeline_parallel": whole(row, "pp", 1)}, weights=weights
     )
+    shape = shape_of(name)
     value = (number(row, "sync_s_low") + number(row, "sync_s_high")) / 2
     seconds = lambda gpu: speed.publication(recipe, shape, gpu, gpus).transfer  # noqa: E731
     return [
@@ -368,21 +372,15 @@ def step(row: CaseRow, name: str, kind: str) -> list[Case]:
     shape = shape_of(name)
     if row["precision_rollout"].lower() != "bf16":
         raise RowLeftOut("servers that are not of BF16")
-    keys, tokens = (
-        parallel(row, shape, row["precision_train"].lower(), False),
-        number(row, "mean_gen_len"),
-    )
+    keys = parallel(row, shape, row["precision_train"].lower(), False)
+    tokens = number(row, "mean_gen_len")
     prompt = max(1, round(number(row, "check_implied_tokens_per_rollout") - tokens))
-    longest, ranks, shared = (
-        whole(row, "max_seq_len") - prompt,
-        whole(row, "gen_tp"),
-        row["colocated"] == "y",
-    )
-    prompts, generations, servers = (
-        whole(row, "prompts_per_step"),
-        whole(row, "gens_per_prompt"),
-        whole(row, "gpus_gen") // ranks,
-    )
+    longest = whole(row, "max_seq_len") - prompt
+    ranks = whole(row, "gen_tp")
+    shared = row["colocated"] == "y"
+    prompts = whole(row, "prompts_per_step")
+    generations = whole(row, "gens_per_prompt")
+    servers = whole(row, "gpus_gen") // ranks
     if not servers:
         raise RowLeftOut("a server of more GPUs than generate")
     resources = {
@@ -441,10 +439,8 @@ def step(row: CaseRow, name: str, kind: str) -> list[Case]:
         return layouts.evaluate(problem, learner, server, ranks, servers).step_seconds
 
     engine = "colocated" if shared else f"{whole(row, 'async_lag', 0)} step ahead"
-    rival, layout = (
-        (prompts, generations, row["max_seq_len"]),
-        (row["gpus_total"], ranks, servers, shared, *keys.values()),
-    )
+    rival = (prompts, generations, row["max_seq_len"])
+    layout = (row["gpus_total"], ranks, servers, shared, *keys.values())
     return [
         Case(
             "rl_steps",

@@ -589,10 +589,8 @@ def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     prompts = load_tasks(loaded, tokenizer)
     check_unchanged(loaded, prompts)
     graders = partial(TaskGraders, loaded, tokenizer.decode)
-    environments, agents = (
-        partial(TaskEnvironments, loaded, tokenizer),
-        partial(TaskAgents, loaded, tokenizer),
-    )
+    environments = partial(TaskEnvironments, loaded, tokenizer)
+    agents = partial(TaskAgents, loaded, tokenizer)
     tasks = Tasks(prompts, graders, environments, agents)
     questions = questions_of(loaded, prompts, tokenizer)
 
@@ -633,10 +631,8 @@ def _recipes(context: typer.Context) -> int:
     from megarl.core.recipe import load, shipped
     from megarl.run.devices import needed
 
-    name, count = (
-        Column("name", style="bold", no_wrap=True),
-        Column("GPUs", justify="right", no_wrap=True),
-    )
+    name = Column("name", style="bold", no_wrap=True)
+    count = Column("GPUs", justify="right", no_wrap=True)
     table = Table(name, count, Column("what", ratio=1), box=None, padding=(0, 1), pad_edge=False)
     for shown, file in shipped().items():
         recipe = load(shown)
@@ -734,10 +730,8 @@ def compare_recipes(
     """Run and compare several recipes."""
     from megarl.lab.study.main import StudyOptions, compare
 
-    recipes, overrides = (
-        [word for word in words if "=" not in word],
-        [word for word in words if "=" in word],
-    )
+    recipes = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
     return compare(recipes, StudyOptions(seeds, directory, task, dry_run, overrides))
 
 
@@ -765,10 +759,8 @@ def search_recipes(
     from megarl.lab.study.main import StudyOptions
     from megarl.lab.study.search import SearchOptions, search
 
-    recipes, overrides = (
-        [word for word in words if "=" not in word],
-        [word for word in words if "=" in word],
-    )
+    recipes = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
     options = StudyOptions(seeds, directory, task, dry_run, overrides)
     return search(recipes, options, SearchOptions(vary, rungs, branch))
 

@@ -208,7 +208,8 @@ def transfer(
         curves.setdefault(parameters, []).extend(_read(path, None, hours_column, score_column))
     fits = {n: fit(curves[n], start=start, end=until) for n in sorted(curves)}
     found = transferred(fits, size, r0)
-    scores, unit = found.scores(np.array(to)), next(iter(fits.values())).unit
+    scores = found.scores(np.array(to))
+    unit = next(iter(fits.values())).unit
     said = [*doubts(fits, size, r0)]
     if as_json:
         record: dict[str, object] = {}
@@ -311,7 +312,8 @@ def show_published(
 
     if synthetic:
         _check_hours("--hours", hours)
-        law, compute = law_named(synthetic), np.linspace(hours / evaluations, hours, evaluations)
+        law = law_named(synthetic)
+        compute = np.linspace(hours / evaluations, hours, evaluations)
         about = (
             f"SYNTHETIC, no run: drawn from the published fit {law.name} with the noise of"
             f" {SAMPLES:,} samples; R_0 = {law.r0:g} is read off its figure 1"

@@ -293,7 +293,8 @@ def machine() -> Iterator[Finding]:
     """Check cores, memory, disk, ports, and /dev/shm, through which a server's
     processes, NCCL and PyTorch pass tensors.
     """
-    count, has_gpus = len(os.sched_getaffinity(0)), bool(gpus())
+    count = len(os.sched_getaffinity(0))
+    has_gpus = bool(gpus())
     yield noted(
         "cores",
         str(count),
@@ -312,7 +313,8 @@ def machine() -> Iterator[Finding]:
     )
     yield noted("memory", f"{free:.0f} GiB available", advice)
     if os.access("/dev/shm", os.W_OK):
-        size, needed = shutil.disk_usage("/dev/shm").total / GIB, 8 if has_gpus else 1
+        size = shutil.disk_usage("/dev/shm").total / GIB
+        needed = 8 if has_gpus else 1
         advice = (
             f"in a container: --shm-size={needed}g or --ipc=host" if size < needed * 0.95 else ""
         )
@@ -338,7 +340,8 @@ SLOW = 10_000
 """Mb/s below which sending an 8B run's batches (50 to 100 MB per step, ten times that
 with routing replay) takes seconds.
 """
-INFINIBAND, DEVICES = Path("/sys/class/infiniband"), Path("/dev/infiniband")
+INFINIBAND = Path("/sys/class/infiniband")
+DEVICES = Path("/dev/infiniband")
 
 
 def loads(library: str) -> bool:
@@ -354,7 +357,8 @@ def fabric() -> Iterator[Finding]:
     InfiniBand, NVLink.
     """
     if speeds := networks():
-        slowest, fastest = min(speeds.values()), max(speeds, key=speeds.__getitem__)
+        slowest = min(speeds.values())
+        fastest = max(speeds, key=speeds.__getitem__)
         interfaces = ", ".join(
             f"{name} {speed / 1000:g} Gb/s" for name, speed in sorted(speeds.items())
         )

@@ -152,7 +152,8 @@ def manifest(
 
 def _account(name: str) -> list[dict[str, Any]]:
     """Return the first pod's account, which may look at pods and run commands in them."""
-    core, rbac = "v1", "rbac.authorization.k8s.io/v1"
+    core = "v1"
+    rbac = "rbac.authorization.k8s.io/v1"
     rules = [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
         {"apiGroups": [""], "resources": ["pods/exec"], "verbs": ["get", "create"]},

@@ -45,7 +45,11 @@ def write_page(template: Path, target: Path, **parts: str | Markup) -> None:
     )  # JSON can hold half a surrogate pair, which is not UTF-8
 
 
-BLUE, ORANGE, GREEN, RED, GREY = "#2563a8", "#d1701f", "#2e8b57", "#b8323f", "#8a8f98"
+BLUE = "#2563a8"
+ORANGE = "#d1701f"
+GREEN = "#2e8b57"
+RED = "#b8323f"
+GREY = "#8a8f98"
 COLORS = (BLUE, ORANGE, GREEN, RED, "#7a4fa3", "#128a9b", "#a07d1c", "#c2528b")
 """The colours for several runs in one figure, in order."""
 STYLE = {

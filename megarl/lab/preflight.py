@@ -42,7 +42,8 @@ from megarl.tasks.data.rows import Message
 
 log = logging.getLogger(__name__)
 WHOLE = 64 << 20
-BLOCKS, BLOCK = 16, 1 << 20
+BLOCKS = 16
+BLOCK = 1 << 20
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -101,7 +102,8 @@ def host_bytes(recipe: Recipe) -> HostBytes:
     """Return the host memory that a learner rank and a server on GPUs like this
     machine's use, according to `megarl plan`.
     """
-    shape, ranks = architecture.read(recipe.model.path), recipe.resources.server_tensor_parallel
+    shape = architecture.read(recipe.model.path)
+    ranks = recipe.resources.server_tensor_parallel
     of_gpu = memory.server(recipe, shape, devices.memory())
     return HostBytes(
         memory.learner(recipe, shape, microbatch_tokens=1, microbatches=1).host, of_gpu.host * ranks
@@ -121,7 +123,8 @@ def check_sft(recipe: Recipe) -> str:
             raise MegarlError(f"data.decontaminate: {wrong}")
     if not recipe.model.path:
         raise MegarlError("model.path: say where the trained model is to be written")
-    ranks, here = recipe.resources.learner_ranks, len(devices.gpus())
+    ranks = recipe.resources.learner_ranks
+    here = len(devices.gpus())
     if 0 < here < ranks:
         why = f"{ranks} ranks, and this machine, on which the warm start runs, has {here} GPUs"
         raise MegarlError(f"resources.learner_ranks: {why}; set resources.learner_ranks={here}")
@@ -178,10 +181,8 @@ def _check_sources(recipe: Recipe) -> None:
             )
     for name, rows in recipe.sampled.items():
         if rows.template == "chat":
-            chat, end = (
-                load_chat(recipe.model.path, rows.template_options),
-                recipe.length.end_of_thinking.strip(),
-            )
+            chat = load_chat(recipe.model.path, rows.template_options)
+            end = recipe.length.end_of_thinking.strip()
             asked: list[Message] = [{"role": "user", "content": "?"}]
             if end and not rows.agent and chat.render(asked).rstrip().endswith(end):
                 key = f"{'data.tasks' if name in recipe.data.tasks else 'evaluation.suites'}.{name}.template_options"

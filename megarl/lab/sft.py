@@ -46,7 +46,8 @@ from megarl.run.process import StopRequest, free_ports, lock, outlive_screen, st
 from megarl.tasks.data.traces import MAX_TOKENS, Trace, load_traces
 
 log = logging.getLogger(__name__)
-SETTINGS, TRACES = "settings.json", "traces.digest"
+SETTINGS = "settings.json"
+TRACES = "traces.digest"
 # for a collective; a rank waits for another at most as long as that takes to read the
 # data
 RANKS_LIMIT_S = 600.0
@@ -136,10 +137,8 @@ def check_same(traces: Sequence[Trace], unfinished: Path, step: int) -> None:
     """Raise MegarlError if a warm start that goes on at `step` was begun with other
     traces. Else note what these are.
     """
-    file, now = (
-        unfinished / TRACES,
-        digest_of(part.tobytes() for t in traces for part in (t.tokens, t.learnt)),
-    )
+    file = unfinished / TRACES
+    now = digest_of(part.tobytes() for t in traces for part in (t.tokens, t.learnt))
     if step and file.exists() and file.read_text() != now:
         advice = "put back what was there, or remove the directory to start over"
         raise MegarlError(
@@ -167,7 +166,8 @@ def train(
         TimeRemainingColumn(),
         now,
     )
-    begun, steps = trainer.step, recipe.sft.steps
+    begun = trainer.step
+    steps = recipe.sft.steps
     losses: list[float] = []
     others = dist.get_rank() != 0
     with Progress(*columns, console=terminal.console(quiet=others), disable=others) as progress:
@@ -223,7 +223,8 @@ def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[l
     for trace in (traces[i] for order in shuffled for i in order):
         if batch and tokens + len(trace.tokens) > batch_tokens:
             yield _sequences(batch)
-            batch, tokens = [], 0
+            batch = []
+            tokens = 0
         batch.append(trace)
         tokens += len(trace.tokens)
 

@@ -160,9 +160,11 @@ def choose(recipe: Recipe, job: JobOptions) -> ChosenLayout:
     gpus = tuple(map(str, range(per_node)))
     nodes = [Node(f"node {i + 1}", f"{i}", "", "", gpus, 0, 0, ()) for i in range(job.nodes)]
     try:
-        placed, misfit = place(recipe, nodes), ""
+        placed = place(recipe, nodes)
+        misfit = ""
     except MegarlError as error:
-        placed, misfit = {}, str(error)
+        placed = {}
+        misfit = str(error)
     idle = len(nodes) * per_node - needed(recipe)
     spare = (
         (f"{idle} GPUs have nothing to do; `megarl plan` has layouts for all of them",)

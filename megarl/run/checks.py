@@ -100,10 +100,8 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: HostByte
     if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
         raise MegarlError(f"run.dir: cannot write in {there}; give another run.dir")
     check_disk(recipe, rundir, there)
-    launcher, with_gpus = (
-        chosen(recipe, rundir),
-        True,
-    )  # in a job the nodes report their GPUs when the run starts
+    launcher = chosen(recipe, rundir)
+    with_gpus = True  # in a job the nodes report their GPUs when the run starts
     if isinstance(launcher, LocalLauncher):
         placed = place(recipe, launcher.survey(0))
         check_placed(recipe, placed, host_bytes)
@@ -131,7 +129,8 @@ def check_disk(recipe: Recipe, rundir: RunDir, folder: Path) -> None:
         scored = 2  # the best, and one that is evaluated
         written += planned_evaluations(recipe.evaluation, recipe.run.steps)
     most = min(settings.keep + len(settings.milestones) + scored + 1, written)
-    needed, free = (most - len(complete(rundir.checkpoints))) * size, shutil.disk_usage(folder).free
+    needed = (most - len(complete(rundir.checkpoints))) * size
+    free = shutil.disk_usage(folder).free
     if free < needed:
         raise MegarlError(
             f"run.dir: {free / 1e9:.1f} GB are free on the disk of {folder}, and checkpoints take"
@@ -170,7 +169,8 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostB
     """Check that settings which need GPUs have them, that servers can serve these
     lengths, and that nodes have enough memory. host_bytes: see check_host.
     """
-    learner, resources = placed[Role("learner")], recipe.resources
+    learner = placed[Role("learner")]
+    resources = recipe.resources
     unit = "GPU" if learner.gpus else "core"
     if recipe.run.stop_when and unit not in recipe.run.stop_when:
         advice = f"give the price per {unit}-hour"
@@ -256,7 +256,8 @@ def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) ->
     """Return whether there is a run to resume. MegarlError if it must not be resumed,
     or would become another run.
     """
-    history, other = _history(rundir), "give this one another run.name"
+    history = _history(rundir)
+    other = "give this one another run.name"
     if not history:
         if recipe.run.fork:
             fork.check(recipe)

@@ -41,7 +41,8 @@ THAWED = ("model.moe.freeze_router", False)
 def check(recipe: Recipe) -> None:
     """Raise MegarlError if the run cannot begin at the step in `run.fork`."""
     path, step = recipe.run.forked
-    parent, made = RunDir.opened(path), {row["step"] for row in latest_rows(RunDir(path).metrics)}
+    parent = RunDir.opened(path)
+    made = {row["step"] for row in latest_rows(RunDir(path).metrics)}
     if step - 1 not in made:
         advice = "give one that it made"
         raise MegarlError(
@@ -52,11 +53,9 @@ def check(recipe: Recipe) -> None:
             f"run.steps: {recipe.run.steps}, and the fork begins after step {step}; give it more"
             " steps"
         )
-    before, start, reader = (
-        load(str(parent.recipe)),
-        _start(parent, step),
-        JournalReader(parent.rollouts),
-    )
+    before = load(str(parent.recipe))
+    start = _start(parent, step)
+    reader = JournalReader(parent.rollouts)
     if recipe.has_critic and not before.has_critic:
         raise MegarlError(
             f"batch.centring: critic, and {path} has none; keep its centring, or start a new run"
@@ -96,7 +95,8 @@ def begin(recipe: Recipe, rundir: RunDir) -> None:
     ):
         return
     parent = RunDir(path)
-    start, rows = _start(parent, step), {row["step"]: row for row in latest_rows(parent.metrics)}
+    start = _start(parent, step)
+    rows = {row["step"]: row for row in latest_rows(parent.metrics)}
     shutil.rmtree(rundir.parent.path, ignore_errors=True)
     rundir.parent.checkpoints.mkdir(parents=True)
     shutil.copy(parent.recipe, rundir.parent.recipe)
@@ -129,9 +129,11 @@ def _forked(state: State, recipe: Recipe, last: Row) -> State:
     draws; last: metrics of its last step. The parent's tickets are counted as if its
     batches had the fork's size: D(g) of the next ticket is the fork's first step.
     """
-    pipeline, step = recipe.pipeline, last["step"] + 1
+    pipeline = recipe.pipeline
+    step = last["step"] + 1
     law = recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps
-    before, first = recipe.batch.prompts * step, state.admission.next_ticket
+    before = recipe.batch.prompts * step
+    first = state.admission.next_ticket
     return replace(
         state,
         admission=Admission(*law, next_ticket=first, forgotten=before),

@@ -29,7 +29,8 @@ from megarl.core.base.rundir import Row
 from megarl.core.weights import parity
 from megarl.run.scores import READ
 
-RECENT, FIRST = 5, 3
+RECENT = 5
+FIRST = 3
 """A limit judges the mean of this many newest values; the second number is enough for
 the first judgement.
 """
@@ -38,16 +39,21 @@ QUIET = 20
 stay near the limit, the mean crosses it again and again, which would be dozens of
 alarms.
 """
-WINDOW, GAP, FEWEST = 30, 5, 10
+WINDOW = 30
+GAP = 5
+FEWEST = 10
 """Number of earlier values that form the norm, of newest values not yet among them, and
 of values needed to judge.
 """
-DRIFT, CLIP, THRESHOLD = 2.0, 5.0, 7.0
+DRIFT = 2.0
+CLIP = 5.0
+THRESHOLD = 7.0
 """In deviations: the distance that does not count, the largest that does, and the sum
 that raises an alarm.
 """
 RELEARN = 100
-UNJUDGED, MOST = 0.05, 0.5
+UNJUDGED = 0.05
+MOST = 0.5
 """Shares of answers above which a cause of only wrong answers is named."""
 LEARNS = 0.05
 """By how much more of the answers must be right, or end in time, for a fall of length
@@ -179,13 +185,11 @@ def _imbalance(row: Row, _: str) -> float:
     return math.exp(sum(layers) / len(layers)) if layers else math.nan
 
 
-LOG, LOG_LOGIT, LOG_MEDIAN, LOG_ROUTING, LOGIT = (
-    log(1e-12),
-    log(1e-5),
-    log(1e-6),
-    log(1e-3),
-    logit(0.05),
-)
+LOG = log(1e-12)
+LOG_LOGIT = log(1e-5)
+LOG_MEDIAN = log(1e-6)
+LOG_ROUTING = log(1e-3)
+LOGIT = logit(0.05)
 _SIDES = "servers and learner compute different models"
 _CALMER = "lower learner.optimizer.lr or grad_clip, and fork from an earlier step (run.fork)"
 _LOG = "see megarl logs RUN --role controller"
@@ -457,11 +461,10 @@ class _Limited:
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
         self._newest: deque[float] = deque(maxlen=RECENT)
-        self._off, self._quiet = (
-            False,
-            0,
-        )  # quiet: how many of the newest values in a row are within the limit
-        self.since, self.seen = 0, ""
+        self._off = False
+        self._quiet = 0  # quiet: how many of the newest values in a row are within the limit
+        self.since = 0
+        self.seen = ""
 
     def add(self, step: int, value: float) -> bool:
         """Add a value and return whether the signal is abnormal now."""
@@ -473,7 +476,8 @@ class _Limited:
 
         self._newest.append(value)
         mean = math.fsum(self._newest) / len(self._newest)
-        self.since, self.seen = step, f"{mean:.3g} on average, limit {limit:g}"
+        self.since = step
+        self.seen = f"{mean:.3g} on average, limit {limit:g}"
         self._quiet = 0 if beyond(value) else self._quiet + 1
         raised = len(self._newest) >= FIRST and beyond(mean)
         self._off = raised or (self._off and self._quiet < QUIET)
@@ -491,7 +495,8 @@ class _Always:
         self._limit = signal.limit
         self._values = 0
         self._broken = False  # a value was within the limit
-        self.since, self.seen = 0, ""
+        self.since = 0
+        self.seen = ""
 
     def add(self, step: int, value: float) -> bool:
         """Add a value and return whether the signal is abnormal now."""
@@ -513,12 +518,15 @@ class _Course:
         self._signal = signal
         self._past: list[tuple[float, float]] = []  # (scaled, measured)
         self._held: list[tuple[float, float]] = []  # the same, during an alarm
-        self._sum, self._alarmed = 0.0, False
-        self.since, self.seen = 0, ""
+        self._sum = 0.0
+        self._alarmed = False
+        self.since = 0
+        self.seen = ""
 
     def add(self, step: int, value: float) -> bool:
         """Add a value and return whether the signal is abnormal now."""
-        signal, scaled = self._signal, self._signal.scale(value)
+        signal = self._signal
+        scaled = self._signal.scale(value)
         if (norm := self._norm()) is None:
             self._past.append((scaled, value))
             return False
@@ -527,10 +535,12 @@ class _Course:
         if not self._sum:
             self.since = step
         self._sum = min(max(0.0, self._sum + max(-CLIP, min(z, CLIP)) - DRIFT), 2 * THRESHOLD)
-        alarmed, self._alarmed = self._alarmed, self._sum > (0 if self._alarmed else THRESHOLD)
+        alarmed = self._alarmed
+        self._alarmed = self._sum > (0 if self._alarmed else THRESHOLD)
         if not (self._sum if signal.steady else self._alarmed):
             kept = [] if alarmed else self._held
-            self._past, self._held = [*self._past, *kept, (scaled, value)][-WINDOW - GAP :], []
+            self._past = [*self._past, *kept, (scaled, value)][-WINDOW - GAP :]
+            self._held = []
             return False
         self.seen = f"{value:.3g} since step {self.since}, {usual:.3g} before"
         self._held.append((scaled, value))
@@ -540,8 +550,10 @@ class _Course:
 
     def forget(self) -> None:
         """Replace the past by the values seen during an alarm."""
-        self._past, self._held = self._held[-WINDOW - GAP :], []
-        self._sum, self._alarmed = 0.0, False
+        self._past = self._held[-WINDOW - GAP :]
+        self._held = []
+        self._sum = 0.0
+        self._alarmed = False
 
     def _norm(self) -> tuple[float, float, float] | None:
         """Return the usual value, measured and scaled, and the deviation; None while
@@ -591,7 +603,8 @@ class Health:
 
     def add(self, row: Row) -> None:
         self.step = row["step"]
-        before, row = self._before, dict(row)
+        before = self._before
+        row = dict(row)
         if row.get("lr") and before.get("lr"):
             row["lr_change"] = row["lr"] / before["lr"]
         if row.get("epoch", 0) > before.get("epoch", 0):
@@ -637,11 +650,13 @@ class Health:
         return more_right or more_end
 
     def _judge(self, signal: Signal, task: str, value: float) -> None:
-        key, name = (signal.name, task), signal.name + task
+        key = (signal.name, task)
+        name = signal.name + task
         if key not in self._judges:
             self._judges[key] = _judge_of(signal)
         judge = self._judges[key]
-        off, number = judge.add(self.step, value), self._open.get(name)
+        off = judge.add(self.step, value)
+        number = self._open.get(name)
         if off and number is None and signal.learning and self._learns(judge.since):
             judge.forget()
             return

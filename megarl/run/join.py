@@ -51,7 +51,8 @@ from megarl.run.placement import Place
 from megarl.run.process import MAKE_ROOM, SIGNALS, StopRequest, adopt_orphans, stop_requests
 from megarl.run.restart import Role
 
-BEAT_S, TICK_S = 2.0, 0.2
+BEAT_S = 2.0
+TICK_S = 0.2
 JOIN_LIMIT_S = 20.0
 """Time limit from the first request to the first answer. A controller that was just
 started takes some seconds.
@@ -178,8 +179,11 @@ class Guest:
     def __init__(
         self, endpoints: Endpoints, role: RoleCommand, url: str, asked: StopRequest
     ) -> None:
-        self._role, self._asked, self._began = role, asked, time.monotonic()
-        self._address, self._endpoints_file = endpoints.controller, role.rundir.endpoints_file
+        self._began = time.monotonic()
+        self._role = role
+        self._asked = asked
+        self._address = endpoints.controller
+        self._endpoints_file = role.rundir.endpoints_file
         self._written = self._endpoints_file.stat().st_mtime_ns
         self._join = Join(life=uuid.uuid4().hex, url=url)
         self._launcher = LocalLauncher()
@@ -199,7 +203,8 @@ class Guest:
         why = ""
         try:
             while not why:
-                why, until = self._beat(), time.monotonic() + BEAT_S
+                why = self._beat()
+                until = time.monotonic() + BEAT_S
                 while not (why := why or self._why_end()) and time.monotonic() < until:
                     time.sleep(TICK_S)
             terminal.say(f"megarl: leaving: {why}", flush=True)
@@ -289,7 +294,8 @@ class Guest:
 
     def _unheard(self) -> str:
         """Return a text that says why the controller has not answered."""
-        at, address = urlsplit(self._address), f"{self._address}, named in {self._endpoints_file}"
+        at = urlsplit(self._address)
+        address = f"{self._address}, named in {self._endpoints_file}"
         try:
             socket.create_connection(
                 (str(at.hostname), int(at.port or 0)), JOIN_LIMIT_S / 4

@@ -267,7 +267,8 @@ class LocalProcess:
     """
 
     def __init__(self, process: subprocess.Popen[bytes], whole: bool) -> None:
-        self._process, self._whole = process, whole
+        self._process = process
+        self._whole = whole
         self.pid = process.pid
 
     def status(self) -> int | None:

@@ -24,7 +24,8 @@ def main(run: Path, role: str, count: int, follow: bool) -> int:
     tails: dict[Path, Tail] = {}
     begin = -count
     while True:
-        ended, files = rundir.summary.exists(), logs_of(rundir, role)
+        ended = rundir.summary.exists()
+        files = logs_of(rundir, role)
         if not files and not follow:
             raise MegarlError(f"{rundir.logs}: no log of {role} yet")
         for file in files:

@@ -72,7 +72,8 @@ def here(ports: int, interface: str, peer: str = "") -> Node:
     )
 
 
-CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+CGROUP = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def memory() -> int:
@@ -124,7 +125,8 @@ def address_of(interface: str, peer: str = "") -> str:
     )
 
 
-GPUS_A_LINE, PORTS_A_LINE = 12, 64
+GPUS_A_LINE = 12
+PORTS_A_LINE = 64
 """These keep a line below 1,024 bytes, even with UUIDs as names of GPUs: srun
 interleaves longer lines of several nodes.
 """

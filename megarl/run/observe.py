@@ -156,7 +156,8 @@ class Observer:
 
     def look(self) -> None:
         """Read what was added to the files."""
-        new, newest = by_step(self._metrics.new()), max(self.rows, default=-1)
+        new = by_step(self._metrics.new())
+        newest = max(self.rows, default=-1)
         self.steps_made += sum(
             step > newest for step in new
         )  # a learner that replays steps has made no progress
@@ -209,7 +210,8 @@ class Observer:
         """
         if (last := self._problem) is None:
             return ""
-        kind, rank = last.log.parent.name, last.log.stem.rpartition(".")[2]
+        kind = last.log.parent.name
+        rank = last.log.stem.rpartition(".")[2]
         well = self.steps_made > last.steps_made
         if kind == "server":
             known = self.status is not None and self.status.time > last.time

@@ -90,7 +90,8 @@ def place_servers(recipe: Recipe, node: Node) -> dict[Role, Place]:
     """Place an evaluation's servers, alone on one machine. MegarlError if they do not
     fit.
     """
-    count, width = recipe.resources.servers, recipe.resources.server_tensor_parallel
+    count = recipe.resources.servers
+    width = recipe.resources.server_tensor_parallel
     if node.gpus and len(node.gpus) < count * width:
         raise MegarlError(
             f"resources: {count} servers x {width} GPUs need {count * width}, and {len(node.gpus)}"
@@ -112,12 +113,12 @@ def _servers(
     """Place servers on the first free GPUs of all `slots`, and remove these from
     `free`.
     """
-    servers, width, size = (
-        recipe.resources.servers,
-        recipe.resources.server_tensor_parallel,
-        max(map(len, slots)),
-    )
-    key, count, placed = f"resources.{kind}_tensor_parallel", max(1, width // size), {}
+    servers = recipe.resources.servers
+    width = recipe.resources.server_tensor_parallel
+    size = max(map(len, slots))
+    key = f"resources.{kind}_tensor_parallel"
+    count = max(1, width // size)
+    placed = {}
     if width > size and width % size:
         what = f"such a server takes whole nodes; use a multiple of {size}"
         raise MegarlError(f"{key}: {width} GPUs are more than the {size} of a node, and {what}")

@@ -36,7 +36,8 @@ REPLICATED_JOB = "jobset.sigs.k8s.io/replicatedjob-name"
 INDEX = "batch.kubernetes.io/job-completion-index"
 """Labels of a pod: JobSet's (its api/jobset/v1alpha2/jobset_types.go) and Kubernetes'.
 """
-FIRST, OTHERS = "first", "others"
+FIRST = "first"
+OTHERS = "others"
 """Names of the JobSet's replicated jobs: the pod that runs `megarl train`, and the
 other pods.
 """

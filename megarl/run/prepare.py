@@ -80,7 +80,8 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
     """
     free = {node.name: iter(node.ports) for where in placed.values() for node in where.nodes}
 
-    controller, learner = Role("controller"), Role("learner")
+    controller = Role("controller")
+    learner = Role("learner")
 
     def address(role: Role) -> str:
         node = placed[role].nodes[0]

@@ -201,7 +201,8 @@ def _beats(path: Path) -> bool:
     return False
 
 
-LOWEST_PORT, PORTS_WANTED = 10_000, 5_000
+LOWEST_PORT = 10_000
+PORTS_WANTED = 5_000
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

@@ -36,7 +36,8 @@ from megarl.run.restart import MESSAGE_STATUS, NodeState
 from megarl.run.step import BEAT_S, HEARD, TERMINATE, UNANSWERED, Report, encoded
 
 log = logging.getLogger(__name__)
-STEP_OPTIONS, STEP_COMMAND = "MEGARL_STEP_OPTIONS", "MEGARL_STEP_COMMAND"
+STEP_OPTIONS = "MEGARL_STEP_OPTIONS"
+STEP_COMMAND = "MEGARL_STEP_COMMAND"
 SURVEY_LIMIT_S = 900.0
 """Generous, because a container image of tens of gigabytes may have to be fetched."""
 START_LIMIT_S = 900.0
@@ -143,7 +144,8 @@ class SrunLauncher:
     """Starts roles as steps of the Slurm job that we run in."""
 
     def __init__(self, rundir: RunDir, interface: str) -> None:
-        self._rundir, self._interface = rundir, interface
+        self._rundir = rundir
+        self._interface = interface
         self._gpus: Sequence[str] = ()
 
     def names(self) -> list[str]:

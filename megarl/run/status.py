@@ -46,7 +46,8 @@ def main(run: Path) -> int:
             ) from None
         _show_kept(rundir)
         return 0
-    recipe, observer = load(str(rundir.recipe)), Observer(rundir)
+    recipe = load(str(rundir.recipe))
+    observer = Observer(rundir)
     observer.look()
     roles, began = roles_of(rundir)
     now = time.time()

@@ -34,7 +34,8 @@ UNANSWERED = 8
 supervisor is alive.
 """
 STDIN = 0
-TERMINATE, HEARD = b"terminate", b"heard"
+TERMINATE = b"terminate"
+HEARD = b"heard"
 
 
 class Report(msgspec.Struct, kw_only=True):

@@ -26,10 +26,8 @@ def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> 
     """Compute figures over all lives of the run; None for those not measured. rows: of
     metrics.jsonl, if they are known.
     """
-    rows, evaluations = (
-        latest_rows(rundir.metrics) if rows is None else rows,
-        latest_scores(rundir.eval),
-    )
+    rows = latest_rows(rundir.metrics) if rows is None else rows
+    evaluations = latest_scores(rundir.eval)
     lived = steady(rows, rundir)
     events = [event.event for event in rundir.events()]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
@@ -142,7 +140,8 @@ def lines(v: Row) -> Iterable[tuple[str, str]]:
     """Yield names and texts of the figures, what needs attention first."""
     for warning in v.get("warnings", ()):  # a run of an older version has none
         yield "look at", warning
-    hours, unit = v["compute_hours"], v["compute_unit"]
+    hours = v["compute_hours"]
+    unit = v["compute_unit"]
     compute = f" · {hours:.3f} {unit} hours" if hours and unit else ""
     wall = f" · {v['wall_seconds'] / 60:.1f} min this time" if "wall_seconds" in v else ""
     yield "steps", f"{v['steps']} of {v['steps_planned']}{compute}{wall}"

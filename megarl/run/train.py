@@ -174,7 +174,8 @@ class Supervisor:
             self.observer.look()
 
     def frame(self) -> Frame:
-        now, stopping = time.monotonic(), ""
+        now = time.monotonic()
+        stopping = ""
         if self.stopping_since is not None:
             seconds = now - self.stopping_since
             stopping = (
@@ -244,7 +245,8 @@ class Supervisor:
             return self._unsaved(f"{role.name} {how(status)} before it had saved", now)
         said = how(status)
         if role.kind == "learner" and status == 0 and (why := self._unfinished()):
-            status, said = EARLY_STATUS, f"left {why}"
+            status = EARLY_STATUS
+            said = f"left {why}"
         if status or role.serves:
             problem = ""
             with suppress(OSError):
@@ -330,7 +332,8 @@ class Supervisor:
         """Return at which step the learner left, if it was not asked to leave and steps
         remain; else an empty string.
         """
-        made, planned = self.observer.latest.get("step", -1) + 1, self.recipe.run.steps
+        made = self.observer.latest.get("step", -1) + 1
+        planned = self.recipe.run.steps
         if made >= planned or self._asked_to_stop() or self._not_worth_it():
             return ""
         return f"after step {made} of {planned}, with status 0"
@@ -419,7 +422,8 @@ class Supervisor:
         A failure is shown once; it is raised only if failures last longer than
         `limit_s`.
         """
-        now, work = time.monotonic(), (what, *arguments[:1])
+        now = time.monotonic()
+        work = (what, *arguments[:1])
         try:
             what(*arguments)
         except (MegarlError, OSError) as error:

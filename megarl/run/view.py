@@ -104,7 +104,8 @@ def render(frame: Frame) -> RenderableType:
 
 def line(frame: Frame) -> str:
     """Return the one-line form for non-interactive output."""
-    row, observer = frame.observer.latest, frame.observer
+    row = frame.observer.latest
+    observer = frame.observer
     parts = [f"[{clock(frame.elapsed_s)}]", frame.stopping or phase(frame)]
     if observer.rows:
         parts.append(f"step {row['step'] + 1}/{frame.recipe.run.steps}")
@@ -224,7 +225,8 @@ def clock(seconds: float) -> str:
 
 
 def _progress(frame: Frame) -> RenderableType:
-    total, done = frame.recipe.run.steps, max(frame.observer.rows, default=-1) + 1
+    total = frame.recipe.run.steps
+    done = max(frame.observer.rows, default=-1) + 1
     bar = Table.grid(padding=(0, 2), expand=True)
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)
@@ -244,7 +246,8 @@ def _progress(frame: Frame) -> RenderableType:
 
 
 def _numbers(frame: Frame) -> Iterator[tuple[str, str]]:
-    observer, row = frame.observer, frame.observer.latest
+    row = frame.observer.latest
+    observer = frame.observer
     rates = [rate for _, rate in sorted(observer.pass_rates.items())]
     trained = show(recent(observer, "pass_rate_train"), ",.3f")
     yield "pass rate, training", f"{trained} ({_averaged(observer)})  {sparkline(rates, 40)}"
@@ -345,7 +348,8 @@ def _processes(frame: Frame) -> RenderableType:
     others = (Role("server", i) for i in servers if i >= frame.recipe.resources.servers)
     joined = {role: RoleView("running", 0.0) for role in others if role not in frame.roles}
     for role, view in sorted((joined | frame.roles).items()):
-        state, cells = view.state, [""] * 4
+        state = view.state
+        cells = [""] * 4
         if view.state == "running" and role.kind == "server":
             server = servers.get(role.index, ServerStatus(id=role.index))
             state = server.state
@@ -375,7 +379,8 @@ def _processes(frame: Frame) -> RenderableType:
     return table
 
 
-LINE_S, JOB_LINE_S = 10.0, 60.0
+LINE_S = 10.0
+JOB_LINE_S = 60.0
 """Seconds between lines of non-interactive output, and of a Slurm job's output, which
 grows for weeks.
 """
@@ -390,7 +395,8 @@ class Screen:
         self.console = console
         self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._every = JOB_LINE_S if "SLURM_JOB_ID" in os.environ else LINE_S
-        self._last, self._stopping = -self._every, ""
+        self._last = -self._every
+        self._stopping = ""
         self._warned: set[str] = set()
 
     def show(self, frame: Frame) -> None:
@@ -399,7 +405,8 @@ class Screen:
         elif frame.elapsed_s - self._last >= self._every or bool(frame.stopping) != bool(
             self._stopping
         ):
-            self._last, self._stopping = frame.elapsed_s, frame.stopping
+            self._last = frame.elapsed_s
+            self._stopping = frame.stopping
             terminal.say(line(frame), flush=True)
             for warning in warnings(frame):
                 kind = warning.lstrip("0123456789.%")

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
 CPU = torch.device("cpu")
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def run_on_cpu() -> None:
@@ -85,7 +86,8 @@ def run_on_cpu() -> None:
     )
     # Even disabled, torch.compile imports the whole compiler when megatron uses it as a
     # decorator: 2 CPU-seconds per process.
-    compiler, torch.compile = torch.compile, _not_compiled
+    compiler = torch.compile
+    torch.compile = _not_compiled
     import megatron.core.jit  # noqa: F401
 
     torch.compile = compiler

@@ -68,7 +68,8 @@ def patch() -> None:
 
     _convert_heads_in_pieces()
     _replace_multinomial()
-    prepare, module_of = engine._set_envs_and_config, torch.get_device_module
+    prepare = engine._set_envs_and_config
+    module_of = torch.get_device_module
 
     def prepare_then_fork(server_args: object) -> None:
         prepare(server_args)  # SGLang's last step before the first process; it sets `spawn`

@@ -42,7 +42,8 @@ def batches(lengths: Tensor, slots_of: Tensor) -> list[DecodeBatch]:
     1. slots_of: [requests, ≥ longest].
     """
     ordered, order = lengths.sort(descending=True)
-    starts, longest = [], int(ordered[0])
+    starts = []
+    longest = int(ordered[0])
     for i, n in enumerate(ordered.tolist()):
         if n < FILL * longest:
             starts.append(i)
@@ -74,7 +75,8 @@ def decode(
     out = torch.empty_like(query)
     groups, width = keys.shape[1:]
     for part in parts:
-        n, longest = len(part.requests), part.mask.shape[-1]
+        n = len(part.requests)
+        longest = part.mask.shape[-1]
         k, v = (
             t.index_select(0, part.slots).view(n, longest, groups, width).transpose(1, 2)
             for t in (keys, values)
@@ -179,7 +181,8 @@ class BatchedDecode(TorchNativeAttnBackend):
                 *rest,
                 **options,
             )
-        window, shared = options["sliding_window_size"], query.shape[1] // k_cache.shape[1]
+        window = options["sliding_window_size"]
+        shared = query.shape[1] // k_cache.shape[1]
         sizes = new.tolist()
         parts = zip(
             requests, lengths.tolist(), query.split(sizes), output.split(sizes), strict=True

@@ -22,7 +22,8 @@ def finished(workplace: Path) -> Iterator[LiveRun]:
     run = runs.start(workplace, "run.name=whole", *SMALL, *WATCHED)
     try:
         run.wait_for(run.rundir.status.exists, "a status")
-        family, ports = run.family(), run.ports()
+        family = run.family()
+        ports = run.ports()
         run.wait_for(lambda: run.steps() >= 2, "two steps")
         run.scrapes = run.scraped()
         live = megarl("trace", str(run.rundir.path), "--output", "live.json", cwd=workplace)

@@ -151,10 +151,8 @@ class LiveRun:
     def ports(self) -> list[int]:
         """Ports the run's endpoints name."""
         endpoints = self.rundir.endpoints()
-        served, metrics = (
-            (*endpoints.servers, *endpoints.teachers),
-            (endpoints.controller_metrics, endpoints.learner_metrics),
-        )
+        served = (*endpoints.servers, *endpoints.teachers)
+        metrics = (endpoints.controller_metrics, endpoints.learner_metrics)
         urls = (endpoints.controller, *served, *metrics)
         return [int(url.rsplit(":", 1)[1]) for url in urls if url]
 
@@ -198,7 +196,8 @@ def batches(rundir: RunDir, recipe: Recipe, steps: int | None = None) -> list[tu
     """What each step trained, from the journal: the tickets that were not removed, in
     order, `batch.prompts` a step.
     """
-    reader, size = JournalReader(rundir.rollouts), recipe.batch.prompts
+    reader = JournalReader(rundir.rollouts)
+    size = recipe.batch.prompts
     removed = {r.ticket for r in reader.replay() if isinstance(r, Removed)}
     admitted = sorted(
         r.ticket for r in reader.replay() if isinstance(r, Admitted) and r.ticket not in removed

@@ -128,13 +128,15 @@ def test_harnesses_as_they_are_are_trained(group: str, tmp_path: Path) -> None:
     run = runs.start(tmp_path, recipe=str(write_recipe(tmp_path, group, agents)))
     try:
         run.wait_for(run.rundir.status.exists, "a status", limit_s=400)
-        family, ports = run.family(), run.ports()
+        family = run.family()
+        ports = run.ports()
         assert run.finish(900) == 0, run.tail()
     finally:
         run.kill()
     check_nothing_left(family, ports)
     runs.check_parity(run.rundir)
-    sessions, tokens = Counter[str](), Counter[str]()
+    sessions = Counter[str]()
+    tokens = Counter[str]()
     for ticket in (t for batch in batches(run.rundir, run.recipe) for t in batch):
         mode = ticket.prompt.task
         assert not ticket.void, f"{mode}: {run.tail()}"
@@ -223,7 +225,8 @@ def test_what_the_servers_saw_is_what_is_trained(
             family += run.family()
             run.roles()[role].kill()
             run.wait_for(lambda role=role: role in run.roles(), f"a new {role}")
-        family, ports = family + run.family(), run.ports()
+        family = family + run.family()
+        ports = run.ports()
         assert run.finish(900) == 0, run.tail()
     finally:
         run.kill()
@@ -240,12 +243,11 @@ def test_what_the_servers_saw_is_what_is_trained(
     for ticket in (t for batch in batches(run.rundir, run.recipe) for t in batch):
         for rollout in ticket.rollouts:
             for path in paths_of(rollout.segments, rollout.paths, ticket.prompt.tokens):
-                tokens, edges = (
-                    path.tokens.tolist(),
-                    np.flatnonzero(np.diff(path.trained, prepend=False, append=False)),
-                )
+                tokens = path.tokens.tolist()
+                edges = np.flatnonzero(np.diff(path.trained, prepend=False, append=False))
                 for begin, end in edges.reshape(-1, 2).tolist():
-                    turns, at = turns + 1, begin
+                    turns = turns + 1
+                    at = begin
                     while at < end:
                         made = sampled[tuple(tokens[:at])]
                         own, length = max(

@@ -43,7 +43,8 @@ def test_a_student_approaches_its_teacher_over_two_deaths(workplace: Path) -> No
     run = runs.start(workplace, *OVERRIDES)
     try:
         run.wait_for(run.rundir.status.exists, "a status")
-        family, ports = run.family(), run.ports()
+        family = run.family()
+        ports = run.ports()
         for step, word in ((4, "--teacher"), (9, "learn")):
             run.wait_for(lambda step=step: run.steps() >= step, f"step {step}")  # type: ignore[misc]
             family += run.family()

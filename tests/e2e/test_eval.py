@@ -208,7 +208,8 @@ def test_a_runs_checkpoint_on_its_own_task(finished: LiveRun, scored: str) -> No
     """The score that the run itself wrote for this version is near; a run's own
     evaluations have the same files.
     """
-    run, step = finished.rundir.path, finished.recipe.run.steps
+    step = finished.recipe.run.steps
+    run = finished.rundir.path
     assert f"@{step}" in scored
     out = finished.cwd / "runs" / "scored"
     result = SuiteDir(out, "arithmetic").read_result()

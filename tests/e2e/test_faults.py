@@ -121,7 +121,8 @@ def test_a_stopped_role_is_replaced(start: Start, role: str, record_property: An
     """SIGSTOP: it keeps its memory, ports and links, and does nothing."""
     run = start(f"stop-{role}", f"resources.learner_ranks={2 if role == 'learn' else 1}")
     run.wait_for(lambda: run.steps() >= 5, "step 5", runs.RUN_LIMIT_S)
-    family, ports = run.family(), run.ports()
+    family = run.family()
+    ports = run.ports()
     leader = run.roles()[role]
     victim = next(
         process for process in (leader, *leader.children(recursive=True)) if VICTIMS[role](process)
@@ -147,7 +148,8 @@ def test_a_stopped_role_is_replaced(start: Start, role: str, record_property: An
 def test_a_killed_supervisor_takes_everything_with_it_and_the_run_is_resumed(start: Start) -> None:
     run = start("kill-train")
     run.wait_for(lambda: run.steps() >= 6, "step 6", runs.RUN_LIMIT_S)
-    family, ports = run.family(), run.ports()
+    family = run.family()
+    ports = run.ports()
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.wait()
     check_ended(family, ports)
@@ -161,7 +163,8 @@ def test_a_killed_supervisor_takes_everything_with_it_and_the_run_is_resumed(sta
 def test_interrupt_saves_and_leaves_nothing(start: Start) -> None:
     run = start("interrupt")
     run.wait_for(lambda: run.steps() >= 3, "step 3", runs.RUN_LIMIT_S)
-    family, ports = run.family(), run.ports()
+    family = run.family()
+    ports = run.ports()
     run.process.send_signal(signal.SIGINT)
     assert run.finish(120) == 130
     check_nothing_left(family, ports)
@@ -181,7 +184,8 @@ def test_a_learner_of_two_ranks_that_is_told_to_make_room_saves(start: Start) ->
     """
     run = start("make-room", "resources.learner_ranks=2")
     run.wait_for(lambda: run.steps() >= 5, "step 5", runs.RUN_LIMIT_S)
-    family, ports = run.family(), run.ports()
+    family = run.family()
+    ports = run.ports()
     torchrun = run.roles()["learn"]
     told = [torchrun, *torchrun.children(recursive=True)]
     assert len([process for process in told if "RANK" in process.environ()]) == 2

@@ -14,7 +14,9 @@ from tests.e2e import runs
 from tests.e2e.runs import SMALL, LiveRun, batches
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(900)]
-STEP, PROMPTS, STEPS = 9, 8, 14
+STEP = 9
+PROMPTS = 8
+STEPS = 14
 
 
 def test_fork(finished: LiveRun, workplace: Path) -> None:

@@ -73,7 +73,8 @@ def check_run(workplace: Path, name: str, *overrides: str) -> None:
     run = runs.start(workplace, *twin(name), *overrides, recipe=name)
     try:
         run.wait_for(run.rundir.status.exists, "a status")
-        family, ports = run.family(), run.ports()
+        family = run.family()
+        ports = run.ports()
         assert run.finish() == 0, run.tail()
     finally:
         run.kill()
@@ -93,7 +94,8 @@ def check_steps(run: LiveRun) -> None:
     """Each step has a row of finite numbers; there was a gradient, and no token was
     older than the recipe allows.
     """
-    rows, recipe = latest_rows(run.rundir.metrics), run.recipe
+    rows = latest_rows(run.rundir.metrics)
+    recipe = run.recipe
     assert [row["step"] for row in rows] == list(range(recipe.run.steps))
     warmup = (
         recipe.critic.warmup_steps if recipe.has_critic else 0
@@ -138,7 +140,8 @@ def check_publications(run: LiveRun) -> None:
 
 def check_evaluations(run: LiveRun) -> None:
     """The policy is evaluated before the first step and after the last."""
-    recipe, scores = run.recipe, latest_rows(run.rundir.eval)
+    recipe = run.recipe
+    scores = latest_rows(run.rundir.eval)
     assert [score["step"] for score in scores] == [0, recipe.run.steps]
     assert scores[-1]["n_prompts"] == recipe.evaluation.prompts * len(recipe.data.tasks)
 

@@ -93,7 +93,8 @@ def test_both_sides_agree_after_every_publication(rundir: RunDir, recipe: Recipe
 
 
 def test_compute_and_evaluations(rundir: RunDir, recipe: Recipe) -> None:
-    rows, scores = latest_rows(rundir.metrics), latest_rows(rundir.eval)
+    rows = latest_rows(rundir.metrics)
+    scores = latest_rows(rundir.eval)
     assert [s["step"] for s in scores] == [0, 5, 10]
     for score in scores:
         assert score["weight_version"] == score["step"]
@@ -206,7 +207,8 @@ def test_trace_tells_the_times_of_metrics_and_journal(
     trace = json.loads(gzip.decompress((rundir.path / "trace.json.gz").read_bytes()))
     trace_format.check(trace)
     trace_format.check(json.loads((finished.cwd / "live.json").read_text()))  # of the run under way
-    rows, threads = latest_rows(rundir.metrics), trace_format.threads(trace)
+    rows = latest_rows(rundir.metrics)
+    threads = trace_format.threads(trace)
     assert trace["otherData"]["steps"] == [row["step"] for row in rows]
     learner = threads["learner/rank 0"]
     for row in rows:

@@ -117,7 +117,8 @@ def check_run(workplace: Path, more: list[str], layers: int, chosen: int) -> Non
     run = runs.start(workplace, *OVERRIDES, *more, recipe="quickstart-moe")
     try:
         run.wait_for(run.rundir.status.exists, "a status")
-        family, ports = run.family(), run.ports()
+        family = run.family()
+        ports = run.ports()
         assert run.finish() == 0, run.tail()
     finally:
         run.kill()

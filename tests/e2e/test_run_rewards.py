@@ -34,7 +34,8 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 KEY = "key-of-the-reward-service"
-STEPS, LATER = 6, 40
+STEPS = 6
+LATER = 40
 SINGLE = ["<eos>", "</think>", *"abcdefghijklmnopqrstuvwyz!0123456789"]
 XS = [" " * n + "x" for n in range(1, 41)]
 RIGHT = [f"\n```\nprint(1){' ' * n}\n```\n" for n in range(24)]
@@ -133,14 +134,16 @@ def expected(rollout: Rollout, task: str, decode) -> Expected:
     stopped = tokens[:-1] if tokens[-1] == 0 else tokens
     texts = [decode([token]) for token in stopped]
     answer = texts[texts.index("</think>") + 1 :] if "</think>" in texts else []
-    text, form = "".join(answer).strip(), 1.0 if "".join(answer).strip() else -1.0
+    text = "".join(answer).strip()
+    form = 1.0 if "".join(answer).strip() else -1.0
     if task == "letters":
         main = 1.0 if text == "x" else -1.0
         return Expected(
             {"answer": main, "form": form}, main + 0.2 * form, timeout=False, error=False
         )
     last = next((t for t in reversed(answer) if t.startswith("\n```")), "")
-    main, error = 1.0 if last in RIGHT else -1.0, "".join(texts).endswith("x")
+    main = 1.0 if last in RIGHT else -1.0
+    error = "".join(texts).endswith("x")
     short = -1.0 if error else -len("".join(texts)) / 100
     given = {"answer": main, "form": form, "short": short}
     return Expected(given, main + 0.2 * form + 0.5 * short, last in SLEEPERS, error)
@@ -150,7 +153,8 @@ def check_rewards(run: LiveRun, steps: int) -> Counter[str]:
     """Every rollout's rewards, and the metrics of every step, are what the tokens say;
     what was seen.
     """
-    tokenizer, seen = load_tokenizer(run.cwd / "policy"), Counter[str]()
+    tokenizer = load_tokenizer(run.cwd / "policy")
+    seen = Counter[str]()
 
     def decode(ids):
         return tokenizer.backend.decode(ids, skip_special_tokens=False)
@@ -225,7 +229,8 @@ def test_programs_and_a_service_that_comes_late_and_goes_for_good(
         )
         with service(port):
             run.wait_for(run.rundir.status.exists, "a status")
-            family, ports = run.family(), run.ports()
+            family = run.family()
+            ports = run.ports()
             assert run.finish() == 0, run.tail()
             check_nothing_left(family, ports)
         assert run.steps() == STEPS

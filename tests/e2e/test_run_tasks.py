@@ -67,7 +67,8 @@ def test_two_tasks_whose_prompts_are_begun_again(workplace: Path) -> None:
     run = runs.start(workplace, *OVERRIDES, recipe="quickstart-tasks")
     try:
         run.wait_for(run.rundir.status.exists, "a status")
-        family, ports = run.family(), run.ports()
+        family = run.family()
+        ports = run.ports()
         assert run.finish() == 0, run.tail()
     finally:
         run.kill()

@@ -37,7 +37,8 @@ def run_of(workplace: Path, *overrides: str) -> runs.LiveRun:
     run = runs.start(workplace, *OVERRIDES, *overrides, recipe="quickstart-tools")
     try:
         run.wait_for(run.rundir.status.exists, "a status")
-        family, ports = run.family(), run.ports()
+        family = run.family()
+        ports = run.ports()
         assert run.finish() == 0, run.tail()
     finally:
         run.kill()
@@ -53,10 +54,8 @@ def test_turns_of_policy_and_calculator(warm: Path) -> None:
     rollouts = [
         (step, r) for step, groups in enumerate(trained) for g in groups for r in g.rollouts
     ]
-    tokenizer, task = (
-        load_tokenizer(warm / run.recipe.model.path),
-        run.recipe.data.tasks["products"],
-    )
+    tokenizer = load_tokenizer(warm / run.recipe.model.path)
+    task = run.recipe.data.tasks["products"]
     calls = several = 0
     for step, rollout in rollouts:
         assert rollout.episode is not None

@@ -39,7 +39,8 @@ def python_of(harness: str) -> Path:
     package = PACKAGES[harness]
     node_packages = NODE_PACKAGES.get(harness, ())
     place = FOLDER / re.sub(r"\[.*\]", "", "+".join((package, *node_packages[:1])))
-    python, done = place / "bin" / "python", place / "done"
+    python = place / "bin" / "python"
+    done = place / "done"
     if not done.exists():
         uv = Path(sys.executable).parent / "uv"
         for words in (

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MODEL, TURNS, AGAIN = os.environ.get("OPENAI_MODEL", "policy"), 5, "Are you sure?"
+MODEL = os.environ.get("OPENAI_MODEL", "policy")
+TURNS = 5
+AGAIN = "Are you sure?"
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "number"}, "b": {"type": "number"}, "note": {"type": "string"}},
@@ -68,7 +70,8 @@ def openai_chat(prompt: str, stream: bool = False) -> None:
 def openai_responses(prompt: str, stream: bool = False) -> None:
     from openai import OpenAI
 
-    client, items = OpenAI(), list[Any]([{"role": "user", "content": prompt}])
+    client = OpenAI()
+    items = list[Any]([{"role": "user", "content": prompt}])
     tools: list[Any] = [{"type": "function", "name": "add", "parameters": SCHEMA, "strict": False}]
     asked: dict[str, Any] = {
         "model": MODEL,

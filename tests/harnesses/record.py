@@ -22,7 +22,8 @@ from tests.harnesses.programs import MODES
 from tests.unit.tasks.agents.serving import gateway, run
 
 RECORDINGS = Path(__file__).parent / "recordings"
-LONGEST, LIMIT_S = 300, 300.0
+LONGEST = 300
+LIMIT_S = 300.0
 HEADERS = ("user-agent", "x-stainless-retry-count", "anthropic-version")
 THINKS = "<think>\n Let me see:  é →\n</think>\n\n"
 
@@ -75,7 +76,8 @@ def shortened(value: Any) -> Any:
 
 async def record(mode: str) -> dict[str, Any]:
     """Run the harness; return what it sent, and what was made of it."""
-    harness, sent = MODES[mode][0], list[dict[str, Any]]()
+    harness = MODES[mode][0]
+    sent = list[dict[str, Any]]()
     python = await asyncio.to_thread(python_of, harness)
     read = module._read
 
@@ -88,7 +90,8 @@ async def record(mode: str) -> dict[str, Any]:
     module._read = noted
     with tempfile.TemporaryDirectory() as folder:
         async with gateway(Path(folder), *script(mode), family="qwen", roomy=True) as served:
-            key, url = served.session.key, served.url
+            key = served.session.key
+            url = served.url
             places = {
                 "OPENAI_BASE_URL": f"{url}/v1",
                 "OPENAI_API_BASE": f"{url}/v1",
@@ -115,7 +118,8 @@ async def record(mode: str) -> dict[str, Any]:
                 raise SystemExit(
                     f"{mode}: status {process.returncode}, and said {said.decode()[-3000:]}"
                 )
-            paths, left = len(served.session.tree.paths()[1]), len(served.said)
+            paths = len(served.session.tree.paths()[1])
+            left = len(served.said)
     assert key not in json.dumps(sent)
     return {"versions": versions(python), "paths": paths, "unsaid": left, "requests": sent}
 

@@ -38,7 +38,8 @@ FP16: list[tuple[dict[str, Any], str]] = [
 """Layouts of an fp16 policy, and the precision of its critic."""
 FP16_ROUNDING = 2000.0
 """By how much limits are wider in fp16. Its steps are 8,000 times those of FP32."""
-GAMMA, LAMBDA = 1.0, 0.9
+GAMMA = 1.0
+LAMBDA = 0.9
 
 
 def main(directory: Path) -> None:
@@ -143,7 +144,8 @@ def check_fp16(directory: Path, batch: Batch, layout: dict[str, Any], critic: st
     folder = directory / "checkpoints" / f"fp16 {layout} {critic}"
     trainer = start(directory, recipe)
     assert trainer.critic is not None
-    scale, what = trainer.policy.loss_scale, f"fp16 {layout} critic {critic}"
+    scale = trainer.policy.loss_scale
+    what = f"fp16 {layout} critic {critic}"
     assert scale is not None
     for _ in range(2):
         trainer.train_step(sequences)

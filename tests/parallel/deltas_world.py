@@ -51,7 +51,8 @@ class StandIn(Module):
     ) -> None:
         super().__init__()
         self.address = ServerAddress(number, "", tensor_parallel=ranks)
-        self.family, self.dies_after = family, -1
+        self.family = family
+        self.dies_after = -1
         held = {
             where: torch.zeros(0, dtype=torch.bfloat16) for where, _, _ in self._pieces(tensors)
         }
@@ -103,7 +104,8 @@ class StandInFleet:
     """Calls, one after the other."""
 
     def __init__(self, servers: dict[int, StandIn], version: int) -> None:
-        self.servers, self.version = servers, version
+        self.servers = servers
+        self.version = version
 
     def each(
         self, ids: Iterable[int], call: Callable[[Any], Coroutine[Any, Any, Any]]
@@ -125,7 +127,9 @@ class InProcess:
     staged = False
 
     def __init__(self, chunks: Sequence[Module], family: Family, last: LastSent) -> None:
-        self._chunks, self._family, self._last = chunks, family, last
+        self._chunks = chunks
+        self._family = family
+        self._last = last
 
     def send(self, fleet: Any, ids: Sequence[int], version: int) -> Sent:
         sums = SentChecksums(self._family.architecture)
@@ -168,7 +172,8 @@ def main(model: Path, ranks: int, publications: int, kills: int) -> None:
     draw = random.Random(0)
     killed_at = set(draw.sample(range(2, publications), kills))
     first = whole_model(chunks, family)
-    checkpoint, saved = 0, [p.detach().clone() for _, p in hf.named_tensors(chunks)]
+    checkpoint = 0
+    saved = [p.detach().clone() for _, p in hf.named_tensors(chunks)]
 
     def learner() -> Publisher:
         publisher = Publisher(recipe, NO_ENDPOINTS, chunks, family)
@@ -181,7 +186,8 @@ def main(model: Path, ranks: int, publications: int, kills: int) -> None:
     for version in range(1, publications + 1):
         nudge(chunks, version)
         if version % 25 == 0:
-            checkpoint, saved = version, [p.detach().clone() for _, p in hf.named_tensors(chunks)]
+            checkpoint = version
+            saved = [p.detach().clone() for _, p in hf.named_tensors(chunks)]
         if version in killed_at:
             killed += 1
             victim = draw.choice(list(servers))

@@ -94,8 +94,10 @@ def on_this_rank(case: Case, at: torch.Tensor, length: int, sequence_parallel: b
     States that are not asked for are NaN, and so is the weight beyond the vocabulary.
     """
     group = parallel_state.get_tensor_model_parallel_group()
-    rank, size = group.rank(), group.size()
-    width, columns = case.hidden.shape[1], -(-case.vocabulary // size)
+    rank = group.rank()
+    size = group.size()
+    width = case.hidden.shape[1]
+    columns = -(-case.vocabulary // size)
     layer = output_layer(width, columns * size, sequence_parallel)
     whole = torch.full((columns * size, width), torch.nan)
     whole[: case.vocabulary] = case.weight[: case.vocabulary]

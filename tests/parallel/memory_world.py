@@ -204,7 +204,8 @@ def check_same(found: Step, expected: Step, what: str) -> None:
 def counted_recomputations() -> Iterator[list[int]]:
     from megatron.core.tensor_parallel.random import CheckpointFunction, CheckpointWithoutOutput
 
-    counted, backward = [0], CheckpointFunction.backward
+    counted = [0]
+    backward = CheckpointFunction.backward
 
     def counting(*args: Any) -> Any:
         counted[0] += 1
@@ -226,17 +227,20 @@ def overlapping() -> Iterator[list[int]]:
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
     started = [0]
-    overlaps, size = optimizer.overlaps, optimizer.BUCKET
+    overlaps = optimizer.overlaps
+    size = optimizer.BUCKET
     finish = _ParamAndGradBucketGroup.finish_grad_sync
 
     def finishing(self: Any, *args: Any, **kwargs: Any) -> None:
         started[0] += self.grad_reduce_handle is not None
         finish(self, *args, **kwargs)
 
-    optimizer.overlaps, optimizer.BUCKET = lambda: True, 2000
+    optimizer.overlaps = lambda: True
+    optimizer.BUCKET = 2000
     _ParamAndGradBucketGroup.finish_grad_sync = finishing
     yield started
-    optimizer.overlaps, optimizer.BUCKET = overlaps, size
+    optimizer.overlaps = overlaps
+    optimizer.BUCKET = size
     _ParamAndGradBucketGroup.finish_grad_sync = finish
 
 

@@ -177,7 +177,9 @@ def check_parts(chunks: Sequence[Module], family: Family, what: str) -> None:
     its own; together they are everything.
     """
     whole = {name: tensor.clone() for name, tensor in hf.export(chunks, family, stacked=False)}
-    copy, parts, sizes = parallel_state.get_data_parallel_rank(True), dict[str, Any](), []
+    copy = parallel_state.get_data_parallel_rank(True)
+    parts = dict[str, Any]()
+    sizes = []
     for turn in range(3):  # with the third number nothing is exported
         part = {
             name: tensor.clone()
@@ -282,10 +284,8 @@ def forward_backward(ddp: list[Any], family: Family, case: dict[str, Any]) -> li
 
 def mine_of(packed: PackedSeqParams | None) -> torch.Tensor | None:
     """Which tokens of the packed row this context-parallel rank has."""
-    size, rank = (
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_context_parallel_rank(),
-    )
+    size = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
     if size == 1:
         return None
     rows = []

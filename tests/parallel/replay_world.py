@@ -84,7 +84,8 @@ def check_forced(recipe: Recipe, model: Path, what: str) -> list[TrainSequence]:
     trainer = start(recipe)
     check_scores(trainer, model, expected["scored"], what)
     metrics = trainer.policy.forward_backward(sequences)
-    loss, gradients = metrics["loss"], full_gradients(trainer.policy)
+    loss = metrics["loss"]
+    gradients = full_gradients(trainer.policy)
     told = sum(len(s.experts) for s in sequences if s.experts is not None) / sum(
         map(len, sequences)
     )
@@ -131,7 +132,8 @@ def check_scores(trainer: Trainer, model: Path, expected: dict[str, Any], what: 
 
 def remembered(router: PartialReplay) -> list[torch.Tensor]:
     """The experts that this router chooses from now on, of each call."""
-    choose, choices = router.get_replay_topk, []
+    choose = router.get_replay_topk
+    choices = []
 
     def remember(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         probabilities, experts = choose(*args)

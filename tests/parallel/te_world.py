@@ -100,7 +100,8 @@ def built(model: Model, path: Path, engine: bool, recompute: str = "none") -> li
 
 def main(directory: Path) -> None:
     for path in sorted((directory / "models").iterdir()):
-        family, other = family_of(path), None
+        family = family_of(path)
+        other = None
         none_in_fp32(path)
         for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
             if "expert_parallel" in layout and not family.architecture.experts:
@@ -284,7 +285,8 @@ def attention_takes_our_rows(chunks: list[Any], family: Family, model: Model, wh
     """The row that the learner assembles, as Transformer Engine's attention understands
     it.
     """
-    ranks, chunk = model.context_parallel, family.architecture.attention_chunk
+    ranks = model.context_parallel
+    chunk = family.architecture.attention_chunk
     lengths = (
         [40, 7, 13, 4] if chunk is None or ranks == 1 else [3, 4, 2]
     )  # longer ones are refused there
@@ -294,7 +296,8 @@ def attention_takes_our_rows(chunks: list[Any], family: Family, model: Model, wh
     ]
     row = RowLayout(model, context_rank=parallel_state.get_context_parallel_rank())
     micro = assemble(sequences, row.row_multiple, row, torch.device("cpu"))
-    packed, tokens = micro.packed, micro.tokens.numel()
+    packed = micro.packed
+    tokens = micro.tokens.numel()
     assert packed.cu_seqlens_q.tolist()[-1] == ranks * tokens, what
     assert all(
         boundary % (2 * ranks) == 0 for boundary in packed.cu_seqlens_q.tolist() if ranks > 1
@@ -308,8 +311,10 @@ def attention_takes_our_rows(chunks: list[Any], family: Family, model: Model, wh
         dot_product_attention.utils, "get_attention_backend", side_effect=KernelAsked
     )
     for layer in (layer for chunk_of in chunks for layer in chunk_of.decoder.layers):
-        number, module = layer.layer_number - 1, layer.self_attention
-        tp, config = model.tensor_parallel, module.config
+        number = layer.layer_number - 1
+        module = layer.self_attention
+        tp = model.tensor_parallel
+        config = module.config
         heads = (config.num_attention_heads // tp, *[config.num_query_groups // tp] * 2)
         q, k, v = (
             torch.zeros(tokens, n, config.kv_channels, dtype=torch.bfloat16).as_subclass(OnGpu)

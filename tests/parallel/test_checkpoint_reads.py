@@ -48,19 +48,15 @@ def main(directory: Path) -> None:
     parallel.start(recipe.model, 0, 60.0)
     trainer = Trainer(recipe, directory / "hf")
     trainer.step = 1
-    checkpoints, path = (
-        Checkpoints(directory / "run", 1, trainer, directory / "hf"),
-        step_folder(directory / "run", 1),
-    )
+    checkpoints = Checkpoints(directory / "run", 1, trainer, directory / "hf")
+    path = step_folder(directory / "run", 1)
     checkpoints.save()
     checkpoints.finish()
     checkpoints.load_latest()  # also imports
     begin = bytes_read()
     checkpoints.load(path)
-    read, size = (
-        sum(gathered(bytes_read() - begin)),
-        sum(file.stat().st_size for file in path.glob("*.distcp")),
-    )
+    read = sum(gathered(bytes_read() - begin))
+    size = sum(file.stat().st_size for file in path.glob("*.distcp"))
     print(f"{size:,} bytes of parameters and AdamW, {read:,} read", flush=True)
     assert size > 4 << 20
     assert read < 3 * size, (

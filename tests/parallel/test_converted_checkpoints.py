@@ -48,7 +48,8 @@ def test_real_worlds_read_and_write_the_same_shards(tmp_path: Path) -> None:
             2,
             *experts,
         )
-        real, ours = Shards(folder / "real"), Shards(folder / "like-it")
+        real = Shards(folder / "real")
+        ours = Shards(folder / "like-it")
         real_files, our_files = (
             FileSystemReader(shards.path).read_metadata().storage_data for shards in (real, ours)
         )

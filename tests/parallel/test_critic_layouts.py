@@ -26,10 +26,13 @@ def by_transformers(model: Any, batch: Batch, path: Path) -> dict[str, Any]:
     head = head.float().double().requires_grad_()
     rollouts = [(g, r) for g in batch.groups for r in g.rollouts]
     tokens = sum(int(r.trained.sum()) for _, r in rollouts)
-    values, logprobs, raw = [], [], []
+    values = []
+    logprobs = []
+    raw = []
     for group, rollout in rollouts:
         ids = torch.from_numpy(np.concatenate([group.prompt.tokens, rollout.tokens])).long()
-        first, trained = len(group.prompt.tokens), torch.from_numpy(rollout.trained)
+        first = len(group.prompt.tokens)
+        trained = torch.from_numpy(rollout.trained)
         hidden = model.model(ids[None]).last_hidden_state[0, first - 1 : -1]
         values.append((hidden @ head.T)[:, 0][trained])
         distribution = torch.log_softmax(model.lm_head(hidden), -1)
@@ -64,7 +67,8 @@ def by_transformers(model: Any, batch: Batch, path: Path) -> dict[str, Any]:
     del critic["lm_head.weight"]
     for parameter, gradient in zip(model.parameters(), of_policy, strict=True):
         parameter.grad = gradient
-    everything, targets = torch.cat(values).detach().numpy(), np.concatenate(returns)
+    everything = torch.cat(values).detach().numpy()
+    targets = np.concatenate(returns)
     return {
         "head": head.detach().float(),
         "values": [v.detach().numpy() for v in values],

@@ -21,7 +21,8 @@ from tests.tiny import gradients, tiny_llama, tiny_llama4, tiny_qwen3_moe
 from tests.unit.core.learner.test_expert_load import balancing_by_transformers
 
 VOCABULARY = 131  # no TP divides it
-TEMPERATURE, CAP = 0.7, 1.5  # as in learner_world.recipe_of
+TEMPERATURE = 0.7
+CAP = 1.5  # as in learner_world.recipe_of
 
 
 def segment(draw: np.random.Generator, length: int, trained: bool = True) -> Segment:
@@ -84,7 +85,11 @@ def scalerl_by_transformers(model: Any, batch: Batch, path: Path) -> dict[str, o
     deviation = float(np.std([c for values in centred.values() for c in values]))
     loss = torch.zeros((), dtype=torch.float64)
     magnitude = 0.0
-    entropies, surprises, ratios, sequences, logprobs = [], [], [], [], []
+    entropies = []
+    surprises = []
+    ratios = []
+    sequences = []
+    logprobs = []
     routed: dict[int, torch.Tensor] = {}
     for group in groups:
         tokens_of_group = sum(r.trained_tokens for r in group.rollouts)

@@ -64,7 +64,9 @@ class ScriptedController(threading.Thread):
 
     def __init__(self, address: str, keys: LinkKeys, steps: int) -> None:
         super().__init__(daemon=True)
-        self.address, self.keys, self.steps = address, keys, steps
+        self.address = address
+        self.keys = keys
+        self.steps = steps
         self.asked: list[int] = []
         self.stopped: list[int] = []
         self.end = threading.Event()
@@ -76,7 +78,8 @@ class ScriptedController(threading.Thread):
 
     def run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-            socket.curve_server, socket.curve_secretkey = True, self.keys.controller_secret.encode()
+            socket.curve_secretkey = self.keys.controller_secret.encode()
+            socket.curve_server = True
             socket.bind(self.address)
             while not self.end.is_set():
                 if socket.poll(100):
@@ -168,7 +171,8 @@ class Run:
         self, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes] | Forked:
         """Forked, if its Python needs no other environment."""
-        arguments, log = ["learn", str(self.rundir.recipe)], self.rundir.logs / "learner.log"
+        arguments = ["learn", str(self.rundir.recipe)]
+        log = self.rundir.logs / "learner.log"
         if environment is None:
             env = {"PYTHONPATH": str(ROOT)} | os.environ | {"OMP_NUM_THREADS": "1"}
             self.process = LEARNERS.megarl(arguments, Path.cwd(), env, log)

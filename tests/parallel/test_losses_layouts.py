@@ -43,7 +43,8 @@ def gspo(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str, T
     """arXiv 2507.18071, equations 5 to 7, less an entropy bonus; the loss, and per
     token whether it is clipped.
     """
-    loss, rewards = SETTINGS["gspo"]["loss"], rollout.group.rewards
+    loss = SETTINGS["gspo"]["loss"]
+    rewards = rollout.group.rewards
     gain = (rewards[rollout.i] - rewards.mean()) / rewards.std()
     s = rollout.ratio.log().mean().exp()
     bounded = s.clamp(1 - loss["clip_low"], 1 + loss["clip_high"])
@@ -59,7 +60,9 @@ def dr_dapo(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str
     """arXiv 2503.14476, equation 8, weights truncated, over a constant (arXiv
     2503.20783) with RLOO's advantage.
     """
-    loss, ratio, rewards = SETTINGS["dr-dapo"]["loss"], rollout.ratio, rollout.group.rewards
+    loss = SETTINGS["dr-dapo"]["loss"]
+    ratio = rollout.ratio
+    rewards = rollout.group.rewards
     gain = rewards[rollout.i] - np.delete(rewards, rollout.i).mean()
     bounded = ratio.clamp(1 - loss["clip_low"], 1 + loss["clip_high"])
     truncated = ratio.detach().clamp(max=loss["cap"]) / ratio.detach()
@@ -73,9 +76,11 @@ def gmpo(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str, T
     """arXiv 2507.20673: the geometric mean of clipped ratios, written as the product
     that it is.
     """
-    loss, rewards = SETTINGS["gmpo"]["loss"], rollout.group.rewards
+    loss = SETTINGS["gmpo"]["loss"]
+    rewards = rollout.group.rewards
     gain = (rewards[rollout.i] - rewards.mean()) / rewards.std()
-    sign, ratio = np.sign(gain), rollout.ratio
+    sign = np.sign(gain)
+    ratio = rollout.ratio
     bounded = ratio.clamp(np.exp(-loss["clip_low"]), np.exp(loss["clip_high"]))
     product = torch.minimum(ratio**sign, bounded**sign).prod() ** (sign / len(ratio))
     return -product * gain / len(everything), {"clipped_share": bounded**sign < ratio**sign}
@@ -85,12 +90,10 @@ def dppo(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str, T
     """arXiv 2602.04879, Binary-KL, with a squared log ratio (arXiv 2602.02276), on
     sequences that are not masked.
     """
-    loss, rewards, p, q = (
-        SETTINGS["dppo"]["loss"],
-        rollout.group.rewards,
-        rollout.behaviour.exp(),
-        rollout.logp.exp(),
-    )
+    loss = SETTINGS["dppo"]["loss"]
+    rewards = rollout.group.rewards
+    p = rollout.behaviour.exp()
+    q = rollout.logp.exp()
     gain = rewards[rollout.i] - rewards.mean()
     apart = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
     moved = (
@@ -113,7 +116,8 @@ def dppo(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str, T
 
 def kl_in_loss(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE with GRPO's penalty, arXiv 2402.03300, equation 4."""
-    coefficient, rewards = SETTINGS["kl-in-loss"]["reference"]["coefficient"], rollout.group.rewards
+    coefficient = SETTINGS["kl-in-loss"]["reference"]["coefficient"]
+    rewards = rollout.group.rewards
     ratio = (rollout.reference - rollout.logp).exp()
     kl = ratio - ratio.log() - 1
     loss = -(rewards[rollout.i] - rewards.mean()) * rollout.logp + coefficient * kl
@@ -195,7 +199,8 @@ def by_transformers(
 def scores(model: Any, group: Group, rollout: Rollout) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of the trained tokens."""
     ids = torch.from_numpy(np.concatenate([group.prompt.tokens, rollout.tokens])).long()
-    first, trained = len(group.prompt.tokens), torch.from_numpy(rollout.trained)
+    first = len(group.prompt.tokens)
+    trained = torch.from_numpy(rollout.trained)
     distribution = torch.log_softmax(model(ids[None]).logits[0, first - 1 : -1] / TEMPERATURE, -1)
     logp = distribution.gather(-1, ids[first:, None])[:, 0]
     return logp[trained], -(distribution.exp() * distribution).sum(-1)[trained]

@@ -51,7 +51,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
         generator = torch.Generator().manual_seed(3)
         reference = {}
         for case in ("packed", "unpacked"):
-            micros, logits = [], []
+            micros = []
+            logits = []
             for lengths in PACKED if case == "packed" else [[48, 48], [24, 24]]:
                 sequences = [
                     torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths

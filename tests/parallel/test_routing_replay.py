@@ -73,7 +73,8 @@ class Forced:
         }
         self.layers: list[torch.Tensor] = []
         monkeypatch.setattr(torch, "topk", self.topk)
-        self.parameters, self.named_modules = model.parameters, model.named_modules
+        self.parameters = model.parameters
+        self.named_modules = model.named_modules
         self.save_pretrained = model.save_pretrained
 
     def double(self) -> "Forced":

@@ -26,11 +26,10 @@ LIMIT_S = 240.0
 
 def loss_by_transformers(folder: Path, rows: list[dict[str, str]]) -> float:
     """Nats per completion token, the end token included."""
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
-    total, count = 0.0, 0
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    total = 0.0
+    count = 0
     with torch.no_grad():
         for row in rows:
             prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
@@ -165,11 +164,9 @@ def test_told_to_stop_it_saves_and_the_same_command_goes_on(whole: Path, tmp_pat
 @pytest.mark.faults
 @pytest.mark.slow
 def test_two_ranks_of_which_only_torchrun_is_told(tmp_path: Path) -> None:
-    saved, recipe, ranks = (
-        tmp_path / "stopped.unfinished",
-        written(tmp_path, "stopped"),
-        "resources.learner_ranks=2",
-    )
+    saved = tmp_path / "stopped.unfinished"
+    recipe = written(tmp_path, "stopped")
+    ranks = "resources.learner_ranks=2"
     begun = sft(recipe, ranks, "checkpoint.every=4")
     wait_for_a_checkpoint(saved, begun)
     begun.terminate()
@@ -179,7 +176,8 @@ def test_two_ranks_of_which_only_torchrun_is_told(tmp_path: Path) -> None:
     assert f"saved after step {step} of {STEPS}" in output
     other = sft(recipe)
     second = sft(recipe)
-    (status, output), (refused, message) = ended(other), ended(second)
+    (status, output) = ended(other)
+    (refused, message) = ended(second)
     assert sorted([status, refused]) == [0, 2], output + message
     assert "another `megarl sft`" in " ".join((output + message).split())
     assert f"in steps {step + 1} to {STEPS}" in output + message

@@ -20,7 +20,8 @@ from megarl.core.models import checkpoint, parallel
 from tests.parallel.worlds import run_world
 from tests.tiny import tiny_llama
 
-LIMIT_S, SLOW_S = 10.0, 22.0
+LIMIT_S = 10.0
+SLOW_S = 22.0
 
 
 @pytest.mark.slow

@@ -72,7 +72,8 @@ class Cluster:
         """MegarlError is none of its: what does not start is an assertion with the
         logs.
         """
-        folder, host = self.folder, socket.gethostname().split(".")[0]
+        folder = self.folder
+        host = socket.gethostname().split(".")[0]
         (folder / "state").mkdir(parents=True)
         (folder / "spool").mkdir()
         (folder / "munge.key").write_bytes(secrets.token_bytes(128))

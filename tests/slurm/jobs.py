@@ -12,7 +12,9 @@ from megarl.core import recipe as recipes
 from megarl.core.base.rundir import RunDir, latest_rows, read_jsonl
 from tests.slurm.cluster import Cluster
 
-START_LIMIT_S, RUN_LIMIT_S, END_LIMIT_S = 400.0, 500.0, 120.0
+START_LIMIT_S = 400.0
+RUN_LIMIT_S = 500.0
+END_LIMIT_S = 120.0
 SMALL = (
     "resources.servers=2",
     "evaluation.every=100",

@@ -34,7 +34,8 @@ class StandInLauncher(SrunLauncher):
 
 if __name__ == "__main__":
     train.chosen = StandInLauncher
-    train.Watch, train.WATCH_S = lambda start_s: Watch(start_s, stopped_s=1.0), 0.5
+    train.Watch = lambda start_s: Watch(start_s, stopped_s=1.0)
+    train.WATCH_S = 0.5
     # There is no model and no data; a report takes seconds of matplotlib.
     checks.check_served = lambda recipe, placed: None
     checks.check_disk = lambda recipe, rundir, there: None

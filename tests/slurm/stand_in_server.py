@@ -18,8 +18,11 @@ from megarl.cli import main as megarl
 from megarl.core.base.process import die_with_parent
 from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand
 
-TOKEN_S, STREAMED = 0.005, 64
-END_TOKEN, VOCABULARY, MEAN_TOKENS = 0, 127, 150
+TOKEN_S = 0.005
+STREAMED = 64
+END_TOKEN = 0
+VOCABULARY = 127
+MEAN_TOKENS = 150
 
 
 class StandInServer:
@@ -28,7 +31,9 @@ class StandInServer:
     """
 
     def __init__(self) -> None:
-        self.version, self.paused, self.running = "-1", False, set[asyncio.Event]()
+        self.running = set[asyncio.Event]()
+        self.version = "-1"
+        self.paused = False
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.method == "POST" else {}
@@ -64,10 +69,14 @@ class StandInServer:
         return web.json_response([{"meta_info": meta(ids, start)} for ids, start in sequences])
 
     async def sample(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        reply, aborted = web.StreamResponse(), asyncio.Event()
+        reply = web.StreamResponse()
+        aborted = asyncio.Event()
         await reply.prepare(request)
         self.running.add(aborted)
-        left, total, spans, finish = list[int](), 0, list[dict[str, Any]](), None
+        left = list[int]()
+        total = 0
+        spans = list[dict[str, Any]]()
+        finish = None
         try:
             while finish is None:
                 await asyncio.sleep(TOKEN_S)

@@ -44,7 +44,8 @@ def test_a_server_over_two_nodes_ends_and_restarts_as_a_whole(jobs: Jobs) -> Non
     assert logs == ["node1.0.log", "node2.0.log"]
     others = [job.role("rollout").pid, job.role("learn").pid]
     first, second = sorted(job.roles("serve"), key=lambda process: process.environ()[NODE])
-    hanging, dying = [first, *first.children()], second.children()
+    hanging = [first, *first.children()]
+    dying = second.children()
     for process in hanging:
         process.suspend()
     dying[0].kill()

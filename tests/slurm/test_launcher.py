@@ -131,7 +131,8 @@ def test_gpus_may_be_asked_for_by_node_or_for_all_nodes(
 def test_a_dead_step_costs_one_server(stand_in_jobs: Jobs) -> None:
     job = begun(stand_in_jobs, "step")
     others = [newest(job, role) for role in ("server-0", "controller-0", "learner-0")]
-    dead, family = newest(job, "server-1"), pids(job, "server-1")
+    dead = newest(job, "server-1")
+    family = pids(job, "server-1")
     next(p for p in psutil.Process(dead).parents() if p.name().startswith("slurmstepd")).kill()
     job.wait_for(lambda: newest(job, "server-1") != dead, "a new server")
     wait_until_gone(job, family)

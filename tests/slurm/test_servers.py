@@ -35,14 +35,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         "scores",
         lambda _, rows: [np.full(len(r) - 1, -1.0, np.float32) for r in rows],
     )
-    models, port = (
-        two_models(tmp_path, tiny_llama, max_position_embeddings=4096, eos_token_id=None),
-        free_ports(1)[0],
-    )
-    recipe, log = (
-        controller_recipe(tmp_path, tmp_path, [300, 500], {"prompts": 4, "samples": 2}),
-        tmp_path / "own.log",
-    )
+    models = two_models(tmp_path, tiny_llama, max_position_embeddings=4096, eos_token_id=None)
+    port = free_ports(1)[0]
+    recipe = controller_recipe(tmp_path, tmp_path, [300, 500], {"prompts": 4, "samples": 2})
+    log = tmp_path / "own.log"
     url = f"http://127.0.0.1:{port}"
     endpoints = Endpoints(
         session="s",
@@ -90,7 +86,8 @@ def test_an_array_of_servers_joins_a_run_leaves_and_goes_on_as_a_new_job(
         "--array=0-1",
         f"--output={tmp_path}/job-%a.out",
     )
-    controller, learner = run.start(), run.learner()
+    controller = run.start()
+    learner = run.learner()
     learner.go(until=1)
     job = cluster.submit(*options, "launch/slurm/servers.sbatch", cwd=ROOT, environment=environment)
     outputs = [tmp_path / f"job-{n}.out" for n in (0, 1)]
@@ -139,7 +136,8 @@ def test_a_task_with_the_id_of_its_array_leaves_alone(
     status: int,
     restarts: str,
 ) -> None:
-    python, log = tmp_path / "python", tmp_path / "said"
+    python = tmp_path / "python"
+    log = tmp_path / "said"
     python.write_text(f"""#!/bin/sh
 trap 'echo "$SLURM_ARRAY_TASK_ID told" >> {log}; exit {status}' {signal}
 echo "$SLURM_ARRAY_TASK_ID up" >> {log}

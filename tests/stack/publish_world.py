@@ -33,7 +33,9 @@ from tests import pessimistic_nccl  # noqa: F401  a backend that an entry may na
 from tests.parallel.worlds import run_world
 from tests.stack.conftest import Stack
 
-NUDGED, BROKEN, SAME = "nudged", "broken", "same"
+NUDGED = "nudged"
+BROKEN = "broken"
+SAME = "same"
 
 
 def publish_from(

@@ -52,7 +52,10 @@ from tests.tiny_scores import scores
 
 pytestmark = pytest.mark.stack
 
-B, K, GENERATIONS, STEPS = 4, 2, 4, 6
+B = 4
+K = 2
+GENERATIONS = 4
+STEPS = 6
 LIMIT_S = 120.0
 
 
@@ -110,7 +113,9 @@ class Learner:
 
     def __init__(self, run: Run, step: int) -> None:
         Learner.count += 1
-        self.incarnation, self.step, self.run = f"learner-{Learner.count}", step, run
+        self.incarnation = f"learner-{Learner.count}"
+        self.step = step
+        self.run = run
         endpoints = run.rundir.endpoints()
         self.link = ControllerLink(
             endpoints.controller, endpoints.link, lambda: "", resend_s=5.0, limit_s=LIMIT_S
@@ -119,7 +124,8 @@ class Learner:
         self.replayed: set[int] = set()
         self.published: list[int] = []
         self.saved: list[int] = []
-        self.scored, self.error = 0, np.float32(0)
+        self.error = np.float32(0)
+        self.scored = 0
 
     def go(self, until: int = STEPS + 1) -> Reply:
         """Do as told until `until` steps are trained or the controller says stop, for

@@ -30,7 +30,8 @@ from tests.stack.test_controller import (
 
 pytestmark = [pytest.mark.stack, pytest.mark.faults, pytest.mark.timeout(900)]
 
-WATCHED_S, LIMIT_S = 8.0, 400.0
+WATCHED_S = 8.0
+LIMIT_S = 400.0
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ class Deltas:
     """
 
     def __init__(self, stack: Stack, learner: Callable[[str], Any], full_every: int) -> None:
-        self.stack, (self.chunks, self.family) = stack, learner("a")
+        (self.chunks, self.family) = learner("a")
+        self.stack = stack
         self.every = full_every
         self.publisher = self.new()
 

@@ -130,7 +130,8 @@ def check(run: Run, learner: Learner, controller: subprocess.Popen[bytes]) -> No
     assert not reply.error, reply.reason
     assert controller.wait(LIMIT_S) == 0
     assert_law(run, learner)
-    there, here = requests(run, 1), requests(run, 0)
+    there = requests(run, 1)
+    here = requests(run, 0)
     moved = [
         name
         for name in there
@@ -140,7 +141,8 @@ def check(run: Run, learner: Learner, controller: subprocess.Popen[bytes]) -> No
 
 
 def test_a_server_joins_is_used_and_leaves_and_nothing_is_lost_or_doubled(run: Run) -> None:
-    controller, learner = run.start(), run.learner()
+    controller = run.start()
+    learner = run.learner()
     learner.go(until=1)
     wait_for(run, "version 0: held-out", controller)  # until then server 0 is held
     with joined(run) as server:
@@ -175,7 +177,8 @@ def test_a_server_joins_is_used_and_leaves_and_nothing_is_lost_or_doubled(run: R
 @pytest.mark.slow
 @pytest.mark.faults
 def test_a_joined_server_that_is_killed_is_forgotten(run: Run) -> None:
-    controller, learner = run.start(), run.learner()
+    controller = run.start()
+    learner = run.learner()
     learner.go(until=1)
     wait_for(run, "version 0: held-out", controller)  # until then server 0 is held
     with joined(run) as server:

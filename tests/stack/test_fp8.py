@@ -167,7 +167,8 @@ def test_it_generates_by_the_quantised_model(served: Stack) -> None:
     served.ask(lambda client: client.load(str(served.directory / "a"), 0))
     generation = served.ask(lambda client: client.generate(PROMPT, 300))
     sequence = np.concatenate([PROMPT, generation.tokens])
-    model, first = served.models["a"], len(PROMPT) - 1
+    model = served.models["a"]
+    first = len(PROMPT) - 1
     with products_of_the_stand_in(model):
         off = np.abs(generation.logprobs - logprobs(model, sequence)[first:]).mean()
     off_from_bf16 = np.abs(generation.logprobs - logprobs(model, sequence)[first:]).mean()

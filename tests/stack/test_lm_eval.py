@@ -98,7 +98,8 @@ SUMS = [
     "A roof costs 100 $. It is 50 $ less now. What is it?",
     "Go home with 7 whales, and lose 1. How big is it?",
 ]
-BEGIN, END = "<s>", "</s>"
+BEGIN = "<s>"
+END = "</s>"
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,8 @@ async def test_requests_that_begin_as_weights_change_are_labelled_right(
                 new = [span for span in generation.spans if span.version == version + 1]
                 switch = new[0].start if new else len(generation.tokens)
                 seen.add(switch)
-                old_model, new_model = stack.models["a"], stack.models["b"]
+                old_model = stack.models["a"]
+                new_model = stack.models["b"]
                 if switch in (0, len(generation.tokens)):
                     (whole,) = scores(
                         old_model if switch else new_model,
@@ -214,7 +215,8 @@ async def test_what_was_checked_is_what_is_served_and_a_copy_that_was_left_is_dr
     chunks, family = learner("b")
     weights = ServedWeights(chunks, family, fp8=False)
     transport = process_group.ProcessGroupTransport(weights, LastSent(1), 100_000, 20, 1)
-    real, sent = BroadcastGroup.send, itertools.count()
+    real = BroadcastGroup.send
+    sent = itertools.count()
 
     def lost(self: BroadcastGroup, *what: Any) -> Any:
         if next(sent) == 2:

@@ -102,11 +102,9 @@ def test_a_reward_model_served_by_sglang(tmp_path: Path, monkeypatch: pytest.Mon
     model, tokenizer = reward_model(tmp_path / "rm")
     monkeypatch.setenv("REWARD_KEY", KEY)
     served, port = free_ports(2)
-    url, example, log = (
-        f"http://127.0.0.1:{served}",
-        tmp_path / "example.log",
-        tmp_path / "sglang.log",
-    )
+    url = f"http://127.0.0.1:{served}"
+    example = tmp_path / "example.log"
+    log = tmp_path / "sglang.log"
     sglang = [
         *("--model-path", str(tmp_path / "rm"), "--is-embedding"),
         *("--host", "127.0.0.1", "--port", str(served), "--device", "cpu", "--dtype", "float32"),

@@ -60,7 +60,8 @@ def model_with_code(path: Path, source: Path, mark: Path) -> None:
 @pytest.fixture(scope="module")
 def live(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     """A run of all roles, two learner ranks, that has made steps and goes on."""
-    folder, data = tmp_path_factory.mktemp("security"), "runs/quickstart-data"
+    folder = tmp_path_factory.mktemp("security")
+    data = "runs/quickstart-data"
     shutil.copytree(workplace / data, folder / data)
     model_with_code(folder / "model", folder / data / "init", folder / "mark")
     run = runs.start(folder, "run.name=watched", "model.path=model", *OVERRIDES)
@@ -68,7 +69,8 @@ def live(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         run.wait_for(lambda: run.steps() >= 3, "three steps")
         yield run
         run.process.terminate()
-        family, ports = run.family(), run.ports()
+        family = run.family()
+        ports = run.ports()
         run.finish()
         check_nothing_left(family, ports)
         assert keys_in_files(run) == [], "after the end, with its summary and report"
@@ -239,7 +241,8 @@ def test_websockets_are_closed(live: LiveRun) -> None:
 
 def test_strangers_at_a_server_are_counted_and_the_run_goes_on(live: LiveRun) -> None:
     host, _, port = live.rundir.endpoints().servers[0].removeprefix("http://").partition(":")
-    steps, random = live.steps(), Random(0)
+    steps = live.steps()
+    random = Random(0)
     for size in (1, 100, 100_000):
         # It may hang up before it has read all.
         with (
@@ -274,7 +277,8 @@ def test_strangers_at_the_controller_are_counted_and_the_run_goes_on(live: LiveR
     def status() -> dict[str, int]:
         return json.loads(live.rundir.status.read_text())
 
-    before, steps = status()["refused_connections"], live.steps()
+    before = status()["refused_connections"]
+    steps = live.steps()
     port = int(endpoints.controller.rpartition(":")[2])
     for data in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 8, b"\xff" + bytes(200)):
         with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:

@@ -183,7 +183,9 @@ async def test_keys_are_asked_for(stack: Stack) -> None:
 
 
 async def test_its_load_its_cache_and_its_relay(stack: Stack) -> None:
-    begun, heard, url = list[int](), list[RelayedAnswer](), stack.server.address.url
+    begun = list[int]()
+    heard = list[RelayedAnswer]()
+    url = stack.server.address.url
 
     async def hear(answer: RelayedAnswer) -> None:
         heard.append(answer)

@@ -193,13 +193,12 @@ async def test_a_retracted_request_says_which_experts_sampled_its_tokens(
     """It is computed again with the weights of model b, by which its tokens so far were
     not sampled.
     """
-    routers, routed = (
-        CASES[request.node.callspec.params["served"]].routers,
-        routed_model(served.recipe),
-    )
+    routers = CASES[request.node.callspec.params["served"]].routers
+    routed = routed_model(served.recipe)
     if routed is None:
         return
-    prompt, began = random_prompt(30), asyncio.Event()
+    prompt = random_prompt(30)
+    began = asyncio.Event()
     async with served.client() as client:
         await client.load(str(served.directory / "a"), 3)
         sampling = client.generate(
@@ -289,10 +288,8 @@ async def test_tensors_arrive_one_by_one_while_it_generates(
     )
     parallel.start(recipe.model, seed=0, timeout_s=60)
     try:
-        chunks, family = (
-            build.build(recipe.model, served.directory / "a"),
-            family_of(served.directory / "a"),
-        )
+        chunks = build.build(recipe.model, served.directory / "a")
+        family = family_of(served.directory / "a")
         publisher = Publisher(recipe, served.endpoints, chunks, family)
         publisher._transport._bucket_bytes = 1  # type: ignore[union-attr]
 

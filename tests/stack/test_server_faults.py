@@ -60,7 +60,8 @@ class Pair:
         learner: Any,
         networks: Sequence[Network] = (Network(), Network()),
     ) -> None:
-        self.models, self._learner = models, learner
+        self.models = models
+        self._learner = learner
         weights = {"timeout_s": LIMIT_S, "bucket_mb": BUCKET_MB}
         self.recipe = stack_recipe(
             directory, run={"name": "pair", "dir": str(directory)}, weights=weights
@@ -128,7 +129,8 @@ def before(
     called for before, it has answered. The calls of a fleet await nothing but their
     server, so all wait while it is done.
     """
-    real, calls = vars(ServerClient)[call], itertools.count(1)
+    real = vars(ServerClient)[call]
+    calls = itertools.count(1)
 
     async def act_then_call(self: ServerClient, *args: Any) -> Any:
         if self.address.id == victim and next(calls) == number:
@@ -140,7 +142,8 @@ def before(
 
 def before_bucket(monkeypatch: pytest.MonkeyPatch, action: Callable[[], Any]) -> None:
     """Do it once, as the learner is about to send a bucket in the middle."""
-    real, calls = BroadcastGroup.send, itertools.count(1)
+    real = BroadcastGroup.send
+    calls = itertools.count(1)
 
     def act_then_send(self: BroadcastGroup, *what: Any) -> Any:
         if next(calls) == IN_THE_MIDDLE:
@@ -337,7 +340,8 @@ def test_killed_between_two_deltas_and_back(pair: Pair, monkeypatch: pytest.Monk
     """
     pair.publisher._last = pair.publisher._transport._last = deltas.LastSent(100)  # type: ignore[attr-defined]
     chunks = pair.publisher._transport._weights.chunks  # type: ignore[attr-defined]
-    addresses, victim = tuple(server.address for server in pair.servers), pair.servers[0]
+    addresses = tuple(server.address for server in pair.servers)
+    victim = pair.servers[0]
 
     def publish(version: int) -> tuple[int, list[str], set[str]]:
         nudge(chunks, version)

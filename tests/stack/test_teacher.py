@@ -58,7 +58,8 @@ async def test_advantages_are_transformers_log_probs_less_the_recorded_ones(
 ) -> None:
     """One of two teachers is not there: its tickets are scored by the other."""
     (dead,) = free_ports(1)
-    recipe, random = distilled(stack, weight), np.random.default_rng(0)
+    recipe = distilled(stack, weight)
+    random = np.random.default_rng(0)
     asked = teachers(stack, recipe, f"http://127.0.0.1:{dead}", stack.server.address.url)
     try:
         each = [rollout(random) for _ in range(2)]
@@ -78,7 +79,8 @@ async def test_advantages_are_transformers_log_probs_less_the_recorded_ones(
     sequences, _ = with_advantages(sequences_in_loss(batch, recipe), batch, recipe)
     expected = scores(stack.models["a"], [s.tokens for s in sequences])
     for sequence, logprobs, r in zip(sequences, expected, rollouts, strict=True):
-        first, trained = len(PROMPT), r.trained
+        first = len(PROMPT)
+        trained = r.trained
         # Of two rewards, 1 and -1 are the advantages.
         gain = weight * (logprobs[first - 1 :] - r.logprobs) + (1 - weight) * r.reward
         assert isinstance(sequence.advantage, np.ndarray)
@@ -92,10 +94,8 @@ async def test_without_a_teacher_that_answers_a_rollout_is_void_within_the_limit
 ) -> None:
     monkeypatch.setattr("megarl.core.recipe.tree.START_S", 0.0)
     (dead,) = free_ports(1)
-    asked, began = (
-        teachers(stack, distilled(stack, timeout_s=1.0), f"http://127.0.0.1:{dead}"),
-        time.monotonic(),
-    )
+    asked = teachers(stack, distilled(stack, timeout_s=1.0), f"http://127.0.0.1:{dead}")
+    began = time.monotonic()
     try:
         with pytest.raises(
             Void,

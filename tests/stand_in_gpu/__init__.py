@@ -29,7 +29,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HERE = Path(__file__).parent
-GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")
 aten = torch.ops.aten
 
 
@@ -58,7 +59,9 @@ def environment(folder: Path) -> dict[str, str]:
 class _Stream:
     """A stream or event: all that is asked of it has happened."""
 
-    device, cuda_stream, stream_id = GPU, 0, 0
+    device = GPU
+    cuda_stream = 0
+    stream_id = 0
 
     def __init__(self, *_: object, **__: object) -> None: ...
     def __enter__(self) -> "_Stream":
@@ -185,10 +188,8 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             others.append(value)
         return value
 
-    plain_args, plain = (
-        _mapped(truth, args),
-        {name: _mapped(truth, value) for name, value in kwargs.items()},
-    )
+    plain_args = _mapped(truth, args)
+    plain = {name: _mapped(truth, value) for name, value in kwargs.items()}
     if mine and others and func not in MOVES and not (func in INDEXED and on_gpu(args[0])):
         raise DevicesMixed(
             f"{func}: {[(x.device.type, x.dtype, tuple(x.shape)) for x in (*mine, *others)]}"
@@ -234,11 +235,10 @@ def _parts(
     assert starts.dtype == key_starts.dtype == torch.int32
     shared = q.shape[1] // k.shape[1]
     for i in range(len(starts) - 1):
-        own, theirs = (
-            slice(int(starts[i]), int(starts[i + 1])),
-            slice(int(key_starts[i]), int(key_starts[i + 1])),
-        )
-        n, m = own.stop - own.start, theirs.stop - theirs.start
+        own = slice(int(starts[i]), int(starts[i + 1]))
+        theirs = slice(int(key_starts[i]), int(key_starts[i + 1]))
+        n = own.stop - own.start
+        m = theirs.stop - theirs.start
         keys, values = (
             t[theirs].float().repeat_interleave(shared, 1).transpose(0, 1) for t in (k, v)
         )
@@ -256,7 +256,8 @@ def _forward(
     scale: float | None,
     left: int | None,
 ) -> tuple[Tensor, Tensor]:
-    out, sums = torch.empty_like(q), torch.empty(q.shape[1], len(q))
+    out = torch.empty_like(q)
+    sums = torch.empty(q.shape[1], len(q))
     for own, _theirs, queries, keys, values, unseen in _parts(q, k, v, starts, key_starts, left):
         scores = (queries @ keys.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)).masked_fill(
             unseen, -torch.inf
@@ -281,7 +282,8 @@ def _backward(
     """From `out` and `sums`, log-sum-exp of a query's scores [heads, tokens], as they
     are given: sinks change both.
     """
-    found, scale = [torch.zeros(t.shape) for t in (q, k, v)], scale or q.shape[-1] ** -0.5
+    found = [torch.zeros(t.shape) for t in (q, k, v)]
+    scale = scale or q.shape[-1] ** -0.5
     for own, theirs, queries, keys, values, unseen in _parts(q, k, v, starts, key_starts, left):
         upstream, made = (t[own].float().transpose(0, 1) for t in (gradient, out))
         p = (
@@ -499,7 +501,8 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         first = args[0] if args else None
         if name == "cuda":
             return first.to(GPU)

@@ -52,7 +52,8 @@ class FusedAdam(torch.optim.Optimizer):
                     state.update(
                         {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                     )
-                (first, second), (b1, b2) = (state["exp_avg"], state["exp_avg_sq"]), group["betas"]
+                (first, second) = (state["exp_avg"], state["exp_avg_sq"])
+                (b1, b2) = group["betas"]
                 first.lerp_(parameter.grad, 1 - b1)
                 second.mul_(b2).addcmul_(parameter.grad, parameter.grad, value=1 - b2)
                 divisor = (second / (1 - b2 ** group["step"])).sqrt() + group["eps"]
@@ -62,8 +63,10 @@ class FusedAdam(torch.optim.Optimizer):
 
 def install_fused_adam() -> None:
     """Have megatron find it installed, as it finds Transformer Engine's."""
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
-    distrib_optimizer.Adam, distrib_optimizer.HAVE_APEX_OR_TE = FusedAdam, True
+    optimizer.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.Adam = FusedAdam
+    distrib_optimizer.HAVE_APEX_OR_TE = True
     distrib_optimizer.USING_TE_OPTIMIZER = True
 
 

@@ -53,7 +53,9 @@ class Server(ServerClient):
 
     def __init__(self, model: Architecture, victim: str = "", lost: bool = False) -> None:
         super().__init__(ADDRESS, "", "", 20)
-        self._model, self._victim, self._lost = model, victim, lost
+        self._model = model
+        self._victim = victim
+        self._lost = lost
         self._parts: dict[str, dict[int, Tensor]] = defaultdict(dict)
 
     async def nothing(self, *_: object) -> None: ...
@@ -121,10 +123,8 @@ def errors(directory: Path, name: str) -> tuple[int, list[str]]:
         link=LinkKeys.new(),
         rendezvous_port=1,
     )
-    by, model = (
-        publisher.Publisher(recipe, endpoints, policy.chunks, policy.family),
-        policy.family.architecture,
-    )
+    by = publisher.Publisher(recipe, endpoints, policy.chunks, policy.family)
+    model = policy.family.architecture
     found = []
     servers = [Server(model), Server(model, VICTIM[name]), Server(model, VICTIM[name], lost=True)]
     for version, server in enumerate(servers, 1):

@@ -76,7 +76,8 @@ def write_run(recipe: Recipe) -> Callable[[int], RunDir]:
     """write_run(steps): the directory of `recipe`'s run after so many steps."""
 
     def write(steps: int) -> RunDir:
-        rundir, rng = RunDir(recipe.run.path), random.Random(0)
+        rundir = RunDir(recipe.run.path)
+        rng = random.Random(0)
         rundir.create()
         rundir.recipe.write_text(dump(recipe))
         rundir.fingerprints.write_text("{}")
@@ -100,7 +101,8 @@ def write_tasks_run(tree: Tree, tmp_path: Path) -> Callable[[int], tuple[Recipe,
 
     def write(steps: int) -> tuple[Recipe, RunDir]:
         tasks = dict.fromkeys(TASKS, tree["data"]["tasks"]["math"])
-        recipe, rng = from_tree(tree | {"data": {"tasks": tasks}}), random.Random(0)
+        recipe = from_tree(tree | {"data": {"tasks": tasks}})
+        rng = random.Random(0)
         rundir = RunDir(recipe.run.path)
         rundir.create()
         rundir.recipe.write_text(dump(recipe))
@@ -139,7 +141,9 @@ def parity(cause: str, mean: float, tokens: int) -> Tree:
 
 
 def metrics_row(step: int, rng: random.Random) -> Tree:
-    train, wait, publish = 0.9 + 0.1 * rng.random(), 0.5 * rng.random(), 0.12 + 0.02 * rng.random()
+    train = 0.9 + 0.1 * rng.random()
+    wait = 0.5 * rng.random()
+    publish = 0.12 + 0.02 * rng.random()
     return {
         "step": step,
         "weight_version": step + 1,

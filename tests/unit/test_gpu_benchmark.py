@@ -471,10 +471,8 @@ def test_nothing_else_is_imported() -> None:
         found = re.match(r"[\w.-]*", line)
         return re.sub(r"[-_.]+", "-", found.group() if found else "").lower()
 
-    have, torchs = (
-        {project(line) for line in (RUN.parent / "wheels.txt").open()} | {"megarl"},
-        ["torch"],
-    )
+    have = {project(line) for line in (RUN.parent / "wheels.txt").open()} | {"megarl"}
+    torchs = ["torch"]
     while torchs:
         have.add(name := torchs.pop())
         needs = [project(line) for line in metadata.requires(name) or [] if "extra ==" not in line]
@@ -528,7 +526,9 @@ def test_no_python_that_can(tmp_path: Path) -> None:
 
 
 def test_wheels_are_installed_beside_what_is_there(tmp_path: Path) -> None:
-    wheels, venv, out = tmp_path / "wheels", tmp_path / "venv", tmp_path / "out"
+    wheels = tmp_path / "wheels"
+    venv = tmp_path / "venv"
+    out = tmp_path / "out"
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "made_up-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("made_up.py", "")

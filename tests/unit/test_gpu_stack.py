@@ -40,7 +40,8 @@ def test_packed_and_unpacked(tmp_path: Path) -> None:
         path.write_bytes(content)
     done = call("pack.sh", tmp_path / "made")
     assert done.returncode == 0, done.stderr
-    pieces, there = tmp_path / "made" / "pieces", tmp_path / "there"
+    pieces = tmp_path / "made" / "pieces"
+    there = tmp_path / "there"
     assert sorted(path.name for path in pieces.iterdir()) == ["SHA256SUMS", "stack.tar.xz.00"]
     done = call("unpack.sh", pieces, there)
     assert done.returncode == 0, done.stderr
@@ -105,7 +106,9 @@ def test_the_stack_comes_before_what_is_there(tmp_path: Path) -> None:
     """And is measured as that; libraries of NVIDIA's that it lacks are found beside
     those that it has.
     """
-    site, venv, out = tmp_path / "site", tmp_path / "venv", tmp_path / "out"
+    site = tmp_path / "site"
+    venv = tmp_path / "venv"
+    out = tmp_path / "out"
     (site / "nvidia" / "nccl" / "lib").mkdir(parents=True)
     (site / "nvidia" / "nccl" / "lib" / "libnccl.so.2").write_text("mine")
     (site / "torch.py").write_text('__version__ = "2.14.1"\n')

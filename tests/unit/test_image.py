@@ -60,7 +60,8 @@ def pinned(name: str) -> dict[str, str]:
 
 
 def test_both_stacks_are_pinned_and_agree() -> None:
-    cpu, gpu = pinned("cpu.txt"), pinned("gpu.txt")
+    cpu = pinned("cpu.txt")
+    gpu = pinned("gpu.txt")
     setup = (ROOT / "setup.py").read_text()
     asked = re.findall(
         r'^        "([a-z0-9-]+)',
@@ -152,7 +153,8 @@ def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
     the check that ends the CPU image.
     """
     stage = DOCKERFILE.read_text().split(" AS wheel\n")[1].split("\nFROM ")[0]
-    source, root = tmp_path / "src", tmp_path / "root"
+    source = tmp_path / "src"
+    root = tmp_path / "root"
     source.mkdir()
     for line in re.findall(r"^COPY (.+)$", stage, flags=re.MULTILINE):
         *sources, target = line.split()

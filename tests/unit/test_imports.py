@@ -116,7 +116,8 @@ PLUG_INS = {
 
 
 def test_no_small_module_serves_one_alone() -> None:
-    trees, importers = modules(), dict[str, set[str]]()
+    trees = modules()
+    importers = dict[str, set[str]]()
     for module, tree in trees.items():
         for other in set(imported(tree, set(trees))) - {module}:
             importers.setdefault(other, set()).add(module)

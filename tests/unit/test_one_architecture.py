@@ -56,7 +56,8 @@ def test_one_architecture_stays(tmp_path: Path, architecture: int, kept: list[by
     """In order, at the begin of a container as large as before; of one without any for
     this GPU the smallest.
     """
-    path, before = tmp_path / "x.so", library(FATBIN)
+    path = tmp_path / "x.so"
+    before = library(FATBIN)
     path.write_bytes(before)
     freed = main(architecture, [path])
     after = path.read_bytes()
@@ -90,7 +91,8 @@ def compiled(folder: Path, *architectures: int) -> Path:
     )
     if nvcc is None:
         pytest.skip("no nvcc")
-    source, path = folder / "square.cu", folder / "square.so"
+    source = folder / "square.cu"
+    path = folder / "square.so"
     source.write_text(SOURCE)
     codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in architectures]
     words = [nvcc, "-shared", "-Xcompiler", "-fPIC", *codes, "-o", path, source]

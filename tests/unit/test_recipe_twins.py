@@ -54,8 +54,10 @@ def keys(recipe: Recipe) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", recipes.shipped())
 def test_a_twin_differs_by_the_rules_alone(name: str) -> None:
-    recipe, small = recipes.load(name), recipes.load(name, twin(name))
-    before, after = keys(recipe), keys(small)
+    recipe = recipes.load(name)
+    small = recipes.load(name, twin(name))
+    before = keys(recipe)
+    after = keys(small)
     changed = {key for key in before | after if before.get(key) != after.get(key)}
     assert before.keys() == after.keys()
     assert changed == {override.partition("=")[0] for override in twin(name)}
@@ -64,7 +66,8 @@ def test_a_twin_differs_by_the_rules_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", recipes.shipped())
 def test_a_twin_keeps_the_layout_and_what_it_trains(name: str) -> None:
-    recipe, small = recipes.load(name), recipes.load(name, twin(name))
+    recipe = recipes.load(name)
+    small = recipes.load(name, twin(name))
     for key in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"):
         assert (getattr(recipe.model, key) > 1) == (getattr(small.model, key) > 1)
     assert small.run.steps >= 4

@@ -51,7 +51,8 @@ def archive(folder: Path) -> None:
     """The Python that runs this, without ensurepip and with a pip that only notes what
     it is asked; uv's list of Pythons.
     """
-    base, name = Path(sys.base_prefix), f"cpython-{platform.python_version()}.tar.gz"
+    base = Path(sys.base_prefix)
+    name = f"cpython-{platform.python_version()}.tar.gz"
     (folder / "1").mkdir(parents=True)
     with tarfile.open(folder / "1" / name, "w:gz", compresslevel=0) as tar:
 
@@ -100,7 +101,9 @@ class Machine:
     """A checkout, and a PATH that has next to nothing."""
 
     def __init__(self, folder: Path, mirror: Path) -> None:
-        self.checkout, self.path, self.mirror = folder / "megarl", folder / "bin", mirror
+        self.checkout = folder / "megarl"
+        self.path = folder / "bin"
+        self.mirror = mirror
         for part in (self.checkout / "launch", self.checkout / "requirements", self.path):
             part.mkdir(parents=True)
         shutil.copy(ROOT / "launch" / "setup.sh", self.checkout / "launch")

@@ -28,7 +28,8 @@ def rows(tiny: bool) -> Iterator[Said]:
     parameters = architecture.of(config, "8B").parameters
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        free, needed = shutil.disk_usage(folder).free, 2.5 * BYTES_A_PARAMETER * parameters
+        free = shutil.disk_usage(folder).free
+        needed = 2.5 * BYTES_A_PARAMETER * parameters
         if free < needed:
             raise Absent(
                 f"{folder.parent} has {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are needed:"

@@ -55,7 +55,8 @@ def step(trainer: Trainer, tokens: int, peak: float) -> Iterator[Row]:
         f" {shape.hidden}, vocabulary {shape.vocabulary}, {MICROBATCHES} x {tokens} packed tokens,"
         f" {networks.layers_by(trainer)}"
     )
-    at_peak, product = "all of the model's FLOP at the matrix product's rate", "bf16 matrix product"
+    at_peak = "all of the model's FLOP at the matrix product's rate"
+    product = "bf16 matrix product"
     yield Row(
         "step", sum(lengths) / seconds, "tokens/s", sizes, at_peak, sum(lengths) * peak / flop
     )

@@ -70,7 +70,9 @@ def passed_by_file(lines: Iterable[str]) -> Iterator[str]:
     """Yield a remark when a file of tests is done. lines: pytest's output, which is
     also printed.
     """
-    file, passed, ended = "", 0, 0
+    file = ""
+    passed = 0
+    ended = 0
     for line in lines:
         print(line, end="", flush=True)
         match = ENDED.match(line)
@@ -79,7 +81,9 @@ def passed_by_file(lines: Iterable[str]) -> Iterator[str]:
         if match[1] != file and ended:
             yield f"{file}: {passed} of {ended} passed"
         if match[1] != file:
-            file, passed, ended = match[1], 0, 0
+            file = match[1]
+            passed = 0
+            ended = 0
         ended += 1
         passed += match[2] == "PASSED"
     if ended:

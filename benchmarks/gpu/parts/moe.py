@@ -30,14 +30,16 @@ def rows(tiny: bool) -> Iterator[Said]:
     plain = {one.tokens: one for one in measured(dense, sizes)}
     networks.forget()
     for one in measured(experts, sizes):
-        shape, count = one.shape, MICROBATCHES * one.tokens
+        shape = one.shape
+        count = MICROBATCHES * one.tokens
         flop = networks.flop(shape, networks.lengths_of(one.tokens) * MICROBATCHES)
         of = (
             f"1 layer of 48, {shape.experts} experts, hidden {shape.hidden}, an expert's"
             f" {shape.expert_feed_forward}, vocabulary {shape.vocabulary}, {MICROBATCHES} x"
             f" {one.tokens} packed tokens, {one.layers}"
         )
-        what, like = "forward and backward", "a dense layer of as many FLOP"
+        what = "forward and backward"
+        like = "a dense layer of as many FLOP"
         yield Row(
             what, count / one.seconds, "tokens/s", of, like, count / plain[one.tokens].seconds
         )

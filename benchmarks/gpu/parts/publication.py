@@ -27,8 +27,10 @@ from megarl.core.models import build, family_of, hf
 from megarl.core.server.client import ServerClient
 from megarl.core.weights.publisher import Publisher
 
-PUBLICATIONS, GROUP = 100, 50
-REQUESTS, PROMPT_TOKENS = 8, 16
+PUBLICATIONS = 100
+GROUP = 50
+REQUESTS = 8
+PROMPT_TOKENS = 16
 POLL_S = 0.05
 TINY = ("resources.colocate=true", "weights.transport=cuda_ipc", "serving.memory_fraction=0.25")
 
@@ -63,7 +65,8 @@ def rows(tiny: bool) -> Iterator[Said]:
                 if version > 1:
                     negate(chunks)
                 done.append(published(publisher, endpoints, version))
-                checksum, turn = done[-1].results[0].checksum, 1 - version % 2
+                checksum = done[-1].results[0].checksum
+                turn = 1 - version % 2
                 if checksum != checksums.setdefault(turn, checksum) or checksum == checksums.get(
                     1 - turn
                 ):
@@ -100,11 +103,10 @@ def negate(chunks: list[torch.nn.Module]) -> None:
 
 def measured(done: list[Published], last: int, sizes: str, disk: Published) -> Iterator[Row]:
     """Yield rows on the publications up to number `last`."""
-    which, seconds = (
-        f"publications {last - len(done) + 1} to {last}",
-        [seconds_of(each) for each in done],
-    )
-    median, whole = statistics.median(seconds), seconds_of(disk)
+    which = f"publications {last - len(done) + 1} to {last}"
+    seconds = [seconds_of(each) for each in done]
+    median = statistics.median(seconds)
+    whole = seconds_of(disk)
     yield Row(
         f"{which}, checksums equal: the server stands still, median",
         median,
@@ -147,7 +149,8 @@ def asking(endpoints: Endpoints, tokens: int) -> Iterator[list[int]]:
     """Keep REQUESTS requests running until the block ends; yield a list with the number
     of ended ones. If one fails, its error is raised at the end.
     """
-    ended, stop = [0], threading.Event()
+    ended = [0]
+    stop = threading.Event()
 
     async def one(client: ServerClient, n: int) -> None:
         while True:

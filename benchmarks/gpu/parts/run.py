@@ -19,7 +19,10 @@ from benchmarks.gpu.rows import Absent, Row, Said
 from benchmarks.gpu.training import Training
 from megarl.core.base.rundir import read_jsonl
 
-STEADY, SAVED, KILLED, AFTER = 2, 12, 14, 4
+STEADY = 2
+SAVED = 12
+KILLED = 14
+AFTER = 4
 """The steps before which steps are not representative; of the first checkpoint; before
 the kill, at least; after it.
 """
@@ -32,7 +35,8 @@ def rows(tiny: bool) -> Iterator[Said]:
     with tempfile.TemporaryDirectory() as name:
         recipe = serving.one_gpu(Path(name), tiny, "run.name=run", *LENGTHS)
         shape = networks.shape_of(recipe)
-        free, needed = shutil.disk_usage(name).free, 2.2 * BYTES_A_PARAMETER * shape.parameters
+        free = shutil.disk_usage(name).free
+        needed = 2.2 * BYTES_A_PARAMETER * shape.parameters
         if free < needed:
             raise Absent(
                 f"{name} has {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are needed: set TMPDIR"
@@ -44,7 +48,8 @@ def rows(tiny: bool) -> Iterator[Said]:
         yield Row("until the first step is trained", first.wait_for(1) - began, "s", sizes)
         first.wait_for(KILLED, saved=True)
         first.kill()
-        killed, before = time.monotonic(), first.rows()
+        killed = time.monotonic()
+        before = first.rows()
         yield f"killed by SIGKILL after step {len(before)}"
         second = Training(recipe, resume=True)
         for metric, unit in (
@@ -74,7 +79,8 @@ def rows(tiny: bool) -> Iterator[Said]:
         )
         second.wait_for(len(before) + AFTER)
         second.kill()
-        found, lines = second.rows(), list(read_jsonl(second.rundir.metrics))
+        found = second.rows()
+        lines = list(read_jsonl(second.rundir.metrics))
         yield {"rows": lines}
         trained = [
             row for row in found if not row["empty"] and not row["skipped"] and row["grad_norm"] > 0

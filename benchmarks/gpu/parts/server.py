@@ -50,7 +50,8 @@ def rows(tiny: bool) -> Iterator[Said]:
                     server.measured(recipe, endpoints, process.pid, tokens, CONCURRENCY)
                 )
             rates[way] = found["streamed"][0]
-            what, bare = f"megarl's client, streamed, {way}", "a client that reads nothing"
+            what = f"megarl's client, streamed, {way}"
+            bare = "a client that reads nothing"
             yield Row(what, rates[way], "tokens/s", sizes, bare, found["bare"][0])
             yield {"way": way} | found
             if way == "fp8":

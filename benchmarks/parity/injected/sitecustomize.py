@@ -69,7 +69,8 @@ def rounded_head(module: Any, dose: float) -> None:
 def fp8_norms(module: Any, dose: float) -> None:
     """The norms of the first `dose` layers have FP8 outputs."""
     made: list[Any] = []
-    init, forward = module.RMSNorm.__init__, module.RMSNorm.forward_native
+    init = module.RMSNorm.__init__
+    forward = module.RMSNorm.forward_native
 
     def count(self: Any, *arguments: Any, **named: Any) -> None:
         init(self, *arguments, **named)
@@ -90,7 +91,8 @@ def fp8_cache(module: Any, dose: float) -> None:
     """Decoding reads the cache's values in FP8 in one of `1 / dose` layers; prefill
     does not.
     """
-    original, calls = module.decode, [0]
+    original = module.decode
+    calls = [0]
 
     def changed(query: Any, keys: Any, values: Any, parts: Any, scale: Any) -> Any:
         calls[0] += 1
@@ -153,7 +155,8 @@ def stale(module: Any, dose: float) -> None:
     """Weights are loaded once; later ones are received but dropped."""
     for name in ("LlamaForCausalLM", "Qwen3MoeForCausalLM"):
         if hasattr(module, name):
-            kind, loads = getattr(module, name), [0]
+            kind = getattr(module, name)
+            loads = [0]
             original = kind.load_weights
 
             def changed(
@@ -181,7 +184,8 @@ class Finder(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self, patches: dict[str, Patch], dose: float) -> None:
-        self.patches, self.dose = patches, dose
+        self.patches = patches
+        self.dose = dose
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name not in self.patches:

@@ -52,7 +52,8 @@ class Moments:
         """
         if not len(values) or not np.isfinite(values).all():
             return self
-        before, n = self.count, len(values)
+        before = self.count
+        n = len(values)
         off = float(values.mean()) - self.mean
         return Moments(
             before + n,
@@ -119,7 +120,8 @@ def centred_rewards(group: Group, centring: Centring, penalties: Penalties) -> n
     )  # exactly 0 where all are equal; in floating point, G - mean would not be
     for turn in np.unique(turns):
         at = turns == turn
-        unpenalised, count = group.rewards[rollouts[at]] + credits[at], np.count_nonzero(at)
+        unpenalised = group.rewards[rollouts[at]] + credits[at]
+        count = np.count_nonzero(at)
         if count == 1:
             centred[at] = returns[at] - rewards.mean() if np.ptp(group.rewards) else credits[at]
         elif np.ptp(unpenalised):

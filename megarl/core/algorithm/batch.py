@@ -117,10 +117,8 @@ def token_weights(
     that have no trained token.
     """
     counts = [np.asarray(group, dtype=np.float64) for group in trained_tokens]
-    prompts, rollouts = (
-        sum(bool(c.any()) for c in counts),
-        sum(int(np.count_nonzero(c)) for c in counts),
-    )
+    prompts = sum(bool(c.any()) for c in counts)
+    rollouts = sum(int(np.count_nonzero(c)) for c in counts)
     tokens = sum(float(c.sum()) for c in counts)
     shares: dict[Aggregation, Callable[[np.ndarray], np.ndarray | float]] = {
         "prompt": lambda c: prompts * c.sum(),

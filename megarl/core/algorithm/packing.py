@@ -45,7 +45,8 @@ class Cost:
 
 BY_TOKENS = Cost()
 
-LAYER_PASSES, HEAD_PASSES = 3, 4
+LAYER_PASSES = 3
+HEAD_PASSES = 4
 """Cost of forward and backward in units of a forward pass: backward costs two, and the
 head recomputes its logits.
 """
@@ -156,7 +157,8 @@ def _by_cost(
     None if one fits nowhere.
     """
     contents: list[list[int]] = [[] for _ in range(bins)]
-    tokens, so_far = np.zeros(bins, np.int64), np.zeros(bins)
+    tokens = np.zeros(bins, np.int64)
+    so_far = np.zeros(bins)
     for i in order:
         possible = np.where(tokens + lengths[i] <= max_tokens, so_far, np.inf)
         b = int(possible.argmin())

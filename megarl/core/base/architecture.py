@@ -418,12 +418,14 @@ NO_BIAS = {"attention_bias": False}
 
 
 def _qwen3_moe(config: JsonObject) -> Architecture:
-    chosen, normalised = size(config, "num_experts_per_tok"), config.get("norm_topk_prob", False)
+    chosen = size(config, "num_experts_per_tok")
+    normalised = config.get("norm_topk_prob", False)
     if chosen == 1 and normalised:
         raise MegarlError(
             "norm_topk_prob with num_experts_per_tok=1 is not supported: the router has no effect"
         )
-    dense, step = config.get("mlp_only_layers") or [], size(config, "decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or []
+    step = size(config, "decoder_sparse_step", 1)
     layers = range(size(config, "num_hidden_layers"))
     return replace(
         _decoder(config, QWEN | NO_BIAS),
@@ -447,14 +449,14 @@ def _llama4_multimodal(config: JsonObject) -> Architecture:
 
 
 def _llama4(config: JsonObject) -> Architecture:
-    layers, step = (
-        range(size(config, "num_hidden_layers")),
-        size(config, "interleave_moe_layer_step", 1),
-    )
-    listed, interval = config.get("moe_layers"), size(config, "no_rope_layer_interval", 4)
+    layers = range(size(config, "num_hidden_layers"))
+    step = size(config, "interleave_moe_layer_step", 1)
+    listed = config.get("moe_layers")
+    interval = size(config, "no_rope_layer_interval", 4)
     # Despite its name, no_rope_layers has a 1 for each layer with rotary embedding.
     rotary = config.get("no_rope_layers") or [(i + 1) % interval for i in layers]
-    chunked, tuned = config.get("attention_chunk_size"), config.get("attn_temperature_tuning", True)
+    chunked = config.get("attention_chunk_size")
+    tuned = config.get("attn_temperature_tuning", True)
     inner = size(
         config, "intermediate_size"
     )  # of an expert; dense layers have intermediate_size_mlp
@@ -530,8 +532,10 @@ def _deepseek_v3(config: JsonObject) -> Architecture:
 
 def _balanced(decoder: Architecture, config: JsonObject) -> Architecture:
     """Add the fields that describe the experts of DeepSeek-V3 and GLM-4.5."""
-    chosen, experts = size(config, "num_experts_per_tok"), size(config, "n_routed_experts")
-    groups, some = size(config, "n_group", 1), size(config, "topk_group", 1)
+    chosen = size(config, "num_experts_per_tok")
+    experts = size(config, "n_routed_experts")
+    groups = size(config, "n_group", 1)
+    some = size(config, "topk_group", 1)
     if not config.get("norm_topk_prob", True) or chosen == 1:
         raise MegarlError(
             "norm_topk_prob=false or num_experts_per_tok=1 is not supported: weights are normalised"
@@ -558,7 +562,8 @@ def _balanced(decoder: Architecture, config: JsonObject) -> Architecture:
 
 
 def _gpt_oss(config: JsonObject) -> Architecture:
-    layers, chosen = range(size(config, "num_hidden_layers")), size(config, "num_experts_per_tok")
+    layers = range(size(config, "num_hidden_layers"))
+    chosen = size(config, "num_experts_per_tok")
     kinds = config.get("layer_types") or [
         ("sliding_attention", "full_attention")[i % 2] for i in layers
     ]
@@ -623,7 +628,8 @@ def _decoder(
     for key, value in ({"hidden_act": "silu"} | only).items():
         if config.get(key, value) != value:
             raise MegarlError(f"{key}={config[key]!r} is not supported, only {value!r}")
-    heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
+    heads = size(config, "num_attention_heads")
+    hidden = size(config, "hidden_size")
     head_dim = size(config, "head_dim", hidden // heads)
     # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and
     # rope_scaling.
@@ -666,7 +672,9 @@ def _yarn(rope: JsonObject, latent: bool) -> Yarn:
     """Read YaRN as transformers does (modeling_rope_utils.py). latent: also read the
     factor on DeepSeek's attention scores.
     """
-    factor, scale, all_dim = rope["factor"], rope.get("mscale"), rope.get("mscale_all_dim")
+    factor = rope["factor"]
+    scale = rope.get("mscale")
+    all_dim = rope.get("mscale_all_dim")
 
     def grown(by: float) -> float:
         return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -39,7 +39,8 @@ from megarl.core.base.process import environment
 log = logging.getLogger(__name__)
 
 BROKEN = "broken"
-FORM_LIMIT_S, FORM_LIMIT_S_A_RANK = 60.0, 0.5
+FORM_LIMIT_S = 60.0
+FORM_LIMIT_S_A_RANK = 0.5
 """Time limit for forming a group, and what each of its ranks adds (an estimate: NCCL's
 first communicator is made by all of them together); unless the limit for waiting is
 shorter.
@@ -48,7 +49,8 @@ LOOK_S = 0.1
 """Interval at which a waiting member checks whether another has given up."""
 ASK_S = 0.02
 """Longest pause between two questions to the store: hundreds of ranks may ask one."""
-CLOSE_LIMIT_S, GLOO_CLOSE_LIMIT_S = 20.0, 1.0
+CLOSE_LIMIT_S = 20.0
+GLOO_CLOSE_LIMIT_S = 1.0
 """Time limits for leaving a group. An aborted NCCL group must release the GPU; leftover
 gloo threads sleep and do no harm.
 """
@@ -71,7 +73,8 @@ class LaunchOrder:
     """
 
     def __init__(self) -> None:
-        self.next, self.broken = 1, ""
+        self.next = 1
+        self.broken = ""
 
 
 class BroadcastGroup:
@@ -92,7 +95,9 @@ class BroadcastGroup:
         """Meet the others at `address`, where rank 0 serves `store`, and form the
         communicator.
         """
-        self.name, self._backend, self._limit_s = name, backend, limit_s
+        self.name = name
+        self._backend = backend
+        self._limit_s = limit_s
         limit = timedelta(seconds=form_limit_s(world, limit_s))
         self._store = store or dist.TCPStore(*address, world, False, limit)
         # A second connection: a store's client handles one call at a time, and the
@@ -101,10 +106,8 @@ class BroadcastGroup:
         self._group: ProcessGroup | None = None
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._landings = [torch.empty(0, dtype=torch.uint8, device=self._device)] * 2
-        self._buckets, self._forgotten = (
-            0,
-            0,
-        )  # sent or received; those of which the store keeps no word
+        self._buckets = 0
+        self._forgotten = 0  # sent or received; those of which the store keeps no word
 
         def form() -> None:
             with environment(NO_WATCHDOG):
@@ -221,7 +224,8 @@ class BroadcastGroup:
                 )
         if self._group is None:
             return
-        last, self._group = [self._group], None
+        last = [self._group]
+        self._group = None
 
         def leave() -> None:
             group = (

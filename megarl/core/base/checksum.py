@@ -63,7 +63,8 @@ INTEGER_ROWS = 1024
 TRIED_ROWS = 128
 """Rows of the numbers with which the product is tried."""
 LENGTH = 0x1E3779B97F4A7C15
-_COLUMNS, _ROWS = 1, 2
+_COLUMNS = 1
+_ROWS = 2
 """Seeds."""
 
 

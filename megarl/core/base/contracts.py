@@ -17,7 +17,8 @@ import numpy as np
 
 from megarl.core.base.types import Branch, Episode, FinishReason, Prompt, Segment, int32
 
-RIGHT, WRONG = 1.0, -1.0
+RIGHT = 1.0
+WRONG = -1.0
 
 
 class GraderDown(Exception):

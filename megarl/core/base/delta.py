@@ -48,7 +48,8 @@ def encode(old: Tensor, new: Tensor) -> Tensor:
     parts: tuple[list[Tensor], ...] = ([], [], [])
     last = -1
     for start in range(0, max(1, len(before)), PIECE):
-        was, now = before[start : start + PIECE].to(new.device), after[start : start + PIECE]
+        was = before[start : start + PIECE].to(new.device)
+        now = after[start : start + PIECE]
         where = _changed(was, now)
         gaps = torch.diff(where, prepend=where.new_tensor([last - start])) - 1
         ends = (gaps // LARGE + 1).cumsum(0)
@@ -68,7 +69,8 @@ def encode(old: Tensor, new: Tensor) -> Tensor:
         last = start + int(where[-1]) if len(where) else last
     numbers, skips, folded = map(torch.cat, parts)
     head = [DTYPES.index(new.dtype), len(skips), len(folded), *new.shape]
-    coder, code = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY), b""
+    coder = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY)
+    code = b""
     for part in (torch.tensor([len(head), *head]), numbers, skips, folded):
         code += coder.compress(part.numpy()) + coder.flush(
             zlib.Z_BLOCK

@@ -136,7 +136,9 @@ def _experts_apart(model: Architecture, start: str) -> Shapes:
 
 
 def _llama4_stacks(model: Architecture, start: str) -> Shapes:
-    experts, hidden, inner = model.experts, model.hidden, model.expert_feed_forward
+    experts = model.experts
+    hidden = model.hidden
+    inner = model.expert_feed_forward
     return {
         f"{start}experts.gate_up_proj": (experts, hidden, 2 * inner),
         f"{start}experts.down_proj": (experts, inner, hidden),
@@ -144,7 +146,9 @@ def _llama4_stacks(model: Architecture, start: str) -> Shapes:
 
 
 def _gpt_oss_experts(model: Architecture, start: str) -> Shapes:
-    experts, hidden, inner = model.experts, model.hidden, model.expert_feed_forward
+    experts = model.experts
+    hidden = model.hidden
+    inner = model.expert_feed_forward
     return _llama4_stacks(model, start) | {
         f"{start}router.weight": (experts, hidden),
         f"{start}router.bias": (experts,),
@@ -169,7 +173,8 @@ def with_experts_apart(
     down_proj is [experts, hidden, inner].
     """
     apart = dict(tensors)
-    inner, hidden = model.expert_feed_forward, model.hidden
+    inner = model.expert_feed_forward
+    hidden = model.hidden
     for start, name in _divisible_stacks(model):
         stack = apart.get(name)
         is_down = name.endswith("down_proj")

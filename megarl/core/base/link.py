@@ -41,8 +41,11 @@ class ControllerLink:
         resend_s: float = 30.0,
         limit_s: float = 600.0,
     ) -> None:
-        self.address, self._keys, self.interrupted = address, keys, interrupted
-        self.resend_s, self.limit_s = resend_s, limit_s
+        self.address = address
+        self._keys = keys
+        self.interrupted = interrupted
+        self.resend_s = resend_s
+        self.limit_s = limit_s
         # The process's own context. One of the link's would be closed when it is
         # collected, perhaps before its socket, and closing waits, without a limit, for
         # all sockets.
@@ -53,13 +56,15 @@ class ControllerLink:
         """Return the controller's Reply, still encoded. Raises Interrupted, or
         MegarlError after `limit_s` of silence.
         """
-        frames, name = to_frames(request), type(request).__name__
+        frames = to_frames(request)
+        name = type(request).__name__
         limit = time.monotonic() + self.limit_s
         # here too: the loop below may never run if the controller always answers at
         # once
         self._check_interrupted()
         self._socket.send_multipart(frames)
-        sent, patience_s = time.monotonic(), self.resend_s
+        sent = time.monotonic()
+        patience_s = self.resend_s
         while not self._socket.poll(int(1000 * LOOK_S)):
             self._check_interrupted()
             if time.monotonic() >= limit:
@@ -72,7 +77,8 @@ class ControllerLink:
                 log.warning("no answer to %s within %g s; sending it again", name, patience_s)
                 self._reconnect()
                 self._socket.send_multipart(frames)
-                sent, patience_s = time.monotonic(), min(2 * patience_s, self.limit_s / 2)
+                sent = time.monotonic()
+                patience_s = min(2 * patience_s, self.limit_s / 2)
         self.resend_s = max(self.resend_s, min(2 * (time.monotonic() - sent), self.limit_s / 2))
         try:
             return body_of(self._socket.recv_multipart())

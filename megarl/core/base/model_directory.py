@@ -184,7 +184,8 @@ def _other_head(model: Architecture, tensors: Mapping[str, TensorInFile]) -> str
     embedding.
     """
     prefix = hf_tensors.text_prefix(model)
-    head, embedding = f"{prefix}{HEAD}", f"{prefix}model.{EMBEDDING}"
+    head = f"{prefix}{HEAD}"
+    embedding = f"{prefix}model.{EMBEDDING}"
     if not model.tied or head not in tensors or _equal(tensors[head], tensors[embedding]):
         return ""
     what = "by tie_word_embeddings in config.json they are the same"

@@ -21,7 +21,9 @@ from megarl.core.base.errors import MegarlError, printable
 
 PR_SET_PDEATHSIG = 1
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-SUPERVISOR, NODE, NODE_RANK = "MEGARL_SUPERVISOR_PID", "MEGARL_NODE", "MEGARL_NODE_RANK"
+SUPERVISOR = "MEGARL_SUPERVISOR_PID"
+NODE = "MEGARL_NODE"
+NODE_RANK = "MEGARL_NODE_RANK"
 """Variables of a process that megarl started: its supervisor's pid; for a role its
 node's name and place among its nodes.
 """

@@ -107,7 +107,9 @@ class Controller:
         salt = uuid.uuid4().hex[
             :8
         ]  # new in each life: prefixes cached for an earlier life are of older weights
-        self.recipe, self.rundir, pipeline = recipe, RunDir(recipe.run.path), recipe.pipeline
+        self.rundir = RunDir(recipe.run.path)
+        self.recipe = recipe
+        pipeline = recipe.pipeline
         rundir, endpoints, changed = self.rundir, self.rundir.endpoints(), self._on_change
         journal = Journal.open(
             rundir.rollouts, recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps
@@ -126,7 +128,9 @@ class Controller:
         self.graders = tasks.graders()
         self.teacher = TeacherServers(recipe, endpoints) if recipe.teachers else None
         self.records = JournalWriter(journal)
-        model, prompts, steps = in_directory(recipe.model.path), tasks.prompts, recipe.run.steps
+        model = in_directory(recipe.model.path)
+        prompts = tasks.prompts
+        steps = recipe.run.steps
         self.parity = Parity(recipe, tokenizer.end, model, self.servers, changed, self._fail, salt)
         mixture = mixture_of(recipe, prompts, journal.state)
         self.tickets = Tickets(
@@ -154,8 +158,11 @@ class Controller:
         self.conversation = Conversation(self.link, self)
         self._exported: StatusAndTotals = {}, {}
         self._close_metrics = serve_metrics(endpoints, lambda: self._exported)
-        self.step, self.phase = 0, "starting"
-        self.stop_reason, self.failure, self._stopping_since = "", "", 0.0
+        self.step = 0
+        self.phase = "starting"
+        self.stop_reason = ""
+        self.failure = ""
+        self._stopping_since = 0.0
         self._spent: dict[
             int, Spent
         ] = {}  # by version: compute spent at its first publication in this life
@@ -215,7 +222,8 @@ class Controller:
         weights and publication has failed too often on a server that answers; one that
         does not answer may be restarting.
         """
-        membership, clean = self.servers.membership, []
+        membership = self.servers.membership
+        clean = []
         for r in result.results:
             if membership.published(r.id, result.version, result.incarnation, r.error):
                 clean.append(self.servers.clients[r.id].address.url)
@@ -263,7 +271,8 @@ class Controller:
         self._stop(f"the learner has left at step {step}")
 
     def decide(self, asked: Next) -> Decision:
-        now, parity = self.pipeline.view(asked.version), self.parity.request(asked.version)
+        now = self.pipeline.view(asked.version)
+        parity = self.parity.request(asked.version)
         settled = self.pipeline.admitted - len(self.pipeline.running)
         waits = (
             f"{settled} tickets are finished,"
@@ -314,16 +323,15 @@ class Controller:
         self.phase = "replay" if decision.replay else "train"
         if not decision.replay:
             self.pipeline.window.taken(decision.step)
-        step, replay, spent, held = (
-            decision.step,
-            decision.replay,
-            self.compute.spent(),
-            self.compute.held,
-        )
+        step = decision.step
+        replay = decision.replay
+        spent = self.compute.spent()
+        held = self.compute.held
         spans.event(
             "controller/batches", f"batch {step}", step=step, replay=replay, tickets=list(tickets)
         )
-        running, ahead = float(len(self.pipeline.running)), float(self.pipeline.ahead(step))
+        running = float(len(self.pipeline.running))
+        ahead = float(self.pipeline.ahead(step))
         stats = batch_statistics(batch, self.recipe) | spent.row() | self.meter.step()
         stats |= task_statistics(batch, self.recipe)
         stats |= draw_metrics(self.tickets.mixture) | {
@@ -366,10 +374,8 @@ class Controller:
             await asyncio.sleep(STATUS_S)
             if self.rundir.stop_asked():
                 self._stop(f"{self.rundir.stop_file} exists")
-            joined, here = (
-                self.servers.membership.joined().values(),
-                urlsplit(self._address).hostname,
-            )
+            joined = self.servers.membership.joined().values()
+            here = urlsplit(self._address).hostname
             # All cores of the controller's own machine are counted already.
             adds = [
                 self.compute.unit == "gpu" or urlsplit(m.address.url).hostname != here
@@ -436,7 +442,8 @@ class Controller:
         if self.stop_reason:
             return
         log.info("stopping: %s", reason)
-        self.stop_reason, self._stopping_since = reason, time.monotonic()
+        self._stopping_since = time.monotonic()
+        self.stop_reason = reason
         for task in (self._sampling, *self.evaluations.tasks.values()):
             task.cancel()
         self.parity.cancel()
@@ -457,8 +464,11 @@ class Controller:
             self._close_metrics()
 
     def _status(self) -> dict[str, object]:
-        seconds, pipeline, state = self.meter.second(), self.pipeline, self.pipeline.state
-        servers, ahead = self.servers.membership.members.items(), pipeline.ahead(self.step)
+        seconds = self.meter.second()
+        state = self.pipeline.state
+        pipeline = self.pipeline
+        servers = self.servers.membership.members.items()
+        ahead = pipeline.ahead(self.step)
         return {
             "time": time.time(),
             "step": self.step,

@@ -155,8 +155,10 @@ class Conversation:
     """
 
     def __init__(self, link: Link, answers: "Controller") -> None:
-        self._link, self._answers = link, answers
-        self.incarnation, self._superseded = "", set[str]()
+        self._link = link
+        self._answers = answers
+        self._superseded = set[str]()
+        self.incarnation = ""
         self._question: _WaitingNext | None = None
         self.changed = asyncio.Event()
 
@@ -201,12 +203,14 @@ class Conversation:
                 self._answers.evaluate_if_due(self._question.asked.version)
                 decision = self._answers.decide(self._question.asked)
                 if not isinstance(decision, Wait) or time.monotonic() >= self._question.until:
-                    question, self._question = self._question, None
+                    question = self._question
+                    self._question = None
                     reply = await self._answers.carry_out(decision, question.asked)
                     if self._question and encode(self._question.asked) == encode(question.asked):
                         # It took long, as for a batch of long rollouts, and the learner
                         # listens over a new socket.
-                        question, self._question = self._question, None
+                        question = self._question
+                        self._question = None
                     await self._link.reply(question.peer, reply)
                     if isinstance(reply, Stop) and reply.error:
                         raise ConversationOver  # after an error the learner sends no `Stopped`
@@ -226,5 +230,6 @@ class Conversation:
             await self._link.reply(
                 self._question.peer, Refused(error="a newer learner has taken over")
             )
-        self._question, self.incarnation = None, incarnation
+        self._question = None
+        self.incarnation = incarnation
         self._answers.new_learner()

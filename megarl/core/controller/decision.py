@@ -64,7 +64,8 @@ Decision = TrainStep | Publish | Score | Wait | Stop | Refused
 
 
 def decide(asked: Next, now: ControllerView) -> Decision:
-    step, members = asked.step, now.membership
+    step = asked.step
+    members = now.membership
     if now.failure:
         return Stop(reason=now.failure, error=True)
     if now.stop:

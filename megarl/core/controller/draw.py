@@ -83,12 +83,16 @@ class PromptOrder:
         prompts_per_batch: int,
         pace: Pace = "none",
     ) -> None:
-        self._ids, self._seed, self._threshold = frozenset(difficulty), seed, positive_threshold
-        self._prompts_per_batch, self._pace = prompts_per_batch, pace
+        self._ids = frozenset(difficulty)
+        self._seed = seed
+        self._threshold = positive_threshold
+        self._prompts_per_batch = prompts_per_batch
+        self._pace = pace
         self._easiest_first = sorted(
             self._ids, key=lambda p: (difficulty[p], self._hash("difficulty", p))
         )
-        self.drawn, self.excluded = 0, set[str]()
+        self.excluded = set[str]()
+        self.drawn = 0
         self._begin(0, self._pool())
 
     def resume(self, last: Draw | Admitted, pass_rates: Mapping[str, float], drawn: int) -> None:
@@ -125,7 +129,8 @@ class PromptOrder:
         """Return the pool of an epoch that begins now: the curriculum's share, enlarged
         if it is less than a batch.
         """
-        wanted, left = math.ceil(share(self._pace, self.drawn, len(self._ids)) * len(self._ids)), 0
+        wanted = math.ceil(share(self._pace, self.drawn, len(self._ids)) * len(self._ids))
+        left = 0
         for n, prompt_id in enumerate(self._easiest_first, 1):
             left += prompt_id not in self.excluded
             if n >= wanted and left >= self._prompts_per_batch:
@@ -134,7 +139,8 @@ class PromptOrder:
 
     def _begin(self, epoch: int, pool: int, after: str | None = None) -> None:
         """Begin an epoch, just after the prompt `after` if it is in the pool."""
-        self.epoch, self.pool = epoch, pool
+        self.epoch = epoch
+        self.pool = pool
         order = sorted(self._easiest_first[:pool], key=lambda p: self._hash(epoch, p))
         self._rest = iter(order[order.index(after) + 1 :] if after in order else order)
 
@@ -173,7 +179,9 @@ class Mixture:
 
 def mixture_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], state: State) -> Mixture:
     """Return the mixture that continues after the draws in `state`."""
-    threshold, pace, curricula = recipe.batch.positive_threshold, recipe.data.curriculum.kind, {}
+    threshold = recipe.batch.positive_threshold
+    pace = recipe.data.curriculum.kind
+    curricula = {}
     for task, of_task in prompts.items():
         in_batch = math.ceil(
             recipe.batch.prompts * recipe.data.shares[task]

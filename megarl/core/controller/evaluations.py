@@ -71,15 +71,20 @@ class Evaluations:
         fail: Callable[[str], None],
         stop: Callable[[str], None],
     ) -> None:
-        self._recipe, self._rundir, self._asker = asker.recipe, rundir, asker
-        self._questions, self._forecast, self._watch = questions, forecast, watch
-        self._pipeline, self._schedule, self._compute = pipeline, pipeline.evaluations, compute
-        self._fail, self._stop = fail, stop
+        self._recipe = asker.recipe
+        self._rundir = rundir
+        self._asker = asker
+        self._questions = questions
+        self._forecast = forecast
+        self._watch = watch
+        self._pipeline = pipeline
+        self._schedule = pipeline.evaluations
+        self._compute = compute
+        self._fail = fail
+        self._stop = stop
         self._planned = planned_evaluations(self._recipe.evaluation, self._recipe.run.steps)
-        self._failures, self._not_before = (
-            0,
-            0.0,
-        )  # of the grader, in a row; time.monotonic() of the next try
+        self._failures = 0
+        self._not_before = 0.0  # of the grader, in a row; time.monotonic() of the next try
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.latest: dict[str, object] = next(reversed(latest_scores(rundir.eval)), {})
 
@@ -110,9 +115,11 @@ class Evaluations:
         self._compute.hold(self._schedule.held)
 
     async def _evaluate(self, version: int, servers: set[int], spent: Spent) -> None:
-        began, held = time.monotonic(), len(servers)
+        began = time.monotonic()
+        held = len(servers)
         spans.open("controller/evaluation", f"version {version}", began, servers=sorted(servers))
-        folder, done = step_folder(self._rundir.evaluations, version), False
+        folder = step_folder(self._rundir.evaluations, version)
+        done = False
         try:
             outcomes = await self._ask(version, servers, folder)
             scores = await asyncio.to_thread(row, outcomes, self._recipe, version)
@@ -137,7 +144,9 @@ class Evaluations:
                 fall_columns, self._rundir.evaluations, version, tasks, self._planned
             )
             append_jsonl(self._rundir.eval, new)
-            self.latest, self._failures, done = new, 0, True
+            self.latest = new
+            self._failures = 0
+            done = True
             await self._pipeline.records.write(
                 Evaluated(
                     version=version,
@@ -211,10 +220,8 @@ class Evaluations:
         self, version: int, outcomes: Mapping[str, Sequence[Outcome]], folder: Path
     ) -> None:
         for suite in self._questions:
-            model, settings = (
-                f"{self._rundir.path}@{version}",
-                settings_of(self._recipe, suite.rows),
-            )
+            model = f"{self._rundir.path}@{version}"
+            settings = settings_of(self._recipe, suite.rows)
             result = result_of(suite.name, model, suite.samples, settings, outcomes[suite.name])
             SuiteDir(folder, suite.name).write_result(result)
 

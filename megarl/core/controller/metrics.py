@@ -27,13 +27,15 @@ class Meter:
 
     def step(self) -> dict[str, float]:
         """Return metrics over all servers since the last call."""
-        then, self._step = self._step, self._mark()
+        then = self._step
+        self._step = self._mark()
         rates = np.array(list(_rates(then, self._step).values()))
         _, busy, running, *_ = rates.mean(axis=0).tolist()
         reusable, cached = (
             np.array(list(_grown(then, self._step).values()))[:, -2:].sum(axis=0).tolist()
         )
-        clean, joined = self._places.membership.clean(), self._places.membership.joined()
+        clean = self._places.membership.clean()
+        joined = self._places.membership.joined()
         stats = {
             "servers": float(len(clean)),
             "servers_joined": float(len(clean.keys() & joined.keys())),
@@ -55,8 +57,10 @@ class Meter:
 
     def second(self) -> dict[int, dict[str, float]]:
         """Return each server's figures since the last call."""
-        then, self._second = self._second, self._mark()
-        rates, uses = _rates(then, self._second), self._places.use
+        then = self._second
+        self._second = self._mark()
+        rates = _rates(then, self._second)
+        uses = self._places.use
         return {
             server: {
                 "running": uses[server].running,
@@ -193,7 +197,9 @@ class _DeviceHours:
     """
 
     def __init__(self, hours: float, devices: int = 0) -> None:
-        self._before, self.devices, self._since = hours, devices, time.monotonic()
+        self._since = time.monotonic()
+        self._before = hours
+        self.devices = devices
 
     def total(self) -> float:
         return self._before + self.devices * (time.monotonic() - self._since) / 3600
@@ -209,7 +215,8 @@ class ComputeClock:
 
     def __init__(self, state: State, resources: Resources) -> None:
         assert state.session is not None
-        self._state, self.unit = state, state.session.compute_unit
+        self._state = state
+        self.unit = state.session.compute_unit
         # The state counts these hours only when the next record is written.
         self._own = _DeviceHours(state.compute_hours(clock.now()), state.session.devices)
         self._joined, self._evaluation = (
@@ -243,7 +250,8 @@ class ComputeClock:
         """Return the hours so far. A life of the supervisor is starting up until its
         first record of a publication.
         """
-        state, own = self._state, self._own.total()
+        state = self._state
+        own = self._own.total()
         starting = 0.0 if state.session_published else own - state.earlier_hours
         return Spent(
             own + self._joined.total(), state.startup_hours + starting, self._evaluation.total()

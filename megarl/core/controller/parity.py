@@ -100,13 +100,18 @@ class Parity:
         """against: a token that is scored as well (the end token). architecture: of the
         policy.
         """
-        self._recipe, self._against, self._architecture = recipe, against, architecture
+        self._recipe = recipe
+        self._against = against
+        self._architecture = architecture
         self._servers = servers
-        self._changed, self._fail, self._salt = changed, fail, salt
+        self._changed = changed
+        self._fail = fail
+        self._salt = salt
         # SGLang scores at temperature 1 and over the whole vocabulary, so other
         # samplings cannot be compared with it.
         self._comparable = recipe.sampling.temperature == 1
-        head, model = recipe.model.fp32_head, recipe.model
+        head = recipe.model.fp32_head
+        model = recipe.model
         heads = (head in ("both", "server"), head in ("both", "learner"))
         fp8 = bool(recipe.serving.fp8_keys)
         self._judge = ParityJudge(model.dtype, architecture.experts > 0, *heads, fp8=fp8)
@@ -118,7 +123,8 @@ class Parity:
         self.warning = ""
 
     def is_chosen(self, ticket: int, sample: int) -> bool:
-        recipe, generations = self._recipe, self._recipe.sampling.generations
+        recipe = self._recipe
+        generations = self._recipe.sampling.generations
         batch, prompt = divmod(ticket, recipe.batch.prompts)
         slots = recipe.batch.prompts * generations
         count = min(PARITY_ROLLOUTS, slots)
@@ -149,10 +155,8 @@ class Parity:
         self._waiting = [c for c in self._waiting if c.due > version]
         if due:
             serving = self._serve(version, due[-PARITY_ROLLOUTS:])
-            self._version, self._serving = (
-                version,
-                asyncio.create_task(serving, name=f"parity {version}"),
-            )
+            self._serving = asyncio.create_task(serving, name=f"parity {version}")
+            self._version = version
 
     async def _serve(self, version: int, candidates: list[Candidate]) -> list[Candidate]:
         """Have servers score the candidates, each by the server that sampled it if that
@@ -189,11 +193,9 @@ class Parity:
         refuses or has another version.
         """
         salt = f"{self._salt}/parity/{purpose}/{candidate.ticket}/{candidate.sample}"
-        whole, routing, client = (
-            candidate.whole,
-            self._architecture.experts > 0,
-            self._servers.clients[server],
-        )
+        whole = candidate.whole
+        routing = self._architecture.experts > 0
+        client = self._servers.clients[server]
         try:
             (scored,) = await client.score(
                 [whole.tokens], [whole.own], salt, against=self._against, routing=routing
@@ -207,7 +209,8 @@ class Parity:
         """Return the learner's next command for the comparison at its `version`; None:
         nothing is to be compared.
         """
-        serving, model = self._serving, self._architecture
+        serving = self._serving
+        model = self._architecture
         if serving is None or self._version != version:
             return None
         if not serving.done():
@@ -226,7 +229,8 @@ class Parity:
         )
 
     def scored(self, result: Scored) -> None:
-        serving, self._serving = self._serving, None
+        serving = self._serving
+        self._serving = None
         if serving is None or not serving.done() or self._version != result.version:
             return
         each = [
@@ -251,7 +255,8 @@ class Parity:
         """Return the metrics of the latest comparison, once only, for the row of the
         step that follows it.
         """
-        metrics, self._latest = self._latest, {}
+        metrics = self._latest
+        self._latest = {}
         return metrics | {"warning_parity": float(bool(self.warning))} if metrics else metrics
 
     def cancel(self) -> None:
@@ -286,9 +291,11 @@ def rollout_scores(
     [completion_len] float32. comparable: behaviour log-probs belong to the same
     distribution as scores.
     """
-    whole, served = candidate.whole, candidate.served
+    whole = candidate.whole
+    served = candidate.served
     assert served is not None
-    behaviour, trained = whole.logprobs[whole.own :], whole.trained[whole.own :]
+    behaviour = whole.logprobs[whole.own :]
+    trained = whole.trained[whole.own :]
     versions = np.concatenate(
         [np.full(len(s.tokens), s.weight_version) for s in candidate.segments]
     )

@@ -77,10 +77,15 @@ class Pipeline:
         steps: int,
         admit_steps: float,
     ) -> None:
-        self.records, self.changed = records, changed
-        self._recipe, self._places, self._source = recipe, places, source
-        self.final_step, self._admit_steps = steps, admit_steps
-        self.state, self.admission = records.state, records.state.admission
+        self.records = records
+        self.changed = changed
+        self._recipe = recipe
+        self._places = places
+        self._source = source
+        self.final_step = steps
+        self._admit_steps = admit_steps
+        self.admission = records.state.admission
+        self.state = records.state
         self.evaluations = EvaluationSchedule(recipe, places, self.state, steps)
         self.window = Window(recipe, self.state.window)
         self.running: dict[int, asyncio.Task[None]] = {}
@@ -147,13 +152,15 @@ class Pipeline:
         """Adapt the window to the times measured up to this publication, and return its
         tickets for the record.
         """
-        far, schedule = version + self.window.lead, self.evaluations
+        far = version + self.window.lead
+        schedule = self.evaluations
         coming = (v for v in range(version, min(far, self.final_step)) if schedule.is_due(v))
         self.window.published(version, 0 if schedule.running else next(coming, far) - version)
         return self.window.tickets
 
     def _start(self, tasks: asyncio.TaskGroup, admitted: Admitted) -> None:
-        ticket, rollouts = admitted.ticket, self._recipe.sampling.generations
+        ticket = admitted.ticket
+        rollouts = self._recipe.sampling.generations
         places = GroupPlaces(self._places, self.admission, ticket, rollouts)
         self.running[ticket] = tasks.create_task(
             self._settle(admitted, places), name=f"ticket {ticket}"
@@ -177,12 +184,12 @@ class EvaluationSchedule:
     """
 
     def __init__(self, recipe: Recipe, places: Places, state: State, steps: int) -> None:
-        self._settings, self._most, self._steps = (
-            recipe.evaluation,
-            recipe.evaluation_servers,
-            steps,
-        )
-        self._membership, self._places, self._state = places.membership, places, state
+        self._settings = recipe.evaluation
+        self._most = recipe.evaluation_servers
+        self._steps = steps
+        self._membership = places.membership
+        self._places = places
+        self._state = state
         self.running: dict[int, set[int]] = {}
 
     def is_due(self, version: int) -> bool:

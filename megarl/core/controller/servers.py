@@ -48,7 +48,8 @@ MISSES = 5
 """Consecutive missed health checks after which a server is lost: on a busy machine one
 or two mean nothing.
 """
-DRAIN_S, DRAIN_POLL_S = 5.0, 0.05
+DRAIN_S = 5.0
+DRAIN_POLL_S = 0.05
 """How long a leaving server may take to abort its requests before connections are
 closed, and the interval of checks.
 """
@@ -64,7 +65,8 @@ class Servers:
     """
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints, changed: Callable[[], None]) -> None:
-        self._width, self._start_s = recipe.resources.server_tensor_parallel, recipe.start_limit_s
+        self._width = recipe.resources.server_tensor_parallel
+        self._start_s = recipe.start_limit_s
         addresses = [
             ServerAddress(id=n, url=u, tensor_parallel=self._width)
             for n, u in enumerate(endpoints.servers)
@@ -75,7 +77,8 @@ class Servers:
         self.clients = {a.id: ServerClient(a, *self._keys) for a in addresses}
         self._lives = dict.fromkeys(self.clients, 0)
         self._refused: dict[str, str] = {}  # reasons, by the life of a joined server
-        self._changed, self._healthy = changed, time.monotonic()
+        self._healthy = time.monotonic()
+        self._changed = changed
         self._told_to_retract = recipe.lends_memory
 
     async def run(self) -> None:
@@ -116,7 +119,8 @@ class Servers:
 
     async def answers(self, server: int) -> bool:
         """Return whether the server answers one health check. If not, mark it as lost."""
-        life, healthy = self._lives[server], await self.clients[server].health()
+        life = self._lives[server]
+        healthy = await self.clients[server].health()
         if not healthy:
             self.server_lost(server, life, "it does not answer")
         return healthy
@@ -143,13 +147,16 @@ class Servers:
         """Check the server's health as long as it is a member, except during a
         publication, in which it is paused.
         """
-        member, client, misses = self.membership.members[server], self.clients[server], 1
+        member = self.membership.members[server]
+        client = self.clients[server]
+        misses = 1
         while self.membership.members.get(server) is member:
             await asyncio.sleep(POLL_AFTER_MISS_S if misses else POLL_S)
             if member.state in ("publishing", "leaving"):
                 continue
             spoke = member.state == "clean" and time.monotonic() - client.heard < POLL_S
-            life, healthy = self._lives[server], spoke or await client.health()
+            life = self._lives[server]
+            healthy = spoke or await client.health()
             if healthy and member.away:
                 await self._greet(server)
             misses = 0 if healthy or member.state == "publishing" else misses + 1
@@ -169,16 +176,15 @@ class Servers:
             fan = Fan[ServerLoad](clients, set(), self.membership.joined())
             await fan.run(self.membership.clean(), lambda client: client.current_load())
             for server in fan.results.keys() & self.clients.keys():  # some may have left in between
-                before, retractions[server] = (
-                    retractions.get(server, 0),
-                    self.clients[server].retractions,
-                )
+                before = retractions.get(server, 0)
+                retractions[server] = self.clients[server].retractions
                 retracted = retractions[server] > before and not self._told_to_retract
                 self.places.observe(server, fan.results[server], retracted)
             self.places.refresh()
 
     async def _greet(self, server: int) -> None:
-        obeys, member = await self.abort(server), self.membership.members.get(server)
+        obeys = await self.abort(server)
+        member = self.membership.members.get(server)
         if not obeys or member is None or not member.away:  # it may have left in between
             return
         self.membership.seen(server)
@@ -261,7 +267,8 @@ class Servers:
         """Have the server's requests continue elsewhere; forget it once none is left
         and no learner sends it weights.
         """
-        member, use = self.membership.members[server], self.places.use[server]
+        member = self.membership.members[server]
+        use = self.places.use[server]
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
                 await self.abort(server)

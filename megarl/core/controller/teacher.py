@@ -33,7 +33,8 @@ AT_ONCE = 1 << 18
 """Tokens that a teacher has before it at most: a few prefills keep its GPUs busy, and a
 request must not wait for its turn until its time is up.
 """
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 15.0
 """Pauses between two tries of a rollout: a teacher that died is restarted within the
 time limit for a start.
 """
@@ -71,7 +72,9 @@ class TeacherServers:
         return logprobs
 
     async def _scored(self, ticket: int, tokens: np.ndarray, first: int) -> Prefill:
-        until, pause, turn = time.monotonic() + self._limit_s, FIRST_PAUSE_S, ticket
+        until = time.monotonic() + self._limit_s
+        pause = FIRST_PAUSE_S
+        turn = ticket
         while True:
             server = turn % len(self._clients)
             try:
@@ -97,7 +100,8 @@ class TeacherServers:
                 self._met.add(server)
                 return scored
             await asyncio.sleep(pause)
-            pause, turn = min(2 * pause, LONGEST_PAUSE_S), turn + 1
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            turn = turn + 1
 
     async def close(self) -> None:
         for client in self._clients:

@@ -69,13 +69,16 @@ class Tickets:
         salt: str,
         teacher: TeacherServers | None = None,
     ) -> None:
-        self._recipe, self._salt = recipe, salt
+        self._recipe = recipe
+        self._salt = salt
         self._prompts = {task: of_task.train for task, of_task in prompts.items()}
         self._at = {
             task: {p.id: n for n, p in enumerate(of_task)}
             for task, of_task in self._prompts.items()
         }
-        self._sampler, self._graders, self._parity = sampler, graders, parity
+        self._sampler = sampler
+        self._graders = graders
+        self._parity = parity
         self._teacher = teacher
         self.mixture = mixture
         self._routed = routed_model(recipe)
@@ -88,18 +91,18 @@ class Tickets:
         """Make a ticket's group, void if a rollout cannot be made or none can be
         graded; return the record that ends it.
         """
-        ticket, begin, length = (
-            admitted.ticket,
-            time.monotonic(),
-            self._recipe.length.at(admitted.due),
-        )
+        ticket = admitted.ticket
+        begin = time.monotonic()
+        length = self._recipe.length.at(admitted.due)
         spans.open(TICKETS, "ticket", begin, ticket=ticket)
-        prompt, void = self._prompt(admitted), ""
+        prompt = self._prompt(admitted)
+        void = ""
         if self._sampler.has_agent(prompt.task):
             places.close()  # hold no places while agents start; each of their requests claims one
         if len(prompt.tokens) < SHORT_PROMPT:
             places.cached()
-        rollouts, down = tuple[Rollout, ...](), list[str]()
+        rollouts = tuple[Rollout, ...]()
+        down = list[str]()
         try:
             async with asyncio.TaskGroup() as tasks:
                 each = [
@@ -156,7 +159,8 @@ class Tickets:
         """Make one rollout of a ticket; if it cannot be graded, its reward is NaN, and
         the reason is appended to `down`.
         """
-        ticket, recipe = admitted.ticket, self._recipe
+        ticket = admitted.ticket
+        recipe = self._recipe
         budget = length.thinking_tokens[1]
         if length.control == "interruption":
             budget = length_control.thinking_budget(
@@ -183,7 +187,8 @@ class Tickets:
             self._parity.finished(
                 Candidate(ticket, sample, admitted.due, before, segments, server, places.began)
             )
-        name, scores = f"ticket {ticket}.{sample}", None
+        name = f"ticket {ticket}.{sample}"
+        scores = None
         if self._teacher is not None and done.segments:
             with spans.timed("controller/teacher", name):
                 scores = await self._teacher.logprobs(ticket, prompt.tokens, done.segments)

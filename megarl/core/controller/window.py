@@ -25,7 +25,8 @@ from collections import deque
 
 from megarl.core.recipe import Recipe
 
-OPENS, CLOSES = 1 / 0.95, 2.0
+OPENS = 1 / 0.95
+CLOSES = 2.0
 """Factors on L in the decisions to widen and to narrow the window."""
 RAMP = 1 / 8
 """Batches by which the window widens at a publication."""
@@ -41,7 +42,8 @@ class Window:
     """
 
     def __init__(self, recipe: Recipe, tickets: int) -> None:
-        self._prompts, self._most = recipe.batch.prompts, recipe.pipeline.window_steps
+        self._prompts = recipe.batch.prompts
+        self._most = recipe.pipeline.window_steps
         self._auto = recipe.pipeline.window == "auto" and recipe.pipeline.kind == "pipeline-rl"
         self.tickets = tickets if tickets and self._auto else self._most * self._prompts
         self._steps = math.ceil(self.tickets / self._prompts)  # W
@@ -92,7 +94,8 @@ class Window:
         self._taken = None
         if not self._auto:
             return
-        before, memory = self._steps, self._recent.maxlen or 0
+        before = self._steps
+        memory = self._recent.maxlen or 0
         if longest := max(
             [*self._recent, *(now - drawn for drawn in self._drawn.values())], default=0.0
         ):

@@ -120,7 +120,8 @@ class SuiteDir:
         """Close the file of answers. Some file systems report only now that the disk is
         full.
         """
-        added, self._added = self._added, None
+        added = self._added
+        self._added = None
         if added is not None:
             with writing(self.answers):
                 added.close()

@@ -44,7 +44,8 @@ def words(row: Row) -> str:
     """Return the forecast of a row as text; empty if it has none."""
     if "predicted_final" not in row:
         return ""
-    low, high = row["predicted_final_low"], row["predicted_final_high"]
+    low = row["predicted_final_low"]
+    high = row["predicted_final_high"]
     ceiling = f"ceiling {row['predicted_asymptote']:.3f}"
     rest = f"{row['predicted_rest_high']:+.3f} at most in the rest"
     return (

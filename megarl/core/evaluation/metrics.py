@@ -107,7 +107,8 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """
     if not outcomes:
         return {}
-    prompts, n = by_prompt(outcomes), len(outcomes)
+    prompts = by_prompt(outcomes)
+    n = len(outcomes)
     lengths = [o.tokens for o in outcomes]
     p50, p95 = np.quantile(lengths, (0.5, 0.95), method="inverted_cdf").tolist()
     metrics: dict[str, float] = {}
@@ -209,7 +210,9 @@ def best_at_k(rewards: Sequence[float], correct: Sequence[bool], k: int) -> floa
     """Return the chance that the answer of highest reward among k is right. rewards,
     correct: [n]; ties have equal chances.
     """
-    n, below, total = len(rewards), 0, 0.0
+    n = len(rewards)
+    below = 0
+    total = 0.0
     tied = Counter(rewards)
     right: Mapping[float, int] = Counter(
         reward for reward, ok in zip(rewards, correct, strict=True) if ok
@@ -238,7 +241,8 @@ def over_prompts(values: Sequence[float], answers: int, k: int = 1) -> Estimate:
     """
     n = len(values)
     p = math.fsum(values) / n
-    bound, spread = p * (1 - p), math.fsum((value - p) ** 2 for value in values) / n
+    bound = p * (1 - p)
+    spread = math.fsum((value - p) ** 2 for value in values) / n
     if spread > 0:
         effective = min(
             bound * n / spread * (student(answers - 1) / student(n - 1)) ** 2, answers / k

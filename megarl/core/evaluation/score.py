@@ -98,12 +98,11 @@ class Sampled(Questions[Prompt]):
     async def _answer(
         self, asker: Asker, votes: Votes, asked: Prompt, sample: int, order: Order
     ) -> Answer:
-        done, void, grade = (
-            Completion(),
-            "",
-            Grade(0.0, False, format_ok=True),
-        )  # a void answer is not malformed
-        grader, settings = asker.graders[self.name], asker.recipe.evaluation
+        done = Completion()
+        void = ""
+        grade = Grade(0.0, False, format_ok=True)  # a void answer is not malformed
+        grader = asker.graders[self.name]
+        settings = asker.recipe.evaluation
         ask = grader.grade if self.rewards else grader.grade_answer
         job = Job(
             prompt=asked,

@@ -32,7 +32,8 @@ class Votes:
     """
 
     def __init__(self, name: str, grader: Grader, known: Iterable[Outcome] = ()) -> None:
-        self._name, self._grader = name, grader
+        self._name = name
+        self._grader = grader
         self._seen: defaultdict[str, list[str]] = defaultdict(list)
         self._one_by_one: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         for answer in known:
@@ -58,7 +59,8 @@ class Votes:
     async def _same(self, vote: str, earlier: str) -> bool:
         if vote == earlier:
             return True
-        a, b = number(vote), number(earlier)
+        a = number(vote)
+        b = number(earlier)
         if a is not None and b is not None:
             return a == b
         try:
@@ -81,7 +83,8 @@ def last_formula(text: str) -> str | None:
     """Return the content of the last formula in dollars or LaTeX's own marks, in time
     linear in the text.
     """
-    formula, at = None, 0
+    formula = None
+    at = 0
     closings = {close: text.rfind(close) for _, close in MARKS}
     while opening := OPENING.search(text, at):
         at = opening.start() + 1
@@ -89,7 +92,8 @@ def last_formula(text: str) -> str | None:
             begin = opening.start() + len(mark)
             if text.startswith(mark, opening.start()) and closings[close] > begin:
                 end = text.index(close, begin + 1)
-                formula, at = text[begin:end], end + len(close)
+                formula = text[begin:end]
+                at = end + len(close)
                 break
     return formula
 

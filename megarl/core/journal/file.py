@@ -190,7 +190,9 @@ def fold(path: Path) -> tuple[State, GroupOffsets, int]:
     """Replay a file: return the resulting state, an index of its groups, and the offset
     after its last intact record.
     """
-    state, groups, end = State.restored(snapshot(path)), GroupOffsets(), 0
+    state = State.restored(snapshot(path))
+    groups = GroupOffsets()
+    end = 0
     for entry, payload in scan(path):
         try:
             state.apply(record_of(path, entry, payload))

@@ -104,7 +104,8 @@ class JournalReader:
         or if their records are gone.
         """
         whole = self.fold()
-        tickets, wanted = whole.admission, step * whole.admission.prompts_per_batch
+        tickets = whole.admission
+        wanted = step * whole.admission.prompts_per_batch
         first = tickets.first_ticket(step)
         there = self.files()
         later = bisect_right(there, first, key=lambda number: self._tickets_at(number)[0])
@@ -211,7 +212,8 @@ class Journal(JournalReader):
 
     def __init__(self, path: Path, lock: int, rotate_bytes: int) -> None:
         super().__init__(path)
-        self._lock, self._rotate_bytes = lock, rotate_bytes
+        self._lock = lock
+        self._rotate_bytes = rotate_bytes
         self._number = self.files()[-1]
         self._fd: int | None = os.open(self._file(self._number), os.O_WRONLY | os.O_APPEND)
         self._ended: BaseException = MegarlError(

@@ -247,11 +247,9 @@ class State(StateTotals):
                             0.0 if self.session_published else spent - self.earlier_hours
                         )
                         self.earlier_hours = spent
-                    self.session, self.last_time, self.session_published = (
-                        record,
-                        record.time,
-                        False,
-                    )
+                    self.session = record
+                    self.last_time = record.time
+                    self.session_published = False
             case Snapshot():
                 pass  # has only what was applied already
 

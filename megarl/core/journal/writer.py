@@ -47,7 +47,8 @@ class JournalWriter:
         """Write the queued records. A failure is raised again by every later call,
         since the first caller may be gone.
         """
-        batch, self._queue = self._queue, []
+        batch = self._queue
+        self._queue = []
         with (
             spans.timed("controller/journal", "write", records=len(batch))
             if batch

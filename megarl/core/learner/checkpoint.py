@@ -91,8 +91,12 @@ class Checkpoints:
         milestones: Sequence[Milestone] = (),
         keep_best: bool = False,
     ) -> None:
-        self.folder, self.keep, self.trainer, self.hf_source = folder, keep, trainer, hf_source
-        self.milestones, self.keep_best = milestones, keep_best
+        self.folder = folder
+        self.keep = keep
+        self.trainer = trainer
+        self.hf_source = hf_source
+        self.milestones = milestones
+        self.keep_best = keep_best
         self._writing: tuple[Path, threading.Thread, list[Callable[[], None]]] | None = None
         self.failures = 0
 
@@ -112,7 +116,8 @@ class Checkpoints:
         if step == 0 or from_rank_0(path in checkpoint.complete(self.folder)):
             return
         begin = time.monotonic()
-        model, critic = trainer.recipe.model.model_dump(mode="json"), trainer.critic is not None
+        model = trainer.recipe.model.model_dump(mode="json")
+        critic = trainer.critic is not None
         source = str(self.hf_source)
         meta = checkpoint.CheckpointMeta(
             step=step, version=step, hf_source=source, model=model, critic=critic
@@ -164,10 +169,8 @@ class Checkpoints:
         self.failures = 0
         if dist.get_rank() == 0:
             self._prune()
-            size, free = (
-                sum(file.stat().st_size for file in path.iterdir()),
-                shutil.disk_usage(path).free,
-            )
+            size = sum(file.stat().st_size for file in path.iterdir())
+            free = shutil.disk_usage(path).free
             if free < size:
                 what = (
                     "the next checkpoint, of %.1f GB, will not fit on the disk, which has %.1f GB"
@@ -293,10 +296,8 @@ def resumed(recipe: Recipe, folder: Path, record: Path | None, offload: Offload)
         folder, settings.keep, trainer, source, settings.milestones, settings.keep_best
     )
     checkpoints.load_latest()
-    longest, rollouts = (
-        recipe.length.context_tokens,
-        recipe.batch.prompts * recipe.sampling.generations,
-    )
+    longest = recipe.length.context_tokens
+    rollouts = recipe.batch.prompts * recipe.sampling.generations
     microbatch_size.settle(
         trainer, longest, longest * rollouts, record, within=offload.released(trainer.step)
     )
@@ -314,12 +315,11 @@ def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
         return
     # the same, as its fingerprint says, though it may have moved
     model = f"model.path={json.dumps(recipe.model.path)}"
-    before, (_, step) = load(str(rundir.parent.recipe), [model]), recipe.run.forked
+    before = load(str(rundir.parent.recipe), [model])
+    (_, step) = recipe.run.forked
     journal = JournalReader(rundir.parent.rollouts)
-    trainer, admission = (
-        resumed(before, rundir.parent.checkpoints, None, offload).trainer,
-        journal.fold().admission,
-    )
+    trainer = resumed(before, rundir.parent.checkpoints, None, offload).trainer
+    admission = journal.fold().admission
     rates = {row["step"]: row["lr"] for row in rows_in_order(rundir.metrics) if "lr" in row}
     # Every rank reads the journal for itself: these batches no longer change.
     while trainer.step < step and not from_rank_0(rundir.stop_asked()):
@@ -327,7 +327,8 @@ def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
         batch = Batch(step=trainer.step, groups=journal.groups(admission.batch(trainer.step) or ()))
         with offload.released(trainer.step):
             metrics = trainer.train_step(trainer.sequences(batch))
-        then, now = rates.get(batch.step), metrics.get("lr")
+        then = rates.get(batch.step)
+        now = metrics.get("lr")
         if then is not None and now is not None and then != now:
             raise MegarlError(
                 f"run.fork: step {batch.step} was trained with a learning rate of {then:g}, but the"

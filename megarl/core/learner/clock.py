@@ -62,7 +62,8 @@ class StepClock:
         if result.staged:
             paused += result.transfer_seconds
         for name, seconds in phases.items():
-            begin, end = end, end + seconds
+            begin = end
+            end = end + seconds
             spans.span(PLACE, name, begin, end)
         for r in result.results:
             told = {"error": r.error} if r.error else {}
@@ -78,5 +79,7 @@ class StepClock:
             "step_seconds": total,
             "learner_idle_share": columns["wait_seconds"] / total,
         }
-        self._begin, self._spent, self._publication = now, dict.fromkeys(self._spent, 0.0), {}
+        self._spent = dict.fromkeys(self._spent, 0.0)
+        self._begin = now
+        self._publication = {}
         return columns

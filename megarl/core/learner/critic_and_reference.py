@@ -37,15 +37,16 @@ VALUE_CLIP = 0.2
 class CriticModel(TrainedNetwork):
     """`recipe.critic` on this rank. Every method is collective."""
 
-    prefix, loss_name, norm_name = "critic_", "value_loss", "critic_grad_norm"
+    prefix = "critic_"
+    loss_name = "value_loss"
+    norm_name = "critic_grad_norm"
     metric_names = VALUE_METRICS
 
     def __init__(self, recipe: Recipe, policy: Family) -> None:
-        self.critic, self.normalisation = recipe.critic, recipe.batch.advantage
-        optimizer, recipe = (
-            recipe.critic_optimizer,
-            recipe.model_copy(update={"model": recipe.critic_model}),
-        )
+        self.critic = recipe.critic
+        self.normalisation = recipe.batch.advantage
+        optimizer = recipe.critic_optimizer
+        recipe = recipe.model_copy(update={"model": recipe.critic_model})
         chunks, family = loaded_chunks(recipe, Path(recipe.model.path))
         ValueHead.adopt(chunks)
         super().__init__(chunks, family, optimizer, recipe, gathers_late=True)
@@ -92,7 +93,8 @@ class ReferenceModel(Network):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(*loaded_chunks(recipe, Path(recipe.model.path)), recipe)
-        self.settings, self.temperature = recipe.reference, recipe.sampling.temperature
+        self.settings = recipe.reference
+        self.temperature = recipe.sampling.temperature
         for chunk in self.chunks:
             chunk.requires_grad_(False)
 

@@ -105,7 +105,8 @@ async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoint
     paused: then they have their memory.
     """
     limit_s = recipe.start_limit_s
-    until, keys = time.monotonic() + limit_s, (endpoints.api_key, endpoints.admin_key)
+    until = time.monotonic() + limit_s
+    keys = (endpoints.api_key, endpoints.admin_key)
     for i, url in enumerate(endpoints.servers):
         async with ServerClient(
             ServerAddress(id=i, url=url), *keys, recipe.weights.timeout_s
@@ -130,7 +131,8 @@ class LearnerRank:
     def __init__(
         self, recipe: Recipe, rundir: RunDir, endpoints: Endpoints, open_metrics: OpenMetrics
     ) -> None:
-        self.recipe, self.rundir = recipe, rundir
+        self.recipe = recipe
+        self.rundir = rundir
         self.signalled = ""
         for number in ENDING:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -222,7 +224,8 @@ class LearnerRank:
         return None
 
     def _train(self, command: Train) -> None:
-        received, step = time.monotonic(), self.trainer.step
+        received = time.monotonic()
+        step = self.trainer.step
         if command.batch.step != step:
             raise MegarlError(
                 f"the controller sent batch {command.batch.step} to a learner at step {step}"
@@ -327,7 +330,8 @@ class LearnerRank:
         self.rundir.stop(number)
 
 
-MEASURED, OF_BATCH = "trained_logprob_diff", "generated_tokens"
+MEASURED = "trained_logprob_diff"
+OF_BATCH = "generated_tokens"
 MANY_TOKENS = 1_000_000
 
 
@@ -350,7 +354,8 @@ def contradiction(
             " make these steps anew, remove the rows of this step and of later ones from"
             " metrics.jsonl and eval.jsonl"
         )
-    before, after = recorded.get(MEASURED), now.get(MEASURED)
+    before = recorded.get(MEASURED)
+    after = now.get(MEASURED)
     if not isinstance(before, float) or not isinstance(after, float) or not math.isfinite(before):
         return ""
     limit = limits.mean_of("kernels", _tokens(now))

@@ -121,11 +121,10 @@ def assemble(
     lengths = np.array([len(s) for s in sequences], dtype=np.int64)
     boundaries, place = _places(lengths, length, layout)
     ids = _joined([s.tokens for s in sequences], np.int64)
-    tokens, padding = (
-        np.arange(boundaries[-1]) % layout.vocabulary,
-        np.ones(boundaries[-1], dtype=np.bool_),
-    )
-    tokens[place], padding[place] = ids[:-1], False
+    tokens = np.arange(boundaries[-1]) % layout.vocabulary
+    padding = np.ones(boundaries[-1], dtype=np.bool_)
+    tokens[place] = ids[:-1]
+    padding[place] = False
     experts = _experts(sequences, lengths, boundaries, place)
     weight = _joined([s.loss_weight for s in sequences], np.float32)
     trained = np.flatnonzero(weight)
@@ -139,18 +138,18 @@ def assemble(
                 boundaries.tolist(), None, layout.model.context_parallel, layout.context_rank
             ).queries
         ] = True
-        trained, at = trained[mine[at]], (np.cumsum(mine) - 1)[at[mine[at]]]
-        tokens, padding, experts = (
-            tokens[mine],
-            padding[mine],
-            None if experts is None else experts[mine],
-        )
+        trained = trained[mine[at]]
+        at = (np.cumsum(mine) - 1)[at[mine[at]]]
+        tokens = tokens[mine]
+        padding = padding[mine]
+        experts = None if experts is None else experts[mine]
         here = np.bincount(which[trained], minlength=len(trained_lengths))
     chosen = trained
     if not len(
         trained
     ):  # collectives would need special cases for empty tensors, but not for one of weight 0
-        chosen, at = np.array([-1]), np.zeros(1, np.int64)
+        chosen = np.array([-1])
+        at = np.zeros(1, np.int64)
         here = (np.arange(len(here)) == 0).astype(np.int64)
 
     def on_device(values: np.ndarray) -> Tensor:
@@ -160,7 +159,8 @@ def assemble(
         whole = [np.broadcast_to(v, n) for v, n in zip(values, lengths, strict=True)]
         return on_device(_joined(whole, np.float32)[chosen])
 
-    ends, longest = on_device(boundaries.astype(np.int32)), int(np.diff(boundaries).max())
+    ends = on_device(boundaries.astype(np.int32))
+    longest = int(np.diff(boundaries).max())
     return MicroBatch(
         tokens=on_device(tokens)[None],
         padding=on_device(padding)[None],

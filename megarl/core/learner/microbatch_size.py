@@ -113,7 +113,8 @@ def largest(sizes: Sequence[int], tried: Callable[[int], float]) -> int | None:
     does not fit: a step's peak, as a maximum of straight lines, is convex.
     """
     fit: list[tuple[int, float]] = []
-    low, high = -1, len(sizes)  # sizes up to index `low` fit, those from `high` on do not
+    low = -1
+    high = len(sizes)  # sizes up to index `low` fit, those from `high` on do not
     while high - low > 1:
         if high < len(sizes):
             middle = (low + high) // 2

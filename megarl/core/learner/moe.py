@@ -96,7 +96,8 @@ class Replay:
         )
         self.counts: Tensor | None = None
         self.recomputes = routes_again(config)
-        self._chosen, self._sharded = config.moe_router_topk, config.sequence_parallel
+        self._chosen = config.moe_router_topk
+        self._sharded = config.sequence_parallel
         self._columns: list[list[tuple[int, PartialReplay]]] = []
         for chunk in chunks:
             self._columns.append([])
@@ -164,15 +165,15 @@ class ExpertLoad:
     """
 
     def __init__(self, chunks: Sequence[GPTModel], settings: Moe) -> None:
-        config, device = chunks[0].config, next(chunks[0].parameters()).device
-        self._coefficient, self._bias_rate = settings.aux_loss, settings.bias_update_rate
+        config = chunks[0].config
+        device = next(chunks[0].parameters()).device
+        self._coefficient = settings.aux_loss
+        self._bias_rate = settings.bias_update_rate
         self._sharded = config.sequence_parallel
         self._tokens = torch.zeros(config.num_layers, config.num_moe_experts, device=device)
         self._step_tokens = 0
-        self._topk, self.choices = (
-            config.moe_router_topk,
-            0.0,
-        )  # choices: of all layers and ranks in the latest step
+        self._topk = config.moe_router_topk
+        self.choices = 0.0  # choices: of all layers and ranks in the latest step
         # For each router of a chunk, the coefficients of micro-batches whose pass with
         # gradients it has not run yet.
         self._waiting: dict[GPTModel, list[deque[float]]] = {chunk: [] for chunk in chunks}

@@ -76,7 +76,8 @@ class Network:
     replays = False
 
     def __init__(self, chunks: list[GPTModel], family: Family, recipe: Recipe) -> None:
-        self.chunks, self.family = chunks, family
+        self.chunks = chunks
+        self.family = family
         given = recipe.learner.microbatch_tokens
         self.microbatch_tokens = 1 if given == "auto" else given  # until microbatch_size.settle
         wide = recipe.model.fp32_head in ("both", "learner")
@@ -96,7 +97,8 @@ class Network:
         """Return a head that computes the log-prob and entropy [n] of each trained
         token.
         """
-        vocabulary, precision = self.family.architecture.vocabulary, self.head_precision
+        vocabulary = self.family.architecture.vocabulary
+        precision = self.head_precision
         return partial(
             selected_logprobs, vocab_size=vocabulary, temperature=temperature, precision=precision
         )
@@ -188,7 +190,8 @@ class Network:
         def forward(
             iterator: Iterator[tuple[list[int], MicroBatch]], module: Module
         ) -> tuple[Tensor, partial]:
-            (members, micro), index = next(iterator), modules.index(module)
+            (members, micro) = next(iterator)
+            index = modules.index(module)
             with (
                 replay.replaying(index, micro.experts, micro.tokens.numel())
                 if replay

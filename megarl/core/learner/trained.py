@@ -39,7 +39,8 @@ def more_threads() -> Iterator[None]:
     """Let torch use half of this rank's share of the machine's cores; servers may need
     the others.
     """
-    before, ranks = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    before = torch.get_num_threads()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(before, device.CORES // ranks // 2))
     try:
         yield
@@ -57,7 +58,9 @@ class TrainedNetwork(Network):
 
     head: Head[Any]
     metric_names: Sequence[str]
-    prefix, loss_name, norm_name = "", "loss", "grad_norm"
+    prefix = ""
+    loss_name = "loss"
+    norm_name = "grad_norm"
 
     def __init__(
         self,
@@ -196,7 +199,8 @@ class TrainedNetwork(Network):
             group["lr"] = lr
             group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
         if parameters := self.optimizer.get_parameters():
-            most, offloads = self.settings.grad_clip, self._offload > 0
+            most = self.settings.grad_clip
+            offloads = self._offload > 0
             clip_grad_by_total_norm_fp32(parameters, most, norm, use_decoupled_grad=offloads)
         with self.full_memory_named(), more_threads() if self._offload else nullcontext():
             self.optimizer.step_with_ready_grads()

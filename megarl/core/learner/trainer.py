@@ -158,7 +158,8 @@ class Trainer:
         """Train step `self.step` and count it, even if nothing is trained. Return the
         same metrics on all ranks.
         """
-        learning, first = self.trained, self.recipe.critic.warmup_steps if self.critic else 0
+        learning = self.trained
+        first = self.recipe.critic.warmup_steps if self.critic else 0
         if self.critic and self.step < first:
             learning = [self.critic]  # the policy is not trained yet
         begins = {network: first if network is self.policy else 0 for network in learning}

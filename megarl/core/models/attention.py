@@ -69,7 +69,8 @@ def segments(
     """
     parts = []
     for start, end in itertools.pairwise(boundaries):
-        step, piece = window or chunk or max(end - start, 1), (end - start) // (2 * cp_size)
+        step = window or chunk or max(end - start, 1)
+        piece = (end - start) // (2 * cp_size)
         pieces = [
             (start + p * piece, start + (p + 1) * piece)
             for p in (cp_rank, 2 * cp_size - 1 - cp_rank)
@@ -134,10 +135,12 @@ class _ScaledNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, Tensor | None]:
         x, inverse, weight = ctx.saved_tensors
-        wide, of_weight = gradient.float(), None
+        wide = gradient.float()
+        of_weight = None
         along = wide * x
         if weight is None:
-            mean, of_x = along.mean(-1, keepdim=True), wide * inverse
+            mean = along.mean(-1, keepdim=True)
+            of_x = wide * inverse
         else:
             rows = along.flatten(0, -2)
             of_weight = (rows.t() @ inverse.flatten()).to(weight.dtype)
@@ -243,7 +246,8 @@ def _cpu(scale: float | None, mask: Tensor | None) -> _Kernel:
     """Return torch's flash kernel for CPUs: [batch, heads, positions, head_dim]. mask:
     see `band`; None: causal.
     """
-    name, causal = "_scaled_dot_product_flash_attention_for_cpu", mask is None
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    causal = mask is None
     kernel, of_kernel = (getattr(torch.ops.aten, name + ending) for ending in ("", "_backward"))
     return (
         lambda *qkv: kernel(*qkv, 0.0, causal, attn_mask=mask, scale=scale),
@@ -257,11 +261,9 @@ def _efficient(scale: float | None, mask: Tensor | None) -> _Kernel:
     """Return torch's memory-efficient kernel for GPUs, like `_cpu`. It pads
     log-sum-exps to a multiple of 32.
     """
-    name, causal, needed = (
-        "_scaled_dot_product_efficient_attention",
-        mask is None,
-        [True, True, True, False],
-    )
+    name = "_scaled_dot_product_efficient_attention"
+    causal = mask is None
+    needed = [True, True, True, False]
     kernel, of_kernel = (getattr(torch.ops.aten, name + ending) for ending in ("", "_backward"))
 
     def added(q: Tensor) -> Tensor | None:
@@ -282,10 +284,8 @@ def _varlen(scale: float | None, where: Mapping[str, Any]) -> _Kernel:
     left, right = where["window_size"]
     places = *(where[key] for key in ("cu_seq_q", "cu_seq_k", "max_q", "max_k")), 0.0, left == -1
     window = {"scale": scale, "window_size_left": left, "window_size_right": right}
-    kernel, of_kernel = (
-        torch.ops.aten._flash_attention_forward,
-        torch.ops.aten._flash_attention_backward,
-    )
+    kernel = torch.ops.aten._flash_attention_forward
+    of_kernel = torch.ops.aten._flash_attention_backward
     return (
         lambda *qkv: kernel(*qkv, *places, False, **window)[:4],
         lambda gradient, *kept: of_kernel(gradient, *kept[:5], *places, *kept[5:], **window),
@@ -344,7 +344,8 @@ class Flash:
         up to a query; None: all.
         """
         self.keys = None if keys is None else keys.to(device)
-        queries_each, keys_each = parts.to - parts.at, parts.to - parts.start
+        queries_each = parts.to - parts.at
+        keys_each = parts.to - parts.start
         self.where = {
             "cu_seq_q": F.pad(queries_each.cumsum(0), (1, 0)).int().to(device),
             "cu_seq_k": F.pad(keys_each.cumsum(0), (1, 0)).int().to(device),
@@ -358,7 +359,8 @@ class Flash:
     ) -> Tensor:
         """Attend, from and to [tokens, heads, head_dim] of queries. sinks [heads]"""
         if self.keys is not None:
-            k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
+            k = k.index_select(0, self.keys)
+            v = v.index_select(0, self.keys)
         if sinks is None:
             return flash(q, k, v, scale=scale, **self.where)
         return _WithSinks.apply(q, k, v, sinks, _varlen(scale, self.where))
@@ -404,7 +406,8 @@ class PaddedSegments:
     ) -> Tensor:
         """Attend, from and to [tokens, heads, head_dim] of queries. sinks [heads]"""
         if self.keys is not None:
-            k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
+            k = k.index_select(0, self.keys)
+            v = v.index_select(0, self.keys)
         elif self.unpack is not None:
             k, v = (_Gather.apply(t, self.unpack, self.pack, None) for t in (k, v))
         if self.unpack is not None:
@@ -480,7 +483,8 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, x: Tensor, index: Tensor, back: Tensor, unused: Tensor | None
     ) -> Tensor:
-        ctx.back, ctx.unused = back, unused
+        ctx.back = back
+        ctx.unused = unused
         return x.index_select(0, index)
 
     @staticmethod

@@ -140,11 +140,9 @@ def transformer_config(
     """
     for problem in impossible_for(model, architecture.megatron_sizes(), recompute):
         raise MegarlError(problem)
-    layers, router, more = (
-        range(architecture.layers),
-        architecture.router,
-        recomputed(recompute, fused),
-    )
+    layers = range(architecture.layers)
+    router = architecture.router
+    more = recomputed(recompute, fused)
     if architecture.layers % model.pipeline_parallel:
         more["num_layers_in_last_pipeline_stage"] = model.stage_layers(architecture.layers)[1]
     if model.fp8 != "none":
@@ -174,7 +172,8 @@ def transformer_config(
     if architecture.glu_limit is not None:
         more |= {"glu_linear_offset": 1.0, "activation_func_clamp_value": architecture.glu_limit}
     one_by_one = model.pipeline_parallel == 2 and model.virtual_pipeline_parallel > 1
-    latent, scaling = architecture.latent is not None, architecture.rope_scaling
+    latent = architecture.latent is not None
+    scaling = architecture.rope_scaling
     if latent:
         # Rotation and the scale of attention's scores are ours, so megatron's YaRN is
         # switched off.
@@ -258,7 +257,8 @@ def _chunk(
             parameter.requires_grad = not model.moe.freeze_router
         # Megatron would count tokens for the bias, with a mask of the wrong shape, and
         # update it even if a step is skipped.
-        router.enable_expert_bias, router.frozen_expert_bias = False, True
+        router.enable_expert_bias = False
+        router.frozen_expert_bias = True
     if config.use_te_activation_func:
         for mlp in (module for module in chunk.modules() if isinstance(module, MLP)):
             mlp.activation_func = SwiGLU.apply
@@ -275,7 +275,8 @@ def make_angles_for_few_lengths(rotary: RotaryEmbedding) -> None:
     length = rotary.get_rotary_seq_len
 
     def rounded_up(*args: object) -> int:
-        asked, packed = length(*args), args[-1]
+        asked = length(*args)
+        packed = args[-1]
         return asked if packed is None else 1 << (asked - 1).bit_length()
 
     rotary.get_rotary_seq_len = rounded_up
@@ -377,7 +378,8 @@ def block_spec(
     if not transformer_engine:
         spec.layer_norm = RMSNorm
     for layer in (spec.submodules for spec in spec.layer_specs):  # equal layers share one object
-        attention, has_experts = layer.self_attention.submodules, layer.mlp.func is MoELayer
+        attention = layer.self_attention.submodules
+        has_experts = layer.mlp.func is MoELayer
         if not transformer_engine:
             layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         # Checkpoints use Transformer Engine's names: there the second norm belongs to a

@@ -215,7 +215,8 @@ def _latent_attention(model: Architecture, hf: str) -> NamedWeights:
 def _feed_forward(model: Architecture, hf: str, experts: bool) -> NamedWeights:
     if model.biases:
         return _experts_with_biases(model, hf + "mlp.")
-    llama4, balanced = model.name.startswith("Llama4"), model.router == "balanced"
+    llama4 = model.name.startswith("Llama4")
+    balanced = model.router == "balanced"
     hf += "feed_forward." if llama4 else "mlp."
     if not experts:
         return _gated_mlp("mlp.", hf)
@@ -229,7 +230,8 @@ def _feed_forward(model: Architecture, hf: str, experts: bool) -> NamedWeights:
         )
     for e in range(model.experts):
         megatron = f"mlp.experts.local_experts.{e}."
-        all_experts, one = f"{hf}experts.", f"{hf}experts.{e}."
+        all_experts = f"{hf}experts."
+        one = f"{hf}experts.{e}."
         weights |= (
             _stacked_expert(megatron, all_experts, e) if llama4 else _gated_mlp(megatron, one)
         )

@@ -119,7 +119,8 @@ def export(
     """
     stacks: dict[str, Tensor] = {}  # [experts, …], filled view by view
     missing: Counter[str] = Counter()
-    part_of, divided = _parts(chunks, family, parts), experts_divided()
+    part_of = _parts(chunks, family, parts)
+    divided = experts_divided()
     for name, parameter in named_tensors(chunks):
         if family.architecture.tied and name == "output_layer.weight":
             continue
@@ -151,10 +152,8 @@ def export(
                             *view.shape[:-1],
                             view.shape[-1] * views,
                         )
-                        stacks[source.name], missing[source.name] = (
-                            view.new_empty(shape),
-                            shape[0] * views,
-                        )
+                        stacks[source.name] = view.new_empty(shape)
+                        missing[source.name] = shape[0] * views
                     stacks[source.name][source.expert].chunk(views, -1)[position].copy_(view)
                     missing[source.name] -= 1
                     if not missing[source.name]:
@@ -186,7 +185,8 @@ def _parts(chunks: Sequence[Module], family: Family, parts: int) -> dict[str, in
             else 1
         )
         sizes[_unit(name)] += tensor.nbytes * shards
-    given, part_of = [0] * parts, {}
+    given = [0] * parts
+    part_of = {}
     for unit, size in sizes.most_common():
         part_of[unit] = given.index(min(given))
         given[part_of[unit]] += size
@@ -313,8 +313,10 @@ def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[st
             ),
         )
         return
-    experts, (_, size) = parallel_state.get_expert_model_parallel_group(), shard_of(name)
-    ranks, rank = experts.size(), experts.rank()
+    experts = parallel_state.get_expert_model_parallel_group()
+    (_, size) = shard_of(name)
+    ranks = experts.size()
+    rank = experts.rank()
     experts_of_a_rank = family.architecture.experts // ranks
     # In the order of ranks in this group, the shards of an expert are neighbours.
     shards = _all(parameter, parallel_state.get_expert_tensor_and_model_parallel_group())
@@ -443,7 +445,8 @@ def _finish_directory(written: list[list[_WrittenFile]], partial: Path, destinat
     rename the directory.
     """
     files = list(itertools.chain.from_iterable(written))
-    weight_map, total = {}, 0
+    weight_map = {}
+    total = 0
     mode = (
         (partial / "config.json").stat().st_mode
     )  # by the umask; safetensors would let only the owner read weights

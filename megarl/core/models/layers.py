@@ -71,12 +71,17 @@ def inverse_frequencies(model: Architecture) -> Tensor:
             for turns in (scaling.fast, scaling.slow)
         )
         if scaling.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, model.rotated - 1)
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, model.rotated - 1)
         ramp = (torch.arange(len(steps), dtype=torch.float32) - first) / (last - first or 0.001)
         kept = 1 - ramp.clamp(0, 1)
         return 1.0 / (scaling.factor * wavelengths) * (1 - kept) + frequencies * kept
-    factor, low, high, original = scaling.factor, scaling.low, scaling.high, scaling.original
+    factor = scaling.factor
+    low = scaling.low
+    high = scaling.high
+    original = scaling.original
     wavelengths = 2 * math.pi / frequencies
     stretched = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
     if low == high:  # Llama 4: there is no range in between
@@ -181,7 +186,8 @@ class SwiGLU(torch.autograd.Function):
     def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
         x, activated = ctx.saved_tensors
         of_x = torch.empty_like(x)
-        (gate, up), (of_gate, of_up) = x.chunk(2, -1), of_x.chunk(2, -1)
+        (gate, up) = x.chunk(2, -1)
+        (of_gate, of_up) = of_x.chunk(2, -1)
         torch.mul(gradient, activated, out=of_up)
         torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
         return of_x
@@ -206,7 +212,8 @@ class CausalAttention(Module):
         self.scale = config.softmax_scale
         self.rope = rope
         self.layer = layers[layer_number - 1]
-        self.cp, self.tp = pg_collection.cp, pg_collection.tp
+        self.cp = pg_collection.cp
+        self.tp = pg_collection.tp
         self.softmax_offset = None  # megatron's name for sinks
         if self.layer.sinks:
             heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -223,7 +230,8 @@ class CausalAttention(Module):
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """Return the sinks; each tensor-parallel rank has those of its heads."""
-        state, split = self.state_dict(prefix="", keep_vars=True), {"softmax_offset": 0}
+        state = self.state_dict(prefix="", keep_vars=True)
+        split = {"softmax_offset": 0}
         group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
         return make_sharded_tensors_for_checkpoint(
             state, prefix, split, sharded_offsets, tp_group=self.tp, dp_cp_group=group
@@ -251,9 +259,11 @@ class CausalAttention(Module):
             return attended.unflatten(0, (rows, length)).transpose(0, 1)
         positions, cos, sin, kernels = self._layout(packed_seq_params, q)
         if self.layer.rotary:
-            q, k = self.rope.rotate(q, cos, sin), self.rope.rotate(k, cos, sin)
+            q = self.rope.rotate(q, cos, sin)
+            k = self.rope.rotate(k, cos, sin)
         if self.layer.l2_epsilon is not None:
-            q, k = rms_norm(q, self.layer.l2_epsilon), rms_norm(k, self.layer.l2_epsilon)
+            q = rms_norm(q, self.layer.l2_epsilon)
+            k = rms_norm(k, self.layer.l2_epsilon)
         if self.layer.temperature is not None:
             q = (q * temperatures(positions[:, None, None], *self.layer.temperature)).to(q.dtype)
         if self.cp.size() > 1:
@@ -278,7 +288,9 @@ class CausalAttention(Module):
             for n in (self.layer.chunk, self.layer.window)
         )
         if (chunk, window) not in known:
-            boundaries, size, rank = packed.cu_seqlens_q.tolist(), self.cp.size(), self.cp.rank()
+            boundaries = packed.cu_seqlens_q.tolist()
+            size = self.cp.size()
+            rank = self.cp.rank()
             here = positions_of(boundaries)[segments(boundaries, None, size, rank).queries].to(
                 like.device
             )
@@ -381,7 +393,8 @@ class ChunkedTEAttention(Module):
         **kwargs: object,
     ) -> Tensor:
         if self.layer.l2_epsilon is not None:
-            q, k = rms_norm(q, self.layer.l2_epsilon), rms_norm(k, self.layer.l2_epsilon)
+            q = rms_norm(q, self.layer.l2_epsilon)
+            k = rms_norm(k, self.layer.l2_epsilon)
         if self.layer.temperature is not None:
             q = self._scaled(q, packed_seq_params, *self.layer.temperature)
         if self.layer.chunk is not None:
@@ -405,7 +418,8 @@ class ChunkedTEAttention(Module):
             return packed
         known = vars(packed)
         if "megarl_divided" not in known:  # done once, by the first layer
-            like, boundaries = packed.cu_seqlens_q, packed.cu_seqlens_q.tolist()
+            like = packed.cu_seqlens_q
+            boundaries = packed.cu_seqlens_q.tolist()
             parts = like.new_tensor([*segments(boundaries, chunk).start.tolist(), boundaries[-1]])
             known["megarl_divided"] = dataclasses.replace(
                 packed,
@@ -431,7 +445,8 @@ class ValueHead(Module):
             torch.zeros(1, config.hidden_size, dtype=torch.float32, device=device)
         )
         # Code that gathers hidden states reads these from an output layer.
-        self.tp_group, self.sequence_parallel = group, config.sequence_parallel
+        self.tp_group = group
+        self.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return values [...] float32 for hidden [..., h] of any precision."""

@@ -79,10 +79,8 @@ def _leave_groups() -> None:
 
 
 def _join(timeout_s: float) -> None:
-    backend, alone = (
-        "gloo",
-        {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1},
-    )
+    backend = "gloo"
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         device.bind_to_gpu()

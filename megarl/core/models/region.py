@@ -88,4 +88,5 @@ def write_all(descriptor: int, tensor: Tensor, offset: int) -> None:
     data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
     while data:
         written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+        data = data[written:]
+        offset = offset + written

@@ -97,7 +97,8 @@ def _kind_at(where: tuple[str, ...]) -> Any:
 
 def _unknown(where: tuple[str, ...]) -> str:
     """Name the same key of another section, or the nearest one of this or any section."""
-    (*section, key), elsewhere = where, dict(_keys(Recipe))
+    (*section, key) = where
+    elsewhere = dict(_keys(Recipe))
     if "lora" in key.lower():
         return "LoRA is not supported: a run trains all weights; leave it out"
     here = _kind_at(tuple(section)).model_fields
@@ -156,10 +157,8 @@ def shipped() -> dict[str, Path]:
     """Return the shipped recipes: quickstart and its variants, those for GPUs, then the
     baselines of the ScaleRL paper.
     """
-    paths, groups = (
-        {p.stem: p for p in SHIPPED.glob("*.yaml")},
-        ("quickstart", "scalerl-", "qwen", ""),
-    )
+    paths = {p.stem: p for p in SHIPPED.glob("*.yaml")}
+    groups = ("quickstart", "scalerl-", "qwen", "")
     return {
         name: paths[name] for group in groups for name in sorted(paths) if name.startswith(group)
     }
@@ -357,7 +356,8 @@ def _with_suites(tree: RecipeTree) -> RecipeTree:
     """
     match tree:
         case {"evaluation": {"suites": dict(suites)} as evaluation}:
-            known, chat = shipped_suites(), _chat_of_tasks(tree)
+            known = shipped_suites()
+            chat = _chat_of_tasks(tree)
             filled = {name: given for name, given in suites.items() if isinstance(given, dict)}
             for name in filled.keys() & known.keys():
                 filled[name] = _merged(yaml.safe_load(known[name].read_text()), filled[name])
@@ -522,5 +522,6 @@ def _line(text: str, description: str | None) -> str:
 
 def differences(before: Recipe, after: Recipe) -> list[tuple[str, Any, Any]]:
     """Return (dotted key, old value, new value) for every value that differs."""
-    old, new = flat(before.model_dump(mode="json")), flat(after.model_dump(mode="json"))
+    old = flat(before.model_dump(mode="json"))
+    new = flat(after.model_dump(mode="json"))
     return [(key, old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)]

@@ -176,7 +176,8 @@ def _now(tree: Any, key: str) -> Any:
     """Return the value of a key in the tree, or the key's default."""
     default: Any = Recipe()
     for name in key.split("."):
-        tree, default = tree.get(name) if isinstance(tree, dict) else None, getattr(default, name)
+        tree = tree.get(name) if isinstance(tree, dict) else None
+        default = getattr(default, name)
     return default if tree is None else tree
 
 

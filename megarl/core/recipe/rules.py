@@ -43,7 +43,8 @@ def impossible(r: Recipe) -> Iterator[str]:
 
 def _layout(r: Recipe) -> Iterator[str]:
     """Check parallelism and precision of the learner's model."""
-    m, ranks = r.model, r.resources.learner_ranks
+    m = r.model
+    ranks = r.resources.learner_ranks
     experts = m.expert_parallel * m.expert_tensor_parallel * m.pipeline_parallel
     for copy, size in (
         ("model of TP x PP x CP", m.model_parallel_size),
@@ -229,14 +230,13 @@ def _learner(r: Recipe) -> Iterator[str]:
     """Check the warm-up against the schedule, the optimiser's offload, and the steps to
     profile.
     """
-    optimizer, profiled = r.learner.optimizer, r.monitor.profile_steps
+    optimizer = r.learner.optimizer
+    profiled = r.monitor.profile_steps
     if profiled and not 0 <= profiled[0] <= profiled[1]:
         yield f"monitor.profile_steps: should be [first, last], 0 or more, got {list(profiled)}"
     if optimizer.schedule != "constant":
-        use, before = (
-            f"for the schedule {optimizer.schedule}",
-            r.critic.warmup_steps if r.has_critic else 0,
-        )
+        use = f"for the schedule {optimizer.schedule}"
+        before = r.critic.warmup_steps if r.has_critic else 0
         use += " (critic.warmup_steps included)" if before else ""
         yield from _ends_warm_up(
             r, "learner.optimizer.warmup_steps", before + optimizer.warmup_steps, use
@@ -301,7 +301,8 @@ def _serving(r: Recipe) -> Iterator[str]:
 
 
 def _lengths(r: Recipe) -> Iterator[str]:
-    length, end = r.length, r.length.end_of_thinking
+    end = r.length.end_of_thinking
+    length = r.length
     budgets = [
         *(("stages", s.thinking_tokens) for s in length.stages),
         ("thinking_tokens", length.thinking_tokens),
@@ -310,7 +311,8 @@ def _lengths(r: Recipe) -> Iterator[str]:
     for key, (shortest, most) in budgets:
         if not least <= shortest <= most:
             yield f"length.{key}: give [shortest, longest], {least} or more"
-    steps, longest = [s.until_step for s in length.stages], [most for _, (_, most) in budgets]
+    steps = [s.until_step for s in length.stages]
+    longest = [most for _, (_, most) in budgets]
     if steps != sorted(set(steps)):
         yield (
             "length.stages: until_step must rise from stage to stage; it is"
@@ -360,14 +362,16 @@ def impossible_for(m: Model, sizes: Mapping[str, Any], recompute: str = "none") 
         for key in keys:
             if (sizes.get(key) or 0) % parts:
                 yield f"model.{layout}: {key}={sizes[key]} of {m.path} is not divisible by {parts}"
-    layers, chunks = sizes.get("num_layers") or 0, m.pipeline_parallel * m.virtual_pipeline_parallel
+    layers = sizes.get("num_layers") or 0
+    chunks = m.pipeline_parallel * m.virtual_pipeline_parallel
     if m.virtual_pipeline_parallel > 1 and layers % chunks:
         yield (
             f"model.virtual_pipeline_parallel: num_layers={layers} of {m.path} is not divisible by"
             f" {chunks}; set it to 1"
         )
     elif layers and m.stage_layers(layers)[1] < 1:
-        most, stages = m.stage_layers(layers)[0], m.pipeline_parallel
+        most = m.stage_layers(layers)[0]
+        stages = m.pipeline_parallel
         yield (
             f"model.pipeline_parallel: {stages} stages of {most} are more than num_layers={layers}"
             f" of {m.path}; use fewer"
@@ -400,8 +404,10 @@ def _products(m: Model, sizes: Mapping[str, Any]) -> dict[str, int]:
     """Return the input and output widths of a rank's linear maps, by name; 0 if `sizes`
     does not determine them.
     """
-    tp, head_dim = m.tensor_parallel, sizes.get("kv_channels", 0)
-    heads, groups = sizes.get("num_attention_heads", 0), sizes.get("num_query_groups", 0)
+    tp = m.tensor_parallel
+    head_dim = sizes.get("kv_channels", 0)
+    heads = sizes.get("num_attention_heads", 0)
+    groups = sizes.get("num_query_groups", 0)
     return {
         "hidden_size": sizes.get("hidden_size", 0),
         "kv_channels x num_attention_heads": head_dim * heads // tp,

@@ -271,7 +271,9 @@ class GroupPlaces:
     """
 
     def __init__(self, places: Places, admission: Admission, ticket: int, rollouts: int) -> None:
-        self._places, self._admission, self._ticket = places, admission, ticket
+        self._places = places
+        self._admission = admission
+        self._ticket = ticket
         self.server: int | None = None
         self.began: int | None = None
         self._cached = asyncio.Event()
@@ -328,7 +330,9 @@ class Waits:
     """
 
     def __init__(self) -> None:
-        self._waiting, self._since, self._before = 0, 0.0, 0.0
+        self._waiting = 0
+        self._since = 0.0
+        self._before = 0.0
 
     async def taken(self, take: Callable[[], Awaitable[tuple[int, int]]]) -> tuple[int, int]:
         """Wait for a place as `take` does, and count the time."""

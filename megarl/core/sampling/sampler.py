@@ -187,7 +187,8 @@ class Sampler:
         )
         self._ends = tokenizer.ends
         self.servers = servers
-        self._environments, self._agents = environments, agents
+        self._environments = environments
+        self._agents = agents
         self._longest = positions - KEPT_FROM_INPUT
 
     def has_agent(self, task: str) -> bool:
@@ -226,7 +227,8 @@ class Sampler:
         """Run a session of the task's agent, which asks for turns; each is one leg,
         without a thinking budget.
         """
-        retries, waits = 0, Waits()
+        retries = 0
+        waits = Waits()
 
         async def policy(tokens: np.ndarray, limit: int, kept: int) -> PolicyTurn:
             nonlocal retries
@@ -241,7 +243,8 @@ class Sampler:
         try:
             made = await agents.session(job.prompt, job.order, policy, waits.seconds)
         except AgentDown as error:
-            down, made = error, error.rollout
+            down = error
+            made = error.rollout
         return Completion(
             segments=list(made.segments),
             paths=made.paths,
@@ -258,9 +261,12 @@ class Sampler:
         """Sample turns and add the environment's replies; return whether that completes
         the rollout.
         """
-        budget, stop_tokens = self._before_answer(job), (*self._ends, *environment.stop_tokens)
+        budget = self._before_answer(job)
+        stop_tokens = (*self._ends, *environment.stop_tokens)
         for turns in range(1, environment.turns + 1):
-            begin, over, limited = len(done.tokens), False, False
+            begin = len(done.tokens)
+            over = False
+            limited = False
             if not await self._leg(job, done, budget - begin, stop_tokens):
                 break
             turn = done.tokens[begin:]
@@ -270,7 +276,8 @@ class Sampler:
             )  # if so, the message has ended, too
             if reply.done:
                 break
-            done.finish, limited = "length", turns == environment.turns
+            done.finish = "length"
+            limited = turns == environment.turns
             if limited or len(reply.tokens) >= budget - len(done.tokens):
                 break
             done.segments.append(length_control.put_in(reply.tokens, done.version))
@@ -308,7 +315,8 @@ class Sampler:
         name = "{} {}.{}".format(("evaluation", "ticket")[job.order[0]], *job.order[1:])
         while limit > 0:
             server, version = await job.take()
-            begin, segments = time.monotonic(), list[Segment]()
+            begin = time.monotonic()
+            segments = list[Segment]()
             spans.open(f"server {server}/requests", name, begin)
             life = self.servers.life(server)
             try:

@@ -29,7 +29,8 @@ def check(recipe: Recipe, cuda: bool) -> None:
     """Raise MegarlError, naming the recipe's key, if SGLang cannot serve this
     correctly. cuda: the servers have GPUs.
     """
-    serving, path = recipe.serving, recipe.model.path
+    serving = recipe.serving
+    path = recipe.model.path
     model = in_directory(path)
     longest = recipe.length.context_tokens
     _check_qwen(path, model)
@@ -239,7 +240,8 @@ def _check_llama4(path: str, model: Architecture, longest: int, cuda: bool) -> N
     if model.unrotated_layers != tuple(range(3, model.layers, 4)):
         what = "SGLang serves Llama 4 with every fourth layer without RoPE and no other arrangement"
         raise MegarlError(f"{path}: no_rope_layers in config.json: {what}")
-    step, chunk = model.expert_step, model.attention_chunk
+    step = model.expert_step
+    chunk = model.attention_chunk
     if model.expert_layers != tuple(range(step - 1, model.layers, step)):
         where = f"where interleave_moe_layer_step={step} says"
         raise MegarlError(f"{path}: moe_layers in config.json: SGLang puts experts {where}")

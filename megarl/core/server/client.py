@@ -130,7 +130,9 @@ class ServerLost(MegarlError):
         self, reason: str, tokens: np.ndarray, logprobs: np.ndarray, alone: bool = False
     ) -> None:
         super().__init__(reason)
-        self.tokens, self.logprobs, self.alone = tokens, logprobs, alone
+        self.tokens = tokens
+        self.logprobs = logprobs
+        self.alone = alone
 
 
 class ServerRefused(MegarlError):
@@ -177,7 +179,9 @@ class _Chunk(msgspec.Struct):
 
 
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
-_PREFIX, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
+_PREFIX = b"data: "
+_END = b"\n\n"
+_DONE = b"[DONE]"
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -221,7 +225,8 @@ class _TokenRequest:
         """Return tokens and log-probs, equally many: an aborted request may report a
         token without its log-prob.
         """
-        tokens, logprobs = np.concatenate(self._tokens), np.concatenate(self._logprobs)
+        tokens = np.concatenate(self._tokens)
+        logprobs = np.concatenate(self._logprobs)
         n = min(len(tokens), len(logprobs))
         return tokens[:n], logprobs[:n]
 
@@ -241,10 +246,8 @@ class _TokenRequest:
         # A request aborted while its server was paused still gets one token, from
         # weights that may be half replaced.
         tokens, logprobs = self.received()
-        reason, alone = (
-            f"{self._url} aborted a request: {finish.message}",
-            finish.status_code is not None,
-        )
+        reason = f"{self._url} aborted a request: {finish.message}"
+        alone = finish.status_code is not None
         return ServerLost(reason, tokens[:-1], logprobs[:-1], alone)
 
 
@@ -267,9 +270,11 @@ class ServerClient:
         timeout_s: float = REQUEST_LIMIT_S,
     ) -> None:
         self.address = address
-        self._api_key, self._admin_key = api_key, admin_key
+        self._api_key = api_key
+        self._admin_key = admin_key
         self._timeout_s = timeout_s
-        self.heard, self.retractions = -math.inf, 0
+        self.heard = -math.inf
+        self.retractions = 0
         self._session: aiohttp.ClientSession | None = None
         self._replies: set[aiohttp.ClientResponse] = set()  # of running requests for tokens
         self._ask: Callable[[ServerQuestion], Awaitable[ServerAnswer]] = self.exchange
@@ -284,7 +289,8 @@ class ServerClient:
         """Drop all connections. The server aborts the requests on them; they raise
         ServerLost. The next call reconnects.
         """
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None
         for reply in self._replies:
             reply.close()  # closing only the session does not wake the reader of a reply
         if session is not None:
@@ -327,7 +333,8 @@ class ServerClient:
             "cache_salt": cache_salt,
             "stream": True,
         }
-        request, retractions = _TokenRequest(self.address.url), 0
+        request = _TokenRequest(self.address.url)
+        retractions = 0
         async with self._replying(request, body) as reply:
             async for event in events(reply.content.iter_any()):
                 chunk = _decode_chunk(event)
@@ -393,7 +400,8 @@ class ServerClient:
         """
         limit = aiohttp.ClientTimeout(sock_read=self._timeout_s)
         headers = {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
-        url, data = f"{self.address.url}/generate", msgspec.json.encode(body)
+        url = f"{self.address.url}/generate"
+        data = msgspec.json.encode(body)
         try:
             async with self._connections().post(
                 url, data=data, headers=headers, timeout=limit, allow_redirects=False
@@ -607,10 +615,8 @@ class ServerClient:
         key: default the admin key.
         """
         limit_s = min(self._timeout_s, CONTROL_LIMIT_S) if limit_s is None else limit_s
-        data, key = (
-            b"" if body is None else msgspec.json.encode(body),
-            self._admin_key if key is None else key,
-        )
+        data = b"" if body is None else msgspec.json.encode(body)
+        key = self._admin_key if key is None else key
         status, text = await self._ask(ServerQuestion(path, data, key, limit_s, once))
         if status == relay.RELAY_LOST:
             raise self.error(step, text, RelayLost)
@@ -646,11 +652,10 @@ class ServerClient:
         """Have the server pass a call on, and await `heard` for each answer. Return
         early if it refuses or is lost.
         """
-        limit, headers = (
-            aiohttp.ClientTimeout(total=call.limit_s + relay.GRACE_S),
-            {"Authorization": f"Bearer {key}"},
-        )
-        url, data = f"{self.address.url}/relay", msgspec.json.encode(call)
+        limit = aiohttp.ClientTimeout(total=call.limit_s + relay.GRACE_S)
+        headers = {"Authorization": f"Bearer {key}"}
+        url = f"{self.address.url}/relay"
+        data = msgspec.json.encode(call)
         with suppress(TimeoutError, aiohttp.ClientError, OSError):
             async with self._connections().post(
                 url, data=data, headers=headers, timeout=limit

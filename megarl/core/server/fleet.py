@@ -49,7 +49,10 @@ class Fan[T]:
         joined: Container[int] = (),
         context: str = "",
     ) -> None:
-        self._clients, self._direct, self._joined, self._context = clients, direct, joined, context
+        self._clients = clients
+        self._direct = direct
+        self._joined = joined
+        self._context = context
         self.results: dict[int, T] = {}
         self.errors: dict[int, MegarlError] = {}
         self._running: dict[int, Coroutine[Any, ServerAnswer | None, T]] = {}
@@ -113,7 +116,8 @@ class Fan[T]:
             return await self._ask(
                 self._proceed(ids, await self._clients[ids[0]].exchange(question))
             )
-        left, urls = set(ids), [self._clients[i].address.url for i in ids]
+        left = set(ids)
+        urls = [self._clients[i].address.url for i in ids]
         call = RelayedCall(question.path, question.body.decode(), urls, question.limit_s)
 
         async def heard(said: RelayedAnswer) -> None:
@@ -148,11 +152,9 @@ class Fleet:
     def __init__(
         self, servers: Iterable[ServerClient], version: int, joined: Container[int] = ()
     ) -> None:
-        self.servers, self.version, self._joined = (
-            {s.address.id: s for s in servers},
-            version,
-            joined,
-        )
+        self.servers = {s.address.id: s for s in servers}
+        self.version = version
+        self._joined = joined
         self._direct: set[int] = set()
         self._loop, self._over = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="publish", daemon=True)

@@ -106,7 +106,8 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
         from sglang.srt.utils import kill_process_tree
 
     app.add_middleware(OwnReplies, place=here())
-    handles, model = recipe.weights.transport == "cuda_ipc", in_directory(recipe.model.path)
+    handles = recipe.weights.transport == "cuda_ipc"
+    model = in_directory(recipe.model.path)
     app.add_middleware(
         Gate, endpoints=endpoints, handles=handles, vocabulary=model.vocabulary
     )  # outermost
@@ -184,7 +185,8 @@ async def warm_up(url: str, endpoints: Endpoints, top_p: float) -> bool:
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 
-    address, until = ServerAddress(id=0, url=url), time.monotonic() + WARM_UP_LIMIT_S
+    address = ServerAddress(id=0, url=url)
+    until = time.monotonic() + WARM_UP_LIMIT_S
     async with ServerClient(
         address, endpoints.api_key, endpoints.admin_key, WARM_UP_LIMIT_S
     ) as client:
@@ -281,7 +283,8 @@ def environment(
     # SGLang compiles the choice of experts by biases; on a CPU it would run a C++
     # compiler for each number of tokens.
     cpu = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
-    ranks, threads = recipe.resources.server_tensor_parallel // nodes, recipe.resources.threads
+    ranks = recipe.resources.server_tensor_parallel // nodes
+    threads = recipe.resources.threads
     if recipe.resources.server_tensor_parallel > 1:
         first = index * ranks * threads
         owned = batched(islice(cycle(map(str, cores)), first, first + ranks * threads), threads)
@@ -310,7 +313,8 @@ def engine_arguments(
     """Return SGLang's ServerArgs. Others keep its defaults (radix cache on, attention
     backend, CUDA graphs of decode steps).
     """
-    serving, weights = recipe.serving, recipe.weights
+    serving = recipe.serving
+    weights = recipe.weights
     model = in_directory(recipe.model.path)
     return {
         "model_path": recipe.model.path,

@@ -59,10 +59,8 @@ def sending_copies(copies: int, stages: int, links: int) -> int:
 def listed(servers: Collection[int]) -> str:
     """Return ids as `servers 0-15, 40`, or `server 3`."""
     ids = set(servers)
-    first, last = (
-        sorted(s for s in ids if s - 1 not in ids),
-        sorted(s for s in ids if s + 1 not in ids),
-    )
+    first = sorted(s for s in ids if s - 1 not in ids)
+    last = sorted(s for s in ids if s + 1 not in ids)
     runs = ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(first, last, strict=True))
     return f"server{'s' * (len(ids) > 1)} {runs}"
 
@@ -127,13 +125,15 @@ class Membership:
     def seen(self, server: int) -> None:
         member = self.members[server]
         if member.away:
-            member.state, member.failures = "unknown", 0
+            member.state = "unknown"
+            member.failures = 0
 
     def lost(self, server: int) -> None:
         """Note that the server does not answer: its weights and requests count as lost."""
         member = self.members[server]
         if member.state not in ("starting", "leaving"):
-            member.state, member.pinned = "lost", False
+            member.state = "lost"
+            member.pinned = False
 
     def publish(self, servers: Iterable[int], version: int, incarnation: str) -> None:
         """Note that the learner publishes `version` to these servers. A server's
@@ -152,7 +152,9 @@ class Membership:
                 )
             if member.state != "publishing":
                 member.keeps = member.version if self._staged and member.state == "clean" else None
-            member.state, member.version, member.incarnation = "publishing", version, incarnation
+            member.state = "publishing"
+            member.version = version
+            member.incarnation = incarnation
 
     def published(self, server: int, version: int, incarnation: str, error: str) -> bool:
         """Note the result of a publication, unless it is no longer expected, and return
@@ -168,13 +170,12 @@ class Membership:
         ):
             return False
         if error:
-            member.state, member.failures, member.failed_version = (
-                "unknown",
-                member.failures + 1,
-                version,
-            )
+            member.state = "unknown"
+            member.failures = member.failures + 1
+            member.failed_version = version
             return False
-        member.state, member.failures = "clean", 0
+        member.state = "clean"
+        member.failures = 0
         return True
 
     def new_learner(self) -> list[int]:
@@ -227,7 +228,8 @@ class Membership:
             raise ValueError(f"server {server} at {url} {whose}")
         if member.life != life:
             self.lost(server)
-            member.life, member.away_since = life, at
+            member.life = life
+            member.away_since = at
         member.heard = at
         return server
 
@@ -237,7 +239,8 @@ class Membership:
         """
         member = self.members[server]
         member.receives = member.receives or member.state == "publishing"
-        member.state, member.pinned = "leaving", False
+        member.state = "leaving"
+        member.pinned = False
 
     def forget(self, server: int) -> None:
         member = self.members[server]

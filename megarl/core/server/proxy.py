@@ -46,7 +46,8 @@ from megarl.core.server.relay import KEEP_ALIVE_S, RelayedCall, relayed
 log = logging.getLogger(__name__)
 
 OPEN = frozenset({("GET", "/health")})
-GENERATE, RELAY = ("POST", "/generate"), ("POST", "/relay")
+GENERATE = ("POST", "/generate")
+RELAY = ("POST", "/relay")
 USER = frozenset({GENERATE, ("GET", "/model_info"), ("GET", "/v1/loads")})
 METRICS = frozenset({("GET", "/metrics")})
 ADMIN = frozenset(
@@ -146,12 +147,10 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, endpoints: Endpoints, handles: bool, vocabulary: int) -> None:
-        self._app, self._endpoints, self._handles, self._vocabulary = (
-            app,
-            endpoints,
-            handles,
-            vocabulary,
-        )
+        self._app = app
+        self._endpoints = endpoints
+        self._handles = handles
+        self._vocabulary = vocabulary
         self.refused = 0
         self._frozen = False
         self._session: aiohttp.ClientSession | None = None
@@ -162,17 +161,16 @@ class Gate:
         if scope["type"] != "http":
             self._count("a websocket", scope)
             return await send({"type": "websocket.close", "code": 1008})
-        call, authorization = (
-            (scope["method"], scope["path"]),
-            dict(scope["headers"]).get(b"authorization", b""),
-        )
+        call = (scope["method"], scope["path"])
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
         if call == RELAY:
             return await self._relay(authorization, scope, receive, send)
         # A caller whose address equals the server's is on this machine.
         local = scope["client"][0] == scope["server"][0]
         code = status(*call, authorization, self._endpoints, self._handles and local)
         if local and not self._frozen and call == FREEZE:
-            self._frozen, code = True, 200
+            self._frozen = True
+            code = 200
         if code != 200:
             return await self._refuse(
                 code, "Unauthorized" if code == 401 else "Not Found", scope, receive, send

@@ -26,7 +26,9 @@ KEEP_ALIVE_S = 2.0
 request on a closed one would be lost.
 """
 OK = 200
-SILENT, UNREACHABLE, RELAY_LOST = 0, -1, -2
+SILENT = 0
+UNREACHABLE = -1
+RELAY_LOST = -2
 """Used as status codes: no answer within the limit; no connection, or a lost one;
 unknown, as the relay was lost.
 """
@@ -80,7 +82,8 @@ async def exchange(
     session: aiohttp.ClientSession, server: str, question: ServerQuestion
 ) -> ServerAnswer:
     """Ask a server. Failures are answers, too."""
-    method, url = "POST" if question.body else "GET", server + question.path
+    method = "POST" if question.body else "GET"
+    url = server + question.path
     headers = {"Authorization": f"Bearer {question.key}", "Content-Type": "application/json"}
     limit = aiohttp.ClientTimeout(total=question.limit_s)
     try:

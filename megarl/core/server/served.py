@@ -61,7 +61,8 @@ def place(name: str, tensor: Tensor, model: Architecture) -> ServedPart:
             rows //= BLOCK
         return ServedPart(_ATTENTION.sub(r".qkv_proj.\2", name), rows * tensor[0].nbytes)
     if match := _EXPERT.search(name):
-        expert, ending = int(match[1]), _ENDINGS[match[3]]
+        expert = int(match[1])
+        ending = _ENDINGS[match[3]]
         if match[2] == "down":
             return ServedPart(
                 _EXPERT.sub(f".experts.w2_weight{ending}", name), expert * tensor.nbytes

@@ -89,14 +89,17 @@ class Staging:
                 self._model = copy_of(live)
             elif base and self._held != base:
                 _copy(live, self._model)
-            self._version, self._held, self._summed = version, "", False
+            self._version = version
+            self._held = ""
+            self._summed = False
 
     def receive(self, group: BroadcastGroup) -> None:
         """Load all buckets of one pipeline stage into the copy, each while the next one
         arrives. RuntimeError if the group breaks, Unloadable if the model cannot load a
         bucket.
         """
-        turns, loading = self._turns, in_thread(lambda: None)
+        turns = self._turns
+        loading = in_thread(lambda: None)
         try:
             while (bucket := group.receive(turns)) is not None:
                 loading.result()

@@ -98,7 +98,8 @@ def own_labels() -> None:
     from sglang.srt.runtime_context import get_serving
     from sglang.srt.utils.weight_versions import WeightVersionEvent
 
-    pause, change = Scheduler.pause_generation, Scheduler.record_weight_version_change
+    pause = Scheduler.pause_generation
+    change = Scheduler.record_weight_version_change
 
     def pause_and_wait(self: Any, request: Any) -> None:
         pause(self, request)
@@ -205,13 +206,16 @@ def own_staging(limit_s: float) -> None:
     def join(
         updater: Any, name: str, master: str, port: int, first: int, world: int, backend: str
     ) -> None:
-        groups, rank = updater._model_update_group, first + updater.tp_rank
+        groups = updater._model_update_group
+        rank = first + updater.tp_rank
         leave_lost_learners(groups, name)
         groups[name] = BroadcastGroup(name, rank, world, backend, (master, port), limit_s)
 
     def step(self: Any, request: Any) -> Any:
-        updater, which = self.tp_worker.model_runner.weight_updater, request.load_format
-        live, groups = updater.get_model(), updater._model_update_group
+        updater = self.tp_worker.model_runner.weight_updater
+        which = request.load_format
+        live = updater.get_model()
+        groups = updater._model_update_group
         arguments = msgspec.json.decode(request.names[0])
         acts: dict[str, Callable[[], Any]] = {
             BEGIN: lambda: staging.begin(live, get_serving().weight_version, **arguments),
@@ -231,12 +235,10 @@ def own_staging(limit_s: float) -> None:
                 said = future.result() if future.done() else RUNNING
             error = ""
         except Exception as failed:
-            said, error = (
-                None,
-                (
-                    f"{which if isinstance(failed, Unloadable) else LET_DOWN.get(which, which)}:"
-                    f" {failed}"
-                ),
+            said = None
+            error = (
+                f"{which if isinstance(failed, Unloadable) else LET_DOWN.get(which, which)}:"
+                f" {failed}"
             )
             logging.getLogger(__name__).error("%s", error)
         ranks: list[Any] = [None] * dist.get_world_size(self.tp_cpu_group)
@@ -338,7 +340,8 @@ def own_loading() -> None:
 
     def made(*args: Any, **kwargs: Any) -> Any:
         model = make(*args, **kwargs)
-        kind, loader_of = type(model), type(model).load_weights
+        kind = type(model)
+        loader_of = type(model).load_weights
         kind.load_weights = lambda self, tensors: load(self, partial(loader_of, self), tensors)
         return model
 
@@ -353,11 +356,13 @@ def own_quantising() -> None:
     """
     from sglang.srt.model_loader import loader
 
-    make, finish = loader._initialize_model, loader.DefaultModelLoader.postprocess_weights
+    make = loader._initialize_model
+    finish = loader.DefaultModelLoader.postprocess_weights
 
     def made(*args: Any, **kwargs: Any) -> Any:
         model = make(*args, **kwargs)
-        kind, loader_of = type(model), type(model).load_weights
+        kind = type(model)
+        loader_of = type(model).load_weights
         kind.load_weights = lambda self, tensors: loader_of(
             self, quantised_on(device_of(self), tensors)
         )
@@ -433,10 +438,8 @@ def own_routing(experts: int) -> None:
     )
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
-    release, collect = (
-        schedule_batch.release_req,
-        SchedulerBatchResultProcessor._maybe_collect_routed_experts,
-    )
+    release = schedule_batch.release_req
+    collect = SchedulerBatchResultProcessor._maybe_collect_routed_experts
     kind = torch.uint8 if experts < 256 else torch.int16
 
     def put_aside_and_release(*, req: Any, req_to_token_pool: Any, **more: Any) -> bool:

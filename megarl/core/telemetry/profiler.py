@@ -28,7 +28,8 @@ class Profiler:
         self._first, last = steps or (0, -1)
         self._end = last + 1
         self._memory = torch.cuda.is_available()
-        self._folder, self._rank = folder, rank
+        self._folder = folder
+        self._rank = rank
         self._running: profile | None = None
 
     def step(self, step: int) -> None:

@@ -94,13 +94,12 @@ class Spans:
         self._path: Path | None = None
         self._offset = time.time() - time.monotonic()
         self._rows: deque[TraceRow] = deque()
-        self._failed, self._lock = False, threading.Lock()
+        self._lock = threading.Lock()
+        self._failed = False
 
     def write_to(self, path: Path) -> None:
-        self._path, self._life = (
-            path,
-            Life(path.stem, socket.gethostname(), os.getpid(), time.time()),
-        )
+        self._life = Life(path.stem, socket.gethostname(), os.getpid(), time.time())
+        self._path = path
         self._add(self._life)
 
     def open(self, on: str, name: str, begin: float, **args: Value) -> None:

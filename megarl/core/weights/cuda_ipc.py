@@ -114,7 +114,8 @@ def handle(bucket: Bucket) -> str:
     tensor as a handle, pickled, in base64. SGLang only reads attributes of the
     metadata; using its classes would import all of it into the learner.
     """
-    metadata, start = [], 0
+    metadata = []
+    start = 0
     for name, kind, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
         dtype = getattr(torch, kind)
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -149,7 +150,8 @@ async def _check_and_begin(server: ServerClient) -> None:
     """Begin an update. MegarlError if the server cannot read this rank's memory: the
     first handle would crash SGLang.
     """
-    mine, theirs = device.of_rank(), await server.device_identity()
+    mine = device.of_rank()
+    theirs = await server.device_identity()
     if mine.machine != theirs.machine or not set(mine.gpus) <= set(theirs.gpus):
         where = "machine" if mine.machine != theirs.machine else f"GPU ({', '.join(mine.gpus)})"
         what = (

@@ -37,7 +37,8 @@ class Offload:
     """One learner rank's part in lending the servers' memory."""
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints) -> None:
-        self._on, self._limit_s = recipe.lends_memory, recipe.weights.timeout_s
+        self._on = recipe.lends_memory
+        self._limit_s = recipe.weights.timeout_s
         self._endpoints = endpoints
         self._width = recipe.resources.server_tensor_parallel
         self._measured = False

@@ -109,7 +109,8 @@ class Distribution:
             size = np.where(np.isnan(d), np.inf, np.abs(d))
             p50, p99, p999 = np.quantile(size, (0.5, 0.99, 0.999), method="higher")
             k3 = np.mean(np.exp(d) - 1 - d)
-        above, largest = float(np.mean(size > SHARE_ABOVE)), float(size.max())
+        above = float(np.mean(size > SHARE_ABOVE))
+        largest = float(size.max())
         return cls(
             float(size.mean()),
             float(p50),
@@ -448,11 +449,14 @@ def grid_share(gap: np.ndarray, dtype: str) -> float:
     return float(np.mean(np.abs(steps - np.round(steps)) < GRID_TOLERANCE))
 
 
-UNCERTAIN, FEWEST_UNCERTAIN = 1e-3, 8
+UNCERTAIN = 1e-3
+FEWEST_UNCERTAIN = 8
 """The smallest 1 - p at which a logit's error exceeds the rounding of log-probs, and
 how many such tokens are needed.
 """
-SAME_BITS_LIMIT, TEMPERATURE_LIMIT, POSITION_LIMIT = 0.5, 0.35, 1.5
+SAME_BITS_LIMIT = 0.5
+TEMPERATURE_LIMIT = 0.35
+POSITION_LIMIT = 1.5
 
 
 def likely_cause(measurements: Sequence[Measurement], limits: ParityLimits, what: str) -> str:
@@ -563,7 +567,8 @@ def explained_by_logprob(first: np.ndarray, second: np.ndarray) -> float:
     linear in the log-prob.
     """
     known = np.isfinite(first) & np.isfinite(second)
-    x, d = second[known].astype(np.float64), (first - second)[known].astype(np.float64)
+    x = second[known].astype(np.float64)
+    d = (first - second)[known].astype(np.float64)
     if len(d) < FEWEST_TOKENS or not x.std() or not d.std():
         return 0.0
     return float(np.corrcoef(x, d)[0, 1] ** 2)
@@ -574,11 +579,13 @@ def growth_along_sequence(first: np.ndarray, second: np.ndarray, position: np.nd
     first third.
     """
     known = np.isfinite(first) & np.isfinite(second)
-    size, at = np.abs(first - second)[known], position[known]
+    size = np.abs(first - second)[known]
+    at = position[known]
     if len(size) < FEWEST_TOKENS:
         return 1.0
     low, high = np.quantile(at, (1 / 3, 2 / 3))
-    early, late = size[at <= low], size[at >= high]
+    early = size[at <= low]
+    late = size[at >= high]
     return float(late.mean() / max(float(early.mean()), 1e-12))
 
 

@@ -157,7 +157,8 @@ class ProcessGroupTransport:
 
     def _send_all(self, fleet: Fleet, ids: tuple[int, ...]) -> _Attempt:
         self._attempts += 1
-        whole, mine = _Attempt(), _Attempt()
+        whole = _Attempt()
+        mine = _Attempt()
         joined = True
         for number in range(
             self._groups
@@ -290,7 +291,8 @@ class ProcessGroupTransport:
     def _leave(self, fleet: Fleet) -> None:
         if self._group is None:
             return
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         group.close()
         self._untold |= {i: group.name for i in self._members if i not in fleet.servers}
         fleet.each(

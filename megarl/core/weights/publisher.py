@@ -85,8 +85,10 @@ class Publisher:
             next(chunks[0].parameters()).device
         )  # tried now, and not in the first publication
         weights = recipe.weights
-        self._endpoints, self._limit_s = endpoints, weights.timeout_s
-        self._wakes, self._meanwhile = recipe.lends_memory, recipe.generates_meanwhile
+        self._endpoints = endpoints
+        self._limit_s = weights.timeout_s
+        self._wakes = recipe.lends_memory
+        self._meanwhile = recipe.generates_meanwhile
         bucket_bytes = weights.bucket_mb << 20
         served = ServedWeights(chunks, family, recipe.serving.quantization == "fp8")
         self._last = LastSent(weights.full_every)
@@ -113,7 +115,8 @@ class Publisher:
             return self._publish(fleet, command, incarnation)
 
     def _publish(self, fleet: Fleet, command: Publish, incarnation: str) -> Published | None:
-        leader, staged = dist.get_rank() == 0, self._transport.staged
+        leader = dist.get_rank() == 0
+        staged = self._transport.staged
         errors: dict[int, str] = {}
         checksums: dict[int, str] = {}
         sent: Sent | None = None
@@ -195,7 +198,8 @@ class Publisher:
         """Return each server's checksum; add to `errors` servers whose own is not that
         of what was sent, or not the others'.
         """
-        asked, staged = [i for i in fleet.servers if i not in errors], self._transport.staged
+        asked = [i for i in fleet.servers if i not in errors]
+        staged = self._transport.staged
         if sent.unchecked:
             why = f"checksum: the learner could not compute what to expect: {sent.unchecked}"
             errors |= {i: f"publishing version {fleet.version} to server {i}: {why}" for i in asked}

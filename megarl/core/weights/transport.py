@@ -99,7 +99,8 @@ def buckets(
             continue
         if held and size + tensor.nbytes > limit:
             yield _bucket(held)
-            held, size = [], 0
+            held = []
+            size = 0
         held.append((name, tensor))
         size += tensor.nbytes
     if held:

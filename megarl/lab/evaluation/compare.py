@@ -119,7 +119,8 @@ def common_suites(out_a: Path, out_b: Path, suite: str | None) -> list[str]:
     """Return the suites to which both have answers, or the one asked for; MegarlError
     if there is none.
     """
-    a_has, b_has = suites_in(out_a), suites_in(out_b)
+    a_has = suites_in(out_a)
+    b_has = suites_in(out_b)
     for out, names in ((out_a, a_has), (out_b, b_has)):
         if suite not in names if suite else not names:
             wanted = f"to {suite} " if suite else ""
@@ -183,11 +184,10 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
     k = min(map(len, ours + theirs))
 
     def share(name: str, value_of: Callable[[Sequence[Outcome]], float], of: int = 1) -> Quantity:
-        x, y = [value_of(each) for each in ours], [value_of(each) for each in theirs]
-        a_score, b_score = (
-            over_prompts(x, sum(map(len, ours)), of),
-            over_prompts(y, sum(map(len, theirs)), of),
-        )
+        x = [value_of(each) for each in ours]
+        y = [value_of(each) for each in theirs]
+        a_score = over_prompts(x, sum(map(len, ours)), of)
+        b_score = over_prompts(y, sum(map(len, theirs)), of)
         return Quantity(name, a_score, b_score, paired_difference(x, y, of / k), share=True)
 
     rows = [
@@ -239,7 +239,8 @@ def notes(a: Side, b: Side, prompts: Sequence[str]) -> Iterator[str]:
 
 
 def show(comparison: SideBySide, console: Console) -> None:
-    a, b = comparison.a.name, comparison.b.name
+    a = comparison.a.name
+    b = comparison.b.name
     console.print(
         f"{comparison.suite}: {len(comparison.prompts)} prompts. A is {a}, B is {b}.",
         highlight=False,
@@ -338,7 +339,8 @@ def paired_difference(a: Sequence[float], b: Sequence[float], step: float) -> Es
     spread = np.concatenate([differences, (step, -step)]) if step else differences
     variance = float(spread.var(ddof=0 if step else 1)) if len(spread) > 1 else math.inf
     half = student(len(differences) - 1) * math.sqrt(variance / len(spread))
-    centre, most = float(spread.mean()), 1.0 if step else math.inf  # two shares differ by 1 at most
+    centre = float(spread.mean())
+    most = 1.0 if step else math.inf  # two shares differ by 1 at most
     return Estimate(mean, max(-most, min(mean, centre - half)), min(most, max(mean, centre + half)))
 
 
@@ -374,7 +376,8 @@ def _overview(comparison: SideBySide, limit: int | None) -> dict[str, object]:
     """Return the page's data, in which each of the prompts is [id, start of text, A
     right, A answers, B right, B answers, truncated in both].
     """
-    said, both = list(comparison.notes), (comparison.a.answers, comparison.b.answers)
+    said = list(comparison.notes)
+    both = (comparison.a.answers, comparison.b.answers)
     if any(len(answers[name]) > 1 for answers in both for name in comparison.prompts):
         said.append("In the list a side is right where at least half of its answers are.")
     if limit is not None:
@@ -409,7 +412,8 @@ def _lines(comparison: SideBySide) -> list[list[str | int]]:
 
 
 def _prompt(comparison: SideBySide, name: str, limit: int | None) -> dict[str, object]:
-    a, b = comparison.a.answers[name], comparison.b.answers[name]
+    a = comparison.a.answers[name]
+    b = comparison.b.answers[name]
     return {
         "prompts": [shortened(x[0].prompt, LONGEST_ASKED) for x in (a, b)],
         "expected": shortened(a[0].expected, LONGEST_ASKED),

@@ -46,11 +46,10 @@ class ScoreCurve(NamedTuple):
 
 
 def curves(name: str, outcomes: Sequence[Outcome]) -> list[ScoreCurve]:
-    prompts, count = metrics.by_prompt(outcomes), len(outcomes)
-    mean_tokens, ns = (
-        sum(o.tokens for o in outcomes) / count,
-        metrics.powers_up_to(min(map(len, prompts))),
-    )
+    prompts = metrics.by_prompt(outcomes)
+    count = len(outcomes)
+    mean_tokens = sum(o.tokens for o in outcomes) / count
+    ns = metrics.powers_up_to(min(map(len, prompts)))
     drawn = []
     for kind, chosen in metrics.choices(outcomes).items():
         scores = (

@@ -72,7 +72,8 @@ def main(
         subject, words, [f"{k}={v}" for k, v in given.items() if v is not None], overrides, out
     )
     tokenizer = load_tokenizer(subject.hf)
-    questions, results = [], []
+    questions = []
+    results = []
     reasons = Counter[str]()
     with lock(RunDir(recipe.run.path).path, "megarl eval", "--out"):
         for name in names:
@@ -249,13 +250,12 @@ def counted(
     """Show the progress of each suite: answers so far, and the share that is right.
     Yield a function that counts an answer.
     """
-    name, share = (
-        progress.TextColumn("{task.description}", markup=False),
-        progress.TextColumn("{task.fields[right]}"),
-    )
+    name = progress.TextColumn("{task.description}", markup=False)
+    share = progress.TextColumn("{task.fields[right]}")
     counts = (name, progress.BarColumn(), progress.MofNCompleteColumn(), share)
     times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
-    live, last = console.is_terminal, time.monotonic()
+    live = console.is_terminal
+    last = time.monotonic()
     shown = progress.Progress(*counts, *times, console=console, disable=not live)
     right = {q.name: sum(one.correct for one in asked_now(q, q.answered)) for q in questions}
     bars = {}
@@ -337,5 +337,6 @@ def table(results: Sequence[Result]) -> Table:
 def _rate(result: Result, name: str) -> str:
     if name not in result.metrics:
         return "–"
-    low, high = result.metrics[f"{name}_low"], result.metrics[f"{name}_high"]
+    low = result.metrics[f"{name}_low"]
+    high = result.metrics[f"{name}_high"]
     return f"{result.metrics[name]:.3f} [{low:.3f}, {high:.3f}]"

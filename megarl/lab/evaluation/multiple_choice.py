@@ -110,7 +110,8 @@ def arc(raw: Raw) -> Question:
     """Read huggingface.co/datasets/allenai/ai2_arc (arXiv 1803.05457), whose labels are
     A … E or 1 … 5.
     """
-    labels, choices = column("choices.label")(raw), column("choices.text")(raw)
+    labels = column("choices.label")(raw)
+    choices = column("choices.text")(raw)
     key = column("answerKey")(raw)
     if key not in labels:
         raise UnfitError(
@@ -126,7 +127,8 @@ def hellaswag(raw: Raw) -> Question:
     has no labels. `ctx`, which is ctx_a and ctx_b joined, is not read: the harness
     joins them itself, with a capital letter.
     """
-    label, endings = str(column("label")(raw)), column("endings")(raw)
+    label = str(column("label")(raw))
+    endings = column("endings")(raw)
     if not label.isdecimal() or int(label) >= len(endings):
         raise UnfitError(
             f"the label {label!r} is not an index of its {len(endings)} endings; the test split has"
@@ -172,7 +174,8 @@ def load_questions(source: str, mapping: str) -> tuple[list[Question], Counter[s
     counted by reason and reported; published sets have some.
     """
     questions: dict[str, Question] = {}
-    left_out, faults = Counter[str](), []
+    left_out = Counter[str]()
+    faults = []
     for number, raw in stream(source):
         try:
             if isinstance(raw, Unreadable):
@@ -181,9 +184,11 @@ def load_questions(source: str, mapping: str) -> tuple[list[Question], Counter[s
             if question.id not in questions:
                 questions[question.id] = question
                 continue
-            reason, fault = "the id of an earlier one", f"the id {question.id!r} again"
+            reason = "the id of an earlier one"
+            fault = f"the id {question.id!r} again"
         except UnfitError as error:
-            reason, fault = "not of the schema", str(error)
+            reason = "not of the schema"
+            fault = str(error)
         left_out[reason] += 1
         faults.append(f"{source}:{number}: {fault}")
     if not questions:
@@ -207,7 +212,8 @@ class Choices(Questions[Question]):
         or if it cannot be asked.
         """
         longest = asker.recipe.length.context_tokens - KEPT_FROM_INPUT
-        servers, why = asker.sampler.servers, ""
+        servers = asker.sampler.servers
+        why = ""
         for tries in range(1, MAX_RETRIES + 2):
             server, _ = await servers.places.take(order, asker.may_use)
             life = servers.life(server)

@@ -48,10 +48,8 @@ class OwnServers:
 
     @cached_property
     def clients(self) -> dict[int, ServerClient]:
-        width, keys = (
-            self.recipe.resources.server_tensor_parallel,
-            (self.endpoints.api_key, self.endpoints.admin_key),
-        )
+        width = self.recipe.resources.server_tensor_parallel
+        keys = (self.endpoints.api_key, self.endpoints.admin_key)
         return {
             n: ServerClient(ServerAddress(id=n, url=url, tensor_parallel=width), *keys)
             for n, url in enumerate(self.endpoints.servers)
@@ -69,14 +67,14 @@ class OwnServers:
     @asynccontextmanager
     async def asker(self, tokenizer: Tokenizer) -> AsyncIterator[Asker]:
         """Yield an Asker, which queries these servers and grades their answers."""
-        recipe, ids = self.recipe, set(self.clients)
-        graders, environments = (
-            TaskGraders(recipe, tokenizer.decode),
-            TaskEnvironments(recipe, tokenizer),
-        )
+        recipe = self.recipe
+        ids = set(self.clients)
+        graders = TaskGraders(recipe, tokenizer.decode)
+        environments = TaskEnvironments(recipe, tokenizer)
         agents = TaskAgents(recipe, tokenizer)
         sampler = Sampler(recipe, tokenizer, self, environments, agents, positions(recipe))
-        at_once, salt = self.places.limit * len(ids), secrets.token_hex(8)
+        at_once = self.places.limit * len(ids)
+        salt = secrets.token_hex(8)
         try:
             yield Asker(recipe, tokenizer, sampler, graders, ids, salt, at_once)
         finally:
@@ -140,10 +138,8 @@ def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
         for n, port in enumerate(node.ports):
             role = Role("server", n)
             processes.append(launcher.start(task(recipe, rundir, role, port, placed[role])))
-        servers, until = (
-            OwnServers(recipe, endpoints, processes),
-            time.monotonic() + recipe.start_limit_s,
-        )
+        servers = OwnServers(recipe, endpoints, processes)
+        until = time.monotonic() + recipe.start_limit_s
         for url, process in zip(urls, processes, strict=True):
             try:
                 wait_ready(url, max(0.0, until - time.monotonic()), process.status)

@@ -225,7 +225,8 @@ def _of_directory(hf: Path) -> list[str]:
         for name in ("chat_template.jinja", "tokenizer_config.json")
         if (path := hf / name).is_file()
     ]
-    known, texts = load_tokenizer(hf).backend.get_vocab(), "".join(_text(path) for path in files)
+    known = load_tokenizer(hf).backend.get_vocab()
+    texts = "".join(_text(path) for path in files)
     end = next((end for end in ENDS_OF_THINKING if end in known or end in texts), "")
     return [
         f"model.dtype={DTYPES[dtype]}",

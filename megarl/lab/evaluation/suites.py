@@ -64,10 +64,12 @@ def load(
     within = renderer(suite, tokenizer)
     if suite.heldout is None:
         surveyed = survey(suite.data, read, largest=math.inf)
-        rows, left_out = len(surveyed.kept), dict(surveyed.left_out.counts)
+        rows = len(surveyed.kept)
+        left_out = dict(surveyed.left_out.counts)
     else:
         surveyed = survey(suite.data, read, suite.heldout, overlap_with(decontaminate))
-        rows, left_out = suite.heldout, {}
+        rows = suite.heldout
+        left_out = {}
     sets = load_set(
         surveyed,
         lambda row: within(with_question(row, suite.prompt)),

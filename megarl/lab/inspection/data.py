@@ -37,7 +37,8 @@ from megarl.tasks.data.traces import MAX_TOKENS, are_traces, spoken, templated
 MOST_TOKENS = 1 << 17
 """Texts that must be longer are not encoded; the least number of their tokens is shown.
 """
-BARS, BAR = 8, 32  # most bars of a histogram, and characters of the longest
+BARS = 8
+BAR = 32  # most bars of a histogram, and characters of the longest
 # characters shown of a sample's prompt and of its answer; the number of the others is
 # shown
 SHOWN_TEXT = 400
@@ -173,7 +174,8 @@ def _inspect_recipe(recipe: Recipe, model: Path | None, samples: int, console: C
     tokenizer = load_tokenizer(model or recipe.model.path)
     evaluation = overlap_with(recipe.data.decontaminate)
     for name, task in recipe.data.tasks.items():
-        read, render = mapping_of(task.mapping, task.columns), renderer(task, tokenizer)
+        read = mapping_of(task.mapping, task.columns)
+        render = renderer(task, tokenizer)
         split = task.heldout if isinstance(task.heldout, int) else 0
         train, heldout = look(
             survey(task.train, read, split, evaluation), render, tokenizer, samples, console
@@ -294,14 +296,13 @@ def show(
     if not seen.lengths:
         console.print(Text.assemble((name, "bold"), ": no rows"))
         return
-    prompts, answers = np.array(seen.lengths), np.array(seen.answers)
+    prompts = np.array(seen.lengths)
+    answers = np.array(seen.answers)
     parts = [_lengths_view("prompts", prompts, unit)]
     if render:
-        what, used, many = (
-            f"length.prompt_tokens={limit}",
-            prompts,
-            len(seen.difficulties) > BARS + 2,
-        )
+        what = f"length.prompt_tokens={limit}"
+        used = prompts
+        many = len(seen.difficulties) > BARS + 2
         difficulties = [(str(value), count) for value, count in sorted(seen.difficulties.items())]
         parts.append(_lengths_view("answers", answers, "characters"))
         parts.append(_bars("answer types", seen.kinds.most_common()))
@@ -313,7 +314,8 @@ def show(
             _bars("difficulty", _in_steps(seen.difficulties, BARS) if many else difficulties)
         )
     else:
-        what, used = f"{limit} tokens", prompts + answers + 1  # and the end token
+        what = f"{limit} tokens"
+        used = prompts + answers + 1  # and the end token
         parts.append(_lengths_view("completions", answers, unit))
     if limit is not None and unit == "tokens":
         over = int((used > limit).sum())
@@ -352,7 +354,8 @@ def _in_steps(counted: Mapping[int, int], bars: int) -> list[tuple[str, int]]:
 
 def _bars(name: str, counted: list[tuple[str, int]]) -> RenderableType:
     counts = [count for _, count in counted]
-    most, total = max(counts), sum(counts)
+    most = max(counts)
+    total = sum(counts)
     table = Table(
         box=None,
         show_header=False,

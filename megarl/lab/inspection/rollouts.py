@@ -81,7 +81,8 @@ def _chosen(
         return [ticket]
     if step is None:
         return reader.finished(limit)
-    size, batch = state.admission.prompts_per_batch, state.admission.batch
+    size = state.admission.prompts_per_batch
+    batch = state.admission.batch
     oldest = state.admission.forgotten // size
     if step >= oldest and (tickets := batch(step)) is not None:
         return list(tickets)[:limit]
@@ -119,7 +120,8 @@ def _table(groups: tuple[Group, ...], state: State) -> Table:
             no_wrap=heading != "notes",  # what narrows on a narrow terminal
         )
     for group in groups:
-        due, versions = _due(state, group.ticket), _versions(group.rollouts)
+        due = _due(state, group.ticket)
+        versions = _versions(group.rollouts)
         scores = (
             ("", "") if group.void else (f"{group.pass_rate:.2f}", f"{group.rewards.mean():+.2f}")
         )
@@ -209,7 +211,8 @@ def _coloured(rollout: Rollout, tokenizer: Tokenizer | None) -> Text:
     """Return the completion in colour. A version's number precedes its first token;
     untrained text is dim.
     """
-    text, version = Text(), None
+    text = Text()
+    version = None
     begins = {sum(p.segments for p in rollout.paths[:n]): n for n in range(len(rollout.paths))}
     for number, segment in enumerate(rollout.segments):
         if number in begins and len(begins) > 1:

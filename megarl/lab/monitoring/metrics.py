@@ -94,7 +94,8 @@ class MetricsWriter:
         have from there on, and get again the evaluations among it, which are not made
         again.
         """
-        health, newest = Health(), -1
+        health = Health()
+        newest = -1
         for row in rows_in_order(self._path, step - MEMORY):
             newest = row["step"]
             if newest < step:

@@ -39,7 +39,8 @@ def serve(address: str, key: str, families: Families) -> Callable[[], None]:
         return lambda: None
     registry = CollectorRegistry()
     registry.register(_Collected(families))
-    app, wanted = make_wsgi_app(registry), f"Bearer {key}".encode()
+    app = make_wsgi_app(registry)
+    wanted = f"Bearer {key}".encode()
 
     def guarded(environ: dict[str, Any], start_response: Any) -> Any:
         given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
@@ -165,7 +166,8 @@ def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[M
 def controller_families(status: StatusJson, totals: Totals) -> Iterator[Metric]:
     if not status:
         return
-    seconds, tickets = 3600 * status["compute_hours"], status["tickets"]
+    seconds = 3600 * status["compute_hours"]
+    tickets = status["tickets"]
     yield GaugeMetricFamily("megarl_controller_step", "the next step to train", status["step"])
     yield GaugeMetricFamily(
         "megarl_published_version", "the newest published weights", status["version"]

@@ -26,7 +26,8 @@ from megarl.core.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
-INIT_LIMIT_S, FINISH_LIMIT_S = 30.0, 60.0
+INIT_LIMIT_S = 30.0
+FINISH_LIMIT_S = 60.0
 """Seconds after which the run is begun offline instead, and for sending the rest at the
 end; what is left is in RUN/wandb.
 """

@@ -34,7 +34,8 @@ from megarl.lab.scaling.cells import CellLaw, CellRun
 from megarl.lab.scaling.points import PointColumns, amount, binomial_noise, read_points
 
 BatchSize = tuple[int, int]  # prompts, and rollouts per prompt
-BEST, ROWS = 5, 3
+BEST = 5
+ROWS = 3
 FURTHER = 10.0  # times the rollouts of the longest run
 FREE = ("run.", "evaluation.", "checkpoint.", "resources.", "batch.prompts", "sampling.generations")
 """Keys in which runs may differ and still follow one law."""
@@ -66,7 +67,8 @@ class BudgetSplit(NamedTuple):
 
 def read_run(path: Path) -> CellRun:
     """Read a run directory as a point of the grid."""
-    recipe, rundir = load(str(RunDir.opened(path).recipe)), RunDir(path)
+    recipe = load(str(RunDir.opened(path).recipe))
+    rundir = RunDir(path)
     if recipe.run.fork:
         why = "whose first steps its parent made, perhaps with another batch"
         raise MegarlError(f"{path}: a fork, {why}; give runs that made all of their steps")
@@ -79,10 +81,8 @@ def read_run(path: Path) -> CellRun:
         raise MegarlError(
             f"{path}: fewer than two steps, so the time of a step is unknown; train further"
         )
-    batch, unit = (
-        (recipe.batch.prompts, recipe.sampling.generations),
-        latest_scores(rundir.eval)[-1]["compute_unit"],
-    )
+    batch = (recipe.batch.prompts, recipe.sampling.generations)
+    unit = latest_scores(rundir.eval)[-1]["compute_unit"]
     return CellRun(*batch, replace(curve, hours=curve.hours * batch[0] * batch[1], unit=unit), one)
 
 
@@ -108,7 +108,8 @@ def planned(posed: PlanningProblem, batches: Sequence[BatchSize]) -> dict[BatchS
     the recipe; where that does not fit, with the best other one. A batch size for which
     nothing fits is left out.
     """
-    best, prices = search(posed).plans, {}
+    best = search(posed).plans
+    prices = {}
     layout = best[0].recipe if best else posed.recipe
     for prompts, generations in batches:
         recipe = changed(
@@ -128,7 +129,8 @@ def candidates(runs: Sequence[CellRun], written: BatchSize) -> list[BatchSize]:
     """
     axes = []
     for own in zip(*(run.batch for run in runs), strict=True):
-        low, high = max(2, min(own) // 2), 2 * max(own)
+        low = max(2, min(own) // 2)
+        high = 2 * max(own)
         axes.append(sorted({1 << n for n in range(high.bit_length()) if low <= 1 << n} | set(own)))
     return list(dict.fromkeys([*product(axes[0], axes[1]), written]))
 
@@ -146,7 +148,8 @@ def choose(
         )
     scores = law.scores(np.array([*steps]), np.array([p * g * t for (p, g), t in steps.items()]))
     first = np.bincount(scores.argmax(1), minlength=len(steps)) / len(scores)
-    middle, (low, high) = scores.mean(0), np.quantile(scores, (0.025, 0.975), axis=0)
+    middle = scores.mean(0)
+    (low, high) = np.quantile(scores, (0.025, 0.975), axis=0)
     order = np.argsort(-middle)
     rows = [
         BatchChoice(
@@ -172,10 +175,12 @@ def splits(
     """Return the best training for each number n of answers to each of `answers`
     prompts. MegarlError if none is affordable.
     """
-    rows, each = [], []
+    rows = []
+    each = []
     for path in paths:
         recipe = load(str(RunDir(path).recipe))
-        suffix, resources = recipe.forecast_column.removeprefix("pass_rate"), recipe.resources
+        suffix = recipe.forecast_column.removeprefix("pass_rate")
+        resources = recipe.resources
         for row in latest_scores(RunDir(path).eval):
             rows.append(
                 {
@@ -222,7 +227,8 @@ def _of_n(rows: Sequence[dict[str, float]], name: str, single: np.ndarray) -> fl
     )
     if len(pairs) < ROWS or np.ptp(pairs[:, 0]) == 0:
         return None
-    logits, single = np.log(pairs / (1 - pairs)), single.clip(1e-3, 1 - 1e-3)
+    logits = np.log(pairs / (1 - pairs))
+    single = single.clip(1e-3, 1 - 1e-3)
     slope, intercept = np.polyfit(logits[:, 0], logits[:, 1], 1)
     return float((1 / (1 + np.exp(-intercept - slope * np.log(single / (1 - single))))).mean())
 
@@ -248,7 +254,8 @@ def main(
     if len(units := {run.curve.unit for run in runs}) > 1 or (posed and units != {"gpu"}):
         advice = "give runs of one kind, and --gpus only with runs on GPUs"
         raise MegarlError(f"--curves: hours of CPU cores and of GPUs are different; {advice}")
-    law, written = CellLaw(runs), (recipe.batch.prompts, recipe.sampling.generations)
+    law = CellLaw(runs)
+    written = (recipe.batch.prompts, recipe.sampling.generations)
     batches = candidates(runs, written)
     prices = planned(posed, batches) if posed else measured(runs, batches)
     ranked = choose(law, prices, budget)[0]

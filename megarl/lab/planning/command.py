@@ -49,7 +49,8 @@ def main(
         raise MegarlError(
             f"--gpus: {posed.gpus} is too few: at least one generates and one trains, {unless}"
         )
-    written, found = as_written(posed), search(posed)
+    written = as_written(posed)
+    found = search(posed)
     chosen = show.named(posed, written, found, SIMULATED)
     simulated = _simulated(posed, chosen, found, *drawn) if drawn and chosen else show.Simulated()
     if as_json:
@@ -96,11 +97,10 @@ def _simulated(
     # Vary window and tails of the best plan: in a plan limited by its learner they
     # would have no visible effect.
     swept = "plan 1" if "plan 1" in plans else next(iter(plans))
-    best, summaries = plans[swept], {name: result.summary for name, result in results.items()}
-    by_lag, by_spread = (
-        simulate.by_lag(problem, best, steps),
-        simulate.by_spread(problem, best, steps),
-    )
+    best = plans[swept]
+    summaries = {name: result.summary for name, result in results.items()}
+    by_lag = simulate.by_lag(problem, best, steps)
+    by_spread = simulate.by_spread(problem, best, steps)
     told = show.Simulated(summaries, swept, by_lag, by_spread)
     figures.draw(results, found.plans, told, out)
     return told
@@ -113,7 +113,8 @@ def planned(name: str, overrides: Sequence[str], gpu: str) -> Recipe:
     """Return the recipe with the counts and layout of the best plan. MegarlError if
     there are too few GPUs or nothing fits.
     """
-    recipe, count = load(name, overrides), len(gpus())
+    recipe = load(name, overrides)
+    count = len(gpus())
     if recipe.resources.colocate:
         raise MegarlError(
             "--plan: resources.colocate shares GPUs instead of dividing them; to divide them:"

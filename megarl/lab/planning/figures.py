@@ -16,7 +16,8 @@ from megarl.lab.planning.layouts import Plan
 from megarl.lab.planning.show import Simulated
 from megarl.lab.planning.simulate import Simulation, Summary
 
-PALE, LIGHT = "#b9c7da", "#d9dce1"
+PALE = "#b9c7da"
+LIGHT = "#d9dce1"
 
 
 def check_format(path: Path) -> None:
@@ -59,7 +60,8 @@ def _lags(axes: Axes, results: Mapping[str, Simulation]) -> None:
         axes.bar([lag + left for lag in lags], list(lags.values()), width, color=colour, label=name)
     limit = max(r.plan.recipe.pipeline.lag_limit for r in results.values())
     axes.axvline(limit + 0.5, color=GREY, linestyle=":", linewidth=1)
-    at, above = (limit + 0.5, 1), ("data", "axes fraction")
+    at = (limit + 0.5, 1)
+    above = ("data", "axes fraction")
     axes.annotate("limit", at, (3, -10), xycoords=above, textcoords="offset points", fontsize=8)
     axes.set(title="lag of trained tokens", xlabel="steps", ylabel="share of tokens")
     axes.set(xlim=(-0.6, limit + 1.3), xticks=range(limit + 1))
@@ -67,11 +69,9 @@ def _lags(axes: Axes, results: Mapping[str, Simulation]) -> None:
 
 
 def _shares(axes: Axes, results: Mapping[str, Simulation]) -> None:
-    summaries, rows, left = (
-        [r.summary for r in results.values()],
-        np.arange(len(results))[::-1],
-        np.zeros(len(results)),
-    )
+    summaries = [r.summary for r in results.values()]
+    rows = np.arange(len(results))[::-1]
+    left = np.zeros(len(results))
     parts = {
         "training": ("training", BLUE),
         "publishing": ("publishing", ORANGE),
@@ -109,7 +109,8 @@ def _split(axes: Axes, plans: Sequence[Plan], results: Mapping[str, Simulation])
     best: dict[int, float] = {}
     for plan in plans:  # best first
         best.setdefault(plan.recipe.resources.learner_ranks, plan.tokens_per_second)
-    gpus, estimates = sorted(best), [best[n] for n in sorted(best)]
+    gpus = sorted(best)
+    estimates = [best[n] for n in sorted(best)]
     axes.plot(gpus, estimates, "o-", color=PALE, markersize=4, label="estimate, best layout")
     for (name, result), colour in zip(results.items(), COLORS, strict=False):
         point = (result.plan.recipe.resources.learner_ranks, result.summary.tokens_per_second)

@@ -28,7 +28,8 @@ from megarl.lab.planning.speed import Decoder, Packing, Publication
 from megarl.lab.planning.workload import Workload
 
 TENSOR = PIPELINE = (1, 2, 4, 8)
-CONTEXT, EXPERT = (1, 2, 4), (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXT = (1, 2, 4)
+EXPERT = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SERVER_TENSOR = (*TENSOR, 16, 32)
 # approximate number of generator : trainer splits tried; learner GPUs are multiples of
 # a power of two
@@ -186,10 +187,8 @@ def as_written(problem: PlanningProblem) -> Plan | str:
     not fit.
     """
     recipe = problem.recipe
-    learner, memory_of = (
-        learner_of(problem, recipe),
-        server_of(problem, recipe.resources.server_tensor_parallel),
-    )
+    learner = learner_of(problem, recipe)
+    memory_of = server_of(problem, recipe.resources.server_tensor_parallel)
     if isinstance(learner, str):
         return learner
     if isinstance(memory_of, str):
@@ -219,7 +218,8 @@ def as_written(problem: PlanningProblem) -> Plan | str:
 def _quickest(
     problem: PlanningProblem, learner_gpus: int, refused: Counter[str]
 ) -> LearnerChoice | None:
-    best, recipe = None, changed(problem.recipe, "resources", learner_ranks=learner_gpus)
+    best = None
+    recipe = changed(problem.recipe, "resources", learner_ranks=learner_gpus)
     experts = [e for e in EXPERT if not problem.shape.experts % e] if problem.shape.experts else [1]
     for tp, pp, cp, ep in itertools.product(TENSOR, PIPELINE, CONTEXT, experts):
         if tp * pp * cp > learner_gpus or ep * pp > learner_gpus:
@@ -254,12 +254,11 @@ def learner_of(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
         return f"model.fp8: {problem.gpu.name} has no FP8 products"
     if model.tensor_parallel * model.context_parallel > problem.gpu.nvlink_gpus:
         return f"TP x CP is beyond the {problem.gpu.nvlink_gpus} GPUs of one NVLink domain"
-    recipe, shape, room = (
-        _with_microbatch_tokens(problem, recipe),
-        problem.shape,
-        problem.gpu.usable,
-    )
-    tokens, one_size = recipe.learner.microbatch_tokens, model.pipeline_parallel > 1
+    recipe = _with_microbatch_tokens(problem, recipe)
+    shape = problem.shape
+    room = problem.gpu.usable
+    tokens = recipe.learner.microbatch_tokens
+    one_size = model.pipeline_parallel > 1
     micro = packed(problem.work, shape, tokens, recipe.data_parallel, one_size)
     need = memory.learner(recipe, shape, micro.largest, micro.microbatches)
     if need.total > room:
@@ -287,12 +286,11 @@ def _with_microbatch_tokens(problem: PlanningProblem, recipe: Recipe) -> Recipe:
     """
     if recipe.learner.microbatch_tokens != "auto":
         return recipe
-    longest, stages = recipe.length.context_tokens, recipe.model.pipeline_parallel
+    longest = recipe.length.context_tokens
+    stages = recipe.model.pipeline_parallel
     share = recipe.data_parallel * (4 * stages if stages > 1 else 1)
-    sizes, room = (
-        sizes_to_try(longest, longest * problem.work.rollouts // share),
-        problem.gpu.usable,
-    )
+    sizes = sizes_to_try(longest, longest * problem.work.rollouts // share)
+    room = problem.gpu.usable
     # A size below the longest sequence is useless.
     fitting = (
         n
@@ -337,7 +335,9 @@ def server_of(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
     """Return the memory of a server with this many GPUs, or the reason why it is
     impossible.
     """
-    shape, gpu, longest = problem.shape, problem.gpu, problem.recipe.length.context_tokens
+    shape = problem.shape
+    gpu = problem.gpu
+    longest = problem.recipe.length.context_tokens
     if what := undivided(shape, ranks):
         return f"server TP {ranks}: does not divide {what}"
     if (keys := problem.recipe.serving.fp8_keys) and not gpu.fp8:
@@ -371,7 +371,8 @@ def evaluate(
     """Estimate the performance of this learner with `servers` servers of `ranks` GPUs
     each.
     """
-    work, pipeline = problem.work, problem.recipe.pipeline
+    work = problem.work
+    pipeline = problem.recipe.pipeline
     learner_gpus = learner.recipe.resources.learner_ranks
     recipe = changed(learner.recipe, "resources", servers=servers, server_tensor_parallel=ranks)
     shared = recipe.resources.colocate
@@ -390,7 +391,8 @@ def evaluate(
         decoder.step_seconds(running, running * work.live_context)
         + running * prefill / work.mean_tokens
     )
-    tokens, longest = work.rollouts * work.mean_tokens, most_tokens * seconds
+    tokens = work.rollouts * work.mean_tokens
+    longest = most_tokens * seconds
     paused = published.pause / pipeline.phase_steps
     busy = learner.train_seconds + sum(published) / pipeline.phase_steps
     if k := float(pipeline.max_lag):
@@ -407,7 +409,8 @@ def evaluate(
             decoder.batch_seconds(work.sample, work.prompt_tokens, requests, limit)
             / pipeline.phase_steps
         )
-        step, lag = decode + busy, (pipeline.phase_steps - 1) / 2
+        step = decode + busy
+        lag = (pipeline.phase_steps - 1) / 2
     scoring = recipe.evaluation_servers * running / seconds
     evaluated = recipe.evaluation.prompts * recipe.evaluation.samples * work.mean_tokens / scoring
     return Plan(

@@ -20,7 +20,10 @@ from megarl.core.recipe import Recipe
 from megarl.core.recipe.tree import FP8_BLOCK
 from megarl.lab.planning.hardware import ASSUMED
 
-HALF, FP32, FP8, INT32 = 2, 4, 1, 4
+HALF = 2
+FP32 = 4
+FP8 = 1
+INT32 = 4
 WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}  # bytes of a number, by `model.dtype`
 
 SCORED_AT_ONCE = 2048
@@ -77,7 +80,8 @@ def learner(
     """Return the memory of the layout. microbatch_tokens: in the largest packed
     micro-batch, over context-parallel ranks.
     """
-    model, alone = recipe.model, recipe.model.pipeline_parallel == 1
+    alone = recipe.model.pipeline_parallel == 1
+    model = recipe.model
     tokens = microbatch_tokens / model.context_parallel
     held = in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
     layers, again = (
@@ -119,10 +123,8 @@ def _parameters(recipe: Recipe, shape: Architecture) -> tuple[float, float]:
     """Return the numbers of dense parameters and of experts' parameters on a rank,
     without embedding and head.
     """
-    tensor, experts = (
-        recipe.model.tensor_parallel,
-        recipe.model.expert_parallel * recipe.model.expert_tensor_parallel,
-    )
+    tensor = recipe.model.tensor_parallel
+    experts = recipe.model.expert_parallel * recipe.model.expert_tensor_parallel
     share = stage_share(recipe, shape)
     return shape.dense_parameters * share / tensor, shape.routed_parameters * share / experts
 
@@ -145,8 +147,10 @@ def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
     """Return bytes of weights, gradients and optimiser on a rank that holds `ends`
     parameters of embedding and head.
     """
-    width, kept = WIDTH[recipe.model.dtype], 1 - recipe.learner.optimizer_offload
-    model, (dense, routed) = recipe.model, _parameters(recipe, shape)
+    width = WIDTH[recipe.model.dtype]
+    kept = 1 - recipe.learner.optimizer_offload
+    model = recipe.model
+    (dense, routed) = _parameters(recipe, shape)
     sharing = (
         model.tensor_parallel,
         model.expert_parallel * model.expert_tensor_parallel,
@@ -169,12 +173,11 @@ def _host(recipe: Recipe, shape: Architecture, ends: float) -> float:
     For a checkpoint each rank gathers AdamW's state of its whole stage, and copies the
     part that it writes: at most its weights, and its share of AdamW's state.
     """
-    model, offloaded = (
-        recipe.model.model_copy(update={"fp8": "none"}),
-        recipe.learner.optimizer_offload,
-    )
+    model = recipe.model.model_copy(update={"fp8": "none"})
+    offloaded = recipe.learner.optimizer_offload
     learner = recipe.learner.model_copy(update={"optimizer_offload": 0.0})
-    parameters, width = sum(_parameters(recipe, shape)) + ends, WIDTH[model.dtype]
+    parameters = sum(_parameters(recipe, shape)) + ends
+    width = WIDTH[model.dtype]
     copied = (
         _state(recipe.model_copy(update={"learner": learner, "model": model}), shape, ends)
         - parameters * FP32
@@ -189,7 +192,8 @@ def batch_bytes(recipe: Recipe, shape: Architecture, tokens: float) -> float:
     """
     if not recipe.model.moe.routing_replay:
         return 0.0
-    choices, width = shape.moe_layers * shape.experts_per_token, 1 if shape.experts <= 256 else 2
+    choices = shape.moe_layers * shape.experts_per_token
+    width = 1 if shape.experts <= 256 else 2
     return tokens * (2 * recipe.data_parallel * (INT32 + FP32 + choices * width) + 2 * choices)
 
 
@@ -197,7 +201,8 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
     """Return bytes per token on a rank: kept by a stage's layers until the backward
     pass, and in the layer being recomputed.
     """
-    model, width = recipe.model, WIDTH[recipe.model.dtype]
+    width = WIDTH[recipe.model.dtype]
+    model = recipe.model
     tensor = model.tensor_parallel
     kept = width if model.fp8 == "none" else FP8
     attention = replicated_activation_bytes(shape, width, kept) / tensor
@@ -205,7 +210,9 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
     dense = mlp_activation_bytes(shape.feed_forward, width, kept) / tensor
     routed = routed_activation_bytes(shape, model.expert_tensor_parallel, width, kept) / tensor
     sparse = mlp_activation_bytes(shape.shared_feed_forward, width, kept) / tensor + routed
-    layers, moe, share = shape.layers, shape.moe_layers, stage_share(recipe, shape)
+    layers = shape.layers
+    moe = shape.moe_layers
+    share = stage_share(recipe, shape)
     if recompute == "none":
         return (layers * attention + (layers - moe) * dense + moe * sparse) * share, 0.0
     if recompute == "light":
@@ -224,14 +231,13 @@ def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemo
     int32, in pinned memory: [tokens of KV, layers, chosen] (BaseHostCache in its
     state_capturer/base.py).
     """
-    ranks, running = recipe.resources.server_tensor_parallel, recipe.serving.max_running_requests
+    ranks = recipe.resources.server_tensor_parallel
+    running = recipe.serving.max_running_requests
     weights = served_bytes(recipe, shape) / ranks
     logits = FP32 * max(running / ranks, SCORED_AT_ONCE) * shape.vocabulary
     landings = 2 if recipe.stages_weights else 1
-    kv_token, share = (
-        kv_bytes(shape, ranks, kv_width(recipe)),
-        recipe.serving.memory_fraction or ASSUMED.static_share,
-    )
+    kv_token = kv_bytes(shape, ranks, kv_width(recipe))
+    share = recipe.serving.memory_fraction or ASSUMED.static_share
     return ServerMemory(
         weights=weights,
         kv=max(

@@ -26,7 +26,8 @@ class Simulated:
     by_spread: Mapping[float, Summary] = field(default_factory=dict)
 
 
-BEST, MOST_REASONS = 5, 12
+BEST = 5
+MOST_REASONS = 12
 NEARER = "±: half of the published rows have a smaller error (docs/plan.md)"
 LIKELY = "likely: eight of ten published steps of RL took so much, over their plan"
 TAKEN_OVER_PLANNED = (1.7, 14)
@@ -45,7 +46,9 @@ def tables(
     """Print the recipe as written, the best plans, why others are refused, and the
     simulations. price: that of a GPU-hour.
     """
-    console, work, shape = terminal.console(), problem.work, problem.shape
+    console = terminal.console()
+    work = problem.work
+    shape = problem.shape
     console.print(
         f"{problem.gpus} x {problem.gpu.name} ({problem.gpu.memory / GB:.0f} GB); model of"
         f" {shape.parameters / 1e9:.2f}B parameters, {shape.active_parameters / 1e9:.2f}B active;"
@@ -66,10 +69,8 @@ def tables(
             else "nothing fits"
         )
         console.print(f"{otherwise} without {saving}, which the plans set")
-    table, figures = (
-        narrow("", *plans),
-        [_figures(plan) for plan in plans.values()],
-    )  # a column a plan: it is narrow
+    table = narrow("", *plans)
+    figures = [_figures(plan) for plan in plans.values()]  # a column a plan: it is narrow
     for label in figures[0] if figures else ():
         table.add_row(label, *(texts[label] for texts in figures))
     # Details are those of the first plan that has as many GPUs as were asked for.
@@ -219,7 +220,8 @@ def host_memory(plan: Plan) -> str:
 
 
 def _figures(plan: Plan) -> dict[str, str]:
-    m, r = plan.recipe.model, plan.recipe.resources
+    m = plan.recipe.model
+    r = plan.recipe.resources
     return {
         "servers x GPUs": f"{r.servers} x {r.server_tensor_parallel}",
         "learner GPUs": str(r.learner_ranks),
@@ -243,7 +245,8 @@ def _figures(plan: Plan) -> dict[str, str]:
 
 
 def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
-    recipe, evaluation = plan.recipe, plan.recipe.evaluation
+    evaluation = plan.recipe.evaluation
+    recipe = plan.recipe
     if taught := recipe.teacher_gpus:
         yield (
             f"note: {taught} GPUs are the teacher's (resources.teacher_*); whether it fits and"

@@ -132,7 +132,10 @@ class _SimulatedRun:
     def __init__(
         self, recipe: Recipe, work: Workload, costs: Costs, steps: int, seed: int, evaluate: bool
     ) -> None:
-        self.recipe, self.work, self.costs, self.count = recipe, work, costs, steps
+        self.recipe = recipe
+        self.work = work
+        self.costs = costs
+        self.count = steps
         self.random = np.random.default_rng(seed)
         addresses = [ServerAddress(i, "") for i in range(recipe.resources.servers)]
         self.membership = Membership(addresses, recipe.stages_weights)
@@ -182,7 +185,8 @@ class _SimulatedRun:
     async def _rollout(
         self, ticket: _Ticket, places: GroupPlaces, sample: int, length: int
     ) -> None:
-        context, legs = self.work.prompt_tokens, [length]
+        context = self.work.prompt_tokens
+        legs = [length]
         if (
             self.recipe.length.control == "interruption"
         ):  # of thinking; the answer is then a request of its own
@@ -199,14 +203,17 @@ class _SimulatedRun:
     # The learner.
 
     async def _learn(self, tasks: asyncio.TaskGroup) -> None:
-        now, schedule = asyncio.get_running_loop().time, self.pipeline.evaluations
-        step, spent = 0, {"wait": 0.0, "train": 0.0, "publish": 0.0}
+        now = asyncio.get_running_loop().time
+        schedule = self.pipeline.evaluations
+        step = 0
+        spent = {"wait": 0.0, "train": 0.0, "publish": 0.0}
         kept = self.recipe.batch.zero_variance == "keep"
         while True:
             self.changed.clear()
             if schedule.is_due(step) and (servers := schedule.begin(step)):
                 tasks.create_task(self._evaluate(step, servers))
-            decision, start = decide(Next(LEARNER, step, step), self.pipeline.view(step)), now()
+            decision = decide(Next(LEARNER, step, step), self.pipeline.view(step))
+            start = now()
             match decision:
                 case TrainStep():
                     tickets = self.pipeline.admission.batch(step)
@@ -222,7 +229,8 @@ class _SimulatedRun:
                     await asyncio.sleep(self.costs.train_seconds(lengths) if lengths else 0.0)
                     spent["train"] += now() - start
                     self._close_step(step, tickets, spent)
-                    step, spent = step + 1, dict.fromkeys(spent, 0.0)
+                    step = step + 1
+                    spent = dict.fromkeys(spent, 0.0)
                 case Publish():
                     await self._publish(decision)
                     spent["publish"] += now() - start
@@ -238,10 +246,8 @@ class _SimulatedRun:
             for version, count in self.tickets.pop(number).versions.items():
                 lags[step - version] += count
         self.pipeline.admission.forget(step + 1)
-        busy, running = (
-            sum(s.busy_seconds for s in self.servers),
-            sum(s.running_seconds for s in self.servers),
-        )
+        busy = sum(s.busy_seconds for s in self.servers)
+        running = sum(s.running_seconds for s in self.servers)
         now = asyncio.get_running_loop().time()
         done = SimulatedStep(
             step=step,
@@ -338,9 +344,12 @@ def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summa
         raise MegarlError(
             f"--steps: {len(steps)} leave none after the first {warm_up}, which fill the pipeline"
         )
-    before, counted = steps[warm_up], steps[warm_up + 1 :]
-    last, lags = counted[-1], sum((step.lags for step in counted), Counter[int]())
-    seconds, total = last.ended - before.ended, lags.total()
+    before = steps[warm_up]
+    counted = steps[warm_up + 1 :]
+    last = counted[-1]
+    lags = sum((step.lags for step in counted), Counter[int]())
+    seconds = last.ended - before.ended
+    total = lags.total()
     return Summary(
         steps=len(counted),
         step_seconds=seconds / len(counted),
@@ -375,7 +384,8 @@ def costs(problem: PlanningProblem, plan: Plan) -> Costs:
     recipe = plan.recipe
     microbatch_tokens = recipe.learner.microbatch_tokens
     assert microbatch_tokens != "auto"  # a plan says how many
-    cost, one_size = cost_of(problem.shape), recipe.model.pipeline_parallel > 1
+    cost = cost_of(problem.shape)
+    one_size = recipe.model.pipeline_parallel > 1
 
     def train_seconds(lengths: Sequence[int]) -> float:
         packed = speed.packing(lengths, microbatch_tokens, recipe.data_parallel, cost, one_size)
@@ -403,7 +413,8 @@ def simulated(problem: PlanningProblem, plan: Plan, steps: int) -> Simulation:
     """Simulate `steps` steps of the plan, after steps that fill its window and, if it
     is `auto`, let it shrink.
     """
-    recipe, pipeline = plan.recipe, plan.recipe.pipeline
+    pipeline = plan.recipe.pipeline
+    recipe = plan.recipe
     warm_up = (4 if pipeline.window == "auto" else 2) * pipeline.window_steps
     done = simulate(
         recipe, problem.work, costs(problem, plan), steps + warm_up + 1, recipe.run.seed
@@ -419,7 +430,9 @@ def by_lag(problem: PlanningProblem, plan: Plan, steps: int) -> dict[int, Summar
 
 def by_spread(problem: PlanningProblem, plan: Plan, steps: int) -> dict[float, Summary]:
     """Simulate the plan with shorter and longer tails of the lengths, at the same mean."""
-    recipe, work, summaries = plan.recipe, problem.work, {}
+    recipe = plan.recipe
+    work = problem.work
+    summaries = {}
     for spread in SPREADS:
         lengths = LogNormal(work.mean_tokens, spread, recipe.length.completion_tokens)
         other = replace(

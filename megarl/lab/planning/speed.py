@@ -67,7 +67,9 @@ def train_seconds(
     """Return seconds of a step on the slowest rank: forward, backward, gradients,
     optimiser. by_node: see `_link_seconds`.
     """
-    model, stages, microbatches = recipe.model, recipe.model.pipeline_parallel, packed.microbatches
+    stages = recipe.model.pipeline_parallel
+    model = recipe.model
+    microbatches = packed.microbatches
     # Stages exchange micro-batches of one size (learner/microbatch.py), so the fullest
     # one sets the pace.
     tokens = (
@@ -101,8 +103,10 @@ def _layer_seconds(
     once in a product and once in an element-wise kernel, and reads the weights. [Roof],
     [AR] 4.1
     """
-    model, recompute = recipe.model, recipe.learner.recompute
-    body, ranks = shape.body_parameters, model.tensor_parallel
+    model = recipe.model
+    recompute = recipe.learner.recompute
+    body = shape.body_parameters
+    ranks = model.tensor_parallel
     bf16 = gpu.bf16 * gpu.training
     # The backward pass repeats the products of all layers, or of MLPs and experts
     # (models/build.py): [AR] section 5
@@ -142,8 +146,12 @@ def _link_seconds(
     parallelism that no computation hides. by_node: rows for several experts of a node
     cross the network once, as with DeepEP (github.com/deepseek-ai/DeepEP).
     """
-    model, again, row = recipe.model, recipe.learner.recompute, HALF * shape.hidden
-    tensor, context, experts = model.tensor_parallel, model.context_parallel, model.expert_parallel
+    model = recipe.model
+    again = recipe.learner.recompute
+    row = HALF * shape.hidden
+    tensor = model.tensor_parallel
+    context = model.context_parallel
+    experts = model.expert_parallel
     rate = gpu.nvlink * ASSUMED.network_efficiency
     # [AR] 4.2.2. Sequence parallelism: four gathers and two scatters of [tokens,
     # hidden]. Two scatters of the backward pass and two gathers for weight gradients
@@ -168,10 +176,8 @@ def _link_seconds(
     chosen = shape.experts_per_token
     nodes = max(1.0, experts / gpu.nvlink_gpus)
     reached = nodes * (1 - (1 - 1 / nodes) ** chosen) if by_node else chosen
-    far, near = (
-        reached * (nodes - 1) / nodes / gpu.network,
-        chosen * (experts - 1) / experts / gpu.nvlink,
-    )
+    far = reached * (nodes - 1) / nodes / gpu.network
+    near = chosen * (experts - 1) / experts / gpu.nvlink
     return (
         seconds
         + shape.moe_layers
@@ -188,8 +194,11 @@ def _update_seconds(recipe: Recipe, shape: Architecture, gpu: Gpu, hidden: float
     """Return seconds to reduce gradients (less `hidden`, in the backward pass), run
     AdamW on a rank's share, gather weights.
     """
-    model, ranks = recipe.model, recipe.resources.learner_ranks
-    seconds, reduced, offload = 0.0, 0.0, recipe.learner.optimizer_offload
+    model = recipe.model
+    ranks = recipe.resources.learner_ranks
+    seconds = 0.0
+    reduced = 0.0
+    offload = recipe.learner.optimizer_offload
     dense = shape.parameters - shape.routed_parameters
     experts = model.expert_parallel * model.expert_tensor_parallel
     for parameters, neighbours in (
@@ -197,12 +206,14 @@ def _update_seconds(recipe: Recipe, shape: Architecture, gpu: Gpu, hidden: float
         (shape.routed_parameters, experts),
     ):
         shards = neighbours * model.pipeline_parallel
-        local, copies = parameters / shards, ranks // shards
+        local = parameters / shards
+        copies = ranks // shards
         # Groups of copies interleave: a group has every n-th rank, n being
         # `neighbours`. A ring over several nodes uses as many network adapters of a
         # node as it has ranks there, since NCCL makes a ring for each (nccl-tests,
         # PERFORMANCE.md).
-        here, inside = max(1, gpu.nvlink_gpus // neighbours), copies * neighbours <= gpu.nvlink_gpus
+        here = max(1, gpu.nvlink_gpus // neighbours)
+        inside = copies * neighbours <= gpu.nvlink_gpus
         rate = (
             gpu.nvlink if inside else min(gpu.network * here, gpu.nvlink)
         ) * ASSUMED.network_efficiency
@@ -226,11 +237,9 @@ class Decoder:
     """
 
     def __init__(self, recipe: Recipe, shape: Architecture, gpu: Gpu, kv_token: float) -> None:
-        self.shape, self.kv_token, self.ranks = (
-            shape,
-            kv_token,
-            recipe.resources.server_tensor_parallel,
-        )
+        self.shape = shape
+        self.kv_token = kv_token
+        self.ranks = recipe.resources.server_tensor_parallel
         width = WIDTH[recipe.model.dtype]
         # On each GPU: bytes read in any step, and per expert used in all layers; FLOP
         # per token, those in FP8 counted as the bf16 ones that take as long; fixed
@@ -250,7 +259,8 @@ class Decoder:
             * (ASSUMED.allreduce_latency_s + 2 * math.log2(nodes) * ASSUMED.hop_latency_s)
             * (self.ranks > 1)
         )
-        dense, routed = shape.layers - shape.moe_layers, shape.moe_layers
+        dense = shape.layers - shape.moe_layers
+        routed = shape.moe_layers
         self.fixed_seconds = dense * ASSUMED.decode_layer_s + routed * gpu.decode_expert_layer_s
         self.fixed_seconds += shape.layers * allreduce + ASSUMED.decode_overhead_s
         # CPU seconds for a chunk of prompts; bytes exchanged per token: [AR] 4.2.2
@@ -269,10 +279,8 @@ class Decoder:
         """Return seconds to decode one token for each of `running` requests that hold
         `context_tokens` in total.
         """
-        shape, positions = (
-            self.shape,
-            context_tokens,
-        )  # positions: tokens whose k and v are read, averaged over layers
+        shape = self.shape
+        positions = context_tokens  # positions: tokens whose k and v are read, averaged over layers
         if shape.local_positions is not None:
             local = min(context_tokens, running * shape.local_positions)
             positions -= shape.local_layers / shape.layers * (context_tokens - local)
@@ -307,7 +315,8 @@ class Decoder:
         prompt is read alone when another request ends; then ever fewer run until the
         longest ends. prompt: tokens of each prompt.
         """
-        last, mean = min(requests, limit), float(lengths.mean())
+        last = min(requests, limit)
+        mean = float(lengths.mean())
         held = prompt + float((lengths**2).mean()) / (2 * mean)  # as in Workload.live_context
         each = mean * self.step_seconds(last, last * held) / last + self.prefill_seconds(prompt)
         waiting = (requests - last) * each
@@ -355,11 +364,13 @@ def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> 
     long as there are some. A rank of a server copies its part to the host's memory as
     it arrives, and reads it there for the checksums and for the swap.
     """
-    servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
+    servers = recipe.resources.servers
+    ranks = recipe.resources.server_tensor_parallel
     size = memory.served_bytes(recipe, shape)
     bucket = recipe.weights.bucket_mb * 2**20
     buckets = max(recipe.model.pipeline_parallel, -(-int(size) // bucket))
-    sources, part = 1, 0.0
+    sources = 1
+    part = 0.0
     if recipe.stages_weights:
         stages = recipe.model.pipeline_parallel
         copies = recipe.resources.learner_ranks // (recipe.model.tensor_parallel * stages)

@@ -49,7 +49,8 @@ class LogNormal:
     def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
         # Find the mean of the logarithm that gives the wanted mean, by bisection, since
         # the mean rises with it.
-        low, high = math.log(self.mean) - self.spread**2, math.log(self.longest) + 10 * self.spread
+        low = math.log(self.mean) - self.spread**2
+        high = math.log(self.longest) + 10 * self.spread
         for _ in range(80):
             middle = (low + high) / 2
             low, high = (middle, high) if self._mean(middle) < self.mean else (low, middle)
@@ -60,7 +61,8 @@ class LogNormal:
         """Return E min(X, c) = exp(m + s^2/2) Phi((ln c - m - s^2) / s) + c (1 -
         Phi((ln c - m) / s)).
         """
-        above, phi = math.log(self.longest) - location, NormalDist().cdf
+        above = math.log(self.longest) - location
+        phi = NormalDist().cdf
         below = math.exp(location + self.spread**2 / 2) * phi(
             (above - self.spread**2) / self.spread
         )
@@ -110,7 +112,8 @@ def workload(recipe: Recipe, lengths: Lengths, trained_share: float, seed: int) 
         raise MegarlError(
             f"--trained-share: {trained_share} is not a share; give more than 0, at most 1"
         )
-    prompts, generations = recipe.batch.prompts, recipe.sampling.generations
+    prompts = recipe.batch.prompts
+    generations = recipe.sampling.generations
     prompt_tokens = max(1, round(PROMPT_SHARE * recipe.length.prompt_tokens))
     sample = lengths.draw(np.random.default_rng(seed), prompts * generations)
     return Workload(prompts, generations, prompt_tokens, lengths, trained_share, sample)

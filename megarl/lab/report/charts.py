@@ -23,7 +23,9 @@ from megarl.lab.scaling.fit import fit
 from megarl.lab.scaling.points import PointColumns, curve_of_run
 from megarl.run.health import Alarm, Health
 
-MOST_POINTS, CURVE_POINTS, TIME_POINTS = 400, 60, 120
+MOST_POINTS = 400
+CURVE_POINTS = 60
+TIME_POINTS = 120
 
 
 def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: str) -> None:
@@ -148,7 +150,8 @@ def where_time_goes(axes: Axes, rows: list[Row]) -> bool:
     }
     if not full:
         return False
-    steps, seconds = next(iter(full.values()))[0], [ys for _, ys in full.values()]
+    steps = next(iter(full.values()))[0]
+    seconds = [ys for _, ys in full.values()]
     style: dict[str, Any] = {
         "labels": [parts[name] for name in full],
         "colors": [colors[name] for name in full],
@@ -253,7 +256,8 @@ def alarms(axes: Axes, history: Sequence[Alarm], steps: int) -> bool:
         return False
     names = list(dict.fromkeys(alarm.name for alarm in history))[::-1]
     for alarm in history:
-        y, end = names.index(alarm.name), alarm.until or steps
+        y = names.index(alarm.name)
+        end = alarm.until or steps
         axes.barh(
             y, end - alarm.since, left=alarm.since, height=0.5, color=ORANGE if alarm.until else RED
         )
@@ -279,7 +283,8 @@ def pictures(
 
     def lag(axes: Axes) -> bool:
         names = {"lag_max": "largest", "lag_mean": "mean", "window": "window, batches"}
-        drawn, limit = lines(axes, rows, names), recipe.pipeline.lag_limit
+        drawn = lines(axes, rows, names)
+        limit = recipe.pipeline.lag_limit
         axes.set_ylim(0, max(axes.get_ylim()[1], limit * 1.12))
         axes.axhline(
             limit, color=RED, linestyle="--", linewidth=1

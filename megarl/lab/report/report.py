@@ -37,7 +37,8 @@ def main(run: Path) -> int:
 def write_report(rundir: RunDir) -> None:
     """Write both files, from the current contents of the run directory."""
     recipe = load(str(rundir.recipe))
-    rows, evaluations = latest_rows(rundir.metrics), latest_scores(rundir.eval)
+    rows = latest_rows(rundir.metrics)
+    evaluations = latest_scores(rundir.eval)
     values = summary.summarise(recipe, rundir, rows)
     drawn = charts.pictures(recipe, rows, summary.steady(rows, rundir), evaluations)
     tile = Markup('<div class="tile"><b>{}</b><span>{}</span></div>')

@@ -139,10 +139,13 @@ def group_lives(spans: Sequence[Span], events: Iterable[SpanEvent]) -> list[Grou
         tickets = event.args.get("tickets")
         for ticket in tickets if isinstance(tickets, list) else ():
             batches.setdefault(ticket, event)
-    now, lives = max((span.end for span in spans), default=0.0), []
+    now = max((span.end for span in spans), default=0.0)
+    lives = []
     for ticket, own in sorted(parts.items()):
-        last, batch = max(own, key=lambda span: span.end), batches.get(ticket)
-        begin, removed = min(span.begin for span in own), bool(last.args.get("removed"))
+        last = max(own, key=lambda span: span.end)
+        batch = batches.get(ticket)
+        begin = min(span.begin for span in own)
+        removed = bool(last.args.get("removed"))
         taken, step = (
             (None, -1)
             if batch is None
@@ -224,7 +227,9 @@ class ChromeTrace:
         return round((seconds - self._base) * 1e6)
 
 
-LEARNER, REQUESTS, BUSY = "learner/rank 0", "/requests", "/busy"
+LEARNER = "learner/rank 0"
+REQUESTS = "/requests"
+BUSY = "/busy"
 MARGIN_S = 1e-6  # arrows begin and end this far inside their spans
 
 
@@ -319,7 +324,8 @@ def _order(place: str) -> tuple[int, int, str]:
 
 def _draw(trace: ChromeTrace, place: str, units: Sequence[SpanTree]) -> dict[int, str]:
     """Draw units on as many lanes as needed; return the lane of each span, by its id()."""
-    lanes, where = packed(units), {}
+    lanes = packed(units)
+    where = {}
     for number, lane in enumerate(lanes, 1):
         on = place if len(lanes) == 1 else f"{place} {number}"
         for span in lane:
@@ -408,7 +414,8 @@ def _role(rows: Iterable[TraceRow]) -> tuple[list[Span], Begun, list[SpanEvent],
     ended: list[Span] = []
     begun: Begun = {}
     events: list[SpanEvent] = []
-    life, last = None, 0.0
+    life = None
+    last = 0.0
     for row in rows:
         match row:
             case Life():

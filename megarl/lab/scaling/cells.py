@@ -27,11 +27,13 @@ from megarl.lab.scaling.forms import FORMS, Array
 from megarl.lab.scaling.points import Curve
 from megarl.lab.scaling.posterior import Normal
 
-WALKERS, ROUNDS, THIN = 64, 1500, 8
-MISFIT, LENGTH = (
-    0.03,
-    1.5,
-)  # how far a run strays from its curve, as a share of the gain, and for how long in ln n
+WALKERS = 64
+ROUNDS = 1500
+THIN = 8
+MISFIT = 0.03
+LENGTH = (
+    1.5  # how far a run strays from its curve, as a share of the gain, and for how long in ln n
+)
 # how far a run strays from the powers, and a seed from other seeds, as a share of the
 # gain
 OFFSET = 0.06
@@ -75,7 +77,8 @@ class CellLaw:
                 f"{alone}; give runs that differ in batch.prompts or sampling.generations (--curves"
                 " A,B)"
             )
-        curves, batches = [run.curve for run in runs], np.log([run.batch for run in runs])
+        curves = [run.curve for run in runs]
+        batches = np.log([run.batch for run in runs])
         self.centre = batches.mean(0)
         hours, self.y, number, noise, _ = windowed(curves, 0.0, None)
         if noise is None:
@@ -87,16 +90,15 @@ class CellLaw:
                 " further"
             )
         self.scale = float(hours.max())
-        self._x, self._cell = np.log(hours / self.scale), batches[number] - self.centre
+        self._x = np.log(hours / self.scale)
+        self._cell = batches[number] - self.centre
         known, _ = before_training(curves, None)
         self._start = (
             Normal(float(self.y.min()), 0.2) if known is None else Normal(known, BEFORE_TRAINING)
         )
         self.gain = max(float(np.sort(self.y)[-3:].mean()) - self._start.mean, 0.02)
-        rise, same = (
-            np.clip((self.y - self._start.mean) / self.gain, 0, 1),
-            number[:, None] == number,
-        )
+        rise = np.clip((self.y - self._start.mean) / self.gain, 0, 1)
+        same = number[:, None] == number
         strays = (
             MISFIT**2 * np.exp(-np.abs(self._x[:, None] - self._x) / LENGTH)
             + OFFSET**2 * rise[:, None] * rise
@@ -122,7 +124,8 @@ class CellLaw:
         prior = sum(
             ((part - m) / d) ** 2 for part, (m, d) in zip((r0, w, *theta.T[4:]), about, strict=True)
         )
-        low, high = self._x.min() - 4, self._x.max() + 3  # as PRIOR.beyond
+        low = self._x.min() - 4
+        high = self._x.max() + 3  # as PRIOR.beyond
         allowed = (r0 > 0) & (a > r0) & (a < 1) & (u > low) & (u < high)
         whitened = (self.y - self._law(theta, self._cell, self._x)) @ self._whiten.T
         return np.where(allowed, -0.5 * (prior + (whitened**2).sum(1)), -np.inf)
@@ -152,8 +155,12 @@ class CellLaw:
 
 def _sampled(density: Callable[[Array], Array], walkers: Array) -> Array:
     """Return draws [draws, dimensions] from the last two thirds of the rounds."""
-    rng, at, value, kept = np.random.default_rng(0), walkers, density(walkers), []
-    half, dimensions = len(walkers) // 2, walkers.shape[1]
+    rng = np.random.default_rng(0)
+    at = walkers
+    value = density(walkers)
+    kept = []
+    half = len(walkers) // 2
+    dimensions = walkers.shape[1]
     for n in range(ROUNDS):
         for move, other in ((slice(half), slice(half, None)), (slice(half, None), slice(half))):
             z = (rng.random(half) + 1) ** 2 / 2

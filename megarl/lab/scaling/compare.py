@@ -101,7 +101,8 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
         raise MegarlError(
             f"runs whose compute is in {' and in '.join(sorted(units))} cannot be compared by it"
         )
-    entries, fits = [], {}
+    entries = []
+    fits = {}
     alone: FitOptions = {**options, "ceiling": None}
     for name, curves in runs.items():
         try:
@@ -174,7 +175,8 @@ def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.n
 
 
 def _exponents(name_a: str, a: Fit, name_b: str, b: Fit, at_ceiling: Mapping[str, Fit]) -> str:
-    x, y = at_ceiling[name_a], at_ceiling[name_b]
+    x = at_ceiling[name_a]
+    y = at_ceiling[name_b]
     apart = x.B_interval[1] < y.B_interval[0] or y.B_interval[1] < x.B_interval[0]
     says, against = ("B differs", "against") if apart else ("B does not differ measurably", "and")
     wide = [
@@ -216,7 +218,8 @@ def _speed(name_a: str, a: Fit, name_b: str, b: Fit) -> str:
     """
     r0 = max(a.R_0, b.R_0)
     halfway = (r0 + min(a.A, b.A)) / 2
-    hours_a, hours_b = hours_of(a, halfway), hours_of(b, halfway)
+    hours_a = hours_of(a, halfway)
+    hours_b = hours_of(b, halfway)
     if halfway <= r0 or abs(hours_a - hours_b) <= 0.03 * max(hours_a, hours_b):
         return "Neither is quicker to half of the gain both can make."
     name, few, many = (

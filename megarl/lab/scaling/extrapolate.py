@@ -81,7 +81,8 @@ def hours_to(fit: Fit, score: float) -> Reached:
     return Reached(hours, (earliest, latest))
 
 
-TESTED, FAR = 4.0, 10.0
+TESTED = 4.0
+FAR = 10.0
 """Multiples of the last point's compute: up to which intervals were tested on real runs
 (benchmarks/README.md), and from which a prediction says so.
 """
@@ -105,17 +106,16 @@ def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
     behind = hours > fit.window[1]
     if not behind.any():
         return None
-    hours, rates = hours[behind], rates[behind]
+    hours = hours[behind]
+    rates = rates[behind]
     at = np.unique(hours)
     if len(at) > MOST_LATER:
         at = np.geomspace(at[0], at[-1], MOST_LATER)
     band = Prediction(hours, *(np.interp(hours, at, part) for part in predict(fit, at)[1:]))
     errors = rates - band.pass_rate
     noise = 1.96 * math.sqrt(fit.sse / max(1, fit.n - len(fit.theta)))
-    low, high = (
-        np.hypot(band.pass_rate - band.low, noise),
-        np.hypot(band.high - band.pass_rate, noise),
-    )
+    low = np.hypot(band.pass_rate - band.low, noise)
+    high = np.hypot(band.high - band.pass_rate, noise)
     inside = int(((errors >= -low) & (errors <= high)).sum())
     worst = float(errors[np.abs(errors).argmax()])
     return Later(len(hours), float(hours.max()), float(errors.mean()), worst, inside)
@@ -177,7 +177,8 @@ def inverse(fit: Fit, score: float) -> float:
         return math.inf
     if share <= 0:
         return 0.0
-    (_, u, w, _), form = fit.theta, FORMS[fit.form]
+    (_, u, w, _) = fit.theta
+    form = FORMS[fit.form]
     return max(0.0, form.hours(float(u + form.inverse(share) / math.exp(w)), fit.scale))
 
 

@@ -202,7 +202,8 @@ def fit(
         theta = posterior.mode()
     a, u, w, r_0 = theta.tolist()
     low, high = np.quantile(posterior.theta, (0.025, 0.975), axis=0)
-    low, high = np.minimum(low, theta).tolist(), np.maximum(high, theta).tolist()
+    low = np.minimum(low, theta).tolist()
+    high = np.maximum(high, theta).tolist()
     fitted = r_0 + (a - r_0) * chosen.share(np.exp(w) * (x - u))
     sse = float(((scores - fitted) ** 2).sum())
     spread = float(((scores - scores.mean()) ** 2).sum())
@@ -285,7 +286,8 @@ def least_squares(
     [points]; r0_bounds: equal if R_0 is known. It tries every (A, u, w) of a grid, with
     a free R_0 in closed form; then finer grids around the best (u, w) of each A.
     """
-    span, (low, high) = np.log(1000.0) if form.log else form.above, form.w_bounds
+    span = np.log(1000.0) if form.log else form.above
+    (low, high) = form.w_bounds
     u = np.union1d(
         np.linspace(x.min() - span, x.max() + span, GRID[0]), np.linspace(x.min(), x.max(), INSIDE)
     )
@@ -295,7 +297,9 @@ def least_squares(
         form, x, y, ceilings[:, None], us[None], ws[None], r0_bounds
     )  # [ceilings, cells]
     best = errors.argmin(1)
-    at_u, at_w, wide = us[best], ws[best], 1.0
+    at_u = us[best]
+    at_w = ws[best]
+    wide = 1.0
     steps_u, steps_w = (
         part.ravel() for part in np.meshgrid(*[np.linspace(-1, 1, FINER)] * 2, indexing="ij")
     )
@@ -305,7 +309,9 @@ def least_squares(
         near_w = np.clip(at_w[:, None] + wide * (w[1] - w[0]) * steps_w, low, high)
         errors, r0 = _errors(form, x, y, ceilings[:, None], near_u, near_w, r0_bounds)
         best = errors.argmin(1)
-        at_u, at_w, wide = near_u[rows, best], near_w[rows, best], wide * 0.6
+        at_u = near_u[rows, best]
+        at_w = near_w[rows, best]
+        wide = wide * 0.6
     n = int(errors[rows, best].argmin())
     return np.array([ceilings[n], at_u[n], at_w[n], r0[n, best[n]]])
 
@@ -318,7 +324,11 @@ def _errors(
     """
     s = form.share(np.exp(w)[..., None] * (x - u[..., None]))  # [1 or ceilings, cells, points]
     q = 1 - s
-    ss, qq, sq, ys, yq = (s * s).sum(-1), (q * q).sum(-1), (s * q).sum(-1), s @ y, q @ y
+    ss = (s * s).sum(-1)
+    qq = (q * q).sum(-1)
+    sq = (s * q).sum(-1)
+    ys = s @ y
+    yq = q @ y
     r0 = np.clip((yq - a * sq) / np.maximum(qq, 1e-300), *r0_bounds)
     return float(y @ y) - 2 * r0 * yq - 2 * a * ys + r0 * r0 * qq + 2 * a * r0 * sq + a * a * ss, r0
 
@@ -398,7 +408,8 @@ STREAKS = 2.6
 
 def doubts(fit: Fit) -> Iterator[str]:
     """Yield one sentence for each thing that the fit's points do not support."""
-    (low, high), (a_low, a_high) = fit.ceilings, fit.A_interval
+    (low, high) = fit.ceilings
+    (a_low, a_high) = fit.A_interval
     if fit.r0_from == "estimate":
         yield (
             f"R_0 = {fit.R_0:.3f} is an estimate: no score before training is known (--r0 gives"

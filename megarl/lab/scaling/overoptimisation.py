@@ -57,14 +57,16 @@ def judge(steps: np.ndarray, proxy: np.ndarray, trusted: np.ndarray) -> PassedPe
     """
     from scipy.special import stdtrit  # slow to import, and few runs have a trusted grader
 
-    number, prompts = len(steps) - 1, trusted.shape[1]
+    number = len(steps) - 1
+    prompts = trusted.shape[1]
     if number < LEAST or prompts < 2:
         return None
     # Evaluation number n gets a share 1 / (n (n + 1)) of the false alarms, so that all
     # shares sum to 1. Each of the at most n lines that end there gets an n-th of that
     # share.
     limit = float(stdtrit(prompts - 1, 1 - FALSE_ALARMS / (number**2 * (number + 1))))
-    strays, found = (straying(trusted), straying(proxy)), []
+    strays = (straying(trusted), straying(proxy))
+    found = []
     for since in range(number + 2 - LEAST):
         fall, fallen = trend(steps, -trusted, strays[0], since)
         rise, risen = trend(steps, proxy, strays[1], since)
@@ -101,7 +103,8 @@ def straying(scores: np.ndarray) -> float:
     can look calm by chance, so that bound is counted like PRIOR more second
     differences.
     """
-    bends, bound = np.diff(scores.mean(1), 2), STRAYS * float(scores.std(1, ddof=1).mean())
+    bends = np.diff(scores.mean(1), 2)
+    bound = STRAYS * float(scores.std(1, ddof=1).mean())
     found = min(float(np.median(np.abs(bends))) / (0.6745 * math.sqrt(6)), bound)
     return math.sqrt((len(bends) * found**2 + PRIOR * bound**2) / (len(bends) + PRIOR))
 
@@ -131,10 +134,8 @@ def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
             len(scores), len(same), 2
         )
         proxy, trusted = both.transpose(2, 0, 1)
-        passed, end = (
-            judge(np.array(list(scores)), proxy, trusted),
-            f"/{name}" if len(tasks) > 1 else "",
-        )
+        passed = judge(np.array(list(scores)), proxy, trusted)
+        end = f"/{name}" if len(tasks) > 1 else ""
         row[f"warning_overoptimisation{end}"] = float(passed is not None)
         if passed:
             row |= {

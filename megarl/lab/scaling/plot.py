@@ -40,7 +40,8 @@ def plot_fits(
     drawn; laws: published fits to draw too.
     """
     every = [curve for curves, _ in series.values() for curve in curves]
-    hours, unit = np.concatenate([curve.hours for curve in every]), every[0].unit
+    hours = np.concatenate([curve.hours for curve in every])
+    unit = every[0].unit
     if not len(hours):
         raise MegarlError("nothing to draw: no run has a point after its training began")
     if laws and unit != "gpu":
@@ -134,10 +135,8 @@ def plot_slices(parts: Sequence[Slice], path_without_suffix: Path) -> list[Path]
     }
     if not curves:
         raise MegarlError("nothing to draw: no slice has a score after training began")
-    tasks, end = (
-        list(dict.fromkeys(part.task for part in curves)),
-        BEYOND * max(c.hours.max() for c in curves.values()),
-    )
+    tasks = list(dict.fromkeys(part.task for part in curves))
+    end = BEYOND * max(c.hours.max() for c in curves.values())
     kinds = [kind for kind in KINDS if any(part.kind == kind for part in curves)]
     with drawing((4.6 * len(kinds), 3.8 * len(tasks)), len(tasks), len(kinds)) as (figure, panels):
         for axes, panel in zip(panels, product(tasks, kinds), strict=True):
@@ -175,7 +174,8 @@ def _draw(
     for curve in curves:
         inside = used(curve, fit)
         for chosen, fill in ((inside, "full"), (~inside, "none")):
-            hours, rates = curve.hours[chosen], curve.pass_rate[chosen]
+            hours = curve.hours[chosen]
+            rates = curve.pass_rate[chosen]
             axes.plot(hours, rates, "o", color=color, markersize=3.5, fillstyle=fill, zorder=3)
     if fit is None or shown is None:
         axes.plot(

@@ -312,10 +312,8 @@ def _answers(where: str, row: Row, score: str) -> int | None:
     prompts times samples in eval.jsonl.
     """
     suffix = score.removeprefix("pass_rate")
-    prompts, samples = (
-        f"n_prompts{suffix}",
-        f"samples{suffix}" if f"samples{suffix}" in row else "samples",
-    )
+    prompts = f"n_prompts{suffix}"
+    samples = f"samples{suffix}" if f"samples{suffix}" in row else "samples"
     if all(row.get(name) and not _is_missing(row[name]) for name in (prompts, samples)):
         answers = _number(where, row, prompts) * _number(where, row, samples)
     elif _is_missing(row.get("answers")):
@@ -330,7 +328,8 @@ def _answers(where: str, row: Row, score: str) -> int | None:
 
 
 def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> _Point:
-    compute, rate = _number(where, row, hours), _number(where, row, score)
+    compute = _number(where, row, hours)
+    rate = _number(where, row, score)
     if not 0 <= rate <= 1:
         hint = "; if it is in percent, write 54.2% or divide by 100" if 1 < rate <= 100 else ""
         raise MegarlError(f"{where}: {score} is {rate:g}, not a pass rate between 0 and 1{hint}")

@@ -124,7 +124,9 @@ class Posterior:
     """The posterior. theta [draws, 4]: draws of the parameters (A, u, w, R_0)."""
 
     def __init__(self, form: Form, points: CurvePoints, prior: Prior) -> None:
-        self.form, self.prior, self.points = form, prior, points.merged()
+        self.points = points.merged()
+        self.form = form
+        self.prior = prior
         x = self.points.x
         low, high = form.w_bounds
         if prior.w is not None:
@@ -159,7 +161,8 @@ class Posterior:
 
     def _around(self) -> Array:
         """Return the box that contains all the mass except for a trace."""
-        grid, box = self._mass.sum(0).reshape(CELLS), []
+        grid = self._mass.sum(0).reshape(CELLS)
+        box = []
         for axis, other in ((0, 1), (1, 0)):
             inside = np.flatnonzero(grid.sum(other) > TRACE)
             ends = max(inside[0] - 1, 0), min(inside[-1] + 1, CELLS[axis] - 1)
@@ -174,7 +177,8 @@ class Posterior:
         that of an integrated Wiener process.
         """
         ahead = LEVELS_OFF * -np.expm1(-np.maximum(x - self.points.x.max(), 0) / LEVELS_OFF)
-        near, far = np.minimum(ahead[:, None], ahead), np.maximum(ahead[:, None], ahead)
+        near = np.minimum(ahead[:, None], ahead)
+        far = np.maximum(ahead[:, None], ahead)
         covariance: Array = (DRIFT * misfit * self.gain) ** 2 * near**2 * (3 * far - near) / 6
         return covariance
 
@@ -196,7 +200,8 @@ class Posterior:
         )
 
     def _each_size(self) -> Iterator[_Sizes]:
-        points, same = self.points, self.points.curve[:, None] == self.points.curve
+        same = self.points.curve[:, None] == self.points.curve
+        points = self.points
         rise = self._rise()
         offsets = (self.prior.seeds * self.gain) ** 2 * rise[:, None] * rise * same
         for misfit in self.prior.misfits:
@@ -210,25 +215,25 @@ class Posterior:
         share = self.form.share(
             np.exp(w)[:, None] * (self.points.x - u[:, None])
         )  # [cells, points]
-        v, r0, a = sizes.weights, self.prior.r0, self.prior.a
+        v = sizes.weights
+        r0 = self.prior.r0
+        a = self.prior.a
         s = share @ sizes.vectors
         q = sizes.vectors.sum(0) - s
         y = (
             self.points.y @ sizes.vectors - q * r0.mean - s * a.mean
         )  # residuals of the prior's means
-        p00, paa, p0a = (
-            (q * q) @ v + r0.deviation**-2,
-            (s * s) @ v + a.deviation**-2,
-            (s * q) @ v,
-        )  # [cells, noises]
-        b0, ba = (q * y) @ v, (s * y) @ v
+        p00 = (q * q) @ v + r0.deviation**-2
+        paa = (s * s) @ v + a.deviation**-2
+        p0a = (s * q) @ v  # [cells, noises]
+        b0 = (q * y) @ v
+        ba = (s * y) @ v
         determinant = p00 * paa - p0a**2
-        to_r0, to_a = (paa * b0 - p0a * ba) / determinant, (p00 * ba - p0a * b0) / determinant
-        mean_r0, mean_a, error = (
-            r0.mean + to_r0,
-            a.mean + to_a,
-            (y * y) @ v - b0 * to_r0 - ba * to_a,
-        )
+        to_r0 = (paa * b0 - p0a * ba) / determinant
+        to_a = (p00 * ba - p0a * b0) / determinant
+        mean_r0 = r0.mean + to_r0
+        mean_a = a.mean + to_a
+        error = (y * y) @ v - b0 * to_r0 - ba * to_a
         log_peak = 0.5 * (np.log(v).sum(0) - error)
         if self.prior.w is not None:
             log_peak -= 0.5 * ((w[:, None] - self.prior.w.mean) / self.prior.w.deviation) ** 2
@@ -251,7 +256,9 @@ class Posterior:
         masses = self._integrated(plain, self._u, self._w).log_mass
         n, best = divmod(int(masses.argmax()), masses.shape[1])
         plain = plain._replace(weights=plain.weights[:, [n]])
-        u, w, wide = self._u[best], self._w[best], 1.5
+        u = self._u[best]
+        w = self._w[best]
+        wide = 1.5
         steps_u, steps_w = (
             part.ravel() for part in np.meshgrid(*[np.linspace(-1, 1, 9)] * 2, indexing="ij")
         )
@@ -261,7 +268,9 @@ class Posterior:
             ws = np.clip(w + wide * apart_w * steps_w, *self._widest[1])
             cells = _Cells(*(part[0] for part in self._integrated(plain, us, ws)))
             best = int(cells.log_peak.argmax())
-            u, w, wide = us[best], ws[best], wide * 0.5
+            u = us[best]
+            w = ws[best]
+            wide = wide * 0.5
         r0, a, _ = _peak(cells)
         return np.array([a[best], u, w, min(max(r0[best], 0.0), 1.0)])
 
@@ -291,10 +300,8 @@ class Posterior:
             + rng.standard_normal(DRAWS) / np.sqrt(cells.p00)
         )
         jitter = [(axis[1] - axis[0]) * (rng.random(DRAWS) - 0.5) for axis in self._axes]
-        u, w = (
-            self._u[cell] + jitter[0],
-            np.clip(self._w[cell] + jitter[1], self._axes[1][0], self._axes[1][-1]),
-        )
+        u = self._u[cell] + jitter[0]
+        w = np.clip(self._w[cell] + jitter[1], self._axes[1][0], self._axes[1][-1])
         return np.stack([a.clip(0, 1), u, w, r0.clip(0, 1)], axis=1), sizes
 
     @property
@@ -312,11 +319,15 @@ class Posterior:
             value: Array = r0 + (a - r0) * self.form.share(np.exp(w) * (at - u))
             return value
 
-        scores, misses, rng = law(x), self.points.y - law(self.points.x), np.random.default_rng(1)
-        curves, rise = np.unique(self.points.curve), self._rise()
+        scores = law(x)
+        misses = self.points.y - law(self.points.x)
+        rng = np.random.default_rng(1)
+        curves = np.unique(self.points.curve)
+        rise = self._rise()
         offsets = (self.prior.seeds * self.gain) ** 2
         for n in np.unique(of_sizes):
-            rows, (size, noise) = of_sizes == n, divmod(n, len(self.prior.noises))
+            rows = of_sizes == n
+            (size, noise) = divmod(n, len(self.prior.noises))
             sizes = self._sizes[size]
             across = (self._kernel(sizes.misfit, x, self.points.x) + offsets * rise) / len(curves)
             prior = (self._kernel(sizes.misfit, x, x) + offsets) / len(curves)
@@ -336,19 +347,20 @@ def _peak(cells: _Cells) -> tuple[Array, Array, Array]:
     by how much its logarithm is lower there than if both were free. If a falling law
     would fit best, it is the best constant.
     """
-    both, determinant = cells.p00 + cells.paa + 2 * cells.p0a, cells.p00 * cells.paa - cells.p0a**2
+    both = cells.p00 + cells.paa + 2 * cells.p0a
+    determinant = cells.p00 * cells.paa - cells.p0a**2
     level = ((cells.p00 + cells.p0a) * cells.r0 + (cells.paa + cells.p0a) * cells.a) / both
-    falls, a = cells.a < cells.r0, cells.a.clip(0, 1)
+    falls = cells.a < cells.r0
+    a = cells.a.clip(0, 1)
     r0 = np.where(falls, level, cells.r0 - cells.p0a / cells.p00 * (a - cells.a))
-    precision, off = (
-        np.where(falls, determinant / both, determinant / cells.p00),
-        np.where(falls, cells.r0, a) - cells.a,
-    )
+    precision = np.where(falls, determinant / both, determinant / cells.p00)
+    off = np.where(falls, cells.r0, a) - cells.a
     return r0, np.where(falls, level.clip(0, 1), a), 0.5 * off**2 * precision
 
 
 def _ends(cells: _Cells) -> tuple[Array, Array]:
     """Return the probabilities that A is below R_0 and that it is below 1."""
     deviation = np.sqrt(cells.p00 / (cells.p00 * cells.paa - cells.p0a**2))
-    low, high = (np.maximum(cells.r0, 0) - cells.a) / deviation, (1 - cells.a) / deviation
+    low = (np.maximum(cells.r0, 0) - cells.a) / deviation
+    high = (1 - cells.a) / deviation
     return np.interp(low, _Z, _CDF), np.interp(high, _Z, _CDF)

@@ -123,11 +123,9 @@ def slices(run: Path, hours: str | None = None, **how: Unpack[FitOptions]) -> li
             f"{rundir.evaluations}: no answers of eval.jsonl's evaluations; slices are made from"
             " answers"
         )
-    metrics, tasks, columns = (
-        latest_rows(rundir.metrics),
-        load(str(rundir.recipe)).data.tasks,
-        PointColumns(hours),
-    )
+    metrics = latest_rows(rundir.metrics)
+    tasks = load(str(rundir.recipe)).data.tasks
+    columns = PointColumns(hours)
     found = []
     for name in suites_in(scored[-1][1]):
         read = [
@@ -139,10 +137,8 @@ def slices(run: Path, hours: str | None = None, **how: Unpack[FitOptions]) -> li
             log.warning(
                 "%s: evaluations without an answer are left out: step %s", name, ", ".join(empty)
             )
-        rows, asked = (
-            [row for row, answers in read if answers],
-            [answers for _, answers in read if answers],
-        )
+        rows = [row for row, answers in read if answers]
+        asked = [answers for _, answers in read if answers]
         rewarded = name in tasks and bool(tasks[name].rewards)
         found += [
             _with_law(part, rows, metrics, columns, how) for part in parts(name, asked, rewarded)
@@ -245,7 +241,8 @@ def _by_objective(task: str, answers: list[list[AnswersTo]], rewarded: bool) -> 
             if all(name in each.scores for each in c)
         ]
         every = np.concatenate([each for column in scores for each in column])
-        low, width = float(every.min()), float(np.ptp(every)) or 1.0
+        low = float(every.min())
+        width = float(np.ptp(every)) or 1.0
         means = np.array([[each.mean() for each in column] for column in scores]).T
         yield Slice(task, "objective", name, (means - low) / width, unit=(low, low + width))
 
@@ -261,7 +258,8 @@ def _with_law(
             if part.problem
             else replace(part, problem="it has one prompt, so its noise is unknown")
         )
-    means, answers = part.values.mean(1), part.answers or prompts
+    means = part.values.mean(1)
+    answers = part.answers or prompts
     noise = binomial_noise(means, answers)
     if part.answers is None:
         over_prompts = part.values.std(1, ddof=1) / math.sqrt(prompts)

@@ -42,7 +42,8 @@ def say(found: Fit, text: str, warnings: Sequence[str] | None = None) -> None:
 
 
 def window(found: Fit) -> str:
-    begin, end = amount(found.window[0]), amount(found.window[1], found.unit)
+    begin = amount(found.window[0])
+    end = amount(found.window[1], found.unit)
     return f"R_0 = {found.R_0:.3f} ({_origin(found)}). Fitted from {begin} to {end}."
 
 

@@ -78,7 +78,8 @@ def transfer(fits: Mapping[float, Fit], size: float, r0: float | None = None) ->
             "sizes can be compared only with one unit of compute, and with the sigmoid"
         )
     known = [_logarithms(fit) for fit in fits.values()]
-    k, y = len(fits), np.concatenate([part.mean(0) for part in known])
+    k = len(fits)
+    y = np.concatenate([part.mean(0) for part in known])
     lines = np.log(list(fits)) - np.log(size)  # so that the intercept is the prediction
     x = np.concatenate(
         [np.concatenate([np.eye(4), at * np.eye(4)], axis=1) for at in lines]
@@ -91,7 +92,8 @@ def transfer(fits: Mapping[float, Fit], size: float, r0: float | None = None) ->
     for n, part in enumerate(known):
         across[4 * n : 4 * n + 4, 4 * n : 4 * n + 4] += np.cov(part.T)
     covariance = across + np.tile(tau**2, k)[:, :, None] * np.eye(4 * k)  # [draws, 4k, 4k]
-    missed, to_line = y - x @ mean, (prior @ x.T)[:4]  # [4, 4k]
+    missed = y - x @ mean
+    to_line = (prior @ x.T)[:4]  # [4, 4k]
     solved = np.linalg.solve(
         covariance, np.broadcast_to(np.column_stack([missed, to_line.T]), (DRAWS, 4 * k, 5))
     )
@@ -103,12 +105,10 @@ def transfer(fits: Mapping[float, Fit], size: float, r0: float | None = None) ->
     drawn = middle + np.einsum(
         "nij,nj->ni", np.linalg.cholesky(spread), rng.standard_normal((DRAWS, 4))
     )
-    a, b, c_mid, start = (
-        1 - np.exp(drawn[:, 0]),
-        np.exp(drawn[:, 1]),
-        np.exp(drawn[:, 2]),
-        1 - np.exp(drawn[:, 3]),
-    )
+    a = 1 - np.exp(drawn[:, 0])
+    b = np.exp(drawn[:, 1])
+    c_mid = np.exp(drawn[:, 2])
+    start = 1 - np.exp(drawn[:, 3])
     start = start.clip(0, 1) if r0 is None else np.full(DRAWS, r0)
     return Transferred(np.column_stack([a.clip(start, 1), b, c_mid, start]))
 

@@ -142,7 +142,8 @@ def recipes(directory: Path, overrides: tuple[str, ...] = ()) -> dict[str, Recip
 
 
 def _places(directory: Path, kind: Kind) -> Iterator[str]:
-    prefix, size = "products-" if kind.task == "products" else "", SIZES[kind.size]
+    prefix = "products-" if kind.task == "products" else ""
+    size = SIZES[kind.size]
     for part in ("train", "heldout"):
         yield f"data.tasks.{kind.task}.{part}={directory}/data/{prefix}{part}.jsonl"
     yield f"model.path={warm_start(directory, kind)}"

@@ -85,7 +85,8 @@ def table_and_plots(path: Path) -> int:
         search,
     )  # `results` imports matplotlib, so only when needed
 
-    study, console = plan.opened(path), terminal.console()
+    study = plan.opened(path)
+    console = terminal.console()
     if study.rungs:
         write_atomically(path / "search.md", search.report(study).encode())
         console.print((path / "search.md").read_text(), highlight=False)
@@ -133,10 +134,8 @@ def prepared(
     """Return the study that the options describe, new or found in its directory; for a
     dry run, show it and return None.
     """
-    path, seeds = (
-        Path(options.directory or f"runs/studies/{kind}"),
-        numbers("--seeds", options.seeds),
-    )
+    path = Path(options.directory or f"runs/studies/{kind}")
+    seeds = numbers("--seeds", options.seeds)
     if len(set(seeds)) < len(seeds):
         raise MegarlError(
             f"--seeds: {options.seeds} has a seed twice, whose runs would be the same"
@@ -290,9 +289,7 @@ def _progress(task: StudyTask) -> tuple[str, str, str]:
     """Return texts: the number of steps so far, the first and the last pass rate, and a
     sparkline of all.
     """
-    rows, rates = (
-        latest_rows(task.rundir.metrics),
-        [row["pass_rate"] for row in latest_scores(task.rundir.eval)],
-    )
+    rows = latest_rows(task.rundir.metrics)
+    rates = [row["pass_rate"] for row in latest_scores(task.rundir.eval)]
     ends = " → ".join(f"{rate:.3f}" for rate in rates[:: max(1, len(rates) - 1)])
     return f"{rows[-1]['step'] + 1}" if rows else "-", ends, sparkline(rates, 20)

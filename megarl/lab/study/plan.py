@@ -113,7 +113,8 @@ def prepare(
     different one is there.
     """
     study = Study(path, tuple(recipes), tuple(seeds), tuple(rungs), branch)
-    recipes, wanted = {"trunk": next(iter(recipes.values())), **recipes}, {}
+    recipes = {"trunk": next(iter(recipes.values())), **recipes}
+    wanted = {}
     for task in [*study.tasks, *study.trunk.tasks]:
         run = {"name": task.name, "dir": str(path / "runs"), "seed": task.seed, "resume": "auto"}
         if branch and task.variant != "trunk":

@@ -63,7 +63,8 @@ class VariantResult(NamedTuple):
 
 def write(study: Study, console: Console) -> int:
     """Write all files, and print the table. MegarlError while no run has finished."""
-    rows, done = collect(study), [task for task in study.tasks if task.state() == "done"]
+    rows = collect(study)
+    done = [task for task in study.tasks if task.state() == "done"]
     points = study.path / "points"
     if points.is_symlink():
         raise MegarlError(
@@ -112,7 +113,8 @@ def collect(study: Study) -> list[VariantResult]:
     entries |= {entry.name: entry for entry in compared.entries}
     results = []
     for name, own in tasks.items():
-        runs, entry = tuple(read(task) for task in own), entries[name]
+        runs = tuple(read(task) for task in own)
+        entry = entries[name]
         common = [
             np.interp(hours, [p.compute_hours for p in run], [p.pass_rate for p in run])
             for run in runs
@@ -133,10 +135,8 @@ def read(task: StudyTask) -> tuple[EvaluationPoint, ...]:
     points = []
     for row in latest_scores(task.rundir.eval):
         made = [earlier for earlier in rows if earlier["step"] < row["step"]]
-        tokens, lag = (
-            int(sum(earlier["generated_tokens"] for earlier in made)),
-            round(mean(made, "lag_mean") or 0.0, 3),
-        )
+        tokens = int(sum(earlier["generated_tokens"] for earlier in made))
+        lag = round(mean(made, "lag_mean") or 0.0, 3)
         values = (
             row["compute_hours"],
             row[score],
@@ -170,7 +170,8 @@ def cells(row: VariantResult) -> list[str]:
     hours = np.mean([run[-1].compute_hours for run in row.runs])
     tokens = np.mean([run[-1].tokens for run in row.runs])
     lag = np.mean([run[-1].lag for run in row.runs])
-    found, held = row.fit, row.at_ceiling
+    found = row.fit
+    held = row.at_ceiling
     fitted = ["-"] * 3
     if found is not None and held is not None:
         values = (
@@ -225,12 +226,14 @@ def _spread(values: np.ndarray) -> str:
     return f"{values.mean():.3f}" + (f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else "")
 
 
-PANELS_A_LINE, CURVE_POINTS = 4, 200
+PANELS_A_LINE = 4
+CURVE_POINTS = 200
 
 
 def plot_scaling(rows: Sequence[VariantResult], path: Path) -> None:
     """Write `path`.png and `path`.svg with one panel per variant."""
-    lines, columns = -(-len(rows) // PANELS_A_LINE), min(len(rows), PANELS_A_LINE)
+    lines = -(-len(rows) // PANELS_A_LINE)
+    columns = min(len(rows), PANELS_A_LINE)
     with drawing((3.1 * columns, 2.6 * lines + 0.5), lines, columns, sharex=True, sharey=True) as (
         figure,
         panels,
@@ -272,7 +275,8 @@ def plot_final(rows: Sequence[VariantResult], path: Path) -> None:
 
 def _curve(axes: Axes, row: VariantResult, color: str) -> None:
     for run in row.runs:
-        hours, rates = [p.compute_hours for p in run], [p.pass_rate for p in run]
+        hours = [p.compute_hours for p in run]
+        rates = [p.pass_rate for p in run]
         axes.plot(hours, rates, "o", color=color, markersize=3, alpha=0.5, markeredgewidth=0)
     if row.fit is not None:
         line = np.linspace(*row.fit.window, CURVE_POINTS)

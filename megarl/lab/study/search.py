@@ -188,7 +188,8 @@ def _rungs(recipes: Mapping[str, Recipe], how: SearchOptions) -> list[int]:
         if not recipe.forecast_column:
             why = "with several tasks, name the one by whose score the arms are compared"
             raise MegarlError(f"{name}: evaluation.forecast: {why}")
-    end, halvings = lengths.pop(), math.ceil(math.log2(len(recipes)))
+    end = lengths.pop()
+    halvings = math.ceil(math.log2(len(recipes)))
     rungs = (
         numbers("--rungs", how.rungs) if how.rungs else [end >> n for n in range(halvings, 0, -1)]
     )
@@ -206,7 +207,8 @@ def advance(study: Study, console: Console, index: int | None = None) -> int:
     a run failed; 128 + signal: stopped. A failed run is tried again as long as its rung
     is not decided; with an `index`, as one of several jobs, it counts as ended.
     """
-    alive, status = study.variants, 0
+    alive = study.variants
+    status = 0
     for stage in (
         study.trunk,
         *(replace(study, steps=step) for step in (*study.rungs, _total(study))),
@@ -230,7 +232,8 @@ def advance(study: Study, console: Console, index: int | None = None) -> int:
         if stage.steps in study.rungs:
             rung = decide(study, stage)
             console.print(*_lines(rung), sep="\n", highlight=False)
-            alive, status = rung.kept, 0  # a failure is a result, too
+            alive = rung.kept
+            status = 0  # a failure is a result, too
         elif stage.variants == ("trunk",) and (
             failed := [str(t.log) for t in stage.tasks if t.state() != "done"]
         ):
@@ -275,10 +278,8 @@ def _curves(tasks: Sequence[StudyTask], until: Mapping[str, int]) -> dict[str, l
     """
     curves: dict[str, list[Curve]] = {}
     for task in tasks:
-        end, columns = (
-            until[task.variant],
-            PointColumns("training_hours", load(str(task.recipe)).forecast_column),
-        )
+        end = until[task.variant]
+        columns = PointColumns("training_hours", load(str(task.recipe)).forecast_column)
         scores = [row for row in latest_scores(task.rundir.eval) if row["step"] <= end]
         steps = [row for row in latest_rows(task.rundir.metrics) if row["step"] < end]
         curve = curve_of_run(task.name, scores, steps, str(task.rundir.eval), columns)
@@ -306,22 +307,22 @@ def judge(curves: Mapping[str, Sequence[Curve]]) -> Judgement:
                 for of_arm in last.values()
             ]
         )
-        won, ceiling = chances(drawn, drawn, within=0.0), 0.0
+        won = chances(drawn, drawn, within=0.0)
+        ceiling = 0.0
         standings = [
             Standing(arm, float(p), score[arm]) for arm, p in zip(curves, won, strict=True)
         ]
     else:
-        fits, held = (
-            {entry.name: entry.fit for entry in fitted.entries if entry.fit is not None},
-            fitted.at_ceiling,
-        )
+        fits = {entry.name: entry.fit for entry in fitted.entries if entry.fit is not None}
+        held = fitted.at_ceiling
         # Draws are in the order of a grid, which is the same for each arm; shuffling
         # makes them independent.
         a = np.array([rng.permutation(one.posterior.theta[:, 0]) for one in fits.values()])
         b = np.array(
             [rng.permutation(held[arm].posterior.theta[:, 2]) for arm in fits]
         )  # the logarithm of B
-        won, ceiling = chances(a, b), fitted.ceiling
+        won = chances(a, b)
+        ceiling = fitted.ceiling
         standings = [
             Standing(arm, float(p), score[arm], one.A, one.A_interval, held[arm].B)
             for (arm, one), p in zip(fits.items(), won, strict=True)
@@ -341,7 +342,8 @@ def chances(a: np.ndarray, b: np.ndarray, within: float = SAME_CEILING) -> np.nd
 
 def _last(curve: Curve) -> tuple[float, float]:
     """Return the last score and its binomial standard deviation."""
-    rate, answers = float([curve.r0 or 0.0, *curve.pass_rate][-1]), curve.answers or 1
+    rate = float([curve.r0 or 0.0, *curve.pass_rate][-1])
+    answers = curve.answers or 1
     middle = min(
         max(rate, 1 / (answers + 1)), answers / (answers + 1)
     )  # a perfect score is not without noise
@@ -378,7 +380,8 @@ def report(study: Study) -> str:
     """
     rungs = [_read(file) for step in study.rungs if (file := _file(study, step)).exists()]
     lines = [line for rung in rungs for line in (*_lines(rung), "")]
-    alive, total = rungs[-1].kept if rungs else study.variants, _total(study)
+    alive = rungs[-1].kept if rungs else study.variants
+    total = _total(study)
     ends = replace(study, variants=alive, steps=total).tasks
     if len(rungs) < len(study.rungs) or any(
         task.state() not in ("done", "failed") for task in ends
@@ -394,11 +397,14 @@ def report(study: Study) -> str:
             [*lines, f"No winner: {', '.join(alive)} failed after the last rung; see logs/.\n"]
         )
     shared = {task.seed: _hours(task, study.branch) for task in study.trunk.tasks}
-    spent, alone = sum(shared.values()), 0.0
+    spent = sum(shared.values())
+    alone = 0.0
     for task in tasks:
-        before, steps = shared.get(task.seed, 0.0), reached[task.variant] - study.branch
+        before = shared.get(task.seed, 0.0)
+        steps = reached[task.variant] - study.branch
         own = _hours(task, reached[task.variant]) - before
-        spent, alone = spent + own, alone + before + own * (total - study.branch) / steps
+        spent = spent + own
+        alone = alone + before + own * (total - study.branch) / steps
     unit = latest_scores(tasks[0].rundir.eval)[-1]["compute_unit"]
     kept = math.prod([rung.judgement.chance(rung.kept) for rung in rungs])
     said = (

@@ -134,13 +134,12 @@ class AnthropicMessages(wire.WireProtocol):
                     empty = {"thinking": "", "signature": ""}
                     deltas = [{"type": f"{key}_delta", key: block[key]} for key in empty]
                 case "text":
-                    empty, deltas = {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
+                    empty = {"text": ""}
+                    deltas = [{"type": "text_delta", "text": block["text"]}]
                 case _:
                     written = msgspec.json.encode(block["input"]).decode()
-                    empty, deltas = (
-                        {"input": {}},
-                        [{"type": "input_json_delta", "partial_json": written}],
-                    )
+                    empty = {"input": {}}
+                    deltas = [{"type": "input_json_delta", "partial_json": written}]
             events.append(
                 {"type": "content_block_start", "index": n, "content_block": block | empty}
             )
@@ -160,7 +159,8 @@ def _messages(message: BlockMessage, where: str) -> Iterator[CanonicalMessage]:
     """Yield the canonical messages in a message: one for an assistant's; for a user's,
     one per tool result or run of texts.
     """
-    role, content = wire.role_of(message.role, f"{where}.role"), message.content
+    role = wire.role_of(message.role, f"{where}.role")
+    content = message.content
     blocks = [Block("text", content)] if isinstance(content, str) else content
     if role == "assistant":
         calls = tuple(ToolCall.of(b.id, b.name, b.input) for b in blocks if b.type == "tool_use")

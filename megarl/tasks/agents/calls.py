@@ -28,7 +28,10 @@ from megarl.tasks.agents.messages import CanonicalMessage, ToolCall
 from megarl.tasks.data.chat import ChatTemplate
 from megarl.tasks.thinking import is_opened, opening_of, without_thinking
 
-NAME, KEY, VALUE, SAID = "megarl_tool", "megarl_key", "megarl-value", "said-by-the-assistant"
+NAME = "megarl_tool"
+KEY = "megarl_key"
+VALUE = "megarl-value"
+SAID = "said-by-the-assistant"
 PROBE = {
     "type": "function",
     "function": {
@@ -154,7 +157,8 @@ class CallFormat:
         if self.arguments:
             return re.compile(_literal(self.calls.opening))
         name = r"functions\.[\w.-]+:\d+" if self.by_ids else r"[\w.-]+"
-        to, behind = _literal(self.calls.opening), _literal(self.behind_name)
+        to = _literal(self.calls.opening)
+        behind = _literal(self.behind_name)
         if not self.behind_name.startswith(_CHANNEL):
             return re.compile(rf"{to}\s*({name})\s*{behind}")
         channel, kind = (_literal(part) for part in self.behind_name.split(maxsplit=1))
@@ -215,7 +219,8 @@ class CallFormat:
             else:
                 arguments, at = _decoder.raw_decode(text, at)
                 if self.arguments:
-                    name, arguments = arguments["name"], arguments[self.arguments]
+                    name = arguments["name"]
+                    arguments = arguments[self.arguments]
             json.dumps(
                 [name, arguments], ensure_ascii=False, allow_nan=False
             ).encode()  # no 1e999, no \ud83d alone
@@ -261,7 +266,8 @@ def _told(chat: ChatTemplate, ends: str, as_text: bool, by_ids: bool, count: int
     formats.
     """
     asked: JsonObject = {"role": "user", "content": "?"}
-    calls, whats = [], []
+    calls = []
+    whats = []
     for n, (name, given) in enumerate(_PROBES[:count]):
         whats.append(f"functions.{name}:{n}" if by_ids else name)
         function = {"name": name, "arguments": json.dumps(given) if as_text else given}
@@ -281,7 +287,10 @@ def _told(chat: ChatTemplate, ends: str, as_text: bool, by_ids: bool, count: int
         before = said if text.startswith(said) else chat.render([asked], [PROBE])
         return text.removeprefix(before) if text.startswith(before) else ""
 
-    text, at, spans, form = turn(""), 0, list[tuple[int, int]](), dict[str, Any]()
+    text = turn("")
+    at = 0
+    spans = list[tuple[int, int]]()
+    form = dict[str, Any]()
     for what, (name, given) in zip(whats, _PROBES, strict=False):
         begin, at, told = _span(text, at, what, name, given)
         spans.append((begin, at))
@@ -323,7 +332,8 @@ def _span(
         value, end = _decoder.raw_decode(text, begin)
         if value == given:
             return named, end, {"behind_name": text[behind:begin].strip()}
-    begins, ends = [], [behind]
+    begins = []
+    ends = [behind]
     for part in (part for pair in given.items() for part in pair):
         begins.append(text.index(part, ends[-1]))
         ends.append(begins[-1] + len(part))
@@ -402,7 +412,8 @@ def _types(schema: Any) -> set[Any]:
     """Return the names of the types that a JSON schema allows; empty if it does not
     say.
     """
-    named, others = _field(schema, "type"), _field(schema, "anyOf")
+    named = _field(schema, "type")
+    others = _field(schema, "anyOf")
     names = {
         name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)
     }

@@ -101,7 +101,8 @@ class ChatCompletions(wire.WireProtocol):
         return _head(turn, body, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
 
     def events(self, body: JsonObject, turn: ServedTurn) -> Iterator[tuple[str, Any]]:
-        head, message = _head(turn, body, "chat.completion.chunk"), turn.message
+        head = _head(turn, body, "chat.completion.chunk")
+        message = turn.message
         deltas: list[JsonObject] = [{"role": "assistant", "content": ""}]
         deltas += [{"reasoning_content": message.reasoning}] if message.reasoning else []
         deltas += [{"content": message.text}] if message.text else []
@@ -138,5 +139,6 @@ def _head(turn: ServedTurn, body: JsonObject, kind: str) -> JsonObject:
 
 
 def _usage(turn: ServedTurn) -> dict[str, int]:
-    sent, made = turn.prompt_tokens, turn.completion_tokens
+    sent = turn.prompt_tokens
+    made = turn.completion_tokens
     return {"prompt_tokens": sent, "completion_tokens": made, "total_tokens": sent + made}

@@ -49,7 +49,8 @@ of an answer.
 KEEP_ALIVE_S = 15.0
 
 
-CHAT, MESSAGES = ChatCompletions(), AnthropicMessages()
+CHAT = ChatCompletions()
+MESSAGES = AnthropicMessages()
 PROTOCOLS: tuple[WireProtocol, ...] = (CHAT, MESSAGES, Responses())
 
 
@@ -59,7 +60,8 @@ class Gateway:
     """
 
     def __init__(self, host: str) -> None:
-        self._host, self.url = host, ""
+        self._host = host
+        self.url = ""
         self._sessions: dict[str, AgentSession] = {}
         self._rewarded: dict[str, AgentSession] = {}  # the same, by the key for rewards
         self._ignored = set[tuple[str, str]]()

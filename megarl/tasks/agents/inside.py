@@ -83,7 +83,8 @@ def main(words: list[str]) -> None:
     signal.signal(
         signal.SIGTERM, lambda number, _: sys.exit(128 + number)
     )  # so that `finally` and `atexit` clean up
-    function, env = imported(words[1]), os.environ
+    function = imported(words[1])
+    env = os.environ
     task = AgentTask(
         **json.load(sys.stdin),
         base_url=env["OPENAI_BASE_URL"],

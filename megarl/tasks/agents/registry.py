@@ -59,7 +59,8 @@ class Turns:
     """
 
     def __init__(self, count: int) -> None:
-        self._free, self._numbers = count, itertools.count()
+        self._numbers = itertools.count()
+        self._free = count
         self._waiting: list[tuple[tuple[int, int, int], int, asyncio.Future[None]]] = []
 
     @asynccontextmanager
@@ -91,7 +92,8 @@ class TaskAgents:
     """
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
-        self._recipe, self._tokenizer = recipe, tokenizer
+        self._recipe = recipe
+        self._tokenizer = tokenizer
         self._tasks = {name: task for name, task in recipe.sampled.items() if task.agent}
         self._turns = Turns(recipe.agent.at_once)
         self._gateway: asyncio.Task[Gateway] | None = None
@@ -137,7 +139,8 @@ class TaskAgents:
     ) -> AgentRollout:
         if self._gateway is None:
             self._gateway = asyncio.create_task(Gateway(self._host).start())
-        gateway, rendering = await asyncio.shield(self._gateway), self._renderings[prompt.task]
+        gateway = await asyncio.shield(self._gateway)
+        rendering = self._renderings[prompt.task]
         async with self._turns.turn(order):
             for left in reversed(range(TRIES)):
                 async with gateway.session(
@@ -256,7 +259,8 @@ async def _ended(
     waited: Callable[[], float],
 ) -> None:
     """Wait until the process has exited or must be stopped."""
-    over_since, before = None, waited()
+    over_since = None
+    before = waited()
     while process.returncode is None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), POLL_S)

@@ -53,7 +53,9 @@ class Rendering:
     def __init__(
         self, chat: ChatTemplate, tokenizer: Tokenizer, history: Literal["sampled", "template"]
     ) -> None:
-        self._chat, self._tokenizer, self._history = chat, tokenizer, history
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._history = history
         self.ends = tuple(tokenizer.decode(int32([end])) for end in tokenizer.ends)
         self.calls = call_format(chat, self.ends)
         added = tokenizer.backend.get_added_tokens_decoder().values()
@@ -178,7 +180,8 @@ class Rendering:
         tokens; None if it differs from theirs. WireError if the template rejects the
         messages.
         """
-        text, said = self._render(request), self._tokenizer.decode(tokens)
+        text = self._render(request)
+        said = self._tokenizer.decode(tokens)
         cut = passed = 0
         for literal, part in self._parts(text):
             if passed + len(part) <= len(said):
@@ -301,11 +304,13 @@ def tail_problem(chat: ChatTemplate, rendering: Rendering) -> str:
     ]
     tails = [results[:2], results[2:], [CanonicalMessage("user", "go on")]]
     said = [CanonicalMessage("system", "be brief"), CanonicalMessage("user", "begin")]
-    tools, told = [PROBE] if rendering.calls else [], False
+    tools = [PROBE] if rendering.calls else []
+    told = False
     for answer, tail in list(zip(answers, tails, strict=True))[0 if rendering.calls else 2 :]:
         if (alone := rendering.tail_text(answer, tail, tools)) is None:
             continue
-        told, whole = True, rendering.tail_text(answer, tail, tools, before=said)
+        told = True
+        whole = rendering.tail_text(answer, tail, tools, before=said)
         if alone != whole:
             what = (
                 "a user's words" if tail[0].role == "user" else f"the results of {len(tail)} calls"

@@ -104,7 +104,8 @@ class Responses(wire.WireProtocol):
 
     def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
         whole = turn.finish != "length"
-        sent, made = turn.prompt_tokens, turn.completion_tokens
+        sent = turn.prompt_tokens
+        made = turn.completion_tokens
         return {
             "id": f"resp_{turn.node.number}",
             "object": "response",
@@ -147,11 +148,16 @@ class Responses(wire.WireProtocol):
             empty: JsonObject
             if item["type"] == "function_call":
                 told = {"arguments": item["arguments"], "name": item["name"]}
-                empty, kind, parts = {"arguments": ""}, "function_call_arguments", []
+                empty = {"arguments": ""}
+                kind = "function_call_arguments"
+                parts = []
             else:
                 (part,) = item["content"]
-                told, at["content_index"] = {"text": part["text"]}, 0
-                empty, kind, parts = {"content": []}, part["type"], [part]
+                told = {"text": part["text"]}
+                at["content_index"] = 0
+                empty = {"content": []}
+                kind = part["type"]
+                parts = [part]
             written = next(iter(told.values()))
             events.append(
                 (
@@ -204,10 +210,13 @@ def _messages(
 
 def _items(turn: ServedTurn) -> list[JsonObject]:
     """Return the items of an answer: reasoning, text, calls."""
-    number, message, done = turn.node.number, turn.message, {"status": "completed"}
+    number = turn.node.number
+    message = turn.message
+    done = {"status": "completed"}
     items: list[JsonObject] = []
     if message.reasoning:
-        text, mark = {"type": "reasoning_text", "text": message.reasoning}, f"rs_{number}"
+        text = {"type": "reasoning_text", "text": message.reasoning}
+        mark = f"rs_{number}"
         items.append(
             {
                 "type": "reasoning",

@@ -103,17 +103,24 @@ class AgentSession:
         self.bounds = RequestBounds.of(recipe.length)
         self.budget = ByteBudget(2 * self.bounds.body_bytes)
         self.tree, self.known = SessionTree(), ReadMessages(self.bounds)
-        self.over, self.limited = "", False
+        self.over = ""
+        self.limited = False
         self.rewards: list[tuple[int, float]] = []
         self.refused = ""
         self.failure: BaseException | None = None
         self.began = time.monotonic()
         self.idle_since: float | None = self.began
-        self._settings, self._length = recipe.agent, recipe.length
-        self._tokenizer, self._rendering, self._policy = tokenizer, rendering, policy
+        self._settings = recipe.agent
+        self._length = recipe.length
+        self._tokenizer = tokenizer
+        self._rendering = rendering
+        self._policy = policy
         self._asked: dict[bytes, list[PendingTurn]] = {}
         self._requests = 0
-        self._working, self._paths, self._alone, self._asked_last = 0, 0, 0.0, 0
+        self._working = 0
+        self._paths = 0
+        self._alone = 0.0
+        self._asked_last = 0
         self._room, self._lent, self._returned = recipe.agent.trained_tokens, 0, asyncio.Event()
 
     def resume(self, body: bytes, retried: bool, is_open: Callable[[], bool]) -> PendingTurn | None:
@@ -271,10 +278,8 @@ class AgentSession:
         )
         text = self._text(turn.segments, node.stopped)
         cut = bool(node.stopped) or not turn.ended
-        form, prompt = (
-            self._rendering.calls if request.tools else None,
-            self._tokenizer.decode(before[-8:]).rstrip(),
-        )
+        form = self._rendering.calls if request.tools else None
+        prompt = self._tokenizer.decode(before[-8:]).rstrip()
         served = read_turn(
             text, form, self._length.end_of_thinking, node.number, request.tools, cut, prompt
         )
@@ -378,7 +383,8 @@ class AgentSession:
         if not stops or not found(len(tokens)):
             return turn.segments, ""
         count = 1 + bisect_left(range(1, len(tokens) + 1), True, key=lambda n: bool(found(n)))
-        kept, left = list[Segment](), count
+        kept = list[Segment]()
+        left = count
         for s in turn.segments:
             if left:
                 kept.append(structs.replace(s, tokens=s.tokens[:left], logprobs=s.logprobs[:left]))

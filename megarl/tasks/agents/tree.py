@@ -59,7 +59,8 @@ class TreeNode:
     @property
     def line(self) -> list["TreeNode"]:
         """The nodes from the root to this one."""
-        found, node = [self], self.parent
+        found = [self]
+        node = self.parent
         while node is not None:
             found.append(node)
             node = node.parent
@@ -144,7 +145,8 @@ class SessionTree:
         """Record what was sampled for the node, and the message that the agent is
         served.
         """
-        node.segments, node.served = segments, served
+        node.segments = segments
+        node.served = served
         if served.calls and served.text.strip():
             ids = tuple(call.id for call in served.calls)
             self._textless[ids, replace(served, text="").key] = served.key
@@ -224,7 +226,8 @@ class SessionTree:
             end = shared
             for node in line[len(before) :]:
                 if n := len(node.put):
-                    zeros, version = np.zeros(n, np.float32), node.segments[0].weight_version
+                    zeros = np.zeros(n, np.float32)
+                    version = node.segments[0].weight_version
                     own.append(
                         Segment(
                             tokens=node.put, logprobs=zeros, weight_version=version, trained=False

@@ -94,7 +94,8 @@ def problem(rng: random.Random) -> Exercise:
     uniformly from 1 to that number.
     """
     digits = rng.choices(list(DIGITS), list(DIGITS.values()))[0]
-    one, other = _number(rng, digits), _number(rng, rng.randint(1, digits))
+    one = _number(rng, digits)
+    other = _number(rng, rng.randint(1, digits))
     if rng.random() < 0.5:
         one, other = other, one
     sign = rng.choice("+-")
@@ -112,13 +113,12 @@ def columns(problem: Exercise, wrong: int | None = None, shift: int = 0) -> tupl
     off them. The result of column `wrong` is moved by `shift` (1 … 9), so that its last
     digit, and with it the answer, becomes wrong.
     """
-    equations, digits, over = (
-        [],
-        [],
-        False,
-    )  # over: the previous column carried, or borrowed from this one
+    equations = []
+    digits = []
+    over = False  # over: the previous column carried, or borrowed from this one
     for place in range(problem.digits):
-        left, right = problem.left // 10**place % 10, problem.right // 10**place % 10
+        left = problem.left // 10**place % 10
+        right = problem.right // 10**place % 10
         borrows = problem.sign == "-" and left < right + over
         left += 10 * borrows
         result = left + right + over if problem.sign == "+" else left - right - over

@@ -12,10 +12,15 @@ from typing import Any, NamedTuple
 from megarl.core.base.rundir import write_atomically, write_jsonl
 from megarl.core.base.types import JsonObject
 
-TRAIN_PROMPTS, HELDOUT_PROMPTS, SFT_TRACES = 4096, 512, 40_000
+TRAIN_PROMPTS = 4096
+HELDOUT_PROMPTS = 512
+SFT_TRACES = 40_000
 
 CHARACTERS = "0123456789+-=;.,:?!*/%()[]<>"
-PAD, END, THINK, END_OF_THINKING = "<pad>", "<eos>", "<think>", "</think>"
+PAD = "<pad>"
+END = "<eos>"
+THINK = "<think>"
+END_OF_THINKING = "</think>"
 SPECIAL = (PAD, END, THINK, END_OF_THINKING)
 INTERRUPTION = "..." + END_OF_THINKING
 
@@ -96,7 +101,8 @@ def write_task(
     drawn: dict[Exercise, None] = {}
     while len(drawn) < HELDOUT_PROMPTS + TRAIN_PROMPTS:
         drawn[draw(rng)] = None
-    heldout, train = list(drawn)[:HELDOUT_PROMPTS], list(drawn)[HELDOUT_PROMPTS:]
+    heldout = list(drawn)[:HELDOUT_PROMPTS]
+    train = list(drawn)[HELDOUT_PROMPTS:]
     written = {}
     for name, chosen in (("heldout", heldout), ("train", train)):
         written[name] = [

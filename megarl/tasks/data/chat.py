@@ -79,7 +79,8 @@ class ChatTemplate:
         completion. The reply is a message with the role `tool`, or `user` if the
         template does not support tools. MegarlError if neither works.
         """
-        said, told = "said-by-the-assistant", 'told-by-the-"tool"'
+        said = "said-by-the-assistant"
+        told = 'told-by-the-"tool"'
         in_json = json.dumps(told)[1:-1]
         before: list[Message] = [
             {"role": "user", "content": "?"},
@@ -151,7 +152,8 @@ def load_chat(
     }
     environment = TemplateEnvironment()
     try:
-        template, parsed = environment.from_string(source), environment.parse(source)
+        template = environment.from_string(source)
+        parsed = environment.parse(source)
     except (TemplateError, RecursionError) as error:
         raise MegarlError(f"{folder}: the chat template cannot be read: {error}") from None
     free = meta.find_undeclared_variables(parsed) - {*OURS, *environment.globals, *tokens}

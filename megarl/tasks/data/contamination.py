@@ -19,7 +19,9 @@ from megarl.tasks.data.conversations import messages_of
 from megarl.tasks.data.rows import Raw, UnfitError, collapsed, words
 from megarl.tasks.data.sources import Unreadable, stream
 
-NGRAM, SHORTEST, COMMON = 13, 8, 10
+NGRAM = 13
+SHORTEST = 8
+COMMON = 10
 QUESTIONS = ("prompt", "problem", "question", "question_content", "text")
 """Columns with the text of an evaluation row; the first that the row has is used. They
 cover AIME, MATH-500, GSM8K, LiveCodeBench, HumanEval, MBPP.

@@ -101,7 +101,8 @@ def prepare(
         rows = progress.track(stream(source), description="reading")
         surveyed = survey(source, read, heldout, evaluation, rows, removed)
         progress.update(progress.task_ids[0], total=len(surveyed.kept))
-        kept, held = int(surveyed.kept.sum()), int(surveyed.heldout.sum())
+        kept = int(surveyed.kept.sum())
+        held = int(surveyed.heldout.sum())
         paths = [out / f"{side}.{form}" for side in ("train", "heldout")[: 2 if held else 1]]
         adds = [stack.enter_context(_file(path, surveyed.shape)) for path in paths]
         for row, is_held in progress.track(chosen(surveyed), total=kept, description="writing"):
@@ -143,7 +144,8 @@ def _file(path: Path, shape: RowShape) -> Iterator[Callable[[JsonObject], None]]
     """Yield a function that appends a row to the file. The file has another name until
     it is complete.
     """
-    part, rows = path.with_name(f".{path.name}.part"), list[JsonObject]()
+    part = path.with_name(f".{path.name}.part")
+    rows = list[JsonObject]()
     try:
         with _opened(part, path.suffix, shape) as write:
 

@@ -81,7 +81,8 @@ def partial_products(
     first, and the sum of their results. wrong: the number of an equation in whose
     result one digit is changed.
     """
-    equations, total = [], 0
+    equations = []
+    total = 0
     for place, digit in enumerate(reversed(str(factors.right))):
         factor = int(digit) * 10**place
         result = factors.left * factor

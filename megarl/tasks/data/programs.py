@@ -29,7 +29,8 @@ def with_starter_code(path: str) -> Getter:
     """
 
     def prompt(raw: Raw) -> str:
-        problem, starter = text_of(column(path)(raw)), raw.get("starter_code")
+        problem = text_of(column(path)(raw))
+        starter = raw.get("starter_code")
         return (
             f"{problem}\n\nBegin with this code:\n```python\n{starter}\n```" if starter else problem
         )
@@ -47,11 +48,9 @@ def unit_tests(raw: Raw) -> str:
     tests = _decoded(column("tests")(raw), "tests")
     named = None
     if isinstance(tests, Mapping):  # TACO: columns of inputs and outputs
-        named, inputs, outputs = (
-            tests.get("fn_name"),
-            tests.get("inputs", []),
-            tests.get("outputs", []),
-        )
+        named = tests.get("fn_name")
+        inputs = tests.get("inputs", [])
+        outputs = tests.get("outputs", [])
         if len(inputs) != len(outputs):
             raise UnfitError("the tests have different numbers of inputs and outputs")
         tests = [

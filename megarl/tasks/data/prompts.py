@@ -93,7 +93,8 @@ class Stored(Sequence[Prompt]):
             return [self[i] for i in range(*n.indices(len(self)))]
         if not -len(self) <= n < len(self):
             raise IndexError(n)
-        begin, end = self._ends[n % len(self)], self._ends[n % len(self) + 1]
+        begin = self._ends[n % len(self)]
+        end = self._ends[n % len(self) + 1]
         with _room():
             self._file.flush()
         return decode(os.pread(self._file.fileno(), end - begin, begin), Prompt)
@@ -362,7 +363,8 @@ def check_disjoint(train: PromptSet, heldout: PromptSet) -> None:
     """
     shared = np.intersect1d(train.fingerprints, heldout.fingerprints)
     if len(shared):
-        ours, theirs = _ids(heldout, shared), _ids(train, shared)
+        ours = _ids(heldout, shared)
+        theirs = _ids(train, shared)
         pairs = [
             f"held-out {name!r} is training prompt {theirs[mark]!r}" for mark, name in ours.items()
         ]
@@ -375,7 +377,8 @@ def _load_task(
     name: str, task: Task, tokenizer: Tokenizer, max_tokens: int, evaluation: Overlap | None
 ) -> tuple[PromptSet, PromptSet]:
     """Load a task's training and held-out prompts, from one file or from one file each."""
-    read, render = mapping_of(task.mapping, task.columns), renderer(task, tokenizer)
+    read = mapping_of(task.mapping, task.columns)
+    render = renderer(task, tokenizer)
     refuse = FAULTS if read is own else frozenset()
     counted = task.heldout if isinstance(task.heldout, int) else 0
     if "code" in task.graders:

@@ -36,14 +36,15 @@ BLOCK = 1 << 16
 
 type Reader = Callable[[Any], PromptRow]
 
-MALFORMED, EMPTY_PROMPT, EMPTY_ANSWER = "not of the schema", "empty prompt", "empty answer"
+MALFORMED = "not of the schema"
+EMPTY_PROMPT = "empty prompt"
+EMPTY_ANSWER = "empty answer"
 NO_ANSWER = "no answer"
-LARGE_ANSWER, CONTAMINATED = "answer too large", "of an evaluation set"
-REPEATED, CONTRADICTED, REPEATED_ID = (
-    "repeated prompt",
-    "repeated prompt with another answer",
-    "repeated id",
-)
+LARGE_ANSWER = "answer too large"
+CONTAMINATED = "of an evaluation set"
+REPEATED = "repeated prompt"
+CONTRADICTED = "repeated prompt with another answer"
+REPEATED_ID = "repeated id"
 UNFIT = frozenset({MALFORMED, EMPTY_PROMPT, EMPTY_ANSWER})
 FAULTS = UNFIT | {LARGE_ANSWER, REPEATED, CONTRADICTED, REPEATED_ID}
 """Reasons for which a source may be refused as a whole, instead of leaving out the
@@ -142,7 +143,9 @@ def survey(
     called for each row found in an evaluation set. repeats: keep and count rows with
     the same id. largest: the most characters in an answer.
     """
-    left_out, columns, shape = LeftOut(), _Hashes(), RowShape()
+    left_out = LeftOut()
+    columns = _Hashes()
+    shape = RowShape()
     for number, raw in stream(source) if rows is None else rows:
         row = _row(raw, read, number, left_out, largest)
         hit = evaluation.find(row.prompt) if row and evaluation else None
@@ -157,7 +160,8 @@ def survey(
             shape.add(row)
     if not columns.numbers:
         raise MegarlError(f"{source}: no rows in it")
-    kept, again = np.array(columns.usable, bool), 0
+    kept = np.array(columns.usable, bool)
+    again = 0
     if repeats:
         again = len(_repeats(columns.ids, kept)[0])
     else:
@@ -251,12 +255,11 @@ def _leave_out_repeats(columns: _Hashes, kept: np.ndarray, left_out: LeftOut) ->
     again, first = _repeats(columns.prompts, kept)
     kept[again] = False
     answers = np.frombuffer(columns.answers, np.uint64)
-    other, of_id = answers[again] != answers[first], _repeats(columns.ids, kept)
+    other = answers[again] != answers[first]
+    of_id = _repeats(columns.ids, kept)
     kept[of_id[0]] = False
-    prompt, name = (
-        "its prompt was on line {}; leave one out",
-        "its id was on line {}; ids must differ",
-    )
+    prompt = "its prompt was on line {}; leave one out"
+    name = "its id was on line {}; ids must differ"
     for reason, what, rows, earlier in (
         (REPEATED, prompt, again[~other], first[~other]),
         (CONTRADICTED, prompt, again[other], first[other]),
@@ -295,7 +298,8 @@ def _held_out(source: str, count: int, prompts: "array[int]", kept: np.ndarray) 
     """Return [rows] bool: True for the `count` kept rows whose prompts have the
     smallest hashes.
     """
-    held, rows = np.zeros(len(kept), bool), np.flatnonzero(kept)
+    held = np.zeros(len(kept), bool)
+    rows = np.flatnonzero(kept)
     if count >= len(rows) > 0:  # if no row can be used, `chosen` says why
         raise MegarlError(
             f"{source}: {count} rows to hold out of {len(rows)} that can be used leave none to"

@@ -182,7 +182,8 @@ def templated(source: Survey, tokenizer: Tokenizer) -> Survey:
     what the model sees.
     """
 
-    chat, is_first = cache(partial(load_chat, tokenizer.path)), iter([True])
+    chat = cache(partial(load_chat, tokenizer.path))
+    is_first = iter([True])
     end = cache(lambda: _end_of_turn(chat(), tokenizer))
 
     def read(raw: Mapping[str, Any]) -> Taught:
@@ -225,7 +226,8 @@ def _end_of_turn(chat: ChatTemplate, tokenizer: Tokenizer) -> str:
     the user's next message, if it can end a completion; else an empty text: the
     eos_token of tokenizer_config.json is learnt.
     """
-    said, asked = "said-by-the-assistant", {"role": "user", "content": "?"}
+    said = "said-by-the-assistant"
+    asked = {"role": "user", "content": "?"}
     try:
         text = chat.render(
             [asked, {"role": "assistant", "content": said}, asked], reply=False

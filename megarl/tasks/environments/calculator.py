@@ -16,7 +16,9 @@ from megarl.core.base.contracts import DONE, Environment, Observation
 from megarl.core.base.errors import MegarlError
 from megarl.tasks.environments.framing import Setting
 
-OPEN, CLOSE, UNKNOWN = "[", "]", "?"
+OPEN = "["
+CLOSE = "]"
+UNKNOWN = "?"
 LONGEST = 200
 """Most characters in an expression, which also bounds the digits of its value and the
 time.
@@ -45,7 +47,8 @@ class Calculator(Environment):
     """
 
     def __init__(self, setting: Setting) -> None:
-        self._tokenizer, self._reply_tokens = setting.tokenizer, setting.reply_tokens
+        self._tokenizer = setting.tokenizer
+        self._reply_tokens = setting.reply_tokens
         closing = self._tokenizer.ids(CLOSE)
         if len(closing) != 1:
             raise MegarlError(f"calculator needs {CLOSE!r} as one token")

@@ -41,12 +41,10 @@ class Framing:
         limit: int,
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._tokenizer, self._template, self._limit, self._options = (
-            tokenizer,
-            template,
-            limit,
-            options,
-        )
+        self._tokenizer = tokenizer
+        self._template = template
+        self._limit = limit
+        self._options = options
         self._parts: tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer] | None = None
         self._in_json = False
 
@@ -78,12 +76,11 @@ class Framing:
         this model, or the limit leaves no room for text.
         """
         if self._parts is None:
-            (before, after), sampled = RAW, 0
+            (before, after) = RAW
+            sampled = 0
             if self._template == "chat":
-                ends, sampled = (
-                    tuple(self._tokenizer.decode(int32([end])) for end in self._tokenizer.ends),
-                    1,
-                )
+                ends = tuple(self._tokenizer.decode(int32([end])) for end in self._tokenizer.ends)
+                sampled = 1
                 before, after, self._in_json = load_chat(
                     self._tokenizer.path, self._options
                 ).around_reply(ends)

@@ -26,7 +26,8 @@ class Guessing(Environment):
     def __init__(self, setting: Setting) -> None:
         setting.framing.check()
         self._setting = setting
-        self._secret, self._right = 0, False
+        self._secret = 0
+        self._right = False
 
     async def reset(self, prompt: Prompt) -> None:
         self._secret = int(prompt.answer)

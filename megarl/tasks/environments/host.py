@@ -58,7 +58,9 @@ class Process:
         """mark: the memory in which the process says whose code is running; longest:
         bytes of its longest reply.
         """
-        self._process, self._mark, self._longest = process, mark, longest
+        self._process = process
+        self._mark = mark
+        self._longest = longest
         self._waiting: dict[int, asyncio.Future[EpisodeReply]] = {}
         self._heard = 0.0
         self.over: Died | None = None  # set once it can answer no more requests

@@ -20,7 +20,8 @@ from megarl.tasks.graders.sandbox import Limits, Ran
 from megarl.tasks.thinking import blocks
 
 LIMITS = Limits(seconds=10, output=1 << 16)
-FENCE, TOOL_CALL = "```", "<tool_call>"
+FENCE = "```"
+TOOL_CALL = "<tool_call>"
 OPENING = re.compile(r"```python[^\n`]*\n|<tool_call>")
 CLOSING = {FENCE: FENCE, TOOL_CALL: "</tool_call>"}
 WRAPPED = """import sys
@@ -79,7 +80,8 @@ def program_of(kind: str, called: str) -> str:
         return called
     try:
         tool = json.loads(called)
-        name, program = tool["name"], tool["arguments"]["code"]
+        name = tool["name"]
+        program = tool["arguments"]["code"]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError('error: a call is {"name": "python", "arguments": {"code": …}}') from None
     if name != "python" or not isinstance(program, str):

@@ -48,7 +48,9 @@ class Bounded:
     """An episode of an environment, within limits: a `PlayedEnvironment`."""
 
     def __init__(self, host: Host, key: str, task: Rows, vocabulary: int) -> None:
-        self._host, self._task, self._vocabulary = host, task, vocabulary
+        self._host = host
+        self._task = task
+        self._vocabulary = vocabulary
         self._where = f"{key}: environment {task.environment}"
         self.turns = task.turns
         self.stop_tokens: tuple[int, ...] = ()
@@ -56,7 +58,9 @@ class Bounded:
         self._prompt: Prompt | None = None
         self._process: Process | None = None
         self._past: list[tuple[np.ndarray, Observation]] = []
-        self._calls, self._errors, self._seconds = 0, 0, 0.0
+        self._calls = 0
+        self._errors = 0
+        self._seconds = 0.0
 
     @asynccontextmanager
     async def played(self, prompt: Prompt) -> AsyncIterator[None]:
@@ -154,7 +158,8 @@ class Bounded:
 
     async def _answered(self, act: Act, **given: Any) -> EpisodeReply:
         assert self._process is not None
-        call, limit_s = next(self._host.numbers), REPLY_LIMIT_S
+        call = next(self._host.numbers)
+        limit_s = REPLY_LIMIT_S
         request = EpisodeRequest(
             call=call, episode=self._episode, limit_s=limit_s, act=act, **given
         )
@@ -214,7 +219,8 @@ class TaskEnvironments:
     def of(self, task: str) -> Bounded | None:
         if task not in self._tasks:
             return None
-        rows, key = self._tasks[task], self._keys[task].removesuffix(".environment")
+        rows = self._tasks[task]
+        key = self._keys[task].removesuffix(".environment")
         return Bounded(self._hosts[rows.environment], key, rows, self._tokenizer.vocabulary)
 
     def close(self) -> None:

@@ -111,7 +111,8 @@ class Episodes:
     """
 
     def __init__(self, setup: Setup, tokenizer: Tokenizer, mark: Callable[[int], object]) -> None:
-        self._setup, self._mark = setup, mark
+        self._setup = setup
+        self._mark = mark
         self._playing: dict[int, Environment] = {}
         sandbox = Sandbox(setup.sandbox, places(), LIMITS)
         if setup.environment == "python":
@@ -214,10 +215,12 @@ class _Marked[T]:
     """
 
     def __init__(self, inner: Awaitable[T], mark: Callable[[bool], object]) -> None:
-        self._inner, self._mark = inner, mark
+        self._inner = inner
+        self._mark = mark
 
     def __await__(self) -> Generator[Any, Any, T]:
-        inner, failure = self._inner.__await__(), None
+        inner = self._inner.__await__()
+        failure = None
         while True:
             self._mark(True)
             try:
@@ -293,7 +296,8 @@ def main(mark: int) -> None:
         os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     )  # for this and each child process
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what an environment prints is not a reply
     setup: Setup = decode(requests.read(*HEAD.unpack(requests.read(HEAD.size))), Setup)

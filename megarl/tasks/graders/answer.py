@@ -46,10 +46,8 @@ def graded(
         scores = ", ".join(f"{name} {verdict.score:g}" for name, verdict in verdicts.items())
         what = f"the reward is {reward}, not a number of magnitude below 1e154"
         raise GraderDown(f"{what} (scores before their weights: {scores})")
-    timeout, error = (
-        any(v.timeout for v in verdicts.values()),
-        any(v.error for v in verdicts.values()),
-    )
+    timeout = any(v.timeout for v in verdicts.values())
+    error = any(v.error for v in verdicts.values())
     rewards = (
         {name: verdict.score for name, verdict in verdicts.items()} if others and judged else {}
     )

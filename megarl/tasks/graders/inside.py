@@ -51,28 +51,39 @@ STOPS = (
     "StopIteration",
     "StopAsyncIteration",
 )  # raised again, they would end a check's `all(map(candidate, …))` early
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = (
-    1,
-    4,
-    38,
-    22,
-    2,
-)
-CLONE_NEWUSER, ANY_CLONE_NEW, CLONE_PARENT = 0x10000000, 0x7E020000, 0x8000
-EPERM, ENOSYS, SIGKILL, O_PATH = 1, 38, 9, 0x200000
-KILL, ALLOW, ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-FIRST, SECOND, THIRD = 16, 24, 32  # offsets of the low halves of a call's arguments
-F_SETFL, O_ASYNC, F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY = (
-    4,
-    0x2000,
-    8,
-    10,
-    15,
-    1024,
-    1026,
-)
-FIOASYNC, FIOSETOWN, SIOCSPGRP = 0x5452, 0x8901, 0x8902
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_NO_NEW_PRIVS = 38
+PR_SET_SECCOMP = 22
+SECCOMP_MODE_FILTER = 2
+CLONE_NEWUSER = 0x10000000
+ANY_CLONE_NEW = 0x7E020000
+CLONE_PARENT = 0x8000
+EPERM = 1
+ENOSYS = 38
+SIGKILL = 9
+O_PATH = 0x200000
+KILL = 0x80000000
+ALLOW = 0x7FFF0000
+ERRNO = 0x00050000
+LOAD = 0x20
+EQUAL = 0x15
+AT_LEAST = 0x35
+ANY_BIT = 0x45
+RETURN = 0x06
+FIRST = 16
+SECOND = 24
+THIRD = 32  # offsets of the low halves of a call's arguments
+F_SETFL = 4
+O_ASYNC = 0x2000
+F_SETOWN = 8
+F_SETSIG = 10
+F_SETOWN_EX = 15
+F_SETLEASE = 1024
+F_NOTIFY = 1026
+FIOASYNC = 0x5452
+FIOSETOWN = 0x8901
+SIOCSPGRP = 0x8902
 ARCHITECTURES = {
     # audit number of the architecture; then numbers of clone, clone3, prlimit64, fcntl,
     # ioctl; then the calls that are refused: socket, kill, tkill, tgkill,
@@ -250,13 +261,14 @@ ARCHITECTURES = {
         ),
     ),
 }
-LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF, LANDLOCK_RULE_PATH_BENEATH = (
-    444,
-    445,
-    446,
-    1,
-)
-EXECUTE, WRITE, READ, LIST = 1, 2, 4, 8  # Landlock's access rights to files and directories
+LANDLOCK_CREATE_RULESET = 444
+LANDLOCK_ADD_RULE = 445
+LANDLOCK_RESTRICT_SELF = 446
+LANDLOCK_RULE_PATH_BENEATH = 1
+EXECUTE = 1
+WRITE = 2
+READ = 4
+LIST = 8  # Landlock's access rights to files and directories
 ALL_RIGHTS = {
     1: (1 << 13) - 1,
     2: (1 << 14) - 1,
@@ -281,7 +293,8 @@ def system_call_filter(machine: str, files_in_sight: bool) -> bytes:
     def op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("HBBI", code, if_true, if_false, value)
 
-    deny, allow = op(RETURN, ERRNO | EPERM), op(RETURN, ALLOW)
+    deny = op(RETURN, ERRNO | EPERM)
+    allow = op(RETURN, ALLOW)
 
     def refuse(*values: int, how: bytes = deny) -> bytes:
         """Refuse the call if the loaded word has one of these values."""
@@ -499,10 +512,12 @@ def main() -> None:
     os.lseek(given, 0, os.SEEK_SET)
     os.dup2(given, 0)
     os.close(given)
-    answer, alone = os.dup(1), not (task["call"] or task["pipes"])
+    answer = os.dup(1)
+    alone = not (task["call"] or task["pipes"])
     if not alone:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    limits, readable = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+    limits = json.loads(sys.argv[1])
+    readable = json.loads(sys.argv[2])
     sys.argv = ["solution.py"]
     module = type(sys)("__main__" if alone else "solution")
     sys.modules[module.__name__] = (

@@ -37,7 +37,8 @@ class Pool:
     """
 
     def __init__(self, size: int, limit_s: float, grader: str = "math") -> None:
-        self._limit_s, self._grader = limit_s, grader
+        self._limit_s = limit_s
+        self._grader = grader
         self._free: asyncio.Queue[asyncio.Task[asyncio.subprocess.Process]] = asyncio.Queue()
         self._workers: set[asyncio.Task[asyncio.subprocess.Process]] = set()
         self._ended: list[asyncio.Task[asyncio.subprocess.Process]] = []
@@ -48,7 +49,8 @@ class Pool:
         """Return the grader's verdict. GraderDown if workers fail `TRIES` times."""
         why: Exception | None = None
         for attempt in range(TRIES):
-            starting, stays = await self._free.get(), False
+            starting = await self._free.get()
+            stays = False
             try:
                 verdict = await asyncio.wait_for(
                     _ask(await starting, submission), self._limit_s + KILL_MARGIN_S

@@ -81,7 +81,8 @@ class Remote:
     def _send_all(self) -> None:
         if not self._waiting:
             return  # a full batch was sent before the time was up
-        batch, self._waiting = self._waiting, []
+        batch = self._waiting
+        self._waiting = []
         task = asyncio.create_task(self._answer(batch))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
@@ -161,7 +162,8 @@ def headers(name: str, service: Service) -> dict[str, str]:
     """Return the headers of a request to the service; MegarlError if its key is
     unavailable.
     """
-    key, (kind, _, place) = "", service.api_key.partition(":")
+    key = ""
+    (kind, _, place) = service.api_key.partition(":")
     if kind == "env":
         key = os.environ.get(place, "").strip()
         if not key:

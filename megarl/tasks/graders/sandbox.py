@@ -113,7 +113,8 @@ class Sandbox:
         limits: Limits | None = None,
         python: Path | None = None,
     ) -> None:
-        self._kind, self._limits = kind, limits or Limits()
+        self._limits = limits or Limits()
+        self._kind = kind
         self.python = python or Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
         self._places = asyncio.Semaphore(places)
 
@@ -139,12 +140,11 @@ class Sandbox:
                     timeout=CHECK_LIMIT_S,
                     check=False,
                 )
-                said, out = (
-                    done.stderr.decode().strip().splitlines()[-1:],
-                    done.stdout.removeprefix(STARTED),
-                )
+                said = done.stderr.decode().strip().splitlines()[-1:]
+                out = done.stdout.removeprefix(STARTED)
             except (OSError, subprocess.TimeoutExpired) as error:
-                said, out = [str(error)], b""
+                said = [str(error)]
+                out = b""
         if out != b"42\n":
             why = " ".join(said) or "it printed nothing"
             problem = f"no program can be run with {self._kind} here ({why}); {self._advice(why)}"
@@ -214,8 +214,10 @@ class Sandbox:
         raise GraderDown(f"no sandbox could start a program, {TRIES} times; the log has the reason")
 
     async def _pair(self, program: str, function: str, check: str) -> Ran:
-        calls, results = _pipe(), _pipe()
-        ends, others = (calls[0], results[1]), (results[0], calls[1])
+        calls = _pipe()
+        results = _pipe()
+        ends = (calls[0], results[1])
+        others = (results[0], calls[1])
         try:
             async with asyncio.TaskGroup() as both:
                 asked = both.create_task(self._run(program, ends, serves=function))
@@ -259,7 +261,8 @@ class Sandbox:
     async def _finished(self, process: asyncio.subprocess.Process, task: bytes, most: int) -> Ran:
         assert process.stdin
         assert process.stdout
-        out, ended = b"", "exit"
+        out = b""
+        ended = "exit"
         try:
             async with asyncio.timeout(self._limits.seconds):
                 with contextlib.suppress(

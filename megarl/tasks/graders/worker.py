@@ -56,11 +56,9 @@ def main(limit_s: float, grader: str) -> None:
         "1000"
     )  # if memory runs out, this dies first, and is replaced
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is meant for the parent
-    submissions, verdicts, process = (
-        os.fdopen(os.dup(0), "rb"),
-        os.fdopen(os.dup(1), "w"),
-        os.getpid(),
-    )
+    submissions = os.fdopen(os.dup(0), "rb")
+    verdicts = os.fdopen(os.dup(1), "w")
+    process = os.getpid()
     os.dup2(
         os.open(os.devnull, os.O_RDONLY), 0
     )  # a program that a grader starts must not read the submissions

@@ -25,7 +25,8 @@ from typing import Any
 
 def inject(function: str, count: int, name: str, marker: str, rank: str) -> None:
     """The `count`-th call of this function in this process does it."""
-    monitoring, calls = sys.monitoring, 0
+    monitoring = sys.monitoring
+    calls = 0
 
     def called(code: CodeType, _offset: int) -> Any:
         nonlocal calls

@@ -226,7 +226,8 @@ def test_a_bit_that_is_not_as_it_was_written(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tool: str
 ) -> None:
     """In the values of a tensor, which torch reads without a look at their CRC."""
-    step, out = tmp_path / "step", tmp_path / "out"
+    step = tmp_path / "step"
+    out = tmp_path / "out"
     main(["convert", "hf-to-megatron", str(directory), str(step)])
     norm = load_file(directory / "model.safetensors")["model.norm.weight"]
     flip_a_bit(step / "__0_0.distcp", within=norm.view(torch.uint8).numpy().tobytes())
@@ -262,7 +263,9 @@ def test_an_error_waits_for_the_second_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a file that this renames meanwhile would stay, and with it the directory."""
-    settle, remove, there = partial._settle, shutil.rmtree, list[list[str]]()
+    settle = partial._settle
+    remove = shutil.rmtree
+    there = list[list[str]]()
 
     def settle_late(path: Path) -> None:
         time.sleep(0.3)
@@ -377,7 +380,8 @@ def test_a_killed_conversion_goes_on(
         convert.megatron_to_hf(Path("resumed"), Path("back"))
     else:
         Path("resumed").rename("back")
-    source, back = Directory(directory), Directory(Path("back"))
+    source = Directory(directory)
+    back = Directory(Path("back"))
     assert all(torch.equal(source[name], back[name]) for name in source)
 
 

@@ -125,7 +125,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 def test_what_would_become_another_model(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, file = tmp_path / "out", tmp_path / "x.gguf"
+    out = tmp_path / "out"
+    file = tmp_path / "x.gguf"
     assert "no GGUF file there" in refusal(capsys, tmp_path, out)
     write_gguf(file, llama, "llama", "mine")
     assert "pre-tokenizer 'mine', is not known" in refusal(capsys, file, out)

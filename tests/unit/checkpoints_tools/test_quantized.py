@@ -84,7 +84,8 @@ def e4m3(code: int) -> float:
     """Four bits of exponent biased by 7, three of mantissa; subnormal where the
     exponent is 0 (arXiv 2209.05433).
     """
-    exponent, mantissa = code >> 3 & 15, code & 7
+    exponent = code >> 3 & 15
+    mantissa = code & 7
     size = math.ldexp(8 + mantissa, exponent - 10) if exponent else math.ldexp(mantissa, -9)
     return -size if code & 128 else size
 
@@ -106,10 +107,8 @@ def test_fp8_is_each_code_times_the_scale_of_its_block(
     assert found.keys() == {name for name in tensors if not name.endswith("_inv")}
     assert all(same_bits(found[name], tensors[name]) for name in ("norm", "gate.bias"))
     for i, (rows, columns) in enumerate(SHAPES):
-        codes, scales = (
-            tensors[f"{i}.weight"].view(torch.uint8).tolist(),
-            tensors[f"{i}.weight_scale_inv"].float().tolist(),
-        )
+        codes = tensors[f"{i}.weight"].view(torch.uint8).tolist()
+        scales = tensors[f"{i}.weight_scale_inv"].float().tolist()
         # A product of two float32 numbers is exact in Python's doubles; it is rounded
         # to float32, then to bf16.
         values = [
@@ -132,7 +131,8 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     assert found.keys() == {"norm", "a.down_proj", "a.gate_up_proj"}
     assert same_bits(found["norm"], tensors["norm"])
     for name in ("a.down_proj", "a.gate_up_proj"):
-        blocks, scales = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+        blocks = tensors[f"{name}_blocks"]
+        scales = tensors[f"{name}_scales"]
         assert len(blocks.unique()) == 256
         assert same_bits(found[name], convert_moe_packed_tensors(blocks, scales))
 
@@ -148,7 +148,8 @@ def test_a_gpt_oss_as_released_becomes_one_that_the_learner_reads(tmp_path: Path
         intermediate_size=32,
         num_hidden_layers=1,
     )
-    tensors, expected = load_file(tmp_path / "plain/model.safetensors"), {}
+    tensors = load_file(tmp_path / "plain/model.safetensors")
+    expected = {}
     draw = torch.Generator().manual_seed(0)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, columns, rows = tensors.pop(name).shape

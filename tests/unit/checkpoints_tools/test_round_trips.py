@@ -56,7 +56,8 @@ def run(*arguments: object) -> None:
 
 
 def same(a: Path, b: Path) -> bool:
-    left, right = Directory(a), Directory(b)
+    left = Directory(a)
+    right = Directory(b)
     return left.keys() == right.keys() and all(
         torch.equal(left[n].view(torch.uint8), right[n].view(torch.uint8)) for n in left
     )
@@ -92,10 +93,8 @@ def test_the_learner_loads_what_was_converted_at_another_layout(tmp_path: Path) 
     parallel.start(model, seed=0, timeout_s=60)
     chunks = build.build(model, tmp_path / "hf")
     checkpoint.load_model(tmp_path / "step", chunks)
-    stored, exported = (
-        load_file(tmp_path / "hf/model.safetensors"),
-        dict(hf.export(chunks, family_of(tmp_path / "hf"))),
-    )
+    stored = load_file(tmp_path / "hf/model.safetensors")
+    exported = dict(hf.export(chunks, family_of(tmp_path / "hf")))
     parallel.stop()
     assert all(torch.equal(stored[name], exported[name]) for name in exported)
 
@@ -105,7 +104,8 @@ def test_dtype_rounds_once(tmp_path: Path, dtype: str) -> None:
     tiny_llama(tmp_path / "hf", torch.float32)
     run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "step", "--dtype", dtype)
     run("convert", "megatron-to-hf", tmp_path / "step", tmp_path / "back")
-    source, back = Directory(tmp_path / "hf"), Directory(tmp_path / "back")
+    source = Directory(tmp_path / "hf")
+    back = Directory(tmp_path / "back")
     assert all(torch.equal(source[n].to(build.DTYPES[dtype]), back[n]) for n in source)
     assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == str(
         build.DTYPES[dtype]
@@ -134,7 +134,8 @@ def test_layers_for_multi_token_prediction_are_put_back_untouched(tmp_path: Path
     config.json must announce it.
     """
     tiny_glm4_moe(tmp_path / "hf", num_hidden_layers=2)
-    file, config = tmp_path / "hf/model.safetensors", tmp_path / "hf/config.json"
+    file = tmp_path / "hf/model.safetensors"
+    config = tmp_path / "hf/config.json"
     more = {
         f"model.layers.2.{name}": torch.randn(8, 8)
         for name in ("eh_proj.weight", "self_attn.q_proj.weight")
@@ -150,7 +151,8 @@ def test_layers_for_multi_token_prediction_are_put_back_untouched(tmp_path: Path
     assert same(tmp_path / "hf", tmp_path / "back")
     model = Model(path=str(tmp_path / "hf"), dtype="fp32")
     parallel.start(model, seed=0, timeout_s=60)
-    chunks, family = build.build(model, tmp_path / "hf"), family_of(tmp_path / "hf")
+    chunks = build.build(model, tmp_path / "hf")
+    family = family_of(tmp_path / "hf")
     hf.load(chunks, family, tmp_path / "hf")
     hf.save(chunks, family, tmp_path / "hf", tmp_path / "saved")
     parallel.stop()

@@ -40,13 +40,12 @@ def directory(tmp_path: Path) -> Path:
 def test_round_trip_keeps_every_bit(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step, back = tmp_path / "run" / "checkpoints" / "step-0000000", tmp_path / "back"
+    step = tmp_path / "run" / "checkpoints" / "step-0000000"
+    back = tmp_path / "back"
     assert main(["convert", "hf-to-megatron", str(directory), str(step)]) == 0
     assert main(["convert", "megatron-to-hf", str(tmp_path / "run"), str(back)]) == 0
-    stored, again = (
-        load_file(directory / "model.safetensors"),
-        load_file(back / "model.safetensors"),
-    )
+    stored = load_file(directory / "model.safetensors")
+    again = load_file(back / "model.safetensors")
     assert stored.keys() == again.keys()
     assert all(torch.equal(stored[name], again[name]) for name in stored)
     assert (back / "tokenizer.json").read_text() == "{}"

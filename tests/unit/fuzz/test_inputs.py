@@ -15,7 +15,8 @@ from megarl.core.recipe import Recipe
 from megarl.lab import preflight
 from tests.unit.fuzz.hostile import changed, lines, rows_like
 
-LIMIT_S, LONGEST = 10.0, 8_000  # seconds of a core, characters
+LIMIT_S = 10.0
+LONGEST = 8_000  # seconds of a core, characters
 ROW = {"id": "7", "prompt": "7+1=", "answer": "8", "difficulty": 1}
 FILES = (
     "train.jsonl",
@@ -56,7 +57,8 @@ def test_any_file_that_a_run_is_given(recipe: Recipe, tmp_path: Path, data: st.D
     made = recipe.model_copy(update={"data": recipe.data.model_copy(update={"tasks": tasks})})
     there = file.exists()
     file.write_bytes(data.draw(like))
-    begun, said = time.process_time(), "-"
+    begun = time.process_time()
+    said = "-"
     try:
         preflight.check_all(made)
     except MegarlError as error:

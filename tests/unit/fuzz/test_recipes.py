@@ -17,7 +17,8 @@ from megarl.core.recipe import Recipe, describe, dump, load, shipped
 from megarl.core.recipe.loading import flat
 from tests.unit.fuzz.hostile import changed, values
 
-LIMIT_S, LONGEST = 10.0, 8_000  # seconds of a core, characters
+LIMIT_S = 10.0
+LONGEST = 8_000  # seconds of a core, characters
 TEXTS = [path.read_bytes() for path in shipped().values()]
 KEYS = sorted(flat(Recipe().model_dump(mode="json")))
 DEEPER = [
@@ -43,7 +44,8 @@ def loaded(data: bytes, overrides: Sequence[str] = ()) -> None:
     with tempfile.NamedTemporaryFile("wb", suffix=".yaml") as file:
         file.write(data)
         file.flush()
-        recipe, said = None, "-"
+        recipe = None
+        said = "-"
         try:
             recipe = load(file.name, overrides)
         except MegarlError as error:

@@ -20,7 +20,8 @@ from tests.unit.conftest import evaluation_row, metrics_row
 from tests.unit.core.journal.test_journal import written
 from tests.unit.fuzz.hostile import changed, lines, rows_like
 
-LIMIT_S, LONGEST = 10.0, 8_000  # seconds of a core, characters
+LIMIT_S = 10.0
+LONGEST = 8_000  # seconds of a core, characters
 EVENT = {
     "time": 1.8e9,
     "session": "s",

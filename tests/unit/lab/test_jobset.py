@@ -44,9 +44,11 @@ def test_submit_writes_a_jobset(tmp_path: Path, capsys: pytest.CaptureFixture[st
     written = made["JobSet"]
     jsonschema.validate(written, SCHEMA)
     assert written["metadata"]["name"] == "mine-8b"
-    first, others = pods(written)["first"], pods(written)["others"]
+    first = pods(written)["first"]
+    others = pods(written)["others"]
     (container,) = first["containers"]
-    interface, name = "run.interface=eth0", "run.name=Mine_8B"
+    interface = "run.interface=eth0"
+    name = "run.name=Mine_8B"
     train = ["megarl", "train", "scalerl-8b", "run.resume=auto", interface, name]
     assert container["command"] == train
     (waiting,) = others["containers"]

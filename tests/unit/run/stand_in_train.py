@@ -23,7 +23,8 @@ class StandInLauncher(LocalLauncher):
 
     def __init__(self, run: Path, steps: str) -> None:
         super().__init__()
-        self.run, self.steps = run, steps
+        self.run = run
+        self.steps = steps
 
     def start(self, task: RoleCommand, n: int = 0) -> LocalProcess:
         command = (str(ROLE), task.role.kind, str(task.role.index), str(self.run), self.steps)

@@ -671,7 +671,8 @@ def test_a_run_goes_on_where_model_and_prompts_have_moved_to(
     tree: Tree, write_run: Callable[[int], RunDir], tmp_path: Path
 ) -> None:
     """Their contents are compared instead of their paths, if they are known."""
-    rundir, there = write_run(1), tmp_path / "there"
+    rundir = write_run(1)
+    there = tmp_path / "there"
     tree["run"]["resume"] = "auto"
     rundir.fingerprints.write_text(json.dumps(preflight.check_inputs(from_tree(tree))))
     shutil.copytree(tree["model"]["path"], there)
@@ -698,7 +699,8 @@ def test_a_new_life_knows_the_hours_in_the_status_of_the_last(
     """The supervisor removes that status before the new controller starts. A life that
     left none keeps what it began with.
     """
-    rundir, placed = write_run(1), place(recipe, (here(2 * (4 + recipe.resources.servers), ""),))
+    rundir = write_run(1)
+    placed = place(recipe, (here(2 * (4 + recipe.resources.servers), ""),))
     for left in ('{"compute_hours": 12.5}', "", "{", "[]"):
         rundir.status.write_text(left) if left else rundir.status.unlink(missing_ok=True)
         prepare(recipe, rundir, placed, {}, resumed=True)
@@ -712,7 +714,8 @@ def test_a_controller_that_starts_again_takes_no_other_prompts(
     tree: Tree, write_run: Callable[[int], RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its run lives, so nobody else compares them."""
-    rundir, train = write_run(1), Path(tree["data"]["tasks"]["math"]["train"])
+    rundir = write_run(1)
+    train = Path(tree["data"]["tasks"]["math"]["train"])
     rundir.fingerprints.write_text(json.dumps(preflight.check_inputs(from_tree(tree))))
     monkeypatch.setattr(cli, "start_logging", lambda _: None)
     with pytest.raises(MegarlError, match=r"endpoints\.json: no such file"):

@@ -30,7 +30,9 @@ from megarl.core.journal.records import (
 from megarl.core.recipe import Recipe, dump, from_tree
 from megarl.run import checks, fork
 
-STEPS, PROMPTS, LAG = 6, 3, 2
+STEPS = 6
+PROMPTS = 3
+LAG = 2
 
 
 def group(ticket: int, prompt: str, correct: bool) -> Group:
@@ -45,7 +47,9 @@ def records(seed: int) -> list[JournalRecord]:
     """A controller's life: tickets drawn ahead, finished in any order, some removed,
     until STEPS batches were trained.
     """
-    rng, made, step = random.Random(seed), [], 0
+    rng = random.Random(seed)
+    made = []
+    step = 0
     queue: list[int] = []  # not removed
     open_now: list[int] = []
     prompts: dict[int, str] = {}

@@ -58,11 +58,9 @@ def backwards(share: float) -> Callable[[Row], Row]:
     return lambda row: {"progress": row["progress"] - share * row["trained_logprob_diff"]}
 
 
-DENSE, EXPERTS, CLIPPED = (
-    "quickstart-0.8m-bf16-seed0",
-    "quickstart-moe-0.3m-fp32-seed0",
-    "grpo-tiny-0.8m-fp32-seed0",
-)
+DENSE = "quickstart-0.8m-bf16-seed0"
+EXPERTS = "quickstart-moe-0.3m-fp32-seed0"
+CLIPPED = "grpo-tiny-0.8m-fp32-seed0"
 CASES: dict[str, tuple[str, Callable[[Row], Row], Callable[[Row], Row]]] = {
     # signal: (run, what it must report, what it must let pass)
     "truncation": (DENSE, plus("truncation_rate", 0.12), plus("truncation_rate", 0.05)),
@@ -449,7 +447,8 @@ def test_the_newest_rows_are_enough(clean: list[CorpusRun]) -> None:
         for row in rows
     ]
     for steps in (rows, disturbed):
-        whole, newest = Health(steps), Health(steps[-MEMORY:])
+        whole = Health(steps)
+        newest = Health(steps[-MEMORY:])
         assert (newest.metrics(), newest.step) == (whole.metrics(), whole.step)
         assert [alarm.text for alarm in newest.alarms] == [alarm.text for alarm in whole.alarms]
     assert whole.metrics()["health"] == 0.0

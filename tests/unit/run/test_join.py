@@ -180,7 +180,8 @@ class Answering(threading.Thread):
 
     def __init__(self, endpoints: Endpoints, to_join: Reply) -> None:
         super().__init__(daemon=True)
-        self._endpoints, self._to_join = endpoints, to_join
+        self._endpoints = endpoints
+        self._to_join = to_join
         self.said: list[FromServer] = []
         self.heard_all = threading.Event()  # the second word
         self.start()
@@ -219,7 +220,8 @@ def stays(
     monkeypatch.setattr(
         LocalLauncher, "sweep", lambda *_: None
     )  # the other children are the tests'
-    endpoints, asked = run.endpoints(), StopRequest()
+    endpoints = run.endpoints()
+    asked = StopRequest()
     controller = Answering(endpoints, to_join)
     role = RoleCommand(Role("server"), ("-c", code), {}, Place((here(1, ""),)), run)
     guest = join.Guest(endpoints, role, "http://127.0.0.1:9", asked)
@@ -321,7 +323,8 @@ def test_it_follows_a_run_that_made_room(
     """Which goes on elsewhere, with other keys, and is then stopped by hand."""
     for limit, seconds in (("BEAT_S", 0.2), ("TICK_S", 0.05), ("JOIN_LIMIT_S", 60.0)):
         monkeypatch.setattr(join, limit, seconds)
-    start, started = LocalLauncher.start, list[tuple[str, ...]]()
+    start = LocalLauncher.start
+    started = list[tuple[str, ...]]()
 
     def stand_in(self: LocalLauncher, task: RoleCommand, n: int = 0) -> LocalProcess:
         started.append(task.arguments)
@@ -376,7 +379,8 @@ def test_it_waits_for_no_run_longer_than_it_may(
 ) -> None:
     for limit, seconds in (("BEAT_S", 0.1), ("FOLLOW_LIMIT_S", 1.0)):
         monkeypatch.setattr(join, limit, seconds)
-    asked, began = StopRequest(), time.monotonic()
+    asked = StopRequest()
+    began = time.monotonic()
     assert not join.resumed(run, "s", asked)
     assert time.monotonic() - began >= 1.0
     told(asked)

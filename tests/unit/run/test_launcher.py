@@ -519,7 +519,8 @@ def test_the_toolkit_of_an_nvcc_that_is_a_link_or_a_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang links kernels with ../lib64/libcudart.so, as seen from nvcc."""
-    nvcc, other = tmp_path / "cuda" / "bin" / "nvcc", tmp_path / "bin"
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    other = tmp_path / "bin"
     for folder in (nvcc.parent, tmp_path / "cuda" / "lib64", other):
         folder.mkdir(parents=True)
     nvcc.write_text("#!/bin/sh\n")

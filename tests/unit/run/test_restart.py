@@ -33,7 +33,8 @@ def test_orderly_ends() -> None:
 
 def test_the_last_server_is_dropped_only_while_others_have_joined() -> None:
     for joined in (0, 1):
-        policy, server = RestartPolicy(1, most_deaths=2), Role("server", 0)
+        policy = RestartPolicy(1, most_deaths=2)
+        server = Role("server", 0)
         assert isinstance(policy.died(server, -9, 0.0, 10, joined=joined), Restart)
         assert isinstance(policy.died(server, -9, 1.0, 10, joined=joined), Restart)
         assert isinstance(
@@ -57,7 +58,8 @@ def test_gives_up_exactly_when_one_role_dies_too_often(
     """One of two servers that dies too often is left out, for steps are made all the
     time.
     """
-    policy, now = RestartPolicy(2, most_deaths=3, window_s=600), 0.0
+    policy = RestartPolicy(2, most_deaths=3, window_s=600)
+    now = 0.0
     history: list[tuple[Role, float]] = []
     dropped: list[Role] = []
     for role, status, gap in deaths:
@@ -94,7 +96,8 @@ def test_a_server_that_dies_too_often_is_dropped_once_a_step_was_made() -> None:
 
 @given(roles, st.lists(st.integers(0, 5), min_size=1, max_size=20))
 def test_a_message_is_tried_again_only_after_progress(role: Role, made: list[int]) -> None:
-    policy, steps = RestartPolicy(1, most_deaths=100), 0
+    policy = RestartPolicy(1, most_deaths=100)
+    steps = 0
     for i, more in enumerate(made):
         steps += more
         decision = policy.died(role, MESSAGE_STATUS, 1000.0 * i, steps)
@@ -113,7 +116,8 @@ def test_messages_of_two_roles_are_not_one_role_twice() -> None:
 
 
 def test_a_server_that_cannot_go_on_is_dropped_while_there_are_others() -> None:
-    policy, (one, other) = RestartPolicy(2), (Role("server", 0), Role("server", 1))
+    policy = RestartPolicy(2)
+    (one, other) = (Role("server", 0), Role("server", 1))
     assert isinstance(policy.died(one, MESSAGE_STATUS, 5.0, 7), Restart)
     assert policy.died(one, MESSAGE_STATUS, 9.0, 7) == Drop(one, "could not go on")
     assert isinstance(policy.died(other, MESSAGE_STATUS, 9.0, 7), Restart)
@@ -121,7 +125,8 @@ def test_a_server_that_cannot_go_on_is_dropped_while_there_are_others() -> None:
 
 
 def test_bad_input_of_all_servers_ends_the_run_when_the_last_has_told_it() -> None:
-    policy, servers = RestartPolicy(3), [Role("server", i) for i in range(3)]
+    policy = RestartPolicy(3)
+    servers = [Role("server", i) for i in range(3)]
     assert all(isinstance(policy.died(s, MESSAGE_STATUS, 5.0, 0), Restart) for s in servers[:2])
     assert policy.died(servers[2], MESSAGE_STATUS, 5.0, 0) == GiveUp(
         servers[2], "server-2 could not start"
@@ -129,7 +134,8 @@ def test_bad_input_of_all_servers_ends_the_run_when_the_last_has_told_it() -> No
 
 
 def test_a_server_that_cannot_start_is_dropped_while_others_can() -> None:
-    policy, servers = RestartPolicy(3), [Role("server", i) for i in range(3)]
+    policy = RestartPolicy(3)
+    servers = [Role("server", i) for i in range(3)]
     for server in servers[:2]:
         assert isinstance(policy.died(server, MESSAGE_STATUS, 5.0, 0), Restart)
         assert policy.died(server, MESSAGE_STATUS, 9.0, 0) == Drop(server, "could not start")
@@ -139,7 +145,8 @@ def test_a_server_that_cannot_start_is_dropped_while_others_can() -> None:
 
 
 def test_a_role_that_takes_long_to_die_is_given_up_when_nothing_is_made_meanwhile() -> None:
-    policy, role = RestartPolicy(2, most_deaths=3, window_s=600), Role("learner")
+    policy = RestartPolicy(2, most_deaths=3, window_s=600)
+    role = Role("learner")
     for n in range(10):
         assert isinstance(policy.died(role, 1, 1000.0 * n, steps=n), Restart)
     for n in range(10, 12):
@@ -166,13 +173,15 @@ def test_a_lost_node_costs_its_servers_while_there_are_others() -> None:
 
 
 def test_a_silent_node_is_tried_before_it_is_given_up() -> None:
-    policy, role = RestartPolicy(2, most_deaths=3), Role("server", 1)
+    policy = RestartPolicy(2, most_deaths=3)
+    role = Role("server", 1)
     decisions = [policy.died(role, 1, 10.0 * n, 1, "silent") for n in range(4)]
     assert [type(decision) for decision in decisions] == [Restart, Restart, Restart, Drop]
 
 
 def test_a_teacher_is_restarted_and_never_dropped() -> None:
-    policy, teacher = RestartPolicy(2, most_deaths=2), Role("teacher", 0)
+    policy = RestartPolicy(2, most_deaths=2)
+    teacher = Role("teacher", 0)
     assert policy.died(teacher, -9, 0.0, 1) == Restart(teacher, 0.0)
     assert isinstance(policy.died(teacher, 0, 1.0, 1), Restart), "it has no reason to leave"
     assert isinstance(policy.died(teacher, -9, 2.0, 1), GiveUp)

@@ -225,10 +225,8 @@ def test_a_step_of_many_nodes_is_started(tmp_path: Path, monkeypatch: pytest.Mon
     srun_itself = tmp_path / "srun"
     srun_itself.write_text("#!/bin/sh\nexit 0\n")
     monkeypatch.setenv("PATH", str(tmp_path))
-    gpus, ports = (
-        tuple(f"GPU-{n}-1234-1234-1234-123456789012" for n in range(8)),
-        tuple(range(20_000, 21_352)),
-    )
+    gpus = tuple(f"GPU-{n}-1234-1234-1234-123456789012" for n in range(8))
+    ports = tuple(range(20_000, 21_352))
     names = [f"gpu-h100-{n:03}" for n in range(16)]
     place = Place(
         tuple(Node(name, name, "10.0.0.1", "ib0", gpus, 96, 2 << 40, ports) for name in names),

@@ -130,7 +130,8 @@ def test_logs_older_than_the_last_problem_are_not_read(
     write_run: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of earlier lives, on other nodes, of which there may be thousands."""
-    rundir, read = write_run(3), list[str]()
+    rundir = write_run(3)
+    read = list[str]()
     for life in range(3):
         said = f"2026-03-0{life + 1} 14:05:06,789 learner 0 WARNING megarl.core: life {life}"
         logged(rundir, "learner", f"n{life}", 0, said)
@@ -266,7 +267,8 @@ def test_logs_are_followed_to_the_end(write_run: Write, capsys: pytest.CaptureFi
         target=main, args=(["logs", str(rundir.path), "--role", "learner", "-f"],)
     )
     following.start()
-    shown, deadline = "", time.monotonic() + 30
+    shown = ""
+    deadline = time.monotonic() + 30
     while not shown and time.monotonic() < deadline:
         time.sleep(0.02)
         shown = capsys.readouterr().out

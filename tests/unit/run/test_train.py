@@ -354,7 +354,8 @@ def test_nothing_survives_the_supervisor_and_the_run_goes_on(live: Callable[...,
         row["pid"] for row in read_jsonl(life.rundir.path / "server-0.pids") if row.get("child")
     }
     theirs = [pid for pid in life.all_pids() if pid not in stray]
-    limit, ended = time.monotonic() + LIMIT_S, time.time()
+    limit = time.monotonic() + LIMIT_S
+    ended = time.time()
     while not nobody(theirs, ended):
         assert time.monotonic() < limit
         time.sleep(0.05)
@@ -383,7 +384,8 @@ def test_a_job_that_loses_node_after_node_ends(
     """starts: of earlier lives; fruitful: of those, how many made steps, however often
     Slurm requeued them.
     """
-    rundir, began = write_run(0), time.time() - 1000
+    rundir = write_run(0)
+    began = time.time() - 1000
     for life in range(starts):
         row = {
             "time": began + 10 * life,
@@ -498,7 +500,8 @@ def test_a_run_directory_that_fails_for_a_moment_ends_nothing(live: Callable[...
     """
     life = live()
     life.wait_for_steps(2)
-    server, controller = life.newest("server-0"), life.newest("controller-0")
+    server = life.newest("server-0")
+    controller = life.newest("controller-0")
     (log,) = (life.rundir.logs / "server").glob("*.0.log")
     with in_the_way(life.rundir.logs / "supervisor.jsonl"), in_the_way(log):
         os.kill(server, signal.SIGKILL)
@@ -566,7 +569,9 @@ def test_a_request_to_stop_that_could_not_be_written_is_written_at_the_next_look
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rundir, asked, stop = write_run(2), StopRequest(), RunDir.stop
+    rundir = write_run(2)
+    asked = StopRequest()
+    stop = RunDir.stop
     fails = iter([True, True, False])
 
     def evicted(self: RunDir, number: int = 0) -> None:

@@ -162,7 +162,8 @@ def test_replayed_steps_are_no_progress(recipe: Recipe, write_run: Callable[[int
     up.
     """
     rundir = write_run(10)
-    observer, policy = Observer(rundir), RestartPolicy(2)
+    observer = Observer(rundir)
+    policy = RestartPolicy(2)
     decisions = []
     for life in range(2):
         for step in range(5, 11):
@@ -248,7 +249,8 @@ def test_logs_of_earlier_lives_are_not_read(
     recipe: Recipe, write_run: Callable[[int], RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of weeks have gigabytes, and the first role waits for it."""
-    rundir, read = write_run(3), Path.open
+    rundir = write_run(3)
+    read = Path.open
     log = rundir.log("server", "node1", 0)
     log.parent.mkdir()
     log.write_text("12:00 server 0 INFO old\n")
@@ -479,8 +481,10 @@ def test_that_a_peer_was_lost_is_no_cause(
     """The rank that ended first says why; those that noticed wrote later. Only if it
     could say nothing are they shown.
     """
-    rundir, server = write_run(0), Role("server", 0)
-    first, second = rundir.log("server", "n1", 0), rundir.log("server", "n2", 0)
+    rundir = write_run(0)
+    server = Role("server", 0)
+    first = rundir.log("server", "n1", 0)
+    second = rundir.log("server", "n2", 0)
     first.parent.mkdir()
     lost = (
         "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:30562"
@@ -507,8 +511,10 @@ def test_what_an_earlier_life_said_is_no_cause(
     """Neither on a node that the role has left, nor in the log of a rank that goes on
     in the same file.
     """
-    rundir, learner = write_run(0), Role("learner")
-    left, again = rundir.log("learner", "node7", 0), rundir.log("learner", "node9", 1)
+    rundir = write_run(0)
+    learner = Role("learner")
+    left = rundir.log("learner", "node7", 0)
+    again = rundir.log("learner", "node9", 1)
     left.parent.mkdir()
     for log in (left, again):
         log.write_text("torch.OutOfMemoryError: CUDA out of memory.\n")

@@ -6,7 +6,8 @@ from megarl.run.observe import ServerStatus, Status
 from megarl.run.restart import Role
 from megarl.run.watch import Watch
 
-CONTROLLER, SERVER = Role("controller"), Role("server", 0)
+CONTROLLER = Role("controller")
+SERVER = Role("server", 0)
 ALL = {CONTROLLER, SERVER, Role("learner")}
 
 

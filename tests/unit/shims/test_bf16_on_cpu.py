@@ -113,7 +113,8 @@ def test_threads_take_turns() -> None:
     """
     if not bf16_on_cpu.has_instructions():
         pytest.skip("nothing is switched")
-    inside, leave = Event(), Event()
+    inside = Event()
+    leave = Event()
 
     def first() -> None:
         with bf16_on_cpu.exact_products():

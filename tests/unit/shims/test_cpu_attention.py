@@ -26,7 +26,9 @@ def test_equals_the_loop_over_requests(
     from megarl.shims.sglang_cpu_attention import batches, decode
 
     torch.manual_seed(seed)
-    slots, width, requests = 2000, 8, len(lengths)
+    slots = 2000
+    width = 8
+    requests = len(lengths)
     keys, values = torch.randn(2, slots, groups, width)
     query = torch.randn(requests, groups * per_group, width)
     slots_of = torch.stack([torch.randperm(slots)[:96] for _ in lengths]).int()
@@ -66,9 +68,14 @@ def test_sinks_and_windows_are_a_column_and_a_mask(
     from megarl.shims.sglang_cpu_attention import BatchedDecode, batches
 
     torch.manual_seed(seed)
-    slots, width, groups, shared, requests = 2000, 8, 2, 3, len(lengths)
+    slots = 2000
+    width = 8
+    groups = 2
+    shared = 3
+    requests = len(lengths)
     keys, values = torch.randn(2, slots, groups, width)
-    sinks, seq_lens = 2 * torch.randn(groups * shared), torch.tensor(lengths)
+    sinks = 2 * torch.randn(groups * shared)
+    seq_lens = torch.tensor(lengths)
     slots_of = torch.stack([torch.randperm(slots)[:96] for _ in lengths]).int()
     backend = BatchedDecode.__new__(BatchedDecode)
     backend._sinks, backend._batches, backend._longest = (

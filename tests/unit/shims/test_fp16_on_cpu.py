@@ -26,11 +26,13 @@ def test_products_are_rounded_once() -> None:
     """Forward and backward of a linear map, each result the nearest fp16 number to the
     FP32 sum.
     """
-    x, weight = numbers(3, 40, 256).requires_grad_(), numbers(64, 256, seed=1).requires_grad_()
+    x = numbers(3, 40, 256).requires_grad_()
+    weight = numbers(64, 256, seed=1).requires_grad_()
     upstream = numbers(3, 40, 64, seed=2)
     found = F.linear(x, weight)
     found.backward(upstream)
-    rows, of_rows = x.detach().flatten(0, 1).float(), upstream.flatten(0, 1).float()
+    rows = x.detach().flatten(0, 1).float()
+    of_rows = upstream.flatten(0, 1).float()
     assert torch.equal(found.flatten(0, 1), (rows @ weight.detach().float().T).half())
     assert x.grad is not None
     assert weight.grad is not None
@@ -40,7 +42,8 @@ def test_products_are_rounded_once() -> None:
 
 def test_other_types_are_left_alone() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        a, b = numbers(5, 7).to(dtype), numbers(7, 3, seed=1).to(dtype)
+        a = numbers(5, 7).to(dtype)
+        b = numbers(7, 3, seed=1).to(dtype)
         assert (a @ b).dtype == dtype
         torch.testing.assert_close((a @ b).double(), a.double() @ b.double(), atol=0.1, rtol=0.02)
 

@@ -28,5 +28,6 @@ def surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tupl
     """Return the clipped loss [n] for these ratios, and [n]: 1 where clipping removed
     the gradient, else 0.
     """
-    free, bounded = ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage
+    free = ratio * advantage
+    bounded = ratio.clamp(1 - low, 1 + high) * advantage
     return -torch.minimum(free, bounded), (bounded < free).detach().float()

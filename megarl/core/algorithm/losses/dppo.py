@@ -25,9 +25,12 @@ from megarl.core.recipe import Loss
 
 
 def dppo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    mu, logp, log_ratio = tokens.behaviour, tokens.logp.detach(), tokens.log_ratio
+    mu = tokens.behaviour
+    logp = tokens.logp.detach()
+    log_ratio = tokens.log_ratio
     apart = (mu.exp() - logp.exp()).abs() if settings.divergence == "tv" else binary_kl(mu, logp)
-    up, down = (tokens.advantage > 0) & (log_ratio > 0), (tokens.advantage < 0) & (log_ratio < 0)
+    up = (tokens.advantage > 0) & (log_ratio > 0)
+    down = (tokens.advantage < 0) & (log_ratio < 0)
     masked = (up & (apart > settings.clip_high)) | (down & (apart > settings.clip_low))
     # Masked before the exponential: an infinite ratio would leave NaN in the gradient.
     ratio = (tokens.logp - tokens.behaviour).masked_fill(masked, 0.0).exp()

@@ -20,7 +20,8 @@ from megarl.core.recipe import Loss
 
 def gmpo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
     log_ratio = tokens.logp - tokens.behaviour
-    above, below = log_ratio > settings.clip_high, log_ratio < -settings.clip_low
+    above = log_ratio > settings.clip_high
+    below = log_ratio < -settings.clip_low
     clipped = ((tokens.advantage > 0) & above) | ((tokens.advantage < 0) & below)
     bounded = torch.where(
         clipped, log_ratio.detach().clamp(-settings.clip_low, settings.clip_high), log_ratio

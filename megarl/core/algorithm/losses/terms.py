@@ -156,7 +156,8 @@ def metric_names(loss: TokenLoss) -> tuple[str, ...]:
 def ratio_metrics(tokens: Tokens) -> dict[str, Tensor]:
     """Compute per-token metrics [n] of log rho."""
     log_ratio = tokens.log_ratio
-    ratio, gap = log_ratio.exp(), log_ratio.abs()
+    ratio = log_ratio.exp()
+    gap = log_ratio.abs()
     return {
         "progress": tokens.advantage * log_ratio,
         "ratio_mean": ratio,

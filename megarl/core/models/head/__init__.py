@@ -81,7 +81,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         sums = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
         sums[0] = LOWEST
-        passes, logits = passes_on(hidden.device), None
+        passes = passes_on(hidden.device)
+        logits = None
         for rows, columns in settings.chunks(len(hidden)):
             logits = None  # frees the previous chunk first
             logits = product(hidden[rows], weight[columns].T, settings.precision)
@@ -90,15 +91,18 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             sums, (labels >= 0) & (labels < settings.valid), settings
         )
         ctx.save_for_backward(hidden, weight, labels, torch.stack([top, log_total, entropy]))
-        ctx.settings, ctx.logits = settings, logits
+        ctx.settings = settings
+        ctx.logits = logits
         return label - log_total, entropy
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, sums = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None
-        settings, of_loss = ctx.settings, torch.stack(upstream)
-        passes, of_hidden = passes_on(hidden.device), torch.zeros_like(hidden, dtype=torch.float32)
+        settings = ctx.settings
+        of_loss = torch.stack(upstream)
+        passes = passes_on(hidden.device)
+        of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         for rows, columns in reversed(list(settings.chunks(len(hidden)))):
             if logits is None:
                 logits = product(hidden[rows], weight[columns].T, settings.precision)

@@ -80,7 +80,8 @@ def test_the_overlong_penalty_does_not_put_a_group_of_right_answers_into_the_los
     mixed = penalised_group(1, *[1.0] * 14, 0.9995, -1.0)
     assert not right.has_variance
     assert mixed.has_variance
-    batch, settings = Batch(step=0, groups=(right, mixed)), recipe(advantage="group")
+    batch = Batch(step=0, groups=(right, mixed))
+    settings = recipe(advantage="group")
     assert {s.ticket for s in sequences_in_loss(batch, settings)} == {1}
     kept = training_sequences(batch, recipe(advantage="group", zero_variance="keep"))
     assert kept[15].advantage == pytest.approx(-(15**0.5)), (
@@ -155,7 +156,8 @@ def penalised(sequences: list[TrainSequence], *penalties: float) -> list[TrainSe
 
 
 def test_a_kl_penalty_is_taken_off_before_centring_and_dividing():
-    batch, settings = Batch(step=0, groups=(*GROUPS,)), recipe(advantage="batch")
+    batch = Batch(step=0, groups=(*GROUPS,))
+    settings = recipe(advantage="batch")
     penalties = [0.25, 0.5, 0.0, 1.0, 0.5]
     found, _ = with_advantages(
         penalised(sequences_in_loss(batch, settings), *penalties), batch, settings
@@ -202,7 +204,8 @@ STREAM = st.lists(REWARDS, min_size=1, max_size=5)
 def test_running_deviation_is_that_of_all_batches_so_far(stream, centring):
     """numpy's deviation over the whole history of rollouts in the loss."""
     settings = recipe(centring=centring)
-    moments, history = NOTHING_SEEN, []
+    moments = NOTHING_SEEN
+    history = []
     for step, rewards in enumerate(stream):
         batch = Batch(step=step, groups=tuple(group(i, *r) for i, r in enumerate(rewards)))
         sequences, moments = with_advantages(
@@ -250,7 +253,8 @@ def test_a_batch_without_variance_is_divided_as_others_are():
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_a_penalty_that_is_no_number_breaks_its_group_and_no_later_batch(broken):
-    batch, settings = Batch(step=0, groups=(group(0, 1.0, -1.0), group(1, 1.0, -1.0))), recipe()
+    batch = Batch(step=0, groups=(group(0, 1.0, -1.0), group(1, 1.0, -1.0)))
+    settings = recipe()
     before = Moments(8.0, 0.0, 8.0)
     with np.errstate(invalid="ignore"):
         sequences = penalised(sequences_in_loss(batch, settings), broken, 0.0, 0.0, 0.0)
@@ -261,11 +265,9 @@ def test_a_penalty_that_is_no_number_breaks_its_group_and_no_later_batch(broken)
 
 def test_a_batch_without_variance_is_remembered_only_where_it_is_kept():
     before = Moments(8.0, 0.0, 4.0)
-    batch, drop, keep = (
-        Batch(step=1, groups=(group(0, 1.0, 1.0),)),
-        recipe(),
-        recipe(zero_variance="keep"),
-    )
+    batch = Batch(step=1, groups=(group(0, 1.0, 1.0),))
+    drop = recipe()
+    keep = recipe(zero_variance="keep")
     assert with_advantages(sequences_in_loss(batch, drop), batch, drop, before)[1] == before
     assert with_advantages(sequences_in_loss(batch, keep), batch, keep, before)[1] == Moments(
         10.0, 0.0, 4.0

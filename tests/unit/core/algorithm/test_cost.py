@@ -41,11 +41,13 @@ def test_as_torch_counts_it(name: str, tmp_path: Path) -> None:
     """transformers' eager attention computes the half above the diagonal too, and each
     expert of its Llama 4 every token.
     """
-    model, tokens = MODELS[name](tmp_path), 16
+    model = MODELS[name](tmp_path)
+    tokens = 16
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, tokens, dtype=torch.int64))
     ours = architecture.in_directory(tmp_path)
-    cost, head = cost_of(ours), 2 * 64 * 128 * tokens
+    cost = cost_of(ours)
+    head = 2 * 64 * 128 * tokens
     layers = cost.token * tokens - HEAD_PASSES * head + 2 * cost.attention(tokens)
     not_chosen = 2 * ours.routed_parameters * 3 // 4 * tokens if name == "llama4" else 0
     assert counter.get_total_flops() == layers / LAYER_PASSES + head + not_chosen

@@ -65,7 +65,8 @@ def test_text_that_was_not_sampled_is_no_step_of_time() -> None:
     (cut,), _ = gae.estimated([rollout([0, 1, 1, 0, 0, 1])], [values], 0.8, "none")
     (whole,), _ = gae.estimated([rollout([1, 1, 1])], [values[[1, 2, 5]]], 0.8, "none")
     for name in ("advantage", "value", "value_target"):
-        ours, theirs = getattr(cut, name), getattr(whole, name)
+        ours = getattr(cut, name)
+        theirs = getattr(whole, name)
         assert list(ours[[1, 2, 5]]) == list(theirs)
         assert not ours[[0, 3, 4]].any()
 
@@ -95,7 +96,9 @@ def test_normalised_over_the_trained_tokens_of_the_batch() -> None:
 
 
 def test_running_statistics_are_those_of_all_tokens_so_far() -> None:
-    draw, moments, seen = np.random.default_rng(1), NOTHING_SEEN, np.zeros(0)
+    draw = np.random.default_rng(1)
+    moments = NOTHING_SEEN
+    seen = np.zeros(0)
     for reward in (1.0, -1.0, 1.0):
         batch = [rollout([0, 1, 1, 0, 1], reward), rollout([1, 1], -reward)]
         values = [draw.normal(size=len(s)).astype(np.float32) for s in batch]

@@ -34,7 +34,8 @@ Draw = tuple[
 
 def draw(lengths: list[int], seed: int = 0, lag: float = 0.4) -> Draw:
     """Log-probs of both policies, `lag` apart; one advantage a sequence."""
-    random, n = np.random.default_rng(seed), sum(lengths)
+    random = np.random.default_rng(seed)
+    n = sum(lengths)
     behaviour = -random.exponential(2.0, n)
     return (
         behaviour + random.normal(0, lag, n),
@@ -48,7 +49,8 @@ def tokens(logp: torch.Tensor, drawn: Draw, entropy: torch.Tensor | None = None)
     _, recorded, advantage, lengths = drawn
     n = torch.tensor(lengths)
     entropy = torch.zeros_like(logp) if entropy is None else entropy
-    behaviour, reference = torch.tensor(recorded), torch.zeros_like(logp)
+    behaviour = torch.tensor(recorded)
+    reference = torch.zeros_like(logp)
     return Tokens(
         logp,
         behaviour,
@@ -111,7 +113,8 @@ def gspo(
     """GSPO, equations 5 and 7: a loss a sequence, times its tokens, for the sum over
     tokens is what is compared.
     """
-    total, start = 0.0, 0
+    total = 0.0
+    start = 0
     for n in lengths:
         here = slice(start, start + n)
         ratio = np.exp(logp[here].sum() - behaviour[here].sum()) ** (1 / n)
@@ -129,7 +132,8 @@ def dppo(
     """
     total = 0.0
     for new, now, old, a in zip(logp, frozen, behaviour, gain, strict=True):
-        p, q = np.exp(old), np.exp(now)
+        p = np.exp(old)
+        q = np.exp(now)
         apart = (
             abs(p - q) if section.divergence == "tv" else rel_entr(p, q) + rel_entr(1 - p, 1 - q)
         )
@@ -154,10 +158,12 @@ def gmpo(
     """arXiv 2507.20673: a product over tokens with the sign of the advantage as its
     exponent, times a sequence's tokens.
     """
-    total, start = 0.0, 0
+    total = 0.0
+    start = 0
     for n in lengths:
         here = slice(start, start + n)
-        ratio, sign = np.exp(logp[here] - behaviour[here]), np.sign(gain[start])
+        ratio = np.exp(logp[here] - behaviour[here])
+        sign = np.sign(gain[start])
         bounded = np.clip(ratio, np.exp(-section.clip_low), np.exp(section.clip_high))
         product = np.prod(np.minimum(ratio**sign, bounded**sign)) ** (sign / n)
         total -= n * product * gain[start]
@@ -361,12 +367,12 @@ def test_an_infinite_ratio_is_bounded_or_dropped(
     loss = policy_loss(Loss.model_validate(section | {"cap": 4.0}))
     if advantage > 0 and section["kind"] == "clip":
         weight = 0
-    logp, one, none = torch.tensor([-0.5, -1.0], requires_grad=True), torch.ones(2), torch.zeros(2)
-    recorded, gains, lengths = (
-        torch.tensor([-100.0, -0.9]),
-        torch.tensor([advantage, 1.0]),
-        torch.tensor([1, 1]),
-    )
+    logp = torch.tensor([-0.5, -1.0], requires_grad=True)
+    one = torch.ones(2)
+    none = torch.zeros(2)
+    recorded = torch.tensor([-100.0, -0.9])
+    gains = torch.tensor([advantage, 1.0])
+    lengths = torch.tensor([1, 1])
     losses, _ = loss(Tokens(logp, recorded, none, gains, none, one, lengths, one))
     losses.sum().backward()
     alone = torch.tensor([-1.0], requires_grad=True)
@@ -380,7 +386,9 @@ def test_an_infinite_ratio_is_bounded_or_dropped(
 
 
 def test_a_clipped_token_of_infinite_ratio_leaves_no_nan() -> None:
-    logp, one, none = torch.tensor([-0.5], requires_grad=True), torch.ones(1), torch.zeros(1)
+    logp = torch.tensor([-0.5], requires_grad=True)
+    one = torch.ones(1)
+    none = torch.zeros(1)
     given = Tokens(logp, torch.tensor([-100.0]), none, one, none, one, torch.tensor([1]), one)
     losses = policy_loss(Loss(kind="clip", clip_high=0.28))(given)[0]
     losses.sum().backward()
@@ -566,7 +574,8 @@ def test_sequence_mean_over_the_parts_of_two_ranks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         "torch.distributed.all_reduce", lambda sums, group: sums.add_(torch.tensor([10.0, 7.0]))
     )
-    one, group = torch.ones(2), object()
+    one = torch.ones(2)
+    group = object()
     some = Tokens(
         one, one, one, one, one, one, torch.tensor([2, 0]), torch.tensor([3.0, 2.0]), group
     )  # type: ignore[arg-type]

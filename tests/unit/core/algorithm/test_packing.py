@@ -101,7 +101,8 @@ def test_attention_weighs_where_lengths_differ():
     """One of 300 tokens costs as much as 40 of 40: as many tokens on both ranks would
     be a third more work for its rank.
     """
-    lengths, cost = [300] + [10] * 30 + [40] * 60, Cost(pair=0.1)
+    lengths = [300] + [10] * 30 + [40] * 60
+    cost = Cost(pair=0.1)
     by_cost, by_tokens = (
         [sum(rank) for rank in costs_of(pack(lengths, 4000, 2, c), lengths, cost)]
         for c in (cost, BY_TOKENS)

@@ -40,12 +40,14 @@ def distributions(seed: int, size: int = 11) -> tuple[torch.Tensor, Floats, Floa
 @pytest.mark.parametrize("estimator", FORMULAS)
 def test_value_and_gradient(estimator: Estimator) -> None:
     random = np.random.default_rng(0)
-    p, r = random.uniform(0.01, 1, 40), random.uniform(0.01, 1, 40)
+    p = random.uniform(0.01, 1, 40)
+    r = random.uniform(0.01, 1, 40)
     logp = torch.tensor(np.log(p), requires_grad=True)
     found = estimate(logp, torch.tensor(np.log(r)), estimator)
     np.testing.assert_allclose(found.detach(), FORMULAS[estimator](p, r), rtol=1e-10)
     found.sum().backward()
-    step, at = 1e-6, np.log(p)
+    step = 1e-6
+    at = np.log(p)
     up, down = (FORMULAS[estimator](np.exp(at + sign * step), r) for sign in (1, -1))
     np.testing.assert_allclose(logp.grad, (up - down) / (2 * step), rtol=1e-5, atol=1e-8)
 
@@ -74,7 +76,8 @@ def test_mean_gradients_in_the_loss_and_in_the_reward(seed: int) -> None:
     || pi); k1 in the loss: none.
     """
     logits, p, r = distributions(seed)
-    often, log_r = torch.tensor(p), torch.tensor(np.log(r))
+    often = torch.tensor(p)
+    log_r = torch.tensor(np.log(r))
     forward = gradient(lambda logp: (torch.tensor(r) * (log_r - logp)).sum(), logits)
     reverse = gradient(lambda logp: (logp.exp() * (logp - log_r)).sum(), logits)
     in_loss = {
@@ -104,7 +107,8 @@ def test_k2_and_k3_are_never_negative(
 
 
 def tokens(logp: torch.Tensor, reference: torch.Tensor) -> Tokens:
-    n, one = torch.tensor([len(logp)]), torch.ones_like(logp)
+    n = torch.tensor([len(logp)])
+    one = torch.ones_like(logp)
     return Tokens(logp, logp.detach(), reference, one, one, one, n, n.to(logp.dtype))
 
 

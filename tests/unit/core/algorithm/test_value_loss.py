@@ -6,7 +6,8 @@ import torch
 
 from megarl.core.algorithm.losses.terms import value_loss
 
-CLIP, WIDE = 0.2, 1e9
+CLIP = 0.2
+WIDE = 1e9
 
 
 def drawn(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -80,7 +80,8 @@ def test_a_removed_ticket_is_due_nowhere():
 
 
 def test_forgetting_changes_nothing_that_is_still_asked_for():
-    admission, whole = Admission(2, 3), Admission(2, 3)
+    admission = Admission(2, 3)
+    whole = Admission(2, 3)
     for a in (admission, whole):
         for _ in range(9):
             a.admit()
@@ -127,7 +128,8 @@ class Schedule(RuleBasedStateMachine):
 
     @initialize(prompts=st.integers(1, 3), lag=st.integers(0, 2), servers=st.integers(1, 3))
     def start(self, prompts: int, lag: int, servers: int) -> None:
-        self.prompts, self.lag = prompts, lag
+        self.prompts = prompts
+        self.lag = lag
         self.admission = Admission(prompts, lag)
         self.records: list[tuple[str, int]] = []
         self.step = 0  # the learner's next one; its weights have this version

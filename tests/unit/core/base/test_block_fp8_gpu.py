@@ -18,7 +18,8 @@ pytestmark = [
 def test_the_bits_are_those_of_a_cpu(scale: float) -> None:
     draw = torch.Generator().manual_seed(0)
     weight = (torch.randn(4300, 1000, generator=draw) * scale).bfloat16()
-    here, there = quantise(weight), quantise(weight.cuda())
+    here = quantise(weight)
+    there = quantise(weight.cuda())
     assert torch.equal(here.values.view(torch.uint8), there.values.cpu().view(torch.uint8))
     assert torch.equal(here.scales, there.scales.cpu())
 

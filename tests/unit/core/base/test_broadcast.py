@@ -21,7 +21,10 @@ from megarl.run.process import free_ports
 def group() -> BroadcastGroup:
     """A member whose communicator is not asked for anything."""
     member = BroadcastGroup.__new__(BroadcastGroup)
-    member.name, member._backend, member._limit_s, member._group = "weights", "nccl", 1.0, None
+    member.name = "weights"
+    member._backend = "nccl"
+    member._limit_s = 1.0
+    member._group = None
     member._line = dist.PrefixStore("line", dist.HashStore())
     member._device, member._landings, member._buckets = (
         torch.device("cpu"),
@@ -74,7 +77,8 @@ def test_an_error_that_nccl_keeps_to_itself_is_raised(group: BroadcastGroup) -> 
 def test_a_store_that_is_gone_breaks_the_group(group: BroadcastGroup) -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=5), wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", store.port, 1, False, timedelta(seconds=5))
-    group._line, group._limit_s = dist.PrefixStore("line", client), 30.0
+    group._line = dist.PrefixStore("line", client)
+    group._limit_s = 30.0
     assert not group._line.check([BROKEN])
     del store
     with pytest.raises(RuntimeError):
@@ -83,7 +87,8 @@ def test_a_store_that_is_gone_breaks_the_group(group: BroadcastGroup) -> None:
 
 
 def test_no_group_waits_for_the_turn_of_one_that_broke(group: BroadcastGroup) -> None:
-    group._limit_s, turns = 30.0, LaunchOrder()
+    turns = LaunchOrder()
+    group._limit_s = 30.0
     group._line.set("0", "2 4 4")
     turns.broken = "the model cannot load a bucket of turn 1"
     with pytest.raises(RuntimeError, match="of turn 1"):

@@ -16,7 +16,8 @@ from megarl.core.base import checksum as sums
 from megarl.core.base.checksum import COLUMNS, LENGTH, checksum, checksum_on, written
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32]
-seeds, dtypes = st.integers(0, 2**31), st.sampled_from(DTYPES)
+seeds = st.integers(0, 2**31)
+dtypes = st.sampled_from(DTYPES)
 sizes = st.one_of(
     st.integers(1, 40), st.integers(1, 3 * COLUMNS), st.just(COLUMNS), st.just(2 * COLUMNS + 1)
 )
@@ -124,7 +125,8 @@ def test_what_is_lost_or_repeated_is_found(
 ) -> None:
     tensor = of_type(size, dtype, seed)
     part = part % len(tensor) + 1
-    lost, repeated = tensor[:-part], torch.cat([tensor, tensor[-part:]])
+    lost = tensor[:-part]
+    repeated = torch.cat([tensor, tensor[-part:]])
     shifted = torch.cat([tensor[:part], tensor])[: len(tensor)]
     for other in (lost, tensor[part:], repeated, shifted):
         assert (value(other) == value(tensor)) == same(other, tensor)

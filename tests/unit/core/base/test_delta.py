@@ -15,7 +15,8 @@ from torch.nn import Module, Parameter
 from megarl.core.base import delta
 from megarl.core.base.delta import DTYPES, INTEGERS, LARGE, SUFFIX, add, decode, encode, load
 
-seeds, dtypes = st.integers(0, 2**31), st.sampled_from(DTYPES)
+seeds = st.integers(0, 2**31)
+dtypes = st.sampled_from(DTYPES)
 shapes = st.lists(st.integers(0, 9), max_size=3) | st.tuples(st.integers(0, 5000))
 shares = st.sampled_from([0.0, 0.001, 0.01, 0.3, 1.0])
 
@@ -41,7 +42,8 @@ def test_old_and_delta_are_new(
     shape: list[int], dtype: torch.dtype, share: float, seed: int
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
-    old, other = random_bits(shape, dtype, draw), random_bits(shape, dtype, draw)
+    old = random_bits(shape, dtype, draw)
+    other = random_bits(shape, dtype, draw)
     new = torch.where(torch.rand(other.shape, generator=draw) < share, other, old)
     assert torch.equal(bits(given_back(old, new)), bits(new))
 
@@ -94,7 +96,8 @@ def test_pieces_of_a_long_tensor(size: int, share: int, seed: int) -> None:
 
 def test_views_at_any_place() -> None:
     memory = torch.arange(1000).short().view(torch.bfloat16)
-    old, new = memory[1:801].view(20, 40), memory[3:803].view(40, 20).T
+    old = memory[1:801].view(20, 40)
+    new = memory[3:803].view(40, 20).T
     assert torch.equal(bits(given_back(old, new)), bits(new))
 
 
@@ -104,7 +107,8 @@ def test_parts_and_turned_ones() -> None:
     """
     draw = torch.Generator().manual_seed(0)
     old, new = (random_bits([6, 10], torch.bfloat16, draw) for _ in "ab")
-    difference, held = decode(encode(old, new)), old.T.contiguous()
+    difference = decode(encode(old, new))
+    held = old.T.contiguous()
     add(held[:, 2:5], difference.T[:, 2:5])
     assert torch.equal(bits(held[:, 2:5]), bits(new.T[:, 2:5]))
     assert torch.equal(bits(held[:, :2]), bits(old.T[:, :2]))
@@ -132,7 +136,8 @@ def test_a_loader_adds_deltas_where_it_copies_tensors() -> None:
     old, new = (
         {name: random_bits([12, 5], torch.bfloat16, draw) for name in ("gate", "up")} for _ in "ab"
     )
-    model, whole = Fused(), Fused()
+    model = Fused()
+    whole = Fused()
     load(model, model.load_weights, old.items())
     load(whole, whole.load_weights, new.items())
     assert not torch.equal(bits(model.both), bits(whole.both))
@@ -148,8 +153,10 @@ def test_a_loader_adds_deltas_where_it_copies_tensors() -> None:
 def test_damage_is_found_unless_it_changes_nothing() -> None:
     """The last bits before the checksum mean nothing."""
     draw = torch.Generator().manual_seed(0)
-    old, new = torch.zeros(300).bfloat16(), torch.randn(300, generator=draw).bfloat16()
-    code, found = encode(old, new), 0
+    old = torch.zeros(300).bfloat16()
+    new = torch.randn(300, generator=draw).bfloat16()
+    code = encode(old, new)
+    found = 0
     for place in range(len(code)):
         damaged = code.clone()
         damaged[place] ^= 16
@@ -166,7 +173,9 @@ def test_size() -> None:
     """One value in a hundred changed by one: within 10 % of the entropy of which (a
     Bernoulli choice each) and how (a bit).
     """
-    draw, size, share = torch.Generator().manual_seed(0), 1 << 20, 0.01
+    draw = torch.Generator().manual_seed(0)
+    size = 1 << 20
+    share = 0.01
     old = torch.randn(size, generator=draw).bfloat16()
     chosen = torch.rand(size, generator=draw) < share
     up = torch.randint(0, 2, (size,), generator=draw)

@@ -9,7 +9,8 @@ import torch
 
 from megarl.core.base import device
 
-NEAR, FAR = "0000:3b:00.0", "0001:af:00.0"
+NEAR = "0000:3b:00.0"
+FAR = "0001:af:00.0"
 
 
 @pytest.fixture

@@ -36,7 +36,8 @@ def serve(
     def run() -> None:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
             socket.linger = 1000
-            socket.curve_server, socket.curve_secretkey = True, KEYS.controller_secret.encode()
+            socket.curve_secretkey = KEYS.controller_secret.encode()
+            socket.curve_server = True
             socket.bind(address)
             for reply in replies:
                 peer, empty, *frames = socket.recv_multipart()

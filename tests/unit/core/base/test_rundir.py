@@ -76,7 +76,8 @@ def test_every_file_of_lines_is_mended(tmp_path: Path, caplog: pytest.LogCapture
     run = RunDir(tmp_path)
     run.create()
     files = [run.metrics, run.eval, run.bad_rollouts, run.supervisor]
-    answers, trace = SuiteDir(tmp_path, "math"), run.trace / "learner.jsonl"
+    answers = SuiteDir(tmp_path, "math")
+    trace = run.trace / "learner.jsonl"
     answers.path.mkdir()
     run.trace.mkdir()
     for path in [*files, answers.answers, trace]:
@@ -143,7 +144,9 @@ def test_lines_that_are_not_ours_spoil_only_themselves(tmp_path: Path) -> None:
 
 def test_rows_come_in_order_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The latest of each step, after replays, whatever else stands in the file."""
-    path, parse, read = tmp_path / "metrics.jsonl", rundir.parsed, list[str]()
+    path = tmp_path / "metrics.jsonl"
+    parse = rundir.parsed
+    read = list[str]()
     steps = [*range(5), *range(3, 8), *range(2, 6)]
     lines = [f'{{"step": {step}, "at": {at}}}\n'.encode() for at, step in enumerate(steps)]
     lines[7:7] = [

@@ -39,7 +39,8 @@ class Life:
     def publish(self, version: int, hour: float) -> Spent:
         self.at(hour)
         spent = self.clock.spent()
-        startup, evaluation = spent.startup, spent.evaluation
+        startup = spent.startup
+        evaluation = spent.evaluation
         self._journal.append(
             PublishedVersion(
                 version=version,
@@ -195,7 +196,8 @@ def test_a_clock_that_is_wrong_or_set_changes_no_hours(
     """The session began at 1 by the clock of the file system, and now it is 2 there;
     the node's own says something else.
     """
-    hour, written = [0.0], tmp_path / "lock"
+    hour = [0.0]
+    written = tmp_path / "lock"
     written.touch()
     os.utime(written, (2 * 3600, 2 * 3600))
     monkeypatch.setattr(clock, "offset", clock.offset)

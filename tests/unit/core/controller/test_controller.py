@@ -59,7 +59,8 @@ def test_the_only_server_misses_three_publications(
     monkeypatch.setattr(ServerClient, "health", health)
 
     async def scenario() -> None:
-        servers, failures = servers_of(1), list[str]()
+        servers = servers_of(1)
+        failures = list[str]()
         told = controller_of(servers, failures)
         for _ in range(PUBLISH_TRIES):
             assert servers.membership.members[0].state in ("clean", "unknown")
@@ -81,8 +82,10 @@ def test_a_joined_server_misses_three_publications_and_the_last_is_told_twice() 
     """The learner repeats what has no answer within its limit."""
 
     async def scenario() -> None:
-        servers, failures = servers_of(1), list[str]()
-        told, members = controller_of(servers, failures), servers.membership
+        servers = servers_of(1)
+        failures = list[str]()
+        told = controller_of(servers, failures)
+        members = servers.membership
         running = asyncio.create_task(servers.run())
         await asyncio.sleep(0)
         joined = servers.answer(Join(life="x", url=f"http://127.0.0.1:{free_ports(1)[0]}"))
@@ -204,7 +207,8 @@ def test_a_journal_that_is_older_than_the_checkpoints_is_left_to_the_learners_re
 ) -> None:
     """The controller must live to tell why."""
     monkeypatch.setattr(module, "DROP_S", 0.01)
-    rundir, journal = RunDir(tmp_path), Journal.open(tmp_path / "rollouts", 1, 0)
+    rundir = RunDir(tmp_path)
+    journal = Journal.open(tmp_path / "rollouts", 1, 0)
     checkpoint = rundir.checkpoints / "step-0000005"
     checkpoint.mkdir(parents=True)
     (checkpoint / META).touch()

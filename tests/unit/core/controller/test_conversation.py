@@ -10,7 +10,8 @@ from megarl.core.base.types import encode
 from megarl.core.controller.conversation import Conversation, Link
 from megarl.run.process import free_ports
 
-KEYS, NEXT = LinkKeys.new(), Next(incarnation="a", step=3, version=3)
+KEYS = LinkKeys.new()
+NEXT = Next(incarnation="a", step=3, version=3)
 ANSWER = Score(version=3, rollouts=(), against=0)
 
 
@@ -18,7 +19,8 @@ def test_an_answer_that_took_long_goes_to_where_the_learner_listens_now() -> Non
     """A batch of 128k tokens takes minutes to read. Read anew for each repetition of
     the question, it would never arrive.
     """
-    (port,), made = free_ports(1), 0
+    (port,) = free_ports(1)
+    made = 0
 
     async def slowly(_: object, __: Next) -> Reply:
         nonlocal made
@@ -28,7 +30,8 @@ def test_an_answer_that_took_long_goes_to_where_the_learner_listens_now() -> Non
 
     async def run() -> bytes:
         address = f"tcp://127.0.0.1:{port}"
-        link, learner = Link(address, KEYS), ControllerLink(address, KEYS, lambda: "", resend_s=1.0)
+        link = Link(address, KEYS)
+        learner = ControllerLink(address, KEYS, lambda: "", resend_s=1.0)
         answers = SimpleNamespace(
             evaluate_if_due=lambda _: None,
             decide=lambda _: ANSWER,

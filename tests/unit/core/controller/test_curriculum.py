@@ -24,7 +24,8 @@ def draws(c: PromptOrder, count: int) -> list[Draw]:
 
 def test_an_epoch_is_a_permutation_and_the_next_another_one() -> None:
     c = curriculum()
-    first, second = draws(c, 12), draws(c, 12)
+    first = draws(c, 12)
+    second = draws(c, 12)
     assert sorted(p for p, *_ in first) == sorted(p for p, *_ in second) == sorted(IDS)
     assert [p for p, *_ in first] != [p for p, *_ in second]
     assert {e for _, e, *_ in first} == {0}
@@ -74,11 +75,15 @@ def test_resume_equals_uninterrupted(events: list[str], rates: list[float], pace
     def new() -> PromptOrder:
         return PromptOrder(DIFFICULTY, 3, 0.9, 4, pace)
 
-    live, last, pass_rates, count = new(), None, {}, 0
+    live = new()
+    last = None
+    pass_rates = {}
+    count = 0
     for event, rate in zip(events, rates, strict=False):
         if event == "draw":
             drawn = live.draw()
-            last, count = drawn, count + 1
+            last = drawn
+            count = count + 1
             if drawn.reset:
                 pass_rates.clear()
         else:

@@ -138,7 +138,8 @@ class Answers:
     servers: Pool
 
     def __init__(self, down: int) -> None:
-        self.down, self.cancelled = down, -down
+        self.down = down
+        self.cancelled = -down
         self.allowed: list[set[int]] = []
 
     async def complete(self, job: Any) -> Completion:
@@ -175,7 +176,8 @@ def evaluations_of(
     stop: Callable,
 ) -> tuple[Evaluations, JournalWriter, EvaluationSchedule]:
     """Evaluations of a run of ten steps whose tasks hold out `count` prompts each."""
-    records, places = JournalWriter(journal), Places(members, 1)
+    records = JournalWriter(journal)
+    places = Places(members, 1)
     pipeline = Pipeline(recipe, records, places, NoTickets(), lambda: None, 10, 10)  # type: ignore[arg-type]
     answers.servers = Pool({}, places)
     asker = Asker(recipe, TOKENIZER, answers, answers, frozenset(), "", 0)  # type: ignore[arg-type]
@@ -323,7 +325,9 @@ def test_an_answer_that_no_grader_can_judge_is_void(
         ) -> Grade:
             return Grade(math.nan, correct, True, error=True)
 
-    recipe, answers, kept = recipe_of(tmp_path, one=1.0), Doubtful(0), list[Answer]()
+    recipe = recipe_of(tmp_path, one=1.0)
+    answers = Doubtful(0)
+    kept = list[Answer]()
     answers.servers = Pool({}, Places(Membership([ServerAddress(id=0, url="")]), 1))
     asyncio.run(
         score(
@@ -459,7 +463,8 @@ def test_several_servers_share_it_and_one_may_be_lost_or_leave(
         async with asyncio.TaskGroup() as tasks:
             writer = tasks.create_task(records.run())
             evaluations.begin_if_due(0, {0: Spent(0.5, 0.0, 0.0)}, tasks)
-            task, held = evaluations.tasks[0], set(schedule.running[0])
+            task = evaluations.tasks[0]
+            held = set(schedule.running[0])
             assert len(held) == 3
             assert {n for n in range(4) if members.members[n].pinned} == held
             await asyncio.sleep(0)
@@ -511,7 +516,8 @@ def one_task(tmp_path: Path, servers: int) -> OneTask:
 
 
 def test_an_evaluation_ends_whose_server_is_lost_before_its_first_step(tmp_path: Path) -> None:
-    it, spent = one_task(tmp_path, servers=2), {0: Spent(0.5, 0.0, 0.0)}
+    it = one_task(tmp_path, servers=2)
+    spent = {0: Spent(0.5, 0.0, 0.0)}
 
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:

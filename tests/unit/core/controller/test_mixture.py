@@ -37,7 +37,8 @@ def shares(weights: dict[str, float]) -> dict[str, Fraction]:
 @settings(max_examples=40)
 @given(WEIGHTS)
 def test_as_the_weights_say_at_every_moment_and_in_every_window(weights: dict[str, float]) -> None:
-    wanted, drawn = shares(weights), dict.fromkeys(weights, 0)
+    wanted = shares(weights)
+    drawn = dict.fromkeys(weights, 0)
     sequence = []
     for t in range(100):
         for task, count in drawn.items():
@@ -62,10 +63,8 @@ def test_two_to_one() -> None:
 
 def test_one_task_is_its_curriculum() -> None:
     ids = {f"p{n}": 0 for n in range(7)}
-    alone, mixture = (
-        PromptOrder(ids, 3, 0.9, 2),
-        Mixture({"x": PromptOrder(ids, 3, 0.9, 2)}, {"x": Fraction(1)}),
-    )
+    alone = PromptOrder(ids, 3, 0.9, 2)
+    mixture = Mixture({"x": PromptOrder(ids, 3, 0.9, 2)}, {"x": Fraction(1)})
     assert [("x", alone.draw()) for _ in range(30)] == [mixture.draw() for _ in range(30)]
 
 

@@ -275,7 +275,9 @@ async def test_it_costs_less_than_two_percent_of_a_step_at_8b() -> None:
     section 2.1), so a rollout's token takes 8N: it is generated and trained.
     """
     recipe = load("scalerl-8b")
-    stage, prompts, generations = Stage(recipe), recipe.batch.prompts, recipe.sampling.generations
+    stage = Stage(recipe)
+    prompts = recipe.batch.prompts
+    generations = recipe.sampling.generations
     rollout = (segment(4, [-1.0] * 50),)
     for ticket, sample in ((t, s) for t in range(prompts) for s in range(generations)):
         if stage.parity.is_chosen(ticket, sample):

@@ -27,7 +27,9 @@ class World:
     def __init__(
         self, pipeline: PipelineSection, prompts: int, servers: int, random: Random
     ) -> None:
-        self.pipeline, self.prompts, self.random = pipeline, prompts, random
+        self.pipeline = pipeline
+        self.prompts = prompts
+        self.random = random
         self.admission = Admission(prompts, pipeline.max_lag, pipeline.phase_steps)
         self.records: list[tuple[str, int]] = []
         self.membership = Membership(
@@ -59,10 +61,8 @@ class World:
         """Admit what may be; some requests start, all get a token of their server's
         weights, some end.
         """
-        clean, newest = (
-            self.membership.clean(),
-            max(self.membership.serving().values(), default=None),
-        )
+        clean = self.membership.clean()
+        newest = max(self.membership.serving().values(), default=None)
         while (
             newest is not None
             and len(self.admission.queue)
@@ -153,7 +153,9 @@ class World:
         elif what == "evaluation" and member.state == "clean":
             (self.membership.unpin if member.pinned else self.membership.pin)(server)
         elif what == "learner":
-            self.step, self.lives, self.publishing = self.checkpoint, self.lives + 1, None
+            self.step = self.checkpoint
+            self.lives = self.lives + 1
+            self.publishing = None
             self.drop(self.membership.new_learner())
         elif what == "controller":
             self.rebuild()

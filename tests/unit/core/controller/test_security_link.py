@@ -261,7 +261,8 @@ def test_bytes_that_come_twice_are_heard_once() -> None:
     """
 
     async def test(it: Controller) -> None:
-        repeating, connections = asyncio.Event(), 0
+        repeating = asyncio.Event()
+        connections = 0
 
         async def copy(source: asyncio.StreamReader, to: asyncio.StreamWriter, asked: bool) -> None:
             with suppress(OSError):

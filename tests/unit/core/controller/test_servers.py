@@ -155,7 +155,8 @@ def test_requests_on_a_machine_that_is_gone_end_with_what_has_arrived(
         b'data: {"output_ids": [5], "meta_info": {"output_token_logprobs": [[-0.5, 5,'
         b" null]]%s}}\n\n"
     )
-    gone, sent = asyncio.Event(), asyncio.Event()
+    gone = asyncio.Event()
+    sent = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
         if request.path == "/generate":
@@ -179,7 +180,8 @@ def test_requests_on_a_machine_that_is_gone_end_with_what_has_arrived(
         (port,) = free_ports(1)
         await web.TCPSite(runner, "127.0.0.1", port).start()
         servers = servers_of(1, f"http://127.0.0.1:{port}")
-        member, client = servers.membership.members[0], servers.clients[0]
+        member = servers.membership.members[0]
+        client = servers.clients[0]
         request = asyncio.create_task(client.generate([1, 2], 9))
         await sent.wait()
         gone.set()

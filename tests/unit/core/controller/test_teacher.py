@@ -21,7 +21,8 @@ def test_long_rollouts_do_not_wait_in_a_teachers_queue_until_their_time_is_up(
     """256 of 128k tokens, as many as it may run, are half an hour's work. Each would
     end after its limit of 300 s, unscored.
     """
-    at_once, seen = 0, list[int]()
+    at_once = 0
+    seen = list[int]()
 
     async def score(request: web.Request) -> web.Response:
         nonlocal at_once
@@ -41,7 +42,8 @@ def test_long_rollouts_do_not_wait_in_a_teachers_queue_until_their_time_is_up(
     async def run() -> list[np.ndarray]:
         app = web.Application()
         app.router.add_post("/generate", score)
-        runner, (port,) = web.AppRunner(app), free_ports(1)
+        runner = web.AppRunner(app)
+        (port,) = free_ports(1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
         length: dict[str, Any] = {

@@ -38,7 +38,9 @@ from megarl.tasks.environments.registry import TaskEnvironments
 from megarl.tasks.graders.grader import TaskGraders
 from tests.server_pool import Pool
 
-END, CLOSE, B = 0, 1, 4
+END = 0
+CLOSE = 1
+B = 4
 STAGES = [
     {"until_step": 2, "thinking_tokens": [4, 6]},
     {"until_step": 4, "thinking_tokens": [10, 12]},
@@ -157,7 +159,9 @@ async def run(
     members.seen(0)
     members.publish([0], 3, "a")
     members.published(0, 3, "a", "")
-    asked, places, settled = server(), Places(members, 16), 0
+    asked = server()
+    places = Places(members, 16)
+    settled = 0
     sampler = Sampler(
         recipe,
         Letters(),
@@ -165,7 +169,8 @@ async def run(
         TaskEnvironments(recipe, Letters()),
     )  # type: ignore[arg-type,dict-item]
     graders = TaskGraders(recipe, str, 1, 1.0)
-    records, done = JournalWriter(journal), asyncio.Event()
+    records = JournalWriter(journal)
+    done = asyncio.Event()
 
     def changed() -> None:
         nonlocal settled
@@ -212,7 +217,8 @@ def check_draws(recipe: Recipe, found: list[JournalRecord]) -> list[Admitted]:
     """Every admission is what a draw that was never interrupted makes of the results
     before it.
     """
-    mixture, admitted = mixture_of(recipe, PROMPTS, State(Admission(B, 20))), dict[int, Admitted]()
+    mixture = mixture_of(recipe, PROMPTS, State(Admission(B, 20)))
+    admitted = dict[int, Admitted]()
     for record in found:
         match record:
             case Admitted():
@@ -235,7 +241,8 @@ def check_budgets(recipe: Recipe, found: list[JournalRecord]) -> set[int]:
     """Each rollout thought as long as the stage of its ticket's due step says; the
     stages that were met.
     """
-    due, met = {r.ticket: r.due for r in found if isinstance(r, Admitted)}, set()
+    due = {r.ticket: r.due for r in found if isinstance(r, Admitted)}
+    met = set()
     for group in (r.group for r in found if isinstance(r, Finished)):
         stage = sum(due[group.ticket] >= s["until_step"] for s in STAGES)  # type: ignore[operator]
         bounds = [*(s["thinking_tokens"] for s in STAGES), FULL][stage]

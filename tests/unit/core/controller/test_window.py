@@ -18,7 +18,9 @@ from megarl.lab.planning import simulate
 from megarl.lab.planning.simulate import Costs, SimulatedStep, summary
 from megarl.lab.planning.workload import LogNormal, workload
 
-PROMPTS, GENERATIONS, MEAN = 16, 4, 200
+PROMPTS = 16
+GENERATIONS = 4
+MEAN = 200
 BATCH_S = PROMPTS * GENERATIONS * MEAN * 0.0003 / 2
 """Seconds in which two servers generate a batch, if a decode step costs 0.3 ms for each
 request.
@@ -45,7 +47,8 @@ class Growing:
     """Lengths with a mean of 60 tokens that grow by so much a step, to at most 1,100."""
 
     def __init__(self, growth: float) -> None:
-        self._growth, self._groups = growth, 0
+        self._growth = growth
+        self._groups = 0
 
     def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
         mean = 60 * self._growth ** (self._groups / PROMPTS)

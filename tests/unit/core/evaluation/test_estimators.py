@@ -39,7 +39,8 @@ def test_pass_at_k(correct: list[bool], data: st.DataObject) -> None:
 
 @given(ANSWERS, st.data())
 def test_maj_at_k(answers: list[tuple[str, bool]], data: st.DataObject) -> None:
-    votes, correct = [v for v, _ in answers], [c for _, c in answers]
+    votes = [v for v, _ in answers]
+    correct = [c for _, c in answers]
     k = data.draw(st.integers(1, len(votes)))
     shares = {v: np.mean([c for w, c in answers if w == v]) for v in votes}
 
@@ -53,7 +54,8 @@ def test_maj_at_k(answers: list[tuple[str, bool]], data: st.DataObject) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=7), st.data())
 def test_best_at_k(answers: list[tuple[int, bool]], data: st.DataObject) -> None:
-    rewards, correct = [float(r) for r, _ in answers], [c for _, c in answers]
+    rewards = [float(r) for r, _ in answers]
+    correct = [c for _, c in answers]
     k = data.draw(st.integers(1, len(rewards)))
 
     def chance(subset: tuple[int, ...]) -> float:
@@ -64,7 +66,9 @@ def test_best_at_k(answers: list[tuple[int, bool]], data: st.DataObject) -> None
 
 
 def test_of_one_answer_all_are_its_mean() -> None:
-    votes, correct, rewards = ["x", "y", "y", ""], [True, False, False, False], [1.0, 3.0, 2.0, 0.0]
+    votes = ["x", "y", "y", ""]
+    correct = [True, False, False, False]
+    rewards = [1.0, 3.0, 2.0, 0.0]
     assert (
         pass_at_k(1, 4, 1) == maj_at_k(votes, correct, 1) == best_at_k(rewards, correct, 1) == 0.25
     )
@@ -122,7 +126,8 @@ def test_a_pass_at_k_has_such_an_interval_too(
     """As above, of pass@k of 2k answers, also where nearly all prompts pass: its truth
     is 1 - E[(1 - p)^k].
     """
-    rng, k = np.random.default_rng(1), samples // 2
+    rng = np.random.default_rng(1)
+    k = samples // 2
     truth = 1 - float(np.mean((1 - rng.beta(a, b, 1_000_000)) ** k))
     held = []
     for _ in range(1000):

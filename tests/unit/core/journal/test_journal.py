@@ -235,7 +235,8 @@ def test_cut_anywhere_it_opens_with_the_whole_records_before_the_cut(tmp_path_fa
     path = tmp_path_factory.mktemp("journal")
     records = written(path, 6)
     file = last_file(path)
-    ends, size = [], file.stat().st_size
+    ends = []
+    size = file.stat().st_size
     for entry, _ in scan(file):
         ends.append(entry.end)
     assert ends[-1] == size
@@ -335,7 +336,8 @@ def test_a_record_that_comes_twice_is_refused_or_changes_nothing(tmp_path_factor
     before = journal.state
     journal.close()
     file = last_file(path)
-    content, found = file.read_bytes(), list(scan(file))
+    content = file.read_bytes()
+    found = list(scan(file))
     n = data.draw(st.integers(1, len(found) - 1))
     at = found[data.draw(st.integers(n, len(found) - 1))][0].end
     entry, payload = found[n]
@@ -458,7 +460,8 @@ def test_a_file_system_that_fails_while_a_file_is_begun(
     """The records that filled the last one are whole; nothing is written behind them by
     this writer.
     """
-    journal, fsync = Journal.open(tmp_path, 2, 1, rotate_bytes=1500), os.fsync
+    journal = Journal.open(tmp_path, 2, 1, rotate_bytes=1500)
+    fsync = os.fsync
 
     def evicted(fd: int) -> None:
         if stat.S_ISDIR(os.fstat(fd).st_mode):
@@ -509,7 +512,8 @@ def test_a_journal_of_many_files_is_listed_once_and_searched_from_its_end(
 ):
     """A long run has thousands of them, and the learner waits for its batch."""
     written(tmp_path, 40, rotate_bytes=1000)
-    files, listed = JournalReader.files, list[int]()
+    files = JournalReader.files
+    listed = list[int]()
     monkeypatch.setattr(JournalReader, "files", lambda self: listed.append(1) or files(self))
     reader = JournalReader(tmp_path)
     assert len(files(reader)) > 20
@@ -546,7 +550,8 @@ def test_a_search_for_groups_reads_headers_alone(tmp_path: Path):
 def test_an_old_batch_is_found_by_the_snapshots_of_few_files(tmp_path: Path):
     """After a month there are thousands of files, with a thousand headers each."""
     written(tmp_path, 600, rotate_bytes=6000)
-    reader, before = JournalReader(tmp_path), bytes_read()
+    reader = JournalReader(tmp_path)
+    before = bytes_read()
     assert len(reader.files()) > 30
     assert [group.ticket for group in reader.groups(range(20, 30))] == list(range(20, 30))
     assert (
@@ -562,8 +567,10 @@ def test_the_last_file_is_searched_once_for_all_groups_of_a_batch(tmp_path: Path
 
 
 def test_a_group_is_found_whenever_it_was_finished(tmp_path: Path):
-    rng, journal = random.Random(0), Journal.open(tmp_path, 4, 30, rotate_bytes=2500)
-    running, removed = list[int](), set[int]()
+    rng = random.Random(0)
+    journal = Journal.open(tmp_path, 4, 30, rotate_bytes=2500)
+    running = list[int]()
+    removed = set[int]()
     for ticket in range(120):
         journal.append(admitted(ticket))
         running.append(ticket)
@@ -595,7 +602,8 @@ def test_a_writer_does_not_remember_where_all_groups_of_a_long_run_are(tmp_path:
 
 
 def test_a_reader_sees_the_appends_of_a_live_writer(tmp_path: Path):
-    journal, reader = Journal.open(tmp_path, 2, 1, rotate_bytes=1500), JournalReader(tmp_path)
+    journal = Journal.open(tmp_path, 2, 1, rotate_bytes=1500)
+    reader = JournalReader(tmp_path)
     for ticket in range(20):
         journal.append(admitted(ticket))
         assert list(reader.fold().unfinished) == [ticket]
@@ -609,7 +617,8 @@ def test_what_is_written_while_it_is_read_is_no_damage(tmp_path: Path):
     written(tmp_path / "whole", 3)
     whole = last_file(tmp_path / "whole").read_bytes()
     entries = [entry for entry, _ in scan(last_file(tmp_path / "whole"))]
-    half, live = entries[3].offset + 40, tmp_path / "live"  # a record's write is under way
+    half = entries[3].offset + 40
+    live = tmp_path / "live"  # a record's write is under way
     live.write_bytes(whole[:half])
     records = scan(live)
     seen = [next(records)[0]]

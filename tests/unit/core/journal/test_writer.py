@@ -21,7 +21,8 @@ def admitted(ticket: int) -> Admitted:
 
 async def held_up(folder: Path) -> tuple[JournalWriter, threading.Event, asyncio.Task[None]]:
     """A writer at its first record, whose thread waits for the event."""
-    ledger, free = JournalWriter(Journal.open(folder, 2, 1)), threading.Event()
+    ledger = JournalWriter(Journal.open(folder, 2, 1))
+    free = threading.Event()
     ledger._thread.submit(free.wait, 10)
     ledger.write(admitted(0))
     writer = asyncio.create_task(ledger.run())

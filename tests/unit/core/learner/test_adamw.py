@@ -19,7 +19,11 @@ from megarl.core.recipe import from_tree
 from tests.tiny import tiny_llama
 from tests.unit.core.learner.training_step import sequences
 
-LR, BETAS, EPS, DECAY, CLIP = 0.01, (0.8, 0.9), 1e-8, 0.3, 0.02
+LR = 0.01
+BETAS = (0.8, 0.9)
+EPS = 1e-8
+DECAY = 0.3
+CLIP = 0.02
 
 
 def exported(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -76,10 +80,8 @@ def test_three_updates_are_those_of_adamw_and_norms_are_not_decayed(
             clipped = gradient * CLIP / norm
             first[name] = BETAS[0] * first[name] + (1 - BETAS[0]) * clipped
             second[name] = BETAS[1] * second[name] + (1 - BETAS[1]) * clipped**2
-            mean, square = (
-                first[name] / (1 - BETAS[0] ** step),
-                second[name] / (1 - BETAS[1] ** step),
-            )
+            mean = first[name] / (1 - BETAS[0] ** step)
+            square = second[name] / (1 - BETAS[1] ** step)
             decay = DECAY if weights[name].dim() > 1 else 0.0
             weights[name] = weights[name] * (1 - LR * decay) - LR * mean / (square.sqrt() + EPS)
     now = exported(trainer)
@@ -147,7 +149,8 @@ def test_moments_are_loaded_into_the_memory_that_they_have(
     )
     (part,) = trainer.policy.optimizer.chained_optimizers
     assert isinstance(part.optimizer, AsTransformerEngine)
-    trainer.step, before = 1, [tensor.data_ptr() for tensor in state(trainer) if tensor.dim()]
+    before = [tensor.data_ptr() for tensor in state(trainer) if tensor.dim()]
+    trainer.step = 1
     checkpoints = Checkpoints(tmp_path / "run", 1, trainer, tmp_path / "hf")
     checkpoints.save()
     checkpoints.finish()
@@ -275,7 +278,9 @@ def test_an_update_waits_until_what_it_changes_is_written(
     trainer = Trainer(recipe, tmp_path / "hf")
     trainer.train_step(sequences(experts=False))
     kept = [tensor.clone() for tensor in state(trainer)]
-    may_write, begin, norm = Event(), models_checkpoint.begin, trainer.policy.gradient_norm
+    may_write = Event()
+    begin = models_checkpoint.begin
+    norm = trainer.policy.gradient_norm
 
     def begun(*args: Any) -> Any:
         request = begin(*args)

@@ -63,7 +63,8 @@ def test_its_size_is_what_a_start_requires_of_the_disk(
     dtype: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    hf, run = tmp_path / "hf", RunDir(tmp_path / "run")
+    hf = tmp_path / "hf"
+    run = RunDir(tmp_path / "run")
     tiny_llama(hf, num_hidden_layers=1, hidden_size=256, intermediate_size=1024)
     recipe = from_tree({"model": {"path": str(hf), "dtype": dtype}, "checkpoint": {"keep": 1}})
     made = Checkpoints(run.checkpoints, 1, Trainer(recipe, hf), hf)
@@ -184,7 +185,8 @@ def test_a_checkpoint_that_cannot_be_removed_is_removed_after_a_later_one(
     """First somebody has protected it, then NFS keeps a file that is open elsewhere."""
     checkpoints.keep = 1
     oldest = checkpoints.folder / "step-0000001"
-    remove_file, remove_folder = Path.unlink, os.rmdir
+    remove_file = Path.unlink
+    remove_folder = os.rmdir
 
     def protected(path: Path, missing_ok: bool = False) -> None:
         if path.parent == oldest:
@@ -214,7 +216,8 @@ def test_a_checkpoint_that_cannot_be_removed_is_removed_after_a_later_one(
 def test_milestones_stay_beside_the_newest_also_after_a_restart(checkpoints: Checkpoints) -> None:
     """A step, and compute, which the checkpoint of step 4 is the first to have passed."""
     run = RunDir(checkpoints.folder.parent)
-    checkpoints.keep, checkpoints.milestones = 1, (2, "6.5 core-hours")
+    checkpoints.keep = 1
+    checkpoints.milestones = (2, "6.5 core-hours")
     for step in (3, 4, 5, 6):
         append_jsonl(
             run.metrics, {"step": step - 1, "compute_hours": 2.0 * step, "compute_unit": "core"}
@@ -241,7 +244,8 @@ def test_the_best_score_stays_beside_the_newest_also_after_a_restart(
     written.
     """
     run = RunDir(checkpoints.folder.parent)
-    checkpoints.keep, checkpoints.keep_best = 1, True
+    checkpoints.keep = 1
+    checkpoints.keep_best = True
     asked = {"n_prompts": 9, "samples": 1, "compute_hours": 1.0, "compute_unit": "core"}
     for step, score, best in ((2, 0.8, 2), (3, 0.7, 2), (4, 0.1, 2), (5, 0.9, 5)):
         append_jsonl(run.eval, asked | {"step": step, "pass_rate": score})
@@ -346,11 +350,13 @@ def test_a_warm_start_whose_checkpoints_cannot_be_written_still_ends(
 ) -> None:
     """The trained model is written elsewhere."""
     recipe = from_tree({"sft": {"steps": 3}, "checkpoint": {"every": 1}})
-    trainer, batches = checkpoints.trainer, sft.batches(TRACES, 20, 1)
+    trainer = checkpoints.trainer
+    batches = sft.batches(TRACES, 20, 1)
     trainer.train_step(
         next(batches)
     )  # imports all modules, whose bytecode is written to files, too
-    checkpoints.folder, trainer.step = tmp_path / "unfinished", 0
+    checkpoints.folder = tmp_path / "unfinished"
+    trainer.step = 0
     silent = Console(quiet=True)  # output of another would be written to a file
     monkeypatch.setattr(sft.terminal, "console", lambda quiet=False: silent)
     with files_no_larger_than(2000):

@@ -91,9 +91,11 @@ def critic_of(trainer: Trainer) -> TrainedNetwork:
 
 
 def test_two_epochs_are_two_updates_by_the_same_batch_in_one_step(model: Path) -> None:
-    at_once, by_hand = trainer_of(model, {"epochs": 2}), trainer_of(model)
+    at_once = trainer_of(model, {"epochs": 2})
+    by_hand = trainer_of(model)
     metrics = at_once.train_step(batch())
-    first, second = by_hand.train_step(batch()), by_hand.train_step(batch())
+    first = by_hand.train_step(batch())
+    second = by_hand.train_step(batch())
     assert same(weights(at_once.policy), weights(by_hand.policy))
     assert metrics == second
     assert first["ratio_mean"] != second["ratio_mean"]
@@ -130,7 +132,8 @@ def test_a_critic_learns_what_to_expect(model: Path) -> None:
 
 def test_the_warm_up_of_a_critic_leaves_the_policy_alone(model: Path) -> None:
     trainer = trainer_of(model, **CRITIC, critic={"warmup_steps": 2})
-    before, expected_nothing = weights(trainer.policy), weights(critic_of(trainer))
+    before = weights(trainer.policy)
+    expected_nothing = weights(critic_of(trainer))
     rows = [trainer.train_step(batch()) for _ in range(2)]
     assert same(weights(trainer.policy), before)
     assert not same(weights(critic_of(trainer)), expected_nothing)

@@ -15,7 +15,9 @@ from megarl.core.learner.network import Network
 from megarl.core.learner.trainer import Trainer
 from tests.tiny import tiny_llama, tiny_qwen3_moe
 
-MICROBATCHES, TOKENS, LAYERS = 64, 48, 2
+MICROBATCHES = 64
+TOKENS = 48
+LAYERS = 2
 
 
 def linears(network: Network) -> dict[str, torch.Tensor]:
@@ -55,7 +57,8 @@ def test_a_micro_batch_64_times_is_64_times_its_gradient(
     }  # not an expert without a token
     assert len(learning) >= 4 * LAYERS
     for name, gradient in learning.items():
-        expected, total = MICROBATCHES * gradient, all_of_them[name]
+        expected = MICROBATCHES * gradient
+        total = all_of_them[name]
         assert (total - expected).abs().max() <= MICROBATCHES * 2**-24 * expected.abs().max(), (
             name  # additions round to FP32
         )

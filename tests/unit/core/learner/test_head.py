@@ -50,7 +50,8 @@ def test_logits_far_apart() -> None:
     hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
     weight = torch.tensor([[300.0, -300.0], [0.0, 0.0], [-300.0, 300.0], [0.0, 299.0]])
     case = Case(hidden, weight, torch.tensor([0, 0, 2]), torch.ones(2, 3), 4, 0.5)
-    mine, expected = found(case, chunk=(2, 1)), exact(case)
+    mine = found(case, chunk=(2, 1))
+    expected = exact(case)
     assert mine.logprobs.tolist() == pytest.approx(expected.logprobs.tolist(), rel=1e-6)
     assert mine.entropy.tolist() == pytest.approx(expected.entropy.tolist(), abs=1e-6)
     assert max(differences(mine, expected).values()) <= 1e-6
@@ -80,8 +81,10 @@ def test_the_weights_gradient_is_added_to_what_is_there(tied: bool) -> None:
     alone. DDP's hook runs once.
     """
     case = make_case(3, rows=6, width=5, vocabulary=9)
-    weight, ran = case.weight.requires_grad_(), []
-    weight.main_grad, weight.zero_out_wgrad = torch.zeros(9, 5), tied
+    weight = case.weight.requires_grad_()
+    ran = []
+    weight.main_grad = torch.zeros(9, 5)
+    weight.zero_out_wgrad = tied
     weight.register_post_accumulate_grad_hook(lambda _: ran.append(True))
     for _ in range(2):
         weight.grad = None
@@ -145,7 +148,8 @@ def test_bf16(precision: torch.dtype) -> None:
     Gradients are those of bf16 training.
     """
     case = make_case(0, rows=200, width=256, vocabulary=5000, dtype=torch.bfloat16)
-    mine, expected = found(case, precision=precision, chunk=(64, 700)), exact(case)
+    mine = found(case, precision=precision, chunk=(64, 700))
+    expected = exact(case)
     off = differences(mine, expected)
     wide = precision is torch.float32
     assert (off["logprobs"] <= 1e-6) == wide

@@ -53,7 +53,8 @@ def trainer_of(model: Path, **learner: Any) -> Trainer:
 
 
 def sequences(count: int, tokens: int) -> list[TrainSequence]:
-    draw, weight = np.random.default_rng(0), np.full(tokens, 1 / count / tokens, np.float32)
+    draw = np.random.default_rng(0)
+    weight = np.full(tokens, 1 / count / tokens, np.float32)
     weight[0] = 0
     ids = [draw.integers(0, 128, tokens).astype(np.int32) for _ in range(count)]
     behaviour = np.full(tokens, -4.8, np.float32)
@@ -83,7 +84,9 @@ def gradients(trainer: Trainer) -> torch.Tensor:
 
 def test_recomputation_takes_less_memory_and_makes_the_same_gradients(model: Path) -> None:
     """Up to the order in which kernels add: bf16 has 8 bits."""
-    batch, found, peaks = sequences(4, 4096), {}, {}
+    batch = sequences(4, 4096)
+    found = {}
+    peaks = {}
     for recompute in ("none", "selective", "full"):
         trainer = trainer_of(model, recompute=recompute)
         peaks[recompute] = peak_of_a_pass(trainer, batch)
@@ -105,7 +108,9 @@ def test_light_recomputation_of_experts(tmp_path: Path, one_rank: None) -> None:
     pytest.importorskip("transformer_engine")
     sizes = SIZES | {"moe_intermediate_size": 2048, "num_experts": 8, "num_experts_per_tok": 4}
     tiny_qwen3_moe(tmp_path / "hf", **sizes)
-    batch, found, peaks = sequences(4, 4096), {}, {}
+    batch = sequences(4, 4096)
+    found = {}
+    peaks = {}
     for recompute in ("none", "light"):
         trainer = trainer_of(tmp_path / "hf", recompute=recompute)
         peaks[recompute] = peak_of_a_pass(trainer, batch)
@@ -123,7 +128,8 @@ def test_shared_experts_on_a_stream_of_their_own(tmp_path: Path, one_rank: None)
     several.
     """
     tiny_llama4(tmp_path / "hf")
-    batch, found = sequences(4, 512), {}
+    batch = sequences(4, 512)
+    found = {}
     for overlap in (False, True):
         recipe = recipes.from_tree(
             {"model": {"path": str(tmp_path / "hf")}, "learner": {"microbatch_tokens": 1024}}
@@ -145,7 +151,8 @@ def test_auto_finds_what_fits_and_leaves_nothing(
     """No more of the GPU may be used than a pass over 12,288 tokens takes, moments and
     all.
     """
-    trainer, record = trainer_of(model, microbatch_tokens=65_536), tmp_path / "microbatch.json"
+    trainer = trainer_of(model, microbatch_tokens=65_536)
+    record = tmp_path / "microbatch.json"
     moments = trainer.policy.moments_to_come()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -222,10 +229,8 @@ def test_an_offloaded_optimiser_makes_the_same_steps_and_is_resumed(
     held = torch.cuda.memory_allocated()
     del plain
     for share in (1.0, 0.5):
-        trainer, folder = (
-            trainer_of(model, optimizer_offload=share),
-            tmp_path / f"checkpoints-{share}",
-        )
+        trainer = trainer_of(model, optimizer_offload=share)
+        folder = tmp_path / f"checkpoints-{share}"
         found = [trainer.train_step(batch) for _ in range(2)]
         if share == 1:
             parameters = sum(

@@ -45,7 +45,8 @@ def test_the_largest_that_fits_is_found(
         return peak if peak <= capacity else math.inf
 
     found = largest(sizes, used)
-    tried, seen = seen, []
+    tried = seen
+    seen = []
     fitting = [n for n in sizes if used(n) <= 1]
     rounded = {
         n for n in sizes if used(n) != math.inf and abs(used(n) - 1) < 1e-9
@@ -72,7 +73,8 @@ def test_whatever_is_found_was_tried_and_fits(sizes: list[int], peaks: list[floa
 
 def test_a_straight_line_takes_few_trials_and_none_that_does_not_fit() -> None:
     """80 GB: 25 at rest, 1.2 MB a token."""
-    sizes, tried = sizes_to_try(16_384, 300_000), []
+    sizes = sizes_to_try(16_384, 300_000)
+    tried = []
 
     def used(tokens: int) -> float:
         tried.append(tokens)
@@ -95,7 +97,10 @@ class FakeMemory:
     """
 
     def __init__(self, trainer: Trainer, rest: float, token: float, capacity: float = 1.2) -> None:
-        self.trainer, self.rest, self.token, self.capacity = trainer, rest, token, capacity
+        self.trainer = trainer
+        self.rest = rest
+        self.token = token
+        self.capacity = capacity
         self.tried: list[int] = []
 
     def __call__(self, trial: Callable[[], None]) -> float:
@@ -141,7 +146,8 @@ def state_of(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def test_trials_leave_nothing_and_a_resumed_run_has_none(trainer: Trainer, tmp_path: Path) -> None:
-    before, record = state_of(trainer), tmp_path / "microbatch.json"
+    before = state_of(trainer)
+    record = tmp_path / "microbatch.json"
     memory = FakeMemory(trainer, 0.25, 0.0049)
     settle(trainer, 60, 600, record, memory)
     assert trainer.policy.microbatch_tokens == 150  # the size below 0.75 / 0.0049

@@ -46,7 +46,8 @@ def trainer_of(model: Path, offload: float) -> Trainer:
 
 
 def sequences() -> list[TrainSequence]:
-    draw, weight = np.random.default_rng(0), np.full(40, 1 / 160, np.float32)
+    draw = np.random.default_rng(0)
+    weight = np.full(40, 1 / 160, np.float32)
     weight[0] = 0
     ids = [draw.integers(0, 128, 40).astype(np.int32) for _ in range(4)]
     behaviour = np.full(40, -4.8, np.float32)
@@ -142,7 +143,8 @@ def views(trainer: Trainer) -> list[str]:
 def test_parameters_are_copied_once(
     model: Path, fake_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied, divide = [], HybridDeviceOptimizer._get_sub_optimizer_param_groups
+    copied = []
+    divide = HybridDeviceOptimizer._get_sub_optimizer_param_groups
 
     def counted(self: HybridDeviceOptimizer, share: float) -> Any:
         copied.append(sum(p.numel() for group in self.param_groups for p in group["params"]))
@@ -161,7 +163,9 @@ def test_half_of_the_cores_update_what_is_offloaded(
     """
     monkeypatch.setattr(device, "CORES", 12)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    trainer, before, seen = trainer_of(model, 0.5), torch.get_num_threads(), []
+    trainer = trainer_of(model, 0.5)
+    before = torch.get_num_threads()
+    seen = []
     for part in trainer.policy.optimizer.chained_optimizers:
         for each in part.optimizer.sub_optimizers:
             each.register_step_pre_hook(lambda *_: seen.append(torch.get_num_threads()))

@@ -16,7 +16,8 @@ def test_rounding_passes_and_another_model_does_not(dtype: str, experts: bool) -
     """If log-probs differ by exactly the limit on average, no way in which they differ
     exceeds it.
     """
-    limits, rng = LIMITS[dtype, experts], np.random.default_rng(0)
+    limits = LIMITS[dtype, experts]
+    rng = np.random.default_rng(0)
     behaviour = -rng.exponential(1.0, 4000)
     learner = behaviour + rng.normal(0, 0.01, 4000)
     rounding = rng.normal(0, 1.0, 4000)

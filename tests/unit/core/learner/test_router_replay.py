@@ -25,7 +25,8 @@ def test_choices_do_not_pile_up_during_a_step(tmp_path: Path, recompute: str) ->
     model = {"path": str(tmp_path / "hf"), "dtype": "fp32", "moe": {"routing_replay": True}}
     learner = {"microbatch_tokens": 1, "recompute": recompute}
     trainer = Trainer(from_tree({"model": model, "learner": learner}), tmp_path / "hf")
-    replay, tokens = trainer.policy.replay, np.arange(20, dtype=np.int32)
+    replay = trainer.policy.replay
+    tokens = np.arange(20, dtype=np.int32)
     assert replay is not None
     kept: list[int] = []
     end = replay.close

@@ -24,7 +24,8 @@ def sequences(experts: bool) -> list[TrainSequence]:
     other advantage is negative. Experts are given, 2 of 4 in each of 4 layers: a token
     that bf16 sends to others would have another gradient.
     """
-    draw, trained = np.random.default_rng(0), sum(LENGTHS) - len(LENGTHS)
+    draw = np.random.default_rng(0)
+    trained = sum(LENGTHS) - len(LENGTHS)
     found = []
     for i, n in enumerate(LENGTHS):
         weight = np.full(n, 1 / trained, np.float32)

@@ -170,10 +170,8 @@ def test_logits_gradients_and_export_are_those_of_transformers(
     family = family_of(tmp_path / "hf")
     (chunk,) = build.build(Model(path=str(tmp_path / "hf"), dtype="fp32"), tmp_path / "hf")
     hf.load([chunk], family, tmp_path / "hf")
-    stored, exported = (
-        load_file(tmp_path / "hf" / "model.safetensors"),
-        dict(hf.export([chunk], family)),
-    )
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    exported = dict(hf.export([chunk], family))
     assert exported.keys() == {name for name in stored if not family.passthrough(name)}
     assert all(torch.equal(stored[name], exported[name]) for name in exported)
 
@@ -271,12 +269,11 @@ def test_experts_in_turn_are_sent_one_by_one_as_servers_hold_them(
     the model is.
     """
     reference = tiny_gpt_oss(tmp_path, torch.bfloat16, num_hidden_layers=1)
-    (chunk,), family = build.build(Model(path=str(tmp_path)), tmp_path), family_of(tmp_path)
+    (chunk,) = build.build(Model(path=str(tmp_path)), tmp_path)
+    family = family_of(tmp_path)
     hf.load([chunk], family, tmp_path)
-    sent, held = (
-        dict(hf.export([chunk], family, stacked=False)),
-        reference.model.layers[0].mlp.experts,
-    )
+    sent = dict(hf.export([chunk], family, stacked=False))
+    held = reference.model.layers[0].mlp.experts
     for name in ("gate_up_proj", "down_proj"):
         for kind, ending, dtype in (
             ("weight", "", torch.bfloat16),

@@ -59,7 +59,8 @@ def test_rotation_and_its_gradient_are_transformers(interleaved: bool, dtype: to
     )
     rope = Rope(1.0 / 10000 ** (torch.arange(4) / 4), interleaved)
     cos, sin = rope(torch.arange(9), dtype)
-    plain, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
+    plain = x.clone().requires_grad_()
+    ours = x.clone().requires_grad_()
     if interleaved:
         expected = apply_rotary_emb(
             plain[None], plain[None], torch.complex(cos[:, 0], sin[:, 0])[None]
@@ -91,7 +92,8 @@ def test_norm_and_its_gradients_are_transformers(dtype: torch.dtype, weighted: b
     if weighted:
         theirs.weight.data = torch.randn(64, generator=draw)
     theirs.to(dtype)
-    ours, weight = x.clone().requires_grad_(), theirs.weight.detach().clone().requires_grad_()
+    ours = x.clone().requires_grad_()
+    weight = theirs.weight.detach().clone().requires_grad_()
     found = rms_norm(ours, 1e-5, weight if weighted else None)
     assert torch.equal(found, theirs(x))
     plain = x.float().requires_grad_()
@@ -147,10 +149,8 @@ def test_transformer_engine_is_told_shorter_sequences() -> None:
     assert told.cu_seqlens_q.tolist() == told.cu_seqlens_kv.tolist() == [0, 8, 16, 20, 28, 30]
     assert told.cu_seqlens_q.dtype == torch.int32
     assert (told.max_seqlen_q, told.max_seqlen_kv, told.qkv_format) == (8, 8, "thd")
-    sequence, chunk = (
-        torch.repeat_interleave(torch.tensor([20, 10])),
-        positions_of([0, 20, 30]) // 8,
-    )
+    sequence = torch.repeat_interleave(torch.tensor([20, 10]))
+    chunk = positions_of([0, 20, 30]) // 8
     mask = ((sequence[:, None] == sequence) & (chunk[:, None] == chunk)).tril()
     expected = scaled_dot_product_attention(
         *(t.transpose(0, 1) for t in (q, k, v)), attn_mask=mask

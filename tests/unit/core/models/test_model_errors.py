@@ -319,7 +319,8 @@ def test_expert_parallel_without_experts(one_rank: None, directory: Path) -> Non
 
 def test_saving_without_the_vision_tower_to_copy(one_rank: None, tmp_path: Path) -> None:
     tiny_llama4_multimodal(tmp_path / "hf", num_hidden_layers=1, moe_layers=[0], no_rope_layers=[1])
-    family, chunks = family_of(tmp_path / "hf"), build.build(Model(dtype="fp32"), tmp_path / "hf")
+    family = family_of(tmp_path / "hf")
+    chunks = build.build(Model(dtype="fp32"), tmp_path / "hf")
     hf.load(chunks, family, tmp_path / "hf")
     hf.copy_description(tmp_path / "hf", tmp_path / "description")
     before = sorted(tmp_path.rglob("*"))
@@ -353,7 +354,8 @@ def test_model_that_does_not_divide(one_rank: None, directory: Path) -> None:
 def test_save_refuses_what_exists_and_cleans_up_when_it_fails(
     one_rank: None, directory: Path
 ) -> None:
-    family, chunks = family_of(directory), build.build(Model(dtype="fp32"), directory)
+    family = family_of(directory)
+    chunks = build.build(Model(dtype="fp32"), directory)
     hf.load(chunks, family, directory)
     before = sorted(directory.parent.rglob("*"))
     with pytest.raises(MegarlError, match="exists already"):

@@ -77,9 +77,11 @@ def test_rotary_frequencies_are_transformers_bit_for_bit(
 
 def test_angles_are_kept_for_few_lengths(one_rank: None) -> None:
     """Those of a row are the first of the next power of two."""
-    plain, rotary = RotaryEmbedding(16, 1.0), RotaryEmbedding(16, 1.0)
+    plain = RotaryEmbedding(16, 1.0)
+    rotary = RotaryEmbedding(16, 1.0)
     build.make_angles_for_few_lengths(rotary)
-    before, lengths = RotaryEmbedding.forward.cache_info().currsize, (33, 50, 64, 40)
+    before = RotaryEmbedding.forward.cache_info().currsize
+    lengths = (33, 50, 64, 40)
     for n in lengths:
         packed = PackedSeqParams("thd", max_seqlen_q=n, max_seqlen_kv=n)
         asked = rotary.get_rotary_seq_len(None, None, None, None, packed)
@@ -244,7 +246,8 @@ def engines_product(
     """Transformer Engine's, with what it would misread refused."""
     assert bias is None or bias.dtype == out_dtype, "a bias is read in the type of the output"
     assert {a.dtype, b.dtype} != {torch.float32} or grad, "a product of TF32"
-    a, b = a.to(out_dtype), b.to(out_dtype)
+    a = a.to(out_dtype)
+    b = b.to(out_dtype)
     return [(b.T if layout[1] == "T" else b) @ (a.T if layout[0] == "T" else a)]
 
 
@@ -260,7 +263,8 @@ def test_router_beside_transformer_engine(
     hidden = torch.randn(5, 1, 64, dtype=build.DTYPES[dtype], requires_grad=True)
     given = [hidden, *router.parameters()]
     assert len(given) == (3 if tiny is tiny_gpt_oss else 2)
-    logits, expected = router.gating(hidden), linear(*(t.float() for t in given))
+    logits = router.gating(hidden)
+    expected = linear(*(t.float() for t in given))
     assert torch.allclose(logits, expected, rtol=1e-6, atol=1e-6)
     assert logits.dtype == torch.float32
     weights = torch.randn(logits.shape)

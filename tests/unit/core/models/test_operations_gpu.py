@@ -51,7 +51,8 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 def test_products_in_fp32(dtype: torch.dtype, shape: tuple[int, int, int], turned: str) -> None:
     """Also of transposed operands, and added to rows of a larger matrix."""
     m, k, n = shape
-    a, b = drawn(m, k, dtype=dtype), drawn(k, n, dtype=dtype, seed=1)
+    a = drawn(m, k, dtype=dtype)
+    b = drawn(k, n, dtype=dtype, seed=1)
     a_there = a.t().contiguous().to(DEVICE).t() if turned in ("first", "both") else a.to(DEVICE)
     b_there = b.t().contiguous().to(DEVICE).t() if turned in ("second", "both") else b.to(DEVICE)
     expected = a.double() @ b.double()
@@ -68,7 +69,8 @@ def test_products_in_fp32(dtype: torch.dtype, shape: tuple[int, int, int], turne
 @pytest.mark.parametrize("here", [[3, 0, 5], [8], [0, 8], [1] * 8])
 def test_means_over_sequences(here: list[int]) -> None:
     """Some of these may have no token on a rank."""
-    values, lengths = drawn(8), torch.tensor(here)
+    values = drawn(8)
+    lengths = torch.tensor(here)
     made = {}
     for device in (torch.device("cpu"), DEVICE):
         unused = torch.zeros(8, device=device)
@@ -157,6 +159,7 @@ def test_a_micro_batch_is_what_the_host_had_when_it_was_made() -> None:
         )
     for there, here in many:
         for field in dataclasses.fields(here):
-            mine, expected = getattr(there, field.name), getattr(here, field.name)
+            mine = getattr(there, field.name)
+            expected = getattr(here, field.name)
             if isinstance(expected, Tensor):
                 assert torch.equal(mine.cpu(), expected), field.name

@@ -120,11 +120,9 @@ class DenseVarlen:
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *places: Any, **window: Any) -> tuple[Tensor, ...]:
-        out, sums, shared = (
-            torch.empty_like(q),
-            q.new_empty(q.shape[1], len(q)),
-            q.shape[1] // k.shape[1],
-        )
+        out = torch.empty_like(q)
+        sums = q.new_empty(q.shape[1], len(q))
+        shared = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
         for mine, theirs, scores in DenseVarlen([places, window]).pieces(q, k):
             out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[theirs])
@@ -146,7 +144,9 @@ class DenseVarlen:
             0,
             1,
         ], "the state and what is unused, as they came"
-        groups, shared, scale = k.shape[1], q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
+        groups = k.shape[1]
+        shared = q.shape[1] // k.shape[1]
+        scale = q.shape[-1] ** -0.5
         k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
         of_q, of_k, of_v = (torch.zeros_like(t) for t in (q, k, v))
         for mine, theirs, scores in DenseVarlen([places, window]).pieces(q, k):
@@ -366,7 +366,8 @@ def test_torch_is_told_of_grouped_queries_where_it_asks(
     monkeypatch: pytest.MonkeyPatch, groups: int
 ) -> None:
     """As varlen_attn was before torch 2.12, which takes them unsaid, and as it is."""
-    q, k = torch.zeros(3, 4, 8), torch.zeros(3, groups, 8)
+    q = torch.zeros(3, 4, 8)
+    k = torch.zeros(3, groups, 8)
     told: list[Any] = []
 
     def older(q: Tensor, k: Tensor, v: Tensor, *, window_size: Any) -> Tensor:

@@ -411,7 +411,8 @@ def test_dump_and_describe_load_to_the_same(
 
 
 def test_a_recipe_over_another(tmp_path: Path) -> None:
-    below, above = tmp_path / "below.yaml", tmp_path / "above.yaml"
+    below = tmp_path / "below.yaml"
+    above = tmp_path / "above.yaml"
     below.write_text(
         "model: {path: here, tensor_parallel: 2}\nresources: {learner_ranks: 2}\nrun: {steps: 5}\n"
     )

@@ -45,7 +45,8 @@ def test_the_phrase_is_masked() -> None:
 
 
 def test_spans_become_segments() -> None:
-    tokens, logprobs = int32(range(6)), float32(-n for n in range(6))
+    tokens = int32(range(6))
+    logprobs = float32(-n for n in range(6))
     segments = sampled(tokens, logprobs, [(3, 0, 2), (4, 2, 2), (5, 2, 6)])
     assert [(s.weight_version, s.tokens.tolist()) for s in segments] == [
         (3, [0, 1]),
@@ -71,7 +72,8 @@ def test_joining_keeps_every_token_and_its_origin(origins: list[tuple[int, bool,
         )
         for v, t, n in origins
     ]
-    before, after = rollout(segments), rollout(joined(segments))
+    before = rollout(segments)
+    after = rollout(joined(segments))
     for name in ("tokens", "logprobs", "trained", "versions"):
         assert getattr(before, name).tolist() == getattr(after, name).tolist()
     kinds = [(s.weight_version, s.trained) for s in after.segments]

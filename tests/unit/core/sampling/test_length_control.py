@@ -22,7 +22,8 @@ from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
 from tests.server_pool import Pool
 
-END, CLOSE = 0, 1
+END = 0
+CLOSE = 1
 PHRASE = [8, 8, CLOSE]
 
 
@@ -63,7 +64,8 @@ def complete(
     recipe = from_tree(
         {"length": {"control": control, "thinking_tokens": [6, 20], "answer_tokens": answer_tokens}}
     )
-    server, members = EndlessServer(), Membership([ServerAddress(id=0, url="")])
+    server = EndlessServer()
+    members = Membership([ServerAddress(id=0, url="")])
     members.seen(0)
     members.publish([0], 3, "a")
     members.published(0, 3, "a", "")
@@ -146,7 +148,8 @@ def test_penalty_is_a_straight_line_over_the_last_tokens(tokens: int, penalty: f
 
 
 def test_only_right_answers_lose_and_only_if_the_recipe_says_so() -> None:
-    right, wrong = Grade(1.0, True, True), Grade(-1.0, False, True)
+    right = Grade(1.0, True, True)
+    wrong = Grade(-1.0, False, True)
     sizes: dict[str, Any] = {"thinking_tokens": (10, 16), "answer_tokens": 8}
     length = Length(control="overlong_penalty", **sizes)
     assert length.completion_tokens == 24

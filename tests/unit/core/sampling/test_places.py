@@ -43,7 +43,8 @@ async def settle() -> None:
 
 def test_the_oldest_claim_goes_first_and_evaluation_before_all() -> None:
     async def scenario() -> None:
-        places, served = Places(clean(0), limit=1), []
+        places = Places(clean(0), limit=1)
+        served = []
 
         async def one(order: tuple[int, int, int]) -> None:
             server, _ = await places.take(order, anywhere)
@@ -138,7 +139,8 @@ def test_cancelled_claims_leave_no_place_taken(claims: list[tuple[int, bool]], l
 
 def test_a_group_waits_for_its_first_request_and_stays_where_its_prompt_is() -> None:
     async def scenario() -> None:
-        places, admission = Places(clean(0, 0, 0), limit=4), Admission(1, 8)
+        places = Places(clean(0, 0, 0), limit=4)
+        admission = Admission(1, 8)
         for _ in range(2):
             await places.take((0, 0, 0), lambda server, _: server == 0)
         group = GroupPlaces(places, admission, admission.admit(), rollouts=3)
@@ -166,7 +168,8 @@ def test_a_group_waits_for_its_first_request_and_stays_where_its_prompt_is() -> 
 def test_a_group_whose_server_is_lost_moves_as_a_whole() -> None:
     async def scenario() -> None:
         members = clean(0, 0, 0)
-        places, admission = Places(members, limit=8), Admission(1, 8)
+        places = Places(members, limit=8)
+        admission = Admission(1, 8)
         group = GroupPlaces(places, admission, admission.admit(), rollouts=4)
         home, _ = await group.take(0)
         group.cached()
@@ -187,7 +190,8 @@ def test_a_place_is_not_used_once_its_server_may_not_be(waiting: str) -> None:
 
     async def scenario() -> None:
         members = clean(0)
-        places, admission = Places(members, limit=4), Admission(1, 8)
+        places = Places(members, limit=4)
+        admission = Admission(1, 8)
         group = GroupPlaces(places, admission, admission.admit(), rollouts=2)
         assert places.use[0].running == 2
         if waiting == "before its first request":
@@ -216,7 +220,8 @@ def test_a_place_is_not_used_once_its_server_may_not_be(waiting: str) -> None:
 def test_a_group_leaves_a_server_that_the_lag_forbids() -> None:
     async def scenario() -> None:
         members = clean(0, 0)
-        places, admission = Places(members, limit=8), Admission(1, 1)
+        places = Places(members, limit=8)
+        admission = Admission(1, 1)
         tickets = [admission.admit() for _ in range(2)]
         group = GroupPlaces(places, admission, tickets[1], rollouts=2)
         home, _ = await group.take(0)
@@ -235,7 +240,8 @@ def test_a_group_leaves_a_server_that_the_lag_forbids() -> None:
 
 def test_cancelling_a_wait_for_the_first_request_gives_the_place_back() -> None:
     async def scenario() -> None:
-        places, admission = Places(clean(0), limit=4), Admission(1, 8)
+        places = Places(clean(0), limit=4)
+        admission = Admission(1, 8)
         group = GroupPlaces(places, admission, admission.admit(), rollouts=2)
         await group.take(0)
         waiting = asyncio.create_task(group.take(1))
@@ -254,7 +260,8 @@ def test_groups_of_a_lost_server_spread_over_full_ones() -> None:
 
     async def scenario() -> None:
         members = clean(0, 0, 0)
-        places, admission = Places(members, limit=4), Admission(1, 8)
+        places = Places(members, limit=4)
+        admission = Admission(1, 8)
         groups = [GroupPlaces(places, admission, admission.admit(), rollouts=2) for _ in range(6)]
         for group in groups:
             await group.take(0)
@@ -296,7 +303,8 @@ def test_a_group_that_chooses_a_server_does_not_go_through_all_claims() -> None:
 
     async def scenario() -> None:
         members = Membership([ServerAddress(id=n, url="") for n in range(2)])
-        places, admission = Places(members, limit=100), Admission(1, 20)
+        places = Places(members, limit=100)
+        admission = Admission(1, 20)
         groups = [GroupPlaces(places, admission, admission.admit(), rollouts=2) for _ in range(20)]
         places.claims = watched = Watched(places.claims)
         for server in range(2):
@@ -316,7 +324,8 @@ def test_a_claim_that_is_dropped_does_not_go_through_all_claims() -> None:
 
     async def scenario() -> None:
         members = Membership([ServerAddress(id=0, url="")])
-        places, admission = Places(members, limit=100), Admission(1, 20)
+        places = Places(members, limit=100)
+        admission = Admission(1, 20)
         groups = [GroupPlaces(places, admission, admission.admit(), rollouts=2) for _ in range(20)]
         twins = [places.claim((1, 7, 0), anywhere) for _ in range(2)]
         places.claims = watched = Watched(places.claims)
@@ -338,7 +347,9 @@ WORK = st.sampled_from(["admit", "end", "publish", "lose", "find", "close", "can
 def test_no_claim_waits_for_a_place_that_is_free(work: list[tuple[str, int]], limit: int) -> None:
     async def scenario() -> None:
         members = clean(0, 0, 0)
-        places, admission, version = Places(members, limit), Admission(2, 2), 0
+        places = Places(members, limit)
+        admission = Admission(2, 2)
+        version = 0
         groups: list[GroupPlaces] = []
         for what, n in work:
             server = n % 3
@@ -375,7 +386,8 @@ def test_a_place_given_back_is_offered_to_those_who_wait_for_it() -> None:
     """
 
     async def scenario() -> None:
-        places, asked = Places(clean(0, 0), limit=1), list[int]()
+        places = Places(clean(0, 0), limit=1)
+        asked = list[int]()
 
         def claim(order: int, home: int) -> Claim:
             return places.claim((1, order, 0), anywhere, lambda: asked.append(order) or home)
@@ -392,7 +404,9 @@ def test_a_place_given_back_is_offered_to_those_who_wait_for_it() -> None:
 
 def test_waits_that_overlap_are_counted_once() -> None:
     async def scenario() -> None:
-        waits, free, began = Waits(), asyncio.Event(), time.monotonic()
+        waits = Waits()
+        free = asyncio.Event()
+        began = time.monotonic()
 
         async def take() -> tuple[int, int]:
             await free.wait()

@@ -65,7 +65,8 @@ async def driven(
     """Always more claims than places. Returns the places of each server after each
     observation.
     """
-    seen, retractions = [], [0] * len(servers)
+    seen = []
+    retractions = [0] * len(servers)
     for tick in range(ticks):
         while any(use.free for use in places.use.values()):
             server, _ = await places.take((1, 0, 0), anywhere)
@@ -117,7 +118,8 @@ def test_a_server_with_room_keeps_all_places() -> None:
 
 
 def test_longer_contexts_mean_fewer_places() -> None:
-    long, short = QueueingServer(KV, 800), QueueingServer(KV, 200)
+    long = QueueingServer(KV, 800)
+    short = QueueingServer(KV, 200)
     seen = asyncio.run(driven([long, short], Places(clean(0, 0), CAP), 6000))
     means = [sum(column) / len(column) for column in zip(*seen[100:], strict=True)]
     assert means[0] < 0.5 * means[1]
@@ -125,7 +127,8 @@ def test_longer_contexts_mean_fewer_places() -> None:
 
 def test_places_come_back_after_a_restart_and_with_shorter_requests() -> None:
     async def scenario() -> None:
-        server, places = QueueingServer(KV, 800), Places(clean(0), CAP)
+        server = QueueingServer(KV, 800)
+        places = Places(clean(0), CAP)
         await driven([server], places, 3000)
         scarce = places.use[0].limit
         assert scarce < CAP / 2

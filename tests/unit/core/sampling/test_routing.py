@@ -124,7 +124,8 @@ class OneExpertATime:
         self, ids: np.ndarray, limit: int, *, routing_from: int, **_: Any
     ) -> Generation:
         self.asked.append((len(ids), routing_from))
-        tokens, logprobs = np.full(limit, 7, np.int32), np.zeros(limit, np.float32)
+        tokens = np.full(limit, 7, np.int32)
+        logprobs = np.zeros(limit, np.float32)
         if len(self.asked) == 1:
             raise ServerLost("gone", tokens[:2], logprobs[:2], self.alone)
         rows = np.arange(routing_from, len(ids) + limit - 1)
@@ -160,7 +161,9 @@ class OnePlace:
 @pytest.mark.parametrize("alone", [False, True])
 def test_every_token_but_the_last_has_a_row_over_losses_and_legs(alone: bool) -> None:
     """A server that ends one request alone is not taken for lost."""
-    server, places, lost = OneExpertATime(), OnePlace(), list[int]()
+    server = OneExpertATime()
+    places = OnePlace()
+    lost = list[int]()
     server.alone = alone
     recipe = from_tree({"length": {"answer_tokens": 4}})
     pool = Pool({0: server}, places)

@@ -45,7 +45,8 @@ def test_a_long_event_is_joined_once() -> None:
     """The experts of 128k tokens take 67 MB, in pieces of 64 kB. Joined at each piece,
     they would be copied for a minute.
     """
-    body, piece = b"x" * 2**27, 2**16
+    body = b"x" * 2**27
+    piece = 2**16
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"data: "

@@ -26,7 +26,8 @@ def scripted(*answers: bytes) -> tuple[str, list[bytes]]:
     """A server that gives its first connection these answers in turn, then ends it; its
     address, and what it heard.
     """
-    listener, heard = socket.create_server(("127.0.0.1", 0)), list[bytes]()
+    listener = socket.create_server(("127.0.0.1", 0))
+    heard = list[bytes]()
 
     def serve() -> None:
         connection, _ = listener.accept()

@@ -187,7 +187,8 @@ def test_each_rank_takes_its_part_of_single_experts(gpt_oss: ModuleType) -> None
     the bias of down, which their sum gets, is rank 0's. As differences, too. What else
     comes is left to SGLang's loader.
     """
-    draw, prefix = torch.Generator().manual_seed(0), "model.layers.0.mlp.experts"
+    draw = torch.Generator().manual_seed(0)
+    prefix = "model.layers.0.mlp.experts"
     shapes = {
         "gate_up_proj.weight": (8, 6),
         "gate_up_proj.bias": (8,),
@@ -266,14 +267,13 @@ def test_sinks_are_held_as_published_and_a_kernel_gets_the_fp32_it_wants(
         attention = gpt_oss.gpt_oss.GptOssAttention(kernel)
     finally:
         torch.set_default_dtype(torch.float32)
-    sums, sent = SentChecksums(read("llama-3.1-8b")), torch.tensor([0.5, -1.25]).to(model)
+    sums = SentChecksums(read("llama-3.1-8b"))
+    sent = torch.tensor([0.5, -1.25]).to(model)
     deque(sums.watch([("sinks", sent)]), maxlen=0)
     attention.sinks.data.copy_(sent)
     assert sums.expected() == {"sinks": written(int(checksum(attention.sinks)))}
-    attention.attn, attention.o_proj = (
-        lambda *_, sinks, save_kv_cache: sinks,
-        lambda attended: (attended, None),
-    )
+    attention.attn = lambda *_, sinks, save_kv_cache: sinks
+    attention.o_proj = lambda attended: (attended, None)
     given = attention.forward_core((None, None, (1, 2, 3, None)))
     assert given.dtype == (torch.float32 if kernel == torch.float32 else model)
     assert torch.equal(given, sent.to(given.dtype))

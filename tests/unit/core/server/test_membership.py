@@ -43,10 +43,13 @@ class Life(RuleBasedStateMachine):
         self.members = membership(staged=self.staged)
         self.alive = dict.fromkeys(range(3), False)
         self.real: dict[int, int | None] = dict.fromkeys(range(3))
-        self.learner, self.version = 0, 0
+        self.learner = 0
+        self.version = 0
         self.publishing: tuple[str, int, list[int]] | None = None
         self.pinned: dict[int, int | None] = {}
-        self.now, self.lives, self.spoke = 0.0, 0, dict[int, float]()
+        self.spoke = dict[int, float]()
+        self.now = 0.0
+        self.lives = 0
 
     @property
     def name(self) -> str:
@@ -55,7 +58,8 @@ class Life(RuleBasedStateMachine):
     @rule(server=OWN)
     def start(self, server: int) -> None:
         if not self.alive[server]:
-            self.alive[server], self.real[server] = True, None
+            self.alive[server] = True
+            self.real[server] = None
 
     @rule(server=SERVERS)
     def notice_up(self, server: int) -> None:
@@ -66,7 +70,8 @@ class Life(RuleBasedStateMachine):
     def die_and_be_noticed(self, server: int) -> None:
         if server not in self.members.members:
             return
-        self.alive[server], self.real[server] = False, None
+        self.alive[server] = False
+        self.real[server] = None
         self.pinned.pop(server, None)
         self.members.lost(server)
 
@@ -105,7 +110,8 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def replace_learner(self) -> None:
-        self.learner, self.publishing = self.learner + 1, None
+        self.learner = self.learner + 1
+        self.publishing = None
         self.members.new_learner()
 
     @rule(server=SERVERS)
@@ -145,7 +151,8 @@ class Life(RuleBasedStateMachine):
             assert server >= 3
             assert server not in before
         if not (again and known is not None):
-            self.alive[server], self.real[server] = True, None
+            self.alive[server] = True
+            self.real[server] = None
             self.pinned.pop(server, None)
         self.spoke[server] = self.now
 
@@ -161,7 +168,8 @@ class Life(RuleBasedStateMachine):
         forgotten, unless it is being published to.
         """
         self.now += seconds
-        silent, stuck = self.members.silent(self.now), self.members.stuck(self.now, START_S)
+        silent = self.members.silent(self.now)
+        stuck = self.members.stuck(self.now, START_S)
         for server in {*silent, *stuck}:
             assert self.members.members[server].away, "one that answers stays"
         for server in silent:
@@ -207,7 +215,8 @@ class StagedLife(Life):
     staged = True
 
 
-TestLife, TestStagedLife = Life.TestCase, StagedLife.TestCase
+TestLife = Life.TestCase
+TestStagedLife = StagedLife.TestCase
 TestLife.settings = TestStagedLife.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )

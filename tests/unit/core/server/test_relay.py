@@ -222,7 +222,8 @@ def test_errors_name_their_servers(stand_ins: StandIns) -> None:
 def test_servers_of_a_lost_relay_are_called_directly(
     stand_ins: StandIns, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_ins.says, limit_s = {(4, "/relay"): end}, LIMIT_S
+    stand_ins.says = {(4, "/relay"): end}
+    limit_s = LIMIT_S
     if end == "silence":
         limit_s = 2.0
         monkeypatch.setattr(relay, "GRACE_S", 1.0)
@@ -246,10 +247,8 @@ def test_joined_servers_are_called_directly(stand_ins: StandIns) -> None:
     for gate in stand_ins.gates:
         gate._endpoints = msgspec.structs.replace(stand_ins.endpoints, servers=stand_ins.urls[:10])
 
-    endpoints, addresses = (
-        stand_ins.gates[0]._endpoints,
-        [ServerAddress(id=i, url=u) for i, u in enumerate(stand_ins.urls)],
-    )
+    endpoints = stand_ins.gates[0]._endpoints
+    addresses = [ServerAddress(id=i, url=u) for i, u in enumerate(stand_ins.urls)]
     with closing(open_fleet(addresses, endpoints, LIMIT_S, 7)) as fleet:
         assert fleet.each(fleet.servers, lambda s: s.served_version()) == (
             {i: i for i in range(SERVERS)},

@@ -28,7 +28,8 @@ from megarl.core.server.launch import (
     precision_arguments,
 )
 
-LOGPROBS, BINDING = "SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_NUMA_BIND_V2"
+LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+BINDING = "SGLANG_NUMA_BIND_V2"
 PERMUTED = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 SIZES = {
     "architectures": ["LlamaForCausalLM"],

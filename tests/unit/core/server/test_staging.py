@@ -44,7 +44,9 @@ class Group:
     """Receives these heads and bytes, then the end; `between` is done before each."""
 
     def __init__(self, *buckets: tuple[bytes, Tensor], between: Any = lambda: None) -> None:
-        self._buckets, self._between, self.closed = list(buckets), between, ""
+        self._buckets = list(buckets)
+        self._between = between
+        self.closed = ""
 
     def receive(self, _turns: object) -> tuple[bytes, Tensor] | None:
         self._between()
@@ -111,7 +113,8 @@ def test_what_loading_derives_is_staged_and_swapped_too(staging: Staging) -> Non
     before the swap; were it not copied, old ones after it.
     """
     model = Latent()
-    held, old = model.first.w_kc, model.first.w_kc.clone()
+    held = model.first.w_kc
+    old = model.first.w_kc.clone()
     staging.begin(model, "6", "7")
     staging.receive(Group(bucket("first.weight", NEW)))
     assert torch.equal(model.first.w_kc, old)

@@ -47,7 +47,8 @@ def test_a_further_node_ends_with_the_first_of_its_ranks_that_ends(
     from sglang.srt.entrypoints import engine
 
     context = multiprocessing.get_context("fork")
-    lives, ends = context.Process(target=time.sleep, args=(600,)), context.Process(target=int)
+    lives = context.Process(target=time.sleep, args=(600,))
+    ends = context.Process(target=int)
     made = SimpleNamespace(block_until_scheduler_exits=None)
     monkeypatch.setattr(
         engine.Engine, "_launch_scheduler_processes", staticmethod(lambda *_: (made, [lives, ends]))
@@ -145,7 +146,8 @@ def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPa
     """A warning would name all parameters that are not in it. Errors are still logged."""
     from megarl.core.base import ranks
 
-    name, seen = "sglang.srt.models.mllama4", []
+    name = "sglang.srt.models.mllama4"
+    seen = []
     source = (
         Path(importlib.util.find_spec("sglang").origin).parent / "srt" / "models" / "mllama4.py"
     )
@@ -231,7 +233,9 @@ def test_a_retracted_request_keeps_the_experts_of_the_tokens_it_has(
     compute(6, 50, 70)
     processor._maybe_collect_routed_experts(SimpleNamespace(req_to_token_pool=pool), request)
     assert request.routed_experts.dtype == kind
-    first, second, third = [12, 13, 14, 15], [46, 47], [78]  # from the third token of the input on
+    first = [12, 13, 14, 15]
+    second = [46, 47]
+    third = [78]  # from the third token of the input on
     assert request.routed_experts[:, 0, 0].tolist() == first + second + third
     assert torch.equal(request.routed_experts[:, 0], request.routed_experts[:, 1])
 

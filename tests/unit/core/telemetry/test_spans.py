@@ -19,11 +19,10 @@ def recorder(path: Path) -> Spans:
 
 
 def test_what_is_written_is_read_in_the_order_of_time(tmp_path: Path) -> None:
-    before, now = time.time(), time.monotonic()
-    one, other = (
-        recorder(tmp_path / "trace" / "controller.jsonl"),
-        recorder(tmp_path / "trace" / "learner.jsonl"),
-    )
+    before = time.time()
+    now = time.monotonic()
+    one = recorder(tmp_path / "trace" / "controller.jsonl")
+    other = recorder(tmp_path / "trace" / "learner.jsonl")
     one.open("server 0/requests", "late", now + 2)
     one.span("server 0/requests", "late", now + 2, now + 3, tokens=5)
     other.span("learner/rank 0", "early", now + 1, now + 9)
@@ -38,7 +37,8 @@ def test_what_is_written_is_read_in_the_order_of_time(tmp_path: Path) -> None:
 
 
 def test_what_a_dead_process_left_open_ends_with_it(tmp_path: Path) -> None:
-    path, now = tmp_path / "controller.jsonl", time.monotonic()
+    path = tmp_path / "controller.jsonl"
+    now = time.monotonic()
     first = recorder(path)
     first.open("server 0/requests", "lost", now)
     first.span("server 0/requests", "done", now, now + 5)

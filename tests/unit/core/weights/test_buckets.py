@@ -9,7 +9,8 @@ def taken_apart(bucket: Bucket) -> dict[str, torch.Tensor]:
     """As SGLang does it: offsets follow from dtypes and shapes, and each must be a
     multiple of the element size.
     """
-    out, offset = {}, 0
+    out = {}
+    offset = 0
     for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
         kind = getattr(torch, dtype)
         size = torch.Size(shape).numel() * kind.itemsize

@@ -36,7 +36,8 @@ def expected(sent: list[tuple[str, Tensor]], model: Architecture = PLAIN) -> dic
 
 def test_places() -> None:
     """q has 8 rows, k and v have 4, of 3 times 2 bytes."""
-    layer, tensor = "model.layers.3", torch.zeros(4, 3, dtype=torch.bfloat16)
+    layer = "model.layers.3"
+    tensor = torch.zeros(4, 3, dtype=torch.bfloat16)
 
     def at(name: str) -> tuple[str, int]:
         return place(name, tensor, PLAIN)
@@ -66,7 +67,9 @@ def test_places() -> None:
 
 
 def test_joined_and_padded_parameters() -> None:
-    q, k, v = torch.randn(8, 3), torch.randn(4, 3), torch.randn(4, 3)
+    q = torch.randn(8, 3)
+    k = torch.randn(4, 3)
+    v = torch.randn(4, 3)
     biases = [torch.randn(rows, dtype=torch.bfloat16) for rows in (8, 4, 4)]
     embedding = torch.randn(70, 4)
     sums = expected(
@@ -86,7 +89,9 @@ def test_joined_and_padded_parameters() -> None:
 
 
 def test_experts_may_come_in_any_order() -> None:
-    gate, up, down = torch.randn(3, 32, 4), torch.randn(3, 32, 4), torch.randn(3, 4, 32)
+    gate = torch.randn(3, 32, 4)
+    up = torch.randn(3, 32, 4)
+    down = torch.randn(3, 4, 32)
     sent = [
         (f"m.experts.{e}.{part}_proj.weight", tensor[e])
         for e in (0, 2, 1)
@@ -179,9 +184,12 @@ def test_nothing_is_summed_for_servers_of_several_ranks_alone(
     transport: Any = ProcessGroupTransport.__new__(ProcessGroupTransport)
     family: Any = SimpleNamespace(architecture=PLAIN)
     transport._weights = ServedWeights([], family, fp8=False)
-    transport._copy, transport._copies = 0, 1
-    transport._source, transport._last = True, LastSent(1)
-    transport._bucket_bytes, transport._limit_s = 1 << 20, 1.0
+    transport._copy = 0
+    transport._copies = 1
+    transport._last = LastSent(1)
+    transport._source = True
+    transport._bucket_bytes = 1 << 20
+    transport._limit_s = 1.0
     transport._group = SimpleNamespace(name="g", send=lambda *_: [], forget=lambda: None)
     sent = [("m.norm.weight", torch.ones(4))]
     monkeypatch.setattr(hf, "export", lambda *_, **__: iter(sent))
@@ -192,7 +200,9 @@ def test_nothing_is_summed_for_servers_of_several_ranks_alone(
 
 
 def test_llama_4_is_reordered() -> None:
-    q, k, v = torch.randn(8, 4), torch.randn(4, 4), torch.randn(4, 4)
+    q = torch.randn(8, 4)
+    k = torch.randn(4, 4)
+    v = torch.randn(4, 4)
     sums = expected(
         [
             ("m.q_proj.weight", q),

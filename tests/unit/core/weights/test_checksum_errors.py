@@ -90,18 +90,19 @@ def process_group(_: Path) -> Any:
     made = ProcessGroupTransport.__new__(ProcessGroupTransport)
     made._weights = ServedWeights((), FAMILY, fp8=False)
     made._last = LastSent(1)
-    made._copy, made._copies, made._source, made._limit_s, made._bucket_bytes = (
-        0,
-        1,
-        True,
-        5.0,
-        1 << 20,
-    )
+    made._copy = 0
+    made._copies = 1
+    made._source = True
+    made._limit_s = 5.0
+    made._bucket_bytes = 1 << 20
 
     def send(fleet: Any, ids: list[int], version: int) -> Sent:
         made._group = FakeGroup()  # type: ignore[assignment]
         made._join = lambda *_: None  # type: ignore[method-assign]
-        made._groups, made._group_number, made._exports, made._attempts = 1, 0, True, 0
+        made._groups = 1
+        made._group_number = 0
+        made._exports = True
+        made._attempts = 0
         attempt = made._send_all(fleet, tuple(ids))
         assert made._group.sent[-1] == b""  # the end, so that servers do not wait
         return Sent(attempt.failed, attempt.checksums, attempt.bytes, attempt.unchecked)
@@ -142,7 +143,8 @@ def test_it_costs_the_publication(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sums, fails = transport.checksum, [True]
+    sums = transport.checksum
+    fails = [True]
 
     def broken(tensor: Tensor, start: int = 0) -> Tensor:
         if fails and tensor[0] == 1:
@@ -163,7 +165,9 @@ def test_it_costs_the_publication(
 
 @pytest.mark.parametrize("unchecked", ["", WHY])
 def test_no_server_swaps_to_what_is_not_checked(unchecked: str) -> None:
-    publisher, fleet, errors = Publisher.__new__(Publisher), FakeFleet(), {}
+    publisher = Publisher.__new__(Publisher)
+    fleet = FakeFleet()
+    errors = {}
     publisher._transport = SimpleNamespace(staged=True)  # type: ignore[assignment]
     checksums = publisher._compare(fleet, Sent({}, {}, 0, unchecked), errors)  # type: ignore[arg-type]
     if not unchecked:

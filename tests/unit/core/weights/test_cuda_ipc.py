@@ -46,7 +46,8 @@ class Elsewhere(ServerClient):
 
     def __init__(self, place: DeviceIdentity) -> None:
         super().__init__(ServerAddress(id=3, url="http://127.0.0.1:1"), "", "", 1)
-        self._place, self.began = place, False
+        self._place = place
+        self.began = False
 
     async def device_identity(self) -> DeviceIdentity:
         return self._place

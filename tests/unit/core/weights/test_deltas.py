@@ -59,6 +59,7 @@ def test_small_deltas_are_sent_and_large_ones_are_not() -> None:
 
 
 def test_nothing_is_kept_unless_deltas_are_sent() -> None:
-    last, tensor = LastSent(1), torch.ones(3)
+    last = LastSent(1)
+    tensor = torch.ones(3)
     assert list(last.changed(iter([("w", tensor)]))) == [("w", tensor)]
     assert not last._values

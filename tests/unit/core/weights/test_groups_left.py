@@ -36,8 +36,12 @@ class Told:
 
 def test_each_server_leaves_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     transport: Any = ProcessGroupTransport.__new__(ProcessGroupTransport)
-    transport._source, transport._group, transport._members = True, None, ()
-    transport._versions, transport._untold, formed = {}, {}, 0
+    transport._source = True
+    transport._group = None
+    transport._members = ()
+    transport._versions = {}
+    transport._untold = {}
+    formed = 0
     transport._last = SimpleNamespace(base=None)
 
     def send_all(fleet: Any, ids: tuple[int, ...]) -> _Attempt:

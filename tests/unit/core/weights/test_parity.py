@@ -139,7 +139,8 @@ def test_a_row_has_the_signs_that_tell_causes_apart() -> None:
 def test_k3_estimates_the_kl_divergence() -> None:
     """Tokens sampled from p; KL(p || q) of two known distributions."""
     rng = np.random.default_rng(2)
-    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.35, 0.25])
+    p = np.array([0.5, 0.3, 0.2])
+    q = np.array([0.4, 0.35, 0.25])
     tokens = rng.choice(3, 400_000, p=p)
     found = Distribution.of(np.log(p)[tokens], np.log(q)[tokens])
     assert found is not None

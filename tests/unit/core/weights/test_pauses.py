@@ -20,7 +20,8 @@ class Asked:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.servers, self.version = {0: self}, 1
+        self.servers = {0: self}
+        self.version = 1
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, object]]:
         async def asked(*_: object) -> object:
@@ -61,8 +62,11 @@ def test_no_weights_are_sent_beside_sums_over_a_servers_gpus(
     transport: str, gpus: int, calls: list[str]
 ) -> None:
     """NCCL may hang if operations of two groups are under way on a GPU."""
-    publisher, fleet, r = Publisher.__new__(Publisher), Asked(), recipe(transport, gpus)
-    publisher._wakes, publisher._meanwhile = False, r.generates_meanwhile
+    publisher = Publisher.__new__(Publisher)
+    fleet = Asked()
+    r = recipe(transport, gpus)
+    publisher._wakes = False
+    publisher._meanwhile = r.generates_meanwhile
     publisher._transport = fleet.transport(r.stages_weights)
     publisher._last = SimpleNamespace(expected=lambda _: None, arrived=lambda *_: None)
     command = Publish(version=1, servers=(ServerAddress(id=0, url="", tensor_parallel=gpus),))

@@ -200,7 +200,8 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(
     missing. 94 of 100, for 600 draws.
     """
     generator = np.random.default_rng(0)
-    hits, draws = 0, 600
+    hits = 0
+    draws = 600
     truth = better * (1 - shape[0] / sum(shape))
     for _ in range(draws):
         chance = generator.beta(*shape, prompts)
@@ -219,7 +220,8 @@ def test_the_interval_of_one_answer_a_prompt_is_that_of_bonett_and_price() -> No
     """
     a = [0.0] * 30 + [1.0] * 12 + [1.0] * 100 + [0.0] * 58
     b = [1.0] * 30 + [0.0] * 12 + [1.0] * 100 + [0.0] * 58
-    p12, p21 = 13 / 202, 31 / 202
+    p12 = 13 / 202
+    p21 = 31 / 202
     half = 1.96 * np.sqrt((p12 + p21 - (p21 - p12) ** 2) / 202)
     found = paired_difference(a, b, 1.0)
     assert found.mean == pytest.approx(18 / 200)
@@ -403,7 +405,8 @@ def test_a_runs_own_evaluation_and_megarl_evals_of_its_held_out_prompts_have_the
     tmp_path: Path,
 ) -> None:
     """The one is of a task, the other of a suite made from it."""
-    run, made = load("quickstart"), tmp_path / "run"
+    run = load("quickstart")
+    made = tmp_path / "run"
     made.mkdir()
     RunDir(made).recipe.write_text(dump(run))
     asked, (name,) = recipe_of(
@@ -421,7 +424,8 @@ def test_a_runs_own_evaluation_and_megarl_evals_of_its_held_out_prompts_have_the
 
 def test_the_best_by_reward_is_compared_only_where_both_have_rewards(tmp_path: Path) -> None:
     rewarded = [answer("x", n > 0, n, reward=float(n)) for n in range(2)]
-    a, b = write(tmp_path / "a", rewarded), write(tmp_path / "b", rewarded)
+    a = write(tmp_path / "a", rewarded)
+    b = write(tmp_path / "b", rewarded)
     c = write(tmp_path / "c", [answer("x", n > 0, n) for n in range(2)])
     assert {"pass@2", "maj@2", "best@2"} <= {one.name for one in compared(a, b).quantities}
     names = {one.name for one in compared(a, c).quantities}

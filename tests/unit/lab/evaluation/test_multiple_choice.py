@@ -183,10 +183,8 @@ def test_blanks_at_the_end_of_the_context_are_of_the_continuation(tokenizer: Tok
 
 @given(context=st.text("abc é", min_size=1, max_size=30).filter(str.strip), room=st.integers(8, 40))
 def test_the_begin_of_the_context_gives_way(tokenizer: Tokenizer, context: str, room: int) -> None:
-    whole, short = (
-        joined(tokenizer, context, [" d", " efg"], 1000),
-        joined(tokenizer, context, [" d", " efg"], room),
-    )
+    whole = joined(tokenizer, context, [" d", " efg"], 1000)
+    short = joined(tokenizer, context, [" d", " efg"], room)
     for full, cut in zip(whole, short, strict=True):
         assert len(cut.tokens) == min(room, len(full.tokens))
         assert cut.scored == full.scored

@@ -487,7 +487,8 @@ def test_an_agents_suite_is_asked_raw_also_of_a_model_with_a_template(
     (tmp_path / "mine.yaml").write_text("data: x.jsonl\nagent: 'a:solve'\n")
     (tmp_path / "other.yaml").write_text("data: x.jsonl\n")
     RunDir(tmp_path).recipe.write_text(dump(load("qwen3-8b-2nodes")))
-    subject, names = Subject("run@1", tmp_path, tmp_path, RunDir(tmp_path)), ("mine", "other")
+    subject = Subject("run@1", tmp_path, tmp_path, RunDir(tmp_path))
+    names = ("mine", "other")
     recipe, _ = asked_with(
         subject, [str(tmp_path / f"{name}.yaml") for name in names], [], [], tmp_path / "out"
     )

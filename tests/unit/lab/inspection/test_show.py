@@ -241,7 +241,8 @@ def test_a_terminal_does_not_obey_what_is_shown(tmp_path: Path):
             Finished(group=group, time=0.0),
         )
     journal.close()
-    out, writes = StringIO(), cast(Tokenizer, SimpleNamespace(continued=lambda _: evil))
+    out = StringIO()
+    writes = cast(Tokenizer, SimpleNamespace(continued=lambda _: evil))
     for ticket, times in ((None, 2), (0, 4), (1, 4)):
         show(tmp_path, ticket, tokenizer=writes, console=Console(file=out, width=200))
         text = out.getvalue()

@@ -112,7 +112,8 @@ def test_tensorboard_ends_no_step_and_is_written_again(
     """Its folder is gone for a moment, as on an evicted client of a network's file
     system.
     """
-    writer, away = MetricsWriter(recipe, rundir, ENDPOINTS), rundir.path / "away"
+    writer = MetricsWriter(recipe, rundir, ENDPOINTS)
+    away = rundir.path / "away"
     writer.row({"step": 0, "loss": 1.0})
     rundir.tensorboard.rename(away)
     rundir.tensorboard.touch()
@@ -134,7 +135,8 @@ def test_tensorboard_ends_no_step_and_is_written_again(
 def test_a_file_system_that_fails_for_a_moment_ends_no_step(
     recipe: Recipe, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, away = MetricsWriter(recipe, rundir, ENDPOINTS), rundir.path / "away"
+    writer = MetricsWriter(recipe, rundir, ENDPOINTS)
+    away = rundir.path / "away"
     writer.row({"step": 0, "loss": 1.0})
     rundir.metrics.rename(away)
     rundir.metrics.mkdir()  # so it cannot be opened

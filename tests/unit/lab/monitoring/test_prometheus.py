@@ -56,7 +56,8 @@ def get(address: str, key: str, path: str = "/metrics", method: str = "GET") -> 
 def test_rows_of_the_learner(
     scraped: Callable[..., Samples], write_run: Callable[[int], RunDir]
 ) -> None:
-    rows, metrics = latest_rows(write_run(3).metrics), LearnerMetrics()
+    rows = latest_rows(write_run(3).metrics)
+    metrics = LearnerMetrics()
     for row in rows:
         metrics.add(row | {"pass_rate_train/math": 0.5, "entropy": float("nan")})
     found = scraped(metrics.families)

@@ -43,7 +43,8 @@ class FakeWandb(SimpleNamespace):
 
     def __init__(self, reachable: bool = True, breaks: bool = False) -> None:
         super().__init__(Settings=lambda **s: s)
-        self.reachable, self.breaks = reachable, breaks
+        self.reachable = reachable
+        self.breaks = breaks
         self.inits: list[dict[str, Any]] = []
         self.logged: list[dict[str, float]] = []
         self.finished = 0
@@ -161,7 +162,8 @@ def test_nor_does_it_wait_for_one_that_hangs(
     """And whose process, for which wandb would wait as Python exits, is ended."""
     monkeypatch.setattr(wandb_writer, "FINISH_LIMIT_S", 0.05)
     monkeypatch.setattr(wandb_writer, "MOST_WAITING", 10)
-    fake, forever = use(monkeypatch, FakeWandb()), threading.Event()
+    fake = use(monkeypatch, FakeWandb())
+    forever = threading.Event()
     monkeypatch.setattr(fake, hangs, lambda *_, **__: forever.wait())
     (tmp_path / "wandb-core").symlink_to(shutil.which("sleep") or "")
     core = subprocess.Popen([tmp_path / "wandb-core", "600"])

@@ -22,7 +22,10 @@ from megarl.lab.scaling.points import Curve
 
 CORNERS = ((8, 4), (32, 16), (16, 8), (8, 16), (32, 4))
 GRID = tuple(product((8, 16, 32), (4, 8, 16)))
-R0, A, B, ANSWERS = 0.42, 0.9, 1.15, 2048
+R0 = 0.42
+A = 0.9
+B = 1.15
+ANSWERS = 2048
 
 
 def law(
@@ -120,7 +123,8 @@ def write(path: Path, cell: tuple[int, int], device: str = "core") -> Path:
         f"run.dir={path.parent}",
     ]
     (path / "recipe.yaml").write_text(dump(load("quickstart", overrides)))
-    run, rollouts = short(cell, (0.6, 0.6), seed=1), cell[0] * cell[1]
+    run = short(cell, (0.6, 0.6), seed=1)
+    rollouts = cell[0] * cell[1]
     steps = int(3300 / rollouts) + 1
     metrics = [{"step": n, "training_hours": hours(*cell) * n, "epoch": 0} for n in range(steps)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
@@ -189,7 +193,8 @@ def test_price_of_an_answer_counts_those_to_suites(tmp_path: Path) -> None:
     """
     paths = [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS)]
     runs = [read_run(path) for path in paths]
-    law, prices = CellLaw(runs), measured(runs, GRID)
+    law = CellLaw(runs)
+    prices = measured(runs, GRID)
     alone = allocate.splits(law, prices, 0.1, 500, paths)
     for path in paths:
         recipe = load(
@@ -256,10 +261,8 @@ def test_runs_that_tell_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_bad_input(tmp_path: Path) -> None:
-    paths, recipe = (
-        [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS)],
-        load("quickstart", []),
-    )
+    paths = [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS)]
+    recipe = load("quickstart", [])
     for budget, runs, answers, message in (
         (0.1, paths[:1], None, "1 run of one batch"),
         (1e-6, paths, None, "do not pay for one step"),

@@ -13,7 +13,8 @@ from megarl.lab.planning import memory
 from megarl.lab.planning.hardware import GB, gpu_named
 from megarl.shims import sglang_cpu
 
-EIGHT, SCOUT = architecture.read("llama-3.1-8b"), architecture.read("llama-4-scout")
+EIGHT = architecture.read("llama-3.1-8b")
+SCOUT = architecture.read("llama-4-scout")
 
 
 LAYOUTS = {
@@ -220,10 +221,8 @@ def test_a_servers_host_memory_is_new_weights_and_the_experts_of_each_token() ->
     from sglang.srt.state_capturer.base import BaseHostCache
 
     sglang_cpu.patch()
-    shape, keys = (
-        architecture.read("qwen3-30b-a3b"),
-        {"resources__server_tensor_parallel": 2, "serving__kv_tokens": 20_000},
-    )
+    shape = architecture.read("qwen3-30b-a3b")
+    keys = {"resources__server_tensor_parallel": 2, "serving__kv_tokens": 20_000}
     table = BaseHostCache(
         20_000, shape.layers, shape.experts_per_token, "routed_experts", "cpu"
     ).get_buffer_size_bytes()
@@ -242,10 +241,8 @@ def test_each_learners_rank_has_the_experts_of_all_rollouts() -> None:
     more bytes a token, as received and as decoded, and those of its own tokens in two
     bytes.
     """
-    shape, keys = (
-        architecture.read("qwen3-30b-a3b"),
-        {"resources__learner_ranks": 8, "model__tensor_parallel": 1},
-    )
+    shape = architecture.read("qwen3-30b-a3b")
+    keys = {"resources__learner_ranks": 8, "model__tensor_parallel": 1}
     hosts = [
         memory.learner(
             recipe(**keys, model__moe={"routing_replay": replayed}), shape, 16_384, 8

@@ -314,7 +314,8 @@ def test_every_plan_obeys_the_rules_and_fits(name: str, config: str, gpu: str) -
     asked = problem(name, config, gpu)
     found = search(asked)
     assert found.plans
-    room, machines = asked.gpu.usable, nodes(80, asked.gpu.node_gpus)
+    room = asked.gpu.usable
+    machines = nodes(80, asked.gpu.node_gpus)
     for plan in found.plans:
         place(plan.recipe, machines)
         r = plan.recipe.resources
@@ -455,7 +456,8 @@ def training(
     """Seconds for 160 sequences of 1,000 tokens in ten micro-batches, with the layout
     `ALONE` unless keys say otherwise.
     """
-    recipe, shape = load("scalerl-8b", [*ALONE, *keys]), architecture.read(config)
+    recipe = load("scalerl-8b", [*ALONE, *keys])
+    shape = architecture.read(config)
     packed = speed.Packing(microbatches=10, largest=16_000, rank_tokens=160_000, positions=500)
     return speed.train_seconds(recipe, shape, packed, gpu, by_node)
 
@@ -476,7 +478,9 @@ def test_training_time_is_flop_over_rate_and_traffic_where_nothing_is_communicat
     a share of the peak; what is kept, six times, and all weights, three times a
     micro-batch, through the memory; then AdamW.
     """
-    shape, gpu, tokens = architecture.read("llama-3.1-8b"), gpu_named("h100"), 160_000
+    shape = architecture.read("llama-3.1-8b")
+    gpu = gpu_named("h100")
+    tokens = 160_000
     matrices = (
         6 * (shape.parameters - shape.embedding_parameters) + 2 * shape.embedding_parameters
     ) * tokens
@@ -496,7 +500,8 @@ def test_recomputation_is_a_further_forward_pass_of_the_layers() -> None:
     none, selective, full = (
         training(f"learner.recompute={what}") for what in ("none", "selective", "full")
     )
-    shape, rate = architecture.read("llama-3.1-8b"), 989e12 * gpu_named("h100").training
+    shape = architecture.read("llama-3.1-8b")
+    rate = 989e12 * gpu_named("h100").training
     passed = (
         2 * KEPT * 160_000 + 10 * 2 * (shape.parameters - 2 * shape.embedding_parameters)
     ) / HBM
@@ -524,7 +529,8 @@ def test_light_recomputation_costs_traffic_and_no_product() -> None:
 
 def test_a_reference_model_is_one_more_forward_pass() -> None:
     update = 30 * architecture.read("llama-3.1-8b").parameters / HBM
-    plain, scored = training(), training("reference.coefficient=0.1", "reference.estimator=k3")
+    plain = training()
+    scored = training("reference.coefficient=0.1", "reference.estimator=k3")
     assert scored - update == pytest.approx((plain - update) * 4 / 3)
 
 
@@ -533,7 +539,8 @@ def test_fp8_quickens_the_linear_maps_and_nothing_else_but_what_they_keep() -> N
     before. Inputs are kept in one byte: less traffic of two norms and of the MLP, more
     of attention's output, which is kept in both widths.
     """
-    gpu, tokens = gpu_named("h100"), 160_000
+    gpu = gpu_named("h100")
+    tokens = 160_000
     flop = tokens * 6 * architecture.read("llama-3.1-8b").body_parameters
     less = 6 * tokens * 32 * (2 * 4096 + 14336 - 4096) / HBM
     rates = flop / (989e12 * gpu.training) - flop / (1979e12 * gpu.fp8_training)
@@ -544,7 +551,8 @@ def test_small_micro_batches_are_as_slow_as_the_processor_that_starts_kernels() 
     """A hundred tokens: 48 layers with experts, 8.8 ms each, whatever the GPU; the head
     and the update are computed.
     """
-    recipe, shape = load("scalerl-8b", [*ALONE]), architecture.read("qwen3-30b-a3b")
+    recipe = load("scalerl-8b", [*ALONE])
+    shape = architecture.read("qwen3-30b-a3b")
     one, two = (
         speed.train_seconds(recipe, shape, speed.Packing(n, 100, 100 * n, 50), gpu_named("b200"))
         for n in (1, 2)
@@ -754,7 +762,8 @@ def test_servers_in_fp8_read_half_as_much_and_multiply_quicker() -> None:
     """A few requests: the time is that to read the weights. Many: that of the products,
     of which the head's stay in bf16.
     """
-    shape, gpu = architecture.read("llama-3.1-8b"), H100
+    shape = architecture.read("llama-3.1-8b")
+    gpu = H100
     recipes = [
         load("scalerl-8b", [*ALONE, key])
         for key in ("serving.quantization=none", "serving.quantization=fp8")
@@ -775,7 +784,8 @@ def test_an_offloaded_optimiser_is_as_slow_as_the_host() -> None:
     memory.
     """
     layout = ["model.tensor_parallel=1", "resources.learner_ranks=1"]
-    shape, gpu = architecture.read("llama-3.1-8b"), gpu_named("h100")
+    shape = architecture.read("llama-3.1-8b")
+    gpu = gpu_named("h100")
     packed = speed.packing([1000], 16384, 1, cost_of(shape))
     here, there = (
         speed.train_seconds(

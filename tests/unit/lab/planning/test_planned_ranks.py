@@ -46,7 +46,8 @@ def planned(recipe: Recipe, config: str) -> dict[str, float]:
         learner = recipe.learner.model_copy(update={"optimizer_offload": offload})
         return memory.learner(recipe.model_copy(update={"learner": learner}), shape, 8192, 8)
 
-    whole, without = state(0.0), state(1.0).state
+    whole = state(0.0)
+    without = state(1.0).state
     return {
         "weights": without * memory.HALF / (memory.HALF + memory.FP32),
         "gradients": without * memory.FP32 / (memory.HALF + memory.FP32),

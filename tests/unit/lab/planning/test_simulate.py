@@ -146,7 +146,8 @@ class Listed:
         self._left = list(lengths)
 
     def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
-        drawn, self._left = self._left[:count], self._left[count:]
+        drawn = self._left[:count]
+        self._left = self._left[count:]
         return np.array(drawn)
 
 
@@ -154,7 +155,8 @@ def test_the_longest_rollout_of_a_batch_is_waited_for() -> None:
     """k = 0 and a decode step of 10 ms whatever runs: generation takes as long as the
     longest of 4 x 2 rollouts.
     """
-    first, second = [10, 20, 30, 700, 50, 60, 70, 80], [5, 5, 400, 5, 5, 5, 5, 5]
+    first = [10, 20, 30, 700, 50, 60, 70, 80]
+    second = [5, 5, 400, 5, 5, 5, 5, 5]
     costs = Costs(lambda running, held: 0.01, lambda sequences: 1.0, 0.0, 0.0, 1000)
     lengths = Listed(first + second + [1] * 1000)
     work = workload(recipe(k=0), Constant(1), 1.0, 0)

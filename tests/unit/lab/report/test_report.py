@@ -92,10 +92,8 @@ def test_summary_is_recomputed_from_the_files(
             if k not in ("pause_seconds", "transfer_seconds", "resume_seconds")
         }
         append_jsonl(rundir.metrics, kept | {"publish_seconds": 0.0})
-    values, again = (
-        summary.summarise(recipe, rundir),
-        recomputed(rundir.path, recipe.pipeline.lag_limit),
-    )
+    values = summary.summarise(recipe, rundir)
+    again = recomputed(rundir.path, recipe.pipeline.lag_limit)
     assert values.keys() == again.keys() | WORDS - {"outcome", "reason", "wall_seconds"}
     assert {name: values[name] for name in again} == pytest.approx(again)
     assert values["server_idle_share"] > 0.7, "by time most of it is the long step"
@@ -400,10 +398,8 @@ def test_report_says_same_bits(recipe: Recipe, write_run: Callable[[int], RunDir
     """
     rundir = write_run(6)
     report.write_report(rundir)
-    tile, told = (
-        "<b>same bits</b><span>server − learner log-prob</span>",
-        "same bits at 6 publications",
-    )
+    tile = "<b>same bits</b><span>server − learner log-prob</span>"
+    told = "same bits at 6 publications"
     page = rundir.report.read_text()
     assert "same bits: decode" in page
     assert tile not in page

@@ -39,7 +39,8 @@ def test_lanes_hold_all_spans_apart_on_as_few_lanes_as_there_are_at_once(spans: 
 
 @given(SPANS)
 def test_union_and_changes_count_what_is_there(spans: list[Span]) -> None:
-    found, counts = union(spans), changes((s.begin, s.end) for s in spans)
+    found = union(spans)
+    counts = changes((s.begin, s.end) for s in spans)
     assert all(a[1] < b[0] for a, b in pairwise(found))
     for eighth in range(0, 481):
         at = eighth / 8
@@ -50,7 +51,9 @@ def test_union_and_changes_count_what_is_there(spans: list[Span]) -> None:
 
 
 def test_parts_stay_with_their_whole() -> None:
-    whole, part, next_ = Span("a", "w", 0, 4), Span("a", "p", 0, 2), Span("a", "n", 4, 5)
+    whole = Span("a", "w", 0, 4)
+    part = Span("a", "p", 0, 2)
+    next_ = Span("a", "n", 4, 5)
     assert nested([next_, part, whole]) == [[whole, part], [next_]]
 
 
@@ -59,7 +62,8 @@ def runs(draw: st.DrawFn) -> list[dict[str, list[tuple[float, float]]]]:
     """Steps that follow each other: the parts of each, and requests that run meanwhile
     on two servers.
     """
-    steps, at = [], 100.0
+    steps = []
+    at = 100.0
     for _ in range(draw(st.integers(1, 6))):
         cuts = sorted(draw(st.lists(st.integers(1, 80), min_size=5, max_size=5, unique=True)))
         times = [at + cut / 8 for cut in cuts]
@@ -89,7 +93,8 @@ def recorded(path: Path, steps: list[dict[str, list[tuple[float, float]]]]) -> R
     rundir = RunDir(path)
     path.mkdir()
     rundir.recipe.write_text("")
-    learner, controller = Spans(), Spans()
+    learner = Spans()
+    controller = Spans()
     learner.write_to(rundir.trace / "learner.jsonl")
     controller.write_to(rundir.trace / "controller.jsonl")
     learner._offset = controller._offset = 0.0
@@ -128,7 +133,8 @@ def test_a_trace_keeps_the_formats_rules_and_the_runs_times(
     trace_format.check(json.loads(json.dumps(trace)))
     shown = list(range(len(steps)))[-wanted:]
     assert trace["otherData"]["steps"] == shown
-    begin, found = trace["otherData"]["begin"], trace_format.threads(trace)
+    begin = trace["otherData"]["begin"]
+    found = trace_format.threads(trace)
     learner = found["learner/rank 0"]
     for n in shown:
         for name, part in (

@@ -90,7 +90,8 @@ def test_noise_of_exponents_is_no_difference() -> None:
 
 
 def test_overtaking() -> None:
-    short, long = (0.61, 1.92, 2542), (0.645, 1.89, 11272)
+    short = (0.61, 1.92, 2542)
+    long = (0.645, 1.89, 11272)
     found = compare({"14k": [exact(*short)], "32k": [exact(*long, hours=HOURS * 3)]})
     truth = optimize.brentq(
         lambda c: law(np.array([c]), *short)[0] - law(np.array([c]), *long)[0], 5000, 200_000

@@ -130,7 +130,8 @@ def test_a_measured_r0_is_evidence_and_a_given_one_is_the_truth() -> None:
     measured R_0 = .36, the points want .30.
     """
     curve = noisy(0.61, 1.92, 2542)
-    measured, given_ = fit([replace(curve, r0=0.36)], end=8000), fit([curve], end=8000, r0=0.36)
+    measured = fit([replace(curve, r0=0.36)], end=8000)
+    given_ = fit([curve], end=8000, r0=0.36)
     assert abs(measured.R_0 - 0.3) < 0.05
     assert pytest.approx(0.36, abs=1e-5) == given_.R_0
     assert measured.A_interval[0] < 0.61 < measured.A_interval[1]
@@ -141,7 +142,8 @@ def test_seeds_are_pooled() -> None:
         replace(noisy(0.61, 1.92, 2542, seed), seed=seed, r0=0.3 + 0.01 * (seed - 1))
         for seed in range(3)
     ]
-    pooled, alone = fit(curves, end=8000), fit(curves[:1], end=8000)
+    pooled = fit(curves, end=8000)
+    alone = fit(curves[:1], end=8000)
     assert pooled.n == 3 * alone.n
     assert pytest.approx(0.3, abs=0.03) == pooled.R_0
     assert np.ptp(pooled.A_interval) < np.ptp(alone.A_interval)
@@ -151,7 +153,8 @@ def test_units_scale() -> None:
     """A run of seconds on a CPU is fitted as one of weeks is."""
     curve = noisy(0.61, 1.92, 2542)
     small = replace(curve, hours=curve.hours / 1e6, unit="core")
-    big, tiny = fit([curve], start=0), fit([small], start=0)
+    big = fit([curve], start=0)
+    tiny = fit([small], start=0)
     assert (tiny.A, tiny.B, tiny.C_mid * 1e6) == pytest.approx((big.A, big.B, big.C_mid), rel=1e-6)
     assert tiny.A_interval == pytest.approx(big.A_interval, abs=1e-5)
 

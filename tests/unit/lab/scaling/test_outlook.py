@@ -12,7 +12,10 @@ from megarl.core.evaluation.forecast import not_worth_it, words
 from megarl.core.recipe import from_tree
 from megarl.lab.scaling.extrapolate import forecast
 
-A, B, C_MID, R_0 = 0.61, 1.92, 2542.0, 0.3
+A = 0.61
+B = 1.92
+C_MID = 2542.0
+R_0 = 0.3
 
 
 def rate(hours: float) -> float:
@@ -130,10 +133,8 @@ def test_of_a_task() -> None:
         | {f"{key}/code": row[key] for key in ("pass_rate", "n_prompts")}
         for row in rows(20, 400.0)
     ]
-    found, alone = (
-        forecast(of_task, [], 4000, "pass_rate/code"),
-        forecast(rows(20, 400.0), [], 4000),
-    )
+    found = forecast(of_task, [], 4000, "pass_rate/code")
+    alone = forecast(rows(20, 400.0), [], 4000)
     assert found == alone | {"predicted_score": "pass_rate/code"}
     assert words(of_task[-1] | found).startswith("code 0.60")
     assert forecast(of_task, [], 4000) == {}, (

@@ -69,7 +69,8 @@ def test_scores_that_never_fall_are_no_alarm_whatever_their_shape(
     scores: list[float], seed: int
 ) -> None:
     """Each of 30 prompts has its own curve, none of which falls."""
-    rng, size = np.random.default_rng(seed), len(scores)
+    rng = np.random.default_rng(seed)
+    size = len(scores)
     trusted = np.sort(np.array(scores))[:, None] * rng.random(30)
     assert judge(np.arange(size), np.cumsum(rng.random((size, 30)), axis=0), trusted) is None
 
@@ -79,7 +80,8 @@ def test_trend_is_the_paired_line() -> None:
     together, the error is of that.
     """
     rng = np.random.default_rng(2)
-    steps, scores = np.array([0, 20, 40, 80, 200]), rng.random((5, 40))
+    steps = np.array([0, 20, 40, 80, 200])
+    scores = rng.random((5, 40))
     x = np.log(1 + steps / 20)
     slopes = np.array([np.polyfit(x, column, 1)[0] for column in scores.T]) * (x[-1] - x[0])
     change, errors = trend(steps, scores, 0.0)
@@ -127,7 +129,9 @@ def written(
 
 def test_columns_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
-    rng, steps, run = np.random.default_rng(1), 20 * np.arange(12), RunDir(tmp_path)
+    rng = np.random.default_rng(1)
+    steps = 20 * np.arange(12)
+    run = RunDir(tmp_path)
     hacked, clean = (
         (drawn(a, 400, 0.0, rng), drawn(b, 400, 0.0, rng))
         for a, b in (cases(T)[name] for name in ("trusted falls by 0.2", "both rise"))

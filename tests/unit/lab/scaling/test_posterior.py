@@ -66,7 +66,8 @@ def test_a_cell_is_the_gaussian_written_out() -> None:
     expected = []
     for n, (u, w) in enumerate(cells):
         s = SIGMOID.share(np.exp(w) * (data.x - u))
-        design, prior = np.stack([1 - s, s], axis=1), np.diag([0.03**2, 0.3**2])
+        design = np.stack([1 - s, s], axis=1)
+        prior = np.diag([0.03**2, 0.3**2])
         covariance = (
             in_full(posterior, data.x, data.curve, posterior._rise())
             + noise
@@ -114,12 +115,14 @@ def test_scores_go_on_from_the_points() -> None:
         result: np.ndarray = 0.3 + 0.31 * SIGMOID.share(np.exp(w) * (x - u))
         return result
 
-    x, rise = np.concatenate([data.x, ahead]), np.concatenate([posterior._rise(), np.ones(3)])
+    x = np.concatenate([data.x, ahead])
+    rise = np.concatenate([posterior._rise(), np.ones(3)])
     joint = in_full(posterior, x, np.zeros(len(x)), rise)
     n = len(data.x)
     distance = 2 * (1 - np.exp(-ahead / 2))  # from the last point, at 0; levels off
     for i, j in np.ndindex(3, 3):  # the drift of the slope: a Wiener process, integrated
-        a, b = distance[i], distance[j]
+        a = distance[i]
+        b = distance[j]
         twice = integrate.quad(lambda t, a=a, b=b: (a - t) * (b - t), 0, min(a, b))[0]
         joint[n + i, n + j] += (6 * 0.03 * posterior.gain) ** 2 * twice
     gain = joint[n:, :n] @ np.linalg.inv(joint[:n, :n] + np.diag(np.full(n, NOISE**2)))
@@ -150,7 +153,8 @@ def test_with_nothing_but_noise_the_intervals_are_those_of_least_squares() -> No
 
 
 def test_many_points_are_averaged_with_their_neighbours() -> None:
-    x, y = np.linspace(-3, 0, 1000), np.linspace(0.3, 0.6, 1000)
+    x = np.linspace(-3, 0, 1000)
+    y = np.linspace(0.3, 0.6, 1000)
     merged = CurvePoints(x, y, np.repeat([0, 1], 500), np.full(1000, 0.01)).merged(64)
     assert 60 <= len(merged.x) <= 64
     assert set(merged.curve) == {0, 1}

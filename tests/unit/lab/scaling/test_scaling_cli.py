@@ -146,10 +146,8 @@ def test_transfer(points: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_no_compute(
     hours: str, points: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said, picture = (
-        f"--to is {hours}; it is compute in hours, finite and above 0",
-        ("-o", tmp_path / "picture"),
-    )
+    said = f"--to is {hours}; it is compute in hours, finite and above 0"
+    picture = ("-o", tmp_path / "picture")
     sized = (f"8e9={points}", f"17e9={points}", "--size", 70e9)
     for words in (
         ("transfer", *sized),

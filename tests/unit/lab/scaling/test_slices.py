@@ -98,7 +98,9 @@ def test_each_part_has_its_own_law(tmp_path: Path) -> None:
     """Three tasks; of one, two levels of difficulty with laws of their own, and a
     component with another unit.
     """
-    easy, hard, flat = by(0.9, 1.3, 1200, 0.5), by(0.45, 1.4, 1300, 0.1), by(0.3, 1, 1000, 0.3)
+    easy = by(0.9, 1.3, 1200, 0.5)
+    hard = by(0.45, 1.4, 1300, 0.1)
+    flat = by(0.3, 1, 1000, 0.3)
 
     def scores(hours: float, right: bool, rng: np.random.Generator) -> dict[str, float]:
         form = 10.0 if rng.random() < by(0.8, 1.2, 1500, 0.2)(hours) else -10.0

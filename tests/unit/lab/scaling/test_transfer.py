@@ -21,12 +21,10 @@ def laws(slopes: np.ndarray, scatter: np.ndarray) -> Laws:
         + np.log(SIZES / 2e6)[:, None] * slopes
         + scatter
     )
-    a, b, c, r0 = (
-        1 - np.exp(at[:, 0]),
-        np.exp(at[:, 1]),
-        np.exp(at[:, 2]),
-        (1 - np.exp(at[:, 3])).clip(0.05, 0.8),
-    )
+    a = 1 - np.exp(at[:, 0])
+    b = np.exp(at[:, 1])
+    c = np.exp(at[:, 2])
+    r0 = (1 - np.exp(at[:, 3])).clip(0.05, 0.8)
     return np.stack([a.clip(r0 + 0.1, 0.99), b, c, r0], axis=1)
 
 
@@ -87,7 +85,8 @@ def test_a_size_off_the_line_is_missed() -> None:
 
 def test_more_sizes_and_a_known_start_narrow_the_interval() -> None:
     of = laws(np.array([-0.1, 0.0, 0.5, -0.1]), np.zeros((4, 4)))
-    fits, hours = fitted(of, np.random.default_rng(0)), np.array([2 * of[3, 2]])
+    fits = fitted(of, np.random.default_rng(0))
+    hours = np.array([2 * of[3, 2]])
 
     def width(sizes: int, r0: float | None = None) -> float:
         _, low, high = transfer(dict(list(fits.items())[3 - sizes :]), SIZES[3], r0).scores(hours)
@@ -106,7 +105,8 @@ def test_judge_tells_a_curve_that_follows_from_one_that_does_not() -> None:
     """benchmarks/transfer.py: nearer than the next smaller size; and a policy that
     stops learning lies outside.
     """
-    rng, of = np.random.default_rng(0), laws(np.array([-0.1, 0.0, 0.6, 0.0]), np.zeros((4, 4)))
+    rng = np.random.default_rng(0)
+    of = laws(np.array([-0.1, 0.0, 0.6, 0.0]), np.zeros((4, 4)))
     of[:, 2] *= 10  # petaFLOP
     curves = {}
     for size, law in zip(SIZES, of, strict=True):

@@ -102,9 +102,7 @@ def test_faults_and_clean_runs(
 
 def test_an_alarm_before_its_fault_that_lasts_is_a_false_one(tmp_path: Path) -> None:
     write(tmp_path, "early", 80, fault=50)
-    (label,) = [
-        {"name": "early", "kind": "head", "seed": "0", "dose": "1", "step": "60", "named": ""}
-    ]
+    label = {"name": "early", "kind": "head", "seed": "0", "dose": "1", "step": "60", "named": ""}
     (run,) = alarm.folder(tmp_path, [label])
     assert (run.false_alarms, run.first, run.steps) == (["grad_norm at 52"], None, 60)
     (fork,) = alarm.folder(tmp_path, [label | {"fork": "55"}])  # the alarm was its parent's

@@ -164,10 +164,8 @@ def test_the_stop_rule_is_replayed_and_a_wrong_stop_is_seen() -> None:
     """
     flat = curve_run(lambda c: 0.4 + 0.5 / (1 + (2 / c) ** 3))
     rows = stopping.rows_of(flat)
-    ended, best = (
-        stopping.stops(flat, stopping.upper_end, 0.1, rows),
-        stopping.hindsight(flat, 0.1, rows),
-    )
+    ended = stopping.stops(flat, stopping.upper_end, 0.1, rows)
+    best = stopping.hindsight(flat, 0.1, rows)
     assert 0 < ended.saved <= best.saved
     assert (ended.wrong, ended.forgone) == (False, pytest.approx(0, abs=0.02))
     rising = curve_run(lambda c: 0.4 + 0.01 * c)

@@ -130,7 +130,8 @@ def test_a_winner_that_disappoints_is_not_praised(
 @pytest.mark.processes
 def test_an_array_for_each_rung_decides_the_same(tmp_path: Path) -> None:
     """Jobs come in any order, and one again; the decision is whoever's starts next."""
-    alone, array = tmp_path / "alone", tmp_path / "array"
+    alone = tmp_path / "alone"
+    array = tmp_path / "array"
     assert search(alone) == 0
     for tasks in ((2, 0, 3, 1), (3, 1, 0, 2, 1), (0, 1, 2, 3)):
         assert [search(array, task) for task in tasks] == [0] * len(tasks)

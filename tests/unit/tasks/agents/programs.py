@@ -191,7 +191,8 @@ def wanders(task: Any) -> None:
     talks = [[*system, *user(task.prompt)]]
     for _ in range(rng.randint(4, 12)):
         at = rng.randrange(len(talks))
-        before, act = talks.pop(at), rng.random()
+        before = talks.pop(at)
+        act = rng.random()
         if act < 0.1:
             before = [*system, *user(f"You said {before[-1]['content'][:20]!r}. Go on.")]
         elif act < 0.25 and len(before) > 3:

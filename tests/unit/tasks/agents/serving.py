@@ -87,9 +87,12 @@ async def gateway(
         published(folder, family) if family in PUBLISHED else rendering_of(folder, family)
     )
     recipe = from_tree({"length": ROOMY if roomy else LENGTH, "agent": agent})
-    server, hold = Gateway("127.0.0.1"), asyncio.Event()
+    server = Gateway("127.0.0.1")
+    hold = asyncio.Event()
     hold.set()
-    left, asked, limits = list(said), list[np.ndarray](), list[int]()
+    left = list(said)
+    asked = list[np.ndarray]()
+    limits = list[int]()
 
     async def policy(tokens: np.ndarray, limit: int, kept: int) -> PolicyTurn:
         asked.append(tokens)

@@ -145,7 +145,8 @@ def test_calls_that_a_template_writes_are_read(family: str, tmp_path: Path) -> N
     """No more than one call of Llama 4 is read, for nothing tells where one begins in a
     text.
     """
-    form, chat = published(tmp_path, family)[1].calls, load_chat(tmp_path)
+    form = published(tmp_path, family)[1].calls
+    chat = load_chat(tmp_path)
     assert form is not None
     asked = {"role": "user", "content": "?"}
     most = 1 if family in ("Llama 3", "gpt-oss") else 3
@@ -279,7 +280,8 @@ def test_texts_are_told_from_json_by_the_tools_schema(tmp_path: Path) -> None:
 def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> None:
     """Its template writes ids, which it was trained to number through the conversation."""
     tokenizer, rendering = published(tmp_path, "Kimi K2")
-    tree, tools = SessionTree(), tuple(TOOLS)
+    tree = SessionTree()
+    tools = tuple(TOOLS)
     request = AgentRequest((CanonicalMessage("user", "x"),), tools)
     node = tree.add(None, rendering.whole(request), request, tree.find(request)[1], tree.moment())
     text = written("Kimi K2", [("f", {}), ("g", {})]).replace("g:1", "g:7")
@@ -312,14 +314,14 @@ def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> No
     )
 
 
-OPEN, CLOSE, F, G = (
-    "<tool_call>",
-    "</tool_call>",
-    '{"name": "f", "arguments": {}}',
-    '{"name": "g", "arguments": {}}',
-)
-TEXT, NAN = '{"name": "f", "arguments": "no"}', '{"name": "f", "arguments": {"x": NaN}}'
-LARGE, HALF = NAN.replace("NaN", "1e999"), NAN.replace("NaN", r'["\ud83d"]')
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
+F = '{"name": "f", "arguments": {}}'
+G = '{"name": "g", "arguments": {}}'
+TEXT = '{"name": "f", "arguments": "no"}'
+NAN = '{"name": "f", "arguments": {"x": NaN}}'
+LARGE = NAN.replace("NaN", "1e999")
+HALF = NAN.replace("NaN", r'["\ud83d"]')
 HARD = '{"name": "f", "arguments": {"x": "</tool_call>"}}'
 
 

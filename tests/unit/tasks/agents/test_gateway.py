@@ -252,7 +252,8 @@ def test_calls_with_our_ids_name_an_answer_whose_text_was_dropped(
                     function = {"name": "add", "arguments": '{"a": 9}'}
                     returned["tool_calls"] = [call | {"function": function} for call in calls]
                 elif changed.get("tool_calls") == "one of two":
-                    returned["tool_calls"], results = calls[:1], results[:1]
+                    returned["tool_calls"] = calls[:1]
+                    results = results[:1]
                 messages += [returned, *results]
             assert len(served.session.tree.paths()[1]) == paths
             assert served.sent().count("Let me look.") == (2 if paths == 1 else 0), (
@@ -528,7 +529,8 @@ def test_retries_attach_and_only_what_was_delivered_is_trained(tmp_path: Path) -
 def test_long_waits_are_kept_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what OpenAI's client leaves out of the answer. Its time-out is for silence."""
     monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.05)
-    send, sent = module._send, list[bytes]()
+    send = module._send
+    sent = list[bytes]()
 
     async def test() -> None:
         async with gateway(tmp_path, "a", "b") as served, client(served) as api:
@@ -678,7 +680,8 @@ def test_no_session_sees_what_another_was_told(tmp_path: Path) -> None:
 def test_a_client_that_does_not_read_its_answer_is_let_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, given_up = module._send, asyncio.Event()
+    send = module._send
+    given_up = asyncio.Event()
 
     async def watched(*arguments: Any, **how: Any) -> None:
         monkeypatch.setattr(module, "BODY_LIMIT_S", 0.3)  # the question has been read

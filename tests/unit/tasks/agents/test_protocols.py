@@ -101,7 +101,8 @@ def test_anthropics_client_gets_blocks_and_its_results_go_on(tmp_path: Path, str
 def test_openais_client_gets_items_and_their_results_go_on(tmp_path: Path, stream: bool) -> None:
     async def test() -> None:
         async with gateway(tmp_path, SAID, "Three.") as served:
-            base, key = f"{served.url}/v1", served.session.key
+            base = f"{served.url}/v1"
+            key = served.session.key
             async with openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=0) as api:
                 items: list[Any] = [
                     {"role": "user", "content": [{"type": "input_text", "text": "u"}]}
@@ -388,10 +389,8 @@ def called_with(value: str) -> str:
 def test_a_message_is_read_once_a_session_and_told_apart_by_its_json(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    user, calls = (
-        '{"role": "user", "content": "u"}',
-        [called_with(value) for value in ("1", "1.0", "true")],
-    )
+    user = '{"role": "user", "content": "u"}'
+    calls = [called_with(value) for value in ("1", "1.0", "true")]
     known = ReadMessages(BOUNDS)
     read = [asked_anthropics(known, user, call, user).messages for call in (*calls, *calls)]
     assert all(before[1] is after[1] for before, after in zip(read[:3], read[3:], strict=True))

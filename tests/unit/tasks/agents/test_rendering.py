@@ -82,10 +82,8 @@ def test_tails_of_the_families_that_can_be_trained(family: str, tmp_path: Path) 
 def test_what_the_system_says_later_is_not_lost(family: str, there: bool, tmp_path: Path) -> None:
     """DeepSeek's template puts it at the beginning, where a tail is not."""
     tokenizer, rendering = published(tmp_path, family)
-    answer, later = (
-        CanonicalMessage("assistant", "b"),
-        [CanonicalMessage("system", "s <|im_end|> "), WORDS_OF_USER],
-    )
+    answer = CanonicalMessage("assistant", "b")
+    later = [CanonicalMessage("system", "s <|im_end|> "), WORDS_OF_USER]
     assert (rendering.tail_text(answer, later, ()) is not None) == there
     assert "s <|im_end|>" in tokenizer.decode(
         rendering.whole(AgentRequest((WORDS_OF_USER, answer, *later)))
@@ -104,7 +102,9 @@ def test_a_template_whose_answers_end_otherwise_is_named(family: str, tmp_path: 
     assert "'<|endoftext|>'" in problem
 
 
-CALL, RESULT, WORDS = ToolCall("call_0000_000", "f", {"a": 1}), "tool", "user"
+CALL = ToolCall("call_0000_000", "f", {"a": 1})
+RESULT = "tool"
+WORDS = "user"
 GLM_CALL = (
     "\n<think></think>\n<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
 )
@@ -134,7 +134,8 @@ def test_the_end_of_a_turn_is_the_templates_or_stands_for_it(
     place behind that.
     """
     tokenizer, rendering = published(tmp_path, family)
-    tree, request = SessionTree(), AgentRequest((CanonicalMessage("user", "begin"),), TOOLS)
+    tree = SessionTree()
+    request = AgentRequest((CanonicalMessage("user", "begin"),), TOOLS)
     node = tree.add(None, rendering.whole(request), request, tree.find(request)[1], tree.moment())
     tokens = int32(
         [*(token for letter in written for token in tokenizer.ids(letter)), *tokenizer.ids(end)]
@@ -156,7 +157,8 @@ def test_the_end_of_a_turn_is_the_templates_or_stands_for_it(
         assert put is None
         return
     assert put is not None
-    sampled, whole = tokenizer.decode(node.tokens), whole_text(rendering, tokenizer, again.messages)
+    sampled = tokenizer.decode(node.tokens)
+    whole = whole_text(rendering, tokenizer, again.messages)
     assert sampled.removesuffix(end) + (template_end or end) + tokenizer.decode(put) == whole
 
 
@@ -189,7 +191,8 @@ def test_prompt_answer_and_tail_are_what_the_template_writes(family: str, tmp_pa
         "instruct": '[CALL]{"name": "f", "arguments": {"a": 1}}[/CALL]',
         "llama": '{"name": "f", "parameters": {"a": 1}}',
     }[family]
-    tree, request = SessionTree(), AgentRequest(begin, TOOLS)
+    tree = SessionTree()
+    request = AgentRequest(begin, TOOLS)
     parent, key = tree.find(request)
     assert parent is None
     node = tree.add(None, rendering.whole(request), request, key, tree.moment())
@@ -227,7 +230,8 @@ def test_names_of_special_tokens_in_messages_are_plain_text(tmp_path: Path) -> N
 
 def test_an_answer_cut_by_its_limit_is_ended_by_a_token_that_is_put_in(tmp_path: Path) -> None:
     tokenizer, rendering = rendering_of(tmp_path, "qwen")
-    tree, request = SessionTree(), AgentRequest((CanonicalMessage("user", "x"),))
+    tree = SessionTree()
+    request = AgentRequest((CanonicalMessage("user", "x"),))
     node = tree.add(None, rendering.whole(request), request, tree.find(request)[1], tree.moment())
     segment = Segment(tokens=tokenizer.ids("cut"), logprobs=float32([0] * 3), weight_version=0)
     tree.answer(node, (segment,), CanonicalMessage("assistant", "cut"))
@@ -248,7 +252,8 @@ def test_thinking_is_kept_or_a_new_path_begins(
     history: str, continues: bool, tmp_path: Path
 ) -> None:
     tokenizer, rendering = rendering_of(tmp_path, "thinking", history)  # type: ignore[arg-type]
-    tree, request = SessionTree(), AgentRequest((CanonicalMessage("user", "x"),))
+    tree = SessionTree()
+    request = AgentRequest((CanonicalMessage("user", "x"),))
     node = tree.add(None, rendering.whole(request), request, tree.find(request)[1], tree.moment())
     written = "<think>\nabc\n</think>\n\nSeven.<|im_end|>"
     tokens = tokenizer.ids(written)

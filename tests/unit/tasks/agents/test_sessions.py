@@ -249,7 +249,8 @@ def test_time_for_which_no_server_answers_does_not_count(tmp_path: Path) -> None
     async def run(waits: bool) -> tuple[str, int | None]:
         async with gateway(tmp_path) as served:
             served.session.idle_since = None  # it waits for an answer
-            process, began = await asyncio.create_subprocess_exec("sleep", "2.5"), time.monotonic()
+            process = await asyncio.create_subprocess_exec("sleep", "2.5")
+            began = time.monotonic()
             await registry._ended(
                 process, served.session, limits, lambda: waits * (time.monotonic() - began)
             )
@@ -301,7 +302,10 @@ def test_what_the_policy_raises_is_raised(tmp_path: Path) -> None:
 
 def test_so_many_run_at_once_the_oldest_first() -> None:
     async def run() -> list[int]:
-        turns, begun, most, now = Turns(2), list[int](), 0, 0
+        turns = Turns(2)
+        begun = list[int]()
+        most = 0
+        now = 0
         cancelled = asyncio.Event()
 
         async def one(order: int) -> None:

@@ -69,7 +69,8 @@ class World:
     """
 
     def __init__(self, tokenizer, rendering, seed: int) -> None:  # type: ignore[no-untyped-def]
-        self.rng, self.tokenizer = random.Random(seed), tokenizer
+        self.rng = random.Random(seed)
+        self.tokenizer = tokenizer
         self.session = AgentSession(SETTINGS, tokenizer, rendering, self.policy)
         self.made: list[Made] = []
         self.asked: list[Asked] = []
@@ -77,7 +78,8 @@ class World:
         self.clock = 0
 
     async def policy(self, tokens: np.ndarray, limit: int, kept: int) -> PolicyTurn:
-        number, rng = len(self.made), self.rng
+        number = len(self.made)
+        rng = self.rng
         self.made.append(Made(tokens))
         assert 0 <= kept <= len(tokens)
         await asyncio.sleep(0)
@@ -87,7 +89,8 @@ class World:
         if rng.random() < 0.4:
             text = f"<think>{text}</think>\n"
         text += "".join(CALL % n for n in range(rng.choices([0, 1, 2], [2, 2, 1])[0]))
-        pieces, ended = [], rng.random() < 0.9
+        pieces = []
+        ended = rng.random() < 0.9
         while text:
             n = rng.randint(1, 3)
             pieces.append(self.tokenizer.ids(text[:n]))
@@ -189,10 +192,12 @@ class World:
             act = rng.random()
             if act < 0.1:  # a summary, or a sub-agent
                 text = rng.choice(["summary", "task"]) + str(rng.randint(0, 3))
-                messages, said = (SYSTEM, CanonicalMessage("user", text)), [None, None]
+                messages = (SYSTEM, CanonicalMessage("user", text))
+                said = [None, None]
             elif act < 0.2 and len(messages) > 3:  # the history is cut
                 n = rng.choice([n for n, m in enumerate(messages) if m.role != "assistant"][1:])
-                messages, said = messages[: n + 1], said[: n + 1]
+                messages = messages[: n + 1]
+                said = said[: n + 1]
             if act > 0.95 and self.asked:  # the same once more
                 before = rng.choice(self.asked)
                 await self.take(before.messages, before.said)
@@ -205,7 +210,8 @@ class World:
         """Ask in one of the ways of agents: once, twice at a time, leaving early and
         coming back or not; then go on.
         """
-        way, taken = self.rng.random(), list[Asked]()
+        way = self.rng.random()
+        taken = list[Asked]()
         if way < 0.15:
             taken = await asyncio.gather(*(self.ask(messages, said) for _ in range(2)))
             assert taken[0].got != taken[1].got, "parallel sub-agents get an answer each"
@@ -232,14 +238,17 @@ class World:
 
     def check(self) -> Counter[str]:
         """Hold the invariants; return what happened."""
-        made, seen, trained = self.made, Counter[str](), Counter[int]()
+        made = self.made
+        seen = Counter[str]()
+        trained = Counter[int]()
         segments, paths = self.session.tree.paths()
         left = iter(segments)
         for path, branch in zip(paths_of(segments, paths, int32(())), paths, strict=True):
             end = path.own
             assert not path.trained[:end].any()
             for s in [next(left) for _ in range(branch.segments)]:
-                begin, end = end, end + len(s.tokens)
+                begin = end
+                end = end + len(s.tokens)
                 assert np.array_equal(path.tokens[begin:end], s.tokens)
                 assert (path.trained[begin:end] == s.trained).all()
                 if s.trained:

@@ -28,7 +28,9 @@ RNG = st.integers(0, 2**32).map(random.Random)
 
 @st.composite
 def problems(draw):
-    one, other, sign = draw(NUMBERS), draw(NUMBERS), draw(st.sampled_from("+-"))
+    one = draw(NUMBERS)
+    other = draw(NUMBERS)
+    sign = draw(st.sampled_from("+-"))
     return (
         Exercise(max(one, other), sign, min(one, other))
         if sign == "-"
@@ -111,7 +113,8 @@ def rows(path):
 
 
 def test_prompts_are_right_different_and_disjoint(written):
-    train, heldout = rows(written / "train.jsonl"), rows(written / "heldout.jsonl")
+    train = rows(written / "train.jsonl")
+    heldout = rows(written / "heldout.jsonl")
     assert (len(train), len(heldout)) == (arithmetic.TRAIN_PROMPTS, arithmetic.HELDOUT_PROMPTS)
     for name, whole in (("train", train), ("heldout", heldout)):
         parts = {t: rows(written / f"{name}-{t}.jsonl") for t in ("addition", "subtraction")}

@@ -83,7 +83,8 @@ def save(folder, template):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_it_renders_as_transformers_does(tmp_path, name):
-    theirs, ours = save(tmp_path, TEMPLATES[name]), load_chat(tmp_path)
+    theirs = save(tmp_path, TEMPLATES[name])
+    ours = load_chat(tmp_path)
     for messages in CONVERSATIONS:
         expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert ours.render(messages) == expected
@@ -282,7 +283,8 @@ def task_with_chat() -> Task:
 
 def test_of_messages_the_assistants_last_is_learnt_behind_the_same_prompt(tmp_path):
     save(tmp_path, PLAIN)
-    tokenizer, file = load_tokenizer(tmp_path), tmp_path / "s.jsonl"
+    tokenizer = load_tokenizer(tmp_path)
+    file = tmp_path / "s.jsonl"
     turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "<think>4</think>5")]
     rows = [
         {"messages": [{"role": role, "content": content} for role, content in turns]},
@@ -316,7 +318,8 @@ def test_what_the_template_writes_before_an_answer_and_a_trace_lacks_is_said(
         f"{{% for m in messages %}}{message}{{% endfor %}}{{% if add_generation_prompt %}}={{%"
         " endif %}",
     )
-    tokenizer, file = load_tokenizer(tmp_path), tmp_path / "s.jsonl"
+    tokenizer = load_tokenizer(tmp_path)
+    file = tmp_path / "s.jsonl"
     row = {"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": said}]}
     file.write_text(f"{json.dumps(row)}\n{json.dumps(row)}")
     assert [tokenizer.decode(trace.tokens) for trace in load_traces(file, tokenizer)] == [
@@ -332,7 +335,8 @@ def test_what_the_template_writes_before_an_answer_and_a_trace_lacks_is_said(
 def test_a_tag_that_the_template_has_written_is_not_learnt_again(tmp_path, said):
     """Templates of models that always think open the trace."""
     save(tmp_path, PLAIN.replace("}={%", "}=<think>{%"))
-    tokenizer, file = load_tokenizer(tmp_path), tmp_path / "s.jsonl"
+    tokenizer = load_tokenizer(tmp_path)
+    file = tmp_path / "s.jsonl"
     file.write_text(
         json.dumps(
             {"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": said}]}
@@ -396,7 +400,8 @@ def test_a_message_that_the_template_leaves_out_is_refused(tmp_path):
         f"{{% for m in messages %}}{known}{{% endfor %}}{{% if add_generation_prompt %}}={{%"
         " endif %}",
     )
-    tokenizer, file = load_tokenizer(tmp_path), tmp_path / "s.jsonl"
+    tokenizer = load_tokenizer(tmp_path)
+    file = tmp_path / "s.jsonl"
     turns = [("human", "1"), ("gpt", "<think>2</think>3"), ("human", "4"), ("gpt", "5")]
     file.write_text(
         json.dumps({"conversations": [{"from": who, "value": text} for who, text in turns]})

@@ -88,7 +88,8 @@ def test_what_is_prepared_is_whole_clean_split_and_reported(source, form, capsys
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_conversations_and_lists_of_answers_are_written_as_they_are_read(tmp_path, form):
-    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2?"}
+    system = {"role": "system", "content": "Be brief."}
+    user = {"role": "user", "content": "2?"}
     rows = [
         {"prompt": "1?", "answer": "1", "id": "a"},
         {"prompt": [system, user], "answer": ["2", "2.0"], "id": "b"},
@@ -190,10 +191,8 @@ def test_a_source_is_shown(source, capsys):
 
 def test_a_terminal_does_not_obey_a_source(tmp_path, capsys):
     """Nor is a name in brackets taken for rich's markup."""
-    evil, bad = (
-        {"id": "\x1b[2J", "prompt": "\x9b2J", "answer": "\x1b]0;x\x07"},
-        {"id": "2", "prompt": "[/b]"},
-    )
+    evil = {"id": "\x1b[2J", "prompt": "\x9b2J", "answer": "\x1b]0;x\x07"}
+    bad = {"id": "2", "prompt": "[/b]"}
     (tmp_path / "part[a].jsonl").write_text("".join(json.dumps(row) + "\n" for row in (evil, bad)))
     assert cli.main(["data", "inspect", str(tmp_path / "part[a].jsonl")]) == 0
     shown = capsys.readouterr().out
@@ -203,7 +202,8 @@ def test_a_terminal_does_not_obey_a_source(tmp_path, capsys):
 
 
 def test_a_recipe_is_shown_as_its_run_would_have_it(tmp_path, capsys):
-    model, rows = tmp_path / "model", [{"q": f"{n}+1=", "a": n + 1} for n in range(12)]
+    model = tmp_path / "model"
+    rows = [{"q": f"{n}+1=", "a": n + 1} for n in range(12)]
     made = arithmetic_models.character_tokenizer()
     made.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     made.save_pretrained(model)

@@ -20,7 +20,8 @@ from megarl.tasks.environments.calculator import calculated
 
 MADE = arithmetic_models.character_tokenizer()
 TOKENIZER = Tokenizer(MADE.backend_tokenizer, MADE.eos_token_id, None)
-LENGTH, TASK = load("quickstart-tools").length, load("quickstart-tools").data.tasks["products"]
+LENGTH = load("quickstart-tools").length
+TASK = load("quickstart-tools").data.tasks["products"]
 PRODUCTS = st.builds(Exercise, st.integers(10, 999), st.just("*"), st.integers(10, 999))
 RNG = st.integers(0, 2**32).map(random.Random)
 

@@ -235,7 +235,8 @@ def test_faults_of_a_published_set_are_left_out_and_named_and_its_split_is_disjo
         {"problem": "9+9=", "answer": None},
         {"problem": "1111+1111=", "answer": "2"},
     ]
-    source, test = tmp_path / "set.jsonl", tmp_path / "test.jsonl"
+    source = tmp_path / "set.jsonl"
+    test = tmp_path / "test.jsonl"
     write(source, *rows, *faults)
     write(test, {"question": "3+1="})
     task = {"train": str(source), "heldout": 4, "mapping": "deepscaler"}
@@ -262,10 +263,8 @@ def test_faults_of_a_published_set_are_left_out_and_named_and_its_split_is_disjo
 
 def test_templates_do_not_hide_a_shared_prompt(tmp_path, tokenizer):
     """The texts are compared, not the tokens, so blanks hide it as little."""
-    first, second = (
-        write(tmp_path / "a.jsonl", row("a")),
-        write(tmp_path / "b.jsonl", row("b", "1+1=\n"), row("c", "2+2=")),
-    )
+    first = write(tmp_path / "a.jsonl", row("a"))
+    second = write(tmp_path / "b.jsonl", row("b", "1+1=\n"), row("c", "2+2="))
     sets = [
         load_set(
             survey_of(str(file), own),

@@ -60,7 +60,8 @@ arXiv 2503.20783.
 @pytest.mark.parametrize(("size", "base"), [("8b", "scalerl-8b"), ("tiny", "quickstart")])
 @pytest.mark.parametrize("name", BASELINES)
 def test_a_baseline_is_its_paper_and_otherwise_the_scalerl_of_its_size(name, size, base):
-    r, scalerl = load(f"{name}-{size}"), load(base)
+    r = load(f"{name}-{size}")
+    scalerl = load(base)
     bounds = (0, r.loss.cap) if r.loss.kind == "cispo" else (r.loss.clip_low, r.loss.clip_high)
     assert (
         r.pipeline.kind,
@@ -89,7 +90,8 @@ def test_a_baseline_is_its_paper_and_otherwise_the_scalerl_of_its_size(name, siz
 def test_ppo_with_a_critic_is_as_it_is_usually_given_and_otherwise_the_scalerl_of_its_size(
     size, base
 ):
-    r, scalerl = load(f"ppo-critic-{size}"), load(base)
+    r = load(f"ppo-critic-{size}")
+    scalerl = load(base)
     assert r.has_critic
     assert (r.pipeline.kind, r.batch.aggregation, r.batch.zero_variance) == (
         "ppo-off-policy",
@@ -140,7 +142,8 @@ def test_scalerl_8b_is_the_papers():
 
 def test_scalerl_17bx16_is_the_papers_where_it_differs_from_8b():
     """arXiv 2510.13786: 7,100 steps; as many GPUs, and the same hyperparameters."""
-    r, dense = load("scalerl-17bx16"), load("scalerl-8b")
+    r = load("scalerl-17bx16")
+    dense = load("scalerl-8b")
     assert needed(r) == 80
     assert r.run.steps == 7100
     assert (r.batch, r.length, r.learner, r.sampling, r.evaluation) == (
@@ -155,7 +158,8 @@ def test_scalerl_17bx16_is_the_papers_where_it_differs_from_8b():
 
 def test_the_17bx16_of_h100_differs_only_in_its_layout():
     """Which is two sections of the recipe, and what the learner computes again."""
-    r, base = load("scalerl-17bx16-h100"), load("scalerl-17bx16")
+    r = load("scalerl-17bx16-h100")
+    base = load("scalerl-17bx16")
     layout = {"tensor_parallel": 4, "pipeline_parallel": 4, "expert_parallel": 8}
     assert r.model == base.model.model_copy(update=layout)
     assert r.learner == base.learner.model_copy(update={"recompute": "full"})
@@ -168,7 +172,8 @@ def test_scalerl_8b_32k_is_scalerl_8b_with_the_papers_longer_context():
     """32,768 tokens, with room for the phrase; a micro-batch holds one rollout; all
     else is as it was.
     """
-    r, base = load("scalerl-8b-32k"), load("scalerl-8b")
+    r = load("scalerl-8b-32k")
+    base = load("scalerl-8b")
     assert r.length == base.length.model_copy(update={"thinking_tokens": (26_000, 28_000)})
     assert (r.length.context_tokens, r.learner.microbatch_tokens) == (32_768 - 672, 32_768)
     assert r.learner == base.learner.model_copy(update={"microbatch_tokens": 32_768})
@@ -180,7 +185,8 @@ def test_scalerl_8b_32k_is_scalerl_8b_with_the_papers_longer_context():
 
 
 def test_scalerl_8b_batch_2048_is_the_papers_longest_run():
-    r, base = load("scalerl-8b-batch-2048"), load("scalerl-8b")
+    r = load("scalerl-8b-batch-2048")
+    base = load("scalerl-8b")
     assert (r.batch.prompts * r.sampling.generations, r.run.steps) == (2048, 7400)
     assert r.batch == base.batch.model_copy(update={"prompts": 128})
     for section in Recipe.model_fields.keys() - {"run", "batch", "resources"}:
@@ -193,13 +199,15 @@ def test_scalerl_8b_batch_2048_is_the_papers_longest_run():
 )
 def test_the_fits_that_a_recipe_names_are_the_published_ones(name, law):
     said = " ".join(shipped()[name].read_text().replace("#", "").split())
-    fit, base = law_named(law), law_named("scalerl-8b")
+    fit = law_named(law)
+    base = law_named("scalerl-8b")
     assert f"C_mid {fit.C_mid:,.0f} GPU-hours instead of {base.C_mid:,.0f}" in said
     assert f"an asymptote of {fit.A:.3f} instead of {base.A:.3f}".replace("0.", ".") in said
 
 
 def test_math_and_code_is_scalerl_8b_with_a_second_task():
-    r, math = load("scalerl-8b-math-code"), load("scalerl-8b")
+    r = load("scalerl-8b-math-code")
+    math = load("scalerl-8b")
     assert {name: task.grader for name, task in r.data.tasks.items()} == {
         "math": "math",
         "code": "code",
@@ -237,7 +245,8 @@ def test_the_experts_of_all_tokens_of_a_run_are_not_kept():
     """48 layers x 8 of 128 experts, one byte each: 500 steps would take a terabyte
     beside 1.3 TB of checkpoints.
     """
-    r, shape = load("qwen3-30b-a3b-2nodes"), architecture.read("qwen3-30b-a3b")
+    r = load("qwen3-30b-a3b-2nodes")
+    shape = architecture.read("qwen3-30b-a3b")
     assert r.model.moe.routing_replay
     token = 8 + shape.moe_layers * shape.experts_per_token
     step = (

@@ -138,13 +138,11 @@ def test_json_keeps_each_value_as_it_is(tmp_path):
     """`datasets` reads these two columns as quoted texts and numbers, as rounded
     numbers, and as dates.
     """
-    file, rows = (
-        tmp_path / "a.json",
-        [
-            {"a": r"\frac{1}{2}", "n": 9007199254740993, "day": "2024-01-01"},
-            {"a": 2, "n": None, "day": "2024-01-02"},
-        ],
-    )
+    file = tmp_path / "a.json"
+    rows = [
+        {"a": r"\frac{1}{2}", "n": 9007199254740993, "day": "2024-01-01"},
+        {"a": 2, "n": None, "day": "2024-01-02"},
+    ]
     for text in (json.dumps(rows, indent=2), "\n".join(map(json.dumps, rows))):
         file.write_text(text)
         assert [row for _, row in stream(str(file))] == rows

@@ -42,7 +42,8 @@ def test_reading_between_writing() -> None:
 
 
 def test_a_full_disk_is_said() -> None:
-    stored, large = Stored(), Prompt(id="a", tokens=int32([1]), answer="b" * 100_000)
+    stored = Stored()
+    large = Prompt(id="a", tokens=int32([1]), answer="b" * 100_000)
     with (
         files_no_larger_than(1000),
         pytest.raises(MegarlError, match=r"prompts cannot be kept there: .*; set TMPDIR"),

@@ -97,7 +97,8 @@ def test_what_the_user_says() -> None:
     assert spoken(MESSAGES).prompt == spoken(PAIR).prompt
 
 
-ASKED, ANSWERED = {"role": "user", "content": "12+1="}, {"role": "assistant", "content": "13"}
+ASKED = {"role": "user", "content": "12+1="}
+ANSWERED = {"role": "assistant", "content": "13"}
 CALLED = {
     "role": "assistant",
     "content": "",

@@ -232,7 +232,8 @@ def test_the_game_is_won_by_halves(bytes_of: Tokenizer) -> None:
 async def played(tokenizer: Tokenizer, secret: int, turns: int) -> Verdict | None:
     game = Guessing(setting(tokenizer))
     await game.reset(Prompt(id="", tokens=np.zeros(0, np.int32), answer=str(secret)))
-    low, high = 0, 100
+    low = 0
+    high = 100
     for _ in range(turns):
         guess = (low + high) // 2
         reply = await game.step(

@@ -36,10 +36,12 @@ from tests.server_pool import Pool
 from tests.unit.tasks.environments import scripted
 from tests.unit.tasks.environments.scripted import CALL, Near, Script
 
-END, CLOSE = 0, 1
+END = 0
+CLOSE = 1
 PHRASE = [8, 8, CLOSE]
 PROMPT = Prompt(id="p", tokens=int32([7, 7, 2]), answer="5", task="game")
-DUE, LAG = 20, 8
+DUE = 20
+LAG = 8
 ROUTED = replace(
     read("qwen3-30b-a3b"), layers=1, expert_layers=(0,), experts=1000, experts_per_token=1
 )
@@ -68,7 +70,8 @@ class Servers:
     """
 
     def __init__(self, rng: random.Random, lossy: float) -> None:
-        self.rng, self.lossy = rng, lossy
+        self.rng = rng
+        self.lossy = lossy
         self.members = Membership([ServerAddress(id=n, url="") for n in range(3)])
         for server, version in ((0, DUE - LAG), (1, DUE - LAG - 1), (2, DUE - LAG + 1)):
             self.members.seen(server)
@@ -89,7 +92,8 @@ class Servers:
 
 class Client:
     def __init__(self, servers: Servers, server: int) -> None:
-        self.servers, self.server = servers, server
+        self.servers = servers
+        self.server = server
 
     async def generate(
         self,
@@ -100,7 +104,8 @@ class Client:
         routing_from: int,
         **_: Any,
     ) -> Generation:
-        rng, version = self.servers.rng, self.servers.members.clean()[self.server]
+        rng = self.servers.rng
+        version = self.servers.members.clean()[self.server]
         assert version >= DUE - LAG, "the request went to a server that is not eligible"
         assert limit >= 1
         tokens: list[int] = []
@@ -113,9 +118,11 @@ class Client:
                 (ids, int32(sent), [version] * len(sent), stop_token_ids == (END,))
             )
             raise ServerLost("gone", int32(sent), float32([-1.0] * len(sent)))
-        spans, versions = [VersionSpan(version, 0, len(tokens))], [version] * len(tokens)
+        spans = [VersionSpan(version, 0, len(tokens))]
+        versions = [version] * len(tokens)
         if rng.random() < 0.5:
-            at, newer = rng.randint(0, len(tokens)), self.servers.publish(self.server)
+            at = rng.randint(0, len(tokens))
+            newer = self.servers.publish(self.server)
             spans = [VersionSpan(version, 0, at), VersionSpan(newer, at, len(tokens))]
             versions = [version] * at + [newer] * (len(tokens) - at)
         self.servers.log.append((ids, int32(tokens), versions, stop_token_ids == (END,)))
@@ -194,14 +201,16 @@ def sampled(servers: Servers, done: Completion) -> tuple[np.ndarray, np.ndarray]
     """Which tokens of the completion a server sent, and of which version; every request
     saw all that stands before.
     """
-    from_server, versions = np.zeros(len(done.tokens), bool), np.full(len(done.tokens), -1)
+    from_server = np.zeros(len(done.tokens), bool)
+    versions = np.full(len(done.tokens), -1)
     whole = np.concatenate([PROMPT.tokens, done.tokens])
     for ids, tokens, of, _ in servers.log:
         np.testing.assert_array_equal(ids, whole[: len(ids)])
         at = slice(len(ids) - len(PROMPT.tokens), len(ids) - len(PROMPT.tokens) + len(tokens))
         np.testing.assert_array_equal(tokens, done.tokens[at], "not as they were sampled")
         assert not from_server[at].any()
-        from_server[at], versions[at] = True, of
+        from_server[at] = True
+        versions[at] = of
     return from_server, versions
 
 
@@ -219,13 +228,15 @@ def test_every_episode(
 ) -> None:
     thinking, answer, turns = sizes
     recipe = recipe_of(control, thinking, answer, turns, 4)
-    servers, script = Servers(random.Random(seed), lossy), Script(replies=list(replies))
+    servers = Servers(random.Random(seed), lossy)
+    script = Script(replies=list(replies))
     done = play(recipe, servers, script)
     if done is None:
         assert lossy
         assert len(servers.log) > MAX_RETRIES
         return
-    rollout, (from_server, versions) = rollout_of(done), sampled(servers, done)
+    rollout = rollout_of(done)
+    (from_server, versions) = sampled(servers, done)
 
     # Masked are exactly the replies, in order, but perhaps the last, and the phrase.
     np.testing.assert_array_equal(rollout.trained, from_server)
@@ -300,7 +311,8 @@ class OneTurnEach:
     """
 
     def __init__(self, turns: list[list[int]]) -> None:
-        self.turns, self.asked = turns, list[tuple[int, tuple[int, ...]]]()
+        self.asked = list[tuple[int, tuple[int, ...]]]()
+        self.turns = turns
 
     async def generate(
         self, ids: np.ndarray, limit: int, *, stop_token_ids: tuple[int, ...], **_: Any
@@ -322,11 +334,9 @@ def say(
 ) -> tuple[Completion, OneTurnEach]:
     scripted.SCRIPT = script
     chosen = {"thinking": 20, "answer": 4, "turns": 3, "reply_tokens": 4} | sizes
-    recipe, server, members = (
-        recipe_of(control, **chosen),
-        OneTurnEach(spoken),
-        Membership([ServerAddress(id=0, url="")]),
-    )
+    recipe = recipe_of(control, **chosen)
+    server = OneTurnEach(spoken)
+    members = Membership([ServerAddress(id=0, url="")])
     members.seen(0)
     members.publish([0], 3, "a")
     members.published(0, 3, "a", "")
@@ -446,10 +456,8 @@ def test_one_that_fails_ends_the_rollout_which_then_cannot_be_judged() -> None:
         "environment": "tests.unit.tasks.environments.scripted:Faulty",
         "reply_tokens": 4,
     }
-    recipe, members = (
-        from_tree({"data": {"tasks": {"step": task}}}),
-        Membership([ServerAddress(id=0, url="")]),
-    )
+    recipe = from_tree({"data": {"tasks": {"step": task}}})
+    members = Membership([ServerAddress(id=0, url="")])
     members.seen(0)
     members.publish([0], 3, "a")
     members.published(0, 3, "a", "")
@@ -510,7 +518,8 @@ class Asks:
     """
 
     def __init__(self) -> None:
-        self.gate, self.told = asyncio.Event(), 0.0
+        self.gate = asyncio.Event()
+        self.told = 0.0
 
     def work(self, task: str) -> bool:
         return True
@@ -542,7 +551,8 @@ class Asks:
 
 def test_an_agent_is_told_how_long_its_requests_wait_and_its_tokens_survive_a_crash() -> None:
     async def run() -> None:
-        servers, agent = Servers(random.Random(0), lossy=0.0), Asks()
+        servers = Servers(random.Random(0), lossy=0.0)
+        agent = Asks()
         pool = Pool({n: servers.client(n) for n in range(3)}, Places(servers.members, 4))
         sampler = Sampler(recipe_of("none", 5, 5, 1, 1), Letters(), pool, {}, agent)  # type: ignore[arg-type]
 

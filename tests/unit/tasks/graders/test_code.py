@@ -331,7 +331,8 @@ def test_answers_are_graded() -> None:
     add = written({"call": "add(1, 2)", "result": "3"}, {"call": "add('a', 'b')", "result": "'ab'"})
     sums = written({"input": "1 2\n", "output": "3\n"}, {"input": "3 4\n", "output": "7\n"})
     least = written({"call": "least([])", "result": "inf"}, {"call": "least([2])", "result": "2"})
-    right, wrong = Grade(1.0, True, True), Grade(-1.0, False, True)
+    right = Grade(1.0, True, True)
+    wrong = Grade(-1.0, False, True)
     cases = [
         ("```python\ndef add(a, b):\n    print('hello')\n    return a + b\n```", add, right),
         ("```python\ndef add(a, b):\n    return 3\n```", add, wrong),

@@ -75,7 +75,8 @@ def test_roots(a: int, b: int, root: int) -> None:
 @given(signed, signed, letters)
 def test_polynomials(a: int, b: int, x: str) -> None:
     factors = f"({x}-{a})({x}-{b})".replace("--", "+")
-    middle, last = -(a + b), a * b
+    middle = -(a + b)
+    last = a * b
     expanded = f"{x}^2{middle:+d}{x}{last:+d}"
     other = "w" if x != "w" else "v"
     different = [
@@ -97,7 +98,8 @@ def test_polynomials(a: int, b: int, x: str) -> None:
 def test_tuples_and_sets(numbers: list[int]) -> None:
     words = [str(number) for number in numbers]
     changed = [str(numbers[0] + 100), *words[1:]]
-    joined, backwards = ", ".join(words), ", ".join(reversed(words))
+    joined = ", ".join(words)
+    backwards = ", ".join(reversed(words))
     check(
         f"({joined})",
         [f"({','.join(words)})"],

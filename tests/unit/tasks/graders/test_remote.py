@@ -32,7 +32,9 @@ class Stub:
     """
 
     def __init__(self, *answers: Any) -> None:
-        self.answers, self.requests, self.headers = list(answers), [], []  # type: ignore[var-annotated]
+        self.answers = list(answers)
+        self.requests = []
+        self.headers = []  # type: ignore[var-annotated]
 
     async def __call__(self, request: web.Request) -> web.StreamResponse:
         self.requests.append(await request.json())
@@ -245,7 +247,8 @@ def test_the_example_server_by_itself_and_before_a_reward_model() -> None:
         await site.start()
         assert site._server
         model = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
-        plain, with_model = await started(), await started("--classify", model)
+        plain = await started()
+        with_model = await started("--classify", model)
         try:
             submissions = [
                 Submission("4", "4", "</think>4", "2+2="),

@@ -112,10 +112,8 @@ def test_a_trusted_grader_is_asked_by_evaluations_alone_and_adds_nothing() -> No
             await ask(text, prompt_of("5")) for ask in asked for text in ("</think>5", "</think>6")
         ]
 
-    training, evaluation = (
-        Grade(1.0, True, True),
-        [{"answer": 1.0, "trusted": score} for score in (1.0, -1.0)],
-    )
+    training = Grade(1.0, True, True)
+    evaluation = [{"answer": 1.0, "trusted": score} for score in (1.0, -1.0)]
     assert asyncio.run(run({})) == [training] * 2 + [
         Grade(1.0, True, True, rewards=scores) for scores in evaluation
     ]
