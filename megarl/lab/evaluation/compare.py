@@ -193,13 +193,11 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
     rows = [
         share(f"mean@{k}" if k > 1 else "right", lambda answers: fmean(o.correct for o in answers))
     ]
-    ways = [
-        choices(list(chain.from_iterable(side))) for side in (ours, theirs)
-    ]  # rewards may be on one side only
-    for name in (name for name in ways[0] if name in ways[1] and k > 1):
-        rows.append(
-            share(f"{name}@{k}", lambda answers, chosen=ways[0][name]: chosen(answers, k), k)
-        )  # type: ignore[misc]
+    # Rewards may be on one side only.
+    ways = [choices(list(chain.from_iterable(side))) for side in (ours, theirs)]
+    for name, chosen in ways[0].items():
+        if name in ways[1] and k > 1:
+            rows.append(share(f"{name}@{k}", lambda answers, of=chosen: of(answers, k), k))  # type: ignore[misc]
     if any(o.by_length is not None for o in every):
         rows.append(share("by length", lambda answers: fmean(bool(o.by_length) for o in answers)))
     rows.append(share("truncated", lambda answers: fmean(o.truncated for o in answers)))

@@ -285,9 +285,8 @@ class Sandbox:
             raise OSError(
                 f"{self._kind} ended with status {process.returncode} before the program began"
             )
-        return Ran(
-            out.removeprefix(STARTED).decode(errors="replace"), ended, process.returncode or 0
-        )  # type: ignore[arg-type]
+        text = out.removeprefix(STARTED).decode(errors="replace")
+        return Ran(text, ended, process.returncode or 0)  # type: ignore[arg-type]
 
     def _command(self) -> list[str]:
         readable = [*SYSTEM, *map(str, self._prefixes())] if self._kind == "rlimits" else []

@@ -40,9 +40,9 @@ def gradient(
 
 
 @triton.jit
-def _reduce(
+def _reduce(  # type: ignore[no-untyped-def]
     logits, labels, top, total, spread, label, columns, stride, temperature, BLOCK: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     row = tl.program_id(0)
     y = tl.load(labels + row)
     highest = tl.load(top + row)
