@@ -1,13 +1,15 @@
 """`megarl rollout`: the controller, one asyncio process that decides what every role
 does next.
 
-    learner ── Next, Published, Stopped ──► conversation ─► decision.decide ──► Train | Publish | Wait | Stop
-                                                              ▲  looks at
-                servers.py      servers up, their versions ───┤
-                parity.py       do both sides agree? ─────────┤
-                tickets.py      drawn, sampled, graded ───────┤     every change wakes a waiting `Next`
-                evaluations.py  held-out score, server pinned ┘
+    learner ── Next, Published, Stopped ──► conversation ─► decision.decide
+            ◄── Train | Publish | Wait | Stop ────────────────┘   │ looks at
+                servers.py      servers up, their versions ◄──────┤
+                parity.py       do both sides agree? ◄────────────┤
+                tickets.py      drawn, sampled, graded ◄──────────┤
+                evaluations.py  held-out score, server pinned ◄───┘
                 journal/        the journal, from which all state can be rebuilt
+
+Every change wakes a waiting `Next`.
 
 A `Next` whose answer would be `Wait` is held for up to a second, and decided again as
 soon as something changes.
@@ -87,6 +89,19 @@ by its id.
 type ServeMetrics = Callable[[Endpoints, Callable[[], StatusAndTotals]], Callable[[], None]]
 
 
+def _open_journal(rundir: RunDir, recipe: Recipe) -> Journal:
+    """Open the run's journal, start its clock and begin a session."""
+    journal = Journal.open(
+        rundir.rollouts,
+        recipe.batch.prompts,
+        recipe.pipeline.max_lag,
+        recipe.pipeline.phase_steps,
+    )
+    clock.start(rundir.rollouts / "lock")
+    journal.append(session_of(rundir))
+    return journal
+
+
 class Controller:
     """The controller's parts, connected in the running event loop. questions: the
     questions of each evaluation. forecast: predicts the rest of the run from its
@@ -104,38 +119,34 @@ class Controller:
         watch: TrustedWatch,
         serve_metrics: ServeMetrics,
     ) -> None:
-        salt = uuid.uuid4().hex[
-            :8
-        ]  # new in each life: prefixes cached for an earlier life are of older weights
+        # New in each life: prefixes cached for an earlier life are of older weights.
+        salt = uuid.uuid4().hex[:8]
         self.rundir = RunDir(recipe.run.path)
         self.recipe = recipe
-        pipeline = recipe.pipeline
-        rundir, endpoints, changed = self.rundir, self.rundir.endpoints(), self._on_change
-        journal = Journal.open(
-            rundir.rollouts, recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps
-        )
-        clock.start(rundir.rollouts / "lock")
-        journal.append(session_of(rundir))
+        endpoints = self.rundir.endpoints()
+        changed = self._on_change
+        journal = _open_journal(self.rundir, recipe)
+        self.records = JournalWriter(journal)
         self._address = endpoints.controller
         self.link = Link(self._address, endpoints.link)
-        spans.write_to(rundir.trace / "controller.jsonl")
+        spans.write_to(self.rundir.trace / "controller.jsonl")
         self.servers = Servers(recipe, endpoints, changed)
         self.places = self.servers.places
-        self.environments, self.agents = tasks.environments(), tasks.agents()
+        self.environments = tasks.environments()
+        self.agents = tasks.agents()
+        self.graders = tasks.graders()
         self.sampler = Sampler(
             recipe, tokenizer, self.servers, self.environments, self.agents, positions(recipe)
         )
-        self.graders = tasks.graders()
         self.teacher = TeacherServers(recipe, endpoints) if recipe.teachers else None
-        self.records = JournalWriter(journal)
         model = in_directory(recipe.model.path)
-        prompts = tasks.prompts
-        steps = recipe.run.steps
         self.parity = Parity(recipe, tokenizer.end, model, self.servers, changed, self._fail, salt)
-        mixture = mixture_of(recipe, prompts, journal.state)
+        mixture = mixture_of(recipe, tasks.prompts, journal.state)
+        prompts = tasks.prompts
         self.tickets = Tickets(
             recipe, prompts, mixture, self.sampler, self.graders, self.parity, salt, self.teacher
         )
+        steps = recipe.run.steps
         self.pipeline = Pipeline(
             recipe, self.records, self.places, self.tickets, changed, steps, steps
         )
@@ -144,8 +155,28 @@ class Controller:
         asker = Asker(
             recipe, tokenizer, self.sampler, self.graders, servers=frozenset(), salt=salt, at_once=0
         )
-        self.evaluations = Evaluations(
-            rundir,
+        self.evaluations = self._make_evaluations(questions, forecast, watch, asker)
+        self.conversation = Conversation(self.link, self)
+        self._exported: StatusAndTotals = ({}, {})
+        self._close_metrics = serve_metrics(endpoints, lambda: self._exported)
+        self.step = 0
+        self.phase = "starting"
+        self.stop_reason = ""
+        self.failure = ""
+        self._stopping_since = 0.0
+        self._status_is_written = True
+        # By version: compute spent at its first publication in this life.
+        self._spent: dict[int, Spent] = {}
+
+    def _make_evaluations(
+        self,
+        questions: Sequence[Questions[Any]],
+        forecast: Forecast,
+        watch: TrustedWatch,
+        asker: Asker,
+    ) -> Evaluations:
+        return Evaluations(
+            self.rundir,
             questions,
             forecast,
             watch,
@@ -155,40 +186,22 @@ class Controller:
             self._fail,
             self._stop,
         )
-        self.conversation = Conversation(self.link, self)
-        self._exported: StatusAndTotals = {}, {}
-        self._close_metrics = serve_metrics(endpoints, lambda: self._exported)
-        self.step = 0
-        self.phase = "starting"
-        self.stop_reason = ""
-        self.failure = ""
-        self._stopping_since = 0.0
-        self._spent: dict[
-            int, Spent
-        ] = {}  # by version: compute spent at its first publication in this life
 
     async def run(self) -> int:
         """Run all parts until the learner was told to stop and has left; return 1 if
         the run failed.
         """
-        loop = asyncio.get_running_loop()
-        for number in ENDING:
-            if (
-                number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-            ):  # nohup ignores SIGHUP
-                loop.add_signal_handler(number, self._on_signal, number)
+        self._handle_signals()
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 self._sampling = tasks.create_task(self.pipeline.run(), name="tickets")
-                parts = (
-                    self.servers.run(),
-                    self.records.run(),
-                    self.conversation.listen(),
-                    self.conversation.answer(),
-                )
-                for coroutine in (*parts, self._tick(), self._drop_old()):
-                    tasks.create_task(coroutine)
+                tasks.create_task(self.servers.run())
+                tasks.create_task(self.records.run())
+                tasks.create_task(self.conversation.listen())
+                tasks.create_task(self.conversation.answer())
+                tasks.create_task(self._watch())
+                tasks.create_task(self._drop_old())
         except* ConversationOver:
             pass
         except* MegarlError as errors:
@@ -197,11 +210,23 @@ class Controller:
             await self._close()
         return 1 if self.failure else 0
 
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in ENDING:
+            ignored_by_nohup = (
+                number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+            )
+            if not ignored_by_nohup:
+                loop.add_signal_handler(number, self._on_signal, number)
+
     # Called by conversation.py: messages of the learner and of joined servers, and the
     # answers to them.
 
-    def of_server(self, said: FromServer) -> Reply:
-        return Stop(reason=self.stop_reason) if self.stop_reason else self.servers.answer(said)
+    def of_server(self, message: FromServer) -> Reply:
+        """Return the answer to a joined server's message."""
+        if self.stop_reason:
+            return Stop(reason=self.stop_reason)
+        return self.servers.answer(message)
 
     def new_learner(self) -> None:
         """Note that a new learner has taken over: the earlier one is gone, and its
@@ -209,11 +234,11 @@ class Controller:
         """
         broken = self.servers.membership.new_learner()
         if broken:
-            said = (
+            log.warning(
                 "publication to %s broke off; their requests continue elsewhere from their last"
-                " tokens"
+                " tokens",
+                listed(broken),
             )
-            log.warning(said, listed(broken))
         for server in broken:
             self._tasks.create_task(self.servers.abort(server))
 
@@ -222,66 +247,96 @@ class Controller:
         weights and publication has failed too often on a server that answers; one that
         does not answer may be restarting.
         """
-        membership = self.servers.membership
-        clean = []
-        for r in result.results:
-            if membership.published(r.id, result.version, result.incarnation, r.error):
-                clean.append(self.servers.clients[r.id].address.url)
-            if r.error:
-                log.warning("version %d did not reach server %d: %s", result.version, r.id, r.error)
-        if clean:
-            spent = self._spent.setdefault(result.version, self.compute.spent())
-            self.records.write(
-                PublishedVersion(
-                    version=result.version,
-                    time=clock.now(),
-                    compute_hours=spent.total,
-                    startup_hours=spent.startup,
-                    evaluation_hours=spent.evaluation,
-                    servers=tuple(clean),
-                    pause_seconds=result.pause_seconds,
-                    transfer_seconds=result.transfer_seconds,
-                    resume_seconds=result.resume_seconds,
-                    joined_hours=self.compute.joined_hours(),
-                    window=self.pipeline.published(result.version),
-                )
-            )
-            self.parity.published(result.version)
-            self.evaluate_if_due(result.version)
-        missed: dict[int, str] = {}
-        for r in result.results:
-            member = membership.members.get(r.id)
-            if not r.error or member is None or member.failures < PUBLISH_TRIES:
-                continue
-            why = f"weights did not reach server {r.id} {PUBLISH_TRIES} times in a row: {r.error}"
-            if member.life:
-                self.servers.dismiss(r.id, why)
-            elif not membership.clean():
-                missed[r.id] = why
-        answering = await asyncio.gather(*map(self.servers.answers, missed))
-        for why in compress(missed.values(), answering):
-            self._fail(why)
+        urls = self._note_results(result)
+        if urls:
+            self._note_version(result, urls)
+        unreached = self._unreached(result)
+        answering = await asyncio.gather(*map(self.servers.answers, unreached))
+        for reason in compress(unreached.values(), answering):
+            self._fail(reason)
         self._on_change()
 
+    def _note_results(self, result: Published) -> list[str]:
+        """Return the URLs of the servers that have the version now."""
+        urls = []
+        for server in result.results:
+            has_version = self.servers.membership.published(
+                server.id, result.version, result.incarnation, server.error
+            )
+            if has_version:
+                urls.append(self.servers.clients[server.id].address.url)
+            if server.error:
+                log.warning(
+                    "version %d did not reach server %d: %s",
+                    result.version,
+                    server.id,
+                    server.error,
+                )
+        return urls
+
+    def _note_version(self, result: Published, urls: list[str]) -> None:
+        """Write a publication to the journal, and evaluate its version if due."""
+        spent = self._spent.setdefault(result.version, self.compute.spent())
+        self.records.write(
+            PublishedVersion(
+                version=result.version,
+                time=clock.now(),
+                compute_hours=spent.total,
+                startup_hours=spent.startup,
+                evaluation_hours=spent.evaluation,
+                servers=tuple(urls),
+                pause_seconds=result.pause_seconds,
+                transfer_seconds=result.transfer_seconds,
+                resume_seconds=result.resume_seconds,
+                joined_hours=self.compute.joined_hours(),
+                window=self.pipeline.published(result.version),
+            )
+        )
+        self.parity.published(result.version)
+        self.evaluate_if_due(result.version)
+
+    def _unreached(self, result: Published) -> dict[int, str]:
+        """Return the servers that fail the run if they answer, and why. A server that
+        has joined is dismissed instead.
+        """
+        membership = self.servers.membership
+        reasons: dict[int, str] = {}
+        for server in result.results:
+            member = membership.members.get(server.id)
+            if not server.error or member is None or member.failures < PUBLISH_TRIES:
+                continue
+            reason = (
+                f"weights did not reach server {server.id} {PUBLISH_TRIES} times in a row:"
+                f" {server.error}"
+            )
+            if member.life:
+                self.servers.dismiss(server.id, reason)
+            elif not membership.clean():
+                reasons[server.id] = reason
+        return reasons
+
     def scored(self, result: Scored) -> None:
+        """Note what the learner computed for parity."""
         self.parity.scored(result)
         self._on_change()
 
-    def left(self, step: int) -> None:
+    def learner_left(self, step: int) -> None:
+        """Note that the learner has left, which ends the run."""
         self._stop(f"the learner has left at step {step}")
 
-    def decide(self, asked: Next) -> Decision:
-        now = self.pipeline.view(asked.version)
-        parity = self.parity.request(asked.version)
-        settled = self.pipeline.admitted - len(self.pipeline.running)
-        waits = (
-            f"{settled} tickets are finished,"
-            f" {now.phase_end(asked.step) * self.recipe.batch.prompts} needed"
+    def decide(self, request: Next) -> Decision:
+        """Return what the learner is to do next."""
+        view = self.pipeline.view(request.version)
+        finished = self.pipeline.admitted - len(self.pipeline.running)
+        needed = view.phase_end(request.step) * self.recipe.batch.prompts
+        view = replace(
+            view,
+            parity=self.parity.request(request.version),
+            stop=self.stop_reason,
+            failure=self.failure,
+            waiting_for=f"{finished} tickets are finished, {needed} needed",
         )
-        now = replace(
-            now, parity=parity, stop=self.stop_reason, failure=self.failure, waiting_for=waits
-        )
-        return decide(asked, now)
+        return decide(request, view)
 
     def evaluate_if_due(self, version: int) -> None:
         """Begin the evaluation of this version if it is due and servers have it, unless
@@ -290,17 +345,18 @@ class Controller:
         if not self.stop_reason:
             self.evaluations.begin_if_due(version, self._spent, self._tasks)
 
-    async def carry_out(self, decision: Decision, asked: Next) -> Reply:
+    async def carry_out(self, decision: Decision, request: Next) -> Reply:
         """Do what must happen before the learner gets this decision, and return the
         reply.
         """
-        self.step, self.phase = asked.step, type(decision).__name__.lower()
+        self.step = request.step
+        self.phase = type(decision).__name__.lower()
         match decision:
             case TrainStep():
                 return await self._train(decision)
             case Publish():
-                servers = [a.id for a in decision.servers]
-                self.servers.membership.publish(servers, decision.version, asked.incarnation)
+                servers = [address.id for address in decision.servers]
+                self.servers.membership.publish(servers, decision.version, request.incarnation)
                 self.places.refresh()
                 log.info("publish version %d to %s", decision.version, listed(servers))
             case Stop():
@@ -313,41 +369,45 @@ class Controller:
     async def _train(self, decision: TrainStep) -> Train | Stop:
         tickets = self.pipeline.admission.batch(decision.step)
         assert tickets is not None
-        batch = Batch(step=decision.step, groups=await self.records.groups(tickets))
-        reasons = [g.void for g in batch.groups]
+        step = decision.step
+        batch = Batch(step=step, groups=await self.records.groups(tickets))
+        reasons = [group.void for group in batch.groups]
         if all(reasons):
-            self._fail(
-                f"nothing could be generated or graded for batch {decision.step}: {reasons[0]}"
-            )
+            self._fail(f"nothing could be generated or graded for batch {step}: {reasons[0]}")
             return Stop(reason=self.failure, error=True)
         self.phase = "replay" if decision.replay else "train"
         if not decision.replay:
-            self.pipeline.window.taken(decision.step)
-        step = decision.step
-        replay = decision.replay
+            self.pipeline.window.taken(step)
         spent = self.compute.spent()
-        held = self.compute.held
+        devices = self.compute.held
         spans.event(
-            "controller/batches", f"batch {step}", step=step, replay=replay, tickets=list(tickets)
+            "controller/batches",
+            f"batch {step}",
+            step=step,
+            replay=decision.replay,
+            tickets=list(tickets),
         )
-        running = float(len(self.pipeline.running))
-        ahead = float(self.pipeline.ahead(step))
-        stats = batch_statistics(batch, self.recipe) | spent.row() | self.meter.step()
-        stats |= task_statistics(batch, self.recipe)
-        stats |= draw_metrics(self.tickets.mixture) | {
-            "tickets_running": running,
-            "tickets_ahead": ahead,
-        }
-        stats |= self.parity.metrics() | {"window": self.pipeline.window.batches}
-        save = self._to_be_saved(decision)
         return Train(
             batch=batch,
             compute_hours=spent.total,
-            compute_devices=held,
-            stats=stats,
-            replay=replay,
-            save=save,
+            compute_devices=devices,
+            stats=self._statistics(batch, spent),
+            replay=decision.replay,
+            save=self._to_be_saved(decision),
         )
+
+    def _statistics(self, batch: Batch, spent: Spent) -> dict[str, float]:
+        """Return the metrics that the controller adds to those of a step."""
+        statistics = batch_statistics(batch, self.recipe)
+        statistics |= spent.row()
+        statistics |= self.meter.step()
+        statistics |= task_statistics(batch, self.recipe)
+        statistics |= draw_metrics(self.tickets.mixture)
+        statistics["tickets_running"] = float(len(self.pipeline.running))
+        statistics["tickets_ahead"] = float(self.pipeline.ahead(batch.step))
+        statistics |= self.parity.metrics()
+        statistics["window"] = self.pipeline.window.batches
+        return statistics
 
     def _to_be_saved(self, decision: TrainStep) -> bool:
         """Return whether the learner's weights may be the best so far, so that they
@@ -365,46 +425,56 @@ class Controller:
         self.places.refresh()
         self.conversation.changed.set()
 
-    async def _tick(self) -> None:
-        """Each second, check for RUN/stop and expired waits, and write status.json; a
-        failure to write it is only logged.
-        """
-        written = True
+    async def _watch(self) -> None:
+        """Each second, check RUN/stop and the limits of waits, and write status.json."""
         while True:
             await asyncio.sleep(STATUS_S)
             if self.rundir.stop_asked():
                 self._stop(f"{self.rundir.stop_file} exists")
-            joined = self.servers.membership.joined().values()
-            here = urlsplit(self._address).hostname
-            # All cores of the controller's own machine are counted already.
-            adds = [
-                self.compute.unit == "gpu" or urlsplit(m.address.url).hostname != here
-                for m in joined
-            ]
-            self.compute.join(sum(adds))
-            if not self.stop_reason and self.servers.seconds_without() > (
-                limit := self.recipe.start_limit_s
-            ):
-                self._fail(
-                    f"no server was healthy for {limit:g} s ({START_LIMIT_RULE}); see the servers'"
-                    " logs"
-                )
-            limit = END_LIMIT_S if self.conversation.incarnation else UNMET_LIMIT_S
-            if self.stop_reason and time.monotonic() - self._stopping_since > limit:
-                log.warning("the learner has not said goodbye within %g s; leaving", limit)
-                raise ConversationOver
-            status = self._status()
-            self._exported = status, self.meter.totals()
-            try:
-                await asyncio.to_thread(
-                    write_atomically, self.rundir.status, json.dumps(status).encode()
-                )
-                written = True
-            except MegarlError as error:
-                if written:
-                    log.warning("%s; the run goes on without it", error)
-                written = False
+            self._count_joined_devices()
+            self._check_servers_limit()
+            self._check_learner_limit()
+            await self._write_status()
             await asyncio.to_thread(spans.flush)
+
+    def _count_joined_devices(self) -> None:
+        """Count the GPUs, or on CPUs the machines, of the servers that have joined."""
+        own_machine = urlsplit(self._address).hostname
+        devices = 0
+        for member in self.servers.membership.joined().values():
+            machine = urlsplit(member.address.url).hostname
+            # All cores of the controller's own machine are counted already.
+            if self.compute.unit == "gpu" or machine != own_machine:
+                devices += 1
+        self.compute.join(devices)
+
+    def _check_servers_limit(self) -> None:
+        """Fail the run if no server has been healthy for too long."""
+        limit = self.recipe.start_limit_s
+        if not self.stop_reason and self.servers.seconds_without() > limit:
+            self._fail(
+                f"no server was healthy for {limit:g} s ({START_LIMIT_RULE}); see the servers' logs"
+            )
+
+    def _check_learner_limit(self) -> None:
+        """Raise ConversationOver if the run ends and the learner does not leave."""
+        limit = END_LIMIT_S if self.conversation.incarnation else UNMET_LIMIT_S
+        if self.stop_reason and time.monotonic() - self._stopping_since > limit:
+            log.warning("the learner has not said goodbye within %g s; leaving", limit)
+            raise ConversationOver
+
+    async def _write_status(self) -> None:
+        """Write status.json. A failure is logged once, and the run goes on."""
+        status = self._status()
+        self._exported = (status, self.meter.totals())
+        data = json.dumps(status).encode()
+        try:
+            await asyncio.to_thread(write_atomically, self.rundir.status, data)
+            self._status_is_written = True
+        except MegarlError as error:
+            if self._status_is_written:
+                log.warning("%s; the run goes on without it", error)
+            self._status_is_written = False
 
     async def _drop_old(self) -> None:
         """Regularly delete journal data that none of the newest checkpoints needs for
@@ -413,11 +483,13 @@ class Controller:
         """
         while self.recipe.journal.keep == "checkpoints":
             await asyncio.sleep(DROP_S)
-            kept = complete(self.rundir.checkpoints)[-self.recipe.checkpoint.keep :]
-            # If the journal is older than the checkpoints, `decide` refuses the
-            # learner.
-            if kept and step_of(kept[0]) <= self.pipeline.batches():
-                await self.records.drop_before(step_of(kept[0]))
+            checkpoints = complete(self.rundir.checkpoints)[-self.recipe.checkpoint.keep :]
+            if not checkpoints:
+                continue
+            oldest_step = step_of(checkpoints[0])
+            # If the journal is older than the checkpoints, the learner is refused.
+            if oldest_step <= self.pipeline.batches():
+                await self.records.drop_before(oldest_step)
 
     def _fail(self, reason: str) -> None:
         """End the run as failed. RUN/failure tells the supervisor that this is not a
@@ -464,27 +536,33 @@ class Controller:
             self._close_metrics()
 
     def _status(self) -> dict[str, object]:
-        seconds = self.meter.second()
-        state = self.pipeline.state
+        totals = self.meter.second()
         pipeline = self.pipeline
-        servers = self.servers.membership.members.items()
-        ahead = pipeline.ahead(self.step)
+        state = pipeline.state
+        servers = [
+            {
+                "id": server,
+                "state": member.state,
+                "version": member.version,
+                "pinned": member.pinned,
+                **totals[server],
+            }
+            for server, member in self.servers.membership.members.items()
+        ]
+        tickets_ahead = pipeline.ahead(self.step)
         return {
             "time": time.time(),
             "step": self.step,
             "version": state.published_version,
             "phase": self.phase,
-            "servers": [
-                {"id": s, "state": m.state, "version": m.version, "pinned": m.pinned} | seconds[s]
-                for s, m in servers
-            ],
-            # first those drawn but not trained before this step; then counts by
-            # outcome, over all lives
+            "servers": servers,
             "tickets": {
-                "window": ahead,
+                # Drawn, but not trained before this step.
+                "window": tickets_ahead,
                 "window_limit": self.recipe.pipeline.window_steps * self.recipe.batch.prompts,
                 "running": len(pipeline.running),
-                "waiting": max(0, ahead - len(pipeline.running)),
+                "waiting": max(0, tickets_ahead - len(pipeline.running)),
+                # By outcome, over all lives.
                 "finished": state.finished,
                 "void": state.void,
                 "removed": state.removed,
@@ -493,7 +571,9 @@ class Controller:
             "compute_unit": self.compute.unit,
             "eval": self.evaluations.latest,
             "evaluating": sorted(self.evaluations.tasks),
-            "rollout_tokens_per_second": sum(use["tokens_per_second"] for use in seconds.values()),
+            "rollout_tokens_per_second": sum(
+                server["tokens_per_second"] for server in totals.values()
+            ),
             "parity": self.parity.warning,
             "malformed_requests": self.link.malformed,
             "refused_connections": self.link.refused(),

@@ -190,7 +190,7 @@ class Conversation:
             await self._link.reply(peer, Ack())
             if isinstance(request, Stopped):
                 log.info("the learner has left at step %d", request.step)
-                self._answers.left(request.step)
+                self._answers.learner_left(request.step)
                 raise ConversationOver
 
     async def answer(self) -> None:

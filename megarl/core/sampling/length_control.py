@@ -1,9 +1,10 @@
 """How long a rollout may think, what is inserted when its budget is used up, and the
 penalty on long answers. Pure.
 
-    thinking leg   at most `thinking_budget` tokens; only the end token ends it (no stop strings)
-      ended by itself ──────────────────────────────► done, "stop"
-      budget used up, text has no </think> ─────────► the interruption phrase is inserted, masked from the loss
+    thinking leg   at most `thinking_budget` tokens; only the end token ends it
+      ended by itself ──────────────────────► done, "stop"
+      budget used up, text has no </think> ─► the interruption phrase is inserted,
+                                              masked from the loss
     answer leg     at most `answer_tokens`
       ended by itself ► "stop"        budget used up ► "length": truncated
 
@@ -28,7 +29,8 @@ def thinking_budget(seed: int, ticket: int, sample: int, bounds: tuple[int, int]
     """
     digest = hashlib.blake2b(f"{seed}/{ticket}/{sample}/thinking".encode(), digest_size=8).digest()
     shortest, longest = bounds
-    return shortest + int.from_bytes(digest, "little") % (longest - shortest + 1)
+    choices = longest - shortest + 1
+    return shortest + int.from_bytes(digest, "little") % choices
 
 
 def sampled(
@@ -44,39 +46,47 @@ def sampled(
     ]
 
 
-def put_in(phrase: np.ndarray, version: int) -> Segment:
-    """Return the interruption phrase [n] as a segment masked from the loss."""
+def masked(tokens: np.ndarray, version: int) -> Segment:
+    """Return tokens [n] that were not sampled (the interruption phrase, an
+    environment's reply) as a segment masked from the loss.
+    """
     return Segment(
-        tokens=phrase,
-        logprobs=np.zeros(len(phrase), np.float32),
+        tokens=tokens,
+        logprobs=np.zeros(len(tokens), np.float32),
         weight_version=version,
         trained=False,
     )
 
 
-def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Join neighbouring segments of the same origin; each request has started a new
+def merge(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Merge neighbouring segments of the same origin; each request has started a new
     one.
     """
-    return tuple(
-        Segment(
-            tokens=np.concatenate([s.tokens for s in run]),
-            logprobs=np.concatenate([s.logprobs for s in run]),
-            weight_version=version,
-            trained=trained,
+    merged = []
+    for (version, trained), group in groupby(segments, key=_origin):
+        parts = list(group)
+        merged.append(
+            Segment(
+                tokens=np.concatenate([part.tokens for part in parts]),
+                logprobs=np.concatenate([part.logprobs for part in parts]),
+                weight_version=version,
+                trained=trained,
+            )
         )
-        for (version, trained), same in groupby(
-            segments, key=lambda s: (s.weight_version, s.trained)
-        )
-        if (run := list(same))
-    )
+    return tuple(merged)
+
+
+def _origin(segment: Segment) -> tuple[int, bool]:
+    return segment.weight_version, segment.trained
 
 
 def overlong_penalty(tokens: int, longest: int, cache: int) -> float:
     """Return the penalty for a correct answer with a completion of n tokens, a tool's
     included, between -1 and 0.
 
-        clip((L_max - n) / L_cache - 1, -1, 0)        0 up to L_max - L_cache tokens, -1 at L_max, linear in between
+        clip((L_max - n) / L_cache - 1, -1, 0)
+
+    That is 0 up to L_max - L_cache tokens, -1 at L_max, and linear in between.
 
     DAPO (arXiv 2503.14476), as in ScaleRL's baselines (arXiv 2510.13786): only for
     correct answers. L_max is `longest`, the longest possible completion
@@ -86,6 +96,7 @@ def overlong_penalty(tokens: int, longest: int, cache: int) -> float:
 
 
 def reward(grade: Grade, tokens: int, length: Length) -> float:
+    """Return the reward of an answer with this many tokens, with its length penalty."""
     if length.control != "overlong_penalty" or not grade.correct:
         return grade.reward
     return grade.reward + overlong_penalty(tokens, length.completion_tokens, length.answer_tokens)

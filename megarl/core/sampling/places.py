@@ -1,7 +1,8 @@
 """Which request may go to which server now. Each server has up to `limit` places for
 requests; the oldest claim goes first.
 
-    claim(order, may_use) ─► await claim.place() ─► (server, its version) ─► request ─► give_back(server)
+    claim(order, may_use) ─► await claim.place() ─► (server, its version)
+        ─► request ─► give_back(server)
 
 When a ticket is admitted, its group claims the first place of each of its rollouts
 (`GroupPlaces`), so the number of free places is always up to date. `may_use(server,
@@ -30,7 +31,7 @@ from megarl.core.server.membership import Membership, ServerLoad
 Order = tuple[int, int, int]
 """(0 for an evaluation, else 1; ticket; sample). The smallest goes first."""
 MayUse = Callable[[int, int], bool]
-KEPT = 0.75
+DECREASE = 0.75
 """Share of the places that remains after a decrease."""
 SHORT_PROMPT = 16
 """A shorter prompt is computed sooner than another request's copy can be used, even on
@@ -76,6 +77,10 @@ class Claim:
         self.places.withdraw(self)
 
 
+def _order(claim: Claim) -> Order:
+    return claim.order
+
+
 @dataclass
 class Use:
     """A server's places, its running requests, and totals since the start."""
@@ -95,16 +100,18 @@ class Use:
         """Note that `by` more requests are running from now on; with 0, just bring the
         totals up to date.
         """
-        now = time.monotonic()
+        time_now = time.monotonic()
+        elapsed = time_now - self.since
         if self.running:
-            self.busy_seconds += now - self.since
-            self.place_seconds += self.running * (now - self.since)
-        self.since = now
+            self.busy_seconds += elapsed
+            self.place_seconds += self.running * elapsed
+        self.since = time_now
         self.running += by
         self.peak = max(self.peak, self.running)
 
     @property
     def free(self) -> int:
+        """The places that no request has."""
         return max(0, self.limit - self.running)
 
 
@@ -118,15 +125,17 @@ class Places:
         self.limit = limit
         self.use = {server: Use(limit) for server in membership.members}
         self.claims: list[Claim] = []
-        self.changed = asyncio.Event()  # there may be more room; whoever waits for it clears it
-        self._serving: dict[
-            int, int
-        ] = {}  # version of each server, and free places of each version, at `refresh`
+        # There may be more room. Whoever waits for this clears it.
+        self.changed = asyncio.Event()
+        # At the last `refresh`: each server's version, each version's free places.
+        self._serving: dict[int, int] = {}
         self._open: Counter[int] = Counter()
-        self._waiting: Counter[int] = Counter()  # claims that wait at each server
+        # How many claims wait at each server.
+        self._waiting: Counter[int] = Counter()
         self.refresh()
 
     def add(self, server: int) -> None:
+        """Give a server that has joined its places."""
         self.use[server] = Use(self.limit)
 
     def forget(self, server: int) -> None:
@@ -140,20 +149,21 @@ class Places:
         """Return a claim on a place, to be awaited or dropped. It needs a running event
         loop.
         """
-        claim = Claim(order, may_use, home, asyncio.get_running_loop().create_future(), self)
+        granted = asyncio.get_running_loop().create_future()
+        claim = Claim(order, may_use, home, granted, self)
         if not self._grant(claim, self._serving):
-            insort(self.claims, claim, key=lambda c: c.order)
+            insort(self.claims, claim, key=_order)
         return claim
 
     def withdraw(self, claim: Claim) -> None:
         """Forget a claim, if it still waits."""
         self.wait(claim, None)
-        n = bisect_left(self.claims, claim.order, key=lambda c: c.order)
-        while n < len(self.claims) and self.claims[n].order == claim.order:
-            if self.claims[n] is claim:
-                del self.claims[n]
+        position = bisect_left(self.claims, claim.order, key=_order)
+        while position < len(self.claims) and self.claims[position].order == claim.order:
+            if self.claims[position] is claim:
+                del self.claims[position]
                 return
-            n += 1
+            position += 1
 
     async def take(self, order: Order, may_use: MayUse) -> tuple[int, int]:
         """Wait for a place and return (server, version of its weights). The caller must
@@ -162,43 +172,56 @@ class Places:
         return await self.claim(order, may_use).place()
 
     def give_back(self, server: int) -> None:
+        """Return a place, which the oldest claim that may use it gets at once."""
         self._change(server, -1)
         self.changed.set()
-        if (
-            self.claims
-            and self.use[server].free
-            and self.membership.serving_version(server) is not None
-        ):
-            for claim in self.claims:
-                here = claim.home is None or claim.waits_at == server
-                if here and not claim.granted.cancelled() and self._grant(claim, (server,)):
-                    self.claims.remove(claim)
-                    return
+        if not self.use[server].free or self.membership.serving_version(server) is None:
+            return
+        for claim in self.claims:
+            waits_here = claim.home is None or claim.waits_at == server
+            if not waits_here or claim.granted.cancelled():
+                continue
+            if self._grant(claim, (server,)):
+                self.claims.remove(claim)
+                return
 
     def refresh(self) -> None:
         """Give out places. Call this whenever a server's state has changed, or which
         servers an older claim may use.
         """
         self.changed.set()
-        self._serving, self._open = self.membership.serving(), Counter()
+        self._serving = self.membership.serving()
+        self._open = Counter()
         for server, version in self._serving.items():
             self._open[version] += self.use[server].free
-        self.claims = [
-            c
-            for c in self.claims
-            if not c.granted.cancelled() and not self._grant(c, self._serving)
-        ]
+        still_waiting = []
+        for claim in self.claims:
+            if claim.granted.cancelled():
+                continue
+            if not self._grant(claim, self._serving):
+                still_waiting.append(claim)
+        self.claims = still_waiting
 
     def observe(self, server: int, load: ServerLoad, retracted: bool) -> None:
         """Adapt a server's places to its load; `refresh` then gives them out.
         retracted: it retracted requests since then.
         """
         use = self.use[server]
-        waited, use.queued, peak, use.peak = use.queued, load.waiting > 0, use.peak, use.running
-        if retracted or (waited and use.queued):
-            fewer = int(min(peak, use.limit) * KEPT) if use.running <= use.limit else use.limit
-            use.limit = max(1, min(fewer, use.running - load.waiting))
-        elif use.running <= use.limit <= peak and load.usage < ROOM:
+        queued_before = use.queued
+        peak_running = use.peak
+        use.queued = load.waiting > 0
+        use.peak = use.running
+        last_decrease_took_effect = use.running <= use.limit
+        overloaded = retracted or (queued_before and use.queued)
+        if overloaded:
+            reduced_limit = use.limit
+            if last_decrease_took_effect:
+                reduced_limit = int(min(peak_running, use.limit) * DECREASE)
+            requests_in_progress = use.running - load.waiting
+            use.limit = max(1, min(reduced_limit, requests_in_progress))
+            return
+        all_places_were_taken = peak_running >= use.limit
+        if last_decrease_took_effect and all_places_were_taken and load.usage < ROOM:
             use.limit = min(self.limit, use.limit + max(1, self.limit // GROWTH))
 
     def wait(self, claim: Claim, server: int | None) -> None:
@@ -215,49 +238,57 @@ class Places:
         """Give the claim a place on the suitable server of these with the most free
         places. Return whether there was one.
         """
-        home = claim.home() if claim.home else None
-        if claim.home:
-            servers = () if home is None or home not in servers else (home,)
-        suited = {
-            s: version
-            for s in servers
-            if self.use[s].free
-            and (version := self.membership.serving_version(s)) is not None
-            and claim.may_use(s, version)
-        }
-        self.wait(claim, None if suited else home)
-        if not suited:
+        home = None
+        if claim.home is not None:
+            home = claim.home()
+            servers = [server for server in servers if server == home]
+        versions = self._suitable(claim, servers)
+        if not versions:
+            self.wait(claim, home)
             return False
-        server = max(suited, key=lambda s: self.use[s].free)
+        self.wait(claim, None)
+        server = max(versions, key=lambda candidate: self.use[candidate].free)
         self._change(server, +1)
-        claim.granted.set_result((server, suited[server]))
+        claim.granted.set_result((server, versions[server]))
         return True
+
+    def _suitable(self, claim: Claim, servers: Collection[int]) -> dict[int, int]:
+        """Return the versions of those of these servers that suit the claim."""
+        versions = {}
+        for server in servers:
+            version = self.membership.serving_version(server)
+            if version is None or not self.use[server].free:
+                continue
+            if claim.may_use(server, version):
+                versions[server] = version
+        return versions
 
     def _change(self, server: int, by: int) -> None:
         use = self.use[server]
-        before = use.free
+        free_before = use.free
         use.change(by)
         if server in self._serving:
-            self._open[self._serving[server]] += use.free - before
+            self._open[self._serving[server]] += use.free - free_before
 
     def free(self, version_suits: Callable[[int], bool]) -> int:
         """Return the free places on servers of suitable versions, less all waiting
         claims; may be negative.
         """
-        return sum(
-            places for version, places in self._open.items() if version_suits(version)
-        ) - len(self.claims)
+        suitable = [places for version, places in self._open.items() if version_suits(version)]
+        return sum(suitable) - len(self.claims)
 
     def emptiest(self, version_suits: Callable[[int], bool]) -> int | None:
         """Return the server of a suitable version with the most places left after its
         running and waiting requests.
         """
-        suited = [s for s, v in self.membership.serving().items() if version_suits(v)]
-        return max(
-            suited,
-            key=lambda s: self.use[s].limit - self.use[s].running - self._waiting[s],
-            default=None,
-        )
+        serving = self.membership.serving()
+        suitable = [server for server, version in serving.items() if version_suits(version)]
+        return max(suitable, key=self._unclaimed, default=None)
+
+    def _unclaimed(self, server: int) -> int:
+        """Return how many places the server's running and waiting requests leave."""
+        use = self.use[server]
+        return use.limit - use.running - self._waiting[server]
 
 
 class GroupPlaces:
@@ -282,7 +313,8 @@ class GroupPlaces:
     async def take(self, rollout: int) -> tuple[int, int]:
         """As Places.take, for this rollout's next request."""
         while True:
-            server, _ = await (self._claims.pop(rollout, None) or self._claim(rollout)).place()
+            claim = self._claims.pop(rollout, None) or self._claim(rollout)
+            server, _ = await claim.place()
             try:
                 if self.began is not None:
                     await self._cached.wait()
@@ -291,11 +323,11 @@ class GroupPlaces:
                 raise
             version = self._places.membership.serving_version(server)
             if version is not None and self._may_use(server, version):
-                self.began = version if self.began is None else self.began
+                if self.began is None:
+                    self.began = version
                 return server, version
-            self._places.give_back(
-                server
-            )  # since the place was given, the server was lost or a publication began
+            # Since the place was given, the server was lost or a publication began.
+            self._places.give_back(server)
 
     def cached(self) -> None:
         """Note that the group's first request has a token or has ended."""
@@ -304,23 +336,25 @@ class GroupPlaces:
     def close(self) -> None:
         """Drop the claims of rollouts that have not begun."""
         while self._claims:
-            self._claims.popitem()[1].drop()
+            _, claim = self._claims.popitem()
+            claim.drop()
 
     def _claim(self, rollout: int) -> Claim:
         return self._places.claim((1, self._ticket, rollout), self._may_use, self._home)
 
-    def _may_use(self, _server: int, version: int) -> bool:
+    def _eligible(self, version: int) -> bool:
         return self._admission.eligible(self._ticket, version)
+
+    def _may_use(self, _server: int, version: int) -> bool:
+        return self._eligible(version)
 
     def _home(self) -> int | None:
         """Return the group's server; if it may no longer be used, first choose another
         one for the whole group.
         """
-        held = self._places.membership.serving_version(self.server)
-        if held is None or not self._admission.eligible(self._ticket, held):
-            self.server = self._places.emptiest(
-                lambda version: self._admission.eligible(self._ticket, version)
-            )
+        version = self._places.membership.serving_version(self.server)
+        if version is None or not self._eligible(version):
+            self.server = self._places.emptiest(self._eligible)
         return self.server
 
 
@@ -332,9 +366,9 @@ class Waits:
     def __init__(self) -> None:
         self._waiting = 0
         self._since = 0.0
-        self._before = 0.0
+        self._total = 0.0  # of the waits that are over
 
-    async def taken(self, take: Callable[[], Awaitable[tuple[int, int]]]) -> tuple[int, int]:
+    async def measure(self, take: Callable[[], Awaitable[tuple[int, int]]]) -> tuple[int, int]:
         """Wait for a place as `take` does, and count the time."""
         if not self._waiting:
             self._since = time.monotonic()
@@ -344,7 +378,10 @@ class Waits:
         finally:
             self._waiting -= 1
             if not self._waiting:
-                self._before += time.monotonic() - self._since
+                self._total += time.monotonic() - self._since
 
     def seconds(self) -> float:
-        return self._before + (time.monotonic() - self._since if self._waiting else 0.0)
+        """Return the seconds until now."""
+        if not self._waiting:
+            return self._total
+        return self._total + time.monotonic() - self._since

@@ -1,12 +1,16 @@
 """One rollout from its prompt to its last token, over as many requests and servers as
 it takes.
 
-    turns ─► (interruption phrase) ─► answer leg                   length_control.py has the details
-      │      the answer leg has `answer_tokens` or, unless length.control is interruption, the rest of a common budget
-      └ one turn; with an environment: leg ─► its reply, masked ─► leg ─► … until it is done or a limit is reached
+    turns ─► (interruption phrase) ─► answer leg
+      │
+      └ one turn; with an environment: leg ─► its reply, masked ─► leg ─► …
+                                       until it is done or a limit is reached
         each leg: take a place ─► generate ─► done
-                       ▲             │ server lost: the tokens received are kept, the rest is requested elsewhere
-                       └─────────────┘
+                       ▲             │ server lost: the tokens received are kept,
+                       └─────────────┘              the rest is requested elsewhere
+
+The answer leg has `answer_tokens` or, unless length.control is interruption, what is
+left of a common budget (length_control.py).
 
 A task with an agent works differently: the agent asks for turns, each of which is one
 leg (`_session`).
@@ -57,6 +61,10 @@ servers died by chance.
 """
 
 
+TRAINING = 1
+"""The first of an `Order`; an evaluation has 0."""
+
+
 class Void(Exception):
     """The rollout cannot be made; the text says why."""
 
@@ -67,9 +75,8 @@ class Job:
 
     prompt: Prompt
     order: Order
-    take: Callable[
-        [], Awaitable[tuple[int, int]]
-    ]  # as Places.take; the sampler gives the place back
+    # As Places.take; the sampler gives the place back.
+    take: Callable[[], Awaitable[tuple[int, int]]]
     salt: str  # only requests with the same salt share cached prefixes
     thinking_tokens: int  # limit on the part before the answer leg
     temperature: float
@@ -86,21 +93,18 @@ class Completion:
     finish: FinishReason = "length"
     interrupted: bool = False
     retries: int = 0
-    kept: int = 0  # tokens of prompt and completion that the last server's cache should hold
+    cacheable: int = 0  # tokens of prompt and completion that the last server should have cached
     text: str = ""  # the last message, without its stop token
     truncated: bool = False  # a length limit cut the last message off
     routing: list[np.ndarray] = field(default_factory=list)  # tables of the requests so far
-    message: list[np.ndarray] = field(
-        default_factory=list
-    )  # tokens of the message in progress, without replies
-    verdict: Verdict | None = (
-        None  # of environment or agent; without one the task's grader judges the text
-    )
+    # Tokens of the message in progress, without replies.
+    message: list[np.ndarray] = field(default_factory=list)
+    # Of the environment or agent; without one the task's grader judges the text.
+    verdict: Verdict | None = None
     episode: Episode | None = None
     paths: tuple[Branch, ...] = ()
-    down: GraderDown | None = (
-        None  # why environment or agent could not go on; it then cannot be judged
-    )
+    # Why the environment or agent could not go on; the rollout then cannot be judged.
+    down: GraderDown | None = None
 
     @property
     def tokens(self) -> np.ndarray:
@@ -120,6 +124,7 @@ class Completion:
         return self.segments[-1].weight_version
 
     def write(self, segments: list[Segment]) -> None:
+        """Append segments to the completion and to the message in progress."""
         self.segments += segments
         self.message += [s.tokens for s in segments]
 
@@ -128,17 +133,20 @@ class ServerPool(Protocol):
     """The servers that requests go to, and those among them that are lost."""
 
     @property
-    def clients(self) -> Mapping[int, ServerClient]: ...
+    def clients(self) -> Mapping[int, ServerClient]:
+        """The client of each server, by its number."""
 
     @property
-    def places(self) -> Places: ...
+    def places(self) -> Places:
+        """The places of all servers."""
 
     def life(self, server: int) -> int:
         """Return a number that changes when the server is lost or its requests are
         aborted.
         """
 
-    def server_lost(self, server: int, life: int, reason: str) -> None: ...
+    def server_lost(self, server: int, life: int, reason: str) -> None:
+        """Note that a request to this life of the server failed."""
 
 
 def routed_model(recipe: Recipe) -> Architecture | None:
@@ -152,22 +160,21 @@ def routed_model(recipe: Recipe) -> Architecture | None:
         raise MegarlError(
             f"model.moe.routing_replay: {recipe.model.path} has no experts; leave it out"
         )
-    choices = model.moe_layers * model.experts_per_token * (1 if model.experts <= 256 else 2)
-    if (
-        size := recipe.sampling.generations * recipe.length.context_tokens * (choices + 8)
-    ) >= LARGEST_RECORD:
-        what = (
-            f"the experts of a group of the longest rollouts take {size / 2**30:.1f} GiB, and a"
-            " record of the journal has 4"
-        )
+    bytes_per_expert = 1 if model.experts <= 256 else 2
+    bytes_per_token = model.moe_layers * model.experts_per_token * bytes_per_expert + 8
+    size = recipe.sampling.generations * recipe.length.context_tokens * bytes_per_token
+    if size >= LARGEST_RECORD:
         raise MegarlError(
-            f"model.moe.routing_replay: {what}; lower sampling.generations or length.*, or leave"
-            " it out"
+            "model.moe.routing_replay: the experts of a group of the longest rollouts take"
+            f" {size / 2**30:.1f} GiB, and a record of the journal has 4; lower"
+            " sampling.generations or length.*, or leave it out"
         )
     return model
 
 
 class Sampler:
+    """Samples rollouts of the policy on the servers."""
+
     def __init__(
         self,
         recipe: Recipe,
@@ -180,11 +187,11 @@ class Sampler:
         """positions: the most tokens of one sequence for which a server has room."""
         self._length = recipe.length
         self._tokenizer = tokenizer
-        # Only if rollouts can be interrupted does the tokenizer have to know the
-        # phrase.
-        self._phrase = tokenizer.ids(
-            recipe.length.interruption if recipe.length.control == "interruption" else ""
-        )
+        # The tokenizer has to know the phrase only if rollouts can be interrupted.
+        phrase = ""
+        if recipe.length.control == "interruption":
+            phrase = recipe.length.interruption
+        self._phrase = tokenizer.ids(phrase)
         self._ends = tokenizer.ends
         self.servers = servers
         self._environments = environments
@@ -203,25 +210,40 @@ class Sampler:
         """
         if self._agents is not None and self._agents.work(job.prompt.task):
             return await self._session(job, self._agents)
-        done = Completion()
+        completion = Completion()
         environment = self._environments.of(job.prompt.task)
         if environment is None:
-            if not await self._leg(job, done, self._before_answer(job), self._ends):
-                await self._answer(job, done)
+            await self._answer_alone(job, completion)
         else:
-            try:
-                async with environment.played(job.prompt):
-                    if not await self._turns(job, done, environment):
-                        await self._answer(job, done)
-                    done.verdict = await environment.reward()
-            except EnvironmentDown as down:
-                done.down = down
-        done.segments = list(length_control.joined(done.segments))
-        tokens = done.message_tokens
-        ended = done.finish == "stop" or (len(tokens) > 0 and int(tokens[-1]) in self._ends)
-        done.text = self._tokenizer.continued(tokens[:-1] if ended else tokens)
-        done.truncated = not ended
-        return done
+            await self._episode(job, completion, environment)
+        completion.segments = list(length_control.merge(completion.segments))
+        message = completion.message_tokens
+        has_end_token = len(message) > 0 and int(message[-1]) in self._ends
+        has_ended = completion.finish == "stop" or has_end_token
+        if has_ended:
+            message = message[:-1]
+        completion.text = self._tokenizer.continued(message)
+        completion.truncated = not has_ended
+        return completion
+
+    async def _answer_alone(self, job: Job, completion: Completion) -> None:
+        """Sample one turn, and the answer leg if its end token did not come."""
+        complete = await self._leg(job, completion, self._before_answer(job), self._ends)
+        if not complete:
+            await self._answer(job, completion)
+
+    async def _episode(
+        self, job: Job, completion: Completion, environment: PlayedEnvironment
+    ) -> None:
+        """Sample turns with an environment, which gives the verdict."""
+        try:
+            async with environment.played(job.prompt):
+                complete = await self._turns(job, completion, environment)
+                if not complete:
+                    await self._answer(job, completion)
+                completion.verdict = await environment.reward()
+        except EnvironmentDown as down:
+            completion.down = down
 
     async def _session(self, job: Job, agents: Agents) -> Completion:
         """Run a session of the task's agent, which asks for turns; each is one leg,
@@ -230,160 +252,215 @@ class Sampler:
         retries = 0
         waits = Waits()
 
-        async def policy(tokens: np.ndarray, limit: int, kept: int) -> PolicyTurn:
+        async def policy(tokens: np.ndarray, limit: int, cacheable: int) -> PolicyTurn:
             nonlocal retries
-            turn = Completion(kept=kept)
+            turn = Completion(cacheable=cacheable)
             prompt = structs.replace(job.prompt, tokens=tokens)
-            asked = replace(job, prompt=prompt, take=partial(waits.taken, job.take))
-            ended = await self._leg(asked, turn, limit, self._ends)
+            turn_job = replace(job, prompt=prompt, take=partial(waits.measure, job.take))
+            has_ended = await self._leg(turn_job, turn, limit, self._ends)
             retries += turn.retries
-            return PolicyTurn(length_control.joined(turn.segments), ended)
+            return PolicyTurn(length_control.merge(turn.segments), has_ended)
 
         down = None
         try:
-            made = await agents.session(job.prompt, job.order, policy, waits.seconds)
+            rollout = await agents.session(job.prompt, job.order, policy, waits.seconds)
         except AgentDown as error:
             down = error
-            made = error.rollout
+            rollout = error.rollout
         return Completion(
-            segments=list(made.segments),
-            paths=made.paths,
-            finish=made.finish,
+            segments=list(rollout.segments),
+            paths=rollout.paths,
+            finish=rollout.finish,
             retries=retries,
-            text=made.text,
-            truncated=made.truncated,
-            verdict=made.verdict,
-            episode=made.episode,
+            text=rollout.text,
+            truncated=rollout.truncated,
+            verdict=rollout.verdict,
+            episode=rollout.episode,
             down=down,
         )
 
-    async def _turns(self, job: Job, done: Completion, environment: PlayedEnvironment) -> bool:
+    async def _turns(
+        self, job: Job, completion: Completion, environment: PlayedEnvironment
+    ) -> bool:
         """Sample turns and add the environment's replies; return whether that completes
         the rollout.
         """
         budget = self._before_answer(job)
         stop_tokens = (*self._ends, *environment.stop_tokens)
         for turns in range(1, environment.turns + 1):
-            begin = len(done.tokens)
-            over = False
-            limited = False
-            if not await self._leg(job, done, budget - begin, stop_tokens):
+            turn_start = len(completion.tokens)
+            message_has_ended = False
+            turn_limit_reached = False
+            stopped = await self._leg(job, completion, budget - turn_start, stop_tokens)
+            if not stopped:
                 break
-            turn = done.tokens[begin:]
+            turn = completion.tokens[turn_start:]
             reply = await environment.step(turn)
-            over = (
-                reply.done or int(turn[-1]) not in environment.stop_tokens
-            )  # if so, the message has ended, too
+            message_has_ended = reply.done or int(turn[-1]) not in environment.stop_tokens
             if reply.done:
                 break
-            done.finish = "length"
-            limited = turns == environment.turns
-            if limited or len(reply.tokens) >= budget - len(done.tokens):
+            completion.finish = "length"
+            turn_limit_reached = turns == environment.turns
+            room = budget - len(completion.tokens)
+            if turn_limit_reached or len(reply.tokens) >= room:
                 break
-            done.segments.append(length_control.put_in(reply.tokens, done.version))
-            if over:
-                done.message.clear()
-        done.episode = environment.told(turns, limited)
-        return over
+            completion.segments.append(length_control.masked(reply.tokens, completion.version))
+            if message_has_ended:
+                completion.message.clear()
+        completion.episode = environment.told(turns, turn_limit_reached)
+        return message_has_ended
 
     def _before_answer(self, job: Job) -> int:
         """Return the number of tokens that may precede the answer leg."""
-        answer = 0 if self._length.control == "interruption" else self._length.answer_tokens
-        return job.thinking_tokens + answer
+        if self._length.control == "interruption":
+            return job.thinking_tokens
+        return job.thinking_tokens + self._length.answer_tokens
 
-    async def _answer(self, job: Job, done: Completion) -> None:
+    async def _answer(self, job: Job, completion: Completion) -> None:
         """Sample the answer after the thinking; only the end token stops it."""
-        limit = self._before_answer(job) - len(done.tokens)
+        limit = self._before_answer(job) - len(completion.tokens)
         if self._length.control == "interruption":
             limit = self._length.answer_tokens
-            if self._length.end_of_thinking not in self._tokenizer.decode(done.message_tokens):
-                done.write([length_control.put_in(self._phrase, done.version)])
-                done.interrupted = True
-        await self._leg(job, done, limit, self._ends)
+            message = self._tokenizer.decode(completion.message_tokens)
+            if self._length.end_of_thinking not in message:
+                completion.write([length_control.masked(self._phrase, completion.version)])
+                completion.interrupted = True
+        await self._leg(job, completion, limit, self._ends)
 
     async def _leg(
-        self, job: Job, done: Completion, limit: int, stop_tokens: tuple[int, ...]
+        self, job: Job, completion: Completion, limit: int, stop_tokens: tuple[int, ...]
     ) -> bool:
         """Add at most `limit` tokens, or as many as a server has room for; return
         whether a stop token was among them.
         """
-        room = self._longest - len(job.prompt.tokens) - len(done.tokens)
-        if room < 1 and not done.segments:
-            most = f"a server takes at most {self._longest - 1}"
-            raise Void(f"its prompt has {len(job.prompt.tokens)} tokens, but {most}")
+        room = self._longest - len(job.prompt.tokens) - len(completion.tokens)
+        if room < 1 and not completion.segments:
+            raise Void(
+                f"its prompt has {len(job.prompt.tokens)} tokens, but a server takes at most"
+                f" {self._longest - 1}"
+            )
         limit = min(limit, room)
-        name = "{} {}.{}".format(("evaluation", "ticket")[job.order[0]], *job.order[1:])
         while limit > 0:
             server, version = await job.take()
-            begin = time.monotonic()
-            segments = list[Segment]()
-            spans.open(f"server {server}/requests", name, begin)
-            life = self.servers.life(server)
-            try:
-                generation = await self.servers.clients[server].generate(
-                    np.concatenate([job.prompt.tokens, done.tokens]),
-                    limit,
-                    temperature=job.temperature,
-                    top_p=job.top_p,
-                    stop_token_ids=stop_tokens,
-                    cache_salt=job.salt,
-                    # From the first token whose experts are unknown: a lost request has
-                    # reported none.
-                    routing_from=None if job.routed is None else sum(map(len, done.routing)),
-                    started=job.started,
-                )
-                self._note_cache(job, done, server, generation.cached)
-                segments = length_control.sampled(
-                    generation.tokens, generation.logprobs, generation.spans
-                )
-                finish: FinishReason | None = generation.finish
-                if job.routed is not None:
-                    done.routing.append(job.routed.routed_experts(generation.routing))
-            except ServerLost as lost:
-                if not lost.alone:
-                    self.servers.server_lost(server, life, str(lost))
-                done.retries += not self.servers.places.membership.leaves(
-                    server
-                )  # a leaving server is not a failure
-                if done.retries > MAX_RETRIES:
-                    raise Void(f"{done.retries} requests were lost, the last: {lost}") from None
-                # The version at the start of the request: later ones are unknown, and
-                # an older one only looks staler.
-                segments = length_control.sampled(
-                    lost.tokens, lost.logprobs, [(version, 0, len(lost.tokens))]
-                )
-                finish = (
-                    "stop" if len(lost.tokens) and int(lost.tokens[-1]) in stop_tokens else None
-                )
-            except ServerRefused as refused:
-                raise Void(str(refused)) from None
-            finally:
-                job.started()
-                self.servers.places.give_back(server)
-                tokens = sum(len(s.tokens) for s in segments)
-                end = time.monotonic()
-                spans.span(
-                    f"server {server}/requests", name, begin, end, version=version, tokens=tokens
-                )
-            done.write(segments)
-            done.kept = (
-                len(job.prompt.tokens) + len(done.tokens) - 1
-            )  # the last token was sampled but not computed on
-            self.servers.places.use[server].tokens += tokens
-            limit -= tokens
-            if finish is not None:
-                done.finish = finish
-                return finish == "stop"
+            output = await self._request(job, completion, server, version, limit, stop_tokens)
+            completion.write(output.segments)
+            # The last token was sampled but not computed on.
+            completion.cacheable = len(job.prompt.tokens) + len(completion.tokens) - 1
+            self.servers.places.use[server].tokens += output.tokens
+            limit -= output.tokens
+            if output.finish is not None:
+                completion.finish = output.finish
+                return output.finish == "stop"
         return False
 
-    def _note_cache(self, job: Job, done: Completion, server: int, cached: int) -> None:
+    async def _request(
+        self,
+        job: Job,
+        completion: Completion,
+        server: int,
+        version: int,
+        limit: int,
+        stop_tokens: tuple[int, ...],
+    ) -> "RequestOutput":
+        """Send one request and return what came of it, which may be only a part of it
+        if the server was lost. Gives the place back. Raises Void.
+        """
+        start = time.monotonic()
+        lane = f"server {server}/requests"
+        name = _request_name(job.order)
+        output = RequestOutput([], None)
+        spans.open(lane, name, start)
+        life = self.servers.life(server)
+        try:
+            generation = await self.servers.clients[server].generate(
+                np.concatenate([job.prompt.tokens, completion.tokens]),
+                limit,
+                temperature=job.temperature,
+                top_p=job.top_p,
+                stop_token_ids=stop_tokens,
+                cache_salt=job.salt,
+                routing_from=_unknown_experts_from(job, completion),
+                started=job.started,
+            )
+            self._note_cache(job, completion, server, generation.cached)
+            segments = length_control.sampled(
+                generation.tokens, generation.logprobs, generation.spans
+            )
+            output = RequestOutput(segments, generation.finish)
+            if job.routed is not None:
+                completion.routing.append(job.routed.routed_experts(generation.routing))
+        except ServerLost as lost:
+            if not lost.alone:
+                self.servers.server_lost(server, life, str(lost))
+            # A leaving server is not a failure.
+            if not self.servers.places.membership.leaves(server):
+                completion.retries += 1
+            if completion.retries > MAX_RETRIES:
+                raise Void(f"{completion.retries} requests were lost, the last: {lost}") from None
+            output = _received(lost, version, stop_tokens)
+        except ServerRefused as refused:
+            raise Void(str(refused)) from None
+        finally:
+            job.started()
+            self.servers.places.give_back(server)
+            spans.span(lane, name, start, time.monotonic(), version=version, tokens=output.tokens)
+        return output
+
+    def _note_cache(self, job: Job, completion: Completion, server: int, cached: int) -> None:
         """Count the part of a training request's input that its group had sent or
         received before, and the cached part.
         """
         kind, _, sample = job.order
-        if kind == 1:
-            first = (
-                len(job.prompt.tokens) - 1 if sample else 0
-            )  # the last token is always computed, to sample the next
-            self.servers.places.use[server].reusable += done.kept or first
-            self.servers.places.use[server].cached += cached
+        if kind != TRAINING:
+            return
+        reusable = completion.cacheable
+        if reusable == 0 and sample > 0:
+            # The last token is always computed, to sample the next.
+            reusable = len(job.prompt.tokens) - 1
+        use = self.servers.places.use[server]
+        use.reusable += reusable
+        use.cached += cached
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What a request added. finish is None if the rest has to be requested elsewhere."""
+
+    segments: list[Segment]
+    finish: FinishReason | None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return sum(len(segment.tokens) for segment in self.segments)
+
+
+def _received(failure: ServerLost, version: int, stop_tokens: tuple[int, ...]) -> RequestOutput:
+    """Return what came of a request before its server was lost.
+
+    version: at the start of the request. Later ones are unknown, and an older one only
+    looks staler.
+    """
+    segments = length_control.sampled(
+        failure.tokens, failure.logprobs, [(version, 0, len(failure.tokens))]
+    )
+    if len(failure.tokens) and int(failure.tokens[-1]) in stop_tokens:
+        return RequestOutput(segments, "stop")
+    return RequestOutput(segments, None)
+
+
+def _request_name(order: Order) -> str:
+    """Return the name of a request in the trace: `ticket 12.3` or `evaluation 0.3`."""
+    kind, ticket, sample = order
+    if kind == TRAINING:
+        return f"ticket {ticket}.{sample}"
+    return f"evaluation {ticket}.{sample}"
+
+
+def _unknown_experts_from(job: Job, completion: Completion) -> int | None:
+    """Return the first token whose experts are unknown, None if none are recorded. A
+    lost request has reported none.
+    """
+    if job.routed is None:
+        return None
+    return sum(len(table) for table in completion.routing)

@@ -1,4 +1,4 @@
-"""Budgets, masked phrases, and segments joined without a token lost."""
+"""Budgets, masked phrases, and segments merge without a token lost."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.core.base.types import Rollout, Segment, float32, int32
-from megarl.core.sampling.length_control import joined, put_in, sampled, thinking_budget
+from megarl.core.sampling.length_control import masked, merge, sampled, thinking_budget
 
 
 def rollout(segments: tuple[Segment, ...] | list[Segment]) -> Rollout:
@@ -38,7 +38,7 @@ def test_budgets_are_uniform_and_belong_to_the_rollout() -> None:
 
 
 def test_the_phrase_is_masked() -> None:
-    segment = put_in(int32([4, 5, 6]), version=9)
+    segment = masked(int32([4, 5, 6]), version=9)
     assert not segment.trained
     assert segment.logprobs.tolist() == [0.0, 0.0, 0.0]
     assert rollout([segment]).trained_tokens == 0
@@ -73,7 +73,7 @@ def test_joining_keeps_every_token_and_its_origin(origins: list[tuple[int, bool,
         for v, t, n in origins
     ]
     before = rollout(segments)
-    after = rollout(joined(segments))
+    after = rollout(merge(segments))
     for name in ("tokens", "logprobs", "trained", "versions"):
         assert getattr(before, name).tolist() == getattr(after, name).tolist()
     kinds = [(s.weight_version, s.trained) for s in after.segments]

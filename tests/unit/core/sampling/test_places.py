@@ -412,7 +412,7 @@ def test_waits_that_overlap_are_counted_once() -> None:
             await free.wait()
             return 0, 7
 
-        taken = [asyncio.create_task(waits.taken(take)) for _ in range(2)]
+        taken = [asyncio.create_task(waits.measure(take)) for _ in range(2)]
         await asyncio.sleep(0.05)
         assert 0.04 < waits.seconds() <= time.monotonic() - began, "also while they last"
         free.set()

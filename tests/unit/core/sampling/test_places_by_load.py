@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from megarl.core.sampling.places import GROWTH, KEPT, ROOM, Places
+from megarl.core.sampling.places import GROWTH, DECREASE, ROOM, Places
 from megarl.core.server.membership import ServerLoad
 from tests.unit.core.sampling.test_places import anywhere, clean
 
@@ -105,7 +105,7 @@ def test_places_converge_to_what_the_best_fixed_number_gives() -> None:
 
 def test_places_do_not_thrash() -> None:
     tail = served(KV, 400, CAP, adapts=True)[1][100:]
-    cuts = sum(after <= (KEPT + 0.05) * before for before, after in pairwise(tail))
+    cuts = sum(after <= (DECREASE + 0.05) * before for before, after in pairwise(tail))
     assert 0 < cuts <= len(tail) / 10
     assert min(tail) >= 0.35 * max(tail)
     assert max(b - a for a, b in pairwise(tail)) <= CAP // GROWTH, "places come one step at a time"
@@ -155,13 +155,13 @@ def test_what_an_observation_changes() -> None:
         for _ in range(32):
             await places.take((1, 0, 0), anywhere)
         assert observed(waiting=3) == 32, "requests that wait once may just have come"
-        assert observed(waiting=3) == int(32 * KEPT)
-        assert observed(waiting=3, retracted=True) == int(32 * KEPT), (
+        assert observed(waiting=3) == int(32 * DECREASE)
+        assert observed(waiting=3, retracted=True) == int(32 * DECREASE), (
             "more run than may: the decrease has not taken effect"
         )
         for _ in range(8):
             places.give_back(0)
-        assert observed(retracted=True) == int(24 * KEPT)
+        assert observed(retracted=True) == int(24 * DECREASE)
         for _ in range(6):
             places.give_back(0)
         assert observed(usage=ROOM) == 18, "its KV will fill by itself"
