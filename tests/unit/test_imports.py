@@ -93,38 +93,3 @@ def test_no_circles() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(" → ".join(error.args[1])) from None
-
-
-SMALLEST = 60
-"""Lines below which a module with one importer belongs into that one."""
-PLUG_INS = {
-    "__main__",
-    "core.server.sglang_models.stock",  # started or found by name
-    "environments",
-    "scaling",  # what users import
-    *(
-        f"core.algorithm.losses.{kind}"
-        for kind in ("cispo", "dppo", "gmpo", "gspo", "own", "reinforce")
-    ),  # one loss a file
-    "core.models.head.passes",  # one of two, chosen by the device
-    "tasks.environments.guessing",  # one environment a file
-    "tasks.agents.calculator",  # started by name, as a user's
-    "tasks.graders.reasoning_gym",  # one grader a file
-}
-"""Small modules that are one of several of a kind, or that nothing in megarl imports.
-"""
-
-
-def test_no_small_module_serves_one_alone() -> None:
-    trees = modules()
-    importers = dict[str, set[str]]()
-    for module, tree in trees.items():
-        for other in set(imported(tree, set(trees))) - {module}:
-            importers.setdefault(other, set()).add(module)
-    small = {
-        ".".join(path.parts)
-        for path in (file.relative_to(ROOT).with_suffix("") for file in ROOT.rglob("*.py"))
-        if path.name != "__init__"
-        and len((ROOT / path).with_suffix(".py").read_text().splitlines()) < SMALLEST
-    }
-    assert {module for module in small if len(importers.get(module, ())) < 2} == PLUG_INS

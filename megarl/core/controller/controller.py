@@ -377,9 +377,9 @@ class Controller:
             return Stop(reason=self.failure, error=True)
         self.phase = "replay" if decision.replay else "train"
         if not decision.replay:
-            self.pipeline.window.taken(step)
+            self.pipeline.window.note_taken(step)
         spent = self.compute.spent()
-        devices = self.compute.held
+        devices = self.compute.devices
         spans.event(
             "controller/batches",
             f"batch {step}",
@@ -426,7 +426,7 @@ class Controller:
         self.conversation.changed.set()
 
     async def _watch(self) -> None:
-        """Each second, check RUN/stop and the limits of waits, and write status.json."""
+        """Each second, check RUN/stop and limits of waits, and write status.json."""
         while True:
             await asyncio.sleep(STATUS_S)
             if self.rundir.stop_asked():

@@ -1,16 +1,18 @@
 """The conversation with the learner: a ZeroMQ ROUTER that takes requests and sends
 replies.
 
-    any connection ──► CURVE: does it have the learner's key? ──no──► closed, refused() + 1
-    learner's REQ socket ──► [peer, "", schema, body] ──► receive() ─► (peer, Request)      invalid: dropped, `malformed` + 1
+    any connection ──► CURVE: does it have the learner's key?
+                                                      no: closed, refused() + 1
+    learner's REQ socket ──► [peer, "", schema, body] ──► receive() ─► (peer, Request)
+                                                      invalid: dropped, `malformed` + 1
                          ◄── [peer, "", schema, body] ◄── reply(peer, Reply)
 
 Messages under another key are never read; a message that is too long closes its
 connection.
 
-    learner ── Next ──────────────► held, at most HOLD_S ── decided again at every change ──► the reply
-            ── Published, Scored, Stopped ► noted and acknowledged
-    servers ── Join, Leave ───────► answered at once
+    learner ── Next ──► held at most HOLD_S, decided again at every change ──► reply
+            ── Published, Scored, Stopped ──► noted and acknowledged
+    servers ── Join, Leave ──► answered at once
 
 Only the newest learner is listened to: a new incarnation supersedes the one before.
 """
@@ -67,14 +69,15 @@ class Link:
     """
 
     def __init__(self, endpoint: str, keys: LinkKeys) -> None:
-        self.malformed = self._refused = 0
+        self.malformed = 0
+        self._refused = 0
         self._context = zmq.asyncio.Context()
         _open_contexts.add(self._context)
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         learner = keys.learner.encode()
-        only = SimpleNamespace(callback=lambda _domain, key: key == learner)
-        self._authenticator.configure_curve_callback(DOMAIN, only)
+        credentials = SimpleNamespace(callback=lambda _domain, key: key == learner)
+        self._authenticator.configure_curve_callback(DOMAIN, credentials)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)
@@ -94,12 +97,11 @@ class Link:
             ) from None
 
     async def receive(self) -> tuple[bytes, Request]:
+        """Return the next valid request and the peer that the reply goes to."""
         while True:
             peer, *frames = await self._socket.recv_multipart()
             try:
-                if frames[:1] != [b""]:
-                    raise msgspec.DecodeError("no empty delimiter frame: not from a REQ socket")
-                return peer, from_frames(frames[1:], Request)
+                return peer, _request(frames)
             except msgspec.MsgspecError as error:
                 self.malformed += 1
                 log.warning("dropped a malformed request (%d so far): %s", self.malformed, error)
@@ -108,13 +110,15 @@ class Link:
         """Return how many connections have not shown the learner's key, perhaps not
         yet.
         """
-        before = self._refused
+        refused_before = self._refused
         while self._events.poll(0):
             event, _ = struct.unpack("=hi", self._events.recv_multipart()[0])
-            self._refused += 1 if event == zmq.EVENT_ACCEPTED else -1
-        if (
-            self._refused.bit_length() > before.bit_length()
-        ):  # only at each doubling, so that the log does not fill
+            if event == zmq.EVENT_ACCEPTED:
+                self._refused += 1
+            else:
+                self._refused -= 1
+        # Only at each doubling, so that the log does not fill.
+        if self._refused.bit_length() > refused_before.bit_length():
             log.warning("connections without the learner's key so far: %d", self._refused)
         return self._refused
 
@@ -125,10 +129,19 @@ class Link:
         await self._socket.send_multipart([peer, b"", *to_frames(reply)])
 
     def close(self) -> None:
+        """Close the socket after at most a second for what is still to be sent."""
         self._authenticator.stop()
-        self._events.close()  # not closed by the context, which knows only of sockets that it made
+        # The context closes only sockets that it made.
+        self._events.close()
         self._context.destroy(linger=1000)
         _open_contexts.discard(self._context)
+
+
+def _request(frames: list[bytes]) -> Request:
+    """Decode the frames after the peer's. MsgspecError if they are no request."""
+    if frames[:1] != [b""]:
+        raise msgspec.DecodeError("no empty delimiter frame: not from a REQ socket")
+    return from_frames(frames[1:], Request)
 
 
 HOLD_S = 1.0
@@ -145,7 +158,7 @@ class _WaitingNext(NamedTuple):
     """A Next that has not been answered yet."""
 
     peer: bytes
-    asked: Next
+    request: Next
     until: float  # time.monotonic()
 
 
@@ -159,7 +172,7 @@ class Conversation:
         self._answers = answers
         self._superseded = set[str]()
         self.incarnation = ""
-        self._question: _WaitingNext | None = None
+        self._waiting: _WaitingNext | None = None
         self.changed = asyncio.Event()
 
     async def listen(self) -> None:
@@ -178,58 +191,66 @@ class Conversation:
                 continue
             if request.incarnation != self.incarnation:
                 await self._meet(request.incarnation)
-            match request:
-                case Next():
-                    self._question = _WaitingNext(peer, request, time.monotonic() + HOLD_S)
-                    self.changed.set()
-                    continue
-                case Published():
-                    await self._answers.published(request)
-                case Scored():
-                    self._answers.scored(request)
+            if isinstance(request, Next):
+                self._waiting = _WaitingNext(peer, request, time.monotonic() + HOLD_S)
+                self.changed.set()
+                continue
+            await self._note(request)
             await self._link.reply(peer, Ack())
             if isinstance(request, Stopped):
                 log.info("the learner has left at step %d", request.step)
                 self._answers.learner_left(request.step)
                 raise ConversationOver
 
+    async def _note(self, request: Published | Scored | Stopped) -> None:
+        if isinstance(request, Published):
+            await self._answers.published(request)
+        if isinstance(request, Scored):
+            self._answers.scored(request)
+
     async def answer(self) -> None:
-        """Answer the held `Next` when something changes or its time is up, until the
+        """Answer the waiting `Next` when something changes or its time is up, until the
         answer is that the run has failed.
         """
         while True:
             self.changed.clear()
-            if self._question:
-                self._answers.evaluate_if_due(self._question.asked.version)
-                decision = self._answers.decide(self._question.asked)
-                if not isinstance(decision, Wait) or time.monotonic() >= self._question.until:
-                    question = self._question
-                    self._question = None
-                    reply = await self._answers.carry_out(decision, question.asked)
-                    if self._question and encode(self._question.asked) == encode(question.asked):
-                        # It took long, as for a batch of long rollouts, and the learner
-                        # listens over a new socket.
-                        question = self._question
-                        self._question = None
-                    await self._link.reply(question.peer, reply)
-                    if isinstance(reply, Stop) and reply.error:
-                        raise ConversationOver  # after an error the learner sends no `Stopped`
-            timeout = max(0.0, self._question.until - time.monotonic()) if self._question else None
+            timeout = None
+            if self._waiting is not None:
+                await self._decide(self._waiting)
+            if self._waiting is not None:
+                timeout = max(0.0, self._waiting.until - time.monotonic())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), timeout)
 
+    async def _decide(self, waiting: _WaitingNext) -> None:
+        """Answer this `Next`, unless the answer is to wait and its time is not up."""
+        self._answers.evaluate_if_due(waiting.request.version)
+        decision = self._answers.decide(waiting.request)
+        if isinstance(decision, Wait) and time.monotonic() < waiting.until:
+            return
+        self._waiting = None
+        reply = await self._answers.carry_out(decision, waiting.request)
+        asked_again = self._waiting
+        if asked_again is not None and encode(asked_again.request) == encode(waiting.request):
+            # It took long, as for a batch of long rollouts, and the learner listens on
+            # a new socket.
+            waiting = asked_again
+            self._waiting = None
+        await self._link.reply(waiting.peer, reply)
+        if isinstance(reply, Stop) and reply.error:
+            # After an error the learner sends no `Stopped`.
+            raise ConversationOver
+
     async def _meet(self, incarnation: str) -> None:
-        log.info(
-            "learner %s speaks%s",
-            incarnation,
-            f"; {self.incarnation} is superseded" if self.incarnation else "",
-        )
+        """Listen to this learner from now on."""
+        superseded = ""
         if self.incarnation:
+            superseded = f"; {self.incarnation} is superseded"
             self._superseded.add(self.incarnation)
-        if self._question:
-            await self._link.reply(
-                self._question.peer, Refused(error="a newer learner has taken over")
-            )
-        self._question = None
+        log.info("learner %s speaks%s", incarnation, superseded)
+        if self._waiting is not None:
+            error = "a newer learner has taken over"
+            await self._link.reply(self._waiting.peer, Refused(error=error))
+        self._waiting = None
         self.incarnation = incarnation
         self._answers.new_learner()

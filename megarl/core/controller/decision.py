@@ -2,15 +2,18 @@
 first line that applies decides.
 
 the run was asked to stop, or has failed ──────────► Stop
-the step was trained before ───────────────────────► TrainStep(replay): nothing is published during a replay
-within a phase whose batches are all complete ─────► TrainStep: nothing is published before the phase ends
+the step was trained before ───────────────────────► TrainStep(replay)
+within a phase whose batches are all complete ─────► TrainStep
 servers have older, unknown or another learner's
 weights ───────────────────────────────────────────► Publish
-these weights need a score, but no server has them ► Wait        (an earlier evaluation holds the server)
+these weights need a score, but no server has them ► Wait
 the last step is done ─────────────────────────────► Stop, once its evaluation has ended
-rollouts are to be compared at these weights ──────► Score, once the servers have scored them
+rollouts are to be compared at these weights ──────► Score, once the servers have scores
 all batches of the phase are complete ─────────────► TrainStep
 otherwise ─────────────────────────────────────────► Wait
+
+Nothing is published during a replay, nor before a phase ends. Weights that need a score
+wait for a server that an earlier evaluation holds.
 
 PipelineRL has phases of one step. Before a longer phase (PPO-off-policy-k) the learner
 waits with the weights that generate it, so that it can publish them to a server that
@@ -44,9 +47,8 @@ class ControllerView:
     membership: Membership
     oldest: int = 0  # the first batch that the journal still has
     phase_steps: int = 1  # steps that are trained on rollouts of one version
-    parity: Score | Wait | None = (
-        None  # the comparison at the asking learner's version; None: there is none
-    )
+    # The comparison at the asking learner's version; None: there is none.
+    parity: Score | Wait | None = None
     stop: str = ""  # a reason to end the run
     failure: str = ""  # a reason to end it as failed
     waiting_for: str = ""  # the reason to give in a Wait for a batch
@@ -55,45 +57,49 @@ class ControllerView:
         """Return the first step after the phase of `step`, or the end of the run if
         that comes first.
         """
-        return min(
-            step - step % self.phase_steps + self.phase_steps, max(self.final_step, step + 1)
-        )
+        phase_start = step - step % self.phase_steps
+        end_of_run = max(self.final_step, step + 1)
+        return min(phase_start + self.phase_steps, end_of_run)
 
 
 Decision = TrainStep | Publish | Score | Wait | Stop | Refused
 
 
-def decide(asked: Next, now: ControllerView) -> Decision:
-    step = asked.step
-    members = now.membership
-    if now.failure:
-        return Stop(reason=now.failure, error=True)
-    if now.stop:
-        return Stop(reason=now.stop)
-    if problem := _impossible(asked, now):
+def decide(request: Next, view: ControllerView) -> Decision:
+    """Return what the learner does next. The order of the lines is the law above."""
+    step = request.step
+    members = view.membership
+    if view.failure:
+        return Stop(reason=view.failure, error=True)
+    if view.stop:
+        return Stop(reason=view.stop)
+    problem = _impossible(request, view)
+    if problem:
         return Refused(error=problem)
-    if step < now.published_version:
+    if step < view.published_version:
         return TrainStep(step, replay=True)
-    generated = now.phase_end(step) <= now.batches
-    if generated and step % now.phase_steps and step < now.final_step:
+    phase_is_complete = view.phase_end(step) <= view.batches
+    within_phase = step % view.phase_steps > 0
+    if phase_is_complete and within_phase and step < view.final_step:
         return TrainStep(step)
-    if servers := members.wanting(step, asked.incarnation):
+    servers = members.wanting(step, request.incarnation)
+    if servers:
         return Publish(version=step, servers=servers)
-    if now.score_due and step not in members.clean().values():
+    if view.score_due and step not in members.clean().values():
         return Wait(
             reason=(
                 f"version {step} is to be evaluated and no server can take it: {_servers(members)}"
             )
         )
-    if step >= now.final_step:
-        if now.score_due:
+    if step >= view.final_step:
+        if view.score_due:
             return Wait(reason=f"evaluation of version {step}")
         return Stop(reason=f"all {step} steps are done")
-    if now.parity is not None:
-        return now.parity
-    if generated:
+    if view.parity is not None:
+        return view.parity
+    if phase_is_complete:
         return TrainStep(step)
-    return Wait(reason=f"batch {step}: {now.waiting_for or 'not complete'}; {_servers(members)}")
+    return Wait(reason=f"batch {step}: {view.waiting_for or 'not complete'}; {_servers(members)}")
 
 
 def is_due(version: int, last_scored: int | None, settings: Evaluation, final_version: int) -> bool:
@@ -103,8 +109,10 @@ def is_due(version: int, last_scored: int | None, settings: Evaluation, final_ve
     """
     if last_scored is None:
         return True
-    if version <= last_scored or version >= final_version:
-        return version > last_scored
+    if version <= last_scored:
+        return False
+    if version >= final_version:
+        return True
     if settings.growth > 1:
         return version >= max(last_scored + settings.every, last_scored * settings.growth)
     return version // settings.every > last_scored // settings.every
@@ -123,24 +131,24 @@ def planned_evaluations(settings: Evaluation, final_version: int) -> int:
     return count
 
 
-def _impossible(asked: Next, now: ControllerView) -> str:
-    """Return why this request cannot come from a learner of this run; empty if it can."""
-    if asked.version != asked.step:
+def _impossible(request: Next, view: ControllerView) -> str:
+    """Return why no learner of this run can send this request; empty if one can."""
+    if request.version != request.step:
         return (
-            f"the learner asks for step {asked.step} with version {asked.version}, but step s"
+            f"the learner asks for step {request.step} with version {request.version}, but step s"
             " trains version s"
         )
-    if asked.step < now.oldest:
+    if request.step < view.oldest:
         return (
-            f"the learner asks for step {asked.step}, but the journal no longer has batches before"
-            f" {now.oldest} (journal.keep); restore a checkpoint of step {now.oldest} or later, or"
+            f"the learner asks for step {request.step}, but the journal no longer has batches before"
+            f" {view.oldest} (journal.keep); restore a checkpoint of step {view.oldest} or later, or"
             " give another run.name"
         )
-    if asked.step > now.batches:
+    if request.step > view.batches:
         return (
-            f"the learner asks for step {asked.step}, but the journal holds {now.batches} complete"
+            f"the learner asks for step {request.step}, but the journal holds {view.batches} complete"
             " batches: it is older than the newest checkpoint (a backup?), or of another run."
-            f" Restore the newer journal; or move away the checkpoints after step {now.batches},"
+            f" Restore the newer journal; or move away the checkpoints after step {view.batches},"
             " and remove the rows from there on from metrics.jsonl and eval.jsonl"
         )
     return ""

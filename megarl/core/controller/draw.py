@@ -9,8 +9,11 @@ a pass rate of `positive_threshold` or more is skipped in later epochs. If an ep
 would begin with fewer prompts than the task has in a batch, all pass rates are
 forgotten.
 
-    pool of an epoch = the easiest share of all T prompts      share, by the draws t so far; all are in after T:
-                                                               none 1    linear s + (1 - s) t/T    exponential s^(1 - t/T)
+    pool of an epoch = the easiest share of all T prompts
+
+The share by the draws t so far, all prompts being in after T draws:
+
+    none 1        linear s + (1 - s) t/T        exponential s^(1 - t/T)
 
 (pacing functions of Hacohen and Weinshall, arXiv 1904.03626.) A pool with less than a
 batch to draw from is enlarged to a batch.
@@ -21,10 +24,11 @@ Of t draws so far, n were of a task with share w. The task is open as soon as n 
 1) w, and due at draw ceil((n + 1) / w). Of the open tasks, the one that is due first is
 drawn. Then for every task and every t
 
-    | n - t w | < 1                                        so any T draws in a row have T w of the task, to within less than 2
+    | n - t w | < 1
 
-(the quota method: Balinski and Young 1975; Baruah et al. 1996 for the deadlines.)
-Tickets that are removed or void count too.
+so any T draws in a row have T w of the task, to within less than 2 (the quota method:
+Balinski and Young 1975; Baruah et al. 1996 for the deadlines). Tickets that are removed
+or void count too.
 """
 
 import hashlib
@@ -62,10 +66,12 @@ def share(pace: Pace, drawn: int, prompts: int) -> float:
     """Return the share of the prompts in the pool of an epoch that begins after `drawn`
     draws.
     """
-    done = min(1.0, drawn / prompts)
-    return {"none": 1.0, "linear": START + (1 - START) * done, "exponential": START ** (1 - done)}[
-        pace
-    ]
+    progress = min(1.0, drawn / prompts)
+    if pace == "linear":
+        return START + (1 - START) * progress
+    if pace == "exponential":
+        return START ** (1 - progress)
+    return 1.0
 
 
 class PromptOrder:
@@ -89,11 +95,12 @@ class PromptOrder:
         self._prompts_per_batch = prompts_per_batch
         self._pace = pace
         self._easiest_first = sorted(
-            self._ids, key=lambda p: (difficulty[p], self._hash("difficulty", p))
+            self._ids,
+            key=lambda prompt_id: (difficulty[prompt_id], self._hash("difficulty", prompt_id)),
         )
         self.excluded = set[str]()
         self.drawn = 0
-        self._begin(0, self._pool())
+        self._start_epoch(0, self._pool())
 
     def resume(self, last: Draw | Admitted, pass_rates: Mapping[str, float], drawn: int) -> None:
         """Continue after `last`, the last of `drawn` draws. If its prompt is no longer
@@ -102,25 +109,27 @@ class PromptOrder:
         for prompt_id, pass_rate in pass_rates.items():
             self.observe(prompt_id, pass_rate)
         self.drawn = drawn
-        self._begin(last.epoch, last.pool or len(self._ids), last.prompt_id)
+        self._start_epoch(last.epoch, last.pool or len(self._ids), last.prompt_id)
 
     def draw(self) -> Draw:
+        """Return the next draw. Begins an epoch when the present one is used up."""
         reset = False
         while True:
-            for prompt_id in self._rest:
+            for prompt_id in self._remaining:
                 if prompt_id not in self.excluded:
                     self.drawn += 1
                     return Draw(prompt_id, self.epoch, reset, self.pool)
             if len(self._ids) - len(self.excluded) < self._prompts_per_batch:
                 reset = True
                 self.excluded.clear()
-            self._begin(self.epoch + 1, self._pool())
+            self._start_epoch(self.epoch + 1, self._pool())
 
     def observe(self, prompt_id: str, pass_rate: float) -> None:
         """Note the pass rate of a finished group of this prompt; it replaces the
         earlier one.
         """
-        if self._threshold is not None and pass_rate >= self._threshold and prompt_id in self._ids:
+        is_positive = self._threshold is not None and pass_rate >= self._threshold
+        if is_positive and prompt_id in self._ids:
             self.excluded.add(prompt_id)
         else:
             self.excluded.discard(prompt_id)
@@ -129,51 +138,64 @@ class PromptOrder:
         """Return the pool of an epoch that begins now: the curriculum's share, enlarged
         if it is less than a batch.
         """
-        wanted = math.ceil(share(self._pace, self.drawn, len(self._ids)) * len(self._ids))
-        left = 0
-        for n, prompt_id in enumerate(self._easiest_first, 1):
-            left += prompt_id not in self.excluded
-            if n >= wanted and left >= self._prompts_per_batch:
-                return n
-        return len(self._ids)
+        prompts = len(self._ids)
+        curriculum_pool = math.ceil(share(self._pace, self.drawn, prompts) * prompts)
+        drawable = 0
+        for pool, prompt_id in enumerate(self._easiest_first, 1):
+            if prompt_id not in self.excluded:
+                drawable += 1
+            if pool >= curriculum_pool and drawable >= self._prompts_per_batch:
+                return pool
+        return prompts
 
-    def _begin(self, epoch: int, pool: int, after: str | None = None) -> None:
-        """Begin an epoch, just after the prompt `after` if it is in the pool."""
+    def _start_epoch(self, epoch: int, pool: int, last_prompt: str | None = None) -> None:
+        """Start an epoch, just after the prompt `last_prompt` if its pool has that."""
         self.epoch = epoch
         self.pool = pool
-        order = sorted(self._easiest_first[:pool], key=lambda p: self._hash(epoch, p))
-        self._rest = iter(order[order.index(after) + 1 :] if after in order else order)
+        order = sorted(
+            self._easiest_first[:pool], key=lambda prompt_id: self._hash(epoch, prompt_id)
+        )
+        if last_prompt in order:
+            order = order[order.index(last_prompt) + 1 :]
+        self._remaining = iter(order)
 
-    def _hash(self, what: object, prompt_id: str) -> bytes:
-        return hashlib.blake2b(f"{self._seed}/{what}/{prompt_id}".encode(), digest_size=8).digest()
+    def _hash(self, purpose: object, prompt_id: str) -> bytes:
+        text = f"{self._seed}/{purpose}/{prompt_id}"
+        return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def next_task(drawn: Mapping[str, int], shares: Mapping[str, Fraction]) -> str:
     """Return the task of the next draw; ties go to the first by name."""
-    t = sum(drawn.values())
-    open_now = [task for task in sorted(shares) if drawn[task] < (t + 1) * shares[task]]
-    return min(open_now, key=lambda task: math.ceil((drawn[task] + 1) / shares[task]))
+    draws = sum(drawn.values())
+    open_tasks = [task for task in sorted(shares) if drawn[task] < (draws + 1) * shares[task]]
+    return min(open_tasks, key=lambda task: math.ceil((drawn[task] + 1) / shares[task]))
 
 
 class Mixture:
-    """Draws from all tasks. curricula: their prompt orders, by name. before: draws of
-    each task made under other shares.
+    """Draws from all tasks. curricula: their prompt orders, by name. earlier_draws: of
+    each task, made under other shares.
     """
 
     def __init__(
         self,
         curricula: Mapping[str, PromptOrder],
         shares: Mapping[str, Fraction],
-        before: Mapping[str, int] | None = None,
+        earlier_draws: Mapping[str, int] | None = None,
     ) -> None:
-        self.curricula, self._shares, self._before = dict(curricula), dict(shares), before or {}
+        self.curricula = dict(curricula)
+        self._shares = dict(shares)
+        self._earlier_draws = earlier_draws or {}
 
     def draw(self) -> tuple[str, Draw]:
-        drawn = {task: c.drawn - self._before.get(task, 0) for task, c in self.curricula.items()}
+        """Return the task and the draw from it."""
+        drawn = {}
+        for task, order in self.curricula.items():
+            drawn[task] = order.drawn - self._earlier_draws.get(task, 0)
         task = next_task(drawn, self._shares)
         return task, self.curricula[task].draw()
 
     def observe(self, task: str, prompt_id: str, pass_rate: float) -> None:
+        """Note the pass rate of a finished group."""
         self.curricula[task].observe(prompt_id, pass_rate)
 
 
@@ -182,14 +204,13 @@ def mixture_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], state: State)
     threshold = recipe.batch.positive_threshold
     pace = recipe.data.curriculum.kind
     curricula = {}
-    for task, of_task in prompts.items():
-        in_batch = math.ceil(
-            recipe.batch.prompts * recipe.data.shares[task]
-        )  # an epoch needs as many prompts
-        order = PromptOrder(
-            difficulties(recipe, task, of_task), recipe.run.seed, threshold, in_batch, pace
-        )
-        if (history := state.tasks.get(task)) is not None:
+    for task, task_prompts in prompts.items():
+        # An epoch needs as many prompts as a batch has.
+        prompts_per_batch = math.ceil(recipe.batch.prompts * recipe.data.shares[task])
+        difficulty = difficulties(recipe, task, task_prompts)
+        order = PromptOrder(difficulty, recipe.run.seed, threshold, prompts_per_batch, pace)
+        history = state.tasks.get(task)
+        if history is not None:
             order.resume(history.last, history.pass_rates, history.drawn)
         curricula[task] = order
     return Mixture(curricula, recipe.data.shares, state.drawn_before)
@@ -201,12 +222,11 @@ def difficulties(recipe: Recipe, task: str, prompts: TaskPrompts) -> dict[str, i
     """
     difficulty = {p.id: p.difficulty for p in prompts.train}
     if recipe.data.curriculum.kind != "none" and len(set(difficulty.values())) < 2:
-        why = f"all prompts of {recipe.data.tasks[task].train} have one difficulty"
-        advice = (
-            "give its rows a `difficulty` (a number, smaller is easier), or set"
+        raise MegarlError(
+            f"data.curriculum: all prompts of {recipe.data.tasks[task].train} have one difficulty;"
+            " give its rows a `difficulty` (a number, smaller is easier), or set"
             " data.curriculum.kind=none"
         )
-        raise MegarlError(f"data.curriculum: {why}; {advice}")
     return difficulty
 
 
@@ -214,12 +234,18 @@ def draw_metrics(mixture: Mixture) -> dict[str, float]:
     """Return the progress through the data for all tasks together and, if there are
     several, for each.
     """
-    metrics: dict[str, float] = {}
-    for name, together, value in (
-        ("epoch", min, lambda c: c.epoch),
-        ("pool_prompts", sum, lambda c: c.pool),
-        ("excluded_prompts", sum, lambda c: len(c.excluded)),
-    ):
-        each = {f"{name}/{task}": float(value(c)) for task, c in mixture.curricula.items()}
-        metrics |= {name: together(each.values())} | (each if len(each) > 1 else {})
+    orders = mixture.curricula
+    epochs = {task: float(order.epoch) for task, order in orders.items()}
+    pools = {task: float(order.pool) for task, order in orders.items()}
+    excluded = {task: float(len(order.excluded)) for task, order in orders.items()}
+    metrics = {
+        "epoch": min(epochs.values()),
+        "pool_prompts": sum(pools.values()),
+        "excluded_prompts": sum(excluded.values()),
+    }
+    if len(orders) > 1:
+        for task in orders:
+            metrics[f"epoch/{task}"] = epochs[task]
+            metrics[f"pool_prompts/{task}"] = pools[task]
+            metrics[f"excluded_prompts/{task}"] = excluded[task]
     return metrics

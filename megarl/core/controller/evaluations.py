@@ -2,12 +2,13 @@
 RUN/eval.jsonl and a record of the journal; the answers are in RUN/evaluations/step-N,
 in the format of `megarl eval`.
 
-version published, or named in a `Next` ─► due? ─► pin some of its servers ─► score ─► eval.jsonl, journal ─► unpin
-              │ if all its servers are lost, the evaluation is cancelled, and the next version is due instead
-              │ the row includes a forecast from all scores so far (evaluation/forecast.py), and whether
-              │ the score has fallen (evaluation/fall.py)
-              └ if the grader is down, nothing is written; a retry follows after
-              RETRY_S; TRIES failures in a row end the run
+    version published, or named in a `Next` ─► due? ─► pin some of its servers
+        ─► score ─► eval.jsonl, journal ─► unpin
+
+If all its servers are lost, the evaluation is cancelled, and the next version is due
+instead. The row includes a forecast from all scores so far (evaluation/forecast.py),
+and whether the score has fallen (evaluation/fall.py). If the grader is down, nothing is
+written, and a retry follows after RETRY_S; TRIES failures in a row end the run.
 """
 
 import asyncio
@@ -83,8 +84,8 @@ class Evaluations:
         self._fail = fail
         self._stop = stop
         self._planned = planned_evaluations(self._recipe.evaluation, self._recipe.run.steps)
-        self._failures = 0
-        self._not_before = 0.0  # of the grader, in a row; time.monotonic() of the next try
+        self._failures = 0  # of the grader, in a row
+        self._not_before = 0.0  # time.monotonic() of the next try
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.latest: dict[str, object] = next(reversed(latest_scores(rundir.eval)), {})
 
@@ -96,15 +97,16 @@ class Evaluations:
         """
         if not self._schedule.is_due(version) or time.monotonic() < self._not_before:
             return
-        if servers := self._schedule.begin(version):
-            self._compute.hold(self._schedule.held)
-            log.info("version %d is evaluated on %s", version, listed(servers))
-            self.tasks[version] = tasks.create_task(
-                self._evaluate(version, servers, spent[version])
-            )
-            # A callback, since a task that is cancelled before its first step would not
-            # even run its `finally`.
-            self.tasks[version].add_done_callback(lambda _: self._ended(version))
+        servers = self._schedule.pin_servers(version)
+        if not servers:
+            return
+        self._compute.hold(self._schedule.pinned)
+        log.info("version %d is evaluated on %s", version, listed(servers))
+        task = tasks.create_task(self._evaluate(version, servers, spent[version]))
+        self.tasks[version] = task
+        # A callback, since a task that is cancelled before its first step would not
+        # even run its `finally`.
+        task.add_done_callback(lambda _: self._ended(version))
 
     def cancel_lost(self) -> None:
         """Take servers that lost their weights out of evaluations. Cancel evaluations
@@ -112,85 +114,94 @@ class Evaluations:
         """
         for version in self._schedule.drop_lost():
             self.tasks[version].cancel()
-        self._compute.hold(self._schedule.held)
+        self._compute.hold(self._schedule.pinned)
 
     async def _evaluate(self, version: int, servers: set[int], spent: Spent) -> None:
-        began = time.monotonic()
-        held = len(servers)
-        spans.open("controller/evaluation", f"version {version}", began, servers=sorted(servers))
+        start = time.monotonic()
+        server_count = len(servers)
+        lane = "controller/evaluation"
+        name = f"version {version}"
+        spans.open(lane, name, start, servers=sorted(servers))
         folder = step_folder(self._rundir.evaluations, version)
-        done = False
+        is_written = False
         try:
             outcomes = await self._ask(version, servers, folder)
             scores = await asyncio.to_thread(row, outcomes, self._recipe, version)
-            new: Row = scores | spent.row()
-            new |= {
-                "compute_hours": spent.total,
-                "compute_unit": self._compute.unit,
-                "time": time.time(),
-            }
-            new |= {
-                "seconds": time.monotonic() - began,
-                "servers": held,
-                "tries": self._failures + 1,
-            }
-            if missing := lacking(new):
+            new_row: Row = scores | spent.row()
+            new_row["compute_hours"] = spent.total
+            new_row["compute_unit"] = self._compute.unit
+            new_row["time"] = time.time()
+            new_row["seconds"] = time.monotonic() - start
+            new_row["servers"] = server_count
+            new_row["tries"] = self._failures + 1
+            missing = lacking(new_row)
+            if missing:
                 raise GraderDown(f"the answers' grades give no valid {missing}")
-            new |= await asyncio.to_thread(self._with_forecast, new)
-            await asyncio.to_thread(self._write_results, version, outcomes, folder)
-            tasks = list(self._recipe.data.tasks)
-            new |= await asyncio.to_thread(self._watch, self._rundir, version, tasks)
-            new |= await asyncio.to_thread(
-                fall_columns, self._rundir.evaluations, version, tasks, self._planned
-            )
-            append_jsonl(self._rundir.eval, new)
-            self.latest = new
+            new_row |= await asyncio.to_thread(self._further_columns, new_row, outcomes, folder)
+            append_jsonl(self._rundir.eval, new_row)
+            self.latest = new_row
             self._failures = 0
-            done = True
-            await self._pipeline.records.write(
-                Evaluated(
-                    version=version,
-                    time=clock.now(),
-                    compute_hours=spent.total,
-                    pass_rate=scores["pass_rate"],
-                    evaluation_hours=self._compute.spent().evaluation,
-                    n_prompts=int(scores["n_prompts"]),
-                    samples=int(scores["samples"]),
-                )
-            )
+            is_written = True
+            await self._record(version, scores, spent)
             log.info("version %d: held-out pass rate %.4f", version, scores["pass_rate"])
             await asyncio.to_thread(self._drop_answers)
-            if why := not_worth_it(new, self._recipe.run.stop_when):
-                self._stop(f"run.stop_when: {why}")
+            reason = not_worth_it(new_row, self._recipe.run.stop_when)
+            if reason:
+                self._stop(f"run.stop_when: {reason}")
         except* GraderDown as errors:
             self._grader_down(version, errors)
         finally:
-            if not done:
-                shutil.rmtree(folder, ignore_errors=True)  # an incomplete evaluation is useless
-            now = time.monotonic()
-            spans.span(
-                "controller/evaluation", f"version {version}", began, now, servers=sorted(servers)
+            if not is_written:
+                # An incomplete evaluation is useless.
+                shutil.rmtree(folder, ignore_errors=True)
+            spans.span(lane, name, start, time.monotonic(), servers=sorted(servers))
+
+    def _further_columns(
+        self, new_row: Row, outcomes: Mapping[str, Sequence[Outcome]], folder: Path
+    ) -> Row:
+        """Write the results, and return the columns that compare this version with
+        those before: forecast, trusted grader, fall.
+        """
+        version = int(new_row["step"])
+        tasks = list(self._recipe.data.tasks)
+        columns = dict(self._with_forecast(new_row))
+        self._write_results(version, outcomes, folder)
+        columns |= self._watch(self._rundir, version, tasks)
+        columns |= fall_columns(self._rundir.evaluations, version, tasks, self._planned)
+        return columns
+
+    async def _record(self, version: int, scores: Mapping[str, float], spent: Spent) -> None:
+        """Write the evaluation to the journal."""
+        await self._pipeline.records.write(
+            Evaluated(
+                version=version,
+                time=clock.now(),
+                compute_hours=spent.total,
+                pass_rate=scores["pass_rate"],
+                evaluation_hours=self._compute.spent().evaluation,
+                n_prompts=int(scores["n_prompts"]),
+                samples=int(scores["samples"]),
             )
+        )
 
     def _ended(self, version: int) -> None:
         """Unpin the servers that the evaluation still has."""
         del self.tasks[version]
-        self._schedule.end(version)
-        self._compute.hold(self._schedule.held)
+        self._schedule.unpin_servers(version)
+        self._compute.hold(self._schedule.pinned)
         self._pipeline.changed()
 
     async def _ask(self, version: int, servers: set[int], folder: Path) -> dict[str, list[Outcome]]:
         """Ask all questions, write each answer, and return the outcomes by suite."""
-        shutil.rmtree(
-            folder, ignore_errors=True
-        )  # answers that an earlier life left for this version
-        places = {suite.name: SuiteDir(folder, suite.name) for suite in self._questions}
-        for place in places.values():
-            place.path.mkdir(parents=True)
-        outcomes: dict[str, list[Outcome]] = {name: [] for name in places}
+        # Answers that an earlier life left for this version.
+        shutil.rmtree(folder, ignore_errors=True)
+        directories = {suite.name: SuiteDir(folder, suite.name) for suite in self._questions}
+        for directory in directories.values():
+            directory.path.mkdir(parents=True)
+        outcomes: dict[str, list[Outcome]] = {name: [] for name in directories}
 
         def keep(answer: Answer) -> None:
-            places[answer.suite].add(answer)
+            directories[answer.suite].add(answer)
             outcomes[answer.suite].append(Outcome.of(answer))
 
         asker = replace(
@@ -202,18 +213,10 @@ class Evaluations:
         try:
             await score(self._questions, asker, keep)
         finally:
-            for place in places.values():
-                place.close()
+            for directory in directories.values():
+                directory.close()
         for suite in self._questions:
-            if missing := len(suite.open) - len(outcomes[suite.name]):
-                raise GraderDown(
-                    f"{suite.name}: {missing} of {len(suite.open)} answers never arrived"
-                )
-            if (voids := [outcome.void for outcome in outcomes[suite.name]]) and all(voids):
-                raise GraderDown(
-                    f"{suite.name}: no answer could be generated and judged; of the first:"
-                    f" {voids[0]}"
-                )
+            _check_judged(suite, outcomes[suite.name])
         return outcomes
 
     def _write_results(
@@ -229,25 +232,30 @@ class Evaluations:
         """Delete the answers of all but the newest `evaluation.keep` evaluations, if
         the recipe has it; results stay.
         """
-        if keep := self._recipe.evaluation.keep:
-            ended = {
-                path.parent.parent for path in self._rundir.evaluations.glob("step-*/*/result.json")
-            }
-            for folder in sorted(path for path in ended if CHECKPOINT.fullmatch(path.name))[:-keep]:
-                for answers in folder.glob("*/answers.jsonl"):
-                    with suppress(OSError):
-                        answers.unlink()
+        keep = self._recipe.evaluation.keep
+        if not keep:
+            return
+        results = self._rundir.evaluations.glob("step-*/*/result.json")
+        folders = {result.parent.parent for result in results}
+        evaluations = sorted(path for path in folders if CHECKPOINT.fullmatch(path.name))
+        for folder in evaluations[:-keep]:
+            for answers in folder.glob("*/answers.jsonl"):
+                with suppress(OSError):
+                    answers.unlink()
 
     def _with_forecast(self, row: Row) -> Row:
         """Return the forecast's columns, given this row; empty if there are too few
         scores or no column is chosen.
         """
-        if not (score := self._recipe.forecast_column):
+        column = self._recipe.forecast_column
+        if not column:
             return {}
-        earlier = [r for r in latest_scores(self._rundir.eval) if r["step"] < row["step"]]
-        return self._forecast(
-            [*earlier, row], rows_in_order(self._rundir.metrics), self._recipe.run.steps, score
-        )
+        scores = [
+            score for score in latest_scores(self._rundir.eval) if score["step"] < row["step"]
+        ]
+        scores.append(row)
+        metrics = rows_in_order(self._rundir.metrics)
+        return self._forecast(scores, metrics, self._recipe.run.steps, column)
 
     def _grader_down(self, version: int, errors: BaseExceptionGroup[GraderDown]) -> None:
         """Count the failure; the version stays due. Fail the run after TRIES failures
@@ -260,10 +268,22 @@ class Evaluations:
         )
         log.warning("%s (%d of %d tries)", reason, self._failures, TRIES)
         if self._failures >= TRIES:
-            place = self._rundir.logs / "controller"
+            log_folder = self._rundir.logs / "controller"
             self._fail(
-                f"{reason}; tried {TRIES} times; see {place}, then resume with run.resume=auto"
+                f"{reason}; tried {TRIES} times; see {log_folder}, then resume with run.resume=auto"
             )
+
+
+def _check_judged(suite: Questions[Any], outcomes: Sequence[Outcome]) -> None:
+    """Raise GraderDown if answers of a suite are missing, or none could be judged."""
+    missing = len(suite.open) - len(outcomes)
+    if missing:
+        raise GraderDown(f"{suite.name}: {missing} of {len(suite.open)} answers never arrived")
+    if outcomes and all(outcome.void for outcome in outcomes):
+        raise GraderDown(
+            f"{suite.name}: no answer could be generated and judged; of the first:"
+            f" {outcomes[0].void}"
+        )
 
 
 def row(
@@ -273,17 +293,24 @@ def row(
     there are several, and each suite.
     """
     tasks = list(recipe.data.tasks)
-    heldout = [one._replace(id=f"{task}/{one.id}") for task in tasks for one in outcomes[task]]
-    row: dict[str, float] = {
+    heldout = []
+    for task in tasks:
+        for outcome in outcomes[task]:
+            heldout.append(outcome._replace(id=f"{task}/{outcome.id}"))
+    columns: dict[str, float] = {
         "step": version,
         "weight_version": version,
         "samples": recipe.evaluation.samples,
     }
-    row |= summarise(heldout)
-    alone = [*(tasks if len(tasks) > 1 else []), *recipe.evaluation.suites]
-    for name in alone:
-        row |= {f"{metric}/{name}": value for metric, value in summarise(outcomes[name]).items()}
-    row |= {f"samples/{name}": 1 for name in recipe.evaluation.suites}  # of multiple choice
-    return row | {
-        f"samples/{name}": suite.samples for name, suite in recipe.evaluation.sampled.items()
-    }
+    columns |= summarise(heldout)
+    suites = list(recipe.evaluation.suites)
+    if len(tasks) > 1:
+        suites = tasks + suites
+    for name in suites:
+        for metric, value in summarise(outcomes[name]).items():
+            columns[f"{metric}/{name}"] = value
+    for name in recipe.evaluation.suites:
+        columns[f"samples/{name}"] = 1  # of multiple choice
+    for name, suite in recipe.evaluation.sampled.items():
+        columns[f"samples/{name}"] = suite.samples
+    return columns

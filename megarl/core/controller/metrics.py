@@ -4,11 +4,11 @@ over all lives of the supervisor; a new life continues from the total of the jou
 where that is more, of the status that the last one left.
 """
 
+import math
 import os
 import time
 from dataclasses import dataclass
-
-import numpy as np
+from statistics import fmean
 
 from megarl.core.algorithm.batch import batch_statistics
 from megarl.core.base.rundir import RunDir
@@ -18,86 +18,113 @@ from megarl.core.recipe import Recipe, Resources
 from megarl.core.sampling.places import Places
 
 
+@dataclass(frozen=True)
+class ServerTotals:
+    """A server's totals since the controller's start, or their growth."""
+
+    tokens: float = 0.0
+    busy_seconds: float = 0.0
+    place_seconds: float = 0.0
+    reusable: float = 0.0  # input tokens that could have been in its cache
+    cached: float = 0.0  # input tokens that were
+
+    def since(self, earlier: "ServerTotals") -> "ServerTotals":
+        """Return the growth since `earlier`; never negative, though a server that left
+        and came back starts from 0.
+        """
+        return ServerTotals(
+            tokens=max(self.tokens - earlier.tokens, 0.0),
+            busy_seconds=max(self.busy_seconds - earlier.busy_seconds, 0.0),
+            place_seconds=max(self.place_seconds - earlier.place_seconds, 0.0),
+            reusable=max(self.reusable - earlier.reusable, 0.0),
+            cached=max(self.cached - earlier.cached, 0.0),
+        )
+
+
+@dataclass(frozen=True)
+class MeterReading:
+    """All servers' totals at a time, in seconds of the monotonic clock."""
+
+    time: float
+    servers: dict[int, ServerTotals]
+
+    def growth(self, earlier: "MeterReading") -> dict[int, ServerTotals]:
+        """Return each server's growth since `earlier`; one that joined since then
+        started from 0.
+        """
+        return {
+            server: totals.since(earlier.servers.get(server, ServerTotals()))
+            for server, totals in self.servers.items()
+        }
+
+    def seconds(self, earlier: "MeterReading") -> float:
+        """Return the time since `earlier`, never 0."""
+        return max(self.time - earlier.time, 1e-9)
+
+
 class Meter:
     """How busy servers were since the last step, and since the last second."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
-        self._step = self._second = self._mark()
+        self._last_step = self._read()
+        self._last_second = self._last_step
 
     def step(self) -> dict[str, float]:
         """Return metrics over all servers since the last call."""
-        then = self._step
-        self._step = self._mark()
-        rates = np.array(list(_rates(then, self._step).values()))
-        _, busy, running, *_ = rates.mean(axis=0).tolist()
-        reusable, cached = (
-            np.array(list(_grown(then, self._step).values()))[:, -2:].sum(axis=0).tolist()
-        )
+        earlier = self._last_step
+        self._last_step = self._read()
+        seconds = self._last_step.seconds(earlier)
+        growth = list(self._last_step.growth(earlier).values())
+        limits = [use.limit for use in self._places.use.values()]
         clean = self._places.membership.clean()
-        joined = self._places.membership.joined()
-        stats = {
+        joined_servers = self._places.membership.joined()
+        metrics = {
             "servers": float(len(clean)),
-            "servers_joined": float(len(clean.keys() & joined.keys())),
+            "servers_joined": float(len(clean.keys() & joined_servers.keys())),
+            "rollout_tokens_per_second": sum(server.tokens for server in growth) / seconds,
+            "server_busy_share": fmean(server.busy_seconds for server in growth) / seconds,
+            "server_running_mean": fmean(server.place_seconds for server in growth) / seconds,
+            "server_places_mean": fmean(limits),
         }
-        stats |= {"rollout_tokens_per_second": float(rates[:, 0].sum()), "server_busy_share": busy}
-        stats |= {"server_running_mean": running}
-        stats |= {
-            "server_places_mean": sum(use.limit for use in self._places.use.values()) / len(rates)
-        }
-        return stats | ({"cached_prompt_share": cached / reusable} if reusable else {})
+        reusable = sum(server.reusable for server in growth)
+        if reusable:
+            metrics["cached_prompt_share"] = sum(server.cached for server in growth) / reusable
+        return metrics
 
     def totals(self) -> dict[int, dict[str, float]]:
         """Return totals of each server since the controller's start."""
-        totals = self._mark()[1].items()
         return {
-            server: {"tokens": float(tokens), "busy_seconds": float(busy)}
-            for server, (tokens, busy, *_) in totals
+            server: {"tokens": totals.tokens, "busy_seconds": totals.busy_seconds}
+            for server, totals in self._read().servers.items()
         }
 
     def second(self) -> dict[int, dict[str, float]]:
         """Return each server's figures since the last call."""
-        then = self._second
-        self._second = self._mark()
-        rates = _rates(then, self._second)
-        uses = self._places.use
+        earlier = self._last_second
+        self._last_second = self._read()
+        seconds = self._last_second.seconds(earlier)
         return {
             server: {
-                "running": uses[server].running,
-                "tokens_per_second": float(tokens),
-                "busy_share": float(busy),
+                "running": self._places.use[server].running,
+                "tokens_per_second": growth.tokens / seconds,
+                "busy_share": growth.busy_seconds / seconds,
             }
-            for server, (tokens, busy, *_) in rates.items()
+            for server, growth in self._last_second.growth(earlier).items()
         }
 
-    def _mark(self) -> "Mark":
-        for use in self._places.use.values():
+    def _read(self) -> MeterReading:
+        servers = {}
+        for server, use in self._places.use.items():
             use.change(0)  # brings the totals of seconds up to date
-        totals = {
-            s: np.array((u.tokens, u.busy_seconds, u.place_seconds, u.reusable, u.cached))
-            for s, u in self._places.use.items()
-        }
-        return time.monotonic(), totals
-
-
-type Mark = tuple[float, dict[int, np.ndarray]]
-"""A time in seconds, and each server's totals at that time, [5]: tokens, busy seconds,
-place-seconds, input tokens that could have been in its cache, and input tokens that
-were.
-"""
-
-
-def _grown(then: Mark, now: Mark) -> dict[int, np.ndarray]:
-    """Return the growth of the totals, [5], by server; a server that joined in between
-    started from 0.
-    """
-    return {s: np.maximum(totals - then[1].get(s, 0.0), 0.0) for s, totals in now[1].items()}
-
-
-def _rates(then: Mark, now: Mark) -> dict[int, np.ndarray]:
-    """Return the growth of the totals per second, [5], by server."""
-    seconds = max(now[0] - then[0], 1e-9)
-    return {s: grown / seconds for s, grown in _grown(then, now).items()}
+            servers[server] = ServerTotals(
+                tokens=float(use.tokens),
+                busy_seconds=use.busy_seconds,
+                place_seconds=use.place_seconds,
+                reusable=float(use.reusable),
+                cached=float(use.cached),
+            )
+        return MeterReading(time.monotonic(), servers)
 
 
 OF_EACH_TASK = (
@@ -123,19 +150,23 @@ def task_statistics(batch: Batch, recipe: Recipe) -> dict[str, float]:
     """Return metrics of each task's groups in the batch; rates are NaN for a task
     without groups in it.
     """
-    played = [name for name, task in recipe.data.tasks.items() if task.environment or task.agent]
-    metrics = turn_statistics(batch) if played else {}
-    if len(recipe.data.tasks) == 1:
+    tasks = recipe.data.tasks
+    with_turns = [name for name, task in tasks.items() if task.environment or task.agent]
+    metrics: dict[str, float] = {}
+    if with_turns:
+        metrics |= turn_statistics(batch)
+    if len(tasks) == 1:
         return metrics
-    for task in recipe.data.tasks:
-        of_task = Batch(
-            step=batch.step, groups=tuple(g for g in batch.groups if g.prompt.task == task)
-        )
-        statistics = batch_statistics(of_task, recipe)
+    for task in tasks:
+        groups = tuple(group for group in batch.groups if group.prompt.task == task)
+        task_batch = Batch(step=batch.step, groups=groups)
+        statistics = batch_statistics(task_batch, recipe)
         rewards = [name for name in statistics if name.startswith("reward/")]
-        metrics |= {f"{name}/{task}": statistics[name] for name in (*OF_EACH_TASK, *rewards)}
-        if task in played:
-            metrics |= {f"{name}/{task}": value for name, value in turn_statistics(of_task).items()}
+        for name in (*OF_EACH_TASK, *rewards):
+            metrics[f"{name}/{task}"] = statistics[name]
+        if task in with_turns:
+            for name, value in turn_statistics(task_batch).items():
+                metrics[f"{name}/{task}"] = value
     return metrics
 
 
@@ -143,16 +174,19 @@ def turn_statistics(batch: Batch) -> dict[str, float]:
     """Return metrics of rollouts with an environment or an agent; NaN if there are
     none, or none made a call.
     """
-    episodes = [r.episode for g in batch.groups for r in g.rollouts if r.episode is not None]
-    calls = sum(e.calls for e in episodes)
-    return {
-        "turns_mean": float(np.mean([e.turns for e in episodes])) if episodes else float("nan"),
-        "turn_limit_rate": (
-            float(np.mean([e.limited for e in episodes])) if episodes else float("nan")
-        ),
-        "tool_error_rate": sum(e.errors for e in episodes) / calls if calls else float("nan"),
-        "tool_seconds": sum(e.seconds for e in episodes) / calls if calls else float("nan"),
-    }
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    metrics = dict.fromkeys(
+        ("turns_mean", "turn_limit_rate", "tool_error_rate", "tool_seconds"), math.nan
+    )
+    if episodes:
+        metrics["turns_mean"] = fmean(episode.turns for episode in episodes)
+        metrics["turn_limit_rate"] = fmean(episode.limited for episode in episodes)
+    calls = sum(episode.calls for episode in episodes)
+    if calls:
+        metrics["tool_error_rate"] = sum(episode.errors for episode in episodes) / calls
+        metrics["tool_seconds"] = sum(episode.seconds for episode in episodes) / calls
+    return metrics
 
 
 def session_of(rundir: RunDir) -> Session:
@@ -174,20 +208,17 @@ class Spent:
     """Device hours so far."""
 
     total: float
-    startup: (
-        float  # in each life of the supervisor, until weights were first published, replay included
-    )
-    evaluation: (
-        float  # of servers held for evaluations; time that others waited for them is not counted
-    )
+    # In each life of the supervisor until weights were first published, with replay.
+    startup: float
+    # Of servers held for evaluations. Time that others waited for them is not counted.
+    evaluation: float
 
     def row(self) -> dict[str, float]:
         """Return the columns for a row of metrics, without the total."""
-        rest = self.total - self.startup - self.evaluation
         return {
             "startup_hours": self.startup,
             "evaluation_hours": self.evaluation,
-            "training_hours": rest,
+            "training_hours": self.total - self.startup - self.evaluation,
         }
 
 
@@ -198,19 +229,24 @@ class _DeviceHours:
 
     def __init__(self, hours: float, devices: int = 0) -> None:
         self._since = time.monotonic()
-        self._before = hours
+        self._hours_before = hours
         self.devices = devices
 
     def total(self) -> float:
-        return self._before + self.devices * (time.monotonic() - self._since) / 3600
+        """Return the hours so far."""
+        elapsed_hours = (time.monotonic() - self._since) / 3600
+        return self._hours_before + self.devices * elapsed_hours
 
     def change(self, devices: int) -> None:
-        self._before, self.devices, self._since = self.total(), devices, time.monotonic()
+        """Count this many devices from now on."""
+        self._hours_before = self.total()
+        self._since = time.monotonic()
+        self.devices = devices
 
 
 class ComputeClock:
     """Counts device-hours: `hours()` is the total so far, `spent()` its breakdown.
-    held: number of devices now.
+    devices: their number now.
     """
 
     def __init__(self, state: State, resources: Resources) -> None:
@@ -218,21 +254,21 @@ class ComputeClock:
         self._state = state
         self.unit = state.session.compute_unit
         # The state counts these hours only when the next record is written.
-        self._own = _DeviceHours(state.compute_hours(clock.now()), state.session.devices)
-        self._joined, self._evaluation = (
-            _DeviceHours(state.joined_hours),
-            _DeviceHours(state.evaluation_hours),
-        )
-        self._server_devices = resources.server_tensor_parallel * (
-            1 if self.unit == "gpu" else resources.threads
-        )
+        self._started = _DeviceHours(state.compute_hours(clock.now()), state.session.devices)
+        self._joined = _DeviceHours(state.joined_hours)
+        self._evaluation = _DeviceHours(state.evaluation_hours)
+        self._server_devices = resources.server_tensor_parallel
+        if self.unit == "core":
+            self._server_devices *= resources.threads
 
     @property
-    def held(self) -> int:
-        return self._own.devices + self._joined.devices
+    def devices(self) -> int:
+        """The devices of the run's own roles and of joined servers."""
+        return self._started.devices + self._joined.devices
 
     def hours(self) -> float:
-        return self._own.total() + self._joined.total()
+        """Return the device-hours so far."""
+        return self._started.total() + self._joined.total()
 
     def join(self, servers: int) -> None:
         """Note how many joined servers there are from now on."""
@@ -244,15 +280,14 @@ class ComputeClock:
 
     def hold(self, servers: int) -> None:
         """Note how many servers are held for evaluations from now on."""
-        self._evaluation.change(min(servers * self._server_devices, self.held))
+        self._evaluation.change(min(servers * self._server_devices, self.devices))
 
     def spent(self) -> Spent:
         """Return the hours so far. A life of the supervisor is starting up until its
         first record of a publication.
         """
         state = self._state
-        own = self._own.total()
-        starting = 0.0 if state.session_published else own - state.earlier_hours
-        return Spent(
-            own + self._joined.total(), state.startup_hours + starting, self._evaluation.total()
-        )
+        startup = state.startup_hours
+        if not state.session_published:
+            startup += self._started.total() - state.earlier_hours
+        return Spent(self.hours(), startup, self._evaluation.total())

@@ -1,9 +1,11 @@
 """Which rollouts both servers and learner score for parity, where and when.
 megarl/core/weights/parity.py judges the scores.
 
-    a chosen rollout ends ──► its server scores it at once (version u) ──► it waits until its batch is due
-    version v published   ──► servers score the due ones (version v) ──► Score ──► the learner scores them ──► ParityJudge
-                              the learner waits for the servers                                    └► metrics, end of the run
+    a chosen rollout ends ──► its server scores it at once (version u)
+                                          ──► it waits until its batch is due
+    version v published ──► servers score the due ones (version v); the learner waits
+                        ──► Score ──► the learner scores them ──► ParityJudge
+                                          ──► metrics, end of the run
 
 PARITY_ROLLOUTS rollouts of each batch are chosen by hash before they are sampled, so
 that nothing about a rollout decides whether it is compared. Scores that a server could
@@ -37,26 +39,25 @@ class Candidate:
 
     ticket: int
     sample: int
-    due: int  # the step that trains it
+    step: int  # that trains it
     prompt: np.ndarray
     segments: tuple[Segment, ...]
-    server: (
-        int | None
-    )  # of its last request; None if one was lost: then it is unknown who sampled which tokens
-    began: (
-        int | None
-    )  # version at its group's first request, which cached the prompt; None: unknown
-    sampled: Prefill | None = None  # scores by `server`, with the version of its last tokens
-    served: Prefill | None = None  # scores by `scorer`, with the version that is compared
+    # Of its last request; None if one was lost: then it is unknown who sampled what.
+    server: int | None
+    # Version at its group's first request, which cached the prompt; None: unknown.
+    began: int | None
+    sampling_scores: Prefill | None = None  # by `server`, with the version of its last tokens
+    compared_scores: Prefill | None = None  # by `scorer`, with the version that is compared
     scorer: int = -1
 
     @property
-    def whole(self) -> PathTokens:
+    def sequence(self) -> PathTokens:
         """Prompt and completion as one sequence."""
         return paths_of(self.segments, (), self.prompt)[0]
 
     @property
     def version(self) -> int:
+        """The version that sampled its last tokens."""
         return self.segments[-1].weight_version
 
     @property
@@ -64,7 +65,9 @@ class Candidate:
         """Whether some of its cached keys and values may be older than the weights of
         its last tokens.
         """
-        return {self.began, *(s.weight_version for s in self.segments)} != {self.version}
+        versions: set[int | None] = {segment.weight_version for segment in self.segments}
+        versions.add(self.began)
+        return versions != {self.version}
 
 
 def compared(
@@ -76,12 +79,15 @@ def compared(
     """
     if not paths:
         return prompt, tuple(segments)
-    at = choice % len(paths)
-    first = sum(path.segments for path in paths[:at])
-    own = segments[first : first + paths[at].segments]
-    masked = next((n for n, s in enumerate(own) if s.trained), len(own))
-    begin = paths[at].shared + sum(len(s.tokens) for s in own[:masked])
-    return paths_of(segments, paths, prompt)[at].tokens[:begin], tuple(own[masked:])
+    index = choice % len(paths)
+    path = paths[index]
+    first_segment = sum(earlier.segments for earlier in paths[:index])
+    path_segments = list(segments[first_segment : first_segment + path.segments])
+    prompt_length = path.shared
+    while path_segments and not path_segments[0].trained:
+        prompt_length += len(path_segments.pop(0).tokens)
+    path_tokens = paths_of(segments, paths, prompt)[index].tokens
+    return path_tokens[:prompt_length], tuple(path_segments)
 
 
 class Parity:
@@ -111,10 +117,13 @@ class Parity:
         # samplings cannot be compared with it.
         self._comparable = recipe.sampling.temperature == 1
         head = recipe.model.fp32_head
-        model = recipe.model
-        heads = (head in ("both", "server"), head in ("both", "learner"))
-        fp8 = bool(recipe.serving.fp8_keys)
-        self._judge = ParityJudge(model.dtype, architecture.experts > 0, *heads, fp8=fp8)
+        self._judge = ParityJudge(
+            recipe.model.dtype,
+            architecture.experts > 0,
+            served_head=head in ("both", "server"),
+            learner_head=head in ("both", "learner"),
+            fp8=bool(recipe.serving.fp8_keys),
+        )
         self._waiting: list[Candidate] = []
         self._scoring: set[asyncio.Task[None]] = set()
         self._version = -1  # of the weights that are compared
@@ -123,26 +132,29 @@ class Parity:
         self.warning = ""
 
     def is_chosen(self, ticket: int, sample: int) -> bool:
+        """Return whether this rollout is one of those that are compared."""
         recipe = self._recipe
-        generations = self._recipe.sampling.generations
+        generations = recipe.sampling.generations
         batch, prompt = divmod(ticket, recipe.batch.prompts)
         slots = recipe.batch.prompts * generations
         count = min(PARITY_ROLLOUTS, slots)
-        return prompt * generations + sample in chosen_slots(recipe.run.seed, batch, slots, count)
+        chosen = chosen_slots(recipe.run.seed, batch, slots, count)
+        return prompt * generations + sample in chosen
 
     def finished(self, candidate: Candidate) -> None:
+        """Keep a chosen rollout until its batch is due. Its server scores it now if it
+        still has the version that sampled it.
+        """
         self._waiting.append(candidate)
-        if (
-            self._comparable
-            and self._servers.membership.serving_version(candidate.server) == candidate.version
-        ):
+        served_version = self._servers.membership.serving_version(candidate.server)
+        if self._comparable and served_version == candidate.version:
             task = asyncio.create_task(self._score_again(candidate))
             self._scoring.add(task)
             task.add_done_callback(self._scoring.discard)
 
     async def _score_again(self, candidate: Candidate) -> None:
         assert candidate.server is not None
-        candidate.sampled = await self._prefill(
+        candidate.sampling_scores = await self._prefill(
             candidate, candidate.server, candidate.version, "sampled"
         )
 
@@ -151,10 +163,10 @@ class Parity:
         has `version`.
         """
         self._drop_comparison()
-        due = [c for c in self._waiting if c.due <= version]
-        self._waiting = [c for c in self._waiting if c.due > version]
-        if due:
-            serving = self._serve(version, due[-PARITY_ROLLOUTS:])
+        due_now = [candidate for candidate in self._waiting if candidate.step <= version]
+        self._waiting = [candidate for candidate in self._waiting if candidate.step > version]
+        if due_now:
+            serving = self._serve(version, due_now[-PARITY_ROLLOUTS:])
             self._serving = asyncio.create_task(serving, name=f"parity {version}")
             self._version = version
 
@@ -163,28 +175,33 @@ class Parity:
         has the version; then wake the held `Next`. Return the candidates that were
         scored.
         """
-        clean = sorted(s for s, v in self._servers.membership.clean().items() if v == version)
+        clean = self._servers.membership.clean()
+        servers = sorted(server for server in clean if clean[server] == version)
         limit_s = self._recipe.weights.timeout_s
 
-        async def serve(c: Candidate) -> None:
-            c.scorer = c.server if c.server in clean else clean[c.ticket % len(clean)]
-            c.served = await self._prefill(c, c.scorer, version, "served")
+        async def serve(candidate: Candidate) -> None:
+            candidate.scorer = servers[candidate.ticket % len(servers)]
+            if candidate.server in servers:
+                candidate.scorer = candidate.server
+            candidate.compared_scores = await self._prefill(
+                candidate, candidate.scorer, version, "served"
+            )
 
         try:
             async with asyncio.timeout(limit_s):
-                await asyncio.gather(*(serve(c) for c in candidates if clean))
+                if servers:
+                    await asyncio.gather(*map(serve, candidates))
         except TimeoutError:
             log.warning(
                 "version %d: not all rollouts were scored within %g s (weights.timeout_s)",
                 version,
                 limit_s,
             )
-        except (
-            Exception
-        ):  # the learner waits for this: a failure may cost the comparison, but not the run
+        # The learner waits for this: a failure may cost the comparison, no more.
+        except Exception:
             log.exception("version %d: servers could not score all rollouts", version)
         self._changed()
-        return [c for c in candidates if c.served is not None]
+        return [candidate for candidate in candidates if candidate.compared_scores is not None]
 
     async def _prefill(
         self, candidate: Candidate, server: int, version: int, purpose: str
@@ -193,55 +210,63 @@ class Parity:
         refuses or has another version.
         """
         salt = f"{self._salt}/parity/{purpose}/{candidate.ticket}/{candidate.sample}"
-        whole = candidate.whole
-        routing = self._architecture.experts > 0
+        sequence = candidate.sequence
         client = self._servers.clients[server]
         try:
-            (scored,) = await client.score(
-                [whole.tokens], [whole.own], salt, against=self._against, routing=routing
+            (prefill,) = await client.score(
+                [sequence.tokens],
+                [sequence.own],
+                salt,
+                against=self._against,
+                routing=self._architecture.experts > 0,
             )
         except (ServerLost, ServerRefused) as error:
             log.warning("parity of ticket %d.%d: %s", candidate.ticket, candidate.sample, error)
             return None
-        return scored if scored.version == version else None
+        if prefill.version != version:
+            return None
+        return prefill
 
     def request(self, version: int) -> Score | Wait | None:
         """Return the learner's next command for the comparison at its `version`; None:
         nothing is to be compared.
         """
         serving = self._serving
-        model = self._architecture
         if serving is None or self._version != version:
             return None
         if not serving.done():
             return Wait(reason=f"servers score rollouts at version {version}, for parity")
-        rollouts = []
-        for c in serving.result():
-            said = c.served and c.served.routing  # empty for a dense model
-            experts = model.routing([model.routed_experts(said)]) if said else None
-            rollouts.append(
-                ScoredRollout(tokens=c.whole.tokens, first=len(c.prompt), experts=experts)
-            )
-        return (
-            Score(version=version, rollouts=tuple(rollouts), against=self._against)
-            if rollouts
-            else None
+        rollouts = tuple(self._rollout(candidate) for candidate in serving.result())
+        if not rollouts:
+            return None
+        return Score(version=version, rollouts=rollouts, against=self._against)
+
+    def _rollout(self, candidate: Candidate) -> ScoredRollout:
+        """Return what the learner needs to score this rollout."""
+        model = self._architecture
+        experts = None
+        # Empty for a dense model.
+        if candidate.compared_scores is not None and candidate.compared_scores.routing:
+            experts = model.routing([model.routed_experts(candidate.compared_scores.routing)])
+        return ScoredRollout(
+            tokens=candidate.sequence.tokens, first=len(candidate.prompt), experts=experts
         )
 
     def scored(self, result: Scored) -> None:
+        """Judge the learner's scores beside the servers'."""
         serving = self._serving
         self._serving = None
         if serving is None or not serving.done() or self._version != result.version:
             return
-        each = [
+        by_rollout = [
             rollout_scores(candidate, result.version, learner, against, self._comparable)
             for candidate, learner, against in zip(
                 serving.result(), result.logprobs, result.against, strict=True
             )
         ]
-        scores = RolloutScores.joined(each)
+        scores = RolloutScores.joined(by_rollout)
         measurement = Measurement(
-            result.version, scores, len(each), result.choices, result.differing
+            result.version, scores, len(by_rollout), result.choices, result.differing
         )
         verdict = self._judge.judge(measurement)
         self._latest = self._judge.metrics(measurement)
@@ -257,9 +282,12 @@ class Parity:
         """
         metrics = self._latest
         self._latest = {}
-        return metrics | {"warning_parity": float(bool(self.warning))} if metrics else metrics
+        if metrics:
+            metrics["warning_parity"] = float(bool(self.warning))
+        return metrics
 
     def cancel(self) -> None:
+        """Stop all scoring."""
         self._drop_comparison()
         for task in self._scoring:
             task.cancel()
@@ -275,9 +303,8 @@ def chosen_slots(seed: int, batch: int, slots: int, count: int) -> frozenset[int
     """Choose `count` of a batch's rollouts 0 … slots-1, pseudo-randomly by seed and
     batch, so equally after a restart.
     """
-    return frozenset(
-        np.random.default_rng([seed, batch]).choice(slots, count, replace=False).tolist()
-    )
+    chosen = np.random.default_rng([seed, batch]).choice(slots, count, replace=False)
+    return frozenset(chosen.tolist())
 
 
 def rollout_scores(
@@ -291,31 +318,34 @@ def rollout_scores(
     [completion_len] float32. comparable: behaviour log-probs belong to the same
     distribution as scores.
     """
-    whole = candidate.whole
-    served = candidate.served
-    assert served is not None
-    behaviour = whole.logprobs[whole.own :]
-    trained = whole.trained[whole.own :]
+    sequence = candidate.sequence
+    served_scores = candidate.compared_scores
+    assert served_scores is not None
+    behaviour = sequence.logprobs[sequence.own :]  # [completion_len]
+    trained = sequence.trained[sequence.own :]  # [completion_len]
+    trained_count = int(trained.sum())
+    if not comparable:
+        behaviour = np.full(len(behaviour), np.nan, np.float32)
     versions = np.concatenate(
-        [np.full(len(s.tokens), s.weight_version) for s in candidate.segments]
+        [np.full(len(segment.tokens), segment.weight_version) for segment in candidate.segments]
     )
+    positions = len(candidate.prompt) + np.arange(len(behaviour))
     sampled_at = np.full(len(behaviour), np.nan, np.float32)
-    if candidate.sampled is not None:
+    if candidate.sampling_scores is not None:
         # Only tokens of the last version were sampled by the weights that scored them.
-        newest = np.logical_and.accumulate((versions == candidate.version)[::-1])[::-1]
-        sampled_at[newest] = candidate.sampled.logprobs[newest]
+        is_newest = versions == candidate.version
+        since_newest = np.logical_and.accumulate(is_newest[::-1])[::-1]
+        sampled_at[since_newest] = candidate.sampling_scores.logprobs[since_newest]
     return RolloutScores(
-        behaviour=(
-            behaviour[trained] if comparable else np.full(int(trained.sum()), np.nan, np.float32)
-        ),
+        behaviour=behaviour[trained],
         sampled_at=sampled_at[trained],
-        served=_finite_or_never(served.logprobs[trained]),
+        served=_finite_or_never(served_scores.logprobs[trained]),
         learner=_finite_or_never(learner[trained]),
         lag=version - versions[trained],
-        position=(len(candidate.prompt) + np.arange(len(behaviour)))[trained],
-        stale=np.full(int(trained.sum()), candidate.stale),
-        server=np.full(int(trained.sum()), candidate.scorer),
-        served_gap=(served.logprobs - served.against)[trained],
+        position=positions[trained],
+        stale=np.full(trained_count, candidate.stale),
+        server=np.full(trained_count, candidate.scorer),
+        served_gap=(served_scores.logprobs - served_scores.against)[trained],
         learner_gap=(learner - learner_against)[trained],
     )
 

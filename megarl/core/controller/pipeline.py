@@ -1,8 +1,9 @@
 """The pipeline: admits tickets, has their groups made, settles them, schedules
 evaluations, and describes the present state.
 
-    Source.draw ─► Admitted ─► GroupPlaces ─► Source.make ─► Finished | Removed ─► batches() ─► view() ─► decision.decide
-                    while a server has places free for it        recorded before it counts
+    Source.draw ─► Admitted ─► GroupPlaces ─► Source.make ─► Finished | Removed
+            while a server has places free for it              │ recorded first
+                            decision.decide ◄─ view() ◄─ batches()
 
 The controller and the simulator (lab/planning/simulate.py) run this code. They differ
 in the `Source` that draws prompts and makes groups, and in where records go: to the
@@ -37,8 +38,8 @@ class Records(Protocol):
 class Source(Protocol):
     """Draws prompts and makes groups from them."""
 
-    def draw(self, ticket: int, due: int) -> Admitted:
-        """Return the next prompt for this ticket, which step `due` would train."""
+    def draw(self, ticket: int, step: int) -> Admitted:
+        """Return the next prompt for this ticket, which `step` would train."""
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
         """Make the group of a ticket, give back all places, and return the record from
@@ -100,15 +101,18 @@ class Pipeline:
             while True:
                 await self._places.changed.wait()
                 self._places.changed.clear()
-                while self._room():
-                    drawn = self._source.draw(self.admission.next_ticket, self.admission.next_due())
-                    self.records.write(drawn)
-                    if self.admitted % self._recipe.batch.prompts == 0:
-                        self.window.drawn(self.admission.next_due())
-                    self._start(tasks, drawn)
-                    await asyncio.sleep(
-                        0
-                    )  # its requests begin: all groups at once would hold the loop for seconds
+                while self._has_room():
+                    self._start(tasks, self._admit())
+                    # Its requests begin: all groups at once would hold the loop up.
+                    await asyncio.sleep(0)
+
+    def _admit(self) -> Admitted:
+        """Draw the prompt of the next ticket."""
+        admitted = self._source.draw(self.admission.next_ticket, self.admission.next_due())
+        self.records.write(admitted)
+        if self.admitted % self._recipe.batch.prompts == 0:
+            self.window.note_drawn(self.admission.next_due())
+        return admitted
 
     def batches(self) -> int:
         """Return the number of complete batches, from the first up to the first
@@ -140,31 +144,42 @@ class Pipeline:
             membership=self._places.membership,
         )
 
-    def _room(self) -> bool:
+    def _has_room(self) -> bool:
         """Return whether a step would train another ticket, the window has room, and an
         eligible server has free places.
         """
-        wanted = self.admitted < self._admit_steps * self._recipe.batch.prompts
-        is_open = self.ahead(max(self.state.published_version, 0)) < self.window.tickets
-        return wanted and is_open and self._places.free(self.admission.can_admit) > 0
+        if self.admitted >= self._admit_steps * self._recipe.batch.prompts:
+            return False
+        version = max(self.state.published_version, 0)
+        if self.ahead(version) >= self.window.tickets:
+            return False
+        return self._places.free(self.admission.can_admit) > 0
 
     def published(self, version: int) -> int:
         """Adapt the window to the times measured up to this publication, and return its
         tickets for the record.
         """
-        far = version + self.window.lead
-        schedule = self.evaluations
-        coming = (v for v in range(version, min(far, self.final_step)) if schedule.is_due(v))
-        self.window.published(version, 0 if schedule.running else next(coming, far) - version)
+        self.window.note_published(version, self._versions_until_evaluation(version))
         return self.window.tickets
+
+    def _versions_until_evaluation(self, version: int) -> int:
+        """Return the number of versions until the next evaluation, 0 while one runs.
+        One farther away than the window's lead counts as at its end.
+        """
+        if self.evaluations.running:
+            return 0
+        horizon = version + self.window.lead
+        for later_version in range(version, min(horizon, self.final_step)):
+            if self.evaluations.is_due(later_version):
+                return later_version - version
+        return horizon - version
 
     def _start(self, tasks: asyncio.TaskGroup, admitted: Admitted) -> None:
         ticket = admitted.ticket
         rollouts = self._recipe.sampling.generations
         places = GroupPlaces(self._places, self.admission, ticket, rollouts)
-        self.running[ticket] = tasks.create_task(
-            self._settle(admitted, places), name=f"ticket {ticket}"
-        )
+        group = self._settle(admitted, places)
+        self.running[ticket] = tasks.create_task(group, name=f"ticket {ticket}")
 
     async def _settle(self, admitted: Admitted, places: GroupPlaces) -> None:
         ticket = admitted.ticket
@@ -174,7 +189,7 @@ class Pipeline:
             places.close()
         await self.records.write(record)
         del self.running[ticket]
-        self.window.complete(self.batches())
+        self.window.note_complete(self.batches())
         self.changed()
 
 
@@ -185,7 +200,7 @@ class EvaluationSchedule:
 
     def __init__(self, recipe: Recipe, places: Places, state: State, steps: int) -> None:
         self._settings = recipe.evaluation
-        self._most = recipe.evaluation_servers
+        self._server_limit = recipe.evaluation_servers
         self._steps = steps
         self._membership = places.membership
         self._places = places
@@ -197,19 +212,22 @@ class EvaluationSchedule:
         newest = max((*self._state.evaluations, *self.running), default=None)
         return is_due(version, newest, self._settings, self._steps)
 
-    def begin(self, version: int) -> set[int]:
+    def pin_servers(self, version: int) -> set[int]:
         """Pin the least busy of the servers that have these weights, and return them;
         empty if no server has them.
         """
-        held = [s for s, v in self._membership.clean().items() if v == version]
-        servers = set(sorted(held, key=lambda s: self._places.use[s].running)[: self._most])
+        clean = self._membership.clean()
+        candidates = [server for server in clean if clean[server] == version]
+        candidates.sort(key=lambda server: self._places.use[server].running)
+        servers = set(candidates[: self._server_limit])
         for server in servers:
             self._membership.pin(server)
         if servers:
             self.running[version] = servers
         return servers
 
-    def end(self, version: int) -> None:
+    def unpin_servers(self, version: int) -> None:
+        """Unpin the servers that an evaluation still has."""
         for server in self.running.pop(version):
             self._membership.unpin(server)
 
@@ -219,12 +237,11 @@ class EvaluationSchedule:
         """
         clean = self._membership.clean()
         for version, servers in self.running.items():
-            servers -= {
-                s for s in servers if clean.get(s) != version
-            }  # in place: the evaluation uses this set
+            lost_servers = {server for server in servers if clean.get(server) != version}
+            servers -= lost_servers  # in place: the evaluation uses this set
         return [version for version, servers in self.running.items() if not servers]
 
     @property
-    def held(self) -> int:
+    def pinned(self) -> int:
         """The number of servers that evaluate now."""
-        return sum(map(len, self.running.values()))
+        return sum(len(servers) for servers in self.running.values())

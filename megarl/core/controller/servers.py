@@ -9,8 +9,10 @@ Connections to a lost server that does not answer are dropped: if its machine is
 nothing else ends the requests on them. A server that comes back, or answers for the
 first time, first aborts all its requests, because nobody waits for them.
 
-    Join ──► a new member: watched, published to, sent requests ── neither answers nor announces itself ─┐
-    Leave ─► no new requests; running ones are aborted and continue elsewhere ─► forgotten ◄─────────────┘
+    Join ──► a new member: watched, published to, sent requests
+                  │ it neither answers nor announces itself
+    Leave ────────┴► no new requests; running ones are aborted and continue elsewhere
+                      ─► forgotten
 """
 
 import asyncio
@@ -68,18 +70,21 @@ class Servers:
         self._width = recipe.resources.server_tensor_parallel
         self._start_s = recipe.start_limit_s
         addresses = [
-            ServerAddress(id=n, url=u, tensor_parallel=self._width)
-            for n, u in enumerate(endpoints.servers)
+            ServerAddress(id=server, url=url, tensor_parallel=self._width)
+            for server, url in enumerate(endpoints.servers)
         ]
         self.membership = Membership(addresses, recipe.stages_weights)
         self.places = Places(self.membership, recipe.serving.max_running_requests)
-        self._keys = endpoints.api_key, endpoints.admin_key
-        self.clients = {a.id: ServerClient(a, *self._keys) for a in addresses}
+        self._endpoints = endpoints
+        self.clients = {address.id: self._client(address) for address in addresses}
         self._lives = dict.fromkeys(self.clients, 0)
         self._refused: dict[str, str] = {}  # reasons, by the life of a joined server
         self._healthy = time.monotonic()
         self._changed = changed
-        self._told_to_retract = recipe.lends_memory
+        self._lends_memory = recipe.lends_memory
+
+    def _client(self, address: ServerAddress) -> ServerClient:
+        return ServerClient(address, self._endpoints.api_key, self._endpoints.admin_key)
 
     async def run(self) -> None:
         """Watch all servers for ever, and forget joined servers that are gone."""
@@ -89,16 +94,16 @@ class Servers:
             self._tasks.create_task(self.observe(), name="load of servers")
             while True:
                 await asyncio.sleep(POLL_S)
-                now = time.monotonic()
-                for server in self.membership.silent(now):
-                    self._part(
-                        server,
-                        f"it does not answer and has sent no sign of life for {FORGET_S:g} s",
-                    )
-                for server in self.membership.stuck(now, self._start_s):
-                    self.dismiss(
-                        server, f"it did not answer for {self._start_s:g} s ({START_LIMIT_RULE})"
-                    )
+                self._part_with_absent(time.monotonic())
+
+    def _part_with_absent(self, time_now: float) -> None:
+        """Go on without joined servers that are silent, or have never answered."""
+        for server in self.membership.silent(time_now):
+            reason = f"it does not answer and has sent no sign of life for {FORGET_S:g} s"
+            self._part(server, reason)
+        for server in self.membership.stuck(time_now, self._start_s):
+            reason = f"it did not answer for {self._start_s:g} s ({START_LIMIT_RULE})"
+            self.dismiss(server, reason)
 
     def life(self, server: int) -> int:
         """Return a number that changes when the server is lost or its requests are
@@ -118,7 +123,7 @@ class Servers:
             self._changed()
 
     async def answers(self, server: int) -> bool:
-        """Return whether the server answers one health check. If not, mark it as lost."""
+        """Return whether the server answers a health check. If not, mark it as lost."""
         life = self._lives[server]
         healthy = await self.clients[server].health()
         if not healthy:
@@ -154,12 +159,15 @@ class Servers:
             await asyncio.sleep(POLL_AFTER_MISS_S if misses else POLL_S)
             if member.state in ("publishing", "leaving"):
                 continue
-            spoke = member.state == "clean" and time.monotonic() - client.heard < POLL_S
+            has_just_sent = member.state == "clean" and time.monotonic() - client.heard < POLL_S
             life = self._lives[server]
-            healthy = spoke or await client.health()
+            healthy = has_just_sent or await client.health()
             if healthy and member.away:
                 await self._greet(server)
-            misses = 0 if healthy or member.state == "publishing" else misses + 1
+            if healthy or member.state == "publishing":
+                misses = 0
+            else:
+                misses += 1
             if misses >= MISSES and not member.away:
                 self.server_lost(server, life, f"it missed {misses} health checks")
             if misses and member.state == "lost":
@@ -175,17 +183,20 @@ class Servers:
             clients = dict(self.clients)  # a copy: servers may leave while they are asked
             fan = Fan[ServerLoad](clients, set(), self.membership.joined())
             await fan.run(self.membership.clean(), lambda client: client.current_load())
-            for server in fan.results.keys() & self.clients.keys():  # some may have left in between
-                before = retractions.get(server, 0)
+            # Some may have left in between.
+            for server in fan.results.keys() & self.clients.keys():
+                earlier_retractions = retractions.get(server, 0)
                 retractions[server] = self.clients[server].retractions
-                retracted = retractions[server] > before and not self._told_to_retract
+                retracted = retractions[server] > earlier_retractions and not self._lends_memory
                 self.places.observe(server, fan.results[server], retracted)
             self.places.refresh()
 
     async def _greet(self, server: int) -> None:
-        obeys = await self.abort(server)
+        """Use a server that has come back, once its old requests are aborted."""
+        aborted = await self.abort(server)
         member = self.membership.members.get(server)
-        if not obeys or member is None or not member.away:  # it may have left in between
+        has_left = member is None or not member.away
+        if not aborted or has_left:
             return
         self.membership.seen(server)
         spans.event(f"server {server}/busy", "up")
@@ -202,52 +213,54 @@ class Servers:
 
     # Servers that the run did not start.
 
-    def answer(self, said: FromServer) -> Reply:
-        return self._leave(said) if isinstance(said, Leave) else self._join(said)
+    def answer(self, message: FromServer) -> Reply:
+        """Return the answer to a server that joins, is still there, or leaves."""
+        if isinstance(message, Leave):
+            return self._leave(message)
+        return self._join(message)
 
-    def _join(self, said: Join) -> Joined | Wait | Refused:
+    def _join(self, message: Join) -> Joined | Wait | Refused:
         """Add a server to the run, or note its sign of life."""
-        if reason := self._refused.get(said.life):
-            return Refused(error=reason)
-        before = self.membership.members.get(said.server)
-        known = before is not None and before.life == said.life
+        if message.life in self._refused:
+            return Refused(error=self._refused[message.life])
+        member = self.membership.members.get(message.server)
+        is_member = member is not None and member.life == message.life
         try:
             server = self.membership.join(
-                said.url, said.life, said.server, self._width, time.monotonic()
+                message.url, message.life, message.server, self._width, time.monotonic()
             )
         except ValueError as error:
             return Wait(reason=str(error))
         if server not in self.clients:
-            self.clients[server] = ServerClient(
-                self.membership.members[server].address, *self._keys
-            )
-            self._lives.setdefault(
-                server, 0
-            )  # kept if the id is used again: no life's number may occur twice
+            self.clients[server] = self._client(self.membership.members[server].address)
+            # Kept if the id is used again: no life's number may occur twice.
+            self._lives.setdefault(server, 0)
             self.places.add(server)
             self._tasks.create_task(self.watch(server), name=f"watch {server}")
-        if not known:
-            log.info("server %d at %s joins", server, said.url)
+        if not is_member:
+            log.info("server %d at %s joins", server, message.url)
             self._lives[server] += 1
             self._changed()
         return Joined(server=server)
 
-    def _leave(self, said: Leave) -> Ack | Wait:
+    def _leave(self, message: Leave) -> Ack | Wait:
         """Answer a server that leaves: Ack once it is forgotten, before that Wait, so
         that it asks again.
         """
-        found = [s for s, m in self.membership.joined().items() if m.life == said.life]
-        for server in found:
+        members = self.membership.joined().items()
+        leaving = [server for server, member in members if member.life == message.life]
+        if not leaving:
+            return Ack()
+        for server in leaving:
             self._part(server, "it says goodbye")
-        return Wait(reason="requests or weights are under way") if found else Ack()
+        return Wait(reason="requests or weights are under way")
 
     def dismiss(self, server: int, reason: str) -> None:
         """Go on without a joined server. If its process sends another message, it is
         refused for this reason.
         """
-        self._refused[self.membership.members[server].life] = (
-            f"the run goes on without this server: {reason}"
-        )
+        life = self.membership.members[server].life
+        self._refused[life] = f"the run goes on without this server: {reason}"
         self._part(server, reason)
 
     def _part(self, server: int, reason: str) -> None:

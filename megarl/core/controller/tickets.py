@@ -1,10 +1,9 @@
 """Makes the groups of tickets: draws prompts, has them sampled and graded.
 
-Mixture ─► draw ─► Admitted ═► make: generations x (Sampler ─► teacher, if any ─► Grader of the task) ─► Group
-                                                                                       (pipeline.py
-                                                                                       does
-                                                                                       the
-                                                                                       rest)
+    Mixture ─► draw ─► Admitted ═► make: generations x rollout ─► Group
+    a rollout: Sampler ─► teacher, if there is one ─► Grader of the task
+
+pipeline.py does the rest.
 """
 
 import asyncio
@@ -29,7 +28,14 @@ from megarl.core.journal.records import Admitted, Finished, Removed
 from megarl.core.recipe import Length, Recipe
 from megarl.core.sampling import length_control
 from megarl.core.sampling.places import SHORT_PROMPT, GroupPlaces
-from megarl.core.sampling.sampler import Job, Sampler, Void, routed_model
+from megarl.core.sampling.sampler import (
+    TRAINING,
+    Completion,
+    Job,
+    Sampler,
+    Void,
+    routed_model,
+)
 from megarl.core.telemetry.spans import TICKETS, spans
 
 log = logging.getLogger(__name__)
@@ -44,13 +50,15 @@ def with_means(group: Sequence[Rollout], reasons: Sequence[str]) -> tuple[Rollou
     if not judged:
         raise GraderDown(next(iter(reasons), "no answer could be judged; the log has the reason"))
     rewards = [rollout.reward for rollout in judged]
-    mean = (
-        rewards[0] if len(set(rewards)) == 1 else fmean(rewards)
-    )  # of equal rewards it must be the same number
-    return tuple(
-        replace(r, reward=mean, graded=judged[0].graded) if math.isnan(r.reward) else r
-        for r in group
-    )
+    mean = fmean(rewards)
+    if len(set(rewards)) == 1:
+        mean = rewards[0]  # the mean of equal rewards must be the same number
+    rollouts = []
+    for rollout in group:
+        if math.isnan(rollout.reward):
+            rollout = replace(rollout, reward=mean, graded=judged[0].graded)
+        rollouts.append(rollout)
+    return tuple(rollouts)
 
 
 class Tickets:
@@ -71,11 +79,9 @@ class Tickets:
     ) -> None:
         self._recipe = recipe
         self._salt = salt
-        self._prompts = {task: of_task.train for task, of_task in prompts.items()}
-        self._at = {
-            task: {p.id: n for n, p in enumerate(of_task)}
-            for task, of_task in self._prompts.items()
-        }
+        self._prompts: dict[str, dict[str, Prompt]] = {}  # by task and id
+        for task, task_prompts in prompts.items():
+            self._prompts[task] = {prompt.id: prompt for prompt in task_prompts.train}
         self._sampler = sampler
         self._graders = graders
         self._parity = parity
@@ -83,33 +89,53 @@ class Tickets:
         self.mixture = mixture
         self._routed = routed_model(recipe)
 
-    def draw(self, ticket: int, due: int) -> Admitted:
-        task, drawn = self.mixture.draw()
-        return Admitted(ticket=ticket, task=task, due=due, **drawn._asdict())
+    def draw(self, ticket: int, step: int) -> Admitted:
+        """Draw the prompt of a ticket, which `step` would train."""
+        task, draw = self.mixture.draw()
+        return Admitted(ticket=ticket, task=task, due=step, **draw._asdict())
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
         """Make a ticket's group, void if a rollout cannot be made or none can be
         graded; return the record that ends it.
         """
         ticket = admitted.ticket
-        begin = time.monotonic()
-        length = self._recipe.length.at(admitted.due)
-        spans.open(TICKETS, "ticket", begin, ticket=ticket)
+        start = time.monotonic()
+        spans.open(TICKETS, "ticket", start, ticket=ticket)
         prompt = self._prompt(admitted)
-        void = ""
         if self._sampler.has_agent(prompt.task):
-            places.close()  # hold no places while agents start; each of their requests claims one
+            # Hold no places while agents start; each of their requests claims one.
+            places.close()
         if len(prompt.tokens) < SHORT_PROMPT:
             places.cached()
+        group = await self._group(admitted, prompt, places)
+        record = settled(self._recipe, group, bool(groups_in_loss([group], self._recipe.batch)))
+        spans.span(
+            TICKETS,
+            "ticket",
+            start,
+            time.monotonic(),
+            ticket=ticket,
+            task=prompt.task,
+            pass_rate=group.pass_rate,
+            void=group.void,
+            removed=isinstance(record, Removed),
+        )
+        return record
+
+    async def _group(self, admitted: Admitted, prompt: Prompt, places: GroupPlaces) -> Group:
+        """Sample and grade all rollouts of a ticket."""
+        ticket = admitted.ticket
+        length = self._recipe.length.at(admitted.due)
+        void = ""
         rollouts = tuple[Rollout, ...]()
-        down = list[str]()
+        ungraded = list[str]()
         try:
             async with asyncio.TaskGroup() as tasks:
-                each = [
-                    tasks.create_task(self._rollout(admitted, prompt, places, sample, length, down))
-                    for sample in range(self._recipe.sampling.generations)
-                ]
-            rollouts = with_means([task.result() for task in each], down)
+                running = []
+                for sample in range(self._recipe.sampling.generations):
+                    rollout = self._rollout(admitted, prompt, places, sample, length, ungraded)
+                    running.append(tasks.create_task(rollout))
+            rollouts = with_means([task.result() for task in running], ungraded)
         except* (Void, GraderDown) as reasons:
             void = str(reasons.exceptions[0])
         group = Group(
@@ -117,35 +143,26 @@ class Tickets:
         )
         if void:
             log.warning("ticket %d is void: %s", ticket, void)
-        else:
-            if down:
-                log.warning(
-                    "ticket %d: %d of its rollouts cannot be graded: %s", ticket, len(down), down[0]
-                )
-            self.mixture.observe(prompt.task, prompt.id, group.pass_rate)
-        record = settled(self._recipe, group, bool(groups_in_loss([group], self._recipe.batch)))
-        spans.span(
-            TICKETS,
-            "ticket",
-            begin,
-            time.monotonic(),
-            ticket=ticket,
-            task=prompt.task,
-            pass_rate=group.pass_rate,
-            void=void,
-            removed=isinstance(record, Removed),
-        )
-        return record
+            return group
+        if ungraded:
+            log.warning(
+                "ticket %d: %d of its rollouts cannot be graded: %s",
+                ticket,
+                len(ungraded),
+                ungraded[0],
+            )
+        self.mixture.observe(prompt.task, prompt.id, group.pass_rate)
+        return group
 
     def _prompt(self, admitted: Admitted) -> Prompt:
-        at = self._at[admitted.task].get(admitted.prompt_id)
-        if at is None:
+        prompt = self._prompts[admitted.task].get(admitted.prompt_id)
+        if prompt is None:
             raise MegarlError(
                 f"data.tasks.{admitted.task}.train: ticket {admitted.ticket} of the run was given"
                 f" prompt {admitted.prompt_id!r}, which is no longer in the file; restore it, or"
                 " start a run with another name"
             )
-        return self._prompts[admitted.task][at]
+        return prompt
 
     async def _rollout(
         self,
@@ -154,71 +171,102 @@ class Tickets:
         places: GroupPlaces,
         sample: int,
         length: Length,
-        down: list[str],
+        ungraded: list[str],
     ) -> Rollout:
         """Make one rollout of a ticket; if it cannot be graded, its reward is NaN, and
-        the reason is appended to `down`.
+        the reason is appended to `ungraded`.
         """
         ticket = admitted.ticket
-        recipe = self._recipe
-        budget = length.thinking_tokens[1]
-        if length.control == "interruption":
-            budget = length_control.thinking_budget(
-                recipe.run.seed, ticket, sample, length.thinking_tokens
-            )
-        done = await self._sampler.complete(
-            Job(
-                prompt=prompt,
-                order=(1, ticket, sample),
-                take=partial(places.take, sample),
-                salt=f"{self._salt}/{ticket}",
-                thinking_tokens=budget,
-                temperature=recipe.sampling.temperature,
-                # below 1 a server's log-probs would not be over the whole vocabulary,
-                # as the learner's are
-                top_p=1.0,
-                routed=self._routed,
-                started=places.cached,
-            )
-        )
-        if self._parity.is_chosen(ticket, sample) and done.segments:
-            server = None if done.retries else places.server
-            before, segments = compared(prompt.tokens, done.segments, done.paths, ticket + sample)
-            self._parity.finished(
-                Candidate(ticket, sample, admitted.due, before, segments, server, places.began)
-            )
         name = f"ticket {ticket}.{sample}"
-        scores = None
-        if self._teacher is not None and done.segments:
+        completion = await self._sampler.complete(
+            self._job(admitted, prompt, places, sample, length)
+        )
+        self._compare(admitted, prompt, places, sample, completion)
+        teacher_logprobs = None
+        if self._teacher is not None and completion.segments:
             with spans.timed("controller/teacher", name):
-                scores = await self._teacher.logprobs(ticket, prompt.tokens, done.segments)
-        with spans.timed("controller/grading", name):
-            try:
-                if done.down is not None:
-                    raise done.down
-                grade = await self._graders[prompt.task].grade(
-                    done.text, prompt, done.verdict, done.truncated
+                teacher_logprobs = await self._teacher.logprobs(
+                    ticket, prompt.tokens, completion.segments
                 )
-            except GraderDown as why:
-                down.append(str(why))
-                grade = Grade(
-                    math.nan, False, format_ok=True, error=True
-                )  # not malformed: nobody has judged it
+        with spans.timed("controller/grading", name):
+            grade = await self._grade(prompt, completion, ungraded)
+        routing = None
+        if self._routed and completion.routing:
+            routing = self._routed.routing(completion.routing)
         return Rollout(
             sample=sample,
-            segments=tuple(done.segments),
-            reward=length_control.reward(grade, len(done.tokens), length),
+            segments=tuple(completion.segments),
+            reward=length_control.reward(grade, len(completion.tokens), length),
             correct=grade.correct,
-            finish=done.finish,
+            finish=completion.finish,
             graded=grade.reward,
-            interrupted=done.interrupted,
+            interrupted=completion.interrupted,
             format_ok=grade.format_ok,
             grader_timeout=grade.timeout,
             grader_error=grade.error,
             rewards=dict(grade.rewards),
-            retries=done.retries,
-            routing=self._routed.routing(done.routing) if self._routed and done.routing else None,
-            episode=done.episode,
-            teacher_logprobs=scores,
-            paths=done.paths,
+            retries=completion.retries,
+            routing=routing,
+            episode=completion.episode,
+            teacher_logprobs=teacher_logprobs,
+            paths=completion.paths,
         )
+
+    def _job(
+        self, admitted: Admitted, prompt: Prompt, places: GroupPlaces, sample: int, length: Length
+    ) -> Job:
+        """Return what to sample for one rollout."""
+        recipe = self._recipe
+        thinking_tokens = length.thinking_tokens[1]
+        if length.control == "interruption":
+            thinking_tokens = length_control.thinking_budget(
+                recipe.run.seed, admitted.ticket, sample, length.thinking_tokens
+            )
+        return Job(
+            prompt=prompt,
+            order=(TRAINING, admitted.ticket, sample),
+            take=partial(places.take, sample),
+            salt=f"{self._salt}/{admitted.ticket}",
+            thinking_tokens=thinking_tokens,
+            temperature=recipe.sampling.temperature,
+            # Below 1 a server's log-probs would not be over the whole vocabulary, as
+            # the learner's are.
+            top_p=1.0,
+            routed=self._routed,
+            started=places.cached,
+        )
+
+    def _compare(
+        self,
+        admitted: Admitted,
+        prompt: Prompt,
+        places: GroupPlaces,
+        sample: int,
+        completion: Completion,
+    ) -> None:
+        """Give the rollout to parity if it is chosen."""
+        ticket = admitted.ticket
+        if not self._parity.is_chosen(ticket, sample) or not completion.segments:
+            return
+        server = places.server
+        if completion.retries:
+            server = None
+        compared_prompt, segments = compared(
+            prompt.tokens, completion.segments, completion.paths, ticket + sample
+        )
+        self._parity.finished(
+            Candidate(ticket, sample, admitted.due, compared_prompt, segments, server, places.began)
+        )
+
+    async def _grade(self, prompt: Prompt, completion: Completion, ungraded: list[str]) -> Grade:
+        """Return the grade, NaN if nothing can judge the rollout."""
+        try:
+            if completion.down is not None:
+                raise completion.down
+            return await self._graders[prompt.task].grade(
+                completion.text, prompt, completion.verdict, completion.truncated
+            )
+        except GraderDown as reason:
+            ungraded.append(str(reason))
+        # Not malformed: nobody has judged it.
+        return Grade(math.nan, False, format_ok=True, error=True)

@@ -1,10 +1,14 @@
 """How far ahead of the learner prompts are drawn. With `pipeline.window: auto`, no
 farther than keeps the learner from waiting.
 
-    L    seconds from the draw of a batch's last prompt until the batch is complete; the largest of the last N batches
-    T    seconds from the moment when the learner takes a batch until the next version is published; a running mean
+    L    seconds from the draw of a batch's last prompt until the batch is complete;
+         the largest of the last N batches
+    T    seconds from the moment when the learner takes a batch until the next version
+         is published; a running mean
 
-    W = ceil(L / T) + 1    batches are drawn but not trained: the learner trains the first, and the last has (W - 1) T seconds
+    W = ceil(L / T) + 1 batches are drawn but not trained
+
+The learner trains the first of them, and the last has (W - 1) T seconds.
 
 The law of the pipeline (`base/admission.py`) allows k + 1 batches; the window starts
 with k + 1 and is never larger.
@@ -43,19 +47,20 @@ class Window:
 
     def __init__(self, recipe: Recipe, tickets: int) -> None:
         self._prompts = recipe.batch.prompts
-        self._most = recipe.pipeline.window_steps
+        self._largest = recipe.pipeline.window_steps  # k + 1
         self._auto = recipe.pipeline.window == "auto" and recipe.pipeline.kind == "pipeline-rl"
-        self.tickets = tickets if tickets and self._auto else self._most * self._prompts
-        self._steps = math.ceil(self.tickets / self._prompts)  # W
+        self.tickets = self._largest * self._prompts
+        if tickets and self._auto:
+            self.tickets = tickets
+        self._width = math.ceil(self.tickets / self._prompts)  # W
         self._steady = True  # not widening, and no evaluation is running
-        self._drawn: dict[
-            int, float
-        ] = {}  # by step of a measured batch: when its last prompt was drawn
-        self._taken: tuple[int, float] | None = (
-            None  # the step that the learner trains, and when it began
-        )
-        self._busy = 0.0  # T; 0 before the first step
-        self._recent: deque[float] = deque(maxlen=self._most)  # L of each of the last N batches
+        # When the last prompt of each measured batch was drawn, by the batch's step.
+        self._draw_times: dict[int, float] = {}
+        # The step that the learner trains, and when it took the batch.
+        self._training: tuple[int, float] | None = None
+        self._step_seconds = 0.0  # T; 0 before the first step
+        # L of each of the last N batches.
+        self._batch_seconds: deque[float] = deque(maxlen=self._largest)
 
     @property
     def batches(self) -> float:
@@ -67,47 +72,72 @@ class Window:
         """Number of publications in which the window widens from 0 to k + 1. An
         evaluation farther away has no effect yet.
         """
-        return math.ceil(self._most / RAMP)
+        return math.ceil(self._largest / RAMP)
 
-    def drawn(self, batches: int) -> None:
+    def note_drawn(self, batches: int) -> None:
         """Note that all prompts of the first `batches` batches are drawn."""
-        if self._steady and self._busy:
-            self._drawn[batches - 1] = asyncio.get_running_loop().time()
+        if self._steady and self._step_seconds:
+            self._draw_times[batches - 1] = _loop_time()
 
-    def complete(self, batches: int) -> None:
+    def note_complete(self, batches: int) -> None:
         """Note that the first `batches` batches are complete."""
-        now = asyncio.get_running_loop().time()
-        for step in [step for step in self._drawn if step < batches]:
-            self._recent.append(now - self._drawn.pop(step))
+        complete_steps = [step for step in self._draw_times if step < batches]
+        for step in complete_steps:
+            self._batch_seconds.append(_loop_time() - self._draw_times.pop(step))
 
-    def taken(self, step: int) -> None:
+    def note_taken(self, step: int) -> None:
         """Note that the learner takes this step's batch. Not called in a replay."""
-        self._taken = step, asyncio.get_running_loop().time()
+        self._training = (step, _loop_time())
 
-    def published(self, version: int, evaluation: int) -> None:
+    def note_published(self, version: int, evaluation: int) -> None:
         """Adapt the window at a publication. evaluation: number of versions until the
         next evaluation, 0 while one runs.
         """
-        now = asyncio.get_running_loop().time()
-        if self._taken is not None and self._taken[0] + 1 == version and self._steady:
-            self._busy += (SMOOTHING if self._busy else 1.0) * (now - self._taken[1] - self._busy)
-        self._taken = None
+        self._measure_step(version)
         if not self._auto:
             return
-        before = self._steps
-        memory = self._recent.maxlen or 0
-        if longest := max(
-            [*self._recent, *(now - drawn for drawn in self._drawn.values())], default=0.0
-        ):
-            closed = self._needed(CLOSES * longest) if len(self._recent) == memory else self._most
-            self._steps = max(min(self._steps, closed), self._needed(OPENS * longest))
-        if self._steps != before:
-            self._recent = deque(self._recent, min(2 * memory, LONGEST_MEMORY * self._most))
-        least = math.ceil((self._most - RAMP * evaluation) * self._prompts)
-        wanted = max(self._steps * self._prompts, least)
-        self.tickets = min(wanted, self.tickets + math.ceil(RAMP * self._prompts))
-        self._steady = self.tickets == self._steps * self._prompts and evaluation > 0
+        self._adapt_width()
+        # Have the full width, k + 1 batches, when an evaluation takes servers away.
+        width_for_evaluation = self._largest - RAMP * evaluation
+        tickets = max(self._width * self._prompts, math.ceil(width_for_evaluation * self._prompts))
+        self.tickets = min(tickets, self.tickets + math.ceil(RAMP * self._prompts))
+        self._steady = self.tickets == self._width * self._prompts and evaluation > 0
 
-    def _needed(self, seconds: float) -> int:
+    def _measure_step(self, version: int) -> None:
+        """Update T with the step that ends with this version."""
+        training = self._training
+        self._training = None
+        if training is None or not self._steady:
+            return
+        step, start = training
+        if step + 1 != version:
+            return
+        seconds = _loop_time() - start
+        weight = SMOOTHING if self._step_seconds else 1.0
+        self._step_seconds += weight * (seconds - self._step_seconds)
+
+    def _adapt_width(self) -> None:
+        """Change W if the longest batch needs a wider window, or a narrower one is
+        clearly enough.
+        """
+        incomplete = [_loop_time() - drawn_at for drawn_at in self._draw_times.values()]
+        longest = max([*self._batch_seconds, *incomplete], default=0.0)
+        if not longest:
+            return
+        memory = self._batch_seconds.maxlen or 0
+        width_before = self._width
+        narrow_width = self._largest
+        if len(self._batch_seconds) == memory:
+            narrow_width = self._width_for(CLOSES * longest)
+        self._width = max(min(self._width, narrow_width), self._width_for(OPENS * longest))
+        if self._width != width_before:
+            longer_memory = min(2 * memory, LONGEST_MEMORY * self._largest)
+            self._batch_seconds = deque(self._batch_seconds, longer_memory)
+
+    def _width_for(self, seconds: float) -> int:
         """Return W for an L of `seconds`."""
-        return min(math.ceil(seconds / self._busy) + 1, self._most)
+        return min(math.ceil(seconds / self._step_seconds) + 1, self._largest)
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()

@@ -210,7 +210,7 @@ class _SimulatedRun:
         kept = self.recipe.batch.zero_variance == "keep"
         while True:
             self.changed.clear()
-            if schedule.is_due(step) and (servers := schedule.begin(step)):
+            if schedule.is_due(step) and (servers := schedule.pin_servers(step)):
                 tasks.create_task(self._evaluate(step, servers))
             decision = decide(Next(LEARNER, step, step), self.pipeline.view(step))
             start = now()
@@ -218,7 +218,7 @@ class _SimulatedRun:
                 case TrainStep():
                     tickets = self.pipeline.admission.batch(step)
                     assert tickets is not None
-                    self.pipeline.window.taken(step)
+                    self.pipeline.window.note_taken(step)
                     chosen = [self.tickets[t] for t in tickets]
                     lengths = [
                         n + self.work.prompt_tokens
@@ -303,7 +303,7 @@ class _SimulatedRun:
             for _ in range(min(self.places.limit * len(servers), count)):
                 workers.create_task(work())
         self.pipeline.state.apply(_evaluated(version))
-        self.pipeline.evaluations.end(version)
+        self.pipeline.evaluations.unpin_servers(version)
         self._on_change()
 
     def _on_change(self) -> None:

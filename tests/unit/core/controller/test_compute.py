@@ -138,7 +138,7 @@ def test_servers_that_have_joined_are_counted_over_both_lives(
     life = Life(tmp_path, monkeypatch, session, 0.0)
     assert life.publish(0, 1.0) == Spent(10.0, 10.0, 0.0)
     life.clock.join(2)  # of two GPUs each
-    assert life.clock.held == 14
+    assert life.clock.devices == 14
     assert life.publish(1, 2.0) == Spent(24.0, 10.0, 0.0)
     life.clock.join(1)
     assert life.publish(2, 3.0) == Spent(36.0, 10.0, 0.0)

@@ -24,7 +24,14 @@ from tests.unit.core.controller.test_servers import servers_of
 
 def controller_of(servers: Servers, failures: list[str]) -> Any:
     """A controller that takes notes of publications, and the reasons to end its run."""
-    return SimpleNamespace(servers=servers, _fail=failures.append, _on_change=lambda: None)
+    return controller_with(servers=servers, _fail=failures.append, _on_change=lambda: None)
+
+
+def controller_with(**parts: Any) -> Any:
+    """A controller with these parts only."""
+    controller: Any = Controller.__new__(Controller)
+    vars(controller).update(parts)
+    return controller
 
 
 def broken(server: int, version: int) -> Published:
@@ -66,7 +73,7 @@ def test_the_only_server_misses_three_publications(
             assert servers.membership.members[0].state in ("clean", "unknown")
             assert not failures
             servers.membership.publish([0], 1, "a")
-            await Controller.published(told, broken(0, 1))
+            await told.published(broken(0, 1))
         assert servers.membership.members[0].state == state
         assert bool(failures) == failed
         if failed:
@@ -93,9 +100,9 @@ def test_a_joined_server_misses_three_publications_and_the_last_is_told_twice() 
         members.seen(joined.server)
         for _ in range(PUBLISH_TRIES):
             members.publish([joined.server], 1, "a")
-            await Controller.published(told, broken(joined.server, 1))
+            await told.published(broken(joined.server, 1))
         assert members.leaves(joined.server)
-        await Controller.published(told, broken(joined.server, 1))
+        await told.published(broken(joined.server, 1))
         while joined.server in servers.clients:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
@@ -112,7 +119,7 @@ def test_a_status_that_cannot_be_written_for_a_moment_ends_nothing(
 ) -> None:
     monkeypatch.setattr(module, "STATUS_S", 0.01)
     rundir = RunDir(tmp_path / "run")
-    told: Any = SimpleNamespace(
+    told = controller_with(
         rundir=rundir,
         stop_reason="",
         recipe=SimpleNamespace(start_limit_s=60.0),
@@ -124,10 +131,11 @@ def test_a_status_that_cannot_be_written_for_a_moment_ends_nothing(
             seconds_without=lambda: 0.0, membership=SimpleNamespace(joined=dict)
         ),
         _address="",
+        _status_is_written=True,
     )
 
     async def scenario() -> None:
-        ticking = asyncio.create_task(Controller._tick(told))
+        ticking = asyncio.create_task(told._watch())
         for said in (1, 2):
             while len(caplog.records) < said:
                 await asyncio.sleep(0.01)

@@ -70,7 +70,7 @@ def test_a_server_that_puts_requests_back_gets_fewer(
 
     async def scenario() -> list[int]:
         servers = servers_of(3)
-        servers._told_to_retract = lends
+        servers._lends_memory = lends
         places = servers.places
         places.refresh()
         for _ in range(3 * 64):

@@ -85,8 +85,8 @@ def run(
     windows = {}
 
     class Watched(Window):
-        def published(self, version: int, evaluation: int) -> None:
-            super().published(version, evaluation)
+        def note_published(self, version: int, evaluation: int) -> None:
+            super().note_published(version, evaluation)
             windows[version] = self.batches
 
     with pytest.MonkeyPatch.context() as patch:
