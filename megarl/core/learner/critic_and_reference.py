@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from megarl.core.algorithm import gae
 from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments
+from megarl.core.algorithm.advantages import critic as gae
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.algorithm.losses.terms import VALUE_METRICS, value_loss
 from megarl.core.learner.microbatch import MicroBatch

@@ -26,13 +26,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megarl.core.algorithm.advantages import NOTHING_SEEN
+from megarl.core.algorithm.advantages import NOTHING_SEEN, with_advantages
 from megarl.core.algorithm.batch import (
     TrainSequence,
     advantage_statistics,
     sequences_in_loss,
     unrewarded,
-    with_advantages,
 )
 from megarl.core.algorithm.losses import policy_loss, terms
 from megarl.core.algorithm.losses.terms import Tokens
