@@ -311,8 +311,8 @@ class Journal(JournalReader):
 
     def applied(self, record: JournalRecord) -> Applied:
         """Apply the record to `state` and return its bytes, which must be passed to
-        `write` in the order of these calls. ValueError, without any change, if the record
-        contradicts the state.
+        `write` in the order of these calls. ValueError, without any change, if the
+        record contradicts the state.
         """
         data = file.packed(record)
         self.state.apply(record)
