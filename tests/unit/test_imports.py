@@ -106,6 +106,7 @@ PLUG_INS = {
         f"core.algorithm.losses.{kind}"
         for kind in ("cispo", "dppo", "gmpo", "gspo", "own", "reinforce")
     ),  # one loss a file
+    "core.algorithm.advantages.teacher",  # one kind of advantage a file
     "core.models.head.passes",  # one of two, chosen by the device
     "tasks.environments.guessing",  # one environment a file
     "tasks.agents.calculator",  # started by name, as a user's
