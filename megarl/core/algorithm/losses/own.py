@@ -44,10 +44,12 @@ def load_loss(section: Loss) -> PolicyLoss:
 
 def _mistake(returned: object, tokens: Tokens) -> str:
     """Return the first fault of a loss's result for these tokens; empty if none."""
-    is_pair = isinstance(returned, tuple) and len(returned) == 2
-    if not is_pair or not isinstance(returned[1], dict):
-        return f"a {type(returned).__name__}, not (losses, metrics)"
+    not_a_pair = f"a {type(returned).__name__}, not (losses, metrics)"
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        return not_a_pair
     losses, metrics = returned
+    if not isinstance(metrics, dict):
+        return not_a_pair
     return _mistake_in_losses(losses, tokens) or _mistake_in_metrics(metrics, tokens)
 
 
