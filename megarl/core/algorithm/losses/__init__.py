@@ -60,18 +60,17 @@ def _bounded_loss(
     bare: PolicyLoss, tokens: Tokens, section: Loss
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the bare loss with the recipe's correction and sequence mask."""
-    corrects = section.correction != "none"
     masked = None
     if section.sequence_mask is not None:
         masked = terms.sequences_outside(tokens, *section.sequence_mask)
     bounded = tokens
-    if corrects:
+    if section.correction != "none":
         bounded = terms.with_finite_ratios(tokens, True)
     elif masked is not None:
         bounded = terms.with_finite_ratios(tokens, masked)
     losses, own_metrics = bare(bounded, section)
     metrics = terms.ratio_metrics(tokens) | own_metrics
-    if corrects:
+    if section.correction != "none":
         ratio = bounded.log_ratio.exp()
         factor = terms.correction_factor(ratio, section.correction, section.lower, section.cap)
         metrics["corrected_share"] = (factor < 1).float()
