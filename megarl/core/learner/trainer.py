@@ -34,7 +34,7 @@ from megarl.core.algorithm.batch import (
     unrewarded,
 )
 from megarl.core.algorithm.losses import policy_loss, terms
-from megarl.core.algorithm.losses.terms import Tokens
+from megarl.core.algorithm.losses.terms import TokenLoss, Tokens
 from megarl.core.base.messages import Score, Scored
 from megarl.core.base.types import Batch
 from megarl.core.learner.critic_and_reference import CriticModel, ReferenceModel
@@ -72,7 +72,7 @@ class PolicyModel(TrainedNetwork):
         self.replays = recipe.model.moe.routing_replay
         if supervised:
             self.head = self.lm_head(1.0)
-            self._loss = terms.cross_entropy
+            self._loss: TokenLoss = terms.cross_entropy
         else:
             self.head = self.lm_head(recipe.sampling.temperature)
             self._loss = policy_loss(recipe.loss, recipe.reference)
