@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.core.algorithm.batch import TrainSequence, sequences_in_loss, with_advantages
+from megarl.core.algorithm.advantages import with_advantages
+from megarl.core.algorithm.batch import TrainSequence, sequences_in_loss
 from megarl.core.base.messages import Score, ScoredRollout
 from megarl.core.base.types import Batch
 from megarl.core.learner.trainer import Trainer

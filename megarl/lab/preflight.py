@@ -233,7 +233,7 @@ def check_own_loss(recipe: Recipe) -> None:
 
     code = (
         "import sys; from megarl.core.recipe import Loss; from megarl.core.algorithm.losses.own"
-        " import own; own(Loss.model_validate_json(sys.argv[1], strict=False))"
+        " import load_loss; load_loss(Loss.model_validate_json(sys.argv[1], strict=False))"
     )
     if said := import_problem(code, recipe.loss.model_dump_json()):
         told = said.partition("MegarlError: ")[2]

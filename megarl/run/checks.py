@@ -323,6 +323,6 @@ def _history(rundir: RunDir) -> str:
     ]
     if os.path.isdir(rundir.checkpoints) and any(rundir.checkpoints.glob("step-*")):
         steps.append("checkpoints")
-    if JournalReader(rundir.rollouts).begun():
+    if JournalReader(rundir.rollouts).has_tickets():
         steps.append("a journal")
     return ", ".join(steps)

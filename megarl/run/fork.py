@@ -74,7 +74,7 @@ def check(recipe: Recipe) -> None:
         of_layout = key == "resources.learner_ranks" or key.endswith("_parallel")
         if start < step and of_layout:
             raise MegarlError(f"{key}: {old!r} in {parent.recipe}, {new!r} now, and {replays}")
-    reader.before(step)
+    reader.state_before(step)
     if start < step:
         law = reader.fold().admission
         oldest = max(start, law.forgotten // law.prompts_per_batch)
@@ -118,7 +118,7 @@ def begin(recipe: Recipe, rundir: RunDir) -> None:
         )
         kept = [line for line in lines if (parsed(line) or {}).get("step", end) < end]
         write_atomically(target, "".join(kept).encode())
-    state = _forked(JournalReader(parent.rollouts).before(step), recipe, rows[step - 1])
+    state = _forked(JournalReader(parent.rollouts).state_before(step), recipe, rows[step - 1])
     if recipe.data.shares != load(str(parent.recipe)).data.shares:
         state.drawn_before = {task: history.drawn for task, history in state.tasks.items()}
     file.create(rundir.rollouts / f"{0:06}.journal", file.head(state.snapshot()))

@@ -144,7 +144,7 @@ def opened(run: Path) -> tuple[RunDir, Recipe, Endpoints]:
         [f"run.dir={json.dumps(str(path.parent))}", f"run.name={json.dumps(path.name)}"],
     )
     endpoints = rundir.endpoints()
-    JournalReader(rundir.rollouts).begun()  # raises for another schema
+    JournalReader(rundir.rollouts).has_tickets()  # raises for another schema
     if recipe.resources.colocate or recipe.weights.transport == "cuda_ipc":
         key = (
             "resources.colocate=true" if recipe.resources.colocate else "weights.transport=cuda_ipc"

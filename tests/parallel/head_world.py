@@ -111,7 +111,7 @@ def on_this_rank(case: Case, at: torch.Tensor, length: int, sequence_parallel: b
         hidden_states=states,
         output_layer=layer,
         output_weight=None,
-        context=SimpleNamespace(at=at, labels=case.labels),
+        context=SimpleNamespace(positions=at, labels=case.labels),
         vocab_size=case.vocabulary,
         temperature=case.temperature,
         precision=torch.float32,

@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from megarl.core.algorithm.batch import sequences_in_loss, with_advantages
+from megarl.core.algorithm.advantages import with_advantages
+from megarl.core.algorithm.batch import sequences_in_loss
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment
 from megarl.core.controller.teacher import TeacherServers
 from megarl.core.recipe import Recipe

@@ -1,8 +1,10 @@
 """Pack a step's sequences into micro-batches for every data-parallel rank, balanced by
 cost. Pure functions of lengths.
 
-    lengths ─► as few rounds as longest-first filling needs ─► bins, filled by tokens or by cost, whichever trains faster
-            ─► sorted by cost: each round has a similar micro-batch for every rank ─► the costliest to the least loaded rank
+    lengths ─► as few rounds as longest-first filling needs
+            ─► bins, filled by tokens or by cost, whichever trains faster
+            ─► sorted by cost: each round has a similar micro-batch for every rank
+            ─► the costliest to the least loaded rank
 
 A sequence has a cost per token (matrices) and per pair of positions (attention), so
 16,000 tokens in one sequence take longer than in eight. Ranks wait for each other once
@@ -25,17 +27,18 @@ class Cost:
 
     token: float = 1.0  # per token
     pair: float = 0.0  # per pair of positions, in layers with full attention
-    local_pair: float = (
-        0.0  # per pair in layers that attend within chunks or, if `window` is not 0, windows
-    )
+    # Per pair in layers that attend within chunks or, if `window` is not 0, windows.
+    local_pair: float = 0.0
     chunk: int = 1
     window: int = 0
 
     def of(self, tokens: int) -> float:
-        whole, rest = divmod(tokens, self.chunk)
-        local = whole * self.chunk**2 + rest**2
+        """Return the cost of a sequence of so many tokens."""
         if self.window:
             local = tokens**2 - max(tokens - self.window, 0) ** 2
+        else:
+            full_chunks, remainder = divmod(tokens, self.chunk)
+            local = full_chunks * self.chunk**2 + remainder**2
         return self.token * tokens + (self.pair * tokens**2 + self.local_pair * local) / 2
 
     def attention(self, tokens: int) -> float:
@@ -59,9 +62,10 @@ def cost_of(model: Architecture) -> Cost:
     2204.02311, appendix B).
     """
     pair = LAYER_PASSES * 2 * (model.query + model.attended)
+    layers = LAYER_PASSES * 2 * model.body_parameters
+    head = HEAD_PASSES * 2 * model.embedding_parameters
     return Cost(
-        token=LAYER_PASSES * 2 * model.body_parameters
-        + HEAD_PASSES * 2 * model.embedding_parameters,
+        token=layers + head,
         pair=pair * (model.layers - model.local_layers),
         local_pair=pair * model.local_layers,
         chunk=model.attention_chunk or 1,
@@ -88,47 +92,67 @@ def pack(
     """
     if one_size:
         max_tokens = max(max_tokens, max(lengths, default=0))
-    order = sorted(
-        range(len(lengths)), key=lambda i: -lengths[i]
-    )  # stable: equal lengths stay in order
-    alone = [[i] for i in order if lengths[i] > max_tokens]
-    rest = order[len(alone) :]
-    tokens = sum(lengths[i] for i in rest)
-    rounds = -(-(len(alone) + -(-tokens // max_tokens)) // data_parallel)
-    while (
-        filled := _by_tokens(lengths, rest, rounds * data_parallel - len(alone), max_tokens)
-    ) is None:
-        rounds += 1
+    # Stable: equal lengths stay in order.
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    oversized = [[i] for i in longest_first if lengths[i] > max_tokens]
+    others = longest_first[len(oversized) :]
+    filled = _fewest_bins(lengths, others, max_tokens, len(oversized), data_parallel)
     costs = [cost.of(n) for n in lengths]
-    # Micro-batches of one size differ only in the cost of attention.
-    apart = [cost.attention(n) for n in lengths] if one_size else costs
-    candidates = [_deal(alone + filled, apart, data_parallel)]
-    if (
-        cost != BY_TOKENS
-        and (filled := _by_cost(lengths, rest, len(filled), max_tokens, costs)) is not None
-    ):
-        candidates.append(_deal(alone + filled, apart, data_parallel))
-    return min(candidates, key=lambda packed: step_cost(packed, lengths, cost, one_size))
+    differing_costs = costs
+    if one_size:  # micro-batches of one size differ only in the cost of attention
+        differing_costs = [cost.attention(n) for n in lengths]
+    by_tokens = _deal(oversized + filled, differing_costs, data_parallel)
+    if cost == BY_TOKENS:
+        return by_tokens
+    filled_by_cost = _by_cost(lengths, others, len(filled), max_tokens, costs)
+    if filled_by_cost is None:
+        return by_tokens
+    by_cost = _deal(oversized + filled_by_cost, differing_costs, data_parallel)
+    return min(by_tokens, by_cost, key=lambda packed: step_cost(packed, lengths, cost, one_size))
 
 
-def sizes_to_try(longest: int, most: int) -> list[int]:
+def _fewest_bins(
+    lengths: Sequence[int], order: list[int], max_tokens: int, oversized: int, data_parallel: int
+) -> list[list[int]]:
+    """Return as few bins as the sequences need, so that with the `oversized` ones every
+    rank has the same number.
+    """
+    tokens = sum(lengths[i] for i in order)
+    bins_needed = oversized + _ceiling(tokens, max_tokens)
+    rounds = _ceiling(bins_needed, data_parallel)
+    while True:
+        filled = _by_tokens(lengths, order, rounds * data_parallel - oversized, max_tokens)
+        if filled is not None:
+            return filled
+        rounds += 1
+
+
+def sizes_to_try(longest: int, limit: int) -> list[int]:
     """Return the sizes in tokens, ascending, that `learner.microbatch_tokens: auto`
     tries: a quarter and a half of the longest sequence, to extrapolate from; its
-    length; then four sizes per doubling, up to `most` and 16 times its length.
+    length; then four sizes per doubling, up to `limit` and 16 times its length.
     """
-    more = {longest * quarter * 2**octave // 4 for octave in range(5) for quarter in (4, 5, 6, 7)}
-    parts = {max(1, longest // 4), max(1, longest // 2), longest}
-    return sorted(parts | {n for n in more if n <= min(most, 16 * longest)})
+    sizes = {max(1, longest // 4), max(1, longest // 2), longest}
+    limit = min(limit, 16 * longest)
+    for octave in range(5):
+        for quarters in (4, 5, 6, 7):
+            size = longest * quarters * 2**octave // 4
+            if size <= limit:
+                sizes.add(size)
+    return sorted(sizes)
 
 
 def step_cost(packed: Packed, lengths: Sequence[int], cost: Cost, one_size: bool = False) -> float:
     """Sum the cost of all rounds, each as long as its costliest micro-batch."""
-    fullest = max((sum(lengths[i] for i in m) for rank in packed for m in rank), default=0)
+    fullest = 0
+    for microbatches in packed:
+        for members in microbatches:
+            fullest = max(fullest, sum(lengths[i] for i in members))
 
-    def load(microbatch: list[int]) -> float:
+    def load(members: list[int]) -> float:
         if one_size:
-            return cost.token * fullest + sum(cost.attention(lengths[i]) for i in microbatch)
-        return sum(cost.of(lengths[i]) for i in microbatch)
+            return cost.token * fullest + sum(cost.attention(lengths[i]) for i in members)
+        return sum(cost.of(lengths[i]) for i in members)
 
     return sum(max(map(load, microbatches)) for microbatches in zip(*packed, strict=True))
 
@@ -142,10 +166,11 @@ def _by_tokens(
     contents: list[list[int]] = [[] for _ in range(bins)]
     loads = [(0, b) for b in range(bins)]
     for i in order:
-        load, b = loads[0]
-        if load + lengths[i] > max_tokens:
+        tokens, b = loads[0]
+        tokens += lengths[i]
+        if tokens > max_tokens:
             return None
-        heapq.heapreplace(loads, (load + lengths[i], b))
+        heapq.heapreplace(loads, (tokens, b))
         contents[b].append(i)
     return contents
 
@@ -158,14 +183,14 @@ def _by_cost(
     """
     contents: list[list[int]] = [[] for _ in range(bins)]
     tokens = np.zeros(bins, np.int64)
-    so_far = np.zeros(bins)
+    loads = np.zeros(bins)
     for i in order:
-        possible = np.where(tokens + lengths[i] <= max_tokens, so_far, np.inf)
-        b = int(possible.argmin())
-        if possible[b] == np.inf:
+        possible_loads = np.where(tokens + lengths[i] <= max_tokens, loads, np.inf)
+        b = int(possible_loads.argmin())
+        if possible_loads[b] == np.inf:
             return None
         tokens[b] += lengths[i]
-        so_far[b] += costs[i]
+        loads[b] += costs[i]
         contents[b].append(i)
     return contents
 
@@ -174,16 +199,20 @@ def _deal(microbatches: list[list[int]], costs: Sequence[float], data_parallel: 
     """Give all ranks micro-batches of similar cost in each round, the costliest to the
     rank with the least cost so far.
     """
-    loaded = sorted(
-        ((sum(costs[i] for i in m), m) for m in microbatches), key=lambda pair: -pair[0]
-    )
+    loads: list[float] = []
+    for members in microbatches:
+        loads.append(sum(costs[i] for i in members))
+    costliest_first = sorted(range(len(microbatches)), key=lambda m: -loads[m])
     ranks: Packed = [[] for _ in range(data_parallel)]
     totals = [0.0] * data_parallel
-    for start in range(0, len(loaded), data_parallel):
-        hungriest_first = sorted(range(data_parallel), key=lambda r: totals[r])
-        for rank, (load, microbatch) in zip(
-            hungriest_first, loaded[start : start + data_parallel], strict=True
-        ):
-            ranks[rank].append(microbatch)
-            totals[rank] += load
+    for start in range(0, len(costliest_first), data_parallel):
+        dealt = costliest_first[start : start + data_parallel]
+        least_loaded_first = sorted(range(data_parallel), key=lambda rank: totals[rank])
+        for rank, m in zip(least_loaded_first, dealt, strict=True):
+            ranks[rank].append(microbatches[m])
+            totals[rank] += loads[m]
     return ranks
+
+
+def _ceiling(n: int, divisor: int) -> int:
+    return -(-n // divisor)

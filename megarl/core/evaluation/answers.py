@@ -1,10 +1,11 @@
 """The files of an evaluation: every answer, and metrics over all of them. `megarl eval`
 and runs write the same files.
 
-    OUT/SUITE/answers.jsonl     one Answer per line, in order of arrival            OUT: of `megarl eval`,
-    OUT/SUITE/settings.json     the settings of the answers; written first               or RUN/evaluations/step-0000020,
-    OUT/SUITE/result.json       Result: metrics of all answers; written last             where SUITE may also be a task
+    OUT/SUITE/answers.jsonl   one Answer per line, in order of arrival
+    OUT/SUITE/settings.json   the settings of the answers; written first
+    OUT/SUITE/result.json     Result: metrics of all answers; written last
 
+OUT: of `megarl eval`, or RUN/evaluations/step-0000020, where SUITE may also be a task.
 `id` and `sample` identify an answer. A later row replaces an earlier one of the same id
 and sample, such as a void one (nothing could be generated).
 """
@@ -53,16 +54,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     entropy: float | None
     void: str = ""  # why nothing could be generated; it then counts as wrong
     reward: float | UnsetType = UNSET  # in suites with `rewards`: best@k chooses by this
-    scores: dict[str, float] | UnsetType = (
-        UNSET  # of several graders by name (`answer`: the first), and `total`
-    )
+    # Of several graders by name (`answer`: the first), and `total`.
+    scores: dict[str, float] | UnsetType = UNSET
     difficulty: int | UnsetType = UNSET  # from the data set
     choices: tuple[str, ...] | UnsetType = UNSET  # in multiple choice: the texts that were scored
     loglikelihoods: tuple[float, ...] | UnsetType = UNSET  # of each choice, in nats
     chosen: int | UnsetType = UNSET  # index of the likeliest choice
-    chosen_normalised: int | UnsetType = (
-        UNSET  # index of the choice that is likeliest relative to its length
-    )
+    # Index of the choice that is likeliest relative to its length.
+    chosen_normalised: int | UnsetType = UNSET
 
     @property
     def by_length(self) -> bool | None:
@@ -89,9 +88,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     time: float  # Unix seconds
     versions: dict[str, str]
     pass_rates: dict[str, float] | UnsetType = UNSET
-    proxy_and_trusted: dict[str, tuple[float, float]] | UnsetType = (
-        UNSET  # by prompt id, with a trusted grader: means
-    )
+    # By prompt id, with a trusted grader: means.
+    proxy_and_trusted: dict[str, tuple[float, float]] | UnsetType = UNSET
 
 
 class SuiteDir:
@@ -100,8 +98,8 @@ class SuiteDir:
     which the whole controller would wait.
     """
 
-    def __init__(self, out: Path, suite: str) -> None:
-        self.path = out / suite
+    def __init__(self, folder: Path, suite: str) -> None:
+        self.path = folder / suite
         self.answers = self.path / "answers.jsonl"
         self.settings = self.path / "settings.json"
         self.result = self.path / "result.json"
@@ -134,12 +132,14 @@ class SuiteDir:
         return [latest[key] for key in sorted(latest)]
 
     def write_result(self, result: Result) -> None:
-        write_atomically(
-            self.result, json.dumps(msgspec.to_builtins(result), indent=2).encode() + b"\n"
-        )
+        """Write the result, complete or not at all."""
+        text = json.dumps(msgspec.to_builtins(result), indent=2) + "\n"
+        write_atomically(self.result, text.encode())
 
     def read_result(self) -> Result:
-        if (result := _decoded(self.result, 1, contents(self.result), Result)) is None:
+        """Return the result. MegarlError if the file is not one."""
+        result = _decoded(self.result, 1, contents(self.result), Result)
+        if result is None:
             raise MegarlError(f"{self.result}: not the result of an evaluation: it is not JSON")
         return result
 
@@ -156,8 +156,9 @@ def read_answers(path: Path) -> Iterable[Answer]:
             yield answer
 
 
-def suites_in(out: Path) -> list[str]:
-    return sorted(path.parent.name for path in out.glob("*/answers.jsonl"))
+def suites_in(folder: Path) -> list[str]:
+    """Return the names of the suites with answers in `folder`."""
+    return sorted(path.parent.name for path in folder.glob("*/answers.jsonl"))
 
 
 def _decoded[T: (Answer, Result)](path: Path, number: int, data: bytes, kind: type[T]) -> T | None:
@@ -171,6 +172,8 @@ def _decoded[T: (Answer, Result)](path: Path, number: int, data: bytes, kind: ty
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     if result.schema_version != SCHEMA_VERSION:
-        made = f"written in schema version {result.schema_version}"
-        raise MegarlError(f"{path}:{number}: {made}, this version of megarl reads {SCHEMA_VERSION}")
+        raise MegarlError(
+            f"{path}:{number}: written in schema version {result.schema_version}, this version of"
+            f" megarl reads {SCHEMA_VERSION}"
+        )
     return result

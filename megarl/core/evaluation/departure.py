@@ -41,6 +41,7 @@ class Departure:
 
     @property
     def below(self) -> bool:
+        """Whether the score is below the bound, not above."""
         return self.score < self.bound
 
 
@@ -66,15 +67,20 @@ def lasting_departure(evaluations: Sequence[Row]) -> Departure | None:
     """
     newest = evaluations[-IN_A_ROW:]
     earlier = evaluations[:-IN_A_ROW]
-    found = []
-    for row in earlier:
-        name = str(row.get("predicted_score", PASS_RATE))
-        for bound in _bounds(row, row is earlier[-1]):
-            if all(_breaks(late, name, bound) for late in newest):
-                found.append(
-                    Departure(name, newest[-1][name], newest[-1]["step"], bound.value, row["step"])
+    departures: list[Departure] = []
+    for forecast in earlier:
+        name = str(forecast.get("predicted_score", PASS_RATE))
+        for bound in _bounds(forecast, forecast is earlier[-1]):
+            if all(_breaks(row, name, bound) for row in newest):
+                departure = Departure(
+                    name,
+                    score=newest[-1][name],
+                    step=newest[-1]["step"],
+                    bound=bound.value,
+                    forecast_step=forecast["step"],
                 )
-    return max(found, key=lambda one: abs(one.score - one.bound), default=None)
+                departures.append(departure)
+    return max(departures, key=lambda d: abs(d.score - d.bound), default=None)
 
 
 def _bounds(forecast: Row, last: bool) -> Iterator[_Bound]:

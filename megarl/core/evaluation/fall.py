@@ -1,6 +1,7 @@
 """Whether a run's held-out score has fallen for certain.
 
-    RUN/evaluations/step-N/TASK/result.json ─► each prompt's pass rate ─► judge ─► columns of eval.jsonl
+    RUN/evaluations/step-N/TASK/result.json ─► each prompt's pass rate
+                                            ─► judge ─► columns of eval.jsonl
 
 Each evaluation asks the same prompts, so two of them are compared prompt by prompt: how
 hard a prompt is cancels out. The mean of the newest 1, 2, 4, … evaluations is compared
@@ -58,9 +59,8 @@ def judge(
     same prompts. planned: evaluations of the whole run. rate: the chance of a false
     alarm in it.
     """
-    from scipy.special import (
-        stdtrit,
-    )  # slow to import, and 35 MB that a GPU benchmark's archive can leave out
+    # Slow to import, and 35 MB that a GPU benchmark's archive can leave out.
+    from scipy.special import stdtrit
 
     evaluations, prompts = scores.shape
     if evaluations < 2 or prompts < 2:
@@ -73,7 +73,11 @@ def judge(
 
 def comparisons(evaluations: int) -> int:
     """Return how many comparisons are made in a run of so many evaluations."""
-    return sum(end - 2 * width + 1 for end in range(2, evaluations + 1) for width in _widths(end))
+    count = 0
+    for end in range(2, evaluations + 1):
+        for width in _widths(end):
+            count += end - 2 * width + 1
+    return count
 
 
 def _widths(evaluations: int) -> list[int]:
@@ -86,12 +90,14 @@ def _falls(steps: Sequence[int], scores: np.ndarray) -> Iterator[ScoreFall]:
     it.
     """
     evaluations, prompts = scores.shape
-    sums = np.concatenate([np.zeros((1, prompts)), np.cumsum(scores, axis=0)])
+    # [evaluations + 1, prompts]: sums over all earlier evaluations
+    sums_before = np.concatenate([np.zeros((1, prompts)), np.cumsum(scores, axis=0)])
     for width in _widths(evaluations):
-        newest = (sums[-1] - sums[-1 - width]) / width
-        for begin in range(evaluations - 2 * width + 1):
-            earlier = (sums[begin + width] - sums[begin]) / width
-            yield _fall(steps[begin + width - 1], earlier - newest)
+        newest = (sums_before[-1] - sums_before[-1 - width]) / width
+        for start in range(evaluations - 2 * width + 1):
+            end = start + width
+            earlier = (sums_before[end] - sums_before[start]) / width
+            yield _fall(steps[end - 1], earlier - newest)
 
 
 def _fall(since: int, differences: np.ndarray) -> ScoreFall:
@@ -112,24 +118,32 @@ def fall_columns(evaluations: Path, version: int, tasks: Sequence[str], planned:
     """
     row: Row = {}
     for task in tasks:
-        known = _pass_rates(evaluations, version, task)
-        if version not in known:
+        by_step = _pass_rates(evaluations, version, task)
+        if version not in by_step:
             continue
-        same = sorted(set.intersection(*(set(rates) for rates in known.values())))
-        scores = np.array([[rates[prompt] for prompt in same] for rates in known.values()])
-        fall = judge(list(known), scores.reshape(len(known), len(same)), planned, RATE / len(tasks))
-        row |= _columns(fall, f"/{task}" if len(tasks) > 1 else "")
+        scores = _scores_of_same_prompts(list(by_step.values()))
+        fall = judge(list(by_step), scores, planned, RATE / len(tasks))
+        row |= _columns(fall, suffix=f"/{task}" if len(tasks) > 1 else "")
     return row
 
 
-def _columns(fall: ScoreFall | None, end: str) -> Row:
+def _scores_of_same_prompts(evaluations: Sequence[Mapping[str, float]]) -> np.ndarray:
+    """Return the pass rates [evaluations, prompts] of the prompts that are in all."""
+    prompts = sorted(set.intersection(*(set(rates) for rates in evaluations)))
+    scores = np.zeros((len(evaluations), len(prompts)))
+    for i, rates in enumerate(evaluations):
+        scores[i] = [rates[prompt] for prompt in prompts]
+    return scores
+
+
+def _columns(fall: ScoreFall | None, suffix: str) -> Row:
     if fall is None:
-        return {f"{WARNING}{end}": 0.0}
+        return {f"{WARNING}{suffix}": 0.0}
     return {
-        f"{WARNING}{end}": 1.0,
-        f"fall{end}": fall.fall,
-        f"fall_error{end}": fall.error,
-        f"fall_since{end}": fall.since,
+        f"{WARNING}{suffix}": 1.0,
+        f"fall{suffix}": fall.fall,
+        f"fall_error{suffix}": fall.error,
+        f"fall_since{suffix}": fall.since,
     }
 
 
@@ -140,7 +154,7 @@ def _pass_rates(evaluations: Path, version: int, task: str) -> dict[int, Mapping
         if not CHECKPOINT.fullmatch(folder.name) or step_of(folder) > version:
             continue
         with suppress(OSError, MegarlError):  # not written, or damaged
-            found = SuiteDir(folder, task).read_result().pass_rates
-            if found is not UNSET:
-                rates[step_of(folder)] = found
+            by_prompt = SuiteDir(folder, task).read_result().pass_rates
+            if by_prompt is not UNSET:
+                rates[step_of(folder)] = by_prompt
     return rates

@@ -27,16 +27,19 @@ def not_worth_it(row: Row, stop_when: str) -> str:
     """Return a text that says why a run with this `run.stop_when` may end at a row of
     eval.jsonl; empty if it may not.
     """
-    if not (price := STOP_WHEN.fullmatch(stop_when)) or "predicted_rest_high" not in row:
+    price = STOP_WHEN.fullmatch(stop_when)
+    if price is None or "predicted_rest_high" not in row:
         return ""
-    if price[2].lower() != row["compute_unit"]:  # the row may be of a life on other devices
+    least_gain, unit = price.groups()
+    if unit.lower() != row["compute_unit"]:  # the row may be of a life on other devices
         return ""
-    rest = row["predicted_hours"] - row["compute_hours"]
-    if rest <= 0 or row["predicted_rest_high"] >= float(price[1]) * rest:
+    hours_left = row["predicted_hours"] - row["compute_hours"]
+    gain = row["predicted_rest_high"]
+    if hours_left <= 0 or gain >= float(least_gain) * hours_left:
         return ""
     return (
-        f"the last {rest:,.4g} {price[2]}-hours are predicted to gain"
-        f" {_of(row)}{row['predicted_rest_high']:.4f} at most"
+        f"the last {hours_left:,.4g} {unit}-hours are predicted to gain {_of(row)}{gain:.4f} at"
+        " most"
     )
 
 
@@ -47,10 +50,10 @@ def words(row: Row) -> str:
     low = row["predicted_final_low"]
     high = row["predicted_final_high"]
     ceiling = f"ceiling {row['predicted_asymptote']:.3f}"
-    rest = f"{row['predicted_rest_high']:+.3f} at most in the rest"
+    gain = f"{row['predicted_rest_high']:+.3f} at most in the rest"
     return (
         f"{_of(row)}{row['predicted_final']:.3f} ({low:.3f}–{high:.3f}) at the end · {ceiling} ·"
-        f" {rest}"
+        f" {gain}"
     )
 
 

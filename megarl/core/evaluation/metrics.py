@@ -54,8 +54,12 @@ class Outcome(NamedTuple):
 
     @classmethod
     def of(cls, answer: Answer) -> Self:
-        values = (getattr(answer, name) for name in cls._fields)
-        return cls._make(None if value is UNSET else value for value in values)
+        """Return the outcome of an answer."""
+        values = []
+        for name in cls._fields:
+            value = getattr(answer, name)
+            values.append(None if value is UNSET else value)
+        return cls._make(values)
 
 
 def read_outcomes(answers: Path) -> list[Outcome]:
@@ -75,26 +79,30 @@ def choices(outcomes: Sequence[Outcome]) -> dict[str, Choice]:
     answer that is not void votes, `best` with rewards.
     """
 
-    def best(group: Sequence[Outcome], k: int) -> float:
-        return best_at_k(
-            [-math.inf if o.reward is None else o.reward for o in group],
-            [o.correct for o in group],
-            k,
-        )
-
-    choosers: dict[str, Choice] = {
-        "pass": lambda group, k: pass_at_k(sum(o.correct for o in group), len(group), k)
-    }
-    if any(o.vote for o in outcomes) and all(o.vote or o.void or not o.format_ok for o in outcomes):
-        choosers["maj"] = lambda group, k: maj_at_k(
-            [o.vote for o in group], [o.correct for o in group], k
-        )
+    choosers: dict[str, Choice] = {"pass": _right_at_all}
+    has_votes = any(o.vote for o in outcomes)
+    if has_votes and all(o.vote or o.void or not o.format_ok for o in outcomes):
+        choosers["maj"] = _by_vote
     if any(o.reward is not None for o in outcomes):
-        choosers["best"] = best
+        choosers["best"] = _by_reward
     return choosers
 
 
+def _right_at_all(group: Sequence[Outcome], k: int) -> float:
+    return pass_at_k(sum(o.correct for o in group), len(group), k)
+
+
+def _by_vote(group: Sequence[Outcome], k: int) -> float:
+    return maj_at_k([o.vote for o in group], [o.correct for o in group], k)
+
+
+def _by_reward(group: Sequence[Outcome], k: int) -> float:
+    rewards = [-math.inf if o.reward is None else o.reward for o in group]
+    return best_at_k(rewards, [o.correct for o in group], k)
+
+
 def by_prompt(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
+    """Return the outcomes of each prompt, in the order of prompts' first ones."""
     groups: defaultdict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         groups[outcome.id].append(outcome)
@@ -109,16 +117,36 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
         return {}
     prompts = by_prompt(outcomes)
     n = len(outcomes)
+    metrics = over_prompts(list(pass_rates(outcomes).values()), n).columns("pass_rate")
+    metrics["n_prompts"] = len(prompts)
+    metrics |= _rates(outcomes)
+    if any(o.by_length is not None for o in outcomes):
+        by_length = []
+        for group in prompts:
+            by_length.append(sum(bool(o.by_length) for o in group) / len(group))
+        metrics |= over_prompts(by_length, n).columns("pass_rate_by_length")
+    means = proxy_and_trusted(outcomes)
+    if means:
+        proxy, trusted = np.mean(list(means.values()), axis=0).tolist()
+        metrics["proxy_score"] = proxy
+        metrics["trusted_score"] = trusted
+    entropies = [o.entropy for o in outcomes if o.entropy is not None]
+    if entropies:
+        metrics["entropy"] = math.fsum(entropies) / len(entropies)
+    sizes = powers_up_to(min(len(group) for group in prompts))
+    for name, chance in choices(outcomes).items():
+        for k in sizes:
+            estimate = over_prompts([chance(group, k) for group in prompts], n, k)
+            metrics |= estimate.columns(f"{name}@{k}")
+    return metrics
+
+
+def _rates(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Return what share of completions ended badly, and their lengths."""
+    n = len(outcomes)
     lengths = [o.tokens for o in outcomes]
     p50, p95 = np.quantile(lengths, (0.5, 0.95), method="inverted_cdf").tolist()
-    metrics: dict[str, float] = {}
-
-    def add(name: str, values: Sequence[float], k: int = 1) -> None:
-        metrics[name], metrics[f"{name}_low"], metrics[f"{name}_high"] = over_prompts(values, n, k)
-
-    add("pass_rate", list(pass_rates(outcomes).values()))
-    metrics |= {
-        "n_prompts": len(prompts),
+    return {
         "truncation_rate": sum(o.truncated for o in outcomes) / n,
         "interruption_rate": sum(o.interrupted for o in outcomes) / n,
         "format_error_rate": sum(not o.format_ok for o in outcomes) / n,
@@ -129,43 +157,27 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
         "completion_tokens_p50": p50,
         "completion_tokens_p95": p95,
     }
-    if any(o.by_length is not None for o in outcomes):
-        add(
-            "pass_rate_by_length",
-            [sum(bool(o.by_length) for o in group) / len(group) for group in prompts],
-        )
-    if beside := proxy_and_trusted(outcomes):
-        metrics["proxy_score"], metrics["trusted_score"] = np.mean(
-            list(beside.values()), axis=0
-        ).tolist()
-    if entropies := [o.entropy for o in outcomes if o.entropy is not None]:
-        metrics["entropy"] = math.fsum(entropies) / len(entropies)
-    for name, chosen in choices(outcomes).items():
-        for k in powers_up_to(min(len(group) for group in prompts)):
-            add(f"{name}@{k}", [chosen(group, k) for group in prompts], k)
-    return metrics
 
 
 def pass_rates(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Return each prompt's share of right answers, by id."""
-    return {
-        group[0].id: sum(o.correct for o in group) / len(group) for group in by_prompt(outcomes)
-    }
+    rates: dict[str, float] = {}
+    for group in by_prompt(outcomes):
+        rates[group[0].id] = sum(o.correct for o in group) / len(group)
+    return rates
 
 
 def proxy_and_trusted(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
     """Return each prompt's mean reward and mean trusted score over answers that are not
     void; empty without such a grader.
     """
-    asked = by_prompt(o for o in outcomes if o.scores is not None and "trusted" in o.scores)
-    means = [
-        np.mean([(o.scores["total"], o.scores["trusted"]) for o in group if o.scores], axis=0)
-        for group in asked
-    ]
-    return {
-        group[0].id: (float(proxy), float(trusted))
-        for group, (proxy, trusted) in zip(asked, means, strict=True)
-    }
+    graded = (o for o in outcomes if o.scores is not None and "trusted" in o.scores)
+    means: dict[str, tuple[float, float]] = {}
+    for group in by_prompt(graded):
+        scores = [(o.scores["total"], o.scores["trusted"]) for o in group if o.scores]
+        proxy, trusted = np.mean(scores, axis=0)
+        means[group[0].id] = (float(proxy), float(trusted))
+    return means
 
 
 Z = 1.959963984540054
@@ -178,6 +190,10 @@ class Estimate(NamedTuple):
     mean: float
     low: float
     high: float
+
+    def columns(self, name: str) -> dict[str, float]:
+        """Return the columns of a result for the metric `name`."""
+        return {name: self.mean, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
 def pass_at_k(right: int, n: int, k: int) -> float:
@@ -194,15 +210,16 @@ def maj_at_k(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
     graded as right, the vote counts as right by that share.
     """
     by_vote: defaultdict[str, list[bool]] = defaultdict(list)
-    for vote, ok in zip(votes, correct, strict=True):
-        by_vote[vote].append(ok)
+    for vote, is_right in zip(votes, correct, strict=True):
+        by_vote[vote].append(is_right)
     silent = len(by_vote.pop("", []))
-    sizes = {vote: len(oks) for vote, oks in by_vote.items()}
+    sizes = Counter(len(answers) for answers in by_vote.values())
     total = 0.0
-    for vote, oks in by_vote.items():
-        if any(oks):
-            others = tuple(sorted(size for other, size in sizes.items() if other != vote))
-            total += sum(oks) / len(oks) * _wins(len(oks), others, silent, k)
+    for answers in by_vote.values():
+        if any(answers):
+            size = len(answers)
+            rivals = tuple(sorted((sizes - Counter([size])).elements()))
+            total += sum(answers) / size * _wins(size, rivals, silent, k)
     return total
 
 
@@ -210,18 +227,16 @@ def best_at_k(rewards: Sequence[float], correct: Sequence[bool], k: int) -> floa
     """Return the chance that the answer of highest reward among k is right. rewards,
     correct: [n]; ties have equal chances.
     """
-    n = len(rewards)
+    subsets = math.comb(len(rewards), k)
+    answers = Counter(rewards)
+    right = Counter(reward for reward, ok in zip(rewards, correct, strict=True) if ok)
     below = 0
     total = 0.0
-    tied = Counter(rewards)
-    right: Mapping[float, int] = Counter(
-        reward for reward, ok in zip(rewards, correct, strict=True) if ok
-    )
-    for reward in sorted(tied):
-        upto = below + tied[reward]
-        highest_here = (math.comb(upto, k) - math.comb(below, k)) / math.comb(n, k)
-        total += highest_here * right.get(reward, 0) / tied[reward]
-        below = upto
+    for reward in sorted(answers):
+        up_to_reward = below + answers[reward]
+        is_highest = (math.comb(up_to_reward, k) - math.comb(below, k)) / subsets
+        total += is_highest * right[reward] / answers[reward]
+        below = up_to_reward
     return total
 
 
@@ -241,16 +256,18 @@ def over_prompts(values: Sequence[float], answers: int, k: int = 1) -> Estimate:
     """
     n = len(values)
     p = math.fsum(values) / n
-    bound = p * (1 - p)
-    spread = math.fsum((value - p) ** 2 for value in values) / n
-    if spread > 0:
-        effective = min(
-            bound * n / spread * (student(answers - 1) / student(n - 1)) ** 2, answers / k
-        )
+    variance_of_one = p * (1 - p)
+    variance = math.fsum((value - p) ** 2 for value in values) / n
+    if variance > 0:
+        correction = (student(answers - 1) / student(n - 1)) ** 2
+        effective = min(variance_of_one * n / variance * correction, answers / k)
+    elif variance_of_one > 0:
+        effective = answers / k
     else:
-        effective = answers / k if bound > 0 else n
-    centre = (p + Z * Z / (2 * effective)) / (1 + Z * Z / effective)
-    half = Z / (1 + Z * Z / effective) * math.sqrt(bound / effective + (Z / (2 * effective)) ** 2)
+        effective = n
+    shrink = 1 + Z * Z / effective
+    centre = (p + Z * Z / (2 * effective)) / shrink
+    half = Z / shrink * math.sqrt(variance_of_one / effective + (Z / (2 * effective)) ** 2)
     return Estimate(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
 
 
@@ -263,33 +280,42 @@ def student(freedom: int) -> float:
 
 def powers_up_to(n: int) -> list[int]:
     """Return 1, 2, 4, … and n."""
-    return sorted({1 << b for b in range(n.bit_length()) if 1 << b <= n} | {n})
+    powers = {1 << bit for bit in range(n.bit_length())}
+    return sorted(powers | {n})
 
 
 @lru_cache(maxsize=1 << 16)
-def _wins(mine: int, others: tuple[int, ...], silent: int, k: int) -> float:
+def _wins(mine: int, rivals: tuple[int, ...], silent: int, k: int) -> float:
     """Return the chance that a vote is the one chosen among k of n answers. mine:
-    answers with this vote; others: numbers with each other vote; silent: without a
+    answers with this vote; rivals: numbers with each other vote; silent: without a
     vote. For each number `top` of the k answers with this vote, it counts the ways in
     which no other vote has more, divided by the number of votes that tie.
     """
-    n = mine + sum(others) + silent
+    n = mine + sum(rivals) + silent
     ways = 0.0
     for top in range(1, min(mine, k) + 1):
-        # rest[size, ties]: ways to take `size` answers with other votes, `ties` votes
-        # having `top` of them and none more
-        rest: dict[tuple[int, int], int] = {(0, 0): 1}
-        for size in others:
-            grown: defaultdict[tuple[int, int], int] = defaultdict(int)
-            for (taken, ties), count in rest.items():
-                for more in range(min(size, top, k - top - taken) + 1):
-                    grown[taken + more, ties + (more == top)] += count * math.comb(size, more)
-            rest = grown
-        after = sum(
-            n * math.comb(silent, k - top - taken) / (ties + 1) for (taken, ties), n in rest.items()
+        others = k - top
+        ways_of_others = sum(
+            count * math.comb(silent, others - votes) / (ties + 1)
+            for (votes, ties), count in _rival_votes(rivals, top, others).items()
         )
-        ways += math.comb(mine, top) * after
+        ways += math.comb(mine, top) * ways_of_others
     return ways / math.comb(n, k)
+
+
+def _rival_votes(rivals: tuple[int, ...], top: int, limit: int) -> dict[tuple[int, int], int]:
+    """Return by (votes, ties) in how many ways rivals can have `votes` answers, at most
+    `limit`, where `ties` of the rivals have `top` and none has more.
+    """
+    ways: dict[tuple[int, int], int] = {(0, 0): 1}
+    for size in rivals:
+        with_rival: defaultdict[tuple[int, int], int] = defaultdict(int)
+        for (votes, ties), count in ways.items():
+            for chosen in range(min(size, top, limit - votes) + 1):
+                reached = (votes + chosen, ties + 1 if chosen == top else ties)
+                with_rival[reached] += count * math.comb(size, chosen)
+        ways = with_rival
+    return ways
 
 
 VERSIONS = ("sglang", "torch", "transformers", "mpmath")
@@ -308,8 +334,10 @@ def settings_of(recipe: Recipe, rows: Rows) -> JsonObject:
     answers and prompts are not among them.
     """
     suite = rows.model_dump(mode="json", exclude={"samples", "prompts", "train", "weight"})
+    if suite.get("heldout") is None:
+        suite.pop("heldout", None)
     return {
-        "suite": {key: value for key, value in suite.items() if (key, value) != ("heldout", None)},
+        "suite": suite,
         "length": recipe.length.model_dump(mode="json", include=LENGTH),
         "temperature": recipe.evaluation.temperature,
         "top_p": recipe.evaluation.top_p,
@@ -321,6 +349,7 @@ def settings_of(recipe: Recipe, rows: Rows) -> JsonObject:
 def result_of(
     suite: str, model: str, samples: int, settings: JsonObject, outcomes: Sequence[Outcome]
 ) -> Result:
+    """Return the result of a suite, with the versions of what computed it."""
     versions = {"megarl": megarl.__version__, "python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in VERSIONS}
     return Result(

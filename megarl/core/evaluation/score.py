@@ -1,7 +1,8 @@
 """Asks the questions of suites: the loop that both a run's evaluations and `megarl
 eval` use.
 
-    Questions: prompts x samples ─► answer(), on servers that have the weights ─► Answer ─► keep
+    Questions: prompts x samples ─► answer(), on servers that have the weights
+                                 ─► Answer ─► keep
 
     Sampled     Sampler ─► Grader, Votes     answers are sampled here
     Choices     multiple_choice.py           choices are only scored
@@ -20,7 +21,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from megarl.core.base.contracts import Grade, Graders, answer_of
 from megarl.core.base.tokenizer import Tokenizer
@@ -46,6 +47,7 @@ class Asker:
     at_once: int  # number of concurrent answers
 
     def may_use(self, server: int, _version: int) -> bool:
+        """Return whether a request may go to this server, whatever its version."""
         return server in self.servers
 
 
@@ -53,7 +55,9 @@ class Named(Protocol):
     """A question, identified by its id."""
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """Unique in its suite."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,13 @@ class Questions[Asked: Named](ABC):
     @property
     def open(self) -> list[tuple[Asked, int]]:
         """The prompts and sample numbers that have no answer yet."""
-        there = {(answer.id, answer.sample) for answer in self.answered}
-        return [(p, n) for p in self.prompts for n in range(self.samples) if (p.id, n) not in there]
+        answered = {(answer.id, answer.sample) for answer in self.answered}
+        questions: list[tuple[Asked, int]] = []
+        for prompt in self.prompts:
+            for sample in range(self.samples):
+                if (prompt.id, sample) not in answered:
+                    questions.append((prompt, sample))
+        return questions
 
     @abstractmethod
     def answerer(self, asker: Asker) -> Callable[[Asked, int, Order], Awaitable[Answer]]:
@@ -91,75 +100,87 @@ class Sampled(Questions[Prompt]):
     rewards: Mapping[str, Reward] = field(default_factory=dict, kw_only=True)
 
     def answerer(self, asker: Asker) -> Callable[[Prompt, int, Order], Awaitable[Answer]]:
-        return partial(
-            self._answer, asker, Votes(self.rows.grader, asker.graders[self.name], self.answered)
-        )
+        """Return a function that samples and grades an answer."""
+        votes = Votes(self.rows.grader, asker.graders[self.name], self.answered)
+        return partial(self._answer, asker, votes)
 
     async def _answer(
-        self, asker: Asker, votes: Votes, asked: Prompt, sample: int, order: Order
+        self, asker: Asker, votes: Votes, prompt: Prompt, sample: int, order: Order
     ) -> Answer:
-        done = Completion()
+        completion = Completion()
         void = ""
         grade = Grade(0.0, False, format_ok=True)  # a void answer is not malformed
-        grader = asker.graders[self.name]
-        settings = asker.recipe.evaluation
-        ask = grader.grade if self.rewards else grader.grade_answer
-        job = Job(
-            prompt=asked,
-            order=order,
-            take=partial(asker.sampler.servers.places.take, order, asker.may_use),
-            salt=asker.salt,
-            thinking_tokens=asker.recipe.length.thinking_tokens[1],
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-        )
         try:
-            done = await asker.sampler.complete(job)
-            if done.down is not None:  # perhaps by the policy's doing
-                void = str(done.down)
+            completion = await asker.sampler.complete(_job(asker, prompt, order))
+            if completion.down is not None:  # perhaps by the policy's doing
+                void = str(completion.down)
             else:
-                grade = await ask(done.text, asked, done.verdict, done.truncated)
+                grade = await self._grade(asker, prompt, completion)
                 if math.isnan(grade.reward) and not grade.correct:
                     void = "no grader could judge it"
-        except Void as why:
-            void = str(why)
-        weighted = [
-            one.weight * grade.rewards[name] for name, one in self.rewards.items() if grade.rewards
-        ]
-        text = answer_of(done.text, asker.recipe.length.end_of_thinking)
+        except Void as reason:
+            void = str(reason)
+        text = answer_of(completion.text, asker.recipe.length.end_of_thinking)
+        completion_text = completion.text
+        if completion.episode is not None:
+            completion_text = asker.tokenizer.continued(completion.tokens)
         return Answer(
             suite=self.name,
-            id=asked.id,
+            id=prompt.id,
             sample=sample,
-            prompt=asker.tokenizer.decode(asked.tokens),
-            expected=" or ".join(asked.shown.answers),
-            completion=(
-                done.text if done.episode is None else asker.tokenizer.continued(done.tokens)
-            ),
+            prompt=asker.tokenizer.decode(prompt.tokens),
+            expected=" or ".join(prompt.shown.answers),
+            completion=completion_text,
             answer=text,
-            vote=await votes.of(asked.id, text, asked.shown.answer, grade.correct),
+            vote=await votes.of(prompt.id, text, prompt.shown.answer, grade.correct),
             correct=grade.correct,
-            truncated=not void and done.finish == "length",
-            interrupted=done.interrupted,
+            truncated=not void and completion.finish == "length",
+            interrupted=completion.interrupted,
             format_ok=grade.format_ok,
             grader_timeout=grade.timeout,
             grader_error=grade.error,
-            tokens=len(done.tokens),
-            entropy=_entropy(done),
+            tokens=len(completion.tokens),
+            entropy=_entropy(completion),
             void=void,
-            reward=sum(weighted) if weighted else UNSET,
+            reward=self._weighted_reward(grade),
             scores={**grade.rewards, "total": grade.reward} if grade.rewards else UNSET,
-            difficulty=asked.difficulty or UNSET,
+            difficulty=prompt.difficulty or UNSET,
         )
+
+    async def _grade(self, asker: Asker, prompt: Prompt, completion: Completion) -> Grade:
+        grader = asker.graders[self.name]
+        grade = grader.grade if self.rewards else grader.grade_answer
+        return await grade(completion.text, prompt, completion.verdict, completion.truncated)
+
+    def _weighted_reward(self, grade: Grade) -> float | UnsetType:
+        """Return the suite's reward; UNSET if it has none, or nothing was graded."""
+        if not grade.rewards or not self.rewards:
+            return UNSET
+        return sum(reward.weight * grade.rewards[name] for name, reward in self.rewards.items())
+
+
+def _job(asker: Asker, prompt: Prompt, order: Order) -> Job:
+    settings = asker.recipe.evaluation
+    return Job(
+        prompt=prompt,
+        order=order,
+        take=partial(asker.sampler.servers.places.take, order, asker.may_use),
+        salt=asker.salt,
+        thinking_tokens=asker.recipe.length.thinking_tokens[1],
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+    )
 
 
 def choose[Asked: Named](prompts: Iterable[Asked], count: int | None) -> list[Asked]:
     """Return at most `count` prompts (None: all), the same in every run, chosen by hash
     because the file may be sorted.
     """
-    return sorted(prompts, key=lambda p: hashlib.blake2b(p.id.encode(), digest_size=8).digest())[
-        :count
-    ]
+
+    def hashed(prompt: Asked) -> bytes:
+        return hashlib.blake2b(prompt.id.encode(), digest_size=8).digest()
+
+    return sorted(prompts, key=hashed)[:count]
 
 
 async def score(
@@ -170,20 +191,25 @@ async def score(
     cancel this. GraderDown (in an ExceptionGroup) if one cannot be graded.
     """
     answerers = {suite.name: suite.answerer(asker) for suite in questions}
-    open_ones = [(suite, asked, sample) for suite in questions for asked, sample in suite.open]
-    left = iter(enumerate(open_ones))
+    open_questions: list[tuple[str, Any, int]] = []
+    for suite in questions:
+        for prompt, sample in suite.open:
+            open_questions.append((suite.name, prompt, sample))
+    remaining = iter(enumerate(open_questions))
 
     async def work() -> None:
-        for n, (suite, asked, sample) in left:
-            keep(await answerers[suite.name](asked, sample, (0, n, sample)))
+        for n, (name, prompt, sample) in remaining:
+            keep(await answerers[name](prompt, sample, (0, n, sample)))
 
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(min(asker.at_once, len(open_ones))):
+        for _ in range(min(asker.at_once, len(open_questions))):
             tasks.create_task(work())
 
 
-def _entropy(done: Completion) -> float | None:
-    logprobs = np.concatenate(
-        [np.zeros(0, np.float32), *(s.logprobs for s in done.segments if s.trained)]
-    )
-    return float(-logprobs.mean(dtype=np.float64)) if len(logprobs) else None
+def _entropy(completion: Completion) -> float | None:
+    """Return the mean surprise of the sampled tokens, in nats; None without any."""
+    sampled = [s.logprobs for s in completion.segments if s.trained]
+    logprobs = np.concatenate([np.zeros(0, np.float32), *sampled])
+    if not len(logprobs):
+        return None
+    return float(-logprobs.mean(dtype=np.float64))

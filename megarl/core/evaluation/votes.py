@@ -1,8 +1,10 @@
 """The vote of each answer to a prompt in maj@k: one text for all equal answers.
 
     answer ─► right?            the expected answer
-           ─► extracted         the last box; else the last formula in dollars; else the last number; else all of it
-           ─► seen before?      the earlier text, if it is the same, the same number, or equal by the grader of mathematics
+           ─► extracted         the last box; else the last formula in dollars; else the
+                                last number; else all of it
+           ─► seen before?      the earlier text, if it is the same, the same number, or
+                                equal by the grader of mathematics
            ─► otherwise         its own text: a new vote
 
 Answers come one by one, and a vote is never taken back: if an answer equals two others
@@ -28,17 +30,18 @@ WITHOUT_VOTES = ("code", "format")
 
 class Votes:
     """The votes of one suite or task. name: of its grader, which compares formulas.
-    known: earlier answers.
+    answered: earlier answers.
     """
 
-    def __init__(self, name: str, grader: Grader, known: Iterable[Outcome] = ()) -> None:
+    def __init__(self, name: str, grader: Grader, answered: Iterable[Outcome] = ()) -> None:
         self._name = name
         self._grader = grader
         self._seen: defaultdict[str, list[str]] = defaultdict(list)
         self._one_by_one: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        for answer in known:
-            if answer.vote and not answer.correct and answer.vote not in self._seen[answer.id]:
-                self._seen[answer.id].append(answer.vote)
+        for answer in answered:
+            votes = self._seen[answer.id]
+            if answer.vote and not answer.correct and answer.vote not in votes:
+                votes.append(answer.vote)
 
     async def of(self, id: str, answer: str, expected: str, correct: bool) -> str:
         """Return the vote of this answer to the prompt `id`; "" for none."""
@@ -71,9 +74,11 @@ class Votes:
 
 def extracted(answer: str) -> str:
     """Return the part of an answer that states the result."""
-    if box := (last_box(answer) or "").strip():
+    box = (last_box(answer) or "").strip()
+    if box:
         return box
-    if (formula := last_formula(answer)) is not None:
+    formula = last_formula(answer)
+    if formula is not None:
         return formula.strip()
     numbers = NUMBER.findall(answer)
     return numbers[-1] if numbers else answer.strip()
@@ -89,10 +94,10 @@ def last_formula(text: str) -> str | None:
     while opening := OPENING.search(text, at):
         at = opening.start() + 1
         for mark, close in MARKS:
-            begin = opening.start() + len(mark)
-            if text.startswith(mark, opening.start()) and closings[close] > begin:
-                end = text.index(close, begin + 1)
-                formula = text[begin:end]
+            start = opening.start() + len(mark)
+            if text.startswith(mark, opening.start()) and closings[close] > start:
+                end = text.index(close, start + 1)
+                formula = text[start:end]
                 at = end + len(close)
                 break
     return formula

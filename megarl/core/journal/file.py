@@ -1,7 +1,8 @@
 """One file of the journal: its format, how records are written and read, and where its
 groups are.
 
-    header | snapshot | record | record | …          a record: mark, length, ticket of a group, checksums; then msgpack
+    header | snapshot | record | record | …
+    a record: mark, length, ticket of a group, checksums; then msgpack
 
 After a crash only the last record can be incomplete; damage anywhere else is an error.
 Record headers contain the ticket, so groups can be located without reading them.
@@ -49,10 +50,12 @@ class Entry(NamedTuple):
 
     @property
     def end(self) -> int:
+        """The offset after the record."""
         return self.offset + RECORD_HEADER.size + self.length
 
 
 def head(snapshot: Snapshot) -> bytes:
+    """Return the first bytes of a file."""
     return FILE_HEADER.pack(MAGIC, SCHEMA_VERSION) + packed(snapshot)
 
 
@@ -71,9 +74,10 @@ def write(fd: int, path: Path, size: int, data: bytes) -> None:
     """
     with writing(path):
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(fd, rest) :]
+            unwritten = memoryview(data)
+            while unwritten:
+                count = os.write(fd, unwritten)
+                unwritten = unwritten[count:]
             os.fsync(fd)
         except OSError:
             os.ftruncate(fd, size)
@@ -81,14 +85,16 @@ def write(fd: int, path: Path, size: int, data: bytes) -> None:
 
 
 def packed(record: JournalRecord) -> bytes:
+    """Return a record's header and payload."""
     payload = encode(record)
     ticket = record.group.ticket if isinstance(record, Finished) else -1
-    head = RECORD_HEADER.pack(MARK, len(payload), ticket, zlib.crc32(payload), 0)[:-4]
-    return b"".join((head, zlib.crc32(head).to_bytes(4, "little"), payload))
+    header = RECORD_HEADER.pack(MARK, len(payload), ticket, zlib.crc32(payload), 0)[:-4]
+    header_checksum = zlib.crc32(header).to_bytes(4, "little")
+    return header + header_checksum + payload
 
 
 def _entry(header: bytes, offset: int) -> Entry | None:
-    """Parse a record's header at `offset`; None if the header is incomplete or damaged."""
+    """Parse a record's header at `offset`; None if it is incomplete or damaged."""
     if len(header) < RECORD_HEADER.size:
         return None
     mark, length, ticket, checksum, header_checksum = RECORD_HEADER.unpack(header)
@@ -108,12 +114,11 @@ def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
         _check_header(path, file.read(FILE_HEADER.size))
         while (offset := file.tell()) < size:
             entry = _entry(file.read(RECORD_HEADER.size), offset)
-            payload = file.read(entry.length) if entry and payloads and entry.end <= size else b""
-            if (
-                not entry
-                or entry.end > size
-                or (payloads and zlib.crc32(payload) != entry.checksum)
-            ):
+            if entry is None or entry.end > size:
+                _check_tail(path, file, offset, size)
+                return
+            payload = file.read(entry.length) if payloads else b""
+            if payloads and zlib.crc32(payload) != entry.checksum:
                 _check_tail(path, file, offset, size)
                 return
             file.seek(entry.end)
@@ -125,9 +130,10 @@ def _check_header(path: Path, header: bytes) -> None:
         raise MegarlError(f"{path}: not a rollout journal (offset 0); move it away or restore it")
     version = FILE_HEADER.unpack(header)[1]
     if version != SCHEMA_VERSION:
-        why = f"written in schema version {version}, this version of megarl reads {SCHEMA_VERSION}"
-        advice = "continue with the version that began the run"
-        raise MegarlError(f"{path}: {why}; {advice}")
+        raise MegarlError(
+            f"{path}: written in schema version {version}, this version of megarl reads"
+            f" {SCHEMA_VERSION}; continue with the version that began the run"
+        )
 
 
 def _check_tail(path: Path, file: BinaryIO, offset: int, size: int) -> None:
@@ -135,30 +141,40 @@ def _check_tail(path: Path, file: BinaryIO, offset: int, size: int) -> None:
     cannot cause that, so the file is damaged. What was written since the file had
     `size` bytes is left out.
     """
-    begin = offset + 1
-    while size - begin >= RECORD_HEADER.size:
-        file.seek(begin)
-        part = file.read(min(SEARCHED_AT_ONCE, size - begin))
+    start = offset + 1
+    while size - start >= RECORD_HEADER.size:
+        file.seek(start)
+        part = file.read(min(SEARCHED_AT_ONCE, size - start))
         if not part:
             return  # it was cut meanwhile
-        at = part.find(MARK)
-        while at >= 0:
-            if _entry(part[at : at + RECORD_HEADER.size], 0) is not None:
-                advice = "restore the file from a backup"
-                raise MegarlError(
-                    f"{path}: damaged at offset {offset} (checksum), with intact records after it;"
-                    f" {advice}"
-                )
-            at = part.find(MARK, at + 1)
-        begin += max(1, len(part) - RECORD_HEADER.size + 1)  # a header may begin at the part's end
+        if _has_header(part):
+            raise MegarlError(
+                f"{path}: damaged at offset {offset} (checksum), with intact records after it;"
+                " restore the file from a backup"
+            )
+        # A header may begin at the part's end.
+        start += max(1, len(part) - RECORD_HEADER.size + 1)
+
+
+def _has_header(part: bytes) -> bool:
+    """Return whether an intact header of a record is in this part of a file."""
+    at = part.find(MARK)
+    while at >= 0:
+        if _entry(part[at : at + RECORD_HEADER.size], 0) is not None:
+            return True
+        at = part.find(MARK, at + 1)
+    return False
 
 
 def record_of(path: Path, entry: Entry, payload: bytes) -> JournalRecord:
+    """Decode a record. MegarlError if it is of an unknown kind."""
     try:
         return decode(payload, JournalRecord)
     except msgspec.MsgspecError as error:
-        why = f"not a record that this version of megarl knows: {error}"
-        raise MegarlError(f"{path}: offset {entry.offset}: {why}") from None
+        raise MegarlError(
+            f"{path}: offset {entry.offset}: not a record that this version of megarl knows:"
+            f" {error}"
+        ) from None
 
 
 def read(path: Path, offset: int) -> JournalRecord:
@@ -176,20 +192,26 @@ def read(path: Path, offset: int) -> JournalRecord:
 
 def snapshot(path: Path) -> Snapshot:
     """Return the state at the head of a file. MegarlError if it is damaged."""
-    head = next(scan(path), None)
-    found = record_of(path, *head) if head else None
-    if not isinstance(found, Snapshot):
-        raise MegarlError(
-            f"{path}: damaged at offset {FILE_HEADER.size}: no snapshot there; restore it from a"
-            " backup"
-        )
-    return found
+    for entry, payload in scan(path):
+        record = record_of(path, entry, payload)
+        if isinstance(record, Snapshot):
+            return record
+        break
+    raise MegarlError(
+        f"{path}: damaged at offset {FILE_HEADER.size}: no snapshot there; restore it from a backup"
+    )
 
 
-def fold(path: Path) -> tuple[State, GroupOffsets, int]:
-    """Replay a file: return the resulting state, an index of its groups, and the offset
-    after its last intact record.
-    """
+class Folded(NamedTuple):
+    """What a file's records add up to. end: the offset after the last intact one."""
+
+    state: State
+    groups: GroupOffsets
+    end: int
+
+
+def fold(path: Path) -> Folded:
+    """Replay a file."""
     state = State.restored(snapshot(path))
     groups = GroupOffsets()
     end = 0
@@ -203,4 +225,4 @@ def fold(path: Path) -> tuple[State, GroupOffsets, int]:
         if entry.ticket >= 0:
             groups[entry.ticket] = entry.offset
         end = entry.end
-    return state, groups, end
+    return Folded(state, groups, end)

@@ -1,12 +1,16 @@
 """The journal's files: one writer, any number of readers.
 
-    RUN/rollouts/000000.journal     header | snapshot | record | record | …
-                 000001.journal     header | snapshot (of all before) | record | …      a new file every ROTATE_BYTES
-                 lock               held by the one writer
+    RUN/rollouts/000000.journal   header | snapshot | record | record | …
+                 000001.journal   header | snapshot (of all before) | record | …
+                 …                a new file every ROTATE_BYTES
+                 lock             held by the one writer
 
-    controller ── applied(record) ──► state.apply(record), its bytes     on the event loop; nothing else changes the state
-                  put(bytes) ───────► one write, one fsync               in a thread (writer.py)
-    replay of a batch ── groups(tickets) ──► read back from disk; groups are not kept in memory
+    controller
+      applied(record) ─► state.apply(record), its bytes
+                         on the event loop; nothing else changes the state
+      write(bytes) ────► one write, one fsync, in a thread (writer.py)
+    replay of a batch
+      groups(tickets) ─► read back from disk; groups are not kept in memory
 
 A record that a crash left incomplete is cut off, with a message. Opening reads only the
 last file, because its snapshot is the state after all earlier ones. The snapshots also
@@ -31,7 +35,14 @@ from megarl.core.base.rundir import writing
 from megarl.core.base.types import Group
 from megarl.core.journal import file
 from megarl.core.journal.file import GroupOffsets
-from megarl.core.journal.records import Admitted, Finished, JournalRecord, Snapshot, State
+from megarl.core.journal.records import (
+    Admitted,
+    Finished,
+    JournalRecord,
+    Removed,
+    Snapshot,
+    State,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +63,15 @@ class Applied(NamedTuple):
 
     data: bytes
     ticket: int  # of a finished group, else -1
-    next_file: (
-        bytes  # the first bytes of the next file if this record fills the present one, else empty
-    )
+    # The first bytes of the next file if this record fills the present one, else empty.
+    next_file: bytes
+
+
+class FileStart(NamedTuple):
+    """The state of tickets when a file was begun."""
+
+    next_ticket: int
+    unfinished: frozenset[int]
 
 
 class JournalReader:
@@ -65,26 +82,29 @@ class JournalReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._searched: dict[int, GroupOffsets] = {}  # by number of the file
-        self._heads: dict[int, tuple[int, frozenset[int]]] = {}  # the same: `_tickets_at`
+        self._starts: dict[int, FileStart] = {}  # by number of the file
         self._last = -1
 
     def files(self) -> list[int]:
         """Return the numbers of the files, oldest first."""
         return sorted(int(p.stem) for p in self.path.glob("*.journal") if p.stem.isdecimal())
 
-    def begun(self) -> bool:
+    def has_tickets(self) -> bool:
         """Return whether any ticket was ever admitted."""
-        return any(
-            isinstance(record, Admitted)
-            or (isinstance(record, Snapshot) and record.next_ticket > 0)
-            for record in self.replay()
-        )
+        for record in self.replay():
+            if isinstance(record, Admitted):
+                return True
+            if isinstance(record, Snapshot) and record.next_ticket > 0:
+                return True
+        return False
 
     def replay(self, first: int = 0) -> Iterator[JournalRecord]:
         """Yield all records from file number `first` on, oldest first, including the
         snapshots at the heads of files.
         """
-        for number in (number for number in self.files() if number >= first):
+        for number in self.files():
+            if number < first:
+                continue
             for entry, payload in file.scan(self._file(number)):
                 yield file.record_of(self._file(number), entry, payload)
 
@@ -92,122 +112,134 @@ class JournalReader:
         """Return the state after all records, from the last snapshot and the records
         after it.
         """
-        if not (files := self.files()):
+        files = self.files()
+        if not files:
             raise MegarlError(
                 f"{self.path}: no journal here; give the directory of a run that has started"
             )
-        return file.fold(self._file(files[-1]))[0]
+        return file.fold(self._file(files[-1])).state
 
-    def before(self, step: int) -> State:
+    def state_before(self, step: int) -> State:
         """Return the state as if no ticket of batch `step` or later had been drawn, but
         with all evaluations of the run. MegarlError if earlier tickets are not settled,
         or if their records are gone.
         """
-        whole = self.fold()
-        tickets = whole.admission
-        wanted = step * whole.admission.prompts_per_batch
+        latest = self.fold()
+        tickets = latest.admission
+        slots = step * tickets.prompts_per_batch  # of the batches before
         first = tickets.first_ticket(step)
-        there = self.files()
-        later = bisect_right(there, first, key=lambda number: self._tickets_at(number)[0])
-        if not later or wanted < tickets.forgotten:
+        files = self.files()
+        later = bisect_right(files, first, key=lambda number: self._start(number).next_ticket)
+        if not later or slots < tickets.forgotten:
             raise MegarlError(
                 f"{self.path}: what was drawn before step {step} is gone (journal.keep)"
             )
-        number = there[later - 1]
+        number = files[later - 1]
         state = State.restored(file.snapshot(self._file(number)))
-        for record in (
-            self.replay(number) if wanted <= tickets.forgotten + len(tickets.queue) else ()
-        ):
-            ticket = (
-                record.group.ticket
-                if isinstance(record, Finished)
-                else getattr(record, "ticket", first)
-            )
-            if ticket < first:
-                state.apply(record)
-            if state.admission.next_ticket == first and not state.unfinished:
-                return structs.replace(state, evaluations=whole.evaluations)
+        if slots <= tickets.forgotten + len(tickets.queue):
+            for record in self.replay(number):
+                ticket = _ticket_of(record)
+                if ticket is not None and ticket < first:
+                    state.apply(record)
+                if state.admission.next_ticket == first and not state.unfinished:
+                    return structs.replace(state, evaluations=latest.evaluations)
         raise MegarlError(
             f"{self.path}: the batches before step {step} are not complete; give an earlier step"
         )
 
     def groups(self, tickets: Iterable[int]) -> tuple[Group, ...]:
         """Return the finished groups of these tickets, in this order, from disk."""
-        there = self._files_now()
-        return tuple(self._group(ticket, there) for ticket in tickets)
+        files = self._files_to_search()
+        return tuple(self._group(ticket, files) for ticket in tickets)
 
-    def finished(self, most: int | None = None) -> list[int]:
+    def finished(self, limit: int | None = None) -> list[int]:
         """Return the tickets of all finished groups that are still there, in the order
-        in which they were finished. most: only the newest, without a search of the
-        files before theirs.
+        in which they were finished. limit: only so many, the newest, without a search
+        of the files before theirs.
         """
-        newest_first = list[int]()
-        for number in reversed(self._files_now()):
-            if most is not None and len(newest_first) >= most:
+        newest_first: list[int] = []
+        for number in reversed(self._files_to_search()):
+            if limit is not None and len(newest_first) >= limit:
                 break
             newest_first += reversed(self._groups_of(number))
-        return newest_first[:most][::-1]
+        return newest_first[:limit][::-1]
 
-    def _group(self, ticket: int, there: Sequence[int]) -> Group:
-        """there: the numbers of the files."""
+    def _group(self, ticket: int, files: Sequence[int]) -> Group:
+        """Return the group of a ticket. files: the numbers of the files."""
         numbers = [number for number in self._searched if ticket in self._searched[number]]
         if not numbers:
-            after = bisect_left(
-                there, True, key=lambda number: self._finished_before(number, ticket)
-            )
-            numbers = list(there[max(after - 1, 0) : after])
+            numbers = self._files_that_may_have(ticket, files)
         for number in numbers:
             offset = self._groups_of(number).get(ticket)
             if offset is not None:
                 record = file.read(self._file(number), offset)
                 assert isinstance(record, Finished)
                 return record.group
-        gone = [self._file(n).name for n in range(max(there, default=0)) if n not in there]
-        names = ", ".join(gone[:3]) + " …" * (len(gone) > 3)
-        lost = f"; {names} may have had it, but is missing" if gone else ""
-        why = f"it is unfinished, removed or dropped (journal.keep){lost}"
-        raise MegarlError(f"{self.path}: ticket {ticket} has no group here: {why}")
+        missing = [self._file(n).name for n in range(max(files, default=0)) if n not in files]
+        reason = "it is unfinished, removed or dropped (journal.keep)"
+        if missing:
+            names = ", ".join(missing[:3])
+            if len(missing) > 3:
+                names += " …"
+            reason += f"; {names} may have had it, but is missing"
+        raise MegarlError(f"{self.path}: ticket {ticket} has no group here: {reason}")
 
-    def _finished_before(self, number: int, ticket: int) -> bool:
-        """Return whether the ticket was finished or removed before this file was begun."""
-        next_ticket, unfinished = self._tickets_at(number)
-        return ticket < next_ticket and ticket not in unfinished
+    def _files_that_may_have(self, ticket: int, files: Sequence[int]) -> list[int]:
+        """Return the last file that was begun before the ticket was finished or
+        removed, if there is one.
+        """
 
-    def _tickets_at(self, number: int) -> tuple[int, frozenset[int]]:
+        def is_settled(number: int) -> bool:
+            start = self._start(number)
+            return ticket < start.next_ticket and ticket not in start.unfinished
+
+        later = bisect_left(files, True, key=is_settled)
+        return list(files[max(later - 1, 0) : later])
+
+    def _start(self, number: int) -> FileStart:
         """Return the next ticket and the unfinished ones when this file was begun."""
-        if number not in self._heads:
+        if number not in self._starts:
             head = file.snapshot(self._file(number))
-            self._heads[number] = (
-                head.next_ticket,
-                frozenset(admitted.ticket for admitted in head.unfinished),
-            )
-        return self._heads[number]
+            unfinished = frozenset(admitted.ticket for admitted in head.unfinished)
+            self._starts[number] = FileStart(head.next_ticket, unfinished)
+        return self._starts[number]
 
     def _groups_of(self, number: int) -> GroupOffsets:
         if number not in self._searched:
-            entries = (entry for entry, _ in file.scan(self._file(number), payloads=False))
-            self._searched[number] = {
-                entry.ticket: entry.offset for entry in entries if entry.ticket >= 0
-            }
+            offsets = GroupOffsets()
+            for entry, _ in file.scan(self._file(number), payloads=False):
+                if entry.ticket >= 0:
+                    offsets[entry.ticket] = entry.offset
+            self._searched[number] = offsets
         return self._searched[number]
 
-    def _files_now(self) -> list[int]:
+    def _files_to_search(self) -> list[int]:
         """Return the numbers of the files. The last one of the previous call has grown
         since, so it is searched again.
         """
-        there = self.files()
+        files = self.files()
         self._searched.pop(self._last, None)
-        self._last = max(there, default=-1)
-        return there
+        self._last = max(files, default=-1)
+        return files
 
     def _file(self, number: int) -> Path:
         return self.path / f"{number:06}.journal"
 
 
+def _ticket_of(record: JournalRecord) -> int | None:
+    """Return the ticket that a record concerns; None if it concerns none."""
+    match record:
+        case Finished(group=group):
+            return group.ticket
+        case Admitted(ticket=ticket) | Removed(ticket=ticket):
+            return ticket
+    return None
+
+
 class Journal(JournalReader):
     """The one writer of a journal. `state` is the state after all records that were
     applied. Call `applied` and `forget` only in the thread that reads `state`; call
-    `put`, `drop` and `groups` in a single thread, too, which may be another one.
+    `write`, `drop` and `groups` in a single thread, too, which may be another one.
     """
 
     def __init__(self, path: Path, lock: int, rotate_bytes: int) -> None:
@@ -216,17 +248,17 @@ class Journal(JournalReader):
         self._rotate_bytes = rotate_bytes
         self._number = self.files()[-1]
         self._fd: int | None = os.open(self._file(self._number), os.O_WRONLY | os.O_APPEND)
-        self._ended: BaseException = MegarlError(
-            f"{path}: the journal is closed"
-        )  # raised by `put` once it is closed
-        self.state, self._searched[self._number], self._size = file.fold(self._file(self._number))
+        # Raised by `write` once the journal is closed.
+        self._failure: BaseException = MegarlError(f"{path}: the journal is closed")
+        last_file = self._file(self._number)
+        self.state, self._searched[self._number], self._size = file.fold(last_file)
         self._applied_size = self._size
-        if (
-            torn := os.fstat(self._fd).st_size - self._size
-        ):  # left incomplete by a crash; no process has used it
-            last = self._file(self._number)
+        torn_bytes = os.fstat(self._fd).st_size - self._size
+        if torn_bytes:  # left incomplete by a crash; no process has used it
             log.warning(
-                "%s: the last record was cut short by a crash; %d bytes removed", last, torn
+                "%s: the last record was cut short by a crash; %d bytes removed",
+                last_file,
+                torn_bytes,
             )
             os.ftruncate(self._fd, self._size)
             os.fsync(self._fd)
@@ -253,17 +285,17 @@ class Journal(JournalReader):
         except BaseException:
             os.close(lock)
             raise
-        known = journal.state.admission
-        for key, now, then in (
-            ("batch.prompts", prompts_per_batch, known.prompts_per_batch),
-            ("pipeline.k", max_lag, known.max_lag),
-            ("pipeline.kind, pipeline.k: steps of a phase", phase_steps, known.phase_steps),
+        admission = journal.state.admission
+        for key, value, recorded in (
+            ("batch.prompts", prompts_per_batch, admission.prompts_per_batch),
+            ("pipeline.k", max_lag, admission.max_lag),
+            ("pipeline.kind, pipeline.k: steps of a phase", phase_steps, admission.phase_steps),
         ):
-            if now != then:
+            if value != recorded:
                 journal.close()
                 raise MegarlError(
-                    f"{key}: {now}, but {path} was begun with {then}; keep it, or set another"
-                    " run.name"
+                    f"{key}: {value}, but {path} was begun with {recorded}; keep it, or set"
+                    " another run.name"
                 )
         return journal
 
@@ -272,15 +304,15 @@ class Journal(JournalReader):
         disk.
         """
         try:
-            self.put([self.applied(record) for record in records])
+            self.write([self.applied(record) for record in records])
         except BaseException:
             self.close()
             raise
 
     def applied(self, record: JournalRecord) -> Applied:
         """Apply the record to `state` and return its bytes, which must be passed to
-        `put` in the order of these calls. ValueError, without any change, if the record
-        contradicts the state.
+        `write` in the order of these calls. ValueError, without any change, if the
+        record contradicts the state.
         """
         data = file.packed(record)
         self.state.apply(record)
@@ -289,33 +321,38 @@ class Journal(JournalReader):
         if self._applied_size > self._rotate_bytes:
             next_file = file.head(self.state.snapshot())
             self._applied_size = len(next_file)
-        return Applied(data, record.group.ticket if isinstance(record, Finished) else -1, next_file)
+        ticket = record.group.ticket if isinstance(record, Finished) else -1
+        return Applied(data, ticket, next_file)
 
-    def put(self, applied: Sequence[Applied]) -> None:
+    def write(self, applied: Sequence[Applied]) -> None:
         """Write these bytes to disk, with one fsync per file, before returning. If that
         fails, raise MegarlError: the file then ends with the last complete write, the
         journal is closed, and every later call raises the same error.
         """
         if self._fd is None:
-            raise self._ended
+            raise self._failure
         try:
-            while applied:
-                count = next((n for n, one in enumerate(applied, 1) if one.next_file), len(applied))
-                self._write(self._fd, applied[:count])
-                if applied[count - 1].next_file:
-                    self._rotate(applied[count - 1].next_file)
-                applied = applied[count:]
+            part: list[Applied] = []  # of the present file
+            for record in applied:
+                part.append(record)
+                if record.next_file:
+                    self._write(self._fd, part)
+                    self._rotate(record.next_file)
+                    part = []
+            if part:
+                self._write(self._fd, part)
         except BaseException as failure:
-            self._ended = failure
+            self._failure = failure
             self.close()
             raise
 
     def _write(self, fd: int, applied: Sequence[Applied]) -> None:
-        file.write(fd, self._file(self._number), self._size, b"".join(one.data for one in applied))
-        for one in applied:
-            if one.ticket >= 0:
-                self._searched[self._number][one.ticket] = self._size
-            self._size += len(one.data)
+        data = b"".join(record.data for record in applied)
+        file.write(fd, self._file(self._number), self._size, data)
+        for record in applied:
+            if record.ticket >= 0:
+                self._searched[self._number][record.ticket] = self._size
+            self._size += len(record.data)
 
     def forget(self, step: int) -> int:
         """Note that batches before `step` are never needed again; return the first
@@ -333,7 +370,7 @@ class Journal(JournalReader):
                 self._searched.pop(number, None)
                 log.info("%s: dropped, all its groups were trained", self._file(number))
 
-    def _files_now(self) -> list[int]:
+    def _files_to_search(self) -> list[int]:
         return self.files()  # it knows what it has written
 
     def close(self) -> None:
@@ -367,16 +404,21 @@ def _lock(path: Path) -> int:
             lock_file(descriptor)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                known = holder(descriptor)
+                name = holder(descriptor)
                 os.close(descriptor)
-                waited = f"waited {LOCK_TIMEOUT_S:g} s"
-                if not known:
-                    raise MegarlError(f"{path.parent}: {unknown_holder(path)}; {waited}") from None
-                advice = "end that run first, or give this one another run.name"
-                raise MegarlError(
-                    f"{path.parent}: {known} writes this journal ({waited}); {advice}"
-                ) from None
+                raise _locked(path, name) from None
             time.sleep(0.1)
         else:
             name_holder(descriptor)
             return descriptor
+
+
+def _locked(path: Path, name: str) -> MegarlError:
+    """Return the error for a lock that the process `name` holds; empty if unknown."""
+    waited = f"waited {LOCK_TIMEOUT_S:g} s"
+    if not name:
+        return MegarlError(f"{path.parent}: {unknown_holder(path)}; {waited}")
+    return MegarlError(
+        f"{path.parent}: {name} writes this journal ({waited}); end that run first, or give this"
+        " one another run.name"
+    )

@@ -2,7 +2,7 @@
 forget, and the state that they add up to.
 
     State() ── apply(Session) ── apply(Admitted) ── apply(Finished) ── … ──►  State
-                                                        └─ snapshot() ─► Snapshot ─► State.restored()
+                                  └─ snapshot() ─► Snapshot ─► State.restored()
 
 Only `apply` changes a state, so the state before a crash and the one rebuilt after it
 are the same.
@@ -10,6 +10,7 @@ are the same.
 
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,6 +34,7 @@ class RecordClock:
         self.offset = written.stat().st_mtime - time.monotonic()
 
     def now(self) -> float:
+        """Return the time."""
         return self.offset + time.monotonic()
 
 
@@ -123,9 +125,8 @@ class TaskHistory(Record, frozen=True):
 
     drawn: int  # number of draws
     last: Admitted
-    pass_rates: dict[
-        str, float
-    ]  # of each prompt's latest group since the last reset, void groups left out
+    # Of each prompt's latest group since the last reset, void groups left out.
+    pass_rates: dict[str, float]
 
 
 class StateTotals(msgspec.Struct, kw_only=True):
@@ -177,13 +178,14 @@ class State(StateTotals):
     tasks: dict[str, TaskHistory] = {}
     evaluations: dict[int, Evaluated] = {}  # by version
 
-    def compute_hours(self, now: float) -> float:
-        """Return devices held × wall time up to `now`, in hours; earlier sessions count
-        up to their last record or status.
+    def compute_hours(self, time: float) -> float:
+        """Return devices held × wall time up to `time`, in hours; earlier sessions
+        count up to their last record or status.
         """
         if self.session is None:
             return 0.0
-        return self.earlier_hours + self.session.devices * max(0.0, now - self.session.time) / 3600
+        seconds = max(0.0, time - self.session.time)
+        return self.earlier_hours + self.session.devices * seconds / 3600
 
     def apply(self, record: JournalRecord) -> None:
         """Apply the next record. ValueError, without any change, if it contradicts
@@ -191,35 +193,11 @@ class State(StateTotals):
         """
         match record:
             case Admitted():
-                if record.ticket != self.admission.next_ticket:
-                    raise ValueError(
-                        f"ticket {record.ticket} is admitted where {self.admission.next_ticket} is"
-                        " next"
-                    )
-                self.admission.admit()
-                before = self.tasks.get(record.task)
-                pass_rates = {} if before is None or record.reset else before.pass_rates
-                drawn = 1 if before is None else before.drawn + 1
-                self.tasks[record.task] = TaskHistory(
-                    drawn=drawn, last=record, pass_rates=pass_rates
-                )
-                self.unfinished[record.ticket] = record
-            case Finished(group=group):
-                self.admission.finish(group.ticket)
-                admitted = self.unfinished.pop(group.ticket)
-                self.finished += 1
-                self.void += bool(group.void)
-                self.generated_tokens += sum(r.trained_tokens for r in group.rollouts)
-                if not group.void:
-                    self.tasks[admitted.task].pass_rates[admitted.prompt_id] = group.pass_rate
-                self.last_time = max(self.last_time, record.time)
+                self._admit(record)
+            case Finished():
+                self._finish(record)
             case Removed():
-                self.admission.remove(record.ticket)
-                admitted = self.unfinished.pop(record.ticket)
-                self.removed += 1
-                self.generated_tokens += record.generated_tokens
-                if record.pass_rate is not None:
-                    self.tasks[admitted.task].pass_rates[admitted.prompt_id] = record.pass_rate
+                self._remove(record)
             case PublishedVersion():
                 self.published_version = max(self.published_version, record.version)
                 self.last_time = max(self.last_time, record.time)
@@ -233,59 +211,104 @@ class State(StateTotals):
                 self.last_time = max(self.last_time, record.time)
                 self.evaluation_hours = max(self.evaluation_hours, record.evaluation_hours)
             case Session():
-                if record.session in self.earlier_sessions:
-                    raise ValueError(
-                        f"session {record.session} begins again, but a later one has ended it"
-                    )
-                if self.session is None or record.session != self.session.session:
-                    if self.session is not None:
-                        self.earlier_sessions += (self.session.session,)
-                        spent = max(
-                            self.compute_hours(self.last_time), record.spent - self.joined_hours
-                        )
-                        self.startup_hours += (
-                            0.0 if self.session_published else spent - self.earlier_hours
-                        )
-                        self.earlier_hours = spent
-                    self.session = record
-                    self.last_time = record.time
-                    self.session_published = False
+                self._begin_session(record)
             case Snapshot():
                 pass  # has only what was applied already
 
+    def _admit(self, record: Admitted) -> None:
+        if record.ticket != self.admission.next_ticket:
+            raise ValueError(
+                f"ticket {record.ticket} is admitted where {self.admission.next_ticket} is next"
+            )
+        self.admission.admit()
+        history = self.tasks.get(record.task)
+        drawn = 1
+        pass_rates: dict[str, float] = {}
+        if history is not None:
+            drawn = history.drawn + 1
+            if not record.reset:
+                pass_rates = history.pass_rates
+        self.tasks[record.task] = TaskHistory(drawn=drawn, last=record, pass_rates=pass_rates)
+        self.unfinished[record.ticket] = record
+
+    def _finish(self, record: Finished) -> None:
+        group = record.group
+        self.admission.finish(group.ticket)
+        admitted = self.unfinished.pop(group.ticket)
+        self.finished += 1
+        self.generated_tokens += sum(r.trained_tokens for r in group.rollouts)
+        if group.void:
+            self.void += 1
+        else:
+            self.tasks[admitted.task].pass_rates[admitted.prompt_id] = group.pass_rate
+        self.last_time = max(self.last_time, record.time)
+
+    def _remove(self, record: Removed) -> None:
+        self.admission.remove(record.ticket)
+        admitted = self.unfinished.pop(record.ticket)
+        self.removed += 1
+        self.generated_tokens += record.generated_tokens
+        if record.pass_rate is not None:
+            self.tasks[admitted.task].pass_rates[admitted.prompt_id] = record.pass_rate
+
+    def _begin_session(self, record: Session) -> None:
+        if record.session in self.earlier_sessions:
+            raise ValueError(f"session {record.session} begins again, but a later one has ended it")
+        if self.session is not None:
+            if record.session == self.session.session:
+                return
+            self.earlier_sessions += (self.session.session,)
+            hours_in_status = record.spent - self.joined_hours
+            spent = max(self.compute_hours(self.last_time), hours_in_status)
+            if not self.session_published:
+                self.startup_hours += spent - self.earlier_hours
+            self.earlier_hours = spent
+        self.session = record
+        self.last_time = record.time
+        self.session_published = False
+
     def snapshot(self) -> Snapshot:
-        a = self.admission
+        """Return the state as the head of a journal file."""
+        admission = self.admission
         return Snapshot(
-            prompts_per_batch=a.prompts_per_batch,
-            max_lag=a.max_lag,
-            phase_steps=a.phase_steps,
-            next_ticket=a.next_ticket,
-            forgotten=a.forgotten,
-            queue=np.array(a.queue, dtype=np.int32),
+            prompts_per_batch=admission.prompts_per_batch,
+            max_lag=admission.max_lag,
+            phase_steps=admission.phase_steps,
+            next_ticket=admission.next_ticket,
+            forgotten=admission.forgotten,
+            queue=np.array(admission.queue, dtype=np.int32),
             unfinished=tuple(self.unfinished.values()),
             tasks=self.tasks,
             evaluations=tuple(self.evaluations.values()),
-            **{name: getattr(self, name) for name in StateTotals.__struct_fields__},
+            **_totals(self),
         )
 
     @staticmethod
-    def restored(s: Snapshot) -> "State":
-        unfinished = {a.ticket: a for a in s.unfinished}
-        return State(
-            Admission(
-                s.prompts_per_batch,
-                s.max_lag,
-                s.phase_steps,
-                next_ticket=s.next_ticket,
-                forgotten=s.forgotten,
-                queue=s.queue.tolist(),
-                unfinished=unfinished,
-            ),
+    def restored(snapshot: Snapshot) -> "State":
+        """Return the state that a snapshot was made of."""
+        unfinished = {admitted.ticket: admitted for admitted in snapshot.unfinished}
+        admission = Admission(
+            snapshot.prompts_per_batch,
+            snapshot.max_lag,
+            snapshot.phase_steps,
+            next_ticket=snapshot.next_ticket,
+            forgotten=snapshot.forgotten,
+            queue=snapshot.queue.tolist(),
             unfinished=unfinished,
-            tasks={
-                t: msgspec.structs.replace(h, pass_rates=dict(h.pass_rates))
-                for t, h in s.tasks.items()
-            },
-            evaluations={e.version: e for e in s.evaluations},
-            **{name: getattr(s, name) for name in StateTotals.__struct_fields__},
         )
+        tasks = {}
+        for task, history in snapshot.tasks.items():
+            pass_rates = dict(history.pass_rates)
+            tasks[task] = msgspec.structs.replace(history, pass_rates=pass_rates)
+        return State(
+            admission,
+            unfinished=unfinished,
+            tasks=tasks,
+            evaluations={evaluated.version: evaluated for evaluated in snapshot.evaluations},
+            **_totals(snapshot),
+        )
+
+
+def _totals(state: StateTotals) -> dict[str, Any]:
+    """Return the fields that a state and its snapshot share."""
+    return {name: getattr(state, name) for name in StateTotals.__struct_fields__}

@@ -1,7 +1,8 @@
 """A journal that does not block the event loop: a record changes the state at once and
 is on disk when the write is awaited.
 
-    write(record) ─► state.apply, bytes ─► queue ─► [thread] all queued records: one write, one fsync ─► returns
+    write(record) ─► state.apply, bytes ─► queue
+                  ─► [thread] all queued records: one write, one fsync ─► returns
 
 `groups` first writes the queue, so every batch that the learner gets is on disk.
 """
@@ -27,20 +28,22 @@ class JournalWriter:
         self.state: State = journal.state
         self._thread = ThreadPoolExecutor(1, "journal")
         self._queue: list[tuple[Applied, asyncio.Future[None]]] = []
-        self._come = asyncio.Event()
+        self._has_records = asyncio.Event()
 
     def write(self, record: JournalRecord) -> "asyncio.Future[None]":
-        """Apply a record and queue it. Await the result to be sure that it is on disk."""
+        """Apply a record and queue it. Await the result to be sure that it is on
+        disk.
+        """
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append((self._journal.applied(record), written))
-        self._come.set()
+        self._has_records.set()
         return written
 
     async def run(self) -> None:
         """Write queued records until cancelled. Raises errors of the journal."""
         while True:
-            await self._come.wait()
-            self._come.clear()
+            await self._has_records.wait()
+            self._has_records.clear()
             await self.flush()
 
     async def flush(self) -> None:
@@ -49,21 +52,21 @@ class JournalWriter:
         """
         batch = self._queue
         self._queue = []
-        with (
-            spans.timed("controller/journal", "write", records=len(batch))
-            if batch
-            else nullcontext()
-        ):
-            await self._call(lambda: self._journal.put([applied for applied, _ in batch]))
+        records = [applied for applied, _ in batch]
+        timed = spans.timed("controller/journal", "write", records=len(batch))
+        with timed if batch else nullcontext():
+            await self._call(lambda: self._journal.write(records))
         for _, written in batch:
             if not written.cancelled():
                 written.set_result(None)
 
     async def groups(self, tickets: Sequence[int]) -> tuple[Group, ...]:
+        """Return the groups of these tickets, from disk."""
         await self.flush()
         return await self._call(lambda: self._journal.groups(tickets))
 
     async def drop_before(self, step: int) -> None:
+        """Delete the files that no batch from `step` on needs."""
         first_needed = self._journal.forget(step)
         await self._call(lambda: self._journal.drop(first_needed))
 

@@ -2,8 +2,10 @@
 training goes on, loaded at any layout. A critic's state is in the same checkpoint, so
 both are always of the same step.
 
-    save()   plan and copy (training stops for this) ──► a thread on each rank writes, and reads back for the checksums
-    poll()   all ranks have written? ──► the directory appears, old ones are deleted
+    save()   plan and copy (training stops for this)
+               └─► a thread on each rank writes, and reads back for the checksums
+    poll()   all ranks have written?
+               └─► the directory appears, old ones are deleted
 
 On a CPU a rank that has all of AdamW's state copies none of it, which would double the
 learner's memory: it writes from the state itself, while the next gradients are
@@ -21,18 +23,15 @@ same at every layout (optimizer.py corrects how they are gathered). The only oth
 of an optimiser is Adam's step count; the rest are settings.
 """
 
-import gc
-import json
 import logging
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import StateDict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
@@ -40,21 +39,16 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.core.algorithm.advantages import Moments
-from megarl.core.base.errors import Interrupted, MegarlError
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import from_rank_0, gathered
 from megarl.core.base.retention import Milestone, milestone_checkpoints, scored_checkpoints
-from megarl.core.base.rundir import RunDir, complete, rows_in_order, step_folder
-from megarl.core.base.types import Batch
-from megarl.core.journal.journal import JournalReader
-from megarl.core.learner import microbatch_size
+from megarl.core.base.rundir import step_folder
 from megarl.core.learner.network import out_of_memory_named
 from megarl.core.learner.optimizer import written_in_place
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import checkpoint
 from megarl.core.models.hf import everywhere
-from megarl.core.recipe import Recipe, load
-from megarl.core.weights.offload import Offload
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +68,16 @@ MOST_FAILURES = 3
 since the file system may fail only for a moment, and the steps since the last
 checkpoint would be trained again.
 """
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A checkpoint that is being written."""
+
+    path: Path
+    thread: threading.Thread  # writes this rank's part
+    # Megatron's, which raise a thread's error on all ranks, then ours.
+    finish: list[Callable[[], None]]
 
 
 class Checkpoints:
@@ -97,14 +101,13 @@ class Checkpoints:
         self.hf_source = hf_source
         self.milestones = milestones
         self.keep_best = keep_best
-        self._writing: tuple[Path, threading.Thread, list[Callable[[], None]]] | None = None
+        self._writing: _Write | None = None
         self.failures = 0
 
     def has_begun(self) -> bool:
         """Return whether the present state is being written."""
-        return self._writing is not None and self._writing[0] == step_folder(
-            self.folder, self.trainer.step
-        )
+        path = step_folder(self.folder, self.trainer.step)
+        return self._writing is not None and self._writing.path == path
 
     def save(self) -> None:
         """Begin to write the present state, unless it is on disk already. First wait
@@ -112,22 +115,16 @@ class Checkpoints:
         """
         self.poll(blocking=True)
         trainer = self.trainer
-        step, path = trainer.step, step_folder(self.folder, trainer.step)
-        if step == 0 or from_rank_0(path in checkpoint.complete(self.folder)):
+        path = step_folder(self.folder, trainer.step)
+        if trainer.step == 0 or from_rank_0(path in checkpoint.complete(self.folder)):
             return
-        begin = time.monotonic()
-        model = trainer.recipe.model.model_dump(mode="json")
-        critic = trainer.critic is not None
-        source = str(self.hf_source)
-        meta = checkpoint.CheckpointMeta(
-            step=step, version=step, hf_source=source, model=model, critic=critic
-        )
+        start = time.monotonic()
         with out_of_memory_named(
             "learner.optimizer_offload", "gathering the optimiser for a checkpoint; set it"
         ):
             state = _state(trainer, is_loading=False)
         try:
-            request = checkpoint.begin(path, state, meta)
+            request = checkpoint.begin(path, state, self._meta())
         except MegarlError as error:
             return self._failed(error)
         thread = threading.Thread()  # does nothing: for a rank that has nothing to write
@@ -136,47 +133,56 @@ class Checkpoints:
             arguments = (rank, request.preload_fn(), results)
             thread = threading.Thread(target=request.async_fn, args=arguments, name="checkpoint")
         thread.start()
-        self._writing = path, thread, request.finalize_fns
+        self._writing = _Write(path, thread, request.finalize_fns)
         if any(written_in_place(network.optimizer) for network in trainer.trained):
             trainer.before_update = self._wait_for_own_part
-        log.info("checkpoint %s: the step stopped for %.2f s", path.name, time.monotonic() - begin)
+        log.info("checkpoint %s: the step stopped for %.2f s", path.name, time.monotonic() - start)
+
+    def _meta(self) -> checkpoint.CheckpointMeta:
+        trainer = self.trainer
+        return checkpoint.CheckpointMeta(
+            step=trainer.step,
+            version=trainer.step,
+            hf_source=str(self.hf_source),
+            model=trainer.recipe.model.model_dump(mode="json"),
+            critic=trainer.critic is not None,
+        )
 
     def poll(self, blocking: bool = False) -> None:
         """Complete a write that all ranks have finished. blocking: wait until they
         have. If a rank could not write its part, all ranks count that in `failures`, or
         raise at the last one.
         """
-        if self._writing is None:
+        writing = self._writing
+        if writing is None:
             return
-        path, thread, steps = self._writing
-        while any(gathered(thread.is_alive())):
+        while any(gathered(writing.thread.is_alive())):
             if not blocking:
                 return
-            thread.join(
-                LOOK_S
-                # not to its end: a rank that waits for others in a collective gives up
-                # after its limit
-            )
+            # Not to its end: a rank that waits for others in a collective gives up
+            # after its limit.
+            writing.thread.join(LOOK_S)
         self._writing = None
         try:
-            with checkpoint.whole_or_gone(path):
-                for (
-                    step
-                ) in steps:  # megatron's, which raise a thread's error on all ranks, then ours
-                    step()
+            with checkpoint.whole_or_gone(writing.path):
+                for finish in writing.finish:
+                    finish()
         except MegarlError as error:
             return self._failed(error)
         self.failures = 0
         if dist.get_rank() == 0:
             self._prune()
-            size = sum(file.stat().st_size for file in path.iterdir())
-            free = shutil.disk_usage(path).free
-            if free < size:
-                what = (
-                    "the next checkpoint, of %.1f GB, will not fit on the disk, which has %.1f GB"
-                    " left; free some"
-                )
-                log.warning(f"%s: {what}", self.folder, size / 1e9, free / 1e9)
+            self._warn_if_disk_is_full(writing.path)
+
+    def _warn_if_disk_is_full(self, path: Path) -> None:
+        size = sum(file.stat().st_size for file in path.iterdir())
+        free = shutil.disk_usage(path).free
+        if free < size:
+            text = (
+                "the next checkpoint, of %.1f GB, will not fit on the disk, which has %.1f GB"
+                " left; free some"
+            )
+            log.warning(f"%s: {text}", self.folder, size / 1e9, free / 1e9)
 
     def _wait_for_own_part(self) -> None:
         """Wait until this rank has written the tensors that an update changes. Usually
@@ -184,10 +190,10 @@ class Checkpoints:
         """
         if self._writing is None:
             return
-        _, thread, _ = self._writing
-        begin = time.monotonic()
-        thread.join()
-        if (waited := time.monotonic() - begin) > LOOK_S:
+        start = time.monotonic()
+        self._writing.thread.join()
+        waited = time.monotonic() - start
+        if waited > LOOK_S:
             log.info(
                 "the update waited %.1f s for the checkpoint, which is written from the weights"
                 " themselves",
@@ -195,20 +201,19 @@ class Checkpoints:
             )
 
     def _prune(self) -> None:
-        kept = list(milestone_checkpoints(self.folder, self.milestones).values())
+        to_keep = list(milestone_checkpoints(self.folder, self.milestones).values())
         if self.keep_best:
-            kept += scored_checkpoints(self.folder)
-        checkpoint.prune(self.folder, self.keep, kept)
+            to_keep += scored_checkpoints(self.folder)
+        checkpoint.prune(self.folder, self.keep, to_keep)
 
     def _failed(self, error: MegarlError) -> None:
         """Count a failed write. Raise its error if it is the last one, or if other
         ranks may not know of it.
         """
         self.failures += 1
-        known = error.__cause__ is None or isinstance(
-            error.__cause__, (CheckpointException, MegarlError)
-        )
-        if self.failures == MOST_FAILURES or not known:
+        cause = error.__cause__
+        all_ranks_know = cause is None or isinstance(cause, (CheckpointException, MegarlError))
+        if self.failures == MOST_FAILURES or not all_ranks_know:
             raise error
         if dist.get_rank() == 0:
             log.error("%s; training goes on, and the checkpoint of the next step is written", error)
@@ -264,14 +269,8 @@ class Checkpoints:
         raise on all ranks.
         """
         trainer = self.trainer
-        if trainer.critic and not all(
-            checkpoint.intact_everywhere(lambda: checkpoint.read_meta(path).critic)
-        ):
-            raise MegarlError(
-                f"{path}: has no critic, which batch.centring=critic asks for; start another run"
-                " (run.name) from its weights (`megarl export`), or set the centring it was"
-                " trained with"
-            )
+        if trainer.critic:
+            _check_has_critic(path)
         loaded: StateDict = {}
         checkpoint.intact_everywhere(
             lambda: loaded.update(checkpoint.load(path, _state(trainer, is_loading=True)))
@@ -281,70 +280,17 @@ class Checkpoints:
             _restore(trainer.critic, loaded["critic"])
         trainer.moments = Moments(**loaded["moments"])
         for name in COUNTS:
-            setattr(trainer, name, loaded.get(name, 0))  # early checkpoints lack the last one
+            setattr(trainer, name, loaded[name])
 
 
-def resumed(recipe: Recipe, folder: Path, record: Path | None, offload: Offload) -> Checkpoints:
-    """Return the checkpoints in `folder` with a trainer that continues from the newest,
-    if there is one. COLLECTIVE. record: the file for the size of micro-batches
-    (microbatch_size.py). offload: frees the servers' memory.
-    """
-    source = Path(recipe.model.path)
-    trainer = Trainer(recipe, source)
-    settings = recipe.checkpoint
-    checkpoints = Checkpoints(
-        folder, settings.keep, trainer, source, settings.milestones, settings.keep_best
-    )
-    checkpoints.load_latest()
-    longest = recipe.length.context_tokens
-    rollouts = recipe.batch.prompts * recipe.sampling.generations
-    microbatch_size.settle(
-        trainer, longest, longest * rollouts, record, within=offload.released(trainer.step)
-    )
-    return checkpoints
-
-
-def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
-    """Write the first checkpoint of a run that was forked between two checkpoints of
-    its parent (megarl/run/fork.py), unless it has one: replay the parent's batches
-    since its checkpoint with its recipe. COLLECTIVE. Interrupted if told to stop: the
-    steps so far are then in a checkpoint of RUN/parent, from which the next call goes
-    on.
-    """
-    if from_rank_0(bool(complete(rundir.checkpoints))):
-        return
-    # the same, as its fingerprint says, though it may have moved
-    model = f"model.path={json.dumps(recipe.model.path)}"
-    before = load(str(rundir.parent.recipe), [model])
-    (_, step) = recipe.run.forked
-    journal = JournalReader(rundir.parent.rollouts)
-    trainer = resumed(before, rundir.parent.checkpoints, None, offload).trainer
-    admission = journal.fold().admission
-    rates = {row["step"]: row["lr"] for row in rows_in_order(rundir.metrics) if "lr" in row}
-    # Every rank reads the journal for itself: these batches no longer change.
-    while trainer.step < step and not from_rank_0(rundir.stop_asked()):
-        log.info("step %d is replayed, to fork from %s", trainer.step, recipe.run.fork)
-        batch = Batch(step=trainer.step, groups=journal.groups(admission.batch(trainer.step) or ()))
-        with offload.released(trainer.step):
-            metrics = trainer.train_step(trainer.sequences(batch))
-        then = rates.get(batch.step)
-        now = metrics.get("lr")
-        if then is not None and now is not None and then != now:
-            raise MegarlError(
-                f"run.fork: step {batch.step} was trained with a learning rate of {then:g}, but the"
-                f" parent's recipe now has {now:g}: a replay would give other weights; fork at one"
-                " of the parent's checkpoints"
-            )
-    folder = (rundir if trainer.step == step else rundir.parent).checkpoints
-    checkpoints = Checkpoints(folder, recipe.checkpoint.keep, trainer, Path(before.model.path))
-    checkpoints.save()
-    checkpoints.finish()
-    if trainer.step < step:
-        raise Interrupted(f"told to stop at step {trainer.step} of the replay up to step {step}")
-    del trainer, checkpoints  # two trainers may not fit on a GPU
-    for _ in range(2):  # the first leaves networks in fp32, such as a critic
-        gc.collect()
-    torch.cuda.empty_cache()
+def _check_has_critic(path: Path) -> None:
+    """MegarlError on all ranks if the checkpoint has no critic."""
+    if not all(checkpoint.intact_everywhere(lambda: checkpoint.read_meta(path).critic)):
+        raise MegarlError(
+            f"{path}: has no critic, which batch.centring=critic asks for; start another run"
+            " (run.name) from its weights (`megarl export`), or set the centring it was"
+            " trained with"
+        )
 
 
 def _put_aside(corrupt: list[Path]) -> None:
@@ -365,11 +311,10 @@ def _state(trainer: Trainer, is_loading: bool) -> StateDict:
     if trainer.critic:
         state["critic"] = _network_state(trainer.critic, is_loading)
         add_prefix_for_sharding(state["critic"], checkpoint.CRITIC)
-    return (
-        state
-        | {name: getattr(trainer, name) for name in COUNTS}
-        | {"moments": asdict(trainer.moments)}
-    )
+    for name in COUNTS:
+        state[name] = getattr(trainer, name)
+    state["moments"] = asdict(trainer.moments)
+    return state
 
 
 def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
@@ -380,19 +325,25 @@ def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
         optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=checkpoint.metadata())
         for optimizer in network.optimizer.chained_optimizers
     ]
-    for part in state.values() if not is_loading else ():
-        for tensor in part.values():
-            # The next step must not change what is being written. megatron copies
-            # tensors that are on a GPU or in a buffer, as most parameters are; others
-            # on a CPU, such as routers' biases, it would write from where they are.
-            if tensor.data.is_cpu and tensor.data.untyped_storage().nbytes() == tensor.data.nbytes:
-                tensor.data = tensor.data.clone()
+    if not is_loading:
+        _copy_what_megatron_would_not(state)
     if network.loss_scale is not None:
         state["loss_scale"] = network.loss_scale.plain_state()
-    return state | {
-        "optimizer": {i: optimizer["param_state"] for i, optimizer in enumerate(optimizers)},
-        "adam_steps": optimizers[0]["optimizer"]["param_groups"][0].get("step", 0),
-    }
+    state["optimizer"] = {i: part["param_state"] for i, part in enumerate(optimizers)}
+    state["adam_steps"] = optimizers[0]["optimizer"]["param_groups"][0].get("step", 0)
+    return state
+
+
+def _copy_what_megatron_would_not(model_state: StateDict) -> None:
+    """The next step must not change what is being written. megatron copies tensors that
+    are on a GPU or in a buffer, as most parameters are; others on a CPU, such as
+    routers' biases, it would write from where they are.
+    """
+    for part in model_state.values():
+        for tensor in part.values():
+            data = tensor.data
+            if data.is_cpu and data.untyped_storage().nbytes() == data.nbytes:
+                tensor.data = data.clone()
 
 
 def _restore(network: TrainedNetwork, loaded: StateDict) -> None:

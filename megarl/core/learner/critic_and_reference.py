@@ -1,10 +1,15 @@
 """Two networks besides the policy that are not published: the critic and the frozen
 reference of the KL penalty.
 
-    critic      sequences ──► values of trained tokens, once a step ──► algorithm/gae.py ──┬─► advantages, for the policy
-                                                                                           └─► returns, for the critic
-    reference   sequences ──► log-probs of trained tokens ──┬─► KL in the loss, to the learner's log-probs (losses/terms.py)
-                                                            └─► or in the reward, to the recorded ones (`kl_penalty`)
+    critic      sequences ──► values of trained tokens, once a step
+                                └─► algorithm/advantages/critic.py
+                                      ├─► advantages, for the policy
+                                      └─► returns, for the critic
+    reference   sequences ──► log-probs of trained tokens
+                                ├─► KL in the loss, to the learner's log-probs
+                                │   (losses/terms.py)
+                                └─► or in the reward (`kl_penalty`), to the recorded
+                                    ones
 
 Both have the policy's layout; the critic has its own precision (critic.dtype) and
 optimiser.
@@ -13,17 +18,17 @@ optimiser.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from megarl.core.algorithm import gae
-from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments
-from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments, critic
+from megarl.core.algorithm.batch import PerToken, TrainSequence
 from megarl.core.algorithm.losses.terms import VALUE_METRICS, value_loss
 from megarl.core.learner.microbatch import MicroBatch
 from megarl.core.learner.network import Network, loaded_chunks, trained_positions
-from megarl.core.learner.trained import TrainedNetwork
+from megarl.core.learner.trained import MetricNames, TrainedNetwork
 from megarl.core.models import Family
 from megarl.core.models.layers import ValueHead
 from megarl.core.recipe import Recipe
@@ -37,13 +42,13 @@ VALUE_CLIP = 0.2
 class CriticModel(TrainedNetwork):
     """`recipe.critic` on this rank. Every method is collective."""
 
-    prefix = "critic_"
-    loss_name = "value_loss"
-    norm_name = "critic_grad_norm"
+    names = MetricNames(
+        loss="value_loss", norm="critic_grad_norm", lr="critic_lr", loss_scale="critic_loss_scale"
+    )
     metric_names = VALUE_METRICS
 
     def __init__(self, recipe: Recipe, policy: Family) -> None:
-        self.critic = recipe.critic
+        self.lam = recipe.critic.lam
         self.normalisation = recipe.batch.advantage
         optimizer = recipe.critic_optimizer
         recipe = recipe.model_copy(update={"model": recipe.critic_model})
@@ -59,22 +64,26 @@ class CriticModel(TrainedNetwork):
         return self.ask(sequences, selected_values)
 
     def estimated(
-        self, sequences: Sequence[TrainSequence], before: Moments = NOTHING_SEEN
+        self, sequences: Sequence[TrainSequence], moments: Moments = NOTHING_SEEN
     ) -> tuple[list[TrainSequence], Moments]:
-        """As gae.estimated."""
+        """Return the sequences with advantages, values and returns, and the moments of
+        all batches, as `advantages.critic.estimated`.
+        """
         assert self.normalisation != "group"  # megarl/core/recipe/rules.py
-        return gae.estimated(
-            sequences, self.values(sequences), self.critic.lam, self.normalisation, before
-        )
+        values = self.values(sequences)
+        return critic.estimated(sequences, values, self.lam, self.normalisation, moments)
 
     def loss(self, micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return losses and metrics [n] from the trained tokens' values [n]."""
         return value_loss(output, micro.value, micro.value_target, VALUE_CLIP)
 
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        metrics = super().forward_backward(sequences)
-        kept = ("tokens_trained", "sequences", "microbatches", *VALUE_METRICS)
-        losses = {"value_loss": metrics["loss"]} | {name: metrics[name] for name in kept}
-        return losses | gae.value_statistics(sequences)
+        """Return only metrics of the critic, and what values say of the returns."""
+        pass_metrics = super().forward_backward(sequences)
+        metrics = {self.names.loss: pass_metrics["loss"]}
+        for name in ("tokens_trained", "sequences", "microbatches", *VALUE_METRICS):
+            metrics[name] = pass_metrics[name]
+        return metrics | critic.value_statistics(sequences)
 
 
 def selected_values(
@@ -83,7 +92,8 @@ def selected_values(
     """Act as GPTModel's `output_processor`: return the value [n] float32 before each
     trained token of a micro-batch.
     """
-    return output_layer(trained_positions(hidden_states, output_layer, context.at, in_parts=False))
+    selected = trained_positions(hidden_states, output_layer, context.positions, in_parts=False)
+    return output_layer(selected)
 
 
 class ReferenceModel(Network):
@@ -92,7 +102,8 @@ class ReferenceModel(Network):
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        super().__init__(*loaded_chunks(recipe, Path(recipe.model.path)), recipe)
+        chunks, family = loaded_chunks(recipe, Path(recipe.model.path))
+        super().__init__(chunks, family, recipe)
         self.settings = recipe.reference
         self.temperature = recipe.sampling.temperature
         for chunk in self.chunks:
@@ -103,19 +114,22 @@ class ReferenceModel(Network):
         KL is in the reward. COLLECTIVE.
         """
         head = self.lm_head(self.temperature)
-        logprobs = self.ask(sequences, lambda **given: head(**given)[0])
-        scored = [
-            replace(s, reference_logprobs=r) for s, r in zip(sequences, logprobs, strict=True)
-        ]
-        if self.settings.in_loss:
-            return scored
-        weight = np.float32(
-            self.settings.coefficient
-        )  # of k1, which estimates KL(behaviour policy || reference)
-        return [
-            replace(
-                s,
-                kl_penalty=np.where(s.trained, weight * (s.behaviour_logprobs - r), np.float32(0)),
-            )
-            for s, r in zip(scored, logprobs, strict=True)
-        ]
+
+        def only_logprobs(**arguments: Any) -> Tensor:
+            return head(**arguments)[0]
+
+        scored = []
+        for sequence, logprobs in zip(sequences, self.ask(sequences, only_logprobs), strict=True):
+            penalty: PerToken = 0.0
+            if not self.settings.in_loss:
+                penalty = self._kl_penalty(sequence, logprobs)
+            scored.append(replace(sequence, reference_logprobs=logprobs, kl_penalty=penalty))
+        return scored
+
+    def _kl_penalty(self, sequence: TrainSequence, logprobs: np.ndarray) -> np.ndarray:
+        """Return the coefficient times k1, which estimates KL(behaviour policy ||
+        reference), at trained tokens, 0 elsewhere: [len] float32.
+        """
+        k1 = sequence.behaviour_logprobs - logprobs
+        penalty = np.float32(self.settings.coefficient) * k1
+        return np.where(sequence.trained, penalty, np.float32(0))

@@ -5,9 +5,10 @@ AdamW updates a part of each bucket of weights on each data-parallel rank. Usual
 update ends when all ranks have gathered all parts. Where no publication follows, they
 are gathered later:
 
-    update ──► next forward pass    layer 1 waits for its bucket, and begins to gather the next
-                                    layer 2 waits for its bucket, … the head, whose
-                                    weight is read by our own code, needs them all
+    update ──► next forward pass
+                 layer 1 waits for its bucket, and begins to gather the next
+                 layer 2 waits for its bucket, …
+                 the head, whose weight is read by our own code, needs them all
 
 Until then a rank's weights are partly those before the update. Whoever reads them other
 than by a forward pass (publication, checkpoints, export) first calls `gather`, on all
@@ -38,7 +39,7 @@ def gather_before_head(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def _gather_rest(
-    chunk: DistributedDataParallel, _decoder: Module, _given: object, _output: object
+    chunk: DistributedDataParallel, _decoder: Module, _inputs: object, _output: object
 ) -> None:
     gather([chunk])
 

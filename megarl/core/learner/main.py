@@ -1,6 +1,8 @@
 """`megarl learn`: the collective command loop.
 
-    rank 0   ── Next ──► controller ── Train | Publish | Score | Wait | Stop ──► rank 0 ── broadcast ──► all ranks execute it
+    rank 0 ── Next ──► controller
+                         └─ Train | Publish | Score | Wait | Stop ──► rank 0
+                                               all ranks execute it ◄── broadcast
 
 The learner decides nothing. Between commands it only checks whether it should stop
 (RUN/stop, a signal) and whether a checkpoint has reached the disk. Every step adds one
@@ -16,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -40,10 +43,11 @@ from megarl.core.base.ranks import bytes_from_rank_0, from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, rows_in_order, write_atomically
 from megarl.core.base.torchrun import is_rank
 from megarl.core.base.types import decode, encode
-from megarl.core.learner.checkpoint import replay_parent, resumed
+from megarl.core.learner import microbatch_size
+from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.clock import StepClock
 from megarl.core.learner.network import OutOfMemory
-from megarl.core.learner.trainer import MOST_SKIPPED
+from megarl.core.learner.trainer import MOST_SKIPPED, Trainer
 from megarl.core.models import build, parallel
 from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.server.client import ServerClient
@@ -68,7 +72,8 @@ class StepMetrics(Protocol):
         earlier one.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what is still to be written."""
 
 
 type OpenMetrics = Callable[[Recipe, RunDir, Endpoints], StepMetrics]
@@ -105,18 +110,18 @@ async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoint
     paused: then they have their memory.
     """
     limit_s = recipe.start_limit_s
-    until = time.monotonic() + limit_s
-    keys = (endpoints.api_key, endpoints.admin_key)
+    deadline = time.monotonic() + limit_s
     for i, url in enumerate(endpoints.servers):
+        address = ServerAddress(id=i, url=url)
         async with ServerClient(
-            ServerAddress(id=i, url=url), *keys, recipe.weights.timeout_s
+            address, endpoints.api_key, endpoints.admin_key, recipe.weights.timeout_s
         ) as server:
             while not rundir.stop_asked():
                 try:
                     await server.device_identity()
                     break
                 except MegarlError as error:
-                    if time.monotonic() > until:
+                    if time.monotonic() > deadline:
                         raise MegarlError(
                             f"not within {limit_s:g} s ({START_LIMIT_RULE}): {error}"
                         ) from None
@@ -139,34 +144,69 @@ class LearnerRank:
                 signal.signal(number, self._on_signal)
         self.compute_unit = "gpu" if endpoints.gpus else "core"
         self.leader = dist.get_rank() == 0
-        where = (endpoints.controller, endpoints.link)
-        self.link = (
-            ControllerLink(*where, self._interrupted, limit_s=CONTROLLER_LIMIT_S)
-            if self.leader
-            else None
-        )
+        self.link: ControllerLink | None = None
+        if self.leader:
+            self.link = ControllerLink(
+                endpoints.controller,
+                endpoints.link,
+                self._interrupted,
+                limit_s=CONTROLLER_LIMIT_S,
+            )
         self.incarnation: str = from_rank_0(uuid.uuid4().hex)
         self.offload = Offload(recipe, endpoints)
-        if recipe.run.fork:
-            replay_parent(recipe, rundir, self.offload)
-        self.checkpoints = resumed(recipe, rundir.checkpoints, rundir.microbatch, self.offload)
-        self.trainer = self.checkpoints.trainer
+        self.clock = StepClock()
+        self.trainer = Trainer(recipe, Path(recipe.model.path), within=self.clock.within)
+        self.checkpoints = self._resume()
         first = self.trainer.step
-        known = next(rows_in_order(rundir.metrics, first), {}) if self.leader else {}
-        self.recorded: dict[str, object] = from_rank_0(known if known.get("step") == first else {})
+        self.recorded: dict[str, object] = from_rank_0(self._recorded_row(first))
         self.publisher = Publisher(
             recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family
         )
         if self.leader:
             spans.write_to(rundir.trace / "learner.jsonl")
-        self.clock = StepClock()
-        self.trainer.within = self.clock.within
+        self.clock.start()
         self.profiler = Profiler(recipe.monitor.profile_steps, rundir.profile, dist.get_rank())
         self.metrics = open_metrics(recipe, rundir, endpoints) if self.leader else None
         made_by = build.layers_made_by(recipe.model)
         log.info("learner %s ready at step %d, layers by %s", self.incarnation, first, made_by)
 
+    def _resume(self) -> Checkpoints:
+        """Load the newest checkpoint into the trainer, if there is one, and settle the
+        size of micro-batches. COLLECTIVE.
+        """
+        recipe = self.recipe
+        settings = recipe.checkpoint
+        checkpoints = Checkpoints(
+            self.rundir.checkpoints,
+            settings.keep,
+            self.trainer,
+            Path(recipe.model.path),
+            settings.milestones,
+            settings.keep_best,
+        )
+        checkpoints.load_latest()
+        longest = recipe.length.context_tokens
+        rollouts = recipe.batch.prompts * recipe.sampling.generations
+        microbatch_size.settle(
+            self.trainer,
+            longest,
+            longest * rollouts,
+            self.rundir.microbatch,
+            within=self.offload.released(self.trainer.step),
+        )
+        return checkpoints
+
+    def _recorded_row(self, step: int) -> dict[str, object]:
+        """Return the step's row of an earlier life; empty if there is none, and on
+        other ranks than 0.
+        """
+        if not self.leader:
+            return {}
+        row = next(rows_in_order(self.rundir.metrics, step), {})
+        return row if row.get("step") == step else {}
+
     def run(self) -> None:
+        """Execute commands until the controller, a signal or RUN/stop ends it."""
         self.profiler.step(self.trainer.step)
         command = self._next()
         while not isinstance(command, Stop):
@@ -237,9 +277,7 @@ class LearnerRank:
             metrics = self.trainer.train_step(self.trainer.sequences(command.batch))
         self._check_recorded(step, command.stats | metrics)
         with self.clock.spent("checkpoint", step):
-            when = self.recipe.checkpoint
-            due = self.trainer.step % when.every == 0 or self.trainer.step in when.milestones
-            if due or self.checkpoints.failures:
+            if self._needs_checkpoint():
                 self.checkpoints.save()
         seconds = self.clock.next_step(step)
         self.profiler.step(self.trainer.step)
@@ -247,20 +285,27 @@ class LearnerRank:
             return
         for rollout in self.trainer.offenders:
             append_jsonl(self.rundir.bad_rollouts, {"step": step} | rollout)
-        held = (time.monotonic() - received) / 3600 * command.compute_devices
+        step_hours = (time.monotonic() - received) / 3600 * command.compute_devices
+        generated_tokens = command.stats.get("generated_tokens", 0.0)
         row = {
             "step": step,
             "weight_version": self.trainer.step,
             "time": time.time(),
-            "compute_hours": command.compute_hours + held,
+            "compute_hours": command.compute_hours + step_hours,
             "compute_unit": self.compute_unit,
             "replay": int(command.replay),
-            "tokens_per_second": (
-                command.stats.get("generated_tokens", 0.0) / seconds["step_seconds"]
-            ),
+            "tokens_per_second": generated_tokens / seconds["step_seconds"],
         }
         with self.clock.within("metrics"):
             self.metrics.row({**command.stats, **metrics, **seconds, **row})
+
+    def _needs_checkpoint(self) -> bool:
+        """Return whether the step just trained ends with a checkpoint."""
+        if self.checkpoints.failures:
+            return True
+        settings = self.recipe.checkpoint
+        step = self.trainer.step
+        return step % settings.every == 0 or step in settings.milestones
 
     def _check_recorded(self, step: int, metrics: dict[str, float]) -> None:
         """Fail the run, before any of its files is overwritten, if the first step of
@@ -268,15 +313,14 @@ class LearnerRank:
         step of several epochs whose learning rate was changed.
         """
         row = self.recorded
-        if step != row.get("step") or (
-            self.trainer.epochs > 1 and row.get("lr") != metrics.get("lr")
-        ):
+        if step != row.get("step"):
             return
-        limits = LIMITS[
-            self.recipe.model.dtype, bool(self.trainer.policy.family.architecture.experts)
-        ]
-        if far := contradiction(row, metrics, limits):
-            raise MegarlError(self._failed(f"step {step}: {far}"))
+        if self.trainer.epochs > 1 and row.get("lr") != metrics.get("lr"):
+            return
+        has_experts = bool(self.trainer.policy.family.architecture.experts)
+        limits = LIMITS[self.recipe.model.dtype, has_experts]
+        if fault := contradiction(row, metrics, limits):
+            raise MegarlError(self._failed(f"step {step}: {fault}"))
 
     def _broken(self) -> Stop | None:
         """Return a Stop if too many steps in a row were skipped."""
@@ -307,7 +351,8 @@ class LearnerRank:
             )
         with self.clock.spent("publish", step):
             self.trainer.policy.gather_weights()
-            if (result := self.publisher.publish(command, self.incarnation)) is not None:
+            result = self.publisher.publish(command, self.incarnation)
+            if result is not None:
                 self.clock.published(result)
             return self._ask(result)
 
@@ -323,7 +368,9 @@ class LearnerRank:
     def _interrupted(self) -> str:
         if self.signalled:
             return self.signalled
-        return f"{self.rundir.stop_file} exists" if self.rundir.stop_asked() else ""
+        if self.rundir.stop_asked():
+            return f"{self.rundir.stop_file} exists"
+        return ""
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.signalled = f"signal {signal.Signals(number).name}"
@@ -336,7 +383,7 @@ MANY_TOKENS = 1_000_000
 
 
 def contradiction(
-    recorded: Mapping[str, object], now: Mapping[str, object], limits: ParityLimits
+    recorded: Mapping[str, object], trained: Mapping[str, object], limits: ParityLimits
 ) -> str:
     """Return how a step contradicts its recorded row; empty if rounding explains the
     difference or nothing can be compared.
@@ -347,23 +394,26 @@ def contradiction(
     that between server and learner: the limit of parity. A larger one means different
     weights.
     """
-    if recorded.get(OF_BATCH, now.get(OF_BATCH)) != now.get(OF_BATCH):
+    tokens = trained.get(OF_BATCH)
+    if recorded.get(OF_BATCH, tokens) != tokens:
         return (
             "it was trained before, on other rollouts: RUN/rollouts is older than"
             " RUN/metrics.jsonl, as after a restore from a backup. Restore the newer one; or, to"
             " make these steps anew, remove the rows of this step and of later ones from"
             " metrics.jsonl and eval.jsonl"
         )
-    before = recorded.get(MEASURED)
-    after = now.get(MEASURED)
-    if not isinstance(before, float) or not isinstance(after, float) or not math.isfinite(before):
+    recorded_value = recorded.get(MEASURED)
+    value = trained.get(MEASURED)
+    if not isinstance(recorded_value, float) or not isinstance(value, float):
         return ""
-    limit = limits.mean_of("kernels", _tokens(now))
-    if abs(after - before) <= limit:
+    if not math.isfinite(recorded_value):
+        return ""
+    limit = limits.mean_of("kernels", _tokens(trained))
+    if abs(value - recorded_value) <= limit:
         return ""
     return (
-        f"{MEASURED} is {after:.3g} and was {before:.3g} when the step was trained before; rounding"
-        f" explains a difference of {limit:.2g}. The weights are not those that the run had: undo"
+        f"{MEASURED} is {value:.3g} and was {recorded_value:.3g} when the step was trained before;"
+        f" rounding explains a difference of {limit:.2g}. The weights are not those that the run had: undo"
         " what was changed since (model, checkpoints, code), or give another run.name"
     )
 

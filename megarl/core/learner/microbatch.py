@@ -1,6 +1,7 @@
 """From sequences to the tensors of one micro-batch on one rank.
 
-    one row of sequences end to end    [1, sum of lengths]      cu_seqlens separates them in attention
+    one row of sequences end to end    [1, sum of lengths]
+    cu_seqlens                         separates them in attention
 
 Lengths are rounded up to multiples that the layout needs: a sequence to 2 x CP
 (context-parallel rank r takes the r-th chunk from the front and from the back), a row
@@ -19,7 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megarl.core.algorithm.batch import PerToken, TrainSequence
-from megarl.core.algorithm.packing import BY_TOKENS, Cost, pack
+from megarl.core.algorithm.packing import BY_TOKENS, Cost, Packed, pack
 from megarl.core.models.attention import segments
 from megarl.core.recipe import Model
 
@@ -43,10 +44,14 @@ class RowLayout:
 
     @property
     def sequence_multiple(self) -> int:
-        return 2 * self.model.context_parallel if self.model.context_parallel > 1 else 1
+        """Tokens of which a sequence has a multiple."""
+        if self.model.context_parallel == 1:
+            return 1
+        return 2 * self.model.context_parallel
 
     @property
     def row_multiple(self) -> int:
+        """Tokens of which a row has a multiple."""
         shards = self.model.context_parallel * self.model.tensor_parallel
         return lcm(self.sequence_multiple, shards * self.model.token_multiple)
 
@@ -55,10 +60,10 @@ class RowLayout:
 class MicroBatchPlan:
     """Which sequences go where."""
 
-    members: list[list[list[int]]]  # [data-parallel rank][micro-batch]: indices of sequences
-    length: (
-        int  # the smallest size of a micro-batch, before it is divided among context-parallel ranks
-    )
+    members: Packed
+    # The smallest size of a micro-batch, before it is divided among context-parallel
+    # ranks.
+    length: int
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class MicroBatch:
     padding: Tensor  # [1, length / CP]: True where there is no sequence's token
     sequence_tokens: int  # number of tokens of sequences, on all context-parallel ranks together
     packed: PackedSeqParams
-    at: Tensor  # [n] position in the row from which the token is predicted
+    positions: Tensor  # [n] position in the row from which the token is predicted
     labels: Tensor  # [n]
     behaviour: Tensor  # [n] float32, as the following, as in TrainSequence
     reference: Tensor
@@ -81,14 +86,38 @@ class MicroBatch:
     value_target: Tensor
     weight: Tensor
     counted: Tensor  # [n] as in Tokens
-    source: (
-        np.ndarray
-    )  # [n, or 0 instead of the filler] index of the token in the sequences put end to end
-    here: Tensor  # [sequences, at least 1] int64: trained tokens of each on this rank
+    # [n, or 0 instead of the filler] index of the token in the sequences put end to end
+    source: np.ndarray
+    local_lengths: Tensor  # [sequences, at least 1] int64: trained tokens on this rank
     lengths: Tensor  # [sequences, at least 1] float32: on all context-parallel ranks
-    experts: Tensor | None = (
-        None  # [length / CP, layers with experts, chosen] int16; -1 or None: a free choice
-    )
+    # [length / CP, layers with experts, chosen] int16; -1 or None: a free choice
+    experts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Where sequences are in one row, and the filler after them."""
+
+    boundaries: np.ndarray  # [sequences and filler sequences + 1]
+    places: np.ndarray  # [tokens of sequences]: position of each in the row
+
+    @property
+    def size(self) -> int:
+        return int(self.boundaries[-1])
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """The n trained tokens."""
+
+    source: np.ndarray  # [n] index in the sequences put end to end
+    sequence: np.ndarray  # [n] index of its sequence
+    positions: np.ndarray  # [n] position in the row from which it is predicted
+
+
+# Collectives would need special cases for empty tensors, but not for one token of
+# weight 0.
+_FILLER_TOKEN = _Trained(np.array([-1]), np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
 def plan(
@@ -97,18 +126,21 @@ def plan(
     """Plan balanced micro-batches of at most `max_tokens` tokens, without the padding
     of rows.
     """
+    model = layout.model
     padded = [_up(n, layout.sequence_multiple) for n in lengths]
-    members = pack(
-        padded, max_tokens, layout.data_parallel, cost, one_size=layout.model.pipeline_parallel > 1
-    )
-    if (
-        layout.model.virtual_pipeline_parallel > 1
-    ):  # the interleaved schedule works through groups of PP micro-batches
-        for microbatches in members:
-            microbatches += [[] for _ in range(-len(microbatches) % layout.model.pipeline_parallel)]
-    if layout.model.pipeline_parallel == 1:
+    pipelined = model.pipeline_parallel > 1
+    members = pack(padded, max_tokens, layout.data_parallel, cost, one_size=pipelined)
+    if not pipelined:
         return MicroBatchPlan(members, layout.row_multiple)
-    fullest = max(sum(padded[i] for i in m) for microbatches in members for m in microbatches)
+    if model.virtual_pipeline_parallel > 1:
+        # The interleaved schedule works through groups of PP micro-batches.
+        for microbatches in members:
+            missing = -len(microbatches) % model.pipeline_parallel
+            microbatches.extend([] for _ in range(missing))
+    fullest = 0
+    for microbatches in members:
+        for indices in microbatches:
+            fullest = max(fullest, sum(padded[i] for i in indices))
     return MicroBatchPlan(members, _up(fullest, layout.row_multiple))
 
 
@@ -119,109 +151,117 @@ def assemble(
     without sequences, all are filler.
     """
     lengths = np.array([len(s) for s in sequences], dtype=np.int64)
-    boundaries, place = _places(lengths, length, layout)
-    ids = _joined([s.tokens for s in sequences], np.int64)
-    tokens = np.arange(boundaries[-1]) % layout.vocabulary
-    padding = np.ones(boundaries[-1], dtype=np.bool_)
-    tokens[place] = ids[:-1]
-    padding[place] = False
-    experts = _experts(sequences, lengths, boundaries, place)
-    weight = _joined([s.loss_weight for s in sequences], np.float32)
-    trained = np.flatnonzero(weight)
-    which = np.repeat(np.arange(len(sequences)), lengths)
-    here = trained_lengths = np.bincount(which[trained], minlength=max(len(sequences), 1))
-    at = place[trained] - 1
+    row = _row(lengths, length, layout)
+    ids = _end_to_end([s.tokens for s in sequences], np.int64)
+    weight = _end_to_end([s.loss_weight for s in sequences], np.float32)
+    tokens = np.arange(row.size) % layout.vocabulary
+    tokens[row.places] = ids[:-1]
+    padding = np.ones(row.size, dtype=np.bool_)
+    padding[row.places] = False
+    experts = _experts(sequences, lengths, row)
+    trained = _trained(weight, lengths, row)
+    trained_lengths = np.bincount(trained.sequence, minlength=max(len(sequences), 1))
     if layout.model.context_parallel > 1:
-        mine = np.zeros(len(tokens), dtype=np.bool_)
-        mine[
-            segments(
-                boundaries.tolist(), None, layout.model.context_parallel, layout.context_rank
-            ).queries
-        ] = True
-        trained = trained[mine[at]]
-        at = (np.cumsum(mine) - 1)[at[mine[at]]]
-        tokens = tokens[mine]
-        padding = padding[mine]
-        experts = None if experts is None else experts[mine]
-        here = np.bincount(which[trained], minlength=len(trained_lengths))
-    chosen = trained
-    if not len(
-        trained
-    ):  # collectives would need special cases for empty tensors, but not for one of weight 0
-        chosen = np.array([-1])
-        at = np.zeros(1, np.int64)
-        here = (np.arange(len(here)) == 0).astype(np.int64)
+        on_rank = _positions_on_rank(row, layout)
+        tokens = tokens[on_rank]
+        padding = padding[on_rank]
+        experts = None if experts is None else experts[on_rank]
+        trained = _trained_on_rank(trained, on_rank)
+    chosen = trained if len(trained.source) else _FILLER_TOKEN
 
     def on_device(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device, non_blocking=True)
 
-    def joined(values: Sequence[PerToken]) -> Tensor:
-        whole = [np.broadcast_to(v, n) for v, n in zip(values, lengths, strict=True)]
-        return on_device(_joined(whole, np.float32)[chosen])
+    def of_chosen(values: Sequence[PerToken]) -> Tensor:
+        per_token = [np.broadcast_to(v, n) for v, n in zip(values, lengths, strict=True)]
+        return on_device(_end_to_end(per_token, np.float32)[chosen.source])
 
-    ends = on_device(boundaries.astype(np.int32))
-    longest = int(np.diff(boundaries).max())
+    ends = on_device(row.boundaries.astype(np.int32))
+    longest = int(np.diff(row.boundaries).max())
+    local_lengths = np.bincount(chosen.sequence, minlength=len(trained_lengths))
     return MicroBatch(
         tokens=on_device(tokens)[None],
         padding=on_device(padding)[None],
         sequence_tokens=int(lengths.sum()),
         packed=PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest),
-        at=on_device(at),
-        labels=on_device(ids[chosen]),
-        behaviour=joined([s.behaviour_logprobs for s in sequences]),
-        reference=joined([s.reference_logprobs for s in sequences]),
-        advantage=joined([s.advantage for s in sequences]),
-        value=joined([s.value for s in sequences]),
-        value_target=joined([s.value_target for s in sequences]),
-        weight=on_device(weight[chosen]),
-        counted=on_device((chosen >= 0).astype(np.float32)),
-        source=trained,
-        here=on_device(here),
+        positions=on_device(chosen.positions),
+        labels=on_device(ids[chosen.source]),
+        behaviour=of_chosen([s.behaviour_logprobs for s in sequences]),
+        reference=of_chosen([s.reference_logprobs for s in sequences]),
+        advantage=of_chosen([s.advantage for s in sequences]),
+        value=of_chosen([s.value for s in sequences]),
+        value_target=of_chosen([s.value_target for s in sequences]),
+        weight=on_device(weight[chosen.source]),
+        counted=on_device((chosen.source >= 0).astype(np.float32)),
+        source=trained.source,
+        local_lengths=on_device(local_lengths),
         lengths=on_device(np.maximum(trained_lengths, 1).astype(np.float32)),
         experts=None if experts is None else torch.from_numpy(experts),
     )
 
 
-def _places(lengths: np.ndarray, length: int, layout: RowLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the boundaries of sequences end to end in one row, and each token's place
-    in it.
+def _row(lengths: np.ndarray, length: int, layout: RowLayout) -> _Row:
+    """Put sequences of these lengths end to end in a row of at least `length` tokens.
+    The rest is filler: sequences of FILLER tokens, or of as many as the longest has.
     """
-    padded = -(-lengths // layout.sequence_multiple) * layout.sequence_multiple
+    multiple = layout.sequence_multiple
+    padded = -(-lengths // multiple) * multiple
     starts = np.concatenate([[0], np.cumsum(padded)])
     size = max(length, _up(int(starts[-1]), layout.row_multiple))
-    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    # The rest of the row is filler: sequences of FILLER tokens, or of as many as the
-    # longest has.
-    step = _up(max(FILLER, int(padded.max(initial=0))), layout.sequence_multiple)
-    rest = np.arange(starts[-1], size, step) + step
-    boundaries = np.concatenate([starts, np.minimum(rest, size)])
-    return boundaries, np.repeat(starts[:-1], lengths) + within
+    first_tokens = np.cumsum(lengths) - lengths
+    within_sequence = np.arange(lengths.sum()) - np.repeat(first_tokens, lengths)
+    filler = _up(max(FILLER, int(padded.max(initial=0))), multiple)
+    filler_ends = np.arange(starts[-1], size, filler) + filler
+    boundaries = np.concatenate([starts, np.minimum(filler_ends, size)])
+    return _Row(boundaries, np.repeat(starts[:-1], lengths) + within_sequence)
+
+
+def _trained(weight: np.ndarray, lengths: np.ndarray, row: _Row) -> _Trained:
+    source = np.flatnonzero(weight)
+    sequence = np.repeat(np.arange(len(lengths)), lengths)[source]
+    return _Trained(source, sequence, row.places[source] - 1)
+
+
+def _positions_on_rank(row: _Row, layout: RowLayout) -> np.ndarray:
+    """Return whether this context-parallel rank has each position, [row.size] bool."""
+    ranks = layout.model.context_parallel
+    on_rank = np.zeros(row.size, dtype=np.bool_)
+    on_rank[segments(row.boundaries.tolist(), None, ranks, layout.context_rank).queries] = True
+    return on_rank
+
+
+def _trained_on_rank(trained: _Trained, on_rank: np.ndarray) -> _Trained:
+    """Return the tokens that are predicted from this rank's positions (`on_rank`) of
+    the row; their positions count only those.
+    """
+    chosen = on_rank[trained.positions]
+    position_on_rank = np.cumsum(on_rank) - 1
+    return _Trained(
+        source=trained.source[chosen],
+        sequence=trained.sequence[chosen],
+        positions=position_on_rank[trained.positions[chosen]],
+    )
 
 
 def _experts(
-    sequences: Sequence[TrainSequence],
-    lengths: np.ndarray,
-    boundaries: np.ndarray,
-    place: np.ndarray,
+    sequences: Sequence[TrainSequence], lengths: np.ndarray, row: _Row
 ) -> np.ndarray | None:
     """Return the recorded choices at the places of their tokens, -1 elsewhere; None if
     nothing was recorded.
     """
+    table: np.ndarray | None = None
     starts = np.cumsum(lengths) - lengths
-    recorded = [
-        (start, s.experts)
-        for start, s in zip(starts, sequences, strict=True)
-        if s.experts is not None
-    ]
-    if not recorded:
-        return None
-    table = np.full((boundaries[-1], *recorded[0][1].shape[1:]), -1, np.int16)
-    for start, experts in recorded:
-        table[place[start : start + len(experts)]] = experts
+    for start, sequence in zip(starts, sequences, strict=True):
+        recorded = sequence.experts
+        if recorded is None:
+            continue
+        if table is None:
+            table = np.full((row.size, *recorded.shape[1:]), -1, np.int16)
+        table[row.places[start : start + len(recorded)]] = recorded
     return table
 
 
-def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+def _end_to_end(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     """Return the parts end to end, followed by a 0 for the filler."""
     return np.concatenate([*parts, np.zeros(1, dtype)]).astype(dtype, copy=False)
 

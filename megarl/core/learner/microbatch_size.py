@@ -1,9 +1,12 @@
 """`learner.microbatch_tokens: auto`: the largest micro-batch that fits on every rank's
 GPU, found by a few trials.
 
-    parts of the longest sequence ─► a line through the last two peaks ─► the largest size that should fit, at most doubled
-                                            ▲                                    │
-                                            └────── forward and backward ◄───────┘   none is left ─► RUN/microbatch.json
+    parts of the longest sequence ─► a line through the last two peaks
+                                       ▲       └─► the largest size that should fit,
+                                       │           at most doubled
+                                       │             ├─► none is left:
+            forward and backward ◄─────┼─────────────┘   RUN/microbatch.json
+                    └──────────────────┘
 
 A trial trains nothing. During trials, memory is reserved for the moments that AdamW has
 not allocated yet. The size changes only the rounding of sums, but a run keeps it: the
@@ -60,9 +63,10 @@ def gpu_memory() -> Memory:
             trial()
         except OutOfMemory:
             return math.inf
-        # Known only now: in the first trial NCCL makes its communicators, whose buffers
-        # are not torch's.
-        room = SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+        # Known only after it: in the first trial NCCL makes its communicators, whose
+        # buffers are not torch's.
+        free, _ = torch.cuda.mem_get_info()
+        room = SHARE * (free + torch.cuda.memory_reserved())
         return torch.cuda.max_memory_reserved() / room
 
     return used
@@ -86,7 +90,7 @@ def settle(
     tokens = from_rank_0(_recorded(record, conditions) if record else None)
     if tokens is None:
         with within or nullcontext():
-            tokens = _found(trainer, longest, batch_tokens, gpu_memory())
+            tokens = _try_sizes(trainer, longest, batch_tokens, gpu_memory())
         if record:
             chosen = {"microbatch_tokens": tokens, "of": conditions}
             write_atomically(record, json.dumps(chosen, indent=2).encode() + b"\n")
@@ -100,17 +104,20 @@ def _recorded(record: Path, conditions: dict[str, object]) -> int | None:
     the file is not valid.
     """
     try:
-        known = json.loads(record.read_text())
-        tokens = known.get("microbatch_tokens") if known.get("of") == conditions else None
+        earlier = json.loads(record.read_text())
+        if earlier.get("of") != conditions:
+            return None
+        tokens = earlier.get("microbatch_tokens")
     except (OSError, ValueError, AttributeError):  # missing or unreadable; truncated; not an object
         return None
     return tokens if type(tokens) is int else None
 
 
-def largest(sizes: Sequence[int], tried: Callable[[int], float]) -> int | None:
-    """Return the largest of the ascending sizes that fits; None if the first takes more
-    than 1. A size is not tried if a line through the last two results predicts that it
-    does not fit: a step's peak, as a maximum of straight lines, is convex.
+def largest(sizes: Sequence[int], share_of: Callable[[int], float]) -> int | None:
+    """Return the largest of the ascending sizes that fits, of whose memory `share_of`
+    is at most 1; None if the first takes more. A size is not tried if a line through
+    the last two results predicts that it does not fit: a step's peak, as a maximum of
+    straight lines, is convex.
     """
     fit: list[tuple[int, float]] = []
     low = -1
@@ -127,7 +134,7 @@ def largest(sizes: Sequence[int], tried: Callable[[int], float]) -> int | None:
             if not allowed:
                 break
             middle = max((i for i in allowed if sizes[i] <= 2 * size), default=allowed[0])
-        used = tried(sizes[middle])
+        used = share_of(sizes[middle])
         if used <= 1:
             low = middle
             fit.append((sizes[middle], used))
@@ -136,83 +143,98 @@ def largest(sizes: Sequence[int], tried: Callable[[int], float]) -> int | None:
     return sizes[low] if low >= 0 else None
 
 
-def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) -> int:
-    networks = trainer.trained
-    layout = trainer.policy.layout
+def _try_sizes(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) -> int:
+    """Return the largest size that fits. MegarlError if the longest sequence does
+    not.
+    """
     # With few micro-batches, a pipeline's idle time costs more than large micro-batches
     # save.
-    share = layout.data_parallel * (
-        4 * layout.model.pipeline_parallel if layout.model.pipeline_parallel > 1 else 1
-    )
-    sizes = sizes_to_try(longest, batch_tokens // share)
-    moments = [network.moments_to_come() for network in networks]
-
-    def tried(tokens: int) -> float:
-        for network in networks:
-            network.microbatch_tokens = tokens
-        sequences = _full(trainer, tokens, longest)
-
-        def trial() -> None:
-            for network in networks:
-                network.forward_backward(sequences)
-
-        try:
-            used = memory(trial)
-        finally:
-            for network in networks:
-                network.clear()
-        if used == math.inf and dist.get_world_size() > 1:
-            why = (
-                f"rank {dist.get_rank()} ran out of memory trying {tokens} tokens while the others"
-                " wait for it"
-            )
-            advice = "give a number instead of auto"
-            raise MegarlError(f"learner.microbatch_tokens: {why}; {advice}")
-        most = torch.tensor(used, device=trainer.policy.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        log.info(
-            "micro-batches of %d tokens take %.0f %% of the memory that they may use",
-            tokens,
-            100 * float(most),
-        )
-        return float(most)
-
-    found = largest(sizes, tried)
+    sizes = sizes_to_try(longest, batch_tokens // _microbatches(trainer, per_stage=4))
+    moments = [network.moments_to_come() for network in trainer.trained]
+    size = largest(sizes, lambda tokens: _share_of_memory(trainer, tokens, longest, memory))
     del moments
-    if found is None or found < longest:
-        why = f"a step with the longest sequence, of {longest} tokens, does not fit on a GPU"
-        advice = (
-            "set learner.recompute=full or learner.optimizer_offload, or divide the model further"
+    if size is None or size < longest:
+        raise MegarlError(
+            f"learner.microbatch_tokens: a step with the longest sequence, of {longest} tokens,"
+            " does not fit on a GPU; set learner.recompute=full or learner.optimizer_offload, or"
+            " divide the model further"
         )
-        raise MegarlError(f"learner.microbatch_tokens: {why}; {advice}")
-    return found
+    return size
 
 
-def _full(trainer: Trainer, tokens: int, longest: int) -> list[TrainSequence]:
+def _share_of_memory(trainer: Trainer, tokens: int, longest: int, memory: Memory) -> float:
+    """Try micro-batches of `tokens` tokens; return the largest share of the memory that
+    they take on any rank. COLLECTIVE.
+    """
+    networks = trainer.trained
+    for network in networks:
+        network.microbatch_tokens = tokens
+    sequences = _filling(trainer, tokens, longest)
+
+    def trial() -> None:
+        for network in networks:
+            network.forward_backward(sequences)
+
+    try:
+        used = memory(trial)
+    finally:
+        for network in networks:
+            network.clear()
+    if used == math.inf and dist.get_world_size() > 1:
+        raise MegarlError(
+            f"learner.microbatch_tokens: rank {dist.get_rank()} ran out of memory trying"
+            f" {tokens} tokens while the others wait for it; give a number instead of auto"
+        )
+    largest_share = torch.tensor(used, device=trainer.policy.device)
+    dist.all_reduce(largest_share, dist.ReduceOp.MAX)
+    share = float(largest_share)
+    log.info(
+        "micro-batches of %d tokens take %.0f %% of the memory that they may use",
+        tokens,
+        100 * share,
+    )
+    return share
+
+
+def _microbatches(trainer: Trainer, per_stage: int) -> int:
+    """Return the micro-batches of a step that has one per rank, or `per_stage` for each
+    stage of a pipeline.
+    """
+    layout = trainer.policy.layout
+    stages = layout.model.pipeline_parallel
+    if stages == 1:
+        return layout.data_parallel
+    return layout.data_parallel * per_stage * stages
+
+
+def _filling(trainer: Trainer, tokens: int, longest: int) -> list[TrainSequence]:
     """Make sequences that fill micro-batches of `tokens` tokens: one per rank, or in a
     pipeline as many as it holds at once.
     """
-    layout = trainer.policy.layout
-    count = layout.data_parallel * (
-        2 * layout.model.pipeline_parallel if layout.model.pipeline_parallel > 1 else 1
-    )
-    pieces = [longest] * (tokens // longest) + [tokens % longest] * bool(tokens % longest)
+    lengths = [longest] * (tokens // longest)
+    remainder = tokens % longest
+    if remainder:
+        lengths.append(remainder)
+    lengths *= _microbatches(trainer, per_stage=2)
     random = np.random.default_rng(0)  # equal tokens would all choose the same experts
     vocabulary = trainer.policy.family.architecture.vocabulary
     return [
         unrewarded(i, random.integers(0, vocabulary, n).astype(np.int32))
-        for i, n in enumerate(pieces * count)
+        for i, n in enumerate(lengths)
     ]
 
 
 def _conditions(trainer: Trainer, longest: int) -> dict[str, object]:
+    """Return what the size depends on."""
     recipe = trainer.recipe
-    return {
+    settings = {"recompute", "optimizer_offload"}
+    conditions: dict[str, object] = {
         "model": recipe.model.model_dump(mode="json"),
-        "learner": recipe.learner.model_dump(
-            mode="json", include={"recompute", "optimizer_offload"}
-        ),
+        "learner": recipe.learner.model_dump(mode="json", include=settings),
         "ranks": dist.get_world_size(),
         "longest": longest,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-    } | ({"critic": recipe.critic.dtype} if recipe.has_critic else {})
+    }
+    if recipe.has_critic:
+        conditions["critic"] = recipe.critic.dtype
+    return conditions

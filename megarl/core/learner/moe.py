@@ -4,9 +4,11 @@ Replay: the learner's routers take the experts that the server chose
 (model.moe.routing_replay).
 
     MicroBatch.experts [tokens, layers with experts, experts per token]
-        │ this rank's tokens (sequence parallelism), one column for each of this rank's layers
+        │ this rank's tokens (sequence parallelism),
+        │ one column for each of this rank's layers
         ▼
-    megatron's RouterReplay in each router    forward: the recorded experts;   recomputation in the backward pass: the same
+    megarl's PartialReplay in each router
+        forward: the recorded experts; recomputation in the backward pass: the same
 
 The probabilities are still the learner's own, so gradients reach the router. Where
 nothing was recorded (the last token of a sequence, padding) the router chooses itself.
@@ -61,20 +63,24 @@ class PartialReplay(RouterReplay):
         group_topk: int | None,
         compute: TopK,
     ) -> tuple[Tensor, Tensor]:
+        """Return probabilities and indices [tokens, topk] of the experts to use."""
         if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
-            probabilities, own = compute(scores, topk, num_groups, group_topk)
+            probabilities, own_choice = compute(scores, topk, num_groups, group_topk)
             target = self.target_topk_idx.to(scores.device)
-            known = (target >= 0).all(-1)
+            recorded = (target >= 0).all(-1)
             if self._replay.counts is not None:
-                same = (own.unsqueeze(-1) == target.unsqueeze(-2)).any(-1).all(-1)
-                self._replay.counts += torch.stack([known.sum(), (known & ~same).sum()])
+                matches = own_choice.unsqueeze(-1) == target.unsqueeze(-2)
+                differs = recorded & ~matches.any(-1).all(-1)
+                self._replay.counts += torch.stack([recorded.sum(), differs.sum()])
                 self.replay_backward_list.clear()
-                return probabilities, own
-            self._replay.replayed += known.sum()
-            self.target_topk_idx = torch.where(target < 0, own, target)
+                return probabilities, own_choice
+            self._replay.replayed += recorded.sum()
+            self.target_topk_idx = torch.where(target < 0, own_choice, target)
             if self._replay.recomputes:
                 self.replay_backward_list[-1] = self.target_topk_idx
-            else:  # nothing would take them off the list: all micro-batches' choices, 8 bytes each, until the step ends
+            else:
+                # Nothing would take them off the list: all micro-batches' choices, 8
+                # bytes each, until the step ends.
                 self.replay_backward_list.clear()
         return super().get_replay_topk(scores, topk, num_groups, group_topk, compute)
 
@@ -91,9 +97,8 @@ class Replay:
 
     def __init__(self, chunks: Sequence[GPTModel], expert_layers: Sequence[int]) -> None:
         config = chunks[0].config
-        self.replayed = torch.zeros(
-            (), dtype=torch.int64, device=next(chunks[0].parameters()).device
-        )
+        device = next(chunks[0].parameters()).device
+        self.replayed = torch.zeros((), dtype=torch.int64, device=device)
         self.counts: Tensor | None = None
         self.recomputes = routes_again(config)
         self._chosen = config.moe_router_topk
@@ -110,14 +115,16 @@ class Replay:
         """Replay `experts`, a tensor on the CPU, within this context (None: nothing is
         recorded for these `tokens` tokens).
         """
-        experts = None if experts is None else experts.to(self.replayed.device)
+        if experts is not None:
+            experts = experts.to(self.replayed.device)
         for column, router in self._columns[chunk]:
-            recorded = (
-                torch.full((tokens, self._chosen), -1) if experts is None else experts[:, column]
-            )
-            router.set_target_indices(
-                (_own_part(recorded, 0) if self._sharded else recorded).long()
-            )
+            if experts is None:
+                recorded = torch.full((tokens, self._chosen), -1)
+            else:
+                recorded = experts[:, column]
+            if self._sharded:
+                recorded = _own_part(recorded, 0)
+            router.set_target_indices(recorded.long())
             router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         try:
             yield
@@ -146,6 +153,7 @@ class Replay:
         return {"routing_replayed": share}
 
     def close(self) -> None:
+        """Forget the step's choices."""
         for routers in self._columns:
             for _, router in routers:
                 router.clear_indices()
@@ -160,8 +168,8 @@ def routes_again(config: TransformerConfig) -> bool:
 
 
 class ExpertLoad:
-    """Counts tokens on one rank. Call `begin` for a step, `padding_mask` before each
-    forward pass, `metrics` at the end.
+    """Counts tokens on one rank. Call `start_step` for a step, `padding_mask` before
+    each forward pass, `metrics` at the end.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], settings: Moe) -> None:
@@ -187,43 +195,48 @@ class ExpertLoad:
                 router.register_forward_pre_hook(partial(_weigh, waiting))
                 router.register_forward_hook(partial(self._count, layer))
 
-    def begin(self, step_tokens: int) -> None:
+    def start_step(self, step_tokens: int) -> None:
         """Begin a step. step_tokens: on all ranks together."""
         self._tokens.zero_()
         self._step_tokens = step_tokens
-        for waiting in (queue for queues in self._waiting.values() for queue in queues):
-            waiting.clear()
+        for queues in self._waiting.values():
+            for waiting in queues:
+                waiting.clear()
 
     def padding_mask(self, chunk: GPTModel, micro: MicroBatch) -> Tensor:
         """Return the `padding_mask` for this micro-batch's forward pass through the
         chunk, which must be the next one.
         """
+        coefficient = self._coefficient * micro.sequence_tokens / max(self._step_tokens, 1)
         for waiting in self._waiting[chunk]:
-            waiting.append(self._coefficient * micro.sequence_tokens / max(self._step_tokens, 1))
+            waiting.append(coefficient)
         # The first stage divides the mask among tensor-parallel ranks itself; the
         # others take it as it is.
-        return (
-            _own_part(micro.padding, 1)
-            if self._sharded and not chunk.pre_process
-            else micro.padding
-        )
+        if self._sharded and not chunk.pre_process:
+            return _own_part(micro.padding, 1)
+        return micro.padding
 
     def metrics(self) -> dict[str, float]:
         """Return the step's imbalance and share of unused experts, the same on all
         ranks. COLLECTIVE over all ranks.
         """
         dist.all_reduce(self._tokens)
-        used = {layer: tokens for layer, tokens in enumerate(self._tokens.tolist()) if sum(tokens)}
-        self.choices = sum(map(sum, used.values())) / self._topk
-        imbalance = {
-            f"expert_imbalance_layer_{layer}": max(tokens) * len(tokens) / sum(tokens)
-            for layer, tokens in used.items()
-        }
-        unused = [tokens.count(0) / len(tokens) for tokens in used.values()]
-        return imbalance | {
-            "expert_imbalance_max": max(imbalance.values(), default=1.0),
-            "expert_unused_share": sum(unused) / len(unused) if unused else math.nan,
-        }
+        metrics: dict[str, float] = {}
+        unused_shares: list[float] = []
+        total = 0.0
+        for layer, tokens in enumerate(self._tokens.tolist()):
+            layer_total = sum(tokens)
+            if layer_total:
+                total += layer_total
+                imbalance = max(tokens) * len(tokens) / layer_total
+                metrics[f"expert_imbalance_layer_{layer}"] = imbalance
+                unused_shares.append(tokens.count(0) / len(tokens))
+        self.choices = total / self._topk
+        metrics["expert_imbalance_max"] = max(metrics.values(), default=1.0)
+        metrics["expert_unused_share"] = math.nan
+        if unused_shares:
+            metrics["expert_unused_share"] = sum(unused_shares) / len(unused_shares)
+        return metrics
 
     def balance(self) -> None:
         """Update the routers' biases by the step's tokens. Call this after `metrics`,
@@ -240,7 +253,9 @@ class ExpertLoad:
         [s, b]; outputs: probabilities and routing map [s * b, experts].
         """
         if torch.is_grad_enabled():
-            self._tokens[layer] += (outputs[1] & ~inputs[1].reshape(-1, 1)).sum(0)
+            _, padding = inputs
+            _, routing_map = outputs
+            self._tokens[layer] += (routing_map & ~padding.reshape(-1, 1)).sum(0)
 
 
 def _weigh(waiting: deque[float], router: Module, _: object) -> None:
@@ -264,4 +279,5 @@ def _own_part(tensor: Tensor, dim: int) -> Tensor:
     divides along `dim`.
     """
     shards = parallel_state.get_tensor_model_parallel_world_size()
-    return tensor.chunk(shards, dim)[parallel_state.get_tensor_model_parallel_rank()]
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return tensor.chunk(shards, dim)[rank]

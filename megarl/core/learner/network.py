@@ -1,8 +1,9 @@
 """A model on its ranks, and how the micro-batches of many sequences go through it.
 
-    [TrainSequence] ──► plan: balanced micro-batches ──► Megatron's schedule (1F1B, interleaved) ──► each(micro-batch, output)
-                                                          head: from trained tokens'
-                                                          hidden states to the output
+    [TrainSequence] ──► plan: balanced micro-batches
+                          └─► Megatron's schedule (1F1B, interleaved)
+                                └─► head: trained tokens' hidden states ──► output
+                                      └─► consume(micro-batch, output)
 
 A `Network` only computes; a `TrainedNetwork` (trained.py) learns. All ranks call all
 methods, with the same sequences.
@@ -38,7 +39,7 @@ type Head[Output] = Callable[..., Output]
 """GPTModel's `output_processor`: computes the output from the last stage's hidden
 states and a MicroBatch, its `context`.
 """
-type Each[Output] = Callable[[Sequence[int], MicroBatch, Output], Tensor]
+type Consume[Output] = Callable[[Sequence[int], MicroBatch, Output], Tensor]
 """Maps sequences' indices, their micro-batch and its output to a scalar, on the last
 stage. Training takes its gradient.
 """
@@ -58,12 +59,11 @@ def out_of_memory_named(key: str, doing: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        first = str(error).splitlines()[0]
-        what = (
+        first_line = str(error).splitlines()[0]
+        raise OutOfMemory(
             f"{key}: rank {dist.get_rank()} ran out of memory {doing}, or divide the model further"
-            f" ({first})"
-        )
-        raise OutOfMemory(what) from None
+            f" ({first_line})"
+        ) from None
 
 
 class Network:
@@ -78,15 +78,18 @@ class Network:
     def __init__(self, chunks: list[GPTModel], family: Family, recipe: Recipe) -> None:
         self.chunks = chunks
         self.family = family
-        given = recipe.learner.microbatch_tokens
-        self.microbatch_tokens = 1 if given == "auto" else given  # until microbatch_size.settle
-        wide = recipe.model.fp32_head in ("both", "learner")
-        self.head_precision = torch.float32 if wide else build.DTYPES[recipe.model.dtype]
-        ranks = (
-            parallel_state.get_data_parallel_world_size(),
-            parallel_state.get_context_parallel_rank(),
+        self.microbatch_tokens = 1  # "auto": until microbatch_size.settle
+        if recipe.learner.microbatch_tokens != "auto":
+            self.microbatch_tokens = recipe.learner.microbatch_tokens
+        self.head_precision = build.DTYPES[recipe.model.dtype]
+        if recipe.model.fp32_head in ("both", "learner"):
+            self.head_precision = torch.float32
+        self.layout = RowLayout(
+            recipe.model,
+            data_parallel=parallel_state.get_data_parallel_world_size(),
+            context_rank=parallel_state.get_context_parallel_rank(),
+            vocabulary=family.architecture.vocabulary,
         )
-        self.layout = RowLayout(recipe.model, *ranks, family.architecture.vocabulary)
         self.cost = cost_of(family.architecture)
         self.device = next(chunks[0].parameters()).device
         # The micro-batches of a step have one size (microbatch.py), so stages need not
@@ -97,10 +100,11 @@ class Network:
         """Return a head that computes the log-prob and entropy [n] of each trained
         token.
         """
-        vocabulary = self.family.architecture.vocabulary
-        precision = self.head_precision
         return partial(
-            selected_logprobs, vocab_size=vocabulary, temperature=temperature, precision=precision
+            selected_logprobs,
+            vocab_size=self.family.architecture.vocabulary,
+            temperature=temperature,
+            precision=self.head_precision,
         )
 
     def scoring_head(self, against: int) -> Head[Tensor]:
@@ -109,11 +113,11 @@ class Network:
         """
         head = self.lm_head(1.0)
 
-        def both(*, context: MicroBatch, **given: object) -> Tensor:
-            other = replace(context, labels=torch.full_like(context.labels, against))
-            return torch.stack(
-                [head(context=each, **given)[0] for each in (context, other)], dim=-1
-            )
+        def both(*, context: MicroBatch, **arguments: object) -> Tensor:
+            logprobs, _ = head(context=context, **arguments)
+            alternative = replace(context, labels=torch.full_like(context.labels, against))
+            logprobs_against, _ = head(context=alternative, **arguments)
+            return torch.stack([logprobs, logprobs_against], dim=-1)
 
         return both
 
@@ -123,14 +127,15 @@ class Network:
         which has a micro-batch of its own if it exceeds the limit.
         """
         advice = "set learner.recompute=full or learner.optimizer_offload"
-        what = f"with {self.microbatch_tokens} tokens per micro-batch; lower it, {advice}"
+        doing = f"with {self.microbatch_tokens} tokens per micro-batch; lower it, {advice}"
         if longest > self.microbatch_tokens:
-            what = (
+            doing = (
                 f"with one sequence of {longest} tokens, more than that; {advice}, shorten length.*"
             )
-        return out_of_memory_named("learner.microbatch_tokens", what)
+        return out_of_memory_named("learner.microbatch_tokens", doing)
 
     def plan(self, sequences: Sequence[TrainSequence]) -> MicroBatchPlan:
+        """Plan the micro-batches of these sequences, for all ranks."""
         return plan([len(s) for s in sequences], self.microbatch_tokens, self.layout, self.cost)
 
     @torch.no_grad()
@@ -141,89 +146,98 @@ class Network:
         per sequence, on all ranks.
         """
         starts = np.cumsum([0] + [len(s) for s in sequences])
-        out = torch.zeros(int(starts[-1]), *shape, device=self.device)
+        outputs = torch.zeros(int(starts[-1]), *shape, device=self.device)
 
         def collect(members: Sequence[int], micro: MicroBatch, values: Tensor) -> Tensor:
             if len(micro.source):
-                where = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])[
-                    micro.source
-                ]
-                out[torch.from_numpy(where).to(self.device)] = values
+                # Of each token, its index among the tokens of all sequences.
+                indices = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
+                outputs[torch.from_numpy(indices[micro.source]).to(self.device)] = values
             return values.sum()
 
         self.run(self.chunks, sequences, head, collect, forward_only=True)
         if parallel_state.get_tensor_model_parallel_rank() != 0:
-            out.zero_()
-        dist.all_reduce(out)
-        return np.split(out.cpu().numpy(), starts[1:-1])
+            outputs.zero_()
+        dist.all_reduce(outputs)
+        return np.split(outputs.cpu().numpy(), starts[1:-1])
 
     def run[Output](
         self,
         modules: Sequence[Module],
         sequences: Sequence[TrainSequence],
         head: Head[Output],
-        each: Each[Output],
+        consume: Consume[Output],
         forward_only: bool,
     ) -> int:
         """Run Megatron's schedule over this rank's micro-batches; return their number.
         modules: the chunks, perhaps wrapped.
         """
         steps = self.plan(sequences)
-        mine = [
-            (
-                members,
-                assemble([sequences[i] for i in members], steps.length, self.layout, self.device),
-            )
-            for members in steps.members[parallel_state.get_data_parallel_rank()]
+        own_members = steps.members[parallel_state.get_data_parallel_rank()]
+        microbatches = [
+            (indices, self._assembled(sequences, indices, steps.length)) for indices in own_members
         ]
-        wanted = self.replay and (
-            self.replay.counts is not None or (self.replays and not forward_only)
-        )
-        replay = self.replay if wanted else None
+        replay = self._replay_of_pass(forward_only)
         expert_load = None if forward_only else self.expert_load
 
         def loss(
-            members: Sequence[int], micro: MicroBatch, output: Output
+            indices: Sequence[int], micro: MicroBatch, output: Output
         ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            return each(members, micro, output), torch.tensor(0, dtype=torch.int), {}
+            return consume(indices, micro, output), torch.tensor(0, dtype=torch.int), {}
 
         def forward(
             iterator: Iterator[tuple[list[int], MicroBatch]], module: Module
         ) -> tuple[Tensor, partial]:
-            (members, micro) = next(iterator)
-            index = modules.index(module)
-            with (
-                replay.replaying(index, micro.experts, micro.tokens.numel())
-                if replay
-                else nullcontext()
-            ):
+            indices, micro = next(iterator)
+            chunk = modules.index(module)
+            padding_mask = None
+            if expert_load:
+                padding_mask = expert_load.padding_mask(self.chunks[chunk], micro)
+            with _replaying(replay, chunk, micro):
                 output = module(
                     micro.tokens,
                     None,
                     None,
                     packed_seq_params=micro.packed,
-                    padding_mask=(
-                        expert_load.padding_mask(self.chunks[index], micro) if expert_load else None
-                    ),
+                    padding_mask=padding_mask,
                     output_processor=head,
                     output_processor_context=micro,
                 )
-            return output, partial(loss, members, micro)
+            return output, partial(loss, indices, micro)
 
-        with (
-            self.full_memory_named(max(map(len, sequences), default=0)),
-            closing(replay) if replay else nullcontext(),
-        ):
+        longest = max(map(len, sequences), default=0)
+        with self.full_memory_named(longest), closing(replay) if replay else nullcontext():
             get_forward_backward_func()(
                 forward_step_func=forward,
-                data_iterator=[iter(mine) for _ in modules],
+                data_iterator=[iter(microbatches) for _ in modules],
                 model=list(modules),
-                num_microbatches=len(mine),
+                num_microbatches=len(microbatches),
                 seq_length=steps.length,
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-        return len(mine)
+        return len(microbatches)
+
+    def _assembled(
+        self, sequences: Sequence[TrainSequence], indices: Sequence[int], length: int
+    ) -> MicroBatch:
+        return assemble([sequences[i] for i in indices], length, self.layout, self.device)
+
+    def _replay_of_pass(self, forward_only: bool) -> Replay | None:
+        """Return the replay if a pass needs it: to compare choices, or to train."""
+        if self.replay is None:
+            return None
+        is_comparing = self.replay.counts is not None
+        is_training = self.replays and not forward_only
+        return self.replay if is_comparing or is_training else None
+
+
+def _replaying(
+    replay: Replay | None, chunk: int, micro: MicroBatch
+) -> AbstractContextManager[None]:
+    if replay is None:
+        return nullcontext()
+    return replay.replaying(chunk, micro.experts, micro.tokens.numel())
 
 
 def loaded_chunks(recipe: Recipe, hf_dir: Path) -> tuple[list[GPTModel], Family]:
@@ -251,9 +265,10 @@ def selected_logprobs(
     micro-batch's trained tokens. hidden_states [s/tp or s, b, h]; output_weight: the
     embedding's, if it is the head.
     """
+    weight = output_layer.weight if output_weight is None else output_weight
     return logprobs_and_entropy(
-        trained_positions(hidden_states, output_layer, context.at, in_parts=True),
-        output_layer.weight if output_weight is None else output_weight,
+        trained_positions(hidden_states, output_layer, context.positions, in_parts=True),
+        weight,
         context.labels,
         vocab_size=vocab_size,
         temperature=temperature,
@@ -265,20 +280,19 @@ def selected_logprobs(
 def trained_positions(
     hidden_states: Tensor,
     output_layer: tensor_parallel.ColumnParallelLinear | ValueHead,
-    at: Tensor,
+    positions: Tensor,
     in_parts: bool,
 ) -> Tensor:
-    """Return [n, h] of hidden states [s/tp or s, b, h] at `at` [n], which indexes
-    [s*b]. in_parts: each rank has only its columns' part of the gradient; they are
-    summed as in megatron's output layer. Otherwise all must have the same gradient.
+    """Return [n, h] of hidden states [s/tp or s, b, h] at `positions` [n] of [s*b].
+    in_parts: each rank has only its columns' part of the gradient; they are summed as
+    in megatron's output layer. Otherwise all must have the same gradient.
     """
-    if (
-        output_layer.sequence_parallel
-    ):  # any rank's part may hold any number of trained positions: gather, then select
+    if output_layer.sequence_parallel:
+        # Any rank's part may hold any number of trained positions: gather, then select.
         hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
             hidden_states, tensor_parallel_output_grad=in_parts, group=output_layer.tp_group
         )
-    chosen = hidden_states.flatten(0, 1).index_select(0, at)
+    chosen = hidden_states.flatten(0, 1).index_select(0, positions)
     if in_parts and not output_layer.sequence_parallel:
         chosen = tensor_parallel.copy_to_tensor_model_parallel_region(
             chosen, group=output_layer.tp_group

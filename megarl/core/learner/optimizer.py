@@ -1,8 +1,9 @@
 """AdamW over data-parallel chunks, the learning rate of a step, and dynamic loss
 scaling for fp16.
 
-    loss ──x scale──► backward in fp16 ──► FP32 gradients ──/ scale──► finite? ──yes──► clip, AdamW; after WINDOW: scale x 2
-                                                                         └─────no───► no update; after HYSTERESIS: scale / 2
+    loss ──x scale──► backward in fp16 ──► FP32 gradients ──/ scale──► finite?
+        yes: clip, AdamW; after WINDOW: scale x 2
+        no:  no update; after HYSTERESIS: scale / 2
 
 fp16 has five bits of exponent: numbers below 6e-8 become 0, numbers above 65,504
 infinite. The scale keeps the gradients of activations between these limits (arXiv
@@ -11,7 +12,6 @@ infinite. The scale keeps the gradients of activations between these limits (arX
 
 import math
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class LossScale(DynamicGradScaler):
 
     @property
     def value(self) -> float:
+        """The scale."""
         return float(self.scale)
 
     def plain_state(self) -> dict[str, float]:
@@ -94,10 +95,8 @@ class LossScale(DynamicGradScaler):
     def restore(self, state: dict[str, float]) -> None:
         """Continue from a `plain_state`."""
         self._scale = torch.full_like(self.scale, state["scale"])
-        self._growth_tracker, self._hysteresis_tracker = (
-            int(state["growth"]),
-            int(state["hysteresis"]),
-        )
+        self._growth_tracker = int(state["growth"])
+        self._hysteresis_tracker = int(state["hysteresis"])
 
 
 def learning_rate(step: int, settings: Optimizer, steps: int) -> float:
@@ -108,9 +107,11 @@ def learning_rate(step: int, settings: Optimizer, steps: int) -> float:
         return settings.lr * ((step + 1) / settings.warmup_steps)
     if settings.schedule == "constant":
         return settings.lr
-    done = min(1.0, (step - settings.warmup_steps) / max(steps - settings.warmup_steps, 1))
-    left = 1 - done if settings.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return settings.lr * left
+    scheduled_steps = max(steps - settings.warmup_steps, 1)
+    progress = min(1.0, (step - settings.warmup_steps) / scheduled_steps)
+    if settings.schedule == "linear":
+        return settings.lr * (1 - progress)
+    return settings.lr * ((1 + math.cos(math.pi * progress)) / 2)
 
 
 BETAS = (0.9, 0.95)
@@ -133,10 +134,8 @@ def overlaps() -> bool:
     """Return whether gradients are reduced while others are computed: yes on GPUs with
     more than one data-parallel rank.
     """
-    return (
-        torch.cuda.is_available()
-        and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
-    )
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    return torch.cuda.is_available() and ranks > 1
 
 
 def with_optimizer(
@@ -159,9 +158,36 @@ def with_optimizer(
             "learner.optimizer_offload: moves AdamW off a GPU, but this machine has none; set it"
             " to 0"
         )
+    dtype = build.DTYPES[recipe.model.dtype]
+    ddp = _wrapped(chunks, gathers_late)
+    adam = _adam_config(settings, dtype, offload, gathers_late and overlaps())
+    optimizer = get_megatron_optimizer(adam, ddp, _parameter_overrides(adam, dtype))
+    _place_without_padding(ddp)
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:
+            _adapt(part)
+    _fuse(optimizer)
+    if in_host_memory():
+        # Made now, moments lie beside the weights. At the first step malloc would put
+        # them into gaps between activations, which would then need new memory: a
+        # gigabyte for 135M parameters.
+        for part in optimizer.chained_optimizers:
+            make_moments(part)
+    if dtype != torch.float16:
+        return ddp, optimizer, None
+    scale = LossScale()
+    for part in optimizer.chained_optimizers:
+        part.grad_scaler = scale
+    # For the last stage's losses, and experts' balancing losses.
+    chunks[0].config.grad_scale_func = lambda loss: loss * scale.scale
+    return ddp, optimizer, scale
+
+
+def _wrapped(chunks: list[GPTModel], gathers_late: bool) -> list[DistributedDataParallel]:
+    """Wrap the chunks for data parallelism. Gradients are summed, not averaged: scaling
+    factor 1 in DDP, and no division by a number of tokens at the end.
+    """
     config = chunks[0].config
-    # Gradients are summed, not averaged: scaling factor 1 in DDP, and no division by a
-    # number of tokens at the end.
     config.calculate_per_token_loss = True
     config.finalize_model_grads_func = lambda model, _tokens, **groups: finalize_model_grads(
         model, None, **groups
@@ -178,15 +204,20 @@ def with_optimizer(
     for chunk in chunks:
         add_gradients_in_fp32(chunk)
     ddp = [
-        DistributedDataParallel(config, ddp_config, c, disable_bucketing=i > 0)
-        for i, c in enumerate(chunks)
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(chunks)
     ]
     if gathers_late:
         late_gathering.gather_before_head(ddp)
     if overlap:
         config.no_sync_func = [d.no_sync for d in ddp] if len(ddp) > 1 else ddp[0].no_sync
-    dtype = build.DTYPES[recipe.model.dtype]
-    adam = OptimizerConfig(
+    return ddp
+
+
+def _adam_config(
+    settings: Optimizer, dtype: torch.dtype, offload: float, gathers_late: bool
+) -> OptimizerConfig:
+    return OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
         adam_beta1=BETAS[0],
@@ -206,48 +237,49 @@ def with_optimizer(
         # itself and reads `decoupled_grad`.
         use_precision_aware_optimizer=offload > 0,
     )
-    groups = standard_overrides(adam)
-    # A critic's head is FP32. In a parameter group of both types, megatron would mix up
-    # the order of parameters and of states.
+
+
+def _parameter_overrides(adam: OptimizerConfig, dtype: torch.dtype) -> dict[ParamKey, Any]:
+    """Return megatron's settings of parameter groups, with a group of FP32 parameters.
+    A critic's head is FP32; in a group of both types, megatron would mix up the order
+    of parameters and of states.
+    """
+    overrides = standard_overrides(adam)
     if dtype != torch.float32:
-        groups[ParamKey(predicate=ParamPredicate("fp32", lambda p: p.dtype == torch.float32))] = {
-            "wd_mult": 1.0
-        }
-    optimizer = get_megatron_optimizer(adam, ddp, groups)
-    _place_without_padding(ddp)
+        is_fp32 = ParamPredicate("fp32", lambda parameter: parameter.dtype == torch.float32)
+        overrides[ParamKey(predicate=is_fp32)] = {"wd_mult": 1.0}
+    return overrides
+
+
+def _adapt(part: DistributedOptimizer) -> None:
+    """Change how a part of the optimiser updates and is stored, where megatron's way
+    takes more memory or time.
+    """
+    is_hybrid = isinstance(part.optimizer, HybridDeviceOptimizer)
+    if part.data_parallel_group.size() == 1:
+        part.get_parameter_state_dp_zero = partial(_state_of_one_rank, part)
+    if is_hybrid:
+        update_offloaded_in_one_pass(part.optimizer)
+    else:
+        # Transformer Engine's AdamW would load moments into new tensors, 8 bytes a
+        # parameter, while it has the old ones: it converts moments of another type
+        # than the weights. Ours are FP32, and torch keeps their tensors.
+        part.optimizer.load_state_dict = partial(
+            torch.optim.Optimizer.load_state_dict, part.optimizer
+        )
+
+
+def _fuse(optimizer: MegatronOptimizer) -> None:
+    """Use torch's fused AdamW on a GPU, which is there without another installed one.
+    By default, which megatron keeps, torch's takes the square root of all second
+    moments at once: 4 bytes per parameter.
+    """
+    if not torch.cuda.is_available():
+        return
     for part in optimizer.chained_optimizers:
-        if not part.is_stub_optimizer and isinstance(part.optimizer, HybridDeviceOptimizer):
-            update_offloaded_in_one_pass(part.optimizer)
-        if not part.is_stub_optimizer and part.data_parallel_group.size() == 1:
-            part.get_parameter_state_dp_zero = partial(_gathered_alone, part)
-        if not part.is_stub_optimizer and not isinstance(part.optimizer, HybridDeviceOptimizer):
-            # Transformer Engine's AdamW would load moments into new tensors, 8 bytes a
-            # parameter, while it has the old ones: it converts moments of another type
-            # than the weights. Ours are FP32, and torch keeps their tensors.
-            part.optimizer.load_state_dict = partial(
-                torch.optim.Optimizer.load_state_dict, part.optimizer
-            )
-        # Without an installed fused AdamW, torch's is used. By default, which megatron
-        # keeps, it takes the square root of all second moments at once on a GPU: 4
-        # bytes per parameter.
-        if torch.cuda.is_available() and isinstance(part.optimizer, AdamW):
+        if isinstance(part.optimizer, AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
-    if in_host_memory():
-        # Made now, moments lie beside the weights. At the first step malloc would put
-        # them into gaps between activations, which would then need new memory: a
-        # gigabyte for 135M parameters.
-        for part in optimizer.chained_optimizers:
-            make_moments(part)
-    if dtype != torch.float16:
-        return ddp, optimizer, None
-    scale = LossScale()
-    for part in optimizer.chained_optimizers:
-        part.grad_scaler = scale
-    config.grad_scale_func = lambda loss: (
-        loss * scale.scale
-    )  # the last stage's losses, and experts' balancing losses
-    return ddp, optimizer, scale
 
 
 def update_offloaded_in_one_pass(hybrid: HybridDeviceOptimizer) -> None:
@@ -261,7 +293,9 @@ def update_offloaded_in_one_pass(hybrid: HybridDeviceOptimizer) -> None:
     next parameter is updated. The memory of the pinned copies, which nothing uses any
     more, goes back to the system.
     """
-    groups = [group for part in hybrid.cpu_optimizers for group in part.param_groups]
+    groups = []
+    for part in hybrid.cpu_optimizers:
+        groups += part.param_groups
     for group in groups:
         group["fused"] = True
     if not torch.cuda.is_available() or not groups:
@@ -281,17 +315,17 @@ def _place_without_padding(chunks: list[DistributedDataParallel]) -> None:
     shifted: with several buckets, or a tied head, which has a bucket of its own.
     Nothing else uses these offsets once the optimiser is made.
     """
-    for buffer in (
-        buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ):
-        starts = accumulate((bucket.numel_unpadded for bucket in buffer.buckets), initial=0)
-        padding = [
-            bucket.offset - start for bucket, start in zip(buffer.buckets, starts, strict=False)
-        ]
-        buffer.param_index_map = {
-            parameter: (start - padding[bucket], end - padding[bucket], bucket)
-            for parameter, (start, end, bucket) in buffer.param_index_map.items()
-        }
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            padding = []
+            unpadded = 0
+            for bucket in buffer.buckets:
+                padding.append(bucket.offset - unpadded)
+                unpadded += bucket.numel_unpadded
+            buffer.param_index_map = {
+                parameter: (start - padding[bucket], end - padding[bucket], bucket)
+                for parameter, (start, end, bucket) in buffer.param_index_map.items()
+            }
 
 
 def in_host_memory() -> bool:
@@ -308,55 +342,61 @@ def written_in_place(optimizer: MegatronOptimizer) -> bool:
     return in_host_memory() and any(part.data_parallel_group.size() == 1 for part in parts)
 
 
+type Place = tuple[int, int]
+"""First number, and the one after the last, of a parameter in the gathered state."""
+
+
 class _Lent:
     """AdamW's own tensors of one kind, each under its place in the gathered state, from
     which megatron would cut it.
     """
 
-    def __init__(self, tensors: dict[tuple[int, int], Tensor]) -> None:
+    def __init__(self, tensors: dict[Place, Tensor]) -> None:
         self._tensors = tensors
 
     def __getitem__(self, place: slice) -> Tensor:
         return self._tensors[place.start, place.stop]
 
 
-def _gathered_alone(optimizer: DistributedOptimizer, *, empty_data: bool, **_: object) -> StateDict:
+def _state_of_one_rank(
+    optimizer: DistributedOptimizer, *, empty_data: bool, **_: object
+) -> StateDict:
     """Act as get_parameter_state_dp_zero, which gathers AdamW's state for a checkpoint,
     if one rank has all of the state. This takes 12 bytes of host memory per parameter,
     none to write from a CPU; megatron's way, for many ranks, takes 32, or 24 and 8 on
     the GPU.
     """
     state: StateDict = {"buckets_coalesced": True}
-    for n, (buffer, (dtype,)) in enumerate(
-        zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)
-    ):
-        own = {} if empty_data else _by_place(optimizer, buffer)
-        whole: StateDict = {"numel_unpadded": buffer.numel_unpadded}
+    lends = in_host_memory() and not empty_data
+    for n, buffer in enumerate(optimizer.buffers):
+        (dtype,) = optimizer.gbuf_ranges[n]
+        states = {} if empty_data else _states_by_place(optimizer, buffer)
+        buffer_state: StateDict = {"numel_unpadded": buffer.numel_unpadded}
         for name in ("param", *optimizer.optimizer_state_keys):
-            tensors = {place: kinds[name].detach().view(-1) for place, kinds in own.items()}
-            lent = in_host_memory() and not empty_data
-            whole[name] = _Lent(tensors) if lent else _joined(buffer.numel_unpadded, tensors)
-        state[n] = {dtype: whole}
+            tensors = {place: kinds[name].detach().view(-1) for place, kinds in states.items()}
+            if lends:
+                buffer_state[name] = _Lent(tensors)
+            else:
+                buffer_state[name] = _gathered(buffer.numel_unpadded, tensors)
+        state[n] = {dtype: buffer_state}
     return state
 
 
-def _by_place(
+def _states_by_place(
     optimizer: DistributedOptimizer, buffer: Any
-) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """Return the FP32 weight and the moments of each parameter of megatron's buffer, by
-    its place in the gathered state.
-    """
-    places = {
-        parameter: (start, end) for parameter, (start, end, _) in buffer.param_index_map.items()
-    }
-    return {place: optimizer._get_main_param_and_optimizer_states(p) for p, place in places.items()}
+) -> dict[Place, dict[str, Tensor]]:
+    """Return the FP32 weight and the moments of each parameter of megatron's buffer."""
+    states = {}
+    for parameter, (start, end, _) in buffer.param_index_map.items():
+        states[start, end] = optimizer._get_main_param_and_optimizer_states(parameter)
+    return states
 
 
-def _joined(numbers: int, tensors: dict[tuple[int, int], Tensor]) -> Tensor:
+def _gathered(numbers: int, tensors: dict[Place, Tensor]) -> Tensor:
     """Return one tensor [numbers] in the host's memory, with a copy of each of these at
     its place.
     """
-    whole = torch.zeros(numbers)
+    gathered = torch.zeros(numbers)
     for (start, end), tensor in tensors.items():
-        whole[start:end].copy_(tensor)
-    return whole
+        gathered[start:end].copy_(tensor)
+    return gathered

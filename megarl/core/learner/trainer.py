@@ -1,13 +1,12 @@
 """One training step on all ranks of the learner.
 
     Batch ──► sequences, scored by a reference if there is one
-                    ├─► critic, if there is one: values ──► advantages (GAE)
-                    └─► epochs: policy and critic: forward, backward ──► all gradients finite? ──► AdamW for each
-                                                     │                     └── no: the step ends, and is counted as skipped
-                                                     └── an fp16 model's scaled gradient overflowed: no update in this epoch, a
-                                                         lower scale for the next
-                                                         (optimizer.py); counted
-                                                         separately
+      ├─► critic, if there is one: values ──► advantages (GAE)
+      └─► epochs: policy and critic: forward, backward ──► all gradients finite?
+            ├── yes: AdamW for each
+            ├── no: the step ends, and is counted as skipped
+            └── an fp16 model's scaled gradient overflowed: no update in this epoch, a
+                lower scale for the next (optimizer.py); counted separately
 
 An epoch trains on the whole batch. The log-probs recorded by the server are the
 behaviour policy of every epoch (PPO, arXiv 1707.06347, algorithm 1). A step's metrics
@@ -19,6 +18,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,16 +26,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megarl.core.algorithm.advantages import NOTHING_SEEN
+from megarl.core.algorithm.advantages import NOTHING_SEEN, with_advantages
 from megarl.core.algorithm.batch import (
     TrainSequence,
     advantage_statistics,
     sequences_in_loss,
     unrewarded,
-    with_advantages,
 )
 from megarl.core.algorithm.losses import policy_loss, terms
-from megarl.core.algorithm.losses.terms import Tokens
+from megarl.core.algorithm.losses.terms import TokenLoss, Tokens
 from megarl.core.base.messages import Score, Scored
 from megarl.core.base.types import Batch
 from megarl.core.learner.critic_and_reference import CriticModel, ReferenceModel
@@ -65,45 +64,61 @@ class PolicyModel(TrainedNetwork):
         # does, which needs all weights at once, so that hooks on all modules would only
         # cost time.
         gathers_late = supervised or recipe.pipeline.phase_steps > 1 or recipe.learner.epochs > 1
-        super().__init__(
-            *loaded_chunks(recipe, hf_dir),
-            optimizer,
-            recipe,
-            recipe.learner.optimizer_offload,
-            gathers_late,
-        )
-        if self.family.architecture.experts and not supervised:
-            self.replay = Replay(self.chunks, self.family.architecture.expert_layers)
+        chunks, family = loaded_chunks(recipe, hf_dir)
+        offload = recipe.learner.optimizer_offload
+        super().__init__(chunks, family, optimizer, recipe, offload, gathers_late)
+        if family.architecture.experts and not supervised:
+            self.replay = Replay(chunks, family.architecture.expert_layers)
         self.replays = recipe.model.moe.routing_replay
-        self.head = self.lm_head(1.0 if supervised else recipe.sampling.temperature)
-        self._loss = (
-            terms.cross_entropy if supervised else policy_loss(recipe.loss, recipe.reference)
-        )
+        if supervised:
+            self.head = self.lm_head(1.0)
+            self._loss: TokenLoss = terms.cross_entropy
+        else:
+            self.head = self.lm_head(recipe.sampling.temperature)
+            self._loss = policy_loss(recipe.loss, recipe.reference)
         self.metric_names = ("entropy", "surprise", *terms.metric_names(self._loss))
-        shared = recipe.model.context_parallel > 1
-        self._sharing_sequences = parallel_state.get_context_parallel_group() if shared else None
+        self._sharing_sequences = None
+        if recipe.model.context_parallel > 1:
+            self._sharing_sequences = parallel_state.get_context_parallel_group()
 
     def loss(
         self, micro: MicroBatch, output: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return losses and metrics [n] from the trained tokens' log-probs and
+        entropies [n].
+        """
         logp, entropy = output
-        here = (
-            micro.behaviour,
-            micro.reference,
-            micro.advantage,
-            entropy,
-            micro.counted,
-            micro.here,
-            micro.lengths,
+        tokens = Tokens(
+            logp=logp,
+            behaviour=micro.behaviour,
+            reference=micro.reference,
+            advantage=micro.advantage,
+            entropy=entropy,
+            counted=micro.counted,
+            local_lengths=micro.local_lengths,
+            lengths=micro.lengths,
+            group=self._sharing_sequences,
         )
-        losses, metrics = self._loss(Tokens(logp, *here, self._sharing_sequences))
+        losses, metrics = self._loss(tokens)
         return losses, {"entropy": entropy, "surprise": -logp} | metrics
 
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """Also return what importance ratios and routing replay say of the pass."""
         metrics = terms.with_effective_sample_size(super().forward_backward(sequences))
         if self.replay and self.replays and self.expert_load:
             metrics |= self.replay.metrics(self.expert_load.choices)
         return metrics
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What came of one pass over a step's sequences. Networks are updated only if both
+    lists are empty.
+    """
+
+    metrics: dict[str, float]
+    broken: list[TrainedNetwork]  # loss or gradient not finite
+    overflowed: list[TrainedNetwork]  # the gradient, because the loss scale was too high
 
 
 class Trainer:
@@ -113,33 +128,40 @@ class Trainer:
     skipped steps, whose loss or gradient was not finite, in a row up to the latest.
     offenders: the rollouts to blame in the latest step. scaler_skipped_steps: updates
     so far that overflows of scaled gradients prevented. moments: of the undivided
-    advantages of all batches so far. within: returns a context for each named part of a
-    step, to measure its time. before_update: waits until weights may change.
+    advantages of all batches so far. before_update: waits until weights may change.
     """
 
-    within: Callable[[str], AbstractContextManager[object]] = nullcontext
-
-    def __init__(self, recipe: Recipe, hf_dir: Path, supervised: bool = False) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        hf_dir: Path,
+        supervised: bool = False,
+        within: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         """supervised: for the warm start (`recipe.sft`), which trains only the policy,
-        in one epoch.
+        in one epoch. within: returns a context for each named part of a step, to
+        measure its time.
         """
         self.recipe = recipe
+        self.within = within
         self.steps = recipe.sft.steps if supervised else recipe.run.steps
-        self.policy = PolicyModel(recipe, hf_dir, supervised)
-        family = self.policy.family
-        self.critic = CriticModel(recipe, family) if recipe.has_critic and not supervised else None
-        self.reference = (
-            ReferenceModel(recipe) if recipe.reference.coefficient and not supervised else None
-        )
-        self.trained: list[TrainedNetwork] = [self.policy, *([self.critic] if self.critic else [])]
-        self.networks: list[Network] = [
-            *self.trained,
-            *([self.reference] if self.reference else []),
-        ]
         self.epochs = 1 if supervised else recipe.learner.epochs
+        self.policy = PolicyModel(recipe, hf_dir, supervised)
+        self.critic: CriticModel | None = None
+        self.reference: ReferenceModel | None = None
+        self.trained: list[TrainedNetwork] = [self.policy]
+        if recipe.has_critic and not supervised:
+            self.critic = CriticModel(recipe, self.policy.family)
+            self.trained.append(self.critic)
+        self.networks: list[Network] = [*self.trained]
+        if recipe.reference.coefficient and not supervised:
+            self.reference = ReferenceModel(recipe)
+            self.networks.append(self.reference)
         self.step = 0
         self.moments = NOTHING_SEEN
-        self.skipped_steps = self.skipped_in_row = self.scaler_skipped_steps = 0
+        self.skipped_steps = 0
+        self.skipped_in_row = 0
+        self.scaler_skipped_steps = 0
         self.offenders: list[dict[str, int | str]] = []
         self.before_update: Callable[[], None] = lambda: None
 
@@ -158,110 +180,128 @@ class Trainer:
         """Train step `self.step` and count it, even if nothing is trained. Return the
         same metrics on all ranks.
         """
-        learning = self.trained
-        first = self.recipe.critic.warmup_steps if self.critic else 0
-        if self.critic and self.step < first:
-            learning = [self.critic]  # the policy is not trained yet
-        begins = {network: first if network is self.policy else 0 for network in learning}
-        rates = {
-            f"{network.prefix}lr": learning_rate(
-                self.step - begin, network.settings, self.steps - begin
-            )
-            for network, begin in begins.items()
-        }
+        rates = self._learning_rates()
+        named_rates = {network.names.lr: rate for network, rate in rates.items()}
+        step = self.step
         self.step += 1
         if not sequences:
-            return rates | {"empty": 1.0, "skipped": 0.0, "tokens_trained": 0.0}
+            return named_rates | {"empty": 1.0, "skipped": 0.0, "tokens_trained": 0.0}
         if self.critic:
             with self.within("values"):
                 sequences, self.moments = self.critic.estimated(sequences, self.moments)
         overflows = 0
         for _ in range(self.epochs):
-            metrics, broken, overflowed = self._epoch(sequences, learning, rates)
-            if overflowed:
+            epoch = self._epoch(sequences, rates)
+            if epoch.overflowed:
                 overflows += 1
-                scales = ", ".join(
-                    f"{p.norm_name} at {metrics[f'{p.prefix}loss_scale']:g}" for p in overflowed
-                )
-                said = "step %d: an update was skipped because scaled gradients overflowed (%s)"
-                log.info(said, self.step - 1, scales)
-            if broken:
-                self.skipped_steps += 1
-                what = ", ".join(
-                    f"{name} {metrics[name]}" for p in broken for name in (p.loss_name, p.norm_name)
-                )
-                log.warning("step %d skipped: %s", self.step - 1, what)
+                _log_overflow(step, epoch)
+            if epoch.broken:
+                _log_skipped(step, epoch)
                 break
-        self.skipped_in_row = self.skipped_in_row + 1 if broken else 0
-        self.offenders = broken[0].offenders(sequences) if broken else []
-        metrics |= rates | {
-            "empty": 0.0,
-            "skipped": float(bool(broken)),
-            "skipped_steps": float(self.skipped_steps),
-        }
-        self.scaler_skipped_steps += overflows
+        self._count(epoch, overflows)
+        self.offenders = epoch.broken[0].offenders(sequences) if epoch.broken else []
+        metrics = epoch.metrics | named_rates
+        metrics["empty"] = 0.0
+        metrics["skipped"] = float(bool(epoch.broken))
+        metrics["skipped_steps"] = float(self.skipped_steps)
         if any(network.loss_scale is not None for network in self.trained):
             metrics["scaler_skipped"] = float(overflows)
             metrics["scaler_skipped_steps"] = float(self.scaler_skipped_steps)
         return metrics | advantage_statistics(sequences)
 
+    def _learning_rates(self) -> dict[TrainedNetwork, float]:
+        """Return the rate of each network that step `self.step` trains. A policy waits
+        for its critic's warm-up.
+        """
+        warmup = self.recipe.critic.warmup_steps if self.critic else 0
+        rates: dict[TrainedNetwork, float] = {}
+        for network in self.trained:
+            first_step = warmup if network is self.policy else 0
+            if self.step >= first_step:
+                rates[network] = learning_rate(
+                    self.step - first_step, network.settings, self.steps - first_step
+                )
+        return rates
+
+    def _count(self, epoch: Epoch, overflows: int) -> None:
+        """Count a step by its last epoch."""
+        self.scaler_skipped_steps += overflows
+        if epoch.broken:
+            self.skipped_steps += 1
+            self.skipped_in_row += 1
+        else:
+            self.skipped_in_row = 0
+
     def _epoch(
-        self,
-        sequences: Sequence[TrainSequence],
-        learning: Sequence[TrainedNetwork],
-        rates: dict[str, float],
-    ) -> tuple[dict[str, float], list[TrainedNetwork], list[TrainedNetwork]]:
-        """Compute all gradients; update all networks if every loss and gradient is
-        finite. Return metrics, the networks whose loss or gradient is not finite, and
-        those whose gradient overflowed because the loss scale was too high. If a
-        network is broken, no loss scale judges, since it would mistake that for an
-        overflow.
+        self, sequences: Sequence[TrainSequence], rates: dict[TrainedNetwork, float]
+    ) -> Epoch:
+        """Compute the gradients of all networks in `rates`; update them if every loss
+        and gradient is finite. If a network is broken, no loss scale judges, since it
+        would mistake that for an overflow.
         """
         metrics: dict[str, float] = {}
-        for network in learning:
+        for network in rates:
             with self.within("forward_backward"):
-                metrics |= network.forward_backward(sequences) | {
-                    network.norm_name: network.gradient_norm()
-                }
+                metrics |= network.forward_backward(sequences)
+                metrics[network.names.norm] = network.gradient_norm()
             if network.loss_scale is not None:
-                metrics[f"{network.prefix}loss_scale"] = network.loss_scale.value
-        if broken := [network for network in learning if network.broken(metrics)]:
-            return metrics, broken, []
+                metrics[network.names.loss_scale] = network.loss_scale.value
+        broken = [network for network in rates if network.broken(metrics)]
+        if broken:
+            return Epoch(metrics, broken, overflowed=[])
         overflowed = [
-            network for network in learning if not math.isfinite(metrics[network.norm_name])
+            network for network in rates if not math.isfinite(metrics[network.names.norm])
         ]
-        for network in learning:
+        for network in rates:
             if network.loss_scale is not None:
                 network.loss_scale.judge(network in overflowed)
         if not overflowed:
             self.before_update()
             with self.within("optimizer"):
-                for network in learning:
-                    network.update(rates[f"{network.prefix}lr"], metrics[network.norm_name])
-        return metrics, [], overflowed
+                for network, rate in rates.items():
+                    network.update(rate, metrics[network.names.norm])
+        return Epoch(metrics, broken=[], overflowed=overflowed)
 
     def score(self, command: Score, incarnation: str) -> Scored:
         """Score the command's rollouts with the current policy and its own choices of
         experts. All ranks return the same.
         """
-        sequences = [
-            unrewarded(i, r.tokens, r.first, None if r.experts is None else r.experts.table)
-            for i, r in enumerate(command.rollouts)
-        ]
-        counts = torch.zeros(2, dtype=torch.int64, device=self.policy.device)
-        with self.policy.replay.comparing(counts) if self.policy.replay else nullcontext():
-            scores = self.policy.ask(
-                sequences, self.policy.scoring_head(command.against), shape=(2,)
-            )
+        sequences = []
+        for i, rollout in enumerate(command.rollouts):
+            experts = None if rollout.experts is None else rollout.experts.table
+            sequences.append(unrewarded(i, rollout.tokens, rollout.first, experts))
+        policy = self.policy
+        counts = torch.zeros(2, dtype=torch.int64, device=policy.device)
+        with policy.replay.comparing(counts) if policy.replay else nullcontext():
+            scores = policy.ask(sequences, policy.scoring_head(command.against), shape=(2,))
         dist.all_reduce(counts)
         choices, differing = counts.tolist()
-        kept = [values[r.first :] for values, r in zip(scores, command.rollouts, strict=True)]
-        logprobs, against = (tuple(values[:, column] for values in kept) for column in (0, 1))
+        logprobs = []
+        against = []
+        for rollout, values in zip(command.rollouts, scores, strict=True):
+            logprobs.append(values[rollout.first :, 0])
+            against.append(values[rollout.first :, 1])
         return Scored(
             incarnation=incarnation,
             version=self.step,
-            logprobs=logprobs,
-            against=against,
+            logprobs=tuple(logprobs),
+            against=tuple(against),
             choices=choices,
             differing=differing,
         )
+
+
+def _log_overflow(step: int, epoch: Epoch) -> None:
+    scales = []
+    for network in epoch.overflowed:
+        scales.append(f"{network.names.norm} at {epoch.metrics[network.names.loss_scale]:g}")
+    text = "step %d: an update was skipped because scaled gradients overflowed (%s)"
+    log.info(text, step, ", ".join(scales))
+
+
+def _log_skipped(step: int, epoch: Epoch) -> None:
+    values = []
+    for network in epoch.broken:
+        for name in (network.names.loss, network.names.norm):
+            values.append(f"{name} {epoch.metrics[name]}")
+    log.warning("step %d skipped: %s", step, ", ".join(values))

@@ -123,14 +123,14 @@ def test_the_draws_before_a_step(tmp_path: Path, seed: int, rotate_bytes: int) -
     journal.close()
     for step in range(1, STEPS + 1):
         first, rates = by_hand(made, step)
-        state = JournalReader(tmp_path).before(step)
+        state = JournalReader(tmp_path).state_before(step)
         assert state.admission.next_ticket == first
         assert state.tasks["math"].pass_rates == rates
         assert state.tasks["math"].drawn == first
         assert not state.unfinished
         assert state.finished + state.removed == first
     with pytest.raises(MegarlError, match="the batches before step 9 are not complete"):
-        JournalReader(tmp_path).before(9)
+        JournalReader(tmp_path).state_before(9)
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def test_a_fork_of_a_fork(tmp_path: Path, parent: RunDir) -> None:
     )
     fork.check(second)
     assert (
-        JournalReader(first.rollouts).before(5).admission.next_ticket
+        JournalReader(first.rollouts).state_before(5).admission.next_ticket
         == admission.next_ticket - PROMPTS
     )
     early = recipe_of(

@@ -16,6 +16,7 @@ from megarl.core.recipe import Loss
 
 
 def cispo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return losses [n] and metrics [n]."""
     ratio = tokens.log_ratio.exp()
     losses = -ratio.clamp(max=settings.cap) * tokens.advantage * tokens.logp
     return losses, {"capped_share": (ratio >= settings.cap).float()}

@@ -1,6 +1,7 @@
 """PPO's clipped surrogate, of which GRPO and DAPO are special cases.
 
-    loss_t = -min(rho_t A, clip(rho_t, 1 - low, 1 + high) A),    rho_t = pi(y_t) / mu(y_t)
+    loss_t = -min(rho_t A, clip(rho_t, 1 - low, 1 + high) A)
+    rho_t  = pi(y_t) / mu(y_t)
 
 A token whose ratio has left the bounds in the direction that its advantage pulls has no
 gradient. PPO (arXiv 1707.06347, eq. 7) and GRPO (arXiv 2402.03300, eq. 3): low = high =
@@ -16,9 +17,9 @@ from megarl.core.recipe import Loss
 
 
 def clip(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    tokens = with_finite_ratios(
-        tokens, tokens.advantage >= 0
-    )  # these are clipped above, and must not leave NaN
+    """Return losses [n] and metrics [n]."""
+    # Tokens with advantage >= 0 are clipped above, and must not leave NaN.
+    tokens = with_finite_ratios(tokens, tokens.advantage >= 0)
     ratio = (tokens.logp - tokens.behaviour).exp()
     losses, clipped = surrogate(ratio, tokens.advantage, settings.clip_low, settings.clip_high)
     return losses, {"clipped_share": clipped}

@@ -1,9 +1,11 @@
 """GMPO: one importance ratio for a whole sequence, the geometric mean of its tokens'
 clipped ratios.
 
-    w_t = rho_t, or exp(high) if A > 0 and rho_t > exp(high), or exp(-low) if A < 0 and
-    rho_t < exp(-low) s_i = exp(mean over t of log w_t) loss_t = -sg(s_i) w_t / sg(w_t)
-    A
+    w_t = exp(high) if A > 0 and rho_t > exp(high)
+          exp(-low) if A < 0 and rho_t < exp(-low)
+          rho_t     else
+    s_i = exp(mean over t of log w_t)
+    loss_t = -sg(s_i) w_t / sg(w_t) A
 
 Zhao et al. 2025 (arXiv 2507.20673): the objective of a sequence is s_i A, and a clipped
 token has no gradient. GSPO instead bounds s_i. As there, the sum of token losses under
@@ -19,13 +21,13 @@ from megarl.core.recipe import Loss
 
 
 def gmpo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return losses [n] and metrics [n]. COLLECTIVE, as `sequence_mean` is."""
     log_ratio = tokens.logp - tokens.behaviour
     above = log_ratio > settings.clip_high
     below = log_ratio < -settings.clip_low
     clipped = ((tokens.advantage > 0) & above) | ((tokens.advantage < 0) & below)
-    bounded = torch.where(
-        clipped, log_ratio.detach().clamp(-settings.clip_low, settings.clip_high), log_ratio
-    )
+    bounds = log_ratio.detach().clamp(-settings.clip_low, settings.clip_high)
+    bounded = torch.where(clipped, bounds, log_ratio)
     sequence_ratio = tokens.sequence_mean(bounded.detach()).exp()
     losses = -sequence_ratio * (bounded - bounded.detach()).exp() * tokens.advantage
     return losses, {"clipped_share": clipped.float(), "sequence_ratio_max": sequence_ratio}

@@ -2,7 +2,8 @@
 of its tokens' ratios.
 
     s_i = (pi(y_i) / mu(y_i))^(1 / |y_i|) = exp(mean over t of log rho_t)
-    loss_t = -min(s_t A, clip(s_t, 1 - low, 1 + high) A),    s_t = sg(s_i) pi(y_t) / sg(pi(y_t))
+    s_t = sg(s_i) pi(y_t) / sg(pi(y_t))
+    loss_t = -min(s_t A, clip(s_t, 1 - low, 1 + high) A)
 
 arXiv 2507.18071: s_i in eq. 7; s_t, equal in value, in eq. 14. As all tokens of a
 sequence have the same advantage and weight, the sum of the token losses has the value
@@ -19,6 +20,7 @@ from megarl.core.recipe import Loss
 
 
 def gspo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return losses [n] and metrics [n]. COLLECTIVE, as `sequence_mean` is."""
     sequence_ratio = tokens.sequence_mean(tokens.log_ratio).exp()
     ratio = sequence_ratio * (tokens.logp - tokens.logp.detach()).exp()
     losses, clipped = surrogate(ratio, tokens.advantage, settings.clip_low, settings.clip_high)

@@ -17,7 +17,7 @@ from megarl.core.recipe import Loss
 from megarl.core.telemetry.names import NAMES
 
 
-def own(section: Loss) -> PolicyLoss:
+def load_loss(section: Loss) -> PolicyLoss:
     """Return the loss that `section.kind` names, or raise a MegarlError that says what
     is wrong with it.
     """
@@ -25,35 +25,40 @@ def own(section: Loss) -> PolicyLoss:
     try:
         function = imported(section.kind)
     except Exception as error:  # importing may do anything
-        why = (
+        reason = (
             f"cannot be imported: {type(error).__name__}: {error} (looked for on PYTHONPATH and in"
             f" {os.getcwd()})"
         )
-        raise _refused(section.kind, why) from None
+        raise _refused(section.kind, reason) from None
     if not callable(function):
         raise _refused(section.kind, f"is a {type(function).__name__} and cannot be called")
     try:
         returned = function(tokens, section)
     except Exception as error:  # a user's function may raise anything
-        raise _refused(
-            section.kind, f"fails on three made-up tokens: {type(error).__name__}: {error}"
-        ) from None
+        reason = f"fails on three made-up tokens: {type(error).__name__}: {error}"
+        raise _refused(section.kind, reason) from None
     if mistake := _mistake(returned, tokens):
         raise _refused(section.kind, f"returns {mistake}")
     return function
 
 
 def _mistake(returned: object, tokens: Tokens) -> str:
-    """Return the first fault of a loss's result for these tokens; empty if it has none."""
-    shape = tokens.logp.shape
-    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
-        return f"a {type(returned).__name__}, not (losses, metrics)"
+    """Return the first fault of a loss's result for these tokens; empty if none."""
+    not_a_pair = f"a {type(returned).__name__}, not (losses, metrics)"
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        return not_a_pair
     losses, metrics = returned
+    if not isinstance(metrics, dict):
+        return not_a_pair
+    return _mistake_in_losses(losses, tokens) or _mistake_in_metrics(metrics, tokens)
+
+
+def _mistake_in_losses(losses: object, tokens: Tokens) -> str:
     if not isinstance(losses, Tensor):
         return (
             f"losses that are a {type(losses).__name__}, not a tensor [n] with one loss per token"
         )
-    if losses.shape != shape:
+    if losses.shape != tokens.logp.shape:
         return (
             f"losses of shape {tuple(losses.shape)}; return one loss per token, [n], not their sum"
             " or mean"
@@ -63,6 +68,11 @@ def _mistake(returned: object, tokens: Tokens) -> str:
             "losses without a gradient; they must depend on tokens.logp or tokens.entropy without"
             " .detach()"
         )
+    return ""
+
+
+def _mistake_in_metrics(metrics: dict[str, object], tokens: Tokens) -> str:
+    shape = tokens.logp.shape
     for name, values in metrics.items():
         if not isinstance(values, Tensor) or values.shape != shape or values.requires_grad:
             return f"a metric {name!r} that is not a tensor [n], or has a gradient; use .detach()"
@@ -71,5 +81,5 @@ def _mistake(returned: object, tokens: Tokens) -> str:
     return ""
 
 
-def _refused(kind: str, why: str) -> MegarlError:
-    return MegarlError(f"loss.kind: {kind} {why}; see docs/add-a-loss.md")
+def _refused(kind: str, reason: str) -> MegarlError:
+    return MegarlError(f"loss.kind: {kind} {reason}; see docs/add-a-loss.md")

@@ -14,4 +14,5 @@ from megarl.core.recipe import Loss
 
 
 def reinforce(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return losses [n]; there are no metrics."""
     return -tokens.advantage * tokens.logp, {}

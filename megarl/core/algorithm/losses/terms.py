@@ -11,7 +11,8 @@ first order, the expected gain in advantage (Kakade and Langford 2002).
 Correction. Truncated (TIS) and masked (MIS) importance sampling bound the weight of a
 token that another policy sampled.
 
-    truncate   rho_t -> min(rho_t, cap)            mask   rho_t -> rho_t [lower <= rho_t <= cap]
+    truncate   rho_t -> min(rho_t, cap)
+    mask       rho_t -> rho_t [lower <= rho_t <= cap]
 
 Truncation: Ionides 2008; between server and learner: Yao et al. 2025, "Your Efficient
 RL Framework Secretly Brings You Off-Policy RL Training". Masking: Liu et al. 2025,
@@ -43,7 +44,8 @@ not estimated from the sampled token.
 KL to a frozen reference, estimated on each sampled token y from the policy's
 distribution.
 
-    d = log pi(y) - log pi_ref(y)        k1 = d        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
+    d = log pi(y) - log pi_ref(y)
+    k1 = d        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
 
 k3 is GRPO's (arXiv 2402.03300, eq. 4). On tokens of pi, k1 and k3 are unbiased for
 KL(pi || pi_ref); k3 is never negative and has less variance; k2 is biased, with a
@@ -79,18 +81,16 @@ class Tokens:
     # [n] float32 with gradient: log pi(y) of the policy in training, at the sampling
     # temperature
     logp: Tensor
-    behaviour: (
-        Tensor  # [n] log mu(y), as recorded when the token was sampled: every loss's "old policy"
-    )
-    reference: (
-        Tensor  # [n] log-prob of the frozen reference, at the sampling temperature; 0 without one
-    )
+    # [n] log mu(y), as recorded when the token was sampled: every loss's "old policy"
+    behaviour: Tensor
+    # [n] log-prob of the frozen reference, at the sampling temperature; 0 without one
+    reference: Tensor
     advantage: Tensor  # [n]
     entropy: Tensor  # [n] with gradient: of the policy's distribution, nats
-    counted: Tensor  # [n] 0 for the filler that stands in if there is no trained token, else 1
+    counted: Tensor  # [n] 0 for the filler that stands in if no token is trained, else 1
     # [sequences] int64: how many of the n belong to each sequence (filler belongs to
     # the first)
-    here: Tensor
+    local_lengths: Tensor
     # [sequences] float32: |y|, trained tokens of each, with those on other
     # context-parallel ranks
     lengths: Tensor
@@ -105,10 +105,12 @@ class Tokens:
         """Return, for each token, the mean of `values` [n] (no gradient) over its
         sequence. COLLECTIVE in `group`.
         """
-        sums = torch.segment_reduce(values * self.counted, "sum", lengths=self.here, initial=0)
+        counted = values * self.counted
+        totals = torch.segment_reduce(counted, "sum", lengths=self.local_lengths, initial=0)
         if self.group is not None:
-            dist.all_reduce(sums, group=self.group)
-        return (sums / self.lengths).repeat_interleave(self.here, output_size=len(values))
+            dist.all_reduce(totals, group=self.group)
+        means = totals / self.lengths
+        return means.repeat_interleave(self.local_lengths, output_size=len(values))
 
 
 LARGEST = 80.0
@@ -117,11 +119,11 @@ times 0 is NaN; e^80 is finite.
 """
 
 
-def with_finite_ratios(tokens: Tokens, where: Tensor | bool) -> Tokens:
-    """Return the tokens with log rho of at most LARGEST wherever `where` [n] is true."""
+def with_finite_ratios(tokens: Tokens, mask: Tensor | bool) -> Tokens:
+    """Return the tokens with log rho of at most LARGEST where `mask` [n] is true."""
     bounded = torch.maximum(tokens.behaviour, tokens.logp.detach() - LARGEST)
-    where = torch.as_tensor(where, device=bounded.device)
-    return replace(tokens, behaviour=torch.where(where, bounded, tokens.behaviour))
+    mask = torch.as_tensor(mask, device=bounded.device)
+    return replace(tokens, behaviour=torch.where(mask, bounded, tokens.behaviour))
 
 
 type TokenLoss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
@@ -141,7 +143,7 @@ def made_up_tokens() -> Tokens:
         advantage=torch.tensor([1.0, 1.0, -1.0]),
         entropy=logp * -0.5,
         counted=torch.ones(3),
-        here=torch.tensor([2, 1]),
+        local_lengths=torch.tensor([2, 1]),
         lengths=torch.tensor([2.0, 1.0]),
     )
 
@@ -173,18 +175,20 @@ def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
     """Replace the ratios' mean square in reduced metrics, if there is one, by the
     `effective_sample_size`.
     """
-    if square := means.pop("ratio_square", None):
-        means["effective_sample_size"] = means["ratio_mean"] ** 2 / square
+    mean_square = means.pop("ratio_square", None)
+    if mean_square:
+        means["effective_sample_size"] = means["ratio_mean"] ** 2 / mean_square
     return means
 
 
-def kept(ratio: Tensor, kind: Literal["truncate", "mask"], lower: float, cap: float) -> Tensor:
+def correction_factor(
+    ratio: Tensor, kind: Literal["truncate", "mask"], lower: float, cap: float
+) -> Tensor:
     """Return the factor in [0, 1] by which the correction scales each ratio [n]."""
-    return (
-        (cap / ratio).clamp(max=1)
-        if kind == "truncate"
-        else ((lower <= ratio) & (ratio <= cap)).to(ratio.dtype)
-    )
+    if kind == "truncate":
+        return (cap / ratio).clamp(max=1)
+    within_bounds = (lower <= ratio) & (ratio <= cap)
+    return within_bounds.to(ratio.dtype)
 
 
 def sequences_outside(tokens: Tokens, low: float, high: float) -> Tensor:
@@ -205,7 +209,9 @@ def estimate(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     d = logp - reference
     if estimator == "k1":
         return d
-    return d.square() / 2 if estimator == "k2" else torch.expm1(-d) + d
+    if estimator == "k2":
+        return d.square() / 2
+    return torch.expm1(-d) + d
 
 
 VALUE_METRICS = ("value_clipped_share",)
@@ -217,9 +223,8 @@ def value_loss(
     """Return loss [n] and metrics [n] for `values` [n] with gradient; clip: eps."""
     free = (values - returns).square()
     bounded = (torch.clamp(values, old - clip, old + clip) - returns).square()
-    return torch.maximum(free, bounded) / 2, {
-        "value_clipped_share": (bounded > free).detach().float()
-    }
+    clipped = (bounded > free).detach().float()
+    return torch.maximum(free, bounded) / 2, {"value_clipped_share": clipped}
 
 
 def cross_entropy(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:

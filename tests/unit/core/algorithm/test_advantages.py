@@ -9,15 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.algorithm.advantages import (
-    NOTHING_SEEN,
-    Centring,
-    Moments,
-    Normalisation,
-    centred_rewards,
-    divided,
-)
-from megarl.core.algorithm.batch import TrainSequence, sequences_in_loss, with_advantages
+from megarl.core.algorithm.advantages import with_advantages
+from megarl.core.algorithm.advantages.group import Centring, Normalisation, centred_rewards, divided
+from megarl.core.algorithm.advantages.moments import NOTHING_SEEN, Moments
+from megarl.core.algorithm.batch import TrainSequence, sequences_in_loss
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
 from megarl.core.recipe import Recipe, from_tree
 from tests.sequences import training_sequences
@@ -239,7 +234,7 @@ def test_running_deviation_keeps_its_digits_far_from_zero():
     values = np.array([1e6, 1e6 + 1e-3, 1e6 - 1e-3])
     moments = NOTHING_SEEN
     for value in values:
-        moments = moments.after(np.array([value]))
+        moments = moments.updated(np.array([value]))
     assert moments.deviation == pytest.approx(statistics.pstdev(values), rel=1e-6)
 
 

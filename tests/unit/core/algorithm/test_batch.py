@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.core.algorithm.advantages import with_advantages
 from megarl.core.algorithm.batch import (
     TrainSequence,
     advantage_statistics,
     batch_statistics,
     sequences_in_loss,
     token_weights,
-    with_advantages,
 )
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
 from megarl.core.recipe import Recipe, from_tree

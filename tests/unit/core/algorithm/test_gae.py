@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.algorithm import gae
-from megarl.core.algorithm.advantages import NOTHING_SEEN
+from megarl.core.algorithm.advantages import critic
+from megarl.core.algorithm.advantages.moments import NOTHING_SEEN
 from megarl.core.algorithm.batch import TrainSequence, advantage_statistics
 
 Floats = st.lists(
@@ -29,7 +29,7 @@ def test_advantages_are_the_weighted_sums_of_errors(
     pairs: list[tuple[float, float]], lam: float
 ) -> None:
     rewards, values = np.array(pairs).T
-    advantages, returns = gae.advantages_and_returns(rewards, values, lam)
+    advantages, returns = critic.advantages_and_returns(rewards, values, lam)
     assert advantages == pytest.approx(by_the_sum(rewards, values, lam), abs=1e-9)
     assert returns == pytest.approx(advantages + values, abs=1e-12)
 
@@ -37,7 +37,7 @@ def test_advantages_are_the_weighted_sums_of_errors(
 @given(pairs=Floats)
 def test_lambda_one_is_the_return_less_the_value(pairs: list[tuple[float, float]]) -> None:
     rewards, values = np.array(pairs).T
-    _, returns = gae.advantages_and_returns(rewards, values, 1.0)
+    _, returns = critic.advantages_and_returns(rewards, values, 1.0)
     monte_carlo = [sum(rewards[t:]) for t in range(len(rewards))]
     assert returns == pytest.approx(monte_carlo, abs=1e-9)
 
@@ -45,12 +45,12 @@ def test_lambda_one_is_the_return_less_the_value(pairs: list[tuple[float, float]
 @given(pairs=Floats)
 def test_lambda_zero_is_the_error_of_one_step(pairs: list[tuple[float, float]]) -> None:
     rewards, values = np.array(pairs).T
-    advantages, _ = gae.advantages_and_returns(rewards, values, 0.0)
+    advantages, _ = critic.advantages_and_returns(rewards, values, 0.0)
     assert advantages == pytest.approx(rewards + np.append(values[1:], 0) - values, abs=1e-9)
 
 
 def test_a_critic_that_expects_nothing_gives_each_token_the_reward() -> None:
-    (sequence,), _ = gae.estimated(
+    (sequence,), _ = critic.estimated(
         [rollout([0, 1, 1, 0, 1], reward=-1.0)], [np.zeros(5, np.float32)], 1.0, "none"
     )
     assert list(sequence.advantage) == [0, -1, -1, 0, -1]  # type: ignore[arg-type]
@@ -62,8 +62,8 @@ def test_text_that_was_not_sampled_is_no_step_of_time() -> None:
     other, whatever the critic says of it.
     """
     values = np.array([9, 0.5, 0.25, 9, 9, -0.5], np.float32)
-    (cut,), _ = gae.estimated([rollout([0, 1, 1, 0, 0, 1])], [values], 0.8, "none")
-    (whole,), _ = gae.estimated([rollout([1, 1, 1])], [values[[1, 2, 5]]], 0.8, "none")
+    (cut,), _ = critic.estimated([rollout([0, 1, 1, 0, 0, 1])], [values], 0.8, "none")
+    (whole,), _ = critic.estimated([rollout([1, 1, 1])], [values[[1, 2, 5]]], 0.8, "none")
     for name in ("advantage", "value", "value_target"):
         ours = getattr(cut, name)
         theirs = getattr(whole, name)
@@ -78,8 +78,8 @@ def test_normalised_over_the_trained_tokens_of_the_batch() -> None:
         for n in (3, 9, 30)
     ]
     values = [draw.normal(size=len(s)).astype(np.float32) for s in batch]
-    plain, _ = gae.estimated(batch, values, 0.95, "none")
-    scaled, _ = gae.estimated(batch, values, 0.95, "batch")
+    plain, _ = critic.estimated(batch, values, 0.95, "none")
+    scaled, _ = critic.estimated(batch, values, 0.95, "batch")
     flat = np.concatenate([s.advantage[s.loss_weight > 0] for s in plain])  # type: ignore[index]
     expected = (flat - flat.mean()) / flat.std()
     assert np.concatenate([s.advantage[s.loss_weight > 0] for s in scaled]) == pytest.approx(
@@ -102,10 +102,10 @@ def test_running_statistics_are_those_of_all_tokens_so_far() -> None:
     for reward in (1.0, -1.0, 1.0):
         batch = [rollout([0, 1, 1, 0, 1], reward), rollout([1, 1], -reward)]
         values = [draw.normal(size=len(s)).astype(np.float32) for s in batch]
-        plain, _ = gae.estimated(batch, values, 0.95, "none")
+        plain, _ = critic.estimated(batch, values, 0.95, "none")
         now = np.concatenate([s.advantage[s.loss_weight > 0] for s in plain])  # type: ignore[index]
         seen = np.append(seen, now)
-        scaled, moments = gae.estimated(batch, values, 0.95, "running", moments)
+        scaled, moments = critic.estimated(batch, values, 0.95, "running", moments)
         found = np.concatenate([s.advantage[s.loss_weight > 0] for s in scaled])  # type: ignore[index]
         assert found == pytest.approx((now - seen.mean()) / seen.std(), abs=1e-5)
 
@@ -115,27 +115,27 @@ def test_a_kl_penalty_is_paid_where_it_arises() -> None:
     sequence = dataclasses.replace(
         rollout([0, 1, 1, 0, 1]), kl_penalty=np.array([0, 0.5, -0.25, 0, 2], np.float32)
     )
-    (found,), _ = gae.estimated([sequence], [np.zeros(5, np.float32)], 1.0, "none")
+    (found,), _ = critic.estimated([sequence], [np.zeros(5, np.float32)], 1.0, "none")
     assert list(found.value_target) == [0, 1 - 0.5 + 0.25 - 2, 1 + 0.25 - 2, 0, 1 - 2]  # type: ignore[arg-type]
 
 
 def test_equal_advantages_are_divided_by_nothing() -> None:
-    (sequence,), _ = gae.estimated([rollout([1, 1])], [np.zeros(2, np.float32)], 1.0, "batch")
+    (sequence,), _ = critic.estimated([rollout([1, 1])], [np.zeros(2, np.float32)], 1.0, "batch")
     assert list(sequence.advantage) == [0, 0]  # type: ignore[arg-type]
 
 
 def test_explained_variance() -> None:
     values = [np.array([0, 0.2, 0.4, 0.9], np.float32), np.array([0.5, -0.5, -0.2, -1], np.float32)]
-    batch, _ = gae.estimated(
+    batch, _ = critic.estimated(
         [rollout([0, 1, 1, 1]), rollout([1, 1, 1, 0], reward=-1.0)], values, 1.0, "batch"
     )
-    found = gae.value_statistics(batch)
+    found = critic.value_statistics(batch)
     errors = [0.8, 0.6, 0.1, -1.5, -0.5, -0.8]
     assert found["explained_variance"] == pytest.approx(1 - np.var(errors) / 1.0, abs=1e-6)
     assert (found["value_mean"], found["return_mean"]) == pytest.approx(
         (np.mean([0.2, 0.4, 0.9, 0.5, -0.5, -0.2]), 0)
     )
-    assert np.isnan(gae.value_statistics([batch[0]])["explained_variance"])
+    assert np.isnan(critic.value_statistics([batch[0]])["explained_variance"])
 
 
 def rollout(trained: list[int], reward: float = 1.0) -> TrainSequence:

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from megarl.core.algorithm.advantages import centred_rewards
+from megarl.core.algorithm.advantages import with_advantages
+from megarl.core.algorithm.advantages.group import centred_rewards
 from megarl.core.algorithm.batch import (
     advantage_statistics,
     batch_statistics,
     sequences_in_loss,
-    with_advantages,
 )
 from megarl.core.base.types import (
     Batch,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.core.algorithm.advantages import centred_rewards
+from megarl.core.algorithm.advantages.group import centred_rewards
 from megarl.core.base.admission import Admission
 from megarl.core.base.architecture import read
 from megarl.core.base.contracts import Grade, GraderDown, TaskPrompts

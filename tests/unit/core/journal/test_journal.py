@@ -473,7 +473,7 @@ def test_a_file_system_that_fails_while_a_file_is_begun(
         with pytest.raises(
             MegarlError, match=r"000001\.journal: cannot be written: Input/output error"
         ):
-            journal.put(
+            journal.write(
                 [journal.applied(admitted(journal.state.admission.next_ticket)) for _ in range(100)]
             )
     monkeypatch.undo()

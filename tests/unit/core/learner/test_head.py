@@ -190,7 +190,7 @@ def test_masked_tokens_meet_no_arithmetic(one_rank: None) -> None:
             tp_group=parallel_state.get_tensor_model_parallel_group(),
         ),
         output_weight=None,
-        context=SimpleNamespace(at=at, labels=case.labels),
+        context=SimpleNamespace(positions=at, labels=case.labels),
         vocab_size=13,
         temperature=1.0,
         precision=torch.float32,

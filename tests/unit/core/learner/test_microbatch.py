@@ -30,7 +30,7 @@ def sequences(lengths: list[int]) -> list[TrainSequence]:
 
 def inputs_seen(micro: MicroBatch) -> np.ndarray:
     """The token whose hidden state each trained label is predicted from."""
-    return micro.tokens[0][micro.at].numpy()
+    return micro.tokens[0][micro.positions].numpy()
 
 
 LENGTHS = [7, 2, 12, 5, 9, 3, 3, 8]
@@ -74,10 +74,10 @@ def test_each_trained_token_once_with_its_predecessor(
                     or not chosen
                 )
                 if n:
-                    of = np.repeat([s.ticket for s in chosen], micro.here)
+                    of = np.repeat([s.ticket for s in chosen], micro.local_lengths)
                     np.testing.assert_array_equal(of, labels // 100)
                 else:
-                    assert micro.here.sum() == 1
+                    assert micro.local_lengths.sum() == 1
     expected = np.concatenate([s.tokens[s.loss_weight > 0] for s in all_sequences])
     assert sorted(seen) == sorted(expected.tolist())
     if pipeline > 1:
@@ -105,7 +105,7 @@ def test_an_empty_microbatch_is_filler_without_weight() -> None:
     assert micro.tokens.shape == (1, 8)
     assert micro.weight.tolist() == micro.counted.tolist() == [0.0]
     assert len(micro.source) == 0
-    assert micro.here.tolist() == micro.lengths.tolist() == [1]
+    assert micro.local_lengths.tolist() == micro.lengths.tolist() == [1]
 
 
 @pytest.mark.parametrize(("lengths", "longest"), [([], 1024), ([7, 12], 1024), ([3001, 12], 3004)])

@@ -154,7 +154,7 @@ def test_the_next_step_does_not_change_what_is_being_written(
     for chunk in trainer.policy.chunks:
         for _, tensor in hf.stored_tensors(chunk):
             tensor.data.add_(1)
-    checkpoints._writing[1].start()
+    checkpoints._writing.thread.start()
     checkpoints.finish()
     again = started(recipe)
     as_saved = {

@@ -81,7 +81,7 @@ def test_means_over_sequences(here: list[int]) -> None:
             advantage=unused,
             entropy=unused,
             counted=torch.tensor([1.0] * 7 + [0.0], device=device),
-            here=lengths.to(device),
+            local_lengths=lengths.to(device),
             lengths=lengths.clamp(min=1).float().to(device),
         )
         made[device.type] = of_tokens.sequence_mean(values.to(device)).cpu()

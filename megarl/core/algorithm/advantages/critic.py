@@ -3,8 +3,9 @@ critic expected.
 
     values V_0 … V_{n-1} (critic) ─┐
     rewards r_0 … r_{n-1} ─────────┴─► delta_t = r_t + V_{t+1} - V_t, with V_n = 0
-                                       A_t = delta_t + lambda A_{t+1}               advantage, for the policy
-                                       R_t = A_t + V_t                              return, what the critic learns
+
+    advantage, for the policy          A_t = delta_t + lambda A_{t+1}
+    return, what the critic learns     R_t = A_t + V_t
 
 Schulman et al. 2015 (arXiv 1506.02438), equation 16, with gamma 1: tokens are not
 discounted, since the reward is for the answer, however long it took (as in
@@ -22,7 +23,7 @@ from typing import Literal
 
 import numpy as np
 
-from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments
+from megarl.core.algorithm.advantages.moments import NOTHING_SEEN, Moments
 from megarl.core.algorithm.batch import TrainSequence
 
 
@@ -32,15 +33,14 @@ def advantages_and_returns(
     """Return A and R, [n] float64 each, for one rollout's n trained tokens, from
     rewards [n] and values [n].
     """
-    from scipy.signal import (
-        lfilter,
-    )  # takes a quarter of the learner's import time; only runs with a critic need it
+    # A quarter of the learner's import time, and only runs with a critic need it.
+    from scipy.signal import lfilter
 
     values = values.astype(np.float64)
-    deltas = rewards + np.append(values[1:], 0.0) - values
-    advantages = lfilter([1.0], [1.0, -lam], deltas[::-1])[
-        ::-1
-    ]  # the recursion, from the last token backwards
+    next_values = np.append(values[1:], 0.0)
+    deltas = rewards + next_values - values
+    # The recursion, from the last token backwards.
+    advantages = lfilter([1.0], [1.0, -lam], deltas[::-1])[::-1]
     return advantages, advantages + values
 
 
@@ -49,31 +49,40 @@ def estimated(
     values: Sequence[np.ndarray],
     lam: float,
     normalisation: Literal["batch", "running", "none"],
-    before: Moments = NOTHING_SEEN,
+    moments: Moments = NOTHING_SEEN,
 ) -> tuple[list[TrainSequence], Moments]:
     """Return the sequences with advantage, value and return at each trained token, 0
-    elsewhere, and the moments of the advantages of all batches, those `before`
-    included. values: [len] per sequence. normalisation: centre advantages and divide
+    elsewhere, and the `moments` of the advantages of all batches, which then include
+    this one's. values: [len] per sequence. normalisation: centre advantages and divide
     them by the deviation, over all trained tokens of the batch (batch) or of all
     batches (running).
     """
-    pairs = [
-        advantages_and_returns(_rewards(s), v[s.trained], lam)
-        for s, v in zip(sequences, values, strict=True)
-    ]
-    advantages = [a for a, _ in pairs]
-    everything = np.concatenate(advantages)
-    after = before.after(everything)
+    advantages: list[np.ndarray] = []
+    returns: list[np.ndarray] = []
+    for sequence, sequence_values in zip(sequences, values, strict=True):
+        trained_values = sequence_values[sequence.trained]
+        gains, targets = advantages_and_returns(_rewards(sequence), trained_values, lam)
+        advantages.append(gains)
+        returns.append(targets)
+    all_advantages = np.concatenate(advantages)
+    moments = moments.updated(all_advantages)
     if normalisation != "none":
-        scale = after if normalisation == "running" else NOTHING_SEEN.after(everything)
+        scale = moments
+        if normalisation == "batch":
+            scale = NOTHING_SEEN.updated(all_advantages)
         advantages = [(a - scale.mean) / scale.deviation for a in advantages]
     result = [
         replace(
-            s, advantage=_placed(s, a), value=_placed(s, v[s.trained]), value_target=_placed(s, r)
+            sequence,
+            advantage=_at_trained(sequence, sequence_advantages),
+            value=_at_trained(sequence, sequence_values[sequence.trained]),
+            value_target=_at_trained(sequence, sequence_returns),
         )
-        for s, v, a, (_, r) in zip(sequences, values, advantages, pairs, strict=True)
+        for sequence, sequence_values, sequence_advantages, sequence_returns in zip(
+            sequences, values, advantages, returns, strict=True
+        )
     ]
-    return result, after
+    return result, moments
 
 
 def value_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
@@ -82,13 +91,14 @@ def value_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
     """
     values = np.concatenate([s.of_trained(s.value) for s in sequences])
     returns = np.concatenate([s.of_trained(s.value_target) for s in sequences])
-    spread = float(returns.var())
+    variance = float(returns.var())
+    explained = float("nan")
+    if variance:
+        explained = 1 - float((returns - values).var()) / variance
     return {
         "value_mean": float(values.mean()),
         "return_mean": float(returns.mean()),
-        "explained_variance": (
-            1 - float((returns - values).var()) / spread if spread else float("nan")
-        ),
+        "explained_variance": explained,
     }
 
 
@@ -101,8 +111,8 @@ def _rewards(sequence: TrainSequence) -> np.ndarray:
     return rewards
 
 
-def _placed(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
+def _at_trained(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
     """Place `values` at the sequence's trained tokens, 0 elsewhere: [len] float32."""
-    out = np.zeros(len(sequence), np.float32)
-    out[sequence.trained] = values
-    return out
+    placed = np.zeros(len(sequence), np.float32)
+    placed[sequence.trained] = values
+    return placed
