@@ -42,8 +42,8 @@ def unit_tests(raw: Raw) -> str:
     """Read the tests of DeepCoder's four parts; return them in the code grader's
     format, as JSON:
 
-    {"tests": [{"input": "1 2\\n", "output": "3\\n"}]}   for a program's stdin and stdout
-    {"tests": [{"call": "add(1, 2)", "result": "3"}]}   for a function
+    {"tests": [{"input": "1 2\\n", "output": "3\\n"}]}   a program's stdin and stdout
+    {"tests": [{"call": "add(1, 2)", "result": "3"}]}   a function's call
     """
     tests = _decoded(column("tests")(raw), "tests")
     function = None
