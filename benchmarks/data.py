@@ -127,10 +127,10 @@ def stream(place: Path) -> int:
     """Survey and stream the prepared rows, as `megarl data inspect` and the start of a
     run do.
     """
-    from megarl.tasks.data.mappings import own
+    from megarl.tasks.data.mappings import read_own
     from megarl.tasks.data.survey import chosen, survey
 
-    return sum(1 for _ in chosen(survey(str(place / "out" / "train.jsonl"), own)))
+    return sum(1 for _ in chosen(survey(str(place / "out" / "train.jsonl"), read_own)))
 
 
 def load(place: Path) -> int:
@@ -164,13 +164,13 @@ def loaded(place: Path):
     from tokenizers import models, pre_tokenizers
 
     from megarl.core.base.tokenizer import Tokenizer
-    from megarl.tasks.data.mappings import own
+    from megarl.tasks.data.mappings import read_own
     from megarl.tasks.data.prompts import load_set
     from megarl.tasks.data.survey import survey_of
 
     backend = Backend(models.WordLevel({"?": 0, "<unk>": 1}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    found = survey_of(str(place / "out" / "train.jsonl"), own)
+    found = survey_of(str(place / "out" / "train.jsonl"), read_own)
     return load_set(
         found, lambda row: row.prompt, Tokenizer(backend, 0, place), 2048, "math", "train"
     )[0].prompts

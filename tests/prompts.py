@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt
-from megarl.tasks.data.mappings import own
+from megarl.tasks.data.mappings import read_own
 from megarl.tasks.data.prompts import load_set
 from megarl.tasks.data.survey import survey_of
 
@@ -16,6 +16,11 @@ def load_prompts(
     long, in the source's order.
     """
     found = load_set(
-        survey_of(str(path), own), lambda row: row.prompt, tokenizer, max_tokens, task, str(path)
+        survey_of(str(path), read_own),
+        lambda row: row.prompt,
+        tokenizer,
+        max_tokens,
+        task,
+        str(path),
     )[0]
     return list(found.prompts)

@@ -30,7 +30,7 @@ from megarl.core.recipe import Length, Rows, from_tree
 from megarl.lab.inspection.data import MOST_TOKENS, kind_of_answer, reader, token_counts
 from megarl.run import devices
 from megarl.tasks.data.chat import template_source
-from megarl.tasks.data.mappings import own
+from megarl.tasks.data.mappings import read_own
 from megarl.tasks.data.prompts import EncodedRow, Render, renderer, rows_with_tokens
 from megarl.tasks.data.survey import FAULTS, survey_of
 
@@ -240,7 +240,7 @@ def _encoded(source: str, asked: Asked, render: Render, tokenizer: Tokenizer) ->
     user can correct.
     """
     read = reader(asked.mapping, asked.columns)
-    surveyed = survey_of(source, read, refuse=FAULTS if read is own else frozenset())
+    surveyed = survey_of(source, read, refuse=FAULTS if read is read_own else frozenset())
     return list(rows_with_tokens(surveyed, render, tokenizer, MOST_TOKENS))
 
 

@@ -1,8 +1,9 @@
 """Where the thinking at the beginning of a turn ends.
 
-<think> hm </think> 7     opened, by the turn or its prompt: it ends at the first mark
-hm </think> 7             perhaps open: at the first mark outside of calls and blocks of code
-grep("</think>")          a policy that did not think writes of the mark: nothing ends
+<think> hm </think> 7   opened, by the turn or its prompt: it ends at the first mark
+hm </think> 7           perhaps open: at the first mark outside of calls and blocks of
+                        code
+grep("</think>")        a policy that did not think writes of the mark: nothing ends
 """
 
 import json
@@ -16,9 +17,11 @@ CLOSING = {"```": "```", "~~~": "~~~", "<tool_call>": "</tool_call>"}
 
 @dataclass(frozen=True)
 class MarkedBlock:
-    """A block of a text: text[begin:end], with text[inner:inner_end] between its marks."""
+    """A block of a text: text[start:end], with text[inner:inner_end] between its
+    marks.
+    """
 
-    begin: int
+    start: int
     inner: int
     inner_end: int
     end: int
@@ -31,19 +34,21 @@ def blocks(
 
     closing: the closing mark, by the beginning of an opening mark.
     """
-    at = 0
+    position = 0
     unclosed = set[str]()
-    while match := opening.search(text, at):
-        at = match.end()
+    while match := opening.search(text, position):
+        position = match.end()
         kind = next(mark for mark in closing if match[0].startswith(mark))
         # If no closing mark follows an opening one, none follows a later one.
-        inner_end = -1 if kind in unclosed else text.find(closing[kind], at)
+        if kind in unclosed:
+            continue
+        inner_end = text.find(closing[kind], position)
         if inner_end < 0:
             unclosed.add(kind)
             continue
-        block = MarkedBlock(match.start(), at, inner_end, inner_end + len(closing[kind]))
-        at = block.end
-        yield block
+        end = inner_end + len(closing[kind])
+        yield MarkedBlock(match.start(), position, inner_end, end)
+        position = end
 
 
 def opening_of(end_of_thinking: str) -> str:
@@ -71,20 +76,23 @@ def without_thinking(
     """Return the thinking at the beginning of a turn, and the rest; None if none ends
     there.
 
-    prompt: the text before the turn. calls: the places of calls, as (begin, end). An
+    prompt: the text before the turn. calls: the places of calls, as (start, end). An
     empty end_of_thinking means: no thinking.
     """
-    at = text.find(end_of_thinking) if end_of_thinking else -1
-    if at >= 0 and not is_opened(text, end_of_thinking, prompt):
+    if not end_of_thinking:
+        return None
+    mark = text.find(end_of_thinking)
+    if mark >= 0 and not is_opened(text, end_of_thinking, prompt):
         if prompt.rstrip().endswith(end_of_thinking.strip()) or _is_json(text):
             return None
-        places = [*calls, *((block.begin, block.end) for block in blocks(text, OPENING, CLOSING))]
-        for begin, end in sorted(places):
-            if begin <= at < end:
-                at = text.find(end_of_thinking, end)
-    if at < 0:
+        places = list(calls)
+        places += [(block.start, block.end) for block in blocks(text, OPENING, CLOSING)]
+        for start, end in sorted(places):
+            if start <= mark < end:
+                mark = text.find(end_of_thinking, end)
+    if mark < 0:
         return None
-    return text[:at], text[at + len(end_of_thinking) :]
+    return text[:mark], text[mark + len(end_of_thinking) :]
 
 
 def _is_json(text: str) -> bool:

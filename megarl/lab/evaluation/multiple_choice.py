@@ -179,7 +179,7 @@ def load_questions(source: str, mapping: str) -> tuple[list[Question], Counter[s
     for number, raw in stream(source):
         try:
             if isinstance(raw, Unreadable):
-                raise UnfitError(raw.why)
+                raise UnfitError(raw.problem)
             question = SETS[mapping](raw)
             if question.id not in questions:
                 questions[question.id] = question

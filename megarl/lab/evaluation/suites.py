@@ -64,7 +64,7 @@ def load(
     within = renderer(suite, tokenizer)
     if suite.heldout is None:
         surveyed = survey(suite.data, read, largest=math.inf)
-        rows = len(surveyed.kept)
+        rows = len(surveyed.is_kept)
         left_out = dict(surveyed.left_out.counts)
     else:
         surveyed = survey(suite.data, read, suite.heldout, overlap_with(decontaminate))

@@ -221,8 +221,8 @@ def look(
 
     counts = surveyed.left_out.counts
     left_out = f"{counts.total():,}" if counts else "none"
-    again = f"; {surveyed.again:,} repeat an earlier one" if surveyed.again else ""
-    text = f"{surveyed.source}: {len(surveyed.kept):,} rows, {left_out} left out{again}"
+    again = f"; {surveyed.repeats:,} repeat an earlier one" if surveyed.repeats else ""
+    text = f"{surveyed.source}: {len(surveyed.is_kept):,} rows, {left_out} left out{again}"
     console.print(text, markup=False, soft_wrap=True)
     if counts:
         columns = (

@@ -10,10 +10,13 @@ is read off the columns; only the answer is graded.
 
 `write` creates these in a directory, all as functions of one seed:
 
-    heldout.jsonl   evaluation prompts, drawn first            train.jsonl      RL prompts, none of them held out
-    heldout-addition.jsonl, train-addition.jsonl, …-subtraction.jsonl           the same, divided into two tasks
-    sft.jsonl       traces of a teacher that errs (`TRACES`)   init, init-moe   random models (arithmetic_models.py)
-    products-*.jsonl                                            a separate task, for a tool (products.py)
+    heldout.jsonl           evaluation prompts, drawn first
+    train.jsonl             RL prompts, none of them held out
+    heldout-addition.jsonl, train-addition.jsonl, …-subtraction.jsonl
+                            the same, divided into two tasks
+    sft.jsonl               traces of a teacher that errs (`TRACES`)
+    init, init-moe          random models (arithmetic_models.py)
+    products-*.jsonl        a separate task, for a tool (products.py)
 
 The teacher errs on purpose: a policy warm-started on its traces is right about a third
 of the time, sometimes does not close its thinking, rambles or thinks too long, and has
@@ -60,6 +63,7 @@ RAMBLING = 8
 
 
 def main(directory: Path, seed: int = 0) -> int:
+    """Write the data set, and print what it holds."""
     write(directory, seed)
     prompts = f"{TRAIN_PROMPTS} prompts, {HELDOUT_PROMPTS} held out"
     print(f"{directory}: {prompts}, {SFT_TRACES} traces, models in init and init-moe")
@@ -74,13 +78,11 @@ def write(directory: Path, seed: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MegarlError(f"{directory}: cannot make this directory: {error.strerror}") from None
-    for name, rows in write_task(
-        directory, "", random.Random(seed), problem, TRACES, trace
-    ).items():
+    written = write_task(directory, "", random.Random(seed), problem, TRACES, trace)
+    for name, rows in written.items():
         for task, sign in (("addition", "+"), ("subtraction", "-")):
-            write_jsonl(
-                directory / f"{name}-{task}.jsonl", [row for row in rows if sign in row["prompt"]]
-            )
+            rows_of_task = [row for row in rows if sign in row["prompt"]]
+            write_jsonl(directory / f"{name}-{task}.jsonl", rows_of_task)
     products.write(directory, seed)
     for name, config in MODELS.items():
         save_model(directory / name, config, seed)
@@ -93,19 +95,22 @@ def problem(rng: random.Random) -> Exercise:
     """Draw a problem: the longer operand's number of digits from `DIGITS`, the other's
     uniformly from 1 to that number.
     """
-    digits = rng.choices(list(DIGITS), list(DIGITS.values()))[0]
-    one = _number(rng, digits)
-    other = _number(rng, rng.randint(1, digits))
+    [digits] = rng.choices(list(DIGITS), list(DIGITS.values()))
+    first = _number(rng, digits)
+    second = _number(rng, rng.randint(1, digits))
     if rng.random() < 0.5:
-        one, other = other, one
+        first, second = second, first
     sign = rng.choice("+-")
-    if sign == "-" and one < other:
-        one, other = other, one
-    return Exercise(one, sign, other)
+    if sign == "-" and first < second:
+        first, second = second, first
+    return Exercise(first, sign, second)
 
 
 def _number(rng: random.Random, digits: int) -> int:
-    return rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
+    smallest = 0
+    if digits > 1:
+        smallest = 10 ** (digits - 1)
+    return rng.randint(smallest, 10**digits - 1)
 
 
 def columns(problem: Exercise, wrong: int | None = None, shift: int = 0) -> tuple[list[str], int]:
@@ -114,34 +119,44 @@ def columns(problem: Exercise, wrong: int | None = None, shift: int = 0) -> tupl
     digit, and with it the answer, becomes wrong.
     """
     equations = []
-    digits = []
-    over = False  # over: the previous column carried, or borrowed from this one
+    answer = 0
+    carry = 0  # 1: the previous column carried, or borrowed from this one
     for place in range(problem.digits):
-        left = problem.left // 10**place % 10
-        right = problem.right // 10**place % 10
-        borrows = problem.sign == "-" and left < right + over
-        left += 10 * borrows
-        result = left + right + over if problem.sign == "+" else left - right - over
+        first = problem.first // 10**place % 10
+        second = problem.second // 10**place % 10
+        if problem.sign == "+":
+            next_carry = 0
+            result = first + second + carry
+            modulus = 20
+        else:
+            next_carry = 1 if first < second + carry else 0
+            first += 10 * next_carry
+            result = first - second - carry
+            modulus = 10
         if place == wrong:
-            result = (result + shift) % (20 if problem.sign == "+" else 10)
-        equations.append(
-            f"{left}{problem.sign}{right}{problem.sign + '1' if over else ''}={result}"
-        )
-        digits.append(result % 10)
-        over = borrows if problem.sign == "-" else result >= 10
+            result = (result + shift) % modulus
+        if problem.sign == "+" and result >= 10:
+            next_carry = 1
+        carried = f"{problem.sign}1" if carry else ""
+        equations.append(f"{first}{problem.sign}{second}{carried}={result}")
+        answer += result % 10 * 10**place
+        carry = next_carry
     if problem.sign == "+":
-        digits.append(int(over))
-    return equations, sum(digit * 10**place for place, digit in enumerate(digits))
+        answer += carry * 10**problem.digits
+    return equations, answer
 
 
 def trace(problem: Exercise, kind: str, rng: random.Random) -> str:
     """Return a completion of this kind (see `TRACES`), without the end token."""
-    wrong = rng.randrange(problem.digits) if kind == "wrong" else None
+    wrong = None
+    if kind == "wrong":
+        wrong = rng.randrange(problem.digits)
     equations, answer = columns(problem, wrong, shift=rng.randint(1, 9))
     work = ";".join(equations)
     if kind == "overlong":
         empty = f";0{problem.sign}0=0"
         work += empty * ((OVERLONG - len(work)) // len(empty))
-    return completion(
-        work, "=".join([str(answer)] * (RAMBLING if kind == "rambling" else 1)), kind, rng
-    )
+    answer_text = str(answer)
+    if kind == "rambling":
+        answer_text = "=".join([answer_text] * RAMBLING)
+    return completion(work, answer_text, kind, rng)

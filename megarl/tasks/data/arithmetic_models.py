@@ -57,33 +57,41 @@ are active per token.
 """
 
 
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
 class Exercise(NamedTuple):
-    """The problem `left sign right`; left ≥ right in a subtraction, so that no answer
-    is negative.
+    """The problem `first sign second`; first ≥ second in a subtraction, so that no
+    answer is negative.
     """
 
-    left: int
+    first: int
     sign: str
-    right: int
+    second: int
 
     @property
     def prompt(self) -> str:
-        return f"{self.left}{self.sign}{self.right}="
+        """What the model sees."""
+        return f"{self.first}{self.sign}{self.second}="
 
     @property
     def answer(self) -> int:
-        return {"+": operator.add, "-": operator.sub, "*": operator.mul}[self.sign](
-            self.left, self.right
-        )
+        """The right answer."""
+        return OPERATIONS[self.sign](self.first, self.second)
 
     @property
     def digits(self) -> int:
         """Digits of the longer operand."""
-        return len(str(max(self.left, self.right)))
+        return len(str(max(self.first, self.second)))
 
     @property
     def difficulty(self) -> int:
-        return len(str(self.left)) + len(str(self.right)) - 3 if self.sign == "*" else self.digits
+        """Of a product the digits of both factors, minus 3; else those of the longer
+        operand.
+        """
+        if self.sign == "*":
+            return len(str(self.first)) + len(str(self.second)) - 3
+        return self.digits
 
 
 def write_task(
@@ -98,33 +106,38 @@ def write_task(
     return the rows of the first two. All prompts are distinct, and no trace is of a
     held-out problem. kinds: the share of each kind of trace.
     """
-    drawn: dict[Exercise, None] = {}
-    while len(drawn) < HELDOUT_PROMPTS + TRAIN_PROMPTS:
-        drawn[draw(rng)] = None
-    heldout = list(drawn)[:HELDOUT_PROMPTS]
-    train = list(drawn)[HELDOUT_PROMPTS:]
-    written = {}
-    for name, chosen in (("heldout", heldout), ("train", train)):
-        written[name] = [
-            {
-                "id": f"{name}-{n}",
-                "prompt": e.prompt,
-                "answer": str(e.answer),
-                "difficulty": e.difficulty,
-            }
-            for n, e in enumerate(chosen)
-        ]
-        write_jsonl(directory / f"{prefix}{name}.jsonl", written[name])
+    distinct: dict[Exercise, None] = {}
+    while len(distinct) < HELDOUT_PROMPTS + TRAIN_PROMPTS:
+        distinct[draw(rng)] = None
+    heldout = list(distinct)[:HELDOUT_PROMPTS]
+    train = list(distinct)[HELDOUT_PROMPTS:]
+    written = {"heldout": _rows(heldout, "heldout"), "train": _rows(train, "train")}
+    for name, rows in written.items():
+        write_jsonl(directory / f"{prefix}{name}.jsonl", rows)
     avoid = set(heldout)
 
     def traces() -> Iterator[JsonObject]:
         for kind in rng.choices(list(kinds), list(kinds.values()), k=SFT_TRACES):
-            while (exercise := draw(rng)) in avoid:
-                pass
+            exercise = draw(rng)
+            while exercise in avoid:
+                exercise = draw(rng)
             yield {"prompt": exercise.prompt, "completion": trace(exercise, kind, rng)}
 
     write_jsonl(directory / f"{prefix}sft.jsonl", traces())
     return written
+
+
+def _rows(exercises: list[Exercise], name: str) -> list[JsonObject]:
+    """Return exercises as rows of a prompt set, with ids `name-0`, `name-1`, …"""
+    return [
+        {
+            "id": f"{name}-{number}",
+            "prompt": exercise.prompt,
+            "answer": str(exercise.answer),
+            "difficulty": exercise.difficulty,
+        }
+        for number, exercise in enumerate(exercises)
+    ]
 
 
 def completion(work: str, answer: int | str, kind: str, rng: random.Random) -> str:
@@ -181,7 +194,7 @@ def save_model(directory: Path, config: JsonObject, seed: int) -> None:
 
     logging.disable_progress_bar()  # the files are only a few megabytes
     tokenizer = character_tokenizer()
-    whole = AutoConfig.for_model(
+    model_config = AutoConfig.for_model(
         **config,
         vocab_size=len(tokenizer),
         bos_token_id=None,
@@ -195,7 +208,7 @@ def save_model(directory: Path, config: JsonObject, seed: int) -> None:
         tempfile.TemporaryDirectory(dir=directory.parent) as folder,
     ):
         torch.manual_seed(seed)
-        AutoModelForCausalLM.from_config(whole).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(model_config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         for file in sorted(Path(folder).iterdir()):
             write_atomically(directory / file.name, file.read_bytes())

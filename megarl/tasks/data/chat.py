@@ -11,15 +11,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.files import contents
 from megarl.core.base.hf_files import read_json
-from megarl.tasks.data.rows import Message, shown
+from megarl.tasks.data.rows import Message, abbreviated
 
 OURS = ("messages", "tools", "documents", "add_generation_prompt")
 """What `ChatTemplate.render` sets."""
+SAMPLE_REPLY = "said-by-the-assistant"
+SAMPLE_RESULT = 'told-by-the-"tool"'
+"""Texts of messages that are easily located in what a template makes of them. The
+second shows whether it is written as JSON.
+"""
+
+
+class AroundReply(NamedTuple):
+    """The text before and after a tool's reply, between two turns of the assistant.
+    in_json: the template writes the reply as a JSON string, as Llama 3's does.
+    """
+
+    before_reply: str
+    after_reply: str
+    in_json: bool
 
 
 @dataclass(frozen=True)
@@ -44,10 +59,15 @@ class ChatTemplate:
         """
         from megarl.tasks.data.template_environment import MOST_STEPS
 
-        given = {"messages": list(messages), "tools": list(tools) or None, "documents": None}
         self.template.environment.steps = MOST_STEPS
         try:
-            return self.template.render(**self.variables, **given, add_generation_prompt=reply)
+            return self.template.render(
+                **self.variables,
+                messages=list(messages),
+                tools=list(tools) or None,
+                documents=None,
+                add_generation_prompt=reply,
+            )
         except Exception as error:  # a template is a program: it may raise any exception
             roles = ", ".join(message["role"] for message in messages)
             raise MegarlError(
@@ -62,70 +82,95 @@ class ChatTemplate:
         for n, message in enumerate(messages):
             if message["content"].strip() in text:
                 continue
-            other = {**message, "content": f"{message['content']}?"}
-            if (
-                self.render([*messages[:n], other, *messages[n + 1 :]]) == text
-            ):  # thoughts may be left out
-                what = f"the chat template leaves out what {message['role']!r} says"
-                advice = "roles that all templates know are system, user, assistant and tool"
-                raise MegarlError(f"{self.path}: {what} ({shown(message['content'])}); {advice}")
+            # Not in it word for word; thoughts may be left out.
+            changed = {**message, "content": f"{message['content']}?"}
+            if self.render([*messages[:n], changed, *messages[n + 1 :]]) == text:
+                raise MegarlError(
+                    f"{self.path}: the chat template leaves out what {message['role']!r} says"
+                    f" ({abbreviated(message['content'])}); roles that all templates know are"
+                    " system, user, assistant and tool"
+                )
         return text
 
-    def around_reply(self, ends: tuple[str, ...]) -> tuple[str, str, bool]:
-        """Return the text before and after a tool's reply, between two turns of the
-        assistant, and whether the template writes the reply as a JSON string, as Llama
-        3's does. The text before begins with the token that ends a turn, of which
-        gpt-oss has another one at the end of a conversation. ends: texts that end a
-        completion. The reply is a message with the role `tool`, or `user` if the
-        template does not support tools. MegarlError if neither works.
+    def around_reply(self, ends: tuple[str, ...]) -> AroundReply:
+        """Return the text around a tool's reply. The text before it begins with the
+        token that ends a turn, of which gpt-oss has another one at the end of a
+        conversation. ends: texts that end a completion. The reply is a message with the
+        role `tool`, or `user` if the template does not support tools. MegarlError if
+        neither works.
         """
-        said = "said-by-the-assistant"
-        told = 'told-by-the-"tool"'
-        in_json = json.dumps(told)[1:-1]
-        before: list[Message] = [
+        turns: list[Message] = [
             {"role": "user", "content": "?"},
-            {"role": "assistant", "content": said},
+            {"role": "assistant", "content": SAMPLE_REPLY},
         ]
         problem = "it leaves a tool's text out"
         for role in ("tool", "user"):
             try:
-                text = self.render([*before, {"role": role, "content": told}])
-                closing = self.render(before, reply=False).rpartition(said)[2]
+                text = self.render([*turns, {"role": role, "content": SAMPLE_RESULT}])
+                closing = self.render(turns, reply=False).rpartition(SAMPLE_REPLY)[2]
             except MegarlError as error:
                 problem = str(error)
                 continue
-            written = in_json if in_json in text else told
-            if text.count(written) == text.count(said) == 1:
-                if not closing.startswith(ends):
-                    what = (
-                        f"the chat template does not end a turn with {' or '.join(map(repr, ends))}"
-                    )
-                    advice = (
-                        "make the token that ends one the eos_token of tokenizer_config.json, or"
-                        " use template: raw"
-                    )
-                    raise MegarlError(f"{self.path}: {what}, at which a completion ends; {advice}")
-                between, after = text.partition(said)[2].split(written)
-                return between, after, written == in_json
+            around = _around_result(text)
+            if around:
+                self._check_closing(closing, ends)
+                return around
         raise MegarlError(
             f"{self.path}: the chat template cannot hold a tool's reply: {problem}; use"
             " template: raw"
         )
+
+    def _check_closing(self, closing: str, ends: tuple[str, ...]) -> None:
+        """Raise MegarlError unless the text after a turn begins with one of `ends`."""
+        if not closing.startswith(ends):
+            raise MegarlError(
+                f"{self.path}: the chat template does not end a turn with"
+                f" {' or '.join(map(repr, ends))}, at which a completion ends; make the token that"
+                " ends one the eos_token of tokenizer_config.json, or use template: raw"
+            )
+
+
+def _around_result(text: str) -> AroundReply | None:
+    """Return what is around SAMPLE_RESULT in a rendered conversation; None unless it
+    and SAMPLE_REPLY are in it once.
+    """
+    json_result = json.dumps(SAMPLE_RESULT)[1:-1]
+    in_json = json_result in text
+    written_result = json_result if in_json else SAMPLE_RESULT
+    if text.count(written_result) != 1 or text.count(SAMPLE_REPLY) != 1:
+        return None
+    _, _, after_turn = text.partition(SAMPLE_REPLY)
+    before_reply, after_reply = after_turn.split(written_result)
+    return AroundReply(before_reply, after_reply, in_json)
 
 
 def template_source(folder: Path) -> str:
     """Return the text of a directory's chat template; empty if there is none.
     MegarlError if it, or tokenizer_config.json, cannot be read."""
     try:
-        config = read_json(folder / "tokenizer_config.json")
-        file = folder / "chat_template.jinja"
-        source = contents(file).decode() if file.is_file() else config.get("chat_template")
+        source = _template_entry(folder)
     except (MegarlError, OSError, ValueError) as error:
         raise MegarlError(f"{folder}: no chat template can be loaded: {error}") from None
-    if isinstance(source, list):  # several templates, by name
-        named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
-        source = named[0].get("template") if named else None
+    if isinstance(source, list):
+        source = _default_template(source)
     return source if isinstance(source, str) else ""
+
+
+def _template_entry(folder: Path) -> Any:
+    """Return the template's text, or what tokenizer_config.json has in its place."""
+    config = read_json(folder / "tokenizer_config.json")
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return contents(file).decode()
+    return config.get("chat_template")
+
+
+def _default_template(templates: list[Any]) -> Any:
+    """Return the default one of several templates, each {"name", "template"}."""
+    for template in templates:
+        if isinstance(template, dict) and template.get("name") == "default":
+            return template.get("template")
+    return None
 
 
 def load_chat(
@@ -142,14 +187,11 @@ def load_chat(
     source = template_source(folder)
     config = read_json(folder / "tokenizer_config.json")
     if not source:
-        none = "no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
-        raise MegarlError(f"{folder}: the model has {none}; `template: chat` and agents need one")
-    given = {key: value for key, value in config.items() if key.endswith("_token") and value}
-    tokens = {
-        key: value["content"] if isinstance(value, dict) else value
-        for key, value in given.items()
-        if isinstance(value, str | dict)
-    }
+        raise MegarlError(
+            f"{folder}: the model has no chat template (chat_template.jinja, or chat_template in"
+            " tokenizer_config.json); `template: chat` and agents need one"
+        )
+    tokens = _special_tokens(config)
     environment = TemplateEnvironment()
     try:
         template = environment.from_string(source)
@@ -157,12 +199,26 @@ def load_chat(
     except (TemplateError, RecursionError) as error:
         raise MegarlError(f"{folder}: the chat template cannot be read: {error}") from None
     free = meta.find_undeclared_variables(parsed) - {*OURS, *environment.globals, *tokens}
-    if unread := options.keys() - free:
-        known = (
-            f"of which this one reads {', '.join(sorted(free))}"
-            if free
-            else "and this one reads none"
+    unread = options.keys() - free
+    if unread:
+        options_read = "and this one reads none"
+        if free:
+            options_read = f"of which this one reads {', '.join(sorted(free))}"
+        raise MegarlError(
+            f"{folder}: template_options {', '.join(sorted(unread))}: no option of the chat"
+            f" template, {options_read}"
         )
-        what = f"template_options {', '.join(sorted(unread))}: no option of the chat template"
-        raise MegarlError(f"{folder}: {what}, {known}")
     return ChatTemplate(template, {**tokens, **options}, folder)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of tokens such as `bos_token` in a tokenizer_config.json."""
+    tokens = {}
+    for key, value in config.items():
+        if not key.endswith("_token") or not value:
+            continue
+        if isinstance(value, dict):
+            tokens[key] = value["content"]
+        elif isinstance(value, str):
+            tokens[key] = value
+    return tokens

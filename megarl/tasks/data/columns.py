@@ -17,9 +17,9 @@ from megarl.tasks.data.rows import (
     PromptRow,
     Raw,
     UnfitError,
+    abbreviated,
     hashed_id,
     identity,
-    shown,
 )
 
 MOST_ANSWERS = 100
@@ -44,6 +44,7 @@ class Columns:
     id: Getter = nothing
 
     def __call__(self, raw: Raw) -> PromptRow:
+        """Read a row. UnfitError if it does not fit."""
         prompt, messages = prompt_of(self.prompt(raw))
         answer, *alternatives = answers_of(self.answer(raw))
         name = self.id(raw)
@@ -63,12 +64,12 @@ def column(path: str) -> Getter:
     """Return a getter for the value at a dotted path."""
 
     def get(raw: Raw) -> Any:
-        here: object = raw
+        value: object = raw
         for key in path.split("."):
-            if not isinstance(here, Mapping) or key not in here:
+            if not isinstance(value, Mapping) or key not in value:
                 raise UnfitError(f"no column {path!r}; the row has {', '.join(map(str, raw))}")
-            here = here[key]
-        return here
+            value = value[key]
+        return value
 
     return get
 
@@ -89,10 +90,12 @@ def alternatives(path: str) -> Getter:
         if not isinstance(value, str) or not value.lstrip().startswith("["):
             return value
         try:
-            listed = json.loads(value)
+            answers = json.loads(value)
         except (ValueError, RecursionError):  # such as an interval
             return value
-        return listed if all(isinstance(one, str) for one in listed) else value
+        if all(isinstance(answer, str) for answer in answers):
+            return answers
+        return value
 
     return read
 
@@ -113,18 +116,25 @@ def answers_of(value: object) -> tuple[str, ...]:
         return (answer_of(value),)
     if len(value) > MOST_ANSWERS:
         raise UnfitError(f"the answer is a list of {len(value)} answers, more than {MOST_ANSWERS}")
-    answers = dict.fromkeys(answer_of(one) for one in value)
-    return tuple(answer for answer in answers if answer.strip()) or ("",)
+    distinct = dict.fromkeys(map(answer_of, value))
+    return tuple(answer for answer in distinct if answer.strip()) or ("",)
+
+
+def _is_missing(value: object) -> bool:
+    """Return whether a value stands for none: None, or NaN in a column of numbers."""
+    return value is None or value != value
 
 
 def answer_of(value: object) -> str:
     """Return an answer as text: numbers in decimals, without an exponent."""
-    if value is None or value != value:  # NaN, as a column of numbers has where one is missing
+    if _is_missing(value):
         return ""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
-        raise UnfitError(f"the answer is neither text nor a number nor a list: {shown(value)}")
+        raise UnfitError(
+            f"the answer is neither text nor a number nor a list: {abbreviated(value)}"
+        )
     if not math.isfinite(value):
         raise UnfitError(f"the answer is not a finite number: {value}")
     if value == int(value):
@@ -133,17 +143,18 @@ def answer_of(value: object) -> str:
 
 
 def whole_of(value: Any) -> int:
-    """Return a difficulty: a whole number, or text containing one, such as `Level 5`."""
-    if value is None or value != value or value == "":
+    """Return a difficulty: a whole number, or text with one, such as `Level 5`."""
+    if _is_missing(value) or value == "":
         return 0
     number = value
-    digits = re.search(r"-?\d{1,18}", value) if isinstance(value, str) else None
-    if digits:
-        number = int(digits.group())
+    if isinstance(value, str):
+        digits = re.search(r"-?\d{1,18}", value)
+        if digits:
+            number = int(digits.group())
     elif isinstance(value, float) and value.is_integer():
         number = int(value)
     if not isinstance(number, int) or isinstance(number, bool):
-        raise UnfitError(f"the difficulty is not a whole number: {shown(value)}")
+        raise UnfitError(f"the difficulty is not a whole number: {abbreviated(value)}")
     if abs(number) > LARGEST_DIFFICULTY:
-        raise UnfitError(f"the difficulty is not between -2^31 and 2^31: {shown(value)}")
+        raise UnfitError(f"the difficulty is not between -2^31 and 2^31: {abbreviated(value)}")
     return number

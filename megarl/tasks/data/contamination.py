@@ -27,6 +27,9 @@ QUESTIONS = ("prompt", "problem", "question", "question_content", "text")
 cover AIME, MATH-500, GSM8K, LiveCodeBench, HumanEval, MBPP.
 """
 
+type Owners = dict[str, int]
+"""The number of the first evaluation text that has an n-gram, by n-gram."""
+
 
 class Hit(NamedTuple):
     """The evaluation text with which a training text shares words, and those words."""
@@ -40,30 +43,34 @@ class Overlap:
 
     def __init__(self, texts: Iterable[tuple[str, str]]) -> None:
         self._names: list[str] = []
-        self._whole: dict[str, int] = {}
-        grams: dict[int, dict[str, int]] = {}
+        self._short_texts: Owners = {}
+        owners_by_length: dict[int, Owners] = {}
         texts_with: Counter[str] = Counter()
         distinct: set[str] = set()  # some published sets repeat a problem many times
-        for name, text in texts:
-            spoken = words(text)
-            length = min(len(spoken), NGRAM)
-            if length < SHORTEST:
-                self._whole.setdefault(collapsed(text).casefold(), len(self._names))
-            elif (whole := " ".join(spoken)) not in distinct:
-                distinct.add(whole)
-                own = {" ".join(spoken[n : n + length]) for n in range(len(spoken) - length + 1)}
-                texts_with.update(own)
-                for gram in own:
-                    grams.setdefault(length, {}).setdefault(gram, len(self._names))
+        for number, (name, text) in enumerate(texts):
             self._names.append(name)
+            text_words = words(text)
+            if len(text_words) < SHORTEST:
+                self._short_texts.setdefault(collapsed(text).casefold(), number)
+                continue
+            normal_form = " ".join(text_words)
+            if normal_form in distinct:
+                continue
+            distinct.add(normal_form)
+            length = min(len(text_words), NGRAM)
+            grams = _grams(text_words, length)
+            texts_with.update(grams)
+            owners = owners_by_length.setdefault(length, {})
+            for gram in grams:
+                owners.setdefault(gram, number)
         self._grams = {
-            length: {gram: at for gram, at in owners.items() if texts_with[gram] <= COMMON}
-            for length, owners in grams.items()
+            length: _without_common(owners, texts_with)
+            for length, owners in owners_by_length.items()
         }
         # Joining 13 words is what takes time, and most texts do not share even the
         # first two words of any n-gram.
-        self._begin = {
-            tuple(gram.split(" ", 2)[:2]) for owners in self._grams.values() for gram in owners
+        self._beginnings = {
+            _first_words(gram) for owners in self._grams.values() for gram in owners
         }
 
     def __len__(self) -> int:
@@ -71,31 +78,49 @@ class Overlap:
 
     def find(self, text: str) -> Hit | None:
         """Return an evaluation text with which this text overlaps, or None."""
-        at = self._whole.get(collapsed(text).casefold())
-        if at is not None:
-            return Hit(self._names[at], collapsed(text))
-        spoken = words(text)
-        begins = [n for n, pair in enumerate(pairwise(spoken)) if pair in self._begin]
-        for length, grams in self._grams.items():
-            for n in begins:
-                gram = " ".join(spoken[n : n + length])
-                if gram in grams:
-                    return Hit(self._names[grams[gram]], gram)
+        number = self._short_texts.get(collapsed(text).casefold())
+        if number is not None:
+            return Hit(self._names[number], collapsed(text))
+        text_words = words(text)
+        starts = [n for n, pair in enumerate(pairwise(text_words)) if pair in self._beginnings]
+        for length, owners in self._grams.items():
+            for start in starts:
+                gram = " ".join(text_words[start : start + length])
+                if gram in owners:
+                    return Hit(self._names[owners[gram]], gram)
         return None
+
+
+def _grams(text_words: list[str], length: int) -> set[str]:
+    """Return the distinct n-grams of this length, their words joined by spaces."""
+    starts = range(len(text_words) - length + 1)
+    return {" ".join(text_words[start : start + length]) for start in starts}
+
+
+def _without_common(owners: Owners, texts_with: Counter[str]) -> Owners:
+    return {gram: number for gram, number in owners.items() if texts_with[gram] <= COMMON}
+
+
+def _first_words(gram: str) -> tuple[str, ...]:
+    """Return an n-gram's first two words."""
+    return tuple(gram.split(" ", 2)[:2])
 
 
 def overlap_with(sources: Iterable[str]) -> Overlap | None:
     """Index all texts of these sources; None if there are no sources."""
     names = list(sources)
-    return Overlap(pair for source in names for pair in _texts(source)) if names else None
+    if not names:
+        return None
+    return Overlap(pair for source in names for pair in _texts(source))
 
 
 def _texts(source: str) -> Iterator[tuple[str, str]]:
     number = 0
     for number, row in stream(source):
+        place = f"{source}:{number}"
         if isinstance(row, Unreadable):
-            raise MegarlError(f"{source}:{number}: {row.why}")
-        yield f"{source}:{number}", question(row, f"{source}:{number}")
+            raise MegarlError(f"{place}: {row.problem}")
+        yield place, question(row, place)
     if not number:
         raise MegarlError(f"{source}: no rows in it to decontaminate against")
 

@@ -13,13 +13,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.tasks.data.rows import Message, UnfitError, shown
+from megarl.tasks.data.rows import Message, UnfitError, abbreviated
 
 ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
 """Our names for ShareGPT's roles, and for OpenAI's newer one."""
+PROMPT_ROLES = ("system", "user", "assistant")
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of a content's parts that are text, of chat completions and of responses."""
 CALLS = ("tool_calls", "function_call")
+PYTHON_MESSAGES = ("[{'role", "[{'content", "[{'from", "[{'value")
+"""How messages begin that were written by Python's repr."""
 
 
 def prompt_of(value: Any) -> tuple[str, tuple[Message, ...]]:
@@ -34,7 +37,7 @@ def prompt_of(value: Any) -> tuple[str, tuple[Message, ...]]:
     if isinstance(value, str):
         return value, ()
     if not isinstance(value, list) or not value:
-        raise UnfitError(f"the prompt is neither text nor a list of messages: {shown(value)}")
+        raise UnfitError(f"the prompt is neither text nor a list of messages: {abbreviated(value)}")
     messages = messages_of(value)
     _check_prompt(value, messages)
     if len(messages) == 1:
@@ -46,9 +49,9 @@ def messages_of(value: Any) -> list[Message]:
     """Return messages as {"role", "content"}, both texts. UnfitError if one has
     neither.
     """
-    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+    if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
         raise UnfitError("the messages are not a list of role and content")
-    return [_message(one) for one in value]
+    return [_message(message) for message in value]
 
 
 def user_text(messages: list[Message]) -> str:
@@ -60,29 +63,34 @@ def user_text(messages: list[Message]) -> str:
 
 def _from_json(text: str) -> Any:
     """Return the messages whose JSON text this is; any other text itself."""
-    begin = text[:64].lstrip()
-    if not begin.startswith("[") or "{" not in begin:
+    beginning = text[:64].lstrip()
+    if not beginning.startswith("[") or "{" not in beginning:
         return text
-    if begin.startswith(("[{'role", "[{'content", "[{'from", "[{'value")):
+    if beginning.startswith(PYTHON_MESSAGES):
         raise UnfitError("the prompt is messages in Python's notation; write them as JSON")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    first = value[0] if value else None
-    known = isinstance(first, Mapping) and (
-        {"role", "content"} <= set(first) or {"from", "value"} <= set(first)
-    )
-    return value if known else text
+    if value and _is_message(value[0]):
+        return value
+    return text
 
 
-def _message(one: Mapping[str, Any]) -> Message:
-    role = one.get("role") or one.get("from")
-    content = one.get("content")
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    return {"role", "content"} <= set(value) or {"from", "value"} <= set(value)
+
+
+def _message(raw: Mapping[str, Any]) -> Message:
+    """Convert a message of any of the schemas."""
+    role = raw.get("role") or raw.get("from")
+    content = raw.get("content")
     if content is None:
-        content = one.get("value")
+        content = raw.get("value")
     if not isinstance(role, str):
-        raise UnfitError(f"a message has no role: {shown(dict(one))}")
+        raise UnfitError(f"a message has no role: {abbreviated(dict(raw))}")
     if isinstance(content, list):
         content = "".join(_text_of_part(part) for part in content)
     if not isinstance(content, str):
@@ -93,23 +101,27 @@ def _message(one: Mapping[str, Any]) -> Message:
 def _text_of_part(part: Any) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-    text = part.get("text") if kind in TEXT_PARTS else None
-    if not isinstance(text, str):
+    kind = type(part).__name__
+    text = None
+    if isinstance(part, Mapping):
+        kind = part.get("type", "text")
+        text = part.get("text")
+    if kind not in TEXT_PARTS or not isinstance(text, str):
         raise UnfitError(f"a message has a part of type {kind!r}; only texts can be trained on")
     return text
 
 
 def _check_prompt(value: list[Mapping[str, Any]], messages: list[Message]) -> None:
     """Raise UnfitError unless these messages are a prompt, which the assistant is to
-    answer.
+    answer. value: the same messages, as the row has them.
     """
     roles = [message["role"] for message in messages]
-    called = any(one.get(field) for one in value for field in CALLS)
-    if called or "tool" in roles or "function" in roles:
+    has_calls = any(raw.get(field) for raw in value for field in CALLS)
+    if has_calls or "tool" in roles or "function" in roles:
         raise UnfitError("a message calls a tool or is a tool's; a prompt has texts of people only")
-    if other := next((role for role in roles if role not in ("system", "user", "assistant")), None):
-        raise UnfitError(f"a message has the role {other!r}, not system, user or assistant")
+    for role in roles:
+        if role not in PROMPT_ROLES:
+            raise UnfitError(f"a message has the role {role!r}, not system, user or assistant")
     if roles[-1] != "user":
         raise UnfitError(f"the last message is the {roles[-1]}'s; a prompt ends with the user's")
     if "system" in roles[1:]:

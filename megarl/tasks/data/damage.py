@@ -60,12 +60,14 @@ LONGEST_FORMULA = 400
 
 def _pattern(rests: dict[str, tuple[str, ...]]) -> re.Pattern[str]:
     """Return a pattern for any of these rests. A rest of letters must not go on."""
-    each = []
-    for begin, ends in rests.items():
-        for end in ends:
-            closed = r"(?![A-Za-z])" if end[-1].isalpha() else ""
-            each.append(f"{begin}{re.escape(end)}{closed}")
-    return re.compile("|".join(each))
+    alternatives = []
+    for control, endings in rests.items():
+        for ending in endings:
+            alternative = control + re.escape(ending)
+            if ending[-1].isalpha():
+                alternative += r"(?![A-Za-z])"
+            alternatives.append(alternative)
+    return re.compile("|".join(alternatives))
 
 
 SUSPECT = re.compile(r"[\x07-\x0d][a-z]")
@@ -83,15 +85,16 @@ def eaten_command(text: str) -> str | None:
     """Return the first damaged command of LaTeX in a text, or None."""
     if not SUSPECT.search(text):
         return None
-    found = CONTROL.search(text) or ALWAYS.search(text)
-    if found:
-        return found[0]
+    damaged = CONTROL.search(text) or ALWAYS.search(text)
+    if damaged:
+        return damaged[0]
     dollars = 0
     counted_to = 0
     for match in WITHIN.finditer(text):
         dollars += len(DOLLAR.findall(text, counted_to, match.start()))
         counted_to = match.start()
-        if _in_subscript(text, match) or (dollars % 2 == 1 and _in_dollars(text, match)):
+        within_dollars = dollars % 2 == 1 and _in_dollars(text, match)
+        if within_dollars or _in_subscript(text, match):
             return match[0]
     return None
 
@@ -100,26 +103,33 @@ def eaten_in_answer(answer: str) -> str | None:
     """Return the first damaged command in an answer, which may be a formula without
     dollars.
     """
-    if found := eaten_command(answer):
-        return found
+    damaged = eaten_command(answer)
+    if damaged:
+        return damaged
     match = WITHIN.search(answer)
     if match is None or len(answer) > LONGEST_FORMULA:
         return None
-    rest = answer[match.end() :]
-    others = f"{answer[: match.start()]} {rest}"
-    is_formula = FORMULA.search(others) and not WORD.search(others)
-    return match[0] if is_formula and not NAMED.match(rest) else None
+    suffix = answer[match.end() :]
+    context = f"{answer[: match.start()]} {suffix}"
+    is_formula = FORMULA.search(context) and not WORD.search(context)
+    if not is_formula or NAMED.match(suffix):
+        return None
+    return match[0]
+
+
+def _prefix_of(text: str, match: re.Match[str]) -> str:
+    """Return what precedes a match, as far as a formula may reach."""
+    return text[max(0, match.start() - LONGEST_FORMULA) : match.start()]
 
 
 def _in_dollars(text: str, match: re.Match[str]) -> bool:
     """Return whether dollars enclose a match, on its two lines."""
-    before = text[max(0, match.start() - LONGEST_FORMULA) : match.start()]
-    after = text[match.end() : match.end() + LONGEST_FORMULA]
-    return "$" in before.rpartition("\n")[2] and "$" in after.partition("\n")[0]
+    prefix = _prefix_of(text, match)
+    suffix = text[match.end() : match.end() + LONGEST_FORMULA]
+    return "$" in prefix.rpartition("\n")[2] and "$" in suffix.partition("\n")[0]
 
 
 def _in_subscript(text: str, match: re.Match[str]) -> bool:
     """Return whether a match is within braces below a sign, such as the limit's."""
-    before = text[max(0, match.start() - LONGEST_FORMULA) : match.start()]
-    _, brace, within = before.rpartition("_{")
+    _, brace, within = _prefix_of(text, match).rpartition("_{")
     return bool(brace) and not any(sign in within for sign in "{}\n")

@@ -1,6 +1,7 @@
 """Reads the rows of one file: JSON lines, JSON, CSV, TSV, Parquet or Arrow.
 
-    path ──► bytes, unpacked if the name ends in .gz, .bz2, .xz or .zst ──► rows, one at a time
+    path ──► bytes, unpacked if the name ends in .gz, .bz2, .xz or .zst
+        ──► rows, one at a time
 
 Each file has its own columns, so the parts of a set may differ in columns that nobody
 reads. In Parquet and Arrow a column is converted only when a row is asked for it.
@@ -16,7 +17,7 @@ import gzip
 import io
 import json
 import lzma
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -25,7 +26,7 @@ import msgspec
 import zstandard
 
 from megarl.core.base.errors import MegarlError
-from megarl.tasks.data.rows import Raw, UnfitError, shown
+from megarl.tasks.data.rows import Raw, UnfitError, abbreviated
 
 BATCH_BYTES = 32 << 20
 """Bytes of a Parquet file converted at once, as far as its metadata says."""
@@ -39,21 +40,23 @@ AS_UTF8 = "save the file as UTF-8, such as with `iconv -f LATIN1 -t UTF-8`"
 
 
 class Unreadable(NamedTuple):
-    """A line that is not a row."""
+    """A line that is not a row. problem: what is wrong with it."""
 
-    why: str
+    problem: str
 
 
 type Numbered = tuple[int, Raw | Unreadable]
 
 
 def format_of(name: str | Path) -> str | None:
-    """Return the key in `READERS` for a file of this name; None if it cannot be read."""
+    """Return the key in `READERS` for a file of this name; None if there is none."""
     path = Path(name)
-    packed = path.suffix in PACKED
-    suffix = Path(path.stem).suffix if packed else path.suffix
-    readable = PACKABLE if packed else READERS
-    return suffix if suffix in readable else None
+    suffix = path.suffix
+    formats: Mapping[str, Any] = READERS
+    if suffix in PACKED:
+        suffix = Path(path.stem).suffix
+        formats = PACKABLE
+    return suffix if suffix in formats else None
 
 
 def rows_of(path: Path) -> Iterator[Numbered]:
@@ -84,38 +87,43 @@ PACKED: Mapping[str, Callable[[Path], Any]] = {
 
 def _open_text(path: Path) -> BinaryIO:
     """Open a text, unpacked, after its byte-order mark."""
-    file = PACKED[path.suffix](path) if path.suffix in PACKED else path.open("rb")
-    begin = file.peek(64)[:64]
-    if what := _other_than_text(begin):
+    file: Any
+    if path.suffix in PACKED:
+        file = PACKED[path.suffix](path)
+    else:
+        file = path.open("rb")
+    beginning = file.peek(64)[:64]
+    problem = _other_than_text(beginning)
+    if problem:
         file.close()
-        raise MegarlError(f"{path}: {what}")
-    if begin.startswith(BOM):
+        raise MegarlError(f"{path}: {problem}")
+    if beginning.startswith(BOM):
         file.read(len(BOM))
     return cast(BinaryIO, file)
 
 
-def _other_than_text(begin: bytes) -> str:
+def _other_than_text(beginning: bytes) -> str:
     """Return what a file that begins like this is instead of UTF-8 text, and what to
     do.
     """
-    if begin.startswith(b"\x1f\x8b"):
+    if beginning.startswith(b"\x1f\x8b"):
         return "it is packed by gzip; end its name in .gz"
-    if begin.startswith(b"\x28\xb5\x2f\xfd"):
+    if beginning.startswith(b"\x28\xb5\x2f\xfd"):
         return "it is packed by zstd; end its name in .zst"
-    if begin.startswith(b"PK\x03\x04"):
+    if beginning.startswith(b"PK\x03\x04"):
         return "it is a zip archive; unpack it"
-    if begin.startswith(b"PAR1"):
+    if beginning.startswith(b"PAR1"):
         return "it is a Parquet file; end its name in .parquet"
-    if begin.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in begin[:4]:
+    if beginning.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in beginning[:4]:
         return "it is UTF-16 text; save it as UTF-8, such as with `iconv -f UTF-16 -t UTF-8`"
-    return _stand_in(begin)
+    return _stand_in(beginning)
 
 
-def _stand_in(begin: bytes) -> str:
+def _stand_in(beginning: bytes) -> str:
     """Return what a file that begins like this is if it only stands for another."""
-    if begin.startswith(b"version https://git-lfs"):
+    if beginning.startswith(b"version https://git-lfs"):
         return "it is a Git LFS pointer, not the file; fetch the file with `git lfs pull`"
-    if begin.lstrip()[:9].lower().startswith((b"<!doctype", b"<html")):
+    if beginning.lstrip()[:9].lower().startswith((b"<!doctype", b"<html")):
         return "it is a web page, not the file; download the file itself"
     return ""
 
@@ -138,7 +146,7 @@ def _json(path: Path) -> Iterator[Numbered]:
     elif second and isinstance(_row(first), Mapping):
         yield from _json_lines(path)
     elif first:
-        yield from _alone(path, first)
+        yield from _only_row(path, first)
 
 
 def _array(path: Path) -> Iterator[Raw | Unreadable]:
@@ -149,26 +157,29 @@ def _array(path: Path) -> Iterator[Raw | Unreadable]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         rows = _with_nan(text)
         if not isinstance(rows, list):
-            raise MegarlError(f"{path}: cannot be read: {_why(text, error)}") from None
+            raise MegarlError(f"{path}: cannot be read: {_fault(text, error)}") from None
     for row in rows:
-        yield _row(row) if isinstance(row, msgspec.Raw) else _as_object(row)
+        if isinstance(row, msgspec.Raw):
+            yield _row(row)
+        else:
+            yield _as_object(row)
 
 
-def _alone(path: Path, first: bytes) -> Iterator[Numbered]:
+def _only_row(path: Path, first_line: bytes) -> Iterator[Numbered]:
     """Yield the only row of a file. MegarlError if it holds columns, or rows over
     lines.
     """
     with _open_text(path) as file:
-        only = _row(file.read())
+        row = _row(file.read())
     advice = "write an array of rows, or one row per line"
-    if isinstance(only, Mapping) and _holds_columns(only):
-        names = ", ".join(map(str, list(only)[:5]))
+    if isinstance(row, Mapping) and _holds_columns(row):
+        names = ", ".join(map(str, list(row)[:5]))
         raise MegarlError(
             f"{path}: it is one JSON object with the keys {names}, not rows; {advice}"
         )
-    if isinstance(only, Mapping):
-        yield 1, only
-    elif first.strip() == b"{":
+    if isinstance(row, Mapping):
+        yield 1, row
+    elif first_line.strip() == b"{":
         raise MegarlError(f"{path}: its objects extend over several lines; {advice} (`jq -c .`)")
     else:
         yield from _json_lines(path)
@@ -181,16 +192,25 @@ def _holds_columns(row: Raw) -> bool:
     values = list(row.values())
     if any(_is_conversation(value) for value in values):
         return False
-    lists = [value for value in values if isinstance(value, list)]
-    of_rows = [value for value in lists if value and all(isinstance(one, Mapping) for one in value)]
-    if of_rows:  # such as {"data": [{…}, …]}
+    if any(_is_list_of_objects(value) for value in values):  # such as {"data": [{…}, …]}
         return True
-    same_length = len(lists) == len(values) > 1 and len({len(value) for value in lists}) == 1
-    return same_length or (len(values) > 1 and all(isinstance(value, Mapping) for value in values))
+    if len(values) < 2:
+        return False
+    if all(isinstance(value, list) for value in values):
+        return len({len(value) for value in values}) == 1
+    return all(isinstance(value, Mapping) for value in values)
+
+
+def _is_list_of_objects(value: object) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(item, Mapping) for item in value)
 
 
 def _is_conversation(value: object) -> bool:
-    first = value[0] if isinstance(value, list) and value else None
+    if not isinstance(value, list) or not value:
+        return False
+    first = value[0]
     return isinstance(first, Mapping) and bool({"role", "from"} & set(first))
 
 
@@ -199,11 +219,15 @@ def _row(text: bytes | msgspec.Raw) -> Raw | Unreadable:
         return _as_object(msgspec.json.decode(text))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         row = _with_nan(bytes(text))
-        return Unreadable(_why(bytes(text), error)) if row is None else _as_object(row)
+        if row is None:
+            return Unreadable(_fault(bytes(text), error))
+        return _as_object(row)
 
 
 def _as_object(row: object) -> Raw | Unreadable:
-    return row if isinstance(row, dict) else Unreadable(f"{type(row).__name__}, not an object")
+    if isinstance(row, dict):
+        return row
+    return Unreadable(f"{type(row).__name__}, not an object")
 
 
 def _with_nan(text: bytes) -> Any:
@@ -218,12 +242,12 @@ def _with_nan(text: bytes) -> Any:
         return None
 
 
-def _why(text: bytes, error: Exception) -> str:
+def _fault(text: bytes, error: Exception) -> str:
     """Return why a text is not JSON."""
     try:
         text.decode()
-    except UnicodeDecodeError as wrong:
-        return f"the byte 0x{text[wrong.start]:02x} is not UTF-8; {AS_UTF8}"
+    except UnicodeDecodeError as decode_error:
+        return f"the byte 0x{text[decode_error.start]:02x} is not UTF-8; {AS_UTF8}"
     if text.lstrip().startswith((b"{'", b"[{'")):
         return "it is Python's notation, not JSON; write rows with json.dumps"
     return str(error)
@@ -244,8 +268,8 @@ def _csv_rows(delimiter: str, path: Path) -> Iterator[Numbered]:
             if len(values) == len(columns):
                 yield number, dict(zip(columns, values, strict=True))
             elif values:
-                has = f"{len(values)} values, where the first line names {len(columns)} columns"
-                yield number, Unreadable(has)
+                problem = f"{len(values)} values, where the first line names {len(columns)} columns"
+                yield number, Unreadable(problem)
             number = lines.line_num + 1
 
 
@@ -277,7 +301,7 @@ def _single_value(column: Any, name: str, row: int) -> Any:
     try:
         return column[row].as_py()
     except (ValueError, OverflowError) as error:
-        raise UnfitError(f"the column {name!r} cannot be read: {shown(str(error))}") from None
+        raise UnfitError(f"the column {name!r} cannot be read: {abbreviated(str(error))}") from None
 
 
 class TableRow(Mapping[str, Any]):
@@ -306,11 +330,17 @@ class TableRow(Mapping[str, Any]):
 
 def rows_in(table: Any) -> Iterator[TableRow]:
     """Yield the rows of a pyarrow table or record batch."""
-    for begin in range(0, table.num_rows, MOST_ROWS):
-        part = table.slice(begin, MOST_ROWS)
+    for start in range(0, table.num_rows, MOST_ROWS):
+        part = table.slice(start, MOST_ROWS)
         columns = _LazyColumns(part)
         for row in range(part.num_rows):
             yield TableRow(columns, row)
+
+
+def rows_in_all(tables: Iterable[Any]) -> Iterator[TableRow]:
+    """Yield the rows of one table after the other."""
+    for table in tables:
+        yield from rows_in(table)
 
 
 def _parquet(path: Path) -> Iterator[Numbered]:
@@ -318,16 +348,18 @@ def _parquet(path: Path) -> Iterator[Numbered]:
 
     _check_table(path)
     with pq.ParquetFile(path, memory_map=True) as file:
-        at_once = _rows_at_once(file.metadata)
-        batches = file.iter_batches(batch_size=at_once)
-        yield from enumerate((row for batch in batches for row in rows_in(batch)), 1)
+        batches = file.iter_batches(batch_size=_rows_at_once(file.metadata))
+        yield from enumerate(rows_in_all(batches), 1)
 
 
 def _rows_at_once(metadata: Any) -> int:
-    """Return how many rows of a Parquet file have `BATCH_BYTES`, at most `MOST_ROWS`."""
-    groups = [metadata.row_group(n) for n in range(metadata.num_row_groups)]
-    largest = max((g.total_byte_size / g.num_rows for g in groups if g.num_rows), default=1)
-    return int(max(1, min(MOST_ROWS, BATCH_BYTES / max(largest, 1))))
+    """Return how many rows of a Parquet file have `BATCH_BYTES`; 1 to `MOST_ROWS`."""
+    largest_row = 1.0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        if group.num_rows:
+            largest_row = max(largest_row, group.total_byte_size / group.num_rows)
+    return int(max(1, min(MOST_ROWS, BATCH_BYTES / largest_row)))
 
 
 def _arrow(path: Path) -> Iterator[Numbered]:
@@ -340,16 +372,17 @@ def _arrow(path: Path) -> Iterator[Numbered]:
         except pa.ArrowInvalid:  # the other of Arrow's two formats
             reader = pa.ipc.open_file(file)
             batches = map(reader.get_batch, range(reader.num_record_batches))
-        yield from enumerate((row for batch in batches for row in rows_in(batch)), 1)
+        yield from enumerate(rows_in_all(batches), 1)
 
 
 def _check_table(path: Path) -> None:
     with path.open("rb") as file:
-        begin = file.read(64)
-    if not begin:
+        beginning = file.read(64)
+    if not beginning:
         raise MegarlError(f"{path}: it is empty, without a byte")
-    if what := _stand_in(begin):
-        raise MegarlError(f"{path}: {what}")
+    problem = _stand_in(beginning)
+    if problem:
+        raise MegarlError(f"{path}: {problem}")
 
 
 PACKABLE: Mapping[str, Callable[[Path], Iterator[Numbered]]] = {

@@ -1,7 +1,8 @@
 """Finds the expected answers that the grader `math` cannot read as a whole, before a
 run trains on them.
 
-    answers of a set ──► those that are not plainly numbers, once each ──► processes ──► unreadable
+    answers of a set ──► those that are not plainly numbers, once each
+        ──► processes ──► unreadable
 
 An answer that is not read as a whole is right only if it is the same text, and an
 answer comes from strangers: reading it may take forever or all memory. So other
@@ -47,7 +48,7 @@ EXAMPLES = 3
 type Accepted = tuple[str, ...]
 """All accepted answers of a row."""
 
-known: dict[str, bool] = {}
+readability: dict[str, bool] = {}
 """Whether an answer can be read, for all that this process has asked about."""
 
 
@@ -79,16 +80,21 @@ def unreadable(rows: Iterable[Accepted]) -> frozenset[Accepted]:
     doubtful = [answers for answers in dict.fromkeys(rows) if not is_plain(answers)]
     if not doubtful:
         return frozenset()
-    texts = list(dict.fromkeys(text for answers in doubtful for text in answers))
-    if new := [text for text in texts if text not in known]:
-        asyncio.run(_read_all(new))
-    return frozenset(answers for answers in doubtful if not any(known[text] for text in answers))
+    texts = dict.fromkeys(text for answers in doubtful for text in answers)
+    unread = [text for text in texts if text not in readability]
+    if unread:
+        asyncio.run(_read_all(unread))
+    return frozenset(answers for answers in doubtful if not _any_readable(answers))
+
+
+def _any_readable(answers: Accepted) -> bool:
+    return any(readability[text] for text in answers)
 
 
 async def _read_all(texts: Sequence[str]) -> None:
     """Note for each text whether it can be read."""
     hostile: list[str] = []
-    left = iter(texts)
+    remaining = iter(texts)
     workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)), len(texts))
     pool = Pool(workers, LIMIT_S, READER)
     console = Console(stderr=True)
@@ -96,8 +102,8 @@ async def _read_all(texts: Sequence[str]) -> None:
         bar = progress.add_task("reading answers", total=len(texts))
 
         async def read_next() -> None:
-            for text in left:
-                known[text] = await _reads(pool, text, hostile)
+            for text in remaining:
+                readability[text] = await _reads(pool, text, hostile)
                 progress.advance(bar)
 
         try:
@@ -124,25 +130,26 @@ async def _reads(pool: Pool, text: str, hostile: list[str]) -> bool:
     if is_hostile:
         hostile.append(text)
     if len(hostile) > MOST_HOSTILE:
-        what = (
+        problem = (
             f"more than {MOST_HOSTILE} answers end the process that reads them, or take over"
-            f" {LIMIT_S:g} s"
+            f" {LIMIT_S:g} s; correct them:"
         )
-        raise MegarlError(listed(f"{what}; correct them:", [repr(one[:60]) for one in hostile]))
+        raise MegarlError(listed(problem, [repr(answer[:60]) for answer in hostile]))
     return is_read
 
 
 def described(count: int, total: int, examples: Iterable[str]) -> str:
     """Say how many of a set's answers cannot be read, with the first examples."""
-    shown = ", ".join(repr(example[:80]) for example in islice(examples, EXAMPLES))
-    return f"`grader: math` cannot read {count:,} of {total:,} answers as a whole, such as {shown}"
+    such = ", ".join(repr(example[:80]) for example in islice(examples, EXAMPLES))
+    return f"`grader: math` cannot read {count:,} of {total:,} answers as a whole, such as {such}"
 
 
 def unreadable_in(prompts: Sequence[Prompt]) -> "Unread":
     """Find the prompts whose answers cannot be read."""
     answers = [prompt.answers for prompt in prompts]
-    bad = unreadable(answers)
-    return Unread(frozenset(n for n, accepted in enumerate(answers) if accepted in bad), prompts)
+    unread = unreadable(answers)
+    places = frozenset(n for n, accepted in enumerate(answers) if accepted in unread)
+    return Unread(places, prompts)
 
 
 class Unread(NamedTuple):

@@ -25,26 +25,30 @@ from megarl.tasks.data.columns import (
     text_of,
     whole_of,
 )
-from megarl.tasks.data.rows import PromptRow, Raw, UnfitError, shown
+from megarl.tasks.data.rows import PromptRow, Raw, UnfitError, abbreviated
 
 OWN = Columns(column("prompt"), column("answer"), optional("difficulty"), optional("id"))
 """The project's own format."""
+OWN_COLUMNS = ("prompt", "answer", "id", "difficulty")
 
 
-def own(raw: Raw) -> PromptRow:
+def read_own(raw: Raw) -> PromptRow:
     """Read a row in the project's own format; other keys are ignored."""
-    if lacking := [name for name in ("prompt", "answer") if name not in raw]:
-        has = f"no column {' or '.join(lacking)}; the row has {', '.join(map(str, raw))}"
-        raise UnfitError(f"{has}: {_naming(lacking, raw)}")
+    missing = [name for name in ("prompt", "answer") if name not in raw]
+    if missing:
+        columns = ", ".join(map(str, raw))
+        raise UnfitError(
+            f"no column {' or '.join(missing)}; the row has {columns}: {_naming(missing, raw)}"
+        )
     return OWN(raw)
 
 
-def _naming(lacking: list[str], raw: Raw) -> str:
+def _naming(missing: list[str], raw: Raw) -> str:
     """Return how to say which columns the prompt and the answer are in, with names of
     this row.
     """
-    others = [name for name in raw if name not in ("prompt", "answer", "id", "difficulty")]
-    pairs = list(zip(lacking, [*others, "COLUMN", "COLUMN"], strict=False))
+    unused = [name for name in raw if name not in OWN_COLUMNS]
+    pairs = list(zip(missing, [*unused, "COLUMN", "COLUMN"], strict=False))
     options = " ".join(f"--column {field}={name}" for field, name in pairs)
     keys = ", ".join(f"{field}: {name}" for field, name in pairs)
     return (
@@ -57,10 +61,12 @@ def mapping_of(name: str, columns: Mapping[ColumnName, str]) -> Callable[[Raw], 
     """Return the reader for a recipe's `mapping` ("": none) and `columns` ("": not
     given).
     """
-    given: dict[str, Any] = {field: column(path) for field, path in columns.items() if path}
-    if not name and not given:
-        return own
-    return replace(MAPPINGS[name] if name else Columns(column("prompt"), column("answer")), **given)
+    getters: dict[str, Any] = {field: column(path) for field, path in columns.items() if path}
+    if name:
+        return replace(MAPPINGS[name], **getters)
+    if getters:
+        return replace(Columns(column("prompt"), column("answer")), **getters)
+    return read_own
 
 
 # The sets
@@ -71,10 +77,14 @@ def eighths(raw: Raw) -> int:
     the difficulty is its 3 failures.
     """
     rate = column("difficulty")(raw)
-    parts = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", rate) if isinstance(rate, str) else None
+    parts = None
+    if isinstance(rate, str):
+        parts = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", rate)
     if parts is None:
-        raise UnfitError(f"the difficulty is not a pass rate such as 5/8: {shown(rate)}")
-    return int(parts[2]) - int(parts[1])
+        raise UnfitError(f"the difficulty is not a pass rate such as 5/8: {abbreviated(rate)}")
+    passes = int(parts[1])
+    attempts = int(parts[2])
+    return attempts - passes
 
 
 def after_hashes(raw: Raw) -> str:
@@ -93,10 +103,10 @@ def boxed_answer(raw: Raw) -> Any:
     """
     if "answer" in raw:
         return raw["answer"]
-    found = last_box(text_of(column("solution")(raw)))
-    if found is None:
+    answer = last_box(text_of(column("solution")(raw)))
+    if answer is None:
         raise UnfitError(r"the solution has no \boxed{}")
-    return found
+    return answer
 
 
 def math_level(raw: Raw) -> int:
@@ -104,7 +114,9 @@ def math_level(raw: Raw) -> int:
     `Level ?`, read as unknown.
     """
     level = raw.get("level")
-    return 0 if isinstance(level, str) and not re.search(r"\d", level) else whole_of(level)
+    if isinstance(level, str) and not re.search(r"\d", level):
+        return 0
+    return whole_of(level)
 
 
 MAPPINGS: dict[str, Columns] = {

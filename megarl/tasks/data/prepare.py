@@ -1,8 +1,10 @@
 """`megarl data prepare`: turn any source into files of the project's own rows, cleaned,
 split, decontaminated, streamed.
 
-    OUT/train.jsonl        RL prompts                    OUT/report.json     counts, and which rows were left out and why
-    OUT/heldout.jsonl      prompts never trained on      OUT/removed.jsonl   each row found in an evaluation set, with the match
+    OUT/train.jsonl      RL prompts
+    OUT/heldout.jsonl    prompts never trained on
+    OUT/report.json      counts, and which rows were left out and why
+    OUT/removed.jsonl    each row found in an evaluation set, with the match
 
 The source is read twice, by survey.py and by the writers; memory holds 35 bytes per
 row, however large the rows are. Rows keep the source's order, since drawing prompts
@@ -14,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -38,6 +40,8 @@ from megarl.tasks.data.sources import stream
 from megarl.tasks.data.survey import LeftOut, Reader, RowShape, chosen, survey
 
 FORMATS = ("jsonl", "parquet", "arrow")
+SIDES = ("train", "heldout")
+REMOVED = "removed.jsonl"
 BATCH = 4096
 """Rows written at once."""
 
@@ -57,86 +61,113 @@ class _RowsPerSecond(ProgressColumn):
     """The progress bar's column of rows per second."""
 
     def render(self, task: ProgressTask) -> Text:
-        return Text(
-            f"{task.completed / (task.finished_time or task.elapsed or math.inf):,.0f} rows/s"
-        )
+        """Return the column's text."""
+        seconds = task.finished_time or task.elapsed or math.inf
+        return Text(f"{task.completed / seconds:,.0f} rows/s")
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:>8}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _RowsPerSecond(),
+        TimeElapsedColumn(),
+        console=console,
+    )
 
 
 def prepare(
     source: str,
-    out: Path,
+    directory: Path,
     read: Reader,
     heldout: int,
     against: Sequence[str],
     form: str,
     console: Console,
 ) -> Prepared:
-    outputs = {out / f"{side}.{form}" for side in ("train", "heldout") for form in FORMATS}
-    if Path(source).resolve() in {path.resolve() for path in (*outputs, out / "removed.jsonl")}:
-        raise MegarlError(
-            f"{out}: the source is in this directory and would be overwritten; name another"
-            " directory"
-        )
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MegarlError(f"{out}: cannot make this directory: {error.strerror}") from None
+    """Write a source's rows to files in this directory, as the module says. heldout:
+    the number of rows to hold out. against: evaluation sets. form: one of FORMATS.
+    """
+    outputs = {directory / f"{side}.{suffix}" for side in SIDES for suffix in FORMATS}
+    _make_directory(directory, source, outputs)
     evaluation = overlap_with(against)
-    bars = (
-        TextColumn("{task.description:>8}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        _RowsPerSecond(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*bars, console=console) as progress, ExitStack() as stack:
+    with _progress(console) as progress, ExitStack() as stack:
         if evaluation is None:
-            (out / "removed.jsonl").unlink(missing_ok=True)  # left by an earlier preparation
+            (directory / REMOVED).unlink(missing_ok=True)  # left by an earlier preparation
         else:
-            add_removed = stack.enter_context(_file(out / "removed.jsonl", RowShape()))
+            add_removed = stack.enter_context(_file(directory / REMOVED, RowShape()))
 
         def removed(row: PromptRow, number: int, hit: Hit) -> None:
             add_removed({"number": number, "id": row.id, "prompt": row.prompt, **hit._asdict()})
 
         rows = progress.track(stream(source), description="reading")
         surveyed = survey(source, read, heldout, evaluation, rows, removed)
-        progress.update(progress.task_ids[0], total=len(surveyed.kept))
-        kept = int(surveyed.kept.sum())
-        held = int(surveyed.heldout.sum())
-        paths = [out / f"{side}.{form}" for side in ("train", "heldout")[: 2 if held else 1]]
+        progress.update(progress.task_ids[0], total=len(surveyed.is_kept))
+        row_count = int(surveyed.is_kept.sum())
+        heldout_count = int(surveyed.is_held_out.sum())
+        paths = [directory / f"train.{form}"]
+        if heldout_count:
+            paths.append(directory / f"heldout.{form}")
         adds = [stack.enter_context(_file(path, surveyed.shape)) for path in paths]
-        for row, is_held in progress.track(chosen(surveyed), total=kept, description="writing"):
-            adds[is_held](_as_written(row, surveyed.shape))
+        chosen_rows = progress.track(chosen(surveyed), total=row_count, description="writing")
+        for row, is_held_out in chosen_rows:
+            adds[is_held_out](_as_written(row, surveyed.shape))
     for stale in outputs - set(paths):
         stale.unlink(missing_ok=True)
-    left_out = surveyed.left_out
+    prepared = Prepared(
+        rows=len(surveyed.is_kept),
+        train=row_count - heldout_count,
+        heldout=heldout_count,
+        left_out=surveyed.left_out,
+    )
+    _write_report(directory / "report.json", source, prepared, len(evaluation or ()))
+    return prepared
+
+
+def _make_directory(directory: Path, source: str, outputs: set[Path]) -> None:
+    """Make the directory. MegarlError if that fails or the source would be
+    overwritten.
+    """
+    written = {path.resolve() for path in (*outputs, directory / REMOVED)}
+    if Path(source).resolve() in written:
+        raise MegarlError(
+            f"{directory}: the source is in this directory and would be overwritten; name another"
+            " directory"
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MegarlError(f"{directory}: cannot make this directory: {error.strerror}") from None
+
+
+def _write_report(path: Path, source: str, prepared: Prepared, evaluation_texts: int) -> None:
+    examples = {}
+    for reason, rows in prepared.left_out.first.items():
+        examples[reason] = [f"{number}: {fault}" for number, fault in rows]
     report = {
         "source": source,
-        "rows": len(surveyed.kept),
-        "train": kept - held,
-        "heldout": held,
-        "evaluation_texts": len(evaluation or ()),
-        "left_out": dict(left_out.counts),
-        "first": {
-            name: [f"{number}: {what}" for number, what in first]
-            for name, first in left_out.first.items()
-        },
+        "rows": prepared.rows,
+        "train": prepared.train,
+        "heldout": prepared.heldout,
+        "evaluation_texts": evaluation_texts,
+        "left_out": dict(prepared.left_out.counts),
+        "first": examples,
     }
-    write_atomically(out / "report.json", msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-    return Prepared(len(surveyed.kept), kept - held, held, left_out)
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
 
 
 def _as_written(row: PromptRow, shape: RowShape) -> JsonObject:
     """Return a row in the project's own format, each column with the type that it has
     in all rows.
     """
-    messages = row.messages or ({"role": "user", "content": row.prompt},)
-    return {
-        "id": row.id,
-        "prompt": list(messages) if shape.has_messages else row.prompt,
-        "answer": list(row.answers) if shape.has_alternatives else row.answer,
-        "difficulty": row.difficulty,
-    }
+    prompt: Any = row.prompt
+    if shape.has_messages:
+        prompt = list(row.messages) or [{"role": "user", "content": row.prompt}]
+    answer: Any = row.answer
+    if shape.has_alternatives:
+        answer = list(row.answers)
+    return {"id": row.id, "prompt": prompt, "answer": answer, "difficulty": row.difficulty}
 
 
 @contextmanager
@@ -185,7 +216,6 @@ def _opened(
     schema = pa.schema(
         [("id", text), ("prompt", prompt), ("answer", answer), ("difficulty", pa.int64())]
     )
-    with (pq.ParquetWriter if suffix == ".parquet" else pa.ipc.new_stream)(
-        str(path), schema
-    ) as writer:
+    open_writer = pq.ParquetWriter if suffix == ".parquet" else pa.ipc.new_stream
+    with open_writer(str(path), schema) as writer:
         yield lambda rows: writer.write_table(pa.Table.from_pylist(rows, schema))

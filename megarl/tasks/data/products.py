@@ -3,16 +3,21 @@ them.
 
     prompt      123*456=
     by hand     <think>123*6=738;123*50=6150;123*400=49200</think>56088
-    with tool   <think>[123*456]56088</think>56088            the calculator, not the model, writes 56088 after `]`
+    with tool   <think>[123*456]56088</think>56088
+
+After `]` the calculator, not the model, writes 56088.
 
 A model of a million parameters cannot learn partial products of three digits and their
 sum in a warm start; but it can copy a call from the prompt, and the reply into the
 answer. `write` creates these files beside the quickstart's own, all as functions of one
 seed:
 
-    products-heldout.jsonl, products-train.jsonl     evaluation prompts, and RL prompts, none of them held out
-    products-sft.jsonl                               traces of a teacher that sometimes calls the tool, and errs (`TRACES`)
-    products-agent-sft.jsonl                         the same for an agent (agents/calculator.py): a call ends the message
+    products-heldout.jsonl     evaluation prompts
+    products-train.jsonl       RL prompts, none of them held out
+    products-sft.jsonl         traces of a teacher that sometimes calls the tool, and
+                               errs (`TRACES`)
+    products-agent-sft.jsonl   the same for an agent (agents/calculator.py): a call ends
+                               the message
 
 In a trace the calculator's texts are separate parts, on which `megarl sft` does not
 train (traces.py).
@@ -49,27 +54,27 @@ TRACES = {
 
 
 def write(directory: Path, seed: int) -> None:
+    """Write the data set's files, each complete or not at all."""
     write_task(directory, "products-", random.Random(f"{seed}/products"), product, TRACES, trace)
-    traces = read_jsonl(directory / "products-sft.jsonl")
-    write_jsonl(
-        directory / "products-agent-sft.jsonl",
-        ({**row, "completion": in_messages(row["completion"])} for row in traces),
-    )
+    agent_traces = []
+    for row in read_jsonl(directory / "products-sft.jsonl"):
+        agent_traces.append({**row, "completion": in_messages(row["completion"])})
+    write_jsonl(directory / "products-agent-sft.jsonl", agent_traces)
 
 
 def in_messages(parts: list[str]) -> list[str]:
     """Return the trace's parts with an end token after the call, so that the call ends
     the policy's message.
     """
-    return [parts[0] + END, *parts[1:]] if len(parts) > 1 else parts
+    if len(parts) == 1:
+        return parts
+    return [parts[0] + END, *parts[1:]]
 
 
 def product(rng: random.Random) -> Exercise:
     """Draw a random product, with the longer factor on either side."""
-    factors = [
-        rng.randint(10 ** (n - 1), 10**n - 1)
-        for n in rng.choices(list(DIGITS), list(DIGITS.values()))[0]
-    ]
+    [digits] = rng.choices(list(DIGITS), list(DIGITS.values()))
+    factors = [rng.randint(10 ** (n - 1), 10**n - 1) for n in digits]
     rng.shuffle(factors)
     return Exercise(factors[0], "*", factors[1])
 
@@ -83,12 +88,12 @@ def partial_products(
     """
     equations = []
     total = 0
-    for place, digit in enumerate(reversed(str(factors.right))):
+    for place, digit in enumerate(reversed(str(factors.second))):
         factor = int(digit) * 10**place
-        result = factors.left * factor
+        result = factors.first * factor
         if place == wrong:
             result = _another_digit(result, rng)
-        equations.append(f"{factors.left}*{factor}={result}")
+        equations.append(f"{factors.first}*{factor}={result}")
         total += result
     return equations, total
 
@@ -98,25 +103,33 @@ def trace(factors: Exercise, kind: str, rng: random.Random) -> list[str]:
     second is the calculator's.
     """
     if kind in ("called", "miscalled", "miscopied"):
-        asked = (
-            factors._replace(left=_another_digit(factors.left, rng))
-            if kind == "miscalled"
-            else factors
-        )
-        answer = _another_digit(asked.answer, rng) if kind == "miscopied" else asked.answer
-        return [
-            f"{THINK}[{asked.left}*{asked.right}]",
-            str(asked.answer),
-            f"{END_OF_THINKING}{answer}",
-        ]
-    wrong = rng.randrange(len(str(factors.right))) if kind == "slipped" else None
+        return _call_trace(factors, kind, rng)
+    wrong = None
+    if kind == "slipped":
+        wrong = rng.randrange(len(str(factors.second)))
     equations, answer = partial_products(factors, wrong, rng)
     return [completion(";".join(equations), answer, kind, rng)]
+
+
+def _call_trace(factors: Exercise, kind: str, rng: random.Random) -> list[str]:
+    """Return a completion that calls the calculator, in three texts."""
+    call = factors
+    if kind == "miscalled":
+        call = factors._replace(first=_another_digit(factors.first, rng))
+    answer = call.answer
+    if kind == "miscopied":
+        answer = _another_digit(call.answer, rng)
+    return [
+        f"{THINK}[{call.first}*{call.second}]",
+        str(call.answer),
+        f"{END_OF_THINKING}{answer}",
+    ]
 
 
 def _another_digit(number: int, rng: random.Random) -> int:
     """Return the number with one digit changed; its first digit does not become 0."""
     digits = list(str(number))
     place = rng.randrange(len(digits))
-    digits[place] = rng.choice([d for d in "0123456789"[place == 0 :] if d != digits[place]])
+    choices = "123456789" if place == 0 else "0123456789"
+    digits[place] = rng.choice([digit for digit in choices if digit != digits[place]])
     return int("".join(digits))

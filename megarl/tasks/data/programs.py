@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from megarl.tasks.data.columns import Getter, column, text_of
-from megarl.tasks.data.rows import Raw, UnfitError, shown
+from megarl.tasks.data.rows import Raw, UnfitError, abbreviated
 from megarl.tasks.graders.code import read_tests
 from megarl.tasks.graders.inside import unpickled
 
@@ -31,9 +31,9 @@ def with_starter_code(path: str) -> Getter:
     def prompt(raw: Raw) -> str:
         problem = text_of(column(path)(raw))
         starter = raw.get("starter_code")
-        return (
-            f"{problem}\n\nBegin with this code:\n```python\n{starter}\n```" if starter else problem
-        )
+        if not starter:
+            return problem
+        return f"{problem}\n\nBegin with this code:\n```python\n{starter}\n```"
 
     return prompt
 
@@ -42,22 +42,22 @@ def unit_tests(raw: Raw) -> str:
     """Read the tests of DeepCoder's four parts; return them in the code grader's
     format, as JSON:
 
-    {"tests": [{"input": "1 2\\n", "output": "3\\n"}]}           the program reads stdin, writes stdout
-    {"tests": [{"call": "add(1, 2)", "result": "3"}]}           a function is called
+    {"tests": [{"input": "1 2\\n", "output": "3\\n"}]}   a program's stdin and stdout
+    {"tests": [{"call": "add(1, 2)", "result": "3"}]}   a function's call
     """
     tests = _decoded(column("tests")(raw), "tests")
-    named = None
+    function = None
     if isinstance(tests, Mapping):  # TACO: columns of inputs and outputs
-        named = tests.get("fn_name")
-        inputs = tests.get("inputs", [])
-        outputs = tests.get("outputs", [])
-        if len(inputs) != len(outputs):
-            raise UnfitError("the tests have different numbers of inputs and outputs")
-        tests = [
-            {"input": given, "output": wanted}
-            for given, wanted in zip(inputs, outputs, strict=True)
-        ]
-    return _as_json([_test(test, named, raw) for test in _checked(tests)])
+        function = tests.get("fn_name")
+        tests = _from_columns(tests.get("inputs", []), tests.get("outputs", []))
+    return _as_json([_test(test, function, raw) for test in _checked(tests)])
+
+
+def _from_columns(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Raw]:
+    if len(inputs) != len(outputs):
+        raise UnfitError("the tests have different numbers of inputs and outputs")
+    pairs = zip(inputs, outputs, strict=True)
+    return [{"input": test_input, "output": output} for test_input, output in pairs]
 
 
 def livecodebench_tests(raw: Raw) -> str:
@@ -73,10 +73,10 @@ def livecodebench_tests(raw: Raw) -> str:
 
 
 def _unpickled(text: str) -> Any:
-    whole = zlib.decompressobj()
+    decompressor = zlib.decompressobj()
     try:
-        data = whole.decompress(base64.b64decode(text, validate=True), LARGEST_TESTS)
-        if whole.unconsumed_tail:
+        data = decompressor.decompress(base64.b64decode(text, validate=True), LARGEST_TESTS)
+        if decompressor.unconsumed_tail:
             raise UnfitError(f"the private tests are longer than {LARGEST_TESTS:,} bytes")
         return unpickled(data)
     except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError) as error:
@@ -89,9 +89,9 @@ def humaneval_check(raw: Raw) -> str:
     """Read HumanEval tests: the function `check`, after the prompt whose helpers it
     calls, and the tested function's name.
     """
-    prompt, test, entry_point = (
-        text_of(column(name)(raw)) for name in ("prompt", "test", "entry_point")
-    )
+    prompt = text_of(column("prompt")(raw))
+    test = text_of(column("test")(raw))
+    entry_point = text_of(column("entry_point")(raw))
     return _as_json([{"check": f"{prompt}\n\n{test}", "entry_point": entry_point}])
 
 
@@ -100,21 +100,24 @@ def mbpp_prompt(raw: Raw) -> str:
     tests; only these name the function.
     """
     task = text_of(raw["text"] if "text" in raw else column("prompt")(raw))
-    return (
-        f"{task}\nYour code should pass these"
-        f" tests:\n```python\n{'\n'.join(_lines_of(raw, 'test_list'))}\n```"
-    )
+    tests = "\n".join(_lines_of(raw, "test_list"))
+    return f"{task}\nYour code should pass these tests:\n```python\n{tests}\n```"
 
 
 def mbpp_tests(raw: Raw) -> str:
     """Read MBPP tests, each an assertion; one that needs setup code, or compares no
     call with a literal, becomes a `check`.
     """
-    setup = [*_lines_of(raw, "test_imports"), *str(raw.get("test_setup_code") or "").splitlines()]
-    tests = [
-        {"assert": line} if not setup and _is_comparison(line) else _mbpp_check(line, setup, raw)
-        for line in _lines_of(raw, "test_list")
-    ]
+    setup = []
+    for statement in _lines_of(raw, "test_imports"):
+        setup += statement.strip().splitlines()
+    setup += str(raw.get("test_setup_code") or "").splitlines()
+    tests = []
+    for line in _lines_of(raw, "test_list"):
+        if not setup and _is_comparison(line):
+            tests.append({"assert": line})
+        else:
+            tests.append(_mbpp_check(line, setup, raw))
     return _as_json(tests)
 
 
@@ -127,12 +130,12 @@ def _mbpp_check(line: str, setup: Sequence[str], raw: Raw) -> dict[str, str]:
         raise UnfitError(f"the code or a test is not Python: {error}") from None
     names = [name for name in defined if name in used]
     if not names:
-        raise UnfitError(f"a test calls no function of the code: {shown(line)}")
-    body = [f"{names[-1]} = candidate", *setup, line]
-    return {
-        "check": "def check(candidate):\n" + "\n".join(f"    {part}" for part in body),
-        "entry_point": names[-1],
-    }
+        raise UnfitError(f"a test calls no function of the code: {abbreviated(line)}")
+    function = names[-1]
+    check = ["def check(candidate):"]
+    for statement in (f"{function} = candidate", *setup, line):
+        check.append(f"    {statement}")
+    return {"check": "\n".join(check), "entry_point": function}
 
 
 def _is_comparison(line: str) -> bool:
@@ -146,54 +149,58 @@ def _is_comparison(line: str) -> bool:
 def _lines_of(raw: Raw, name: str) -> list[str]:
     lines = raw.get(name) or []
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise UnfitError(f"{name} is not a list of lines: {shown(lines)}")
-    return (
-        [part for line in lines for part in line.strip().splitlines()]
-        if name == "test_imports"
-        else lines
-    )
+        raise UnfitError(f"{name} is not a list of lines: {abbreviated(lines)}")
+    return lines
 
 
 def _checked(tests: Any) -> list[Raw]:
-    if not isinstance(tests, list) or not all(
-        isinstance(t, Mapping) and "input" in t and "output" in t for t in tests
-    ):
+    """Return the tests. UnfitError if they are not a list of input and output."""
+    if not isinstance(tests, list) or not all(map(_is_test, tests)):
         raise UnfitError("the tests are not a list of input and output")
     return tests
 
 
+def _is_test(test: Any) -> bool:
+    return isinstance(test, Mapping) and "input" in test and "output" in test
+
+
 def _as_json(tests: Sequence[Mapping[str, str]]) -> str:
-    """Return the tests as the answer that the code grader reads; "" if there are none."""
-    return msgspec.json.encode({"tests": tests}).decode() if tests else ""
+    """Return the tests as the answer that the code grader reads; "" if there are
+    none.
+    """
+    if not tests:
+        return ""
+    return msgspec.json.encode({"tests": tests}).decode()
 
 
-def _test(test: Raw, named: str | None, raw: Raw) -> dict[str, str]:
-    """Convert one test. In LiveCodeBench, a functional test's arguments are JSON
-    values, one per line. In sets derived from APPS they are a list, and the result is
-    wrapped in a list of one.
+def _test(test: Raw, function: str | None, raw: Raw) -> dict[str, str]:
+    """Convert one test. function: the one that all tests call, if they name it.
+
+    In LiveCodeBench, a functional test's arguments are JSON values, one per line. In
+    sets derived from APPS they are a list, and the result is wrapped in a list of one.
     """
     if test.get("testtype") == "functional":
-        function = _decoded(raw.get("metadata"), "metadata")
-        function = function.get("func_name") if isinstance(function, Mapping) else None
+        metadata = _decoded(raw.get("metadata"), "metadata")
+        name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
         arguments = [_decoded(line, "arguments") for line in str(test["input"]).split("\n")]
-        return _call(function, arguments, _decoded(test["output"], "output"), raw)
-    if named or test.get("type") == "function_call":
-        wanted = test["output"]
-        wanted = wanted[0] if isinstance(wanted, list) and len(wanted) == 1 else wanted
-        return _call(named or test.get("fn_name"), test["input"], wanted, raw)
+        return _call(name, arguments, _decoded(test["output"], "output"), raw)
+    if function or test.get("type") == "function_call":
+        result = test["output"]
+        if isinstance(result, list) and len(result) == 1:
+            result = result[0]
+        return _call(function or test.get("fn_name"), test["input"], result, raw)
     return {"input": _lines(test["input"]), "output": _lines(test["output"])}
 
 
 def _call(function: Any, arguments: Any, result: Any, raw: Raw) -> dict[str, str]:
-    if (
-        not isinstance(function, str)
-        or not function.isidentifier()
-        or not isinstance(arguments, list)
-    ):
+    is_named = isinstance(function, str) and function.isidentifier()
+    if not is_named or not isinstance(arguments, list):
         raise UnfitError(
             "the tests call a function, but none is named, or its arguments are not a list"
         )
-    prefix = "Solution()." if "class Solution" in str(raw.get("starter_code") or "") else ""
+    prefix = ""
+    if "class Solution" in str(raw.get("starter_code") or ""):
+        prefix = "Solution()."
     return {
         "call": f"{prefix}{function}({', '.join(map(repr, arguments))})",
         "result": repr(result),
@@ -206,12 +213,16 @@ def _lines(value: Any) -> str:
         return "\n".join(value)
     if isinstance(value, str):
         return value
-    raise UnfitError(f"a test reads or prints what is not text: {shown(value)}")
+    raise UnfitError(f"a test reads or prints what is not text: {abbreviated(value)}")
 
 
-def _decoded(value: Any, what: str) -> Any:
-    """Decode JSON text; in some parts of DeepCoder the value is already an object."""
+def _decoded(value: Any, name: str) -> Any:
+    """Decode JSON text; in some parts of DeepCoder the value is already an object.
+    name: for the error.
+    """
+    if not isinstance(value, str):
+        return value
     try:
-        return msgspec.json.decode(value) if isinstance(value, str) else value
+        return msgspec.json.decode(value)
     except msgspec.DecodeError as error:
-        raise UnfitError(f"the {what} are not JSON: {error}") from None
+        raise UnfitError(f"the {name} are not JSON: {error}") from None

@@ -1,8 +1,8 @@
 """Prompt sets of a recipe's tasks: turns source rows into Prompt records, and checks
 them before the run starts.
 
-    source (sources.py) ─► mapping (mappings.py) ─► survey (survey.py) ─► template (chat.py) ─► token ids, up to a limit
-                                                                                              └─► on disk (`Stored`)
+    source (sources.py) ─► mapping (mappings.py) ─► survey (survey.py)
+        ─► template (chat.py) ─► token ids, up to a limit ─► on disk (`Stored`)
 
 `template: raw`: the prompt is exactly what the model sees, including any chat-template
 markers. `chat`: it is the user's message, and the model's own template is applied to
@@ -24,7 +24,6 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple, overload
 
 import msgspec
@@ -35,10 +34,10 @@ from megarl.core.base.errors import MegarlError, listed
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt, decode, encode, int32
 from megarl.core.recipe import Recipe, Rows, Task
-from megarl.tasks.data.chat import ChatTemplate, load_chat
+from megarl.tasks.data.chat import SAMPLE_REPLY, ChatTemplate, load_chat
 from megarl.tasks.data.contamination import Overlap, overlap_with
 from megarl.tasks.data.golds import unreadable_in
-from megarl.tasks.data.mappings import mapping_of, own
+from megarl.tasks.data.mappings import mapping_of, read_own
 from megarl.tasks.data.reasoning_gym import of_problems
 from megarl.tasks.data.rows import Message, PromptRow, UnfitError, fingerprint
 from megarl.tasks.data.survey import FAULTS, Reader, Survey, chosen, survey_of
@@ -63,8 +62,10 @@ def _room() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = f"prompts cannot be kept there: {error.strerror}; set TMPDIR to a larger disk"
-        raise MegarlError(f"{tempfile.gettempdir()}: {why}") from None
+        raise MegarlError(
+            f"{tempfile.gettempdir()}: prompts cannot be kept there: {error.strerror}; set TMPDIR"
+            " to a larger disk"
+        ) from None
 
 
 class Stored(Sequence[Prompt]):
@@ -93,11 +94,12 @@ class Stored(Sequence[Prompt]):
             return [self[i] for i in range(*n.indices(len(self)))]
         if not -len(self) <= n < len(self):
             raise IndexError(n)
-        begin = self._ends[n % len(self)]
-        end = self._ends[n % len(self) + 1]
+        place = n % len(self)
+        start = self._ends[place]
+        end = self._ends[place + 1]
         with _room():
             self._file.flush()
-        return decode(os.pread(self._file.fileno(), end - begin, begin), Prompt)
+        return decode(os.pread(self._file.fileno(), end - start, start), Prompt)
 
 
 class PromptSet(NamedTuple):
@@ -143,11 +145,11 @@ def _readable(prompts: Stored, name: str) -> Stored:
             f"{name}: {unread}; no prompt is left; set data.unreadable=text, or another grader"
         )
     log.warning("%s: %s; left out (data.unreadable: drop)", name, unread)
-    kept = Stored()
+    readable = Stored()
     for place, prompt in enumerate(prompts):
         if place not in unread.places:
-            kept.append(prompt)
-    return kept
+            readable.append(prompt)
+    return readable
 
 
 def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
@@ -158,30 +160,58 @@ def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
     if task.template == "raw":
         return _as_it_is
     chat = load_chat(tokenizer.path, task.template_options)
-    if problem := endless(chat, tokenizer):
+    problem = endless(chat, tokenizer)
+    if problem:
         log.warning("%s", problem)
+    render = _ChatRenderer(chat, task.system)
+    render.check()
+    return render
 
-    @cache
-    def tell() -> None:
-        log.warning(
-            "rows have system messages of their own, which take the place of the task's `system`"
-        )
 
-    def render(prompt: str | Sequence[Message], system: str = task.system) -> str:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if system and messages[0]["role"] == "system":
-            tell()
-        elif system:
-            messages = [{"role": "system", "content": system}, *messages]
-        return chat.render(messages) if isinstance(prompt, str) else chat.render_all(messages)
+class _ChatRenderer:
+    """Renders rows by a chat template, with a task's system message."""
 
-    if render("1") == render("2"):  # it may look for other roles, or for a list of parts
-        raise MegarlError(f"{chat.path}: the chat template leaves the user's message out")
-    if task.system and render("1", "1") == render("1", "2"):
-        raise MegarlError(
-            f"{chat.path}: the chat template leaves the system message out; put it into the prompts"
-        )
-    return lambda row: render(row.messages or row.prompt)
+    def __init__(self, chat: ChatTemplate, system: str) -> None:
+        self._chat = chat
+        self._system = system
+        self._has_warned = False
+
+    def __call__(self, row: PromptRow) -> str:
+        if not row.messages:
+            return self._render_text(row.prompt, self._system)
+        messages = row.messages
+        if self._system and messages[0]["role"] == "system":
+            self._warn()
+        elif self._system:
+            messages = ({"role": "system", "content": self._system}, *messages)
+        return self._chat.render_all(messages)
+
+    def _render_text(self, prompt: str, system: str) -> str:
+        messages: list[Message] = [{"role": "user", "content": prompt}]
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
+        return self._chat.render(messages)
+
+    def _warn(self) -> None:
+        """Log, once, that system messages of rows replace the task's."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "rows have system messages of their own, which take the place of the task's"
+                " `system`"
+            )
+
+    def check(self) -> None:
+        """Raise MegarlError if the template leaves out the user's or the system
+        message: it may look for other roles, or for a list of parts.
+        """
+        if self._render_text("1", self._system) == self._render_text("2", self._system):
+            raise MegarlError(f"{self._chat.path}: the chat template leaves the user's message out")
+        if self._system and self._render_text("1", "1") == self._render_text("1", "2"):
+            raise MegarlError(
+                f"{self._chat.path}: the chat template leaves the system message out; put it into"
+                " the prompts"
+            )
 
 
 def _as_it_is(row: PromptRow) -> str:
@@ -199,21 +229,20 @@ def endless(chat: ChatTemplate, tokenizer: Tokenizer) -> str:
     with Qwen2.5's base models; else an empty text. A template that writes nothing after
     a turn, such as GLM-4.5's, cannot be judged.
     """
-    said = "said-by-the-assistant"
+    question = {"role": "user", "content": "?"}
+    reply = {"role": "assistant", "content": SAMPLE_REPLY}
     try:
-        turns = chat.render(
-            [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], reply=False
-        )
-        after = turns.partition(said)[2].strip()
-        if not after or set(tokenizer.ids(after).tolist()) & set(tokenizer.ends):
+        text = chat.render([question, reply], reply=False)
+        end_of_turn = text.partition(SAMPLE_REPLY)[2].strip()
+        if not end_of_turn or set(tokenizer.ids(end_of_turn).tolist()) & set(tokenizer.ends):
             return ""
     except MegarlError:  # a template or a closed vocabulary that does not take these texts
         return ""
     ends = ", ".join(repr(tokenizer.backend.id_to_token(end)) for end in tokenizer.ends)
     return (
-        f"{chat.path}: the chat template ends a turn with {after!r}, but a completion ends only at"
-        f" {ends} and goes on after its turn; make the token that ends a turn the eos_token of"
-        " tokenizer_config.json"
+        f"{chat.path}: the chat template ends a turn with {end_of_turn!r}, but a completion ends"
+        f" only at {ends} and goes on after its turn; make the token that ends a turn the"
+        " eos_token of tokenizer_config.json"
     )
 
 
@@ -224,7 +253,8 @@ def load_set(
 
     Those longer than `max_tokens` are left out and counted.
     """
-    sets = PromptSet(name, Stored(), array("Q")), PromptSet(name, Stored(), array("Q"))
+    train = PromptSet(name, Stored(), array("Q"))
+    heldout = PromptSet(name, Stored(), array("Q"))
     rows = 0
     longest = 0
     for encoded in rows_with_tokens(source, render, tokenizer, max_tokens):
@@ -233,16 +263,15 @@ def load_set(
         if rows == 1 and len(encoded.tokens):
             tokenizer.warn_of_beginning(source.source, render(encoded.row))
         if encoded.length <= max_tokens:
-            sets[encoded.is_held_out].prompts.append(_prompt(encoded, task))
-            sets[encoded.is_held_out].fingerprints.append(fingerprint(encoded.row.identity))
-    prompts = sum(len(one.prompts) for one in sets)
+            target = heldout if encoded.is_held_out else train
+            target.prompts.append(_prompt(encoded, task))
+            target.fingerprints.append(fingerprint(encoded.row.identity))
+    prompts = len(train.prompts) + len(heldout.prompts)
     if not prompts:
-        why = (
-            f"all {rows} prompts are longer than {max_tokens} tokens (the longest: {longest} or"
-            " more)"
+        raise MegarlError(
+            f"{source.source}: all {rows} prompts are longer than {max_tokens} tokens (the"
+            f" longest: {longest} or more); raise length.prompt_tokens"
         )
-        why += "; raise length.prompt_tokens"
-        raise MegarlError(f"{source.source}: {why}")
     log.info(
         "%s: %d prompts, %d left out (longer than %d tokens)",
         source.source,
@@ -250,7 +279,7 @@ def load_set(
         rows - prompts,
         max_tokens,
     )
-    return sets
+    return train, heldout
 
 
 class EncodedRow(NamedTuple):
@@ -273,20 +302,20 @@ def rows_with_tokens(
 
     MegarlError names the first row that cannot be shown or encoded.
     """
-    rendered = _model_texts(source, render, tokenizer, max_tokens)
-    for part in in_parts(rendered, lambda shown: len(shown.text)):
-        short = [shown for shown in part if tokenizer.least_tokens(len(shown.text)) <= max_tokens]
+    texts = _model_texts(source, render, tokenizer, max_tokens)
+    for part in in_parts(texts, _text_length):
+        short = [row for row in part if tokenizer.least_tokens(len(row.text)) <= max_tokens]
         encoded = iter(_tokens_of(source.source, short, tokenizer))
-        for shown in part:
-            if tokenizer.least_tokens(len(shown.text)) > max_tokens:
-                least = tokenizer.least_tokens(len(shown.text))
-                yield EncodedRow(shown.row, shown.is_held_out, int32(()), least)
+        for row, is_held_out, text in part:
+            least = tokenizer.least_tokens(len(text))
+            if least > max_tokens:
+                yield EncodedRow(row, is_held_out, int32(()), least)
             else:
                 tokens = next(encoded)
-                yield EncodedRow(shown.row, shown.is_held_out, tokens, len(tokens))
+                yield EncodedRow(row, is_held_out, tokens, len(tokens))
 
 
-class _Shown(NamedTuple):
+class _RowText(NamedTuple):
     """A row and the text that the model sees."""
 
     row: PromptRow
@@ -294,22 +323,24 @@ class _Shown(NamedTuple):
     text: str
 
 
+def _text_length(row: _RowText) -> int:
+    return len(row.text)
+
+
 def _model_texts(
     source: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int
-) -> Iterator[_Shown]:
+) -> Iterator[_RowText]:
     """Yield the kept rows with the text that the model sees; what must be too long as
     it is.
     """
     for row, is_held_out in chosen(source):
         try:
-            text = (
-                row.identity
-                if tokenizer.least_tokens(len(row.identity)) > max_tokens
-                else render(row)
-            )
+            text = row.identity
+            if tokenizer.least_tokens(len(text)) <= max_tokens:
+                text = render(row)
         except MegarlError as error:
             raise MegarlError(f"{source.source}: prompt {row.id!r}: {error}") from None
-        yield _Shown(row, is_held_out, text)
+        yield _RowText(row, is_held_out, text)
 
 
 def in_parts[T](items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
@@ -330,18 +361,18 @@ def in_parts[T](items: Iterable[T], characters: Callable[[T], int]) -> Iterator[
         yield part
 
 
-def _tokens_of(source: str, part: Sequence[_Shown], tokenizer: Tokenizer) -> list[np.ndarray]:
+def _tokens_of(source: str, rows: Sequence[_RowText], tokenizer: Tokenizer) -> list[np.ndarray]:
     """Return the token ids of these rows. MegarlError names the first row that cannot
     be encoded.
     """
     try:
-        return tokenizer.encode_all([shown.text for shown in part])
+        return tokenizer.encode_all([row.text for row in rows])
     except MegarlError:
-        for shown in part:
+        for row in rows:
             try:
-                tokenizer.ids(shown.text)
+                tokenizer.ids(row.text)
             except MegarlError as error:
-                raise MegarlError(f"{source}: prompt {shown.row.id!r}: {error}") from None
+                raise MegarlError(f"{source}: prompt {row.row.id!r}: {error}") from None
         raise
 
 
@@ -362,41 +393,41 @@ def check_disjoint(train: PromptSet, heldout: PromptSet) -> None:
     before templates, up to whitespace.
     """
     shared = np.intersect1d(train.fingerprints, heldout.fingerprints)
-    if len(shared):
-        ours = _ids(heldout, shared)
-        theirs = _ids(train, shared)
-        pairs = [
-            f"held-out {name!r} is training prompt {theirs[mark]!r}" for mark, name in ours.items()
-        ]
-        raise MegarlError(
-            listed(f"{heldout.name} and {train.name} share prompts ({len(pairs)}):", pairs)
-        )
+    if not len(shared):
+        return
+    training_ids = _ids(train, shared)
+    pairs = [
+        f"held-out {heldout_id!r} is training prompt {training_ids[mark]!r}"
+        for mark, heldout_id in _ids(heldout, shared).items()
+    ]
+    raise MegarlError(
+        listed(f"{heldout.name} and {train.name} share prompts ({len(pairs)}):", pairs)
+    )
 
 
 def _load_task(
     name: str, task: Task, tokenizer: Tokenizer, max_tokens: int, evaluation: Overlap | None
 ) -> tuple[PromptSet, PromptSet]:
-    """Load a task's training and held-out prompts, from one file or from one file each."""
+    """Load a task's training and held-out prompts, from one file or one file each."""
     read = mapping_of(task.mapping, task.columns)
     render = renderer(task, tokenizer)
-    refuse = FAULTS if read is own else frozenset()
-    counted = task.heldout if isinstance(task.heldout, int) else 0
+    refuse = FAULTS if read is read_own else frozenset()
+    heldout_rows = task.heldout if isinstance(task.heldout, int) else 0
     if "code" in task.graders:
         read = of_programs(read)
     if "reasoning-gym" in task.graders:
         read = of_problems(read)
     key = f"data.tasks.{name}"
-    surveyed = survey_of(task.train, read, counted, evaluation, refuse)
+    surveyed = survey_of(task.train, read, heldout_rows, evaluation, refuse)
     train, heldout = load_set(surveyed, render, tokenizer, max_tokens, name, f"{key}.train")
     if isinstance(task.heldout, str):
         surveyed = survey_of(task.heldout, read, refuse=refuse)
         heldout, _ = load_set(surveyed, render, tokenizer, max_tokens, name, f"{key}.heldout")
     elif not heldout.prompts or not train.prompts:
-        what = (
-            f"all rows held out of {task.train}, or all others, are too long; raise"
+        raise MegarlError(
+            f"{key}.heldout: all rows held out of {task.train}, or all others, are too long; raise"
             " length.prompt_tokens"
         )
-        raise MegarlError(f"{key}.heldout: {what}")
     return train, heldout._replace(name=f"{key}.heldout")
 
 
@@ -420,5 +451,7 @@ def of_programs(read: Reader) -> Reader:
 
 def _ids(rows: PromptSet, marks: np.ndarray) -> dict[int, str]:
     """Map these fingerprints to the ids of their prompts, in the set's order."""
-    where: Iterable[int] = np.flatnonzero(np.isin(rows.fingerprints, marks))
-    return {int(rows.fingerprints[n]): rows.prompts[int(n)].id for n in where}
+    ids = {}
+    for n in np.flatnonzero(np.isin(rows.fingerprints, marks)).tolist():
+        ids[int(rows.fingerprints[n])] = rows.prompts[n].id
+    return ids

@@ -1,12 +1,13 @@
 """Problems of the package reasoning-gym as a source of prompts: families of puzzles,
 made as they are read.
 
-    reasoning-gym:chain_sum                                  1,000 problems, seed 0
-    reasoning-gym:chain_sum:size=5000:seed=7:max_terms=4     options of the family; values in YAML
+    reasoning-gym:chain_sum                               1,000 problems, seed 0
+    reasoning-gym:chain_sum:size=5000:seed=7:max_terms=4  options of the family; values
+                                                          in YAML
 
-    stream ─► a process of its own ─► rows {"prompt", "answer"}, one JSON object per line
-                                      answer: a GymProblem as JSON, which the grader
-                                      `reasoning-gym` reads
+    stream ─► a process of its own ─► rows {"prompt", "answer"}, one JSON object a line
+
+answer: a GymProblem as JSON, which the grader `reasoning-gym` reads.
 
 In that process Python's hash seed is fixed. Without that, some families would make
 other problems after a restart. reasoning-gym's problem n of the seed s is problem 0 of
@@ -81,10 +82,9 @@ class GymProblem(msgspec.Struct, frozen=True):
         metadata = self.metadata
         if self.family in ("arc_agi", "rearc"):
             metadata = _with_tuples(metadata)  # their scorers compare them with ==
+        entry = {"answer": self.answer, "metadata": metadata}
         try:
-            return float(
-                dataset.score_answer(answer, {"answer": self.answer, "metadata": metadata})
-            )
+            return float(dataset.score_answer(answer, entry))
         except Exception:  # such as prime_factorization's on an answer that is no number
             return 0.0
 
@@ -198,7 +198,7 @@ def problem_of(answer: str) -> GymProblem:
 
 
 def _lines(source: str, count: str = "") -> Iterator[bytes]:
-    """Yield what the process prints that makes problems. count: how many, if not all."""
+    """Yield what the process prints that makes problems. count: how many, or ""."""
     command = [sys.executable, "-m", __name__, source, count]
     environment = os.environ | {
         "PYTHONHASHSEED": "0",
@@ -221,9 +221,8 @@ def _lines(source: str, count: str = "") -> Iterator[bytes]:
             f"{source}: a problem was not made within {PROBLEM_LIMIT_S} s; choose smaller ones"
         )
     if status:
-        raise MegarlError(
-            f"{source}: {problems[-1] if problems else f'its process ended with status {status}'}"
-        )
+        problem = problems[-1] if problems else f"its process ended with status {status}"
+        raise MegarlError(f"{source}: {problem}")
 
 
 @lru_cache(maxsize=64)
@@ -234,20 +233,22 @@ def _dataset(family: str, options: str, seed: int = 0, size: int = 1) -> Any:
     import_package()
     from reasoning_gym.factory import DATASETS, create_dataset
 
-    known = sorted(DATASETS.keys() - {*WITHOUT_SOURCE})
+    families = sorted(DATASETS.keys() - {*WITHOUT_SOURCE})
     if family == SOLVED_FAMILY and not _has_solver():
         raise MegarlError(
             f"{family} needs a package that is compiled as it is installed: pip install {SOLVER}"
         )
-    if family not in known:
-        close = difflib.get_close_matches(family, known, 1)
-        meant = f"did you mean {close[0]}? " if close else ""
+    if family not in families:
+        close = difflib.get_close_matches(family, families, 1)
+        hint = f"did you mean {close[0]}? " if close else ""
         raise MegarlError(
-            f"{family!r} is not a family of {PACKAGE}; {meant}known: {', '.join(known)}"
+            f"{family!r} is not a family of {PACKAGE}; {hint}known: {', '.join(families)}"
         )
     values = json.loads(options)
-    fields = {field.name for field in dataclasses.fields(DATASETS[family][1])} - DEFAULTS.keys()
-    if unknown := values.keys() - fields:
+    config_class = DATASETS[family][1]
+    fields = {field.name for field in dataclasses.fields(config_class)} - DEFAULTS.keys()
+    unknown = values.keys() - fields
+    if unknown:
         raise MegarlError(
             f"{family} has no option {', '.join(sorted(unknown))}; it has"
             f" {', '.join(sorted(fields))}"
@@ -268,14 +269,14 @@ def _rows(source: GymSource, count: int) -> Iterator[JsonObject]:
     MegarlError if there are none, or if the family's scorer takes any answer for right.
     """
     prompts = set[int]()
-    for question, made in _problems(source):
+    for question, problem in _problems(source):
         mark = fingerprint(question)
         if mark in prompts:
             continue
-        if not prompts and made.score(NONSENSE) >= RIGHT_FROM:
+        if not prompts and problem.score(NONSENSE) >= RIGHT_FROM:
             raise MegarlError(f"the scorer of {source.family} takes any text for right")
         prompts.add(mark)
-        text = msgspec.json.encode(made, enc_hook=_plain).decode()
+        text = msgspec.json.encode(problem, enc_hook=_plain).decode()
         yield {"prompt": question, "answer": text}
         if len(prompts) == count:
             return
@@ -286,24 +287,22 @@ def _problems(source: GymSource) -> Iterator[tuple[str, GymProblem]]:
     than PROBLEM_LIMIT_S.
     """
     dataset = _dataset(source.family, json.dumps(source.options), source.seed, source.size)
-    made = None
-    why = ""
+    entry = None
+    reason = ""
     try:
         for number in range(source.size):
             signal.alarm(PROBLEM_LIMIT_S)
             try:
-                made = dataset[number]
+                entry = dataset[number]
             except Exception as error:  # some families cannot make each of their problems
-                why = f": {error}"
+                reason = f": {error}"
                 continue
-            yield (
-                made["question"],
-                GymProblem(made["answer"], source.family, source.options, made["metadata"]),
-            )
+            problem = GymProblem(entry["answer"], source.family, source.options, entry["metadata"])
+            yield entry["question"], problem
     finally:
         signal.alarm(0)
-    if made is None:
-        raise MegarlError(f"no problem could be made{why}")
+    if entry is None:
+        raise MegarlError(f"no problem could be made{reason}")
 
 
 def _with_tuples(value: Any) -> Any:
@@ -331,8 +330,8 @@ def main(source: str, count: str) -> int:
     os.dup2(2, 1)  # some families print as they are imported
     signal.alarm(PROBLEM_LIMIT_S)
     try:
-        wanted = parsed(source)
-        for row in _rows(wanted, int(count or wanted.size)):
+        gym_source = parsed(source)
+        for row in _rows(gym_source, int(count or gym_source.size)):
             print(json.dumps(row, ensure_ascii=False), file=output, flush=True)
     except MegarlError as error:
         print(error, file=sys.stderr)

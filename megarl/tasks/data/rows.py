@@ -57,7 +57,7 @@ class PromptRow(msgspec.Struct, frozen=True):
         """The prompt for people: with the roles if it has several messages."""
         if not self.messages:
             return self.prompt
-        return "\n".join(f"{one['role']}: {one['content']}" for one in self.messages)
+        return "\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -72,7 +72,8 @@ def identity(prompt: str, messages: Sequence[Message]) -> str:
     return "".join(f"\0{message['role']}\n{message['content']}\n" for message in messages)
 
 
-def shown(value: object) -> str:
+def abbreviated(value: object) -> str:
+    """Return the beginning of a value's repr, for error messages."""
     return repr(value)[:60]
 
 

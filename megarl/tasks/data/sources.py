@@ -1,15 +1,19 @@
 """Reads rows from a source one at a time; a whole file is never in memory.
 
-    data/math.jsonl                one JSON object per line; faults are reported with their line
-    data/math.json                 an array of objects, which is in memory as text, or one per line
-    data/math.csv, .tsv            the first line names the columns
+    data/math.jsonl              one JSON object per line; faults are reported with
+                                 their line
+    data/math.json               an array of objects, which is in memory as text, or one
+                                 per line
+    data/math.csv, .tsv          the first line names the columns
     data/math.parquet, .arrow
-    data/math.jsonl.gz             any of the texts, packed: .gz, .bz2, .xz, .zst
-    data/part-*.parquet            all these files in the order of their names; `**/` is any folder
-    data/math                      all files in this folder, if they are of one kind and one split
-    hub:openai/gsm8k:main:train    a Hugging Face hub set: name, configuration (may be omitted),
-                                   split (train by default)
-    reasoning-gym:chain_sum        problems that are made as they are read (reasoning_gym.py)
+    data/math.jsonl.gz           any of the texts, packed: .gz, .bz2, .xz, .zst
+    data/part-*.parquet          all these files in the order of their names; `**/` is
+                                 any folder
+    data/math                    all files in this folder, if they are of one kind and
+                                 one split
+    hub:openai/gsm8k:main:train  a Hugging Face hub set: name, configuration (may be
+                                 omitted), split (train by default)
+    reasoning-gym:chain_sum      problems made as they are read (reasoning_gym.py)
 
 A hub set is downloaded once into the cache of `datasets` and memory-mapped from there.
 files.py reads files.
@@ -37,7 +41,7 @@ from megarl.tasks.data.files import (
     TableRow,
     Unreadable,
     format_of,
-    rows_in,
+    rows_in_all,
     rows_of,
 )
 
@@ -70,17 +74,13 @@ class HubSet(NamedTuple):
 
 def is_source(name: str) -> bool:
     """Return whether this is the name of a source of rows rather than of a recipe."""
-    known = (
-        name.startswith(HUB)
-        or reasoning_gym.is_gym(name)
-        or ELSEWHERE.match(name)
-        or format_of(name)
-    )
-    return bool(known) or ("/" in name and Path(name).is_dir())
+    if name.startswith(HUB) or reasoning_gym.is_gym(name) or ELSEWHERE.match(name):
+        return True
+    return format_of(name) is not None or ("/" in name and Path(name).is_dir())
 
 
 def is_hub(source: str) -> bool:
-    """Return whether a source is a set of the hub, whose rows the user cannot correct."""
+    """Return whether a source is a set of the hub, whose rows users cannot correct."""
     return source.startswith(HUB) or HUB_URL.fullmatch(_address(source)) is not None
 
 
@@ -104,8 +104,9 @@ def stream(source: str) -> Iterator[Numbered]:
     rows.
     """
     if reasoning_gym.is_gym(source):
-        if wrong := reasoning_gym.problem(source):
-            raise MegarlError(wrong)
+        fault = reasoning_gym.problem(source)
+        if fault:
+            raise MegarlError(fault)
         return enumerate(reasoning_gym.rows(source), 1)
     return _catch_errors(source, _place_of(source))
 
@@ -113,7 +114,10 @@ def stream(source: str) -> Iterator[Numbered]:
 def _catch_errors(source: str, place: HubSet | list[Path]) -> Iterator[Numbered]:
     """Yield the rows of a source; turn its readers' errors into a MegarlError."""
     try:
-        yield from _hub_rows(place) if isinstance(place, HubSet) else _rows(place)
+        if isinstance(place, HubSet):
+            yield from _hub_rows(place)
+        else:
+            yield from _rows(place)
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise MegarlError(f"{source}: the byte 0x{byte:02x} is not UTF-8; {AS_UTF8}") from None
@@ -124,7 +128,8 @@ def _catch_errors(source: str, place: HubSet | list[Path]) -> Iterator[Numbered]
 
 
 def _unreadable(source: str, error: BaseException) -> MegarlError:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    lines = str(error).strip().splitlines()
+    first = lines[0] if lines else type(error).__name__
     advice = ""
     if is_hub(source):
         download = "`hf download ORG/NAME --repo-type dataset --local-dir DIR`"
@@ -142,7 +147,7 @@ def _rows(paths: list[Path]) -> Iterator[Numbered]:
         for line, row in rows_of(path):
             count += 1
             if isinstance(row, Unreadable):
-                row = Unreadable(f"{path.name}:{line}: {row.why}")
+                row = Unreadable(f"{path.name}:{line}: {row.problem}")
             yield count, row
 
 
@@ -150,14 +155,14 @@ def _hub_rows(place: HubSet) -> Iterator[tuple[int, TableRow]]:
     import datasets  # takes two seconds and is needed only here
 
     try:
-        of_hub = datasets.load_dataset(place.name, place.config, split=place.split)
+        dataset = datasets.load_dataset(place.name, place.config, split=place.split)
     except datasets.exceptions.DatasetGenerationError as error:
         # its own text says only that the set could not be generated
         raise RuntimeError(str(error.__cause__ or error)) from error
     except datasets.exceptions.DatasetsError as error:
         raise RuntimeError(str(error)) from error
-    tables = of_hub.with_format("arrow").iter(batch_size=1000)  # images stay undecoded
-    yield from enumerate((row for table in tables for row in rows_in(table)), 1)
+    tables = dataset.with_format("arrow").iter(batch_size=1000)  # images stay undecoded
+    yield from enumerate(rows_in_all(tables), 1)
 
 
 # Names
@@ -174,45 +179,60 @@ def _place_of(source: str) -> HubSet | list[Path]:
     path = Path(source)
     if path.is_dir():
         return _in_folder(path)
-    files = [path] if path.is_file() else [Path(name) for name in _glob(source)]
+    files = [path]
+    if not path.is_file():
+        files = _glob(source)
     if not files:
         raise MegarlError(f"{source!r} is not a file{_perhaps_hub(source)}")
     return _all_readable(source, files)
 
 
-def _glob(source: str) -> list[str]:
-    names = sorted(glob.glob(source, recursive=True))
-    return [name for name in names if Path(name).is_file() and Path(name).name not in BESIDE_DATA]
+def _glob(pattern: str) -> list[Path]:
+    """Return the data files of a pattern, in the order of their names."""
+    paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+    return [path for path in paths if path.is_file() and path.name not in BESIDE_DATA]
 
 
 def _all_readable(source: str, files: list[Path]) -> list[Path]:
-    other = next((path for path in files if format_of(path) is None), None)
-    if other is None:
+    """Return the files. MegarlError if one has a format that cannot be read."""
+    unreadable = [path for path in files if format_of(path) is None]
+    if not unreadable:
         return files
-    named = repr(source) if len(files) == 1 else f"{str(other)!r}, one of {source!r},"
-    known = f"{', '.join(READERS)}; {', '.join(PACKABLE)} also with {', '.join(PACKED)}"
-    packed = "; unpack it" if other.suffix in (*PACKED, ".zip", ".tar", ".tgz") else ""
-    raise MegarlError(f"{named} ends in none of {known}{packed}")
+    file = unreadable[0]
+    name = repr(source) if len(files) == 1 else f"{str(file)!r}, one of {source!r},"
+    formats = f"{', '.join(READERS)}; {', '.join(PACKABLE)} also with {', '.join(PACKED)}"
+    advice = "; unpack it" if file.suffix in (*PACKED, ".zip", ".tar", ".tgz") else ""
+    raise MegarlError(f"{name} ends in none of {formats}{advice}")
 
 
 def _in_folder(folder: Path) -> list[Path]:
     """Return a folder's files, in the order of their names, if they are parts of one
     whole.
     """
-    files = sorted(path for path in folder.iterdir() if path.is_file() and format_of(path))
-    files = [path for path in files if path.name not in BESIDE_DATA]
-    names = ", ".join(path.name for path in files[:SEVERAL])
-    what = f"{str(folder)!r} is a folder"
+    files = []
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and format_of(path) and path.name not in BESIDE_DATA:
+            files.append(path)
     if not files:
-        pattern = f"such as {folder}/**/*.parquet"
         raise MegarlError(
-            f"{what} without files that can be read; name files, or a pattern, {pattern}"
+            f"{str(folder)!r} is a folder without files that can be read; name files, or a pattern,"
+            f" such as {folder}/**/*.parquet"
         )
-    splits = {split[1] for path in files if (split := SPLIT.search(path.name))}
-    if len({format_of(path) for path in files}) > 1 or len(splits) > 1:
-        pattern = f"such as {folder}/train*{''.join(files[0].suffixes)}"
-        raise MegarlError(f"{what} with {names}; name one of them, or a pattern, {pattern}")
+    formats = {format_of(path) for path in files}
+    if len(formats) > 1 or len(_splits(files)) > 1:
+        names = ", ".join(path.name for path in files[:SEVERAL])
+        suffixes = "".join(files[0].suffixes)
+        raise MegarlError(
+            f"{str(folder)!r} is a folder with {names}; name one of them, or a pattern, such as"
+            f" {folder}/train*{suffixes}"
+        )
     return files
+
+
+def _splits(files: list[Path]) -> set[str]:
+    """Return the splits that the files' names name."""
+    matches = [SPLIT.search(path.name) for path in files]
+    return {match[1] for match in matches if match}
 
 
 def _perhaps_hub(source: str) -> str:
@@ -229,20 +249,17 @@ def _address(source: str) -> str:
 
 
 def _hub_set(source: str) -> HubSet:
-    """Read `hub:…`, or the address of a set of the hub. MegarlError if it is malformed."""
-    if address := HUB_URL.fullmatch(_address(source)):
-        config = address["config"]
-        return HubSet(address["name"], config, address["split"] or "train")
+    """Read `hub:…`, or the address of a set of the hub. MegarlError if malformed."""
+    address = HUB_URL.fullmatch(_address(source))
+    if address:
+        return HubSet(address["name"], address["config"], address["split"] or "train")
     name, *parts = source.removeprefix(HUB).split(":")
-    if (
-        not re.fullmatch(HUB_NAME, name)
-        or not all(parts)
-        or len(parts) > 2
-        or "/" in "".join(parts)
-    ):
+    has_path = any("/" in part for part in parts)
+    if not re.fullmatch(HUB_NAME, name) or not all(parts) or len(parts) > 2 or has_path:
         raise MegarlError(f"{source!r} is not {HUB_FORMS}")
+    config = parts[0] if len(parts) == 2 else None
     split = parts[-1] if parts else "train"
-    return HubSet(name, parts[0] if len(parts) == 2 else None, split)
+    return HubSet(name, config, split)
 
 
 def _elsewhere(source: str) -> str:

@@ -1,7 +1,8 @@
 """Decides which rows of a source are kept and which are held out, in one pass, so that
 a second one can stream them.
 
-    source ──► mapping ──► PromptRow ──► survey: 35 bytes per row ──► chosen: the kept rows again, one at a time, in order
+    source ──► mapping ──► PromptRow ──► survey: 35 bytes per row
+        ──► chosen: the kept rows again, one at a time, in order
 
 Rows are left out if they do not fit their schema, if the prompt or answer is empty,
 damaged or stands for none, if the answer is too large, if they repeat an earlier prompt
@@ -61,25 +62,33 @@ class LeftOut:
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
 
-    def add(self, reason: str, number: int, what: str) -> None:
+    def add(self, reason: str, number: int, fault: str) -> None:
+        """Count the row of this number."""
         self.counts[reason] += 1
-        shown = self.first.setdefault(reason, [])
-        if len(shown) < SHOWN:
-            shown.append((number, what))
+        examples = self.first.setdefault(reason, [])
+        if len(examples) < SHOWN:
+            examples.append((number, fault))
 
     def named(self) -> list[str]:
         """Return the first few rows for all reasons, as `number: what is wrong`,
         ordered by number. What is wrong with several rows is said once.
         """
-        rows: dict[str, list[int]] = {}
-        for number, what in sorted(pair for shown in self.first.values() for pair in shown):
-            rows.setdefault(what, []).append(number)
-        return [f"{first}: {what}{_the_same(others)}" for what, (first, *others) in rows.items()]
+        pairs: list[tuple[int, str]] = []
+        for examples in self.first.values():
+            pairs += examples
+        numbers_by_fault: dict[str, list[int]] = {}
+        for number, fault in sorted(pairs):
+            numbers_by_fault.setdefault(fault, []).append(number)
+        return [_numbered(fault, numbers) for fault, numbers in numbers_by_fault.items()]
 
 
-def _the_same(numbers: list[int]) -> str:
-    """Return a text that names further rows with the same fault."""
-    return f" (the same in {', '.join(map(str, numbers))})" if numbers else ""
+def _numbered(fault: str, numbers: list[int]) -> str:
+    """Return a text that names the rows with this fault."""
+    first, *others = numbers
+    text = f"{first}: {fault}"
+    if others:
+        text += f" (the same in {', '.join(map(str, others))})"
+    return text
 
 
 @dataclass
@@ -92,23 +101,24 @@ class RowShape:
     has_alternatives: bool = False
 
     def add(self, row: PromptRow) -> None:
+        """Note a usable row."""
         self.has_messages |= bool(row.messages)
         self.has_alternatives |= bool(row.alternatives)
 
 
 class Survey(NamedTuple):
-    """The result of a survey. again: the number of kept rows that repeat an earlier
-    one. kept, heldout [rows] bool: for all rows in the source's order, unreadable ones
-    included; held-out rows are also kept.
+    """The result of a survey. is_kept, is_held_out [rows] bool: for all rows in the
+    source's order, unreadable ones included; held-out rows are also kept. repeats: the
+    number of kept rows that repeat an earlier one.
     """
 
     source: str
     read: Reader
-    kept: np.ndarray
-    heldout: np.ndarray
+    is_kept: np.ndarray
+    is_held_out: np.ndarray
     left_out: LeftOut
     shape: RowShape
-    again: int = 0
+    repeats: int = 0
 
 
 class _Hashes:
@@ -117,15 +127,23 @@ class _Hashes:
     """
 
     def __init__(self) -> None:
-        self.numbers, self.usable = array("Q"), array("b")
-        self.prompts, self.ids, self.answers = array("Q"), array("Q"), array("Q")
+        self.numbers = array("Q")
+        self.usable = array("b")
+        self.prompts = array("Q")
+        self.ids = array("Q")
+        self.answers = array("Q")
 
     def add(self, number: int, row: PromptRow | None) -> None:
+        """Note the row of this number; None if it cannot be used."""
         self.numbers.append(number)
         self.usable.append(row is not None)
-        self.prompts.append(fingerprint(row.identity) if row else 0)
-        self.ids.append(digest(row.id) if row else 0)
-        self.answers.append(digest("\0".join(map(str.strip, row.answers))) if row else 0)
+        if row is None:
+            for column in (self.prompts, self.ids, self.answers):
+                column.append(0)
+            return
+        self.prompts.append(fingerprint(row.identity))
+        self.ids.append(digest(row.id))
+        self.answers.append(digest("\0".join(map(str.strip, row.answers))))
 
 
 def survey(
@@ -146,28 +164,31 @@ def survey(
     left_out = LeftOut()
     columns = _Hashes()
     shape = RowShape()
-    for number, raw in stream(source) if rows is None else rows:
+    if rows is None:
+        rows = stream(source)
+    for number, raw in rows:
         row = _row(raw, read, number, left_out, largest)
-        hit = evaluation.find(row.prompt) if row and evaluation else None
-        if row and hit:
-            left_out.add(
-                CONTAMINATED, number, f"{row.id!r} shares {hit.shared!r} with {hit.evaluation}"
-            )
-            if removed:
-                removed(row, number, hit)
-        columns.add(number, None if hit else row)
-        if row and not hit:
+        if row and evaluation:
+            hit = evaluation.find(row.prompt)
+            if hit:
+                fault = f"{row.id!r} shares {hit.shared!r} with {hit.evaluation}"
+                left_out.add(CONTAMINATED, number, fault)
+                if removed:
+                    removed(row, number, hit)
+                row = None
+        columns.add(number, row)
+        if row:
             shape.add(row)
     if not columns.numbers:
         raise MegarlError(f"{source}: no rows in it")
-    kept = np.array(columns.usable, bool)
-    again = 0
+    is_kept = np.array(columns.usable, bool)
+    repeat_count = 0
     if repeats:
-        again = len(_repeats(columns.ids, kept)[0])
+        repeat_count = len(_repeats(columns.ids, is_kept).rows)
     else:
-        _leave_out_repeats(columns, kept, left_out)
-    held = _held_out(source, heldout, columns.prompts, kept)
-    return Survey(source, read, kept, held, left_out, shape, again)
+        _leave_out_repeats(columns, is_kept, left_out)
+    is_held_out = _held_out(source, heldout, columns.prompts, is_kept)
+    return Survey(source, read, is_kept, is_held_out, left_out, shape, repeat_count)
 
 
 def survey_of(
@@ -182,124 +203,165 @@ def survey_of(
     left out for a reason in `refuse`.
     """
     result = survey(source, read, heldout, evaluation, repeats=repeats)
-    faults = sum(count for reason, count in result.left_out.counts.items() if reason in refuse)
-    if faults:
-        result.left_out.first = {
-            reason: first for reason, first in result.left_out.first.items() if reason in refuse
-        }
-        head = f"{source}: {faults} fault{'s' * (faults > 1)}:"
-        raise MegarlError(
-            listed(head, [f"{source}:{line}" for line in result.left_out.named()], faults)
-        )
-    for reason, count in result.left_out.counts.items():
-        places = [f"{source}:{number}: {what}" for number, what in result.left_out.first[reason]]
+    left_out = result.left_out
+    _check_faults(source, left_out, refuse)
+    for reason, count in left_out.counts.items():
+        places = [f"{source}:{number}: {fault}" for number, fault in left_out.first[reason]]
         log.warning("%s", listed(f"{source}: {count} rows left out ({reason}):", places, count))
-    if result.again:
-        log.info("%s: %d rows repeat an earlier one", source, result.again)
+    if result.repeats:
+        log.info("%s: %d rows repeat an earlier one", source, result.repeats)
     return result
+
+
+def _check_faults(source: str, left_out: LeftOut, refuse: frozenset[str]) -> None:
+    """Raise MegarlError if rows are left out for reasons in `refuse`."""
+    refused = LeftOut()
+    for reason in left_out.counts.keys() & refuse:
+        refused.counts[reason] = left_out.counts[reason]
+        refused.first[reason] = left_out.first[reason]
+    faults = refused.counts.total()
+    if faults:
+        head = f"{source}: {faults} {'fault' if faults == 1 else 'faults'}:"
+        raise MegarlError(listed(head, [f"{source}:{line}" for line in refused.named()], faults))
 
 
 def chosen(survey: Survey) -> Iterator[tuple[PromptRow, bool]]:
     """Yield the kept rows, each with whether it is held out."""
-    if not survey.kept.any():
+    rows = len(survey.is_kept)
+    if not survey.is_kept.any():
         named = [f"{survey.source}:{line}" for line in survey.left_out.named()]
-        raise MegarlError(
-            listed(f"{survey.source}: none of its {len(survey.kept)} rows can be used:", named)
-        )
+        raise MegarlError(listed(f"{survey.source}: none of its {rows} rows can be used:", named))
     for n, (_, raw) in enumerate(stream(survey.source)):
-        if n == len(survey.kept):
+        if n == rows:
             raise MegarlError(
                 f"{survey.source}: grew while it was read; start again when it is complete"
             )
-        if survey.kept[n]:
-            yield survey.read(raw), bool(survey.heldout[n])
+        if survey.is_kept[n]:
+            yield survey.read(raw), bool(survey.is_held_out[n])
 
 
 def _row(
     raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float
 ) -> PromptRow | None:
+    """Read a row; None if it is left out."""
     if isinstance(raw, Unreadable):
-        left_out.add(MALFORMED, number, f"not a row: {raw.why}")
+        left_out.add(MALFORMED, number, f"not a row: {raw.problem}")
         return None
     try:
         row = read(raw)
     except UnfitError as error:
         left_out.add(MALFORMED, number, str(error))
         return None
+    fault = _fault(row, largest)
+    if fault:
+        left_out.add(fault.reason, number, fault.text)
+        return None
+    return row
+
+
+class _Fault(NamedTuple):
+    """A reason for which a row is left out, and what is wrong with this row."""
+
+    reason: str
+    text: str
+
+
+def _fault(row: PromptRow, largest: float) -> _Fault | None:
+    """Return what is wrong with a row by itself, if anything is."""
     if not row.prompt.strip():
-        left_out.add(EMPTY_PROMPT, number, f"the prompt of {row.id!r} is empty")
-    elif not row.answer.strip():
-        left_out.add(EMPTY_ANSWER, number, f"the answer of {row.id!r} is empty")
-    elif max(map(len, row.answers)) > largest:
-        left_out.add(LARGE_ANSWER, number, f"the answer of {row.id!r} is too large")
-    elif row.answer.strip().casefold() in NO_ANSWERS:
-        what = (
+        return _Fault(EMPTY_PROMPT, f"the prompt of {row.id!r} is empty")
+    if not row.answer.strip():
+        return _Fault(EMPTY_ANSWER, f"the answer of {row.id!r} is empty")
+    if max(map(len, row.answers)) > largest:
+        return _Fault(LARGE_ANSWER, f"the answer of {row.id!r} is too large")
+    if row.answer.strip().casefold() in NO_ANSWERS:
+        return _Fault(
+            NO_ANSWER,
             f"the answer of {row.id!r} is {row.answer!r}, which NuminaMath writes where there is"
-            " none"
+            " none",
         )
-        left_out.add(NO_ANSWER, number, what)
-    elif eaten := eaten_command(row.identity) or next(
-        filter(None, map(eaten_in_answer, row.answers)), None
-    ):
-        what = f"{row.id!r} has {eaten!r}; in JSON a command of LaTeX has two backslashes"
-        left_out.add(MALFORMED, number, what)
-    else:
-        return row
+    damage = _damage(row)
+    if damage:
+        return _Fault(
+            MALFORMED, f"{row.id!r} has {damage!r}; in JSON a command of LaTeX has two backslashes"
+        )
     return None
 
 
-def _leave_out_repeats(columns: _Hashes, kept: np.ndarray, left_out: LeftOut) -> None:
-    """Set `kept` [rows] to False for the rows whose prompt or id an earlier row has,
+def _damage(row: PromptRow) -> str | None:
+    """Return a damaged command of LaTeX in a row."""
+    damage = eaten_command(row.identity)
+    if damage:
+        return damage
+    for answer in row.answers:
+        damage = eaten_in_answer(answer)
+        if damage:
+            return damage
+    return None
+
+
+def _leave_out_repeats(columns: _Hashes, is_kept: np.ndarray, left_out: LeftOut) -> None:
+    """Set `is_kept` [rows] to False for the rows whose prompt or id an earlier row has,
     and add them to `left_out`.
     """
-    again, first = _repeats(columns.prompts, kept)
-    kept[again] = False
+    of_prompt = _repeats(columns.prompts, is_kept)
+    is_kept[of_prompt.rows] = False
     answers = np.frombuffer(columns.answers, np.uint64)
-    other = answers[again] != answers[first]
-    of_id = _repeats(columns.ids, kept)
-    kept[of_id[0]] = False
-    prompt = "its prompt was on line {}; leave one out"
-    name = "its id was on line {}; ids must differ"
-    for reason, what, rows, earlier in (
-        (REPEATED, prompt, again[~other], first[~other]),
-        (CONTRADICTED, prompt, again[other], first[other]),
-        (REPEATED_ID, name, *of_id),
+    contradicts = answers[of_prompt.rows] != answers[of_prompt.earlier]
+    of_id = _repeats(columns.ids, is_kept)
+    is_kept[of_id.rows] = False
+    prompt_fault = "its prompt was on line {}; leave one out"
+    id_fault = "its id was on line {}; ids must differ"
+    for reason, fault, repeats in (
+        (REPEATED, prompt_fault, of_prompt.filtered(~contradicts)),
+        (CONTRADICTED, prompt_fault, of_prompt.filtered(contradicts)),
+        (REPEATED_ID, id_fault, of_id),
     ):
-        if len(rows):
-            left_out.counts[reason] += len(rows)
-            pairs = zip(rows[:SHOWN], earlier[:SHOWN], strict=True)
-            left_out.first[reason] = [
-                (columns.numbers[n], what.format(columns.numbers[at])) for n, at in pairs
-            ]
+        if not len(repeats.rows):
+            continue
+        left_out.counts[reason] += len(repeats.rows)
+        pairs = zip(repeats.rows[:SHOWN], repeats.earlier[:SHOWN], strict=True)
+        left_out.first[reason] = [
+            (columns.numbers[row], fault.format(columns.numbers[earlier])) for row, earlier in pairs
+        ]
 
 
-def _repeats(column: "array[int]", live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the live rows whose key an earlier live row has, in order, and for each
-    the first row with that key.
+class _Repeats(NamedTuple):
+    """Rows [repeats] whose key an earlier row has, in order, and for each the first row
+    with that key.
     """
+
+    rows: np.ndarray
+    earlier: np.ndarray
+
+    def filtered(self, condition: np.ndarray) -> "_Repeats":
+        """Return those for which a condition [repeats] holds."""
+        return _Repeats(self.rows[condition], self.earlier[condition])
+
+
+def _repeats(column: "array[int]", live: np.ndarray) -> _Repeats:
+    """Find the live rows whose key an earlier live row has. live [rows] bool."""
     keys = np.frombuffer(column, np.uint64)
     ordered = np.sort(keys[live])
     several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
     del ordered
-    blocks = range(
-        0, len(keys), BLOCK
-    )  # few rows repeat, so no array as long as the source is made for them
-    among = [
-        np.flatnonzero(live[n : n + BLOCK] & np.isin(keys[n : n + BLOCK], several)) + n
-        for n in blocks
-    ]
-    rows = np.concatenate(among)
-    _, begins, group = np.unique(keys[rows], return_index=True, return_inverse=True)
-    first = rows[begins[group]]
-    return rows[rows != first], first[rows != first]
+    # Few rows repeat, so no array as long as the source is made for them.
+    blocks = []
+    for start in range(0, len(keys), BLOCK):
+        block = slice(start, start + BLOCK)
+        blocks.append(np.flatnonzero(live[block] & np.isin(keys[block], several)) + start)
+    rows = np.concatenate(blocks)
+    _, first_places, group = np.unique(keys[rows], return_index=True, return_inverse=True)
+    first = rows[first_places[group]]
+    return _Repeats(rows, first).filtered(rows != first)
 
 
-def _held_out(source: str, count: int, prompts: "array[int]", kept: np.ndarray) -> np.ndarray:
+def _held_out(source: str, count: int, prompts: "array[int]", is_kept: np.ndarray) -> np.ndarray:
     """Return [rows] bool: True for the `count` kept rows whose prompts have the
     smallest hashes.
     """
-    held = np.zeros(len(kept), bool)
-    rows = np.flatnonzero(kept)
+    is_held_out = np.zeros(len(is_kept), bool)
+    rows = np.flatnonzero(is_kept)
     if count >= len(rows) > 0:  # if no row can be used, `chosen` says why
         raise MegarlError(
             f"{source}: {count} rows to hold out of {len(rows)} that can be used leave none to"
@@ -307,5 +369,6 @@ def _held_out(source: str, count: int, prompts: "array[int]", kept: np.ndarray) 
         )
     if count and len(rows):
         hashes = np.frombuffer(prompts, np.uint64)[rows]
-        held[rows[np.argpartition(hashes, count - 1)[:count]]] = True
-    return held
+        smallest = np.argpartition(hashes, count - 1)[:count]
+        is_held_out[rows[smallest]] = True
+    return is_held_out

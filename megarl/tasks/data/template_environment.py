@@ -39,6 +39,7 @@ class GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> nodes.Node:
+        """Return the enclosed statements as a scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
@@ -79,31 +80,34 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateRuntimeError(f"it takes more than {MOST_STEPS:,} steps, if it ever ends")
 
     def call(self, context: Context, function: Any, /, *args: Any, **named: Any) -> Any:
+        """Count a call, and make it."""
         self._count()
         return super().call(context, function, *args, **named)
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if _product_size(operator, left, right) > LONGEST:
+    def call_binop(self, context: Context, operator: str, first: Any, second: Any) -> Any:
+        """Multiply or exponentiate; TemplateRuntimeError if the result is too large."""
+        if _product_size(operator, first, second) > LONGEST:
             raise TemplateRuntimeError(f"{operator} makes something larger than {LONGEST:,}")
-        return super().call_binop(context, operator, left, right)
+        return super().call_binop(context, operator, first, second)
 
 
-def _product_size(operator: str, left: Any, right: Any) -> float:
-    """Return the number of items, or bits, of left * right or left ** right."""
-    if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length()
-        return bits * right if operator == "**" else bits + right.bit_length()
-    for items, count in ((left, right), (right, left)):
+def _product_size(operator: str, first: Any, second: Any) -> float:
+    """Return the number of items, or bits, of first * second or first ** second."""
+    if isinstance(first, int) and isinstance(second, int):
+        if operator == "**":
+            return first.bit_length() * second
+        return first.bit_length() + second.bit_length()
+    for items, count in ((first, second), (second, first)):
         if hasattr(items, "__len__") and isinstance(count, int):
             return len(items) * count
     return 0
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **more: Any) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """Write JSON as transformers' filter of this name does: templates can set
     `ensure_ascii`, separators, and the like.
     """
-    return json.dumps(value, ensure_ascii=ensure_ascii, **more)
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _refuse(message: str) -> Never:

@@ -31,8 +31,7 @@ assistant).
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
-from itertools import islice
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ from msgspec.structs import replace
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import int32
-from megarl.tasks.data.chat import ChatTemplate, load_chat
+from megarl.tasks.data.chat import SAMPLE_REPLY, ChatTemplate, load_chat
 from megarl.tasks.data.contamination import overlap_with
 from megarl.tasks.data.conversations import CALLS, messages_of, user_text
 from megarl.tasks.data.prompts import BATCH_CHARACTERS, endless, in_parts
@@ -80,6 +79,15 @@ class Trace(NamedTuple):
     learnt: np.ndarray
 
 
+class _Texts(NamedTuple):
+    """A trace's texts. context: what precedes the completion, as text or messages.
+    completion: by turns the model's texts (first and last) and a tool's.
+    """
+
+    context: str | list[Message]
+    completion: list[str]
+
+
 def load_traces(
     path: Path | str,
     tokenizer: Tokenizer,
@@ -89,25 +97,29 @@ def load_traces(
     """Load a source's traces of at most `longest` tokens, in order. decontaminate: the
     evaluation sets to compare with.
     """
-    refused = frozenset[str]() if is_hub(str(path)) else UNFIT
+    source = str(path)
     surveyed = survey_of(
-        str(path), spoken, evaluation=overlap_with(decontaminate), refuse=refused, repeats=True
+        source,
+        spoken,
+        evaluation=overlap_with(decontaminate),
+        refuse=frozenset() if is_hub(source) else UNFIT,
+        repeats=True,
     )
     traces: list[Trace] = []
     rows = 0
     for part in in_parts(_trace_rows(templated(surveyed, tokenizer)), _characters):
-        if not rows:
-            tokenizer.warn_of_beginning(str(path), part[0].prompt[:BATCH_CHARACTERS])
+        if rows == 0:
+            tokenizer.warn_of_beginning(source, part[0].prompt[:BATCH_CHARACTERS])
         rows += len(part)
         short = [row for row in part if tokenizer.least_tokens(_characters(row)) <= longest]
         traces += [trace for trace in _encode(short, tokenizer) if len(trace.tokens) <= longest]
     if not traces:
         raise MegarlError(
-            f"{path}: all {rows} traces are longer than {longest} tokens; shorten them"
+            f"{source}: all {rows} traces are longer than {longest} tokens; shorten them"
         )
     log.info(
         "%s: %d traces, %d left out (longer than %d tokens)",
-        path,
+        source,
         len(traces),
         rows - len(traces),
         longest,
@@ -116,7 +128,9 @@ def load_traces(
 
 
 def _trace_rows(surveyed: Survey) -> Iterator[Taught]:
-    return (row for row, _ in chosen(surveyed) if isinstance(row, Taught))
+    for row, _ in chosen(surveyed):
+        if isinstance(row, Taught):
+            yield row
 
 
 def _characters(row: Taught) -> int:
@@ -124,24 +138,30 @@ def _characters(row: Taught) -> int:
 
 
 def _encode(rows: Sequence[Taught], tokenizer: Tokenizer) -> Iterator[Trace]:
-    texts = [text for row in rows for text in (row.prompt, *row.parts)]
-    pieces = iter(tokenizer.encode_all(texts))
+    texts: list[str] = []
     for row in rows:
-        yield _trace(next(pieces), [*islice(pieces, len(row.parts))], tokenizer)
+        texts.append(row.prompt)
+        texts += row.parts
+    encoded = iter(tokenizer.encode_all(texts))
+    for row in rows:
+        prompt = next(encoded)
+        parts = [next(encoded) for _ in row.parts]
+        yield _trace(prompt, parts, tokenizer)
 
 
-def _trace(prompt: np.ndarray, pieces: Sequence[np.ndarray], tokenizer: Tokenizer) -> Trace:
-    """Assemble a trace, with an end token unless it has one. Every second piece is a
+def _trace(prompt: np.ndarray, parts: list[np.ndarray], tokenizer: Tokenizer) -> Trace:
+    """Assemble a trace, with an end token unless it has one. Every second part is a
     tool's; the others must be learnt.
     """
-    if not set(pieces[-1][-1:].tolist()) & set(tokenizer.ends):
-        pieces = [*pieces[:-1], np.append(pieces[-1], int32([tokenizer.end]))]
-    learnt = [np.full(len(piece), n % 2 == 0) for n, piece in enumerate(pieces)]
-    return Trace(
-        np.concatenate([prompt, *pieces]),
-        len(prompt),
-        np.concatenate([np.zeros(len(prompt), bool), *learnt]),
-    )
+    last = parts[-1]
+    if not len(last) or int(last[-1]) not in tokenizer.ends:
+        last = np.append(last, int32([tokenizer.end]))
+    parts = [*parts[:-1], last]
+    learnt = [np.zeros(len(prompt), bool)]
+    for turn, part in enumerate(parts):
+        is_of_model = turn % 2 == 0
+        learnt.append(np.full(len(part), is_of_model))
+    return Trace(np.concatenate([prompt, *parts]), len(prompt), np.concatenate(learnt))
 
 
 def are_traces(source: str) -> bool:
@@ -159,65 +179,101 @@ def are_traces(source: str) -> bool:
 
 
 def _last_role(messages: Any) -> Any:
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    return (last.get("role") or last.get("from")) if isinstance(last, Mapping) else None
+    if not isinstance(messages, list) or not messages:
+        return None
+    last = messages[-1]
+    if not isinstance(last, Mapping):
+        return None
+    return last.get("role") or last.get("from")
 
 
 def spoken(raw: Mapping[str, Any]) -> Taught:
     """Read a trace as user text and completion, without a template. Its id is a hash of
     all its texts, up to whitespace.
     """
-    before, parts = _parts(raw)
-    if isinstance(before, str):
-        whole = said = before
+    return _without_template(_texts_of(raw))
+
+
+def _without_template(texts: _Texts) -> Taught:
+    context, completion = texts
+    if isinstance(context, str):
+        context_identity = context
+        prompt = context
     else:
-        whole = identity("", before)
-        said = user_text(before)
-    name = fingerprint("\0".join([whole, *parts]))
-    return Taught(f"{name:016x}", said, "".join(parts), parts=tuple(parts))
+        context_identity = identity("", context)
+        prompt = user_text(context)
+    name = fingerprint("\0".join([context_identity, *completion]))
+    return Taught(f"{name:016x}", prompt, "".join(completion), parts=tuple(completion))
 
 
 def templated(source: Survey, tokenizer: Tokenizer) -> Survey:
     """Return the same survey with a reader whose prompts and completions are exactly
     what the model sees.
     """
+    return source._replace(read=_TemplatedReader(source.source, tokenizer))
 
-    chat = cache(partial(load_chat, tokenizer.path))
-    is_first = iter([True])
-    end = cache(lambda: _end_of_turn(chat(), tokenizer))
 
-    def read(raw: Mapping[str, Any]) -> Taught:
-        before, (first, *rest) = _parts(raw)
-        if isinstance(before, str):
-            return replace(spoken(raw), prompt=before)
+class _TemplatedReader:
+    """Reads a row as exactly what the model sees. The model's template is loaded for
+    the first row of messages.
+    """
+
+    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
+        self._source = source
+        self._tokenizer = tokenizer
+        self._is_checked = False
+
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        return load_chat(self._tokenizer.path)
+
+    @cached_property
+    def _end(self) -> str:
+        return _end_of_turn(self._chat, self._tokenizer)
+
+    def __call__(self, raw: Mapping[str, Any]) -> Taught:
+        texts = _texts_of(raw)
+        row = _without_template(texts)
+        if isinstance(texts.context, str):
+            return row
         try:
-            prompt = chat().render_all(before)
+            prompt = self._chat.render_all(texts.context)
         except MegarlError as error:
-            raise MegarlError(f"{source.source}: {error}") from None
-        for remark in _remarks(chat(), tokenizer, before, first) if next(is_first, False) else ():
-            log.warning("%s: %s", source.source, remark)
-        learnt = f"{_behind(prompt, first).removesuffix(end())}{end()}"
-        return replace(spoken(raw), prompt=prompt, parts=(learnt, *rest))
+            raise MegarlError(f"{self._source}: {error}") from None
+        reply = texts.completion[0]
+        self._check_first(texts.context, reply)
+        learnt = _without_opening(reply, prompt).removesuffix(self._end) + self._end
+        return replace(row, prompt=prompt, parts=(learnt, *texts.completion[1:]))
 
-    return source._replace(read=read)
+    def _check_first(self, context: Sequence[Message], reply: str) -> None:
+        """Log what the user should know of the first row's reply."""
+        if self._is_checked:
+            return
+        self._is_checked = True
+        for remark in _remarks(self._chat, self._tokenizer, context, reply):
+            log.warning("%s: %s", self._source, remark)
 
 
 def _remarks(
-    chat: ChatTemplate, tokenizer: Tokenizer, before: Sequence[Message], text: str
+    chat: ChatTemplate, tokenizer: Tokenizer, context: Sequence[Message], reply: str
 ) -> Iterator[str]:
-    """Yield what the user should know of an answer that is learnt with this template."""
-    if problem := endless(chat, tokenizer):
+    """Yield what the user should know of a reply that is learnt with this template."""
+    problem = endless(chat, tokenizer)
+    if problem:
         yield problem
-    opened = re.search(r"<(\w+)>\s*$", chat.render(before))
-    if opened and (closing := f"</{opened[1]}>") not in text:
+    opening = re.search(r"<(\w+)>\s*$", chat.render(context))
+    if opening and f"</{opening[1]}>" not in reply:
+        closing = f"</{opening[1]}>"
         yield (
             f"its template opens the thinking, but an answer like the first has no {closing!r};"
             " write it into the content"
         )
-    elif lacks := _unwritten(chat, before, text):
+        return
+    missing = _unwritten(chat, context, reply)
+    if missing:
         yield (
-            f"its template writes {lacks!r} before an answer like the first, which lacks it; write"
-            " it into the content"
+            f"its template writes {missing!r} before an answer like the first, which lacks it;"
+            " write it into the content"
         )
 
 
@@ -226,60 +282,75 @@ def _end_of_turn(chat: ChatTemplate, tokenizer: Tokenizer) -> str:
     the user's next message, if it can end a completion; else an empty text: the
     eos_token of tokenizer_config.json is learnt.
     """
-    said = "said-by-the-assistant"
-    asked = {"role": "user", "content": "?"}
+    question = {"role": "user", "content": "?"}
+    reply = {"role": "assistant", "content": SAMPLE_REPLY}
     try:
-        text = chat.render(
-            [asked, {"role": "assistant", "content": said}, asked], reply=False
-        ).partition(said)[2]
-        first = tokenizer.ids(text.lstrip())[:1]
+        text = chat.render([question, reply, question], reply=False)
+        _, _, after_reply = text.partition(SAMPLE_REPLY)
+        first_token = tokenizer.ids(after_reply.lstrip())[:1]
     except MegarlError:  # a template or a closed vocabulary that does not take these texts
         return ""
-    return tokenizer.decode(first) if set(first.tolist()) & set(tokenizer.ends) else ""
+    if not set(first_token.tolist()) & set(tokenizer.ends):
+        return ""
+    return tokenizer.decode(first_token)
 
 
-def _unwritten(chat: ChatTemplate, before: Sequence[Message], text: str) -> str:
+def _unwritten(chat: ChatTemplate, context: Sequence[Message], reply: str) -> str:
     """Return what the template writes between the start of the assistant's turn and
-    this text, as gpt-oss's does a channel.
+    this reply, as gpt-oss's does a channel.
     """
     try:
-        whole = chat.render([*before, {"role": "assistant", "content": text}], reply=False)
-    except MegarlError:  # the text may have it, and the template not take that
+        text = chat.render([*context, {"role": "assistant", "content": reply}], reply=False)
+    except MegarlError:  # the reply may have it, and the template not take that
         return ""
-    between, found, _ = whole.removeprefix(prompt := chat.render(before)).partition(text.strip())
-    return between.strip() if found and whole.startswith(prompt) else ""
+    prompt = chat.render(context)
+    if not text.startswith(prompt):
+        return ""
+    between, written_reply, _ = text.removeprefix(prompt).partition(reply.strip())
+    return between.strip() if written_reply else ""
 
 
-def _behind(prompt: str, text: str) -> str:
+def _without_opening(text: str, prompt: str) -> str:
     """Return the text without a tag that ends the prompt: templates of models that
     always think write <think> themselves.
     """
     tag = re.search(r"(<[^<>\s]+>)\s*$", prompt)
-    if tag is None or not (said := text.lstrip()).startswith(tag[1]):
+    stripped = text.lstrip()
+    if tag is None or not stripped.startswith(tag[1]):
         return text
-    return said.removeprefix(tag[0] if said.startswith(tag[0]) else tag[1])
+    if stripped.startswith(tag[0]):  # the tag and the whitespace after it
+        return stripped.removeprefix(tag[0])
+    return stripped.removeprefix(tag[1])
 
 
-def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
-    """Return the text or messages before the completion, and the completion's texts."""
-    before: str | list[Message]
-    if conversation := _conversation(raw):
-        *before, last = _messages(conversation, raw.get("system"))
-        parts: list[Any] = [last["content"]]
+def _texts_of(raw: Mapping[str, Any]) -> _Texts:
+    """Return a row's texts. UnfitError if it is of neither form, or one is empty."""
+    conversation = _conversation(raw)
+    if conversation:
+        texts = _texts_of_messages(_messages(conversation, raw.get("system")))
     else:
-        completion = raw.get("completion")
-        parts = completion if isinstance(completion, list) else [completion]
-        if not isinstance(raw.get("prompt"), str) or not all(
-            isinstance(text, str) for text in parts
-        ):
-            raise UnfitError("not a row of prompt and completion, of messages, or of conversations")
-        if len(parts) % 2 == 0:
-            must = "alternate between model and tool, and begin and end with the model's"
-            raise UnfitError(f"the completion's texts must {must}")
-        before = raw["prompt"]
-    if not before or not all(parts):
+        texts = _texts_of_completion(raw)
+    if not texts.context or not all(texts.completion):
         raise UnfitError("the prompt or the completion is empty")
-    return before, parts
+    return texts
+
+
+def _texts_of_messages(messages: list[Message]) -> _Texts:
+    return _Texts(messages[:-1], [messages[-1]["content"]])
+
+
+def _texts_of_completion(raw: Mapping[str, Any]) -> _Texts:
+    prompt = raw.get("prompt")
+    completion = raw.get("completion")
+    parts: list[Any] = completion if isinstance(completion, list) else [completion]
+    if not isinstance(prompt, str) or not all(isinstance(text, str) for text in parts):
+        raise UnfitError("not a row of prompt and completion, of messages, or of conversations")
+    if len(parts) % 2 == 0:
+        raise UnfitError(
+            "the completion's texts must alternate between model and tool, and begin and end with"
+            " the model's"
+        )
+    return _Texts(prompt, parts)
 
 
 def _conversation(raw: Mapping[str, Any]) -> Any:
@@ -300,8 +371,8 @@ def _messages(value: Any, system: Any) -> list[Message]:
     """Convert messages to our format. UnfitError unless the last is the assistant's and
     another one precedes it.
     """
-    if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
-        _check_lost(value)
+    if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
+        _check_fields(value)
     messages = messages_of(value)
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise UnfitError("the last message is not the assistant's, with the user's before it")
@@ -310,13 +381,19 @@ def _messages(value: Any, system: Any) -> list[Message]:
     return messages
 
 
-def _check_lost(value: Sequence[Mapping[str, Any]]) -> None:
+def _check_fields(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise UnfitError if a message has calls, or the last one reasoning, beside its
     content.
     """
-    if lost := [field for field in CALLS for one in value if one.get(field)]:
-        advice = "write the calls into a row of prompt and completion"
-        raise UnfitError(f"a message has {lost[0]}, which would be lost; {advice}")
-    if lost := [field for field in REASONING if value and value[-1].get(field)]:
-        advice = "write it into the content, with its tags"
-        raise UnfitError(f"the reasoning is in {lost[0]}, which would be lost; {advice}")
+    for field in CALLS:
+        if any(message.get(field) for message in messages):
+            raise UnfitError(
+                f"a message has {field}, which would be lost; write the calls into a row of prompt"
+                " and completion"
+            )
+    for field in REASONING:
+        if messages and messages[-1].get(field):
+            raise UnfitError(
+                f"the reasoning is in {field}, which would be lost; write it into the content,"
+                " with its tags"
+            )

@@ -65,10 +65,10 @@ def last_call(text: str) -> tuple[str, str] | None:
     """Return kind (FENCE or TOOL_CALL) and content of the last closed call, or None, in
     time linear in the text's length.
     """
-    last = max(blocks(text, OPENING, CLOSING), key=lambda block: block.begin, default=None)
+    last = max(blocks(text, OPENING, CLOSING), key=lambda block: block.start, default=None)
     if last is None:
         return None
-    kind = TOOL_CALL if text.startswith(TOOL_CALL, last.begin) else FENCE
+    kind = TOOL_CALL if text.startswith(TOOL_CALL, last.start) else FENCE
     return kind, text[last.inner : last.inner_end]
 
 

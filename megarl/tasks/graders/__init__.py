@@ -1,11 +1,13 @@
 """Rewards: is the answer after the thinking trace right? +1 if so, else −1; further
 rewards may be added with weights.
 
-completion text ─► the text after `</think>`; if there is none, that is a format error, and wrong
-                      ├─ exact: equal to the prompt's answer, up to surrounding whitespace (in this process, microseconds)
-                      ├─ math:  it is mathematically equal                   (math/, pool.py, worker.py: processes)
-                      ├─ reasoning-gym: its family's scorer gives the full score     (reasoning_gym.py, worker.py)
-                      └─ code:  its last block of Python passes the tests            (code.py, sandbox.py, inside.py)
+completion text ─► the text after `</think>`; if there is none, that is a format error,
+                   and wrong
+    ├─ exact: equal to the prompt's answer, up to surrounding whitespace; in this
+    │         process, within microseconds
+    ├─ math:  it is mathematically equal; in processes (math/, pool.py, worker.py)
+    ├─ reasoning-gym: its family's scorer gives the full score (reasoning_gym.py)
+    └─ code:  its last block of Python passes the tests (code.py, sandbox.py, inside.py)
 
 Others: an HTTP service (remote.py), the user's own function (worker.py), `format`:
 whether there is an answer at all.

@@ -41,21 +41,25 @@ def graded(
     """
     verdicts = {"answer": main, **others}
     reward = main.score + sum(weights[name] * verdict.score for name, verdict in others.items())
-    judged = not any(math.isnan(verdict.score) for verdict in verdicts.values())
-    if judged and not math.isfinite(reward * reward):  # in a deviation it is squared
+    has_all_scores = not any(math.isnan(verdict.score) for verdict in verdicts.values())
+    error = any(verdict.error for verdict in verdicts.values())
+    rewards: dict[str, float] = {}
+    if not has_all_scores:
+        reward = math.nan
+        error = True
+    elif not math.isfinite(reward * reward):  # in a deviation it is squared
         scores = ", ".join(f"{name} {verdict.score:g}" for name, verdict in verdicts.items())
-        what = f"the reward is {reward}, not a number of magnitude below 1e154"
-        raise GraderDown(f"{what} (scores before their weights: {scores})")
-    timeout = any(v.timeout for v in verdicts.values())
-    error = any(v.error for v in verdicts.values())
-    rewards = (
-        {name: verdict.score for name, verdict in verdicts.items()} if others and judged else {}
-    )
+        raise GraderDown(
+            f"the reward is {reward}, not a number of magnitude below 1e154 (scores before their"
+            f" weights: {scores})"
+        )
+    elif others:
+        rewards = {name: verdict.score for name, verdict in verdicts.items()}
     return Grade(
-        reward if judged else math.nan,
+        reward,
         main.score > 0,
         bool(answer),
-        timeout,
-        error or not judged,
+        any(verdict.timeout for verdict in verdicts.values()),
+        error,
         rewards,
     )

@@ -1,6 +1,7 @@
 """Finds the program in an answer: a fenced code block, read by CommonMark's rules.
 
-    answer ─► markdown-it's block parser ─► CodeBlock, CodeBlock, … ─► the last one marked as Python, else the last one
+    answer ─► markdown-it's block parser ─► CodeBlock, CodeBlock, …
+        ─► the last one marked as Python, else the last one
 
 So a block may stand in a list item or a quotation, with three or more backticks or
 tildes, and may have another fence within a longer one. Only HTML is not CommonMark's: a
@@ -36,6 +37,7 @@ class CodeBlock:
 
     @property
     def is_python(self) -> bool:
+        """Whether its info string names Python."""
         return PYTHON.match(self.info) is not None
 
 
@@ -49,9 +51,10 @@ def program_of(answer: str, truncated: bool = False) -> str | None:
     blocks = [block for block in code_blocks(answer) if block.content.strip()]
     if truncated:
         blocks = [block for block in blocks if block.closed]
-    marked = [block for block in blocks if block.is_python]
-    last = (marked or blocks)[-1:]
-    return last[0].content if last else None
+    blocks = [block for block in blocks if block.is_python] or blocks
+    if not blocks:
+        return None
+    return blocks[-1].content
 
 
 def code_blocks(text: str) -> Iterator[CodeBlock]:
@@ -62,9 +65,10 @@ def code_blocks(text: str) -> Iterator[CodeBlock]:
         if token.type != "fence" or token.map is None:
             continue
         first_line, end = token.map
-        lines = token.content.count("\n")
-        lines += bool(token.content) and not token.content.endswith("\n")
-        closing_lines = end - first_line - 1 - lines
+        content_lines = token.content.count("\n")
+        if token.content and not token.content.endswith("\n"):
+            content_lines += 1
+        closing_lines = end - first_line - 1 - content_lines
         yield CodeBlock(token.info, token.content, closed=closing_lines > 0)
 
 

@@ -23,6 +23,13 @@ Function = Callable[[Submission], float | None]
 MEMORY_BYTES = 4 << 30
 """Address space of a `math` process. An answer that needs more gets an error."""
 IMPORT_LIMIT_S = 120.0
+SHORT_ERRORS = (
+    "import sys; sys.excepthook = lambda kind, error, _: print(f'{kind.__name__}: {error}',"
+    " file=sys.stderr)"
+)
+"""Makes a process print an error as one line. The last line of a traceback would lack
+the place of a SyntaxError.
+"""
 
 
 def same_in_mathematics(submission: Submission) -> bool:
@@ -53,7 +60,8 @@ def environment() -> dict[str, str]:
     modules and the working directory's, and a folder for temporary files even if TMPDIR
     names one that this node does not have.
     """
-    path = os.pathsep.join([*(p for p in sys.path if p), os.getcwd()])
+    folders = [folder for folder in sys.path if folder]
+    path = os.pathsep.join([*folders, os.getcwd()])
     return os.environ | {"PYTHONPATH": path, "TMPDIR": tempfile.gettempdir()}
 
 
@@ -61,49 +69,41 @@ def import_problem(code: str, *arguments: str) -> str:
     """Run this code in another process, since importing may do anything; return its
     error's text if it fails, else "".
     """
-    placed = (
-        "import sys; sys.excepthook = lambda kind, error, _: print(f'{kind.__name__}: {error}',"
-        " file=sys.stderr)"
-    )
-    words = [
-        sys.executable,
-        "-c",
-        f"{placed}\n{code}",
-        *arguments,
-    ]  # a traceback's last line has no place of a SyntaxError
+    command = [sys.executable, "-c", f"{SHORT_ERRORS}\n{code}", *arguments]
     try:
-        done = subprocess.run(
-            words, env=environment(), capture_output=True, text=True, timeout=IMPORT_LIMIT_S
+        process = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=IMPORT_LIMIT_S
         )
     except subprocess.TimeoutExpired:
         return f"not imported within {IMPORT_LIMIT_S:g} s"
-    return (
-        (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        if done.returncode
-        else ""
-    )
+    if process.returncode == 0:
+        return ""
+    lines = process.stderr.strip().splitlines()
+    return lines[-1] if lines else f"status {process.returncode}"
 
 
-def check_importable(what: str, function: str, may_be_async: bool = False) -> None:
-    """Raise MegarlError if this function cannot be imported and called. what: its
-    description in the message.
+def check_importable(description: str, function: str, may_be_async: bool = False) -> None:
+    """Raise MegarlError if this function cannot be imported and called. description:
+    what it is, for the message.
     """
-    code = f"from {__name__} import usable; usable({function!r}, {may_be_async})"
-    if said := import_problem(code):
-        must = (
-            f"it must be a function of one argument in a module on PYTHONPATH or in {os.getcwd()}"
+    problem = import_problem(
+        f"from {__name__} import check_usable; check_usable({function!r}, {may_be_async})"
+    )
+    if problem:
+        raise MegarlError(
+            f"{description} {function} cannot be used: {problem}; it must be a function of one"
+            f" argument in a module on PYTHONPATH or in {os.getcwd()}"
         )
-        raise MegarlError(f"{what} {function} cannot be used: {said}; {must}")
 
 
-def usable(function: str, may_be_async: bool) -> None:
+def check_usable(name: str, may_be_async: bool) -> None:
     """Import a function; TypeError if it cannot be called with one argument, or returns
     a coroutine and must not.
     """
-    found = named(function)
-    if not callable(found):
+    function = named(name)
+    if not callable(function):
         raise TypeError("it cannot be called")
-    if inspect.iscoroutinefunction(found) and not may_be_async:
+    if inspect.iscoroutinefunction(function) and not may_be_async:
         raise TypeError("it is async; the score must be what it returns")
     with suppress(ValueError):  # some builtins have no signature
-        inspect.signature(found).bind(None)
+        inspect.signature(function).bind(None)

@@ -1,11 +1,12 @@
 """The graders of a run: for each task one that decides right or wrong, and others whose
 weighted rewards are added.
 
-recipe ─► a Check for each distinct name      ─┬─ exact, format           in this process, immediately
-                                               ├─ math, reasoning-gym     worker processes (pool.py)
-          tasks share them                     ├─ code                    sandboxes (code.py)
-                                               ├─ a name of data.services HTTP (remote.py)
-                                               └─ package.module:function the user's, in worker processes
+recipe ─► a Check for each distinct name, which tasks share
+    ─┬─ exact, format             in this process, immediately
+     ├─ math, reasoning-gym       worker processes (pool.py)
+     ├─ code                      sandboxes (code.py)
+     ├─ a name of data.services   HTTP (remote.py)
+     └─ package.module:function   the user's, in worker processes
 """
 
 import asyncio
@@ -19,7 +20,7 @@ import numpy as np
 from megarl.core.base.contracts import WRONG, Grade, GraderDown, Verdict, answer_of
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Prompt
-from megarl.core.recipe import Recipe, Task
+from megarl.core.recipe import Recipe, Rows, Task
 from megarl.core.recipe.rules import GRADERS
 from megarl.tasks.data.reasoning_gym import check_package
 from megarl.tasks.graders.answer import Submission, graded, judged
@@ -44,7 +45,7 @@ LIMIT_S = 10.0
 
 
 async def exact(submission: Submission) -> Verdict:
-    """Return right if the answer equals the expected one, up to surrounding whitespace."""
+    """Return right if the answer equals the expected one, up to whitespace."""
     return judged(submission.answer == submission.expected.strip())
 
 
@@ -121,12 +122,22 @@ def _logged(name: str, check: Check) -> Check:
     async def logged(submission: Submission) -> Verdict:
         nonlocal failures
         verdict = await check(submission)
-        if why := verdict.error or ("out of time" if verdict.timeout else ""):
-            failures += 1
-            if not failures & (failures - 1):
-                counts = "has no verdict" if math.isnan(verdict.score) else "counts as wrong"
-                said = "the grader %s failed, and the answer %s (%d so far): %s; the answer: %.80r"
-                log.warning(said, name, counts, failures, why, submission.answer)
+        problem = verdict.error
+        if not problem and verdict.timeout:
+            problem = "out of time"
+        if not problem:
+            return verdict
+        failures += 1
+        is_power_of_two = failures.bit_count() == 1
+        if is_power_of_two:
+            log.warning(
+                "the grader %s failed, and the answer %s (%d so far): %s; the answer: %.80r",
+                name,
+                "has no verdict" if math.isnan(verdict.score) else "counts as wrong",
+                failures,
+                problem,
+                submission.answer,
+            )
         return verdict
 
     return logged
@@ -151,7 +162,10 @@ def check_graders(recipe: Recipe) -> None:
 
 def _named(recipe: Recipe) -> list[str]:
     """Return the graders of all tasks and suites, each once."""
-    return sorted({name for task in recipe.sampled.values() for name in task.graders})
+    names: set[str] = set()
+    for task in recipe.sampled.values():
+        names.update(task.graders)
+    return sorted(names)
 
 
 @dataclass(frozen=True)
@@ -173,17 +187,21 @@ class TaskGrader:
     async def grade(
         self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False
     ) -> Grade:
-        return await self._grade(
-            self._submission(text, prompt, truncated), prompt, verdict, self.others
-        )
+        """Grade a completion, with all rewards."""
+        submission = self._submission(text, prompt, truncated)
+        return await self._grade(submission, prompt, verdict, self.others)
 
     async def grade_answer(
         self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False
     ) -> Grade:
-        trusted = {} if self.trusted is None else {**self.others, "trusted": self.trusted}
-        return await self._grade(
-            self._submission(text, prompt, truncated), prompt, verdict, trusted
-        )
+        """Grade a completion, with the other rewards only if there is a trusted grader,
+        which then judges too.
+        """
+        others: Mapping[str, Check] = {}
+        if self.trusted is not None:
+            others = {**self.others, "trusted": self.trusted}
+        submission = self._submission(text, prompt, truncated)
+        return await self._grade(submission, prompt, verdict, others)
 
     def _submission(self, text: str, prompt: Prompt, truncated: bool) -> Submission:
         return Submission(
@@ -203,17 +221,16 @@ class TaskGrader:
         others: Mapping[str, Check],
     ) -> Grade:
         submissions = [submission._replace(expected=expected) for expected in prompt.answers]
-        judged = (any_of(check, submissions) for check in others.values())
-        main, *more = await asyncio.gather(self._judge(submissions, verdict), *judged)
-        return graded(
-            submission.answer,
-            main,
-            dict(zip(others, more, strict=True)),
-            {"trusted": 0.0, **self.weights},
-        )
+        checks = [any_of(check, submissions) for check in others.values()]
+        main, *verdicts = await asyncio.gather(self._judge(submissions, verdict), *checks)
+        named_verdicts = dict(zip(others, verdicts, strict=True))
+        weights = {"trusted": 0.0, **self.weights}
+        return graded(submission.answer, main, named_verdicts, weights)
 
     async def agrees(self, answer: str, expected: str) -> bool:
-        return (await self.compare(Submission(answer, expected))).score > 0
+        """Return whether two answers of the policy are the same."""
+        verdict = await self.compare(Submission(answer, expected))
+        return verdict.score > 0
 
     async def _judge(self, submissions: Sequence[Submission], verdict: Verdict | None) -> Verdict:
         """Return the main verdict: the given one, if any, or the grader's. An empty
@@ -221,7 +238,9 @@ class TaskGrader:
         """
         if verdict is not None:
             return verdict
-        return await any_of(self.check, submissions) if submissions[0].answer else Verdict(WRONG)
+        if not submissions[0].answer:
+            return Verdict(WRONG)
+        return await any_of(self.check, submissions)
 
 
 class TaskGraders:
@@ -239,61 +258,58 @@ class TaskGraders:
         limit_s: float = LIMIT_S,
         limits: Limits | None = None,
     ) -> None:
-        self._data, self._workers, self._limit_s, self._limits = (
-            recipe.data,
-            workers or places(),
-            limit_s,
-            limits,
-        )
+        self._recipe = recipe
+        self._decode = decode
+        self._workers = workers or places()
+        self._limit_s = limit_s
+        self._limits = limits
         self._pools: list[Pool] = []
         check_graders(recipe)
-        made = {
-            name: _guarded(name, self._made(name, recipe.length.grade_truncated))
-            for name in _named(recipe)
-        }
-        checks = {name: _logged(name, check) for name, check in made.items()}
-        self._graders = {
-            name: TaskGrader(
-                checks[task.grader],
-                made[task.grader],
-                {key: checks[reward.grader] for key, reward in task.rewards.items()},
-                {key: reward.weight for key, reward in task.rewards.items()},
-                (
-                    checks[task.trusted_grader]
-                    if isinstance(task, Task) and task.trusted_grader
-                    else None
-                ),
-                recipe.length.end_of_thinking,
-                decode,
-            )
-            for name, task in recipe.sampled.items()
-        }
+        self._unlogged = {name: _guarded(name, self._new_check(name)) for name in _named(recipe)}
+        self._logged = {name: _logged(name, check) for name, check in self._unlogged.items()}
+        self._graders = {name: self._grader(task) for name, task in recipe.sampled.items()}
 
     def __getitem__(self, task: str) -> TaskGrader:
         return self._graders[task]
 
     def close(self) -> None:
+        """End the worker processes."""
         for pool in self._pools:
             pool.close()
 
-    def _made(self, name: str, grade_truncated: bool) -> Check:
-        """Return the check of this name, with the recipe's rule for truncated answers."""
-        check = self._check(name)
-        if grade_truncated and name in READS_TRUNCATED:
+    def _grader(self, task: Rows) -> TaskGrader:
+        trusted = None
+        if isinstance(task, Task) and task.trusted_grader:
+            trusted = self._logged[task.trusted_grader]
+        return TaskGrader(
+            check=self._logged[task.grader],
+            compare=self._unlogged[task.grader],
+            others={name: self._logged[reward.grader] for name, reward in task.rewards.items()},
+            weights={name: reward.weight for name, reward in task.rewards.items()},
+            trusted=trusted,
+            end_of_thinking=self._recipe.length.end_of_thinking,
+            decode=self._decode,
+        )
+
+    def _new_check(self, name: str) -> Check:
+        """Return a check, with the recipe's rule for truncated answers."""
+        check = self._bare_check(name)
+        if self._recipe.length.grade_truncated and name in READS_TRUNCATED:
             return as_finished(check)
         if name in READS_TRUNCATED and name != "code":
             return unless_cut_off(check)
         return check
 
-    def _check(self, name: str) -> Check:
+    def _bare_check(self, name: str) -> Check:
         if name == "exact":
             return exact
         if name == "format":
             return well_formed
+        data = self._recipe.data
         if name == "code":
-            return Code(Sandbox(self._data.sandbox, self._workers, self._limits)).check
-        if name in self._data.services:
-            return Remote(name, self._data.services[name]).check
+            return Code(Sandbox(data.sandbox, self._workers, self._limits)).check
+        if name in data.services:
+            return Remote(name, data.services[name]).check
         pool = Pool(self._workers, self._limit_s, name)
         self._pools.append(pool)
         return pool.check

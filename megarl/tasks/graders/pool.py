@@ -1,9 +1,8 @@
 """A pool of grading processes, which survives whatever an answer does to one of them.
 
-    check(submission) ─► a free worker ─► verdict            worker hangs: killed, replaced, verdict "timeout"
-                                                                   worker dies:
-                                                                   replaced, the answer
-                                                                   tried once more
+    check(submission) ─► a free worker ─► verdict
+        the worker hangs: it is killed and replaced, the verdict is "timeout"
+        the worker dies: it is replaced, and the answer tried once more
 
 Workers are plain subprocesses that import neither torch nor the controller, and are
 ready within a second. pebble is not used, because its workers come from
@@ -30,6 +29,9 @@ at the limit.
 """
 TRIES = 2
 
+type Worker = asyncio.Task[asyncio.subprocess.Process]
+"""A worker that is starting, or ready if the task is done."""
+
 
 class Pool:
     """`size` workers for one grader, each with one answer at a time. Create it within a
@@ -39,73 +41,81 @@ class Pool:
     def __init__(self, size: int, limit_s: float, grader: str = "math") -> None:
         self._limit_s = limit_s
         self._grader = grader
-        self._free: asyncio.Queue[asyncio.Task[asyncio.subprocess.Process]] = asyncio.Queue()
-        self._workers: set[asyncio.Task[asyncio.subprocess.Process]] = set()
-        self._ended: list[asyncio.Task[asyncio.subprocess.Process]] = []
+        self._free: asyncio.Queue[Worker] = asyncio.Queue()
+        self._workers: set[Worker] = set()
+        self._ended: list[Worker] = []
         for _ in range(size):
             self._free.put_nowait(self._start())
 
     async def check(self, submission: Submission) -> Verdict:
         """Return the grader's verdict. GraderDown if workers fail `TRIES` times."""
-        why: Exception | None = None
+        last_error: Exception | None = None
         for attempt in range(TRIES):
-            starting = await self._free.get()
-            stays = False
+            worker = await self._free.get()
+            is_sound = False
             try:
                 verdict = await asyncio.wait_for(
-                    _ask(await starting, submission), self._limit_s + KILL_MARGIN_S
+                    _ask(await worker, submission), self._limit_s + KILL_MARGIN_S
                 )
-                stays = True
+                is_sound = True
                 return verdict
             except TimeoutError:
-                said = "a grading process hung and is replaced; the answer counts as wrong: %.80r"
-                log.warning(said, submission.answer)
+                log.warning(
+                    "a grading process hung and is replaced; the answer counts as wrong: %.80r",
+                    submission.answer,
+                )
                 return Verdict(WRONG, timeout=True)
             except (OSError, EOFError, RuntimeError, GraderDown, ValueError) as error:
-                why = error
-                said = "a process of the grader %s failed (attempt %d) and is replaced: %s"
-                log.warning(said, self._grader, attempt + 1, why)
+                last_error = error
+                log.warning(
+                    "a process of the grader %s failed (attempt %d) and is replaced: %s",
+                    self._grader,
+                    attempt + 1,
+                    error,
+                )
             finally:
-                if not stays:
-                    self._end(starting)
-                self._free.put_nowait(starting if stays else self._start())
-        what = (
+                if not is_sound:
+                    self._end(worker)
+                    worker = self._start()
+                self._free.put_nowait(worker)
+        raise GraderDown(
             f"processes of the grader {self._grader} failed {TRIES} times at the answer"
-            f" {submission.answer[:80]!r}"
+            f" {submission.answer[:80]!r}, the last time: {last_error}"
         )
-        raise GraderDown(f"{what}, the last time: {why}")
 
     def close(self) -> None:
-        for starting in list(self._workers):
-            self._end(starting)
+        """End the processes."""
+        for worker in list(self._workers):
+            self._end(worker)
 
     async def end(self) -> None:
         """Close, and wait until the processes are gone, so that the event loop may be
         closed.
         """
         self.close()
-        await asyncio.gather(*map(_gone, self._ended), return_exceptions=True)
+        await asyncio.gather(*map(_wait_for_end, self._ended), return_exceptions=True)
 
-    def _start(self) -> "asyncio.Task[asyncio.subprocess.Process]":
-        starting = asyncio.create_task(_started(self._limit_s, self._grader))
-        self._workers.add(starting)
-        return starting
+    def _start(self) -> Worker:
+        worker = asyncio.create_task(_started(self._limit_s, self._grader))
+        self._workers.add(worker)
+        return worker
 
-    def _end(self, starting: "asyncio.Task[asyncio.subprocess.Process]") -> None:
-        self._workers.discard(starting)
-        self._ended.append(starting)
-        if not starting.done():
-            starting.cancel()
-        elif (
-            not starting.cancelled()
-            and not starting.exception()
-            and starting.result().returncode is None
-        ):
-            starting.result().kill()
+    def _end(self, worker: Worker) -> None:
+        self._workers.discard(worker)
+        self._ended.append(worker)
+        if not worker.done():
+            worker.cancel()
+            return
+        if worker.cancelled() or worker.exception():
+            return
+        process = worker.result()
+        if process.returncode is None:
+            process.kill()
 
 
-async def _gone(starting: "asyncio.Task[asyncio.subprocess.Process]") -> None:
-    await (await starting).communicate()
+async def _wait_for_end(worker: Worker) -> None:
+    process = await worker
+    await process.communicate()
 
 
 async def _started(limit_s: float, grader: str) -> asyncio.subprocess.Process:

@@ -1,7 +1,8 @@
 """The grader `reasoning-gym`: a family's own scorer judges the answer. It runs in
 worker processes (pool.py).
 
-    answer ─► the last <answer>…</answer>, else the last box, else all of it ─► score_answer of the family: 0 to 1
+    answer ─► the last <answer>…</answer>, else the last box, else all of it
+        ─► score_answer of the family: 0 to 1
 
 Only the full score is right: most scorers give a little for any text. A few scorers
 evaluate the answer as Python; what these are given is restricted to lists, or to
@@ -66,4 +67,6 @@ def final_answer(text: str) -> str:
     if tagged:
         return str(tagged[-1]).strip()
     box = last_box(text)
-    return (text if box is None else box).strip()
+    if box is None:
+        return text.strip()
+    return box.strip()

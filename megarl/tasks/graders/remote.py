@@ -1,10 +1,14 @@
 """A reward service: completions are sent to it by HTTP, many per request, and it
 returns numbers.
 
-    check(submission) ─► wait for BATCH submissions or 20 ms ─► POST url ─► {"rewards": [0.7, -1.0, null, …]}
+    check(submission) ─► wait for BATCH submissions or 20 ms ─► POST url
+        ─► {"rewards": [0.7, -1.0, null, …]}
 
-    {"schema_version": 1, "items": [{"task", "prompt", "completion", "answer", …}, …]}        Submission's fields
-    {"rewards": [number or null, …]}       ServiceReply: one per item, in order; null or NaN: it could not judge it
+The request has Submission's fields; the reply is a ServiceReply:
+
+    {"schema_version": 1, "items": [{"task", "prompt", "completion", "answer", …}, …]}
+    {"rewards": [number or null, …]}    one per item, in order; null or NaN: it could
+                                        not judge it
 
 A request that may succeed later (connection error, timeout, 408, 429, 5xx) is repeated
 after 0.5, 1, 2, … s, up to RETRIES times. After that, or at any other status, the
@@ -48,6 +52,8 @@ LONGEST_REPLY = 1 << 20
 
 
 class ServiceReply(msgspec.Struct, frozen=True):
+    """What a service answers: the items' rewards."""
+
     rewards: list[float | None]
 
 
@@ -62,13 +68,13 @@ class Remote:
         self._service = service
         self._headers = headers(name, service)
         url = URL(service.url)
-        self._what = f"the reward service {name} at {url.origin()}{url.path}"
+        self._name = f"the reward service {name} at {url.origin()}{url.path}"
         self._waiting: list[Waiting] = []
         self._sending: set[asyncio.Task[None]] = set()
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def check(self, submission: Submission) -> Verdict:
-        """Return the service's reward as a verdict. GraderDown if the service is down."""
+        """Return the service's reward as a verdict. GraderDown if it is down."""
         loop = asyncio.get_running_loop()
         verdict: asyncio.Future[Verdict] = loop.create_future()
         self._waiting.append((submission, verdict))
@@ -94,15 +100,12 @@ class Remote:
         outcomes: list[Verdict | GraderDown]
         try:
             rewards = await self._rewards([submission._asdict() for submission, _ in batch])
-            unknown = Verdict(math.nan, error="the service could not judge it")
-            outcomes = [
-                unknown if r is None or not math.isfinite(r) else Verdict(r) for r in rewards
-            ]
+            outcomes = [_verdict(reward) for reward in rewards]
         except GraderDown as down:
             outcomes = [GraderDown(str(down)) for _ in batch]
         except Exception as error:  # without an outcome, they would wait for ever
-            log.exception("%s failed in a way that nobody foresaw", self._what)
-            outcomes = [GraderDown(f"{self._what} failed: {type(error).__name__}") for _ in batch]
+            log.exception("%s failed in a way that nobody foresaw", self._name)
+            outcomes = [GraderDown(f"{self._name} failed: {type(error).__name__}") for _ in batch]
         for (_, verdict), outcome in zip(batch, outcomes, strict=True):
             if verdict.done():
                 continue  # its rollout was cancelled
@@ -119,15 +122,15 @@ class Remote:
                     reply = await self._post(body)
                 if len(reply.rewards) != len(items):
                     raise GraderDown(
-                        f"{self._what} gave {len(reply.rewards)} rewards for {len(items)} items"
+                        f"{self._name} gave {len(reply.rewards)} rewards for {len(items)} items"
                     )
                 return reply.rewards
             except (_Again, aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-                why = str(error) if isinstance(error, _Again) else type(error).__name__
-                log.warning("%s failed (attempt %d): %s", self._what, attempt + 1, why)
+                problem = str(error) if isinstance(error, _Again) else type(error).__name__
+                log.warning("%s failed (attempt %d): %s", self._name, attempt + 1, problem)
                 if attempt < RETRIES:
                     await asyncio.sleep(min(LONGEST_PAUSE_S, 0.5 * 2**attempt))
-        raise GraderDown(f"{self._what} failed {RETRIES + 1} times, the last time with {why}")
+        raise GraderDown(f"{self._name} failed {RETRIES + 1} times, the last time with {problem}")
 
     async def _post(self, body: bytes) -> ServiceReply:
         timeout = aiohttp.ClientTimeout(total=self._service.timeout_s)
@@ -138,24 +141,39 @@ class Remote:
                 self._service.url, data=body, headers=self._headers, allow_redirects=False
             ) as response,
         ):
-            if response.status in BUSY or response.status >= 500:
-                raise _Again(f"status {response.status}")
-            if response.status != 200:
-                hint = "; is its key right?" if response.status in (401, 403) else ""
-                raise GraderDown(f"{self._what} answered with status {response.status}{hint}")
-            text = bytearray()
-            async for part in response.content.iter_any():
-                text += part
-                if len(text) > LONGEST_REPLY:
-                    raise GraderDown(f"{self._what} answered more than {LONGEST_REPLY:,} bytes")
-            try:
-                # Python's decoder, because Python's services write NaN, which is no
-                # JSON; it then is one item without a reward
-                return msgspec.convert(json.loads(text), ServiceReply)
-            except (ValueError, RecursionError) as error:
-                raise GraderDown(
-                    f'{self._what} did not answer with {{"rewards": [...]}}: {error}'
-                ) from None
+            self._check_status(response.status)
+            return self._reply(await self._text(response))
+
+    def _check_status(self, status: int) -> None:
+        if status in BUSY or status >= 500:
+            raise _Again(f"status {status}")
+        if status != 200:
+            hint = "; is its key right?" if status in (401, 403) else ""
+            raise GraderDown(f"{self._name} answered with status {status}{hint}")
+
+    async def _text(self, response: aiohttp.ClientResponse) -> bytes:
+        text = bytearray()
+        async for part in response.content.iter_any():
+            text += part
+            if len(text) > LONGEST_REPLY:
+                raise GraderDown(f"{self._name} answered more than {LONGEST_REPLY:,} bytes")
+        return bytes(text)
+
+    def _reply(self, text: bytes) -> ServiceReply:
+        try:
+            # Python's decoder, because Python's services write NaN, which is no JSON;
+            # it then is one item without a reward.
+            return msgspec.convert(json.loads(text), ServiceReply)
+        except (ValueError, RecursionError) as error:
+            raise GraderDown(
+                f'{self._name} did not answer with {{"rewards": [...]}}: {error}'
+            ) from None
+
+
+def _verdict(reward: float | None) -> Verdict:
+    if reward is None or not math.isfinite(reward):
+        return Verdict(math.nan, error="the service could not judge it")
+    return Verdict(reward)
 
 
 def headers(name: str, service: Service) -> dict[str, str]:
@@ -163,7 +181,7 @@ def headers(name: str, service: Service) -> dict[str, str]:
     unavailable.
     """
     key = ""
-    (kind, _, place) = service.api_key.partition(":")
+    kind, _, place = service.api_key.partition(":")
     if kind == "env":
         key = os.environ.get(place, "").strip()
         if not key:
@@ -179,5 +197,7 @@ def headers(name: str, service: Service) -> dict[str, str]:
         raise MegarlError(
             f"data.services.{name}.api_key: {place} has white space in it; give it the key alone"
         )
-    plain = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-    return plain | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    return headers

@@ -1,7 +1,8 @@
 """A grading process: JSON lines on stdin, one verdict per line on stdout.
 
     python -m megarl.tasks.graders.worker LIMIT_S GRADER
-    ["\\\\frac{2}{4}", "1/2", …]: a Submission   ──►   [1.0, false, ""]: a Verdict; null instead of a number is NaN
+    a Submission: ["\\\\frac{2}{4}", "1/2", …]
+    ──► a Verdict: [1.0, false, ""]; null instead of a number is NaN
 
 It prints `ready` first, because importing takes longer than grading. It ends when its
 parent ends or its stdin is closed. The time and memory of a `math` answer are limited,
@@ -39,7 +40,9 @@ def judge(function: Function, submission: Submission, limit_s: float) -> Verdict
         score = math.nan if value is None else score_of(value)
         if math.isinf(score):
             raise ValueError(f"the grader returned {score}")
-        return Verdict(score, error="it cannot judge this answer" if math.isnan(score) else "")
+        if math.isnan(score):
+            return Verdict(score, error="it cannot judge this answer")
+        return Verdict(score)
     except TimeUp:
         return Verdict(WRONG, timeout=True)
     except OSError as error:  # of a connection or a file, for which no answer is to blame
@@ -51,17 +54,16 @@ def judge(function: Function, submission: Submission, limit_s: float) -> Verdict
 
 
 def main(limit_s: float, grader: str) -> None:
+    """Answer submissions with verdicts until stdin ends."""
     die_with_parent()
-    Path("/proc/self/oom_score_adj").write_text(
-        "1000"
-    )  # if memory runs out, this dies first, and is replaced
+    # If memory runs out, this dies first, and is replaced.
+    Path("/proc/self/oom_score_adj").write_text("1000")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is meant for the parent
     submissions = os.fdopen(os.dup(0), "rb")
     verdicts = os.fdopen(os.dup(1), "w")
     process = os.getpid()
-    os.dup2(
-        os.open(os.devnull, os.O_RDONLY), 0
-    )  # a program that a grader starts must not read the submissions
+    # A program that a grader starts must not read the submissions.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a grader prints is not a verdict
     function = named(grader)
 
@@ -73,9 +75,9 @@ def main(limit_s: float, grader: str) -> None:
     for line in submissions:
         verdict = judge(function, msgspec.json.decode(line, type=Submission), limit_s)
         if os.getpid() != process:
-            os._exit(
-                0
-            )  # a child that the grader forked; its verdict would be taken for the next answer's
+            # A child that the grader forked; its verdict would be taken for the next
+            # answer's.
+            os._exit(0)
         print(msgspec.json.encode(verdict).decode(), file=verdicts, flush=True)
 
 

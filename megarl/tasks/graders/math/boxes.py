@@ -9,6 +9,7 @@ not \boxed{5}, \boxed{5} or 6  nothing
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megarl.tasks.graders.math import names
 from megarl.tasks.graders.math.compare import equal
@@ -77,6 +78,10 @@ OTHER_BEHIND = re.compile(
 OFFERED = re.compile(
     r"(?i)\bor\b[^.]{0,15}$|\b(?:either|might|could|maybe|perhaps|probably|possibly|alternatively)\b"
 )
+CLOSING_BRACE = re.compile(r"^\s*\}")
+CLOSING_EMPHASIS = re.compile(r"^(?:\*\*|__|[*_\"')\]](?=\s|$|[.,]))+")
+END_OF_FORMULA = re.compile(r"\\\\|&|\\(?:Rightarrow|implies|end|qquad|quad)(?![A-Za-z])|[;→⇒]")
+END_OF_RUN = re.compile(r"\s+(?=[A-Za-z]{2,})(?!" + SCALE + r")|[.,;](?:\s|$)")
 WIDEST = 2_000
 """Characters on each side of a box in which its formula begins and ends."""
 LONGEST_RUN = 300
@@ -87,17 +92,33 @@ LONGEST_BETWEEN = 80
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """A part of a text by its positions: `text` from `begin` to `end`, with its marks."""
+    """A part of a text by its positions: `text` from `start` to `end`, with its
+    marks.
+    """
 
     text: str
-    begin: int
+    start: int
     end: int
+
+
+class BoxedParts(NamedTuple):
+    """The outermost boxes of a text, and whether the last one is closed."""
+
+    spans: list[Excerpt]
+    is_closed: bool
+
+
+class _OpenBox(NamedTuple):
+    """Where a box and its content begin."""
+
+    start: int
+    content_start: int
 
 
 def has_closed_box(text: str) -> bool:
     """Return whether there is a box, and the last one is closed."""
-    spans, closed = _boxes(text)
-    return bool(spans) and closed
+    boxes = _boxes(text)
+    return bool(boxes.spans) and boxes.is_closed
 
 
 def boxed(text: str) -> str | None:
@@ -106,16 +127,11 @@ def boxed(text: str) -> str | None:
 
     None if the last box is not closed, denied, or one of several that are offered.
     """
-    spans, closed = _boxes(text)
-    if not spans or not closed:
+    boxes = _boxes(text)
+    if not boxes.spans or not boxes.is_closed:
         return None
-    listed = [spans[-1]]
-    for span in reversed(spans[:-1]):
-        between = BETWEEN.sub("", text[span.end : listed[0].begin])
-        if not JOINED.fullmatch(between):
-            break
-        listed.insert(0, span)
-    if _is_offered(text, spans, listed) or _is_denied(text, listed):
+    listed = last_list(text, boxes.spans, may_touch=True)
+    if _is_offered(text, boxes.spans, listed) or _is_denied(text, listed):
         return None
     if len(listed) == 1:
         return _with_formula(text, listed[0])
@@ -123,15 +139,30 @@ def boxed(text: str) -> str | None:
     return ", ".join(dict.fromkeys(named))
 
 
+def last_list(text: str, spans: list[Excerpt], may_touch: bool) -> list[Excerpt]:
+    """Return the last of these parts, with those before it that belong to the same
+    list. may_touch: parts with nothing between them do so too.
+    """
+    listed = [spans[-1]]
+    for span in reversed(spans[:-1]):
+        between = BETWEEN.sub("", text[span.end : listed[0].start])
+        if not JOINED.fullmatch(between) or not (between or may_touch):
+            break
+        listed.insert(0, span)
+    return listed
+
+
 def _with_name(text: str, span: Excerpt) -> str:
-    name = NAME_BEFORE.search(text[max(0, span.begin - 40) : span.begin])
-    return f"{name[1]} = {span.text}" if name and "=" not in span.text else span.text
+    name = NAME_BEFORE.search(text[max(0, span.start - 40) : span.start])
+    if name is None or "=" in span.text:
+        return span.text
+    return f"{name[1]} = {span.text}"
 
 
-def _boxes(text: str) -> tuple[list[Excerpt], bool]:
-    """Return the outermost boxes, and whether the last one is closed, in one pass."""
+def _boxes(text: str) -> BoxedParts:
+    """Find the boxes in one pass."""
     spans: list[Excerpt] = []
-    braces: list[tuple[int, int] | None] = []  # begin and begin of the content of a box
+    braces: list[_OpenBox | None] = []  # None: a brace that opens no box
     open_boxes = 0
     for match in BOX.finditer(text):
         if match[0] == "{":
@@ -141,13 +172,14 @@ def _boxes(text: str) -> tuple[list[Excerpt], bool]:
             if box is not None:
                 open_boxes -= 1
                 if not open_boxes:
-                    spans.append(Excerpt(text[box[1] : match.start()], box[0], match.end()))
+                    content = text[box.content_start : match.start()]
+                    spans.append(Excerpt(content, box.start, match.end()))
         elif match[0].endswith("{") and len(match[0]) > 2:
-            braces.append((match.start(), match.end()))
+            braces.append(_OpenBox(match.start(), match.end()))
             open_boxes += 1
         elif match[1] and not open_boxes:
             spans.append(Excerpt(match[1].rstrip(".,;:!?"), match.start(), match.end()))
-    return spans, open_boxes == 0
+    return BoxedParts(spans, is_closed=open_boxes == 0)
 
 
 def _is_offered(text: str, spans: list[Excerpt], listed: list[Excerpt]) -> bool:
@@ -156,7 +188,7 @@ def _is_offered(text: str, spans: list[Excerpt], listed: list[Excerpt]) -> bool:
     """
     if len(spans) == len(listed) or len({span.text for span in spans}) == 1:
         return False
-    between = text[spans[-len(listed) - 1].end : listed[0].begin]
+    between = text[spans[-len(listed) - 1].end : listed[0].start]
     return len(between) <= LONGEST_BETWEEN and OFFERED.search(between) is not None
 
 
@@ -164,76 +196,84 @@ def _is_denied(text: str, listed: list[Excerpt]) -> bool:
     """Return whether the words around the boxes deny them, or add another answer that
     is not the same.
     """
-    begin = listed[0].begin
+    start = listed[0].start
     end = listed[-1].end
-    before = text[max(0, begin - LONGEST_BETWEEN) : begin]
-    behind = text[end : end + LONGEST_BETWEEN]
-    if DENIED_BEFORE.search(before) or DENIED_BEHIND.match(behind):
+    prefix = text[max(0, start - LONGEST_BETWEEN) : start]
+    suffix = text[end : end + LONGEST_BETWEEN]
+    if DENIED_BEFORE.search(prefix) or DENIED_BEHIND.match(suffix):
         return True
-    addition = OTHER_BEHIND.match(behind)
+    addition = OTHER_BEHIND.match(suffix)
     if addition is None:
         return False
     content = reading(listed[-1].text).answer
-    other = reading(addition["other"].strip(".,;)")).answer
-    return content is None or other is None or not equal(content, other)
+    alternative = reading(addition["other"].strip(".,;)")).answer
+    return content is None or alternative is None or not equal(content, alternative)
 
 
 def _with_formula(text: str, span: Excerpt) -> str | None:
     """Return the box's content, or the formula that it is a part of; None if digits
     touch it.
     """
-    begin = max(0, span.begin - WIDEST, text.rfind("\n\n", 0, span.begin))
-    nearby = text[begin : span.end + WIDEST]
+    offset = max(0, span.start - WIDEST, text.rfind("\n\n", 0, span.start))
+    nearby = text[offset : span.end + WIDEST]
+    box_start = span.start - offset
+    box_end = span.end - offset
     for match in DOLLARS.finditer(nearby):
-        if match.start() <= span.begin - begin and span.end - begin <= match.end():
-            number = next(n for n, group in enumerate(match.groups(), 1) if group is not None)
-            if re.match(rf"\s*{SCALE}", nearby[match.end() :]):
-                return None
-            left = nearby[match.start(number) : span.begin - begin]
-            return _in_formula(left, span, nearby[span.end - begin : match.end(number)])
-    left = text[max(0, span.begin - LONGEST_RUN) : span.begin].rpartition("\n")[2]
-    right = text[span.end : span.end + LONGEST_RUN].partition("\n")[0]
-    return _in_line(left, span, right)
+        if match.start() > box_start or match.end() < box_end:
+            continue
+        if re.match(rf"\s*{SCALE}", nearby[match.end() :]):
+            return None
+        number = next(n for n, group in enumerate(match.groups(), 1) if group is not None)
+        prefix = nearby[match.start(number) : box_start]
+        return _in_formula(prefix, span, nearby[box_end : match.end(number)])
+    prefix = text[max(0, span.start - LONGEST_RUN) : span.start].rpartition("\n")[2]
+    suffix = text[span.end : span.end + LONGEST_RUN].partition("\n")[0]
+    return _in_line(prefix, span, suffix)
 
 
-def _in_formula(left: str, span: Excerpt, right: str) -> str | None:
-    left = SEPARATOR.split(SPACING.sub(" ", left))[-1].strip()
-    right = SPACING.sub(" ", right)
-    while opening := OPENING.search(left):
-        left = left[: opening.start()].rstrip()
-        right = re.sub(r"^\s*\}", "", right)
-    stop = re.search(r"\\\\|&|\\(?:Rightarrow|implies|end|qquad|quad)(?![A-Za-z])|[;→⇒]", right)
-    right = (right[: stop.start()] if stop else right).strip()
-    has_left = bool(left.strip(" ,.")) and ENDS_BEFORE_BOX.search(left) is None
-    has_right = RIGHT_OF_FORMULA.match(right) is not None
-    return _joined(left, span, right) if has_left or has_right else span.text
-
-
-def _in_line(left: str, span: Excerpt, right: str) -> str | None:
-    left = SPACING.sub(" ", left)
-    right = END_OF_TEXT.sub("", SPACING.sub(" ", right))
-    if BULLET_ALONE.fullmatch(left):
-        left = ""
-    while opening := OPENING.search(left):
-        left = left[: opening.start()]
-        right = re.sub(r"^\s*\}", "", right)
-    left = ARROW.sub("", left)
-    plain_left = EMPHASIS.sub("", left)
-    right = (
-        re.sub(r"^(?:\*\*|__|[*_\"')\]](?=\s|$|[.,]))+", "", right) if plain_left != left else right
-    )
-    is_factorial = right.startswith("!") and EXCLAMATION.search(plain_left) is None
-    has_left = LEFT_OF_LINE.search(plain_left) is not None
-    if not (has_left or is_factorial or RIGHT_OF_LINE.match(right)):
+def _in_formula(prefix: str, span: Excerpt, suffix: str) -> str | None:
+    """Return the box with what belongs to it of the formula around it."""
+    prefix = SEPARATOR.split(SPACING.sub(" ", prefix))[-1].strip()
+    suffix = SPACING.sub(" ", suffix)
+    while opening := OPENING.search(prefix):
+        prefix = prefix[: opening.start()].rstrip()
+        suffix = CLOSING_BRACE.sub("", suffix)
+    stop = END_OF_FORMULA.search(suffix)
+    if stop:
+        suffix = suffix[: stop.start()]
+    suffix = suffix.strip()
+    has_prefix = bool(prefix.strip(" ,.")) and ENDS_BEFORE_BOX.search(prefix) is None
+    if not has_prefix and not RIGHT_OF_FORMULA.match(suffix):
         return span.text
-    before = RUN_BEFORE.search(plain_left) if has_left else None
-    behind = re.split(r"\s+(?=[A-Za-z]{2,})(?!" + SCALE + ")|[.,;](?:\\s|$)", right)[0]
-    return _joined(before[0] if before else "", span, behind)
+    return _combined(prefix, span, suffix)
 
 
-def _joined(left: str, span: Excerpt, right: str) -> str | None:
+def _in_line(prefix: str, span: Excerpt, suffix: str) -> str | None:
+    """Return the box with what belongs to it of a line without dollars."""
+    prefix = SPACING.sub(" ", prefix)
+    suffix = END_OF_TEXT.sub("", SPACING.sub(" ", suffix))
+    if BULLET_ALONE.fullmatch(prefix):
+        prefix = ""
+    while opening := OPENING.search(prefix):
+        prefix = prefix[: opening.start()]
+        suffix = CLOSING_BRACE.sub("", suffix)
+    prefix = ARROW.sub("", prefix)
+    plain_prefix = EMPHASIS.sub("", prefix)
+    if plain_prefix != prefix:
+        suffix = CLOSING_EMPHASIS.sub("", suffix)
+    is_factorial = suffix.startswith("!") and EXCLAMATION.search(plain_prefix) is None
+    has_prefix = LEFT_OF_LINE.search(plain_prefix) is not None
+    if not (has_prefix or is_factorial or RIGHT_OF_LINE.match(suffix)):
+        return span.text
+    run = RUN_BEFORE.search(plain_prefix) if has_prefix else None
+    return _combined(run[0] if run else "", span, END_OF_RUN.split(suffix)[0])
+
+
+def _combined(prefix: str, span: Excerpt, suffix: str) -> str | None:
     """Return a formula with the content of its box; None if digits of both touch."""
-    if re.search(r"[\d.]$", left) or re.match(r"\.?\d", right):
+    if re.search(r"[\d.]$", prefix) or re.match(r"\.?\d", suffix):
         return None
-    content = span.text if re.fullmatch(r"[\d.]+|[A-Za-z]", span.text.strip()) else f"({span.text})"
-    return f"{left} {content}{right}"
+    content = span.text
+    if not re.fullmatch(r"[\d.]+|[A-Za-z]", content.strip()):
+        content = f"({content})"
+    return f"{prefix} {content}{suffix}"

@@ -23,6 +23,7 @@ from megarl.tasks.graders.math.evaluation import (
     variable,
 )
 from megarl.tasks.graders.math.formulas import (
+    IMAGINARY,
     TWO_VALUED,
     Apply,
     Formula,
@@ -83,7 +84,9 @@ class Equality:
             if values is None or not values[0] or not values[1]:
                 continue
             ratios.append(self._quotient(*values))
-        if len(ratios) < ENOUGH or (positive and not all(_is_positive(ratio) for ratio in ratios)):
+        if len(ratios) < ENOUGH:
+            return False
+        if positive and not all(map(_is_positive, ratios)):
             return False
         return all(self._close(ratio, ratios[0]) for ratio in ratios[1:])
 
@@ -165,12 +168,7 @@ class Equality:
         """Compare at points of both signs and of very different sizes."""
         stepped = bool((heads(first) | heads(second)) & JUMPING)
         for number, size in enumerate(EXTREMES):
-            signs = [1 if (number >> n) & 1 else -1 for n in range(len(names))]
-            values = [variable(name, number) for name in sorted(names)]
-            point = {
-                name: sign * abs(v) * size
-                for name, sign, v in zip(sorted(names), signs, values, strict=True)
-            }
+            point = _extreme_point(sorted(names), number, size)
             try:
                 if not self._same_values(dict(point), real, first, second):
                     return False
@@ -224,15 +222,23 @@ class Equality:
     def _close(self, a: Numeric, b: Numeric) -> bool:
         if isinstance(a, Fraction) and isinstance(b, Fraction):
             return a == b
-        left = as_real(a)
-        right = as_real(b)
-        return abs(left - right) <= abs(left) * Real(2) ** (-PRECISION // 2)
+        first = as_real(a)
+        second = as_real(b)
+        return abs(first - second) <= abs(first) * Real(2) ** (-PRECISION // 2)
+
+
+def _extreme_point(names: list[str], number: int, size: Fraction) -> dict[str, Fraction]:
+    """Return values of this size. Their signs are the bits of the point's number."""
+    point = {}
+    for place, name in enumerate(names):
+        is_positive = (number >> place) & 1
+        value = abs(variable(name, number)) * size
+        point[name] = value if is_positive else -value
+    return point
 
 
 def _has_imaginary(formula: Formula) -> bool:
-    return any(
-        not isinstance(part, Apply) and getattr(part, "name", "") == "i" for part in parts(formula)
-    )
+    return IMAGINARY in parts(formula)
 
 
 def _is_positive(value: Numeric) -> bool:
@@ -262,9 +268,9 @@ def needs_computing(formula: Formula, equality: Equality) -> bool:
     if symbols(formula):
         return False
     try:
-        return isinstance(equality.constant(formula), Fraction) or _is_nearly_rational(
-            formula, equality
-        )
+        if isinstance(equality.constant(formula), Fraction):
+            return True
+        return _is_nearly_rational(formula, equality)
     except NoValue:
         return True
 
@@ -281,7 +287,7 @@ def _is_rational(formula: Formula) -> bool:
     """Return whether the formula is made of numbers alone by signs and division."""
     if isinstance(formula, Apply):
         return formula.head in ("-", "/") and all(map(_is_rational, formula.arguments))
-    return hasattr(formula, "value")
+    return isinstance(formula, Number)
 
 
 def _is_nearly_rational(formula: Formula, equality: Equality) -> bool:
@@ -302,5 +308,5 @@ def _is_scientific(formula: Apply) -> bool:
     factor, power = formula.arguments
     if not isinstance(power, Apply) or power.head != "^" or not _is_rational(factor):
         return False
-    base = power.arguments[0]
-    return getattr(base, "value", None) == 10 and _is_rational(power.arguments[1])
+    base, exponent = power.arguments
+    return isinstance(base, Number) and base.value == 10 and _is_rational(exponent)

@@ -38,7 +38,9 @@ SMALLEST_EXPONENT = -60
 
 
 class NoValue(Exception):
-    """The formula has no value here: a division by zero, or a number beyond the bounds."""
+    """The formula has no value here: a division by zero, or a number beyond the
+    bounds.
+    """
 
 
 class OutsideDomain(NoValue):
@@ -62,7 +64,9 @@ class Budget:
             raise TooMuchWork
 
     def spend_on(self, bits: int) -> None:
-        """Count an operation on numbers of this size; its time grows with the square."""
+        """Count an operation on numbers of this size, whose square its time grows
+        with.
+        """
         self.spend(1 + (bits >> 10) ** 2 // 4)
 
 
@@ -128,13 +132,13 @@ class Evaluator:
         """
         if isinstance(value, Fraction) or (value and magnitude(value) > -CONTEXT.prec // 4):
             return
-        before = CONTEXT.prec
-        CONTEXT.prec = 2 * before
+        precision = CONTEXT.prec
+        CONTEXT.prec = 2 * precision
         try:
             finer = Evaluator(self.point, self.real, self.budget).value(formula)
         finally:
-            CONTEXT.prec = before
-        if not value or not finer or magnitude(finer) < magnitude(value) - before // 4:
+            CONTEXT.prec = precision
+        if not value or not finer or magnitude(finer) < magnitude(value) - precision // 4:
             raise NoValue("a divisor that cannot be told from 0")
 
     def noted(self, value: Numeric) -> Numeric:
@@ -200,8 +204,12 @@ class Evaluator:
         return are_integers and 0 <= last - first < MOST_TERMS
 
     def _added(self, head: str, name: str, body: Formula, first: int, last: int) -> Numeric:
-        combine = OPERATIONS["+" if head == "sum" else "*"]
-        total: Numeric = Fraction(0 if head == "sum" else 1)
+        if head == "sum":
+            combine = OPERATIONS["+"]
+            total: Numeric = Fraction(0)
+        else:
+            combine = OPERATIONS["*"]
+            total = Fraction(1)
         for n in range(first, last + 1):
             inner = self._at(name, Fraction(n))
             total = combine(self, total, inner.value(body))
@@ -323,7 +331,10 @@ def _exact_root(value: Fraction, degree: int) -> Fraction | None:
 
 
 def _integer_root(value: int, degree: int) -> int | None:
-    root = math.isqrt(value) if degree == 2 else _newton_root(value, degree)
+    if degree == 2:
+        root = math.isqrt(value)
+    else:
+        root = _newton_root(value, degree)
     return root if root**degree == value else None
 
 
@@ -360,8 +371,10 @@ def _root(evaluator: Evaluator, value: Numeric, degree: Numeric) -> Numeric:
         return _power(evaluator, value, _divide(evaluator, Fraction(1), degree))
     if degree % 2 and _is_negative(value):
         return -_root(evaluator, -value, degree)
-    if isinstance(value, Fraction) and (exact := _exact_root(value, int(degree))) is not None:
-        return exact
+    if isinstance(value, Fraction):
+        exact = _exact_root(value, int(degree))
+        if exact is not None:
+            return exact
     if evaluator.real and _is_negative(value):
         raise NoValue("a root of a negative number")
     if degree == 2:
@@ -383,7 +396,8 @@ def _log(evaluator: Evaluator, value: Numeric, base: Numeric | None = None) -> N
     """Return a logarithm. One without a base has an unknown one, the same in all
     formulas.
     """
-    base = Fraction(3989, 1009) if base is None else base
+    if base is None:
+        base = Fraction(3989, 1009)
     return _divide(evaluator, _ln(evaluator, value), _ln(evaluator, base))
 
 
@@ -428,14 +442,14 @@ def _factorial(evaluator: Evaluator, value: Numeric) -> Numeric:
 
 
 def _double_factorial(evaluator: Evaluator, value: Numeric) -> Numeric:
-    number = _whole(value)
+    number = _as_integer(value)
     if not 0 <= number <= 2_000:
         raise NoValue("a factorial beyond the bounds")
     return Fraction(math.prod(range(number, 0, -2)))
 
 
 def _binomial(evaluator: Evaluator, n: Numeric, k: Numeric) -> Numeric:
-    if isinstance(n, Fraction) and isinstance(k, Fraction) and n.denominator == k.denominator == 1:
+    if _is_integer(n) and _is_integer(k):
         if not 0 <= n <= LARGEST_ARGUMENT or not 0 <= k <= n:
             raise NoValue("a binomial coefficient beyond the bounds")
         if n <= LARGEST_EXACT_FACTORIAL:
@@ -444,25 +458,29 @@ def _binomial(evaluator: Evaluator, n: Numeric, k: Numeric) -> Numeric:
     return CONTEXT.binomial(as_real(n), as_real(k))
 
 
-def _whole(value: Numeric) -> int:
+def _is_integer(value: Numeric) -> bool:
+    return isinstance(value, Fraction) and value.denominator == 1
+
+
+def _as_integer(value: Numeric) -> int:
     if not isinstance(value, Fraction) or value.denominator != 1:
         raise NoValue("no integer")
     return value.numerator
 
 
 def _gcd(evaluator: Evaluator, *values: Numeric) -> Numeric:
-    return Fraction(math.gcd(*(_whole(value) for value in values)))
+    return Fraction(math.gcd(*map(_as_integer, values)))
 
 
 def _lcm(evaluator: Evaluator, *values: Numeric) -> Numeric:
-    return Fraction(math.lcm(*(_whole(value) for value in values)))
+    return Fraction(math.lcm(*map(_as_integer, values)))
 
 
 def _mod(evaluator: Evaluator, value: Numeric, modulus: Numeric) -> Numeric:
-    number = _whole(modulus)
+    number = _as_integer(modulus)
     if not number:
         raise NoValue("modulo zero")
-    return Fraction(_whole(value) % number)
+    return Fraction(_as_integer(value) % number)
 
 
 def _floor(evaluator: Evaluator, value: Numeric) -> Numeric:

@@ -3,7 +3,8 @@
     sum       product  + - ± ∓  product …
     product   factor   * / mod, or nothing between  factor …
     factor    atom     with ^ ! % ° behind it
-    atom      number, variable, function with its argument, fraction, root, brackets, bars
+    atom      number, variable, function with its argument, fraction, root, brackets,
+              bars
 
 What stands in brackets may be no formula, but a tuple, a set or a matrix: `structure`
 reads those (reader.py). Each method returns a formula or another answer, having
@@ -38,6 +39,15 @@ MOST_EXPONENT = 10_000
 MOST_POSTFIXES = 4
 MODULO = ("mod", r"\mod", r"\bmod")
 SUMS = {r"\sum": "sum", r"\prod": "prod"}
+CONSTANTS = {r"\pi": PI, r"\infty": INFINITY}
+ENCLOSURES = {
+    r"\lfloor": ("floor", r"\rfloor"),
+    r"\lceil": ("ceil", r"\rceil"),
+    r"\|": ("norm", r"\|"),
+}
+"""Functions written as signs around their argument: the function, and the sign that
+closes it.
+"""
 ATOM_COMMANDS = (
     frozenset(rf"\{name}" for name in names.GREEK_LETTERS)
     | {name for name in names.FUNCTIONS if name.startswith("\\")}
@@ -83,7 +93,9 @@ class FormulaParser(Cursor):
 
     def _signed_product(self) -> Parsed:
         """Read a product, perhaps with a sign of its own: `5 + -3`."""
-        return self._negative(self.product()) if self.accept("-") else self.product()
+        if self.accept("-"):
+            return self._negative(self.product())
+        return self.product()
 
     def _signed(self, read: Callable[[], Parsed], leading: bool = True) -> Parsed:
         """Read what `read` reads, with a sign before it."""
@@ -149,15 +161,12 @@ class FormulaParser(Cursor):
 
     def _signed_factor(self) -> Parsed:
         if self.accept("-"):
-            return Apply("-", (formula_of(self._signed_factor_once()),))
+            return Apply("-", (formula_of(self.factor()),))
         self.accept("+")
         return self.factor()
 
-    def _signed_factor_once(self) -> Parsed:
-        return self.factor()
-
     def _multiplies(self) -> bool:
-        """Return whether a factor follows without a sign. CannotRead if it is a number."""
+        """Return whether a factor follows without a sign. CannotRead for a number."""
         if self.unit_follows() or (self.at("(") and self.peek(1).text in MODULO):
             return False
         token = self.peek()
@@ -391,7 +400,7 @@ class FormulaParser(Cursor):
         return self._word()
 
     def _symbol(self, name: str) -> Parsed:
-        """Read what belongs to a variable's name; its argument if it is a function's."""
+        """Read what belongs to a variable's name; a function's argument, too."""
         if name == "e":
             return E
         if name == "i" and not self.at("_"):
@@ -441,19 +450,11 @@ class FormulaParser(Cursor):
         return tuple(arguments)
 
     def _command(self) -> Parsed:
-        token = self.take()
-        text = token.text
-        name = text.removeprefix("\\")
-        if text == r"\frac":
-            return self._fraction()
-        if text == r"\sqrt":
-            return self._root()
-        if text == r"\binom":
-            return Apply("binom", (self.argument(), self.argument()))
-        if text == r"\pi":
-            return PI
-        if text == r"\infty":
-            return INFINITY
+        text = self.take().text
+        if text in (r"\frac", r"\sqrt", r"\binom"):
+            return self._fraction_or_root(text)
+        if text in CONSTANTS:
+            return CONSTANTS[text]
         if text in names.FUNCTIONS:
             return self._function(names.FUNCTIONS[text])
         if text in names.ACCENTS:
@@ -462,15 +463,20 @@ class FormulaParser(Cursor):
             return Symbol(f"{text} {self._named_points()}")
         if text in SUMS:
             return self._series(SUMS[text])
-        if text in (r"\lfloor", r"\lceil"):
-            head, close = ("floor", r"\rfloor") if text == r"\lfloor" else ("ceil", r"\rceil")
-            return self._enclosed(head, close)
-        if text == r"\|":
-            return self._enclosed("norm", r"\|")
+        if text in ENCLOSURES:
+            return self._enclosed(*ENCLOSURES[text])
+        name = text.removeprefix("\\")
         if name in names.GREEK_LETTERS or name == "ell":
             return self._symbol(name)
         self.position -= 1
         return self.structure()
+
+    def _fraction_or_root(self, command: str) -> Formula:
+        if command == r"\frac":
+            return self._fraction()
+        if command == r"\sqrt":
+            return self._root()
+        return Apply("binom", (self.argument(), self.argument()))
 
     def _fraction(self) -> Formula:
         derivative = self.at("{") and self.peek(1).text in ("d", r"\partial")
@@ -533,8 +539,12 @@ class FormulaParser(Cursor):
         """Read a function's base, power and arguments: `\\log_2 8`, `\\sin^2 2x`,
         `gcd(12, 18)`.
         """
-        base = self._base(name) if name == "log" and self.accept("_") else None
-        power = self._exponent() if self.accept("^") else None
+        base = None
+        if name == "log" and self.accept("_"):
+            base = self._base()
+        power = None
+        if self.accept("^"):
+            power = self._exponent()
         if power == Apply("-", (integer(1),)):
             if name not in names.INVERSES:
                 raise CannotRead("the inverse of a function")
@@ -544,12 +554,17 @@ class FormulaParser(Cursor):
         if base is not None:
             arguments = (*arguments, base)
         value = Apply(name, arguments)
-        return value if power is None else Apply("^", (value, power))
+        if power is None:
+            return value
+        return Apply("^", (value, power))
 
-    def _base(self, name: str) -> Formula:
+    def _base(self) -> Formula:
+        """Read a logarithm's base: all digits of a number that the argument follows."""
         token = self.peek()
-        argument_follows = self.peek(1).text in ("(", "{", "^") or self.peek(1).gap is Gap.BLANK
-        argument_follows = argument_follows or self.peek(1).text in ATOM_COMMANDS
+        following = self.peek(1)
+        argument_follows = following.text in ("(", "{", "^") or following.text in ATOM_COMMANDS
+        if following.gap is Gap.BLANK:
+            argument_follows = True
         is_whole = token.kind is TokenKind.NUMBER and argument_follows
         return self.argument(whole_numbers=is_whole)
 
@@ -622,7 +637,9 @@ def number_of(token: Token) -> Number:
 
 
 def _recurring(text: str) -> Fraction:
-    """Return the value of a decimal with a marked period: `0.1\\overline{6}`, `0.(3)`."""
+    """Return the value of a decimal with a marked period: `0.1\\overline{6}`,
+    `0.(3)`.
+    """
     is_whole, _, decimals = text.partition(".")
     mark = re.search(r"\\[a-z]+|\(", decimals)
     assert mark
@@ -667,11 +684,11 @@ def multiplied(first: Parsed, second: Parsed) -> Parsed:
         return scaled(second, formula_of(first))
     if isinstance(first, Matrix):
         return scaled(first, formula_of(second))
-    left = formula_of(first)
-    right = formula_of(second)
-    if isinstance(left, Apply) and left.head == "*":
-        return Apply("*", (*left.arguments, right))
-    return Apply("*", (left, right))
+    factor = formula_of(first)
+    last_factor = formula_of(second)
+    if isinstance(factor, Apply) and factor.head == "*":
+        return Apply("*", (*factor.arguments, last_factor))
+    return Apply("*", (factor, last_factor))
 
 
 def scaled(matrix: Matrix, factor: Formula) -> Matrix:

@@ -1,4 +1,6 @@
-"""Formulas as trees: numbers, symbols, and operations or functions applied to formulas."""
+"""Formulas as trees: numbers, symbols, and operations or functions applied to
+formulas.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -88,9 +88,9 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class Congruence:
-    """What is congruent to which residues."""
+    """A number that is congruent to residues."""
 
-    left: Formula | None
+    number: Formula | None
     residues: tuple[Formula, ...]
     modulus: Formula
 
@@ -143,7 +143,7 @@ class Numeral:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Parts with colons between them; suffix: `am` or `pm` of a time of day, else ""."""
+    """Parts with colons between them; suffix: `am` or `pm` of a time of day, or ""."""
 
     terms: tuple[Formula, ...]
     suffix: str = ""

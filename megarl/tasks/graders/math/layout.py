@@ -155,7 +155,9 @@ CURRENCY_MARK = re.compile(r"\$(?=\s*\.?\d)")
 
 
 def plain(text: str) -> str:
-    """Return the text with unicode signs as LaTeX, and without what only lays it out."""
+    """Return the text with unicode signs as LaTeX, and without what only lays it
+    out.
+    """
     if not text.isascii():
         text = _without_unicode(text)
     text = TIMES.sub(r" \\times ", text.replace("{:}", ":"))

@@ -1,7 +1,8 @@
 r"""Which part of a text is its answer.
 
     <answer>…</answer>              the last one, and in it what follows
-    \boxed{…}                       the last one; several with hardly a word between them are a list
+    \boxed{…}                       the last one; several with hardly a word between
+                                    them are a list
     Answer: …  #### …               the last answer line
     nothing but a formula           all of it
     … $…$ …                         the last formula in dollars
@@ -19,13 +20,12 @@ from enum import Enum
 
 from megarl.tasks.graders.math import names
 from megarl.tasks.graders.math.boxes import (
-    BETWEEN,
     DOLLARS,
-    JOINED,
     OPENED,
     Excerpt,
     boxed,
     has_closed_box,
+    last_list,
 )
 from megarl.tasks.graders.math.layout import UNICODE, without_emphasis
 
@@ -41,14 +41,14 @@ class AnswerPlace(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A text that states the answer; before, behind: what else stands in its sentence,
-    in prose.
+    """A text that states the answer. preceding, following: what else stands in its
+    sentence, in prose.
     """
 
     text: str
     place: AnswerPlace
-    before: str = ""
-    behind: str = ""
+    preceding: str = ""
+    following: str = ""
 
 
 LONGEST_LINE = 2_000
@@ -96,6 +96,8 @@ SUPPOSED = re.compile(
 DENIED = re.compile(
     r"(?i)\W*(?:is|are)\s+(?:not|excluded|wrong|impossible|incorrect|rejected)\b|.*\?\s*$"
 )
+OPENING_BRACKET = re.compile(r"[({\[]")
+CLOSING_BRACKET = re.compile(r"[)}\]]")
 ENUMERATED = re.compile(r"(?:\d+[.)]\s*(?:[A-Za-z]\s+)?){2,}")
 RESTATED = re.compile(r",?\s{0,2}\(?i\.e\.[^.;!?]*")
 FOREIGN = re.compile("([\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+)")
@@ -151,8 +153,8 @@ def answer_line(text: str) -> str | None:
     if match is None:
         letter = _last(LETTER_IS_CORRECT, text)
         return letter[1] if letter else None
-    following = text[match.end() :].lstrip(" \t\n:*_")
-    return without_emphasis(following[:LONGEST_LINE]).strip(" *_`").rstrip(" .*_`")
+    line = text[match.end() :].lstrip(" \t\n:*_")
+    return without_emphasis(line[:LONGEST_LINE]).strip(" *_`").rstrip(" .*_`")
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -171,7 +173,8 @@ def _readings_of_line(line: str) -> Iterator[Passage]:
     yield Passage(without_emphasis(paragraph), AnswerPlace.LINE)
     for text in dict.fromkeys((first_line, sentence, clause)):
         tail = first_line[len(text) :]
-        if approximation := APPROXIMATION.match(tail):
+        approximation = APPROXIMATION.match(tail)
+        if approximation:
             text = f"{text} \\approx {approximation[1]}"
         elif OFFERS_ANOTHER.search(tail):
             return
@@ -192,15 +195,19 @@ def _values(text: str) -> Iterator[Passage]:
     formula.
     """
     formulas = [_span(match) for match in DOLLARS.finditer(text)]
-    in_words = RESTATED.sub("", text)
-    passage = _last_in_dollars(text, formulas) if formulas else _last_in_words(in_words)
-    if passage is not None and not ENUMERATED.fullmatch(text.strip()) and not _is_doubtful(passage):
-        yield passage
+    if formulas:
+        passage = _last_in_dollars(text, formulas)
+    else:
+        passage = _last_in_words(RESTATED.sub("", text))
+    if passage is None or ENUMERATED.fullmatch(text.strip()) or _is_doubtful(passage):
+        return
+    yield passage
 
 
 def _is_doubtful(passage: Passage) -> bool:
     """Return whether the sentence asks, supposes or denies rather than states."""
-    return SUPPOSED.search(passage.before) is not None or DENIED.match(passage.behind) is not None
+    is_supposed = SUPPOSED.search(passage.preceding) is not None
+    return is_supposed or DENIED.match(passage.following) is not None
 
 
 def _span(match: re.Match[str]) -> Excerpt:
@@ -209,66 +216,85 @@ def _span(match: re.Match[str]) -> Excerpt:
 
 
 def _last_in_dollars(text: str, formulas: list[Excerpt]) -> Passage | None:
-    listed = [formulas[-1]]
-    for span in reversed(formulas[:-1]):
-        between = BETWEEN.sub("", text[span.end : listed[0].begin])
-        if not between or not JOINED.fullmatch(between):
-            break
-        listed.insert(0, span)
-    if not _may_stand(text[: listed[0].begin].split(), text[listed[-1].end :].split()):
+    listed = last_list(text, formulas, may_touch=False)
+    prefix = text[: listed[0].start]
+    suffix = text[listed[-1].end :]
+    if not _may_stand(prefix.split(), suffix.split()):
         return None
-    before = _sentence_before(text[: listed[0].begin])
-    behind = _sentence_behind(text[listed[-1].end :])
-    return Passage(", ".join(span.text for span in listed), AnswerPlace.PROSE, before, behind)
+    return Passage(
+        ", ".join(span.text for span in listed),
+        AnswerPlace.PROSE,
+        _sentence_before(prefix),
+        _sentence_behind(suffix),
+    )
 
 
-def _may_stand(before: list[str], behind: list[str]) -> bool:
+def _may_stand(prefix: list[str], suffix: list[str]) -> bool:
     """Return whether the words around a value leave it as it is: not `at least 5`, not
     `5 million`.
     """
-    words = [word.strip("*_(,.;:\"'").lower() for word in before[-4:]]
+    return _may_follow(prefix) and _may_precede(suffix)
+
+
+def _may_follow(prefix: list[str]) -> bool:
+    """Return whether a value may stand behind these words."""
+    words = [word.strip("*_(,.;:\"'").lower() for word in prefix[-4:]]
     last = words[-1] if words else ""
     if last in names.BEFORE or names.NEGATIONS & set(words[-3:]):
         return False
     if last == "of" and words[-2:-1] and words[-2] not in names.TOTALS:
         return False
-    if last == "to" and "from" in words:
-        return False
-    following = [word.strip(".,;:!?*_)\"'").lower() for word in behind[:3]]
-    if not following:
+    return last != "to" or "from" not in words
+
+
+def _may_precede(suffix: list[str]) -> bool:
+    """Return whether a value may stand before these words."""
+    words = [word.strip(".,;:!?*_)\"'").lower() for word in suffix[:3]]
+    if not words:
         return True
-    considered = following if following[0] == "and" else following[:1]
-    return not names.AFTER & {*considered, behind[0][0], "of" if following[0] == "of" else ""}
+    considered = {words[0], suffix[0][0]}
+    if words[0] == "and":
+        considered.update(words)
+    return not names.AFTER & considered
 
 
 def _last_in_words(text: str) -> Passage | None:
     """Return the last run of words that belong to a formula."""
     words = _words(FOREIGN.sub(r" \1 ", text))
+    run = _last_run(words)
+    if run is None:
+        return None
+    start = run.start
+    end = run.stop
+    while start < end and (_is_joint(words[start]) or words[start] == "*"):
+        start += 1
+    while end > start and _is_joint(words[end - 1]):
+        end -= 1
+    if not _may_stand(words[:start], words[end:]):
+        return None
+    last_word = words[end - 1]
+    following = ""
+    if not re.search(r"[.!?]\*{0,2}$", last_word):
+        following = _sentence_behind(" ".join(words[end:]))
+    elif "?" in last_word:
+        following = "?"
+    value = " ".join(words[start:end]).strip(" ,;:?*_\"'").rstrip(" .,;:?*_")
+    return Passage(value, AnswerPlace.PROSE, _sentence_before(" ".join(words[:start])), following)
+
+
+def _last_run(words: list[str]) -> range | None:
+    """Return the places of the last words side by side of which one shows that they are
+    a formula.
+    """
     end = len(words)
     while end:
-        begin = end
-        while begin and _continues(words, begin, end):
-            begin -= 1
-        if any(is_strong(word) for word in words[begin:end]):
-            break
-        end = min(begin, end - 1)
-    else:
-        return None
-    while begin < end and (_is_joint(words[begin]) or words[begin] == "*"):
-        begin += 1
-    while end > begin and _is_joint(words[end - 1]):
-        end -= 1
-    if not _may_stand(words[:begin], words[end:]):
-        return None
-    chunk = " ".join(words[begin:end])
-    before = _sentence_before(" ".join(words[:begin]))
-    last_word = words[end - 1]
-    behind = ""
-    if not re.search(r"[.!?]\*{0,2}$", last_word):
-        behind = _sentence_behind(" ".join(words[end:]))
-    elif "?" in last_word:
-        behind = "?"
-    return Passage(chunk.strip(" ,;:?*_\"'").rstrip(" .,;:?*_"), AnswerPlace.PROSE, before, behind)
+        start = end
+        while start and _continues(words, start, end):
+            start -= 1
+        if any(is_strong(word) for word in words[start:end]):
+            return range(start, end)
+        end = min(start, end - 1)
+    return None
 
 
 def _sentence_before(text: str) -> str:
@@ -294,19 +320,21 @@ def _words(text: str) -> list[str]:
         else:
             words.append(word)
             depth = 0
-        depth += sum(word.count(mark) for mark in "({[") - sum(word.count(mark) for mark in ")}]")
+        depth += len(OPENING_BRACKET.findall(word)) - len(CLOSING_BRACKET.findall(word))
         if len(words[-1]) > LONGEST_LINE:
             depth = 0
     return words
 
 
-def _continues(words: list[str], begin: int, end: int) -> bool:
-    """Return whether the word before `begin` belongs to the run of words up to `end`."""
-    word = words[begin - 1]
-    if begin < end and re.search(r"[.;:!?]\*{0,2}$", word):
+def _continues(words: list[str], start: int, end: int) -> bool:
+    """Return whether the word before `start` belongs to the run of words up to
+    `end`.
+    """
+    word = words[start - 1]
+    if start < end and re.search(r"[.;:!?]\*{0,2}$", word):
         return False
     if _is_joint(word):
-        return begin < end and begin > 1 and is_formula_word(words[begin - 2])
+        return start < end and start > 1 and is_formula_word(words[start - 2])
     return is_formula_word(word)
 
 
@@ -350,5 +378,6 @@ def is_strong(word: str) -> bool:
 
 def _is_name(letters: str) -> bool:
     lower = letters.lower()
-    is_known = letters in names.FUNCTIONS or lower in names.UNITS or letters == "pi"
-    return is_known or (len(letters) < 3 and lower not in {"st", "nd", "rd", "th"})
+    if letters in names.FUNCTIONS or lower in names.UNITS or letters == "pi":
+        return True
+    return len(letters) < 3 and lower not in {"st", "nd", "rd", "th"}

@@ -1,6 +1,7 @@
 """What the question says about its answers.
 
-repeated     a formula of the question is no answer, unless it is the expected one: 2x + 3 = 13
+repeated     a formula of the question is no answer, unless it is the expected one:
+             2x + 3 = 13
 computed     "What is 30 + 27?" takes a value alone, not 20 + 37
 form         "Write 0.75 as a fraction" does not take 0.75
 options      of "(A) 10 (B) 12" the answer "(A) 12" has the wrong letter
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megarl.tasks.graders.math import names
+from megarl.tasks.graders.math.answers import formulas_in, named, relations_in
 from megarl.tasks.graders.math.boxes import DOLLARS
-from megarl.tasks.graders.math.compare import equal, named, relations_in
+from megarl.tasks.graders.math.compare import equal
 from megarl.tasks.graders.math.equality import Equality
 from megarl.tasks.graders.math.evaluation import Budget, TooMuchWork
 from megarl.tasks.graders.math.formulas import Apply, Formula, integer, symbols
@@ -33,7 +35,7 @@ from megarl.tasks.graders.math.locate import OPERATORS, AnswerPlace, Passage, is
 from megarl.tasks.graders.math.readings import TextReading, reading
 from megarl.tasks.graders.math.realsets import ORDERS
 from megarl.tasks.graders.math.tokens import CannotRead, spelled
-from megarl.tasks.graders.math.values import all_values, canonical, formulas_in, has_steps_left
+from megarl.tasks.graders.math.values import all_values, canonical, has_steps_left
 
 LONGEST_PROMPT = 20_000
 MOST_FORMULAS = 100
@@ -84,8 +86,8 @@ class PromptReading:
     """What is read in a prompt once for all its answers.
 
     spelling: its tokens as one text; statements: its formulas in canonical form;
-    constants: what it
-    has to compute; options: letter ─► what it stands for; unit: the unit asked for, "" for none.
+    constants: what it has to compute; options: letter ─► what it stands for; unit: the
+    unit asked for, "" for none.
     """
 
     text: str
@@ -97,7 +99,7 @@ class PromptReading:
 
     def contains(self, spelling: tuple[str, ...] | None) -> bool:
         """Return whether a text stands in the prompt, layout aside."""
-        return spelling is not None and _joined(spelling) in self.spelling
+        return spelling is not None and _as_one_text(spelling) in self.spelling
 
 
 @lru_cache(maxsize=64)
@@ -176,11 +178,9 @@ def _is_plain(answer: MathAnswer) -> bool:
 
 
 def _is_letter(side: MathAnswer) -> bool:
-    return (
-        isinstance(side, Expression)
-        and len(symbols(side.formula)) == 1
-        and not hasattr(side.formula, "head")
-    )
+    if not isinstance(side, Expression) or len(symbols(side.formula)) != 1:
+        return False
+    return not isinstance(side.formula, Apply)
 
 
 def _is_computed(question: PromptReading, gold: MathAnswer, answer: MathAnswer) -> bool:
@@ -196,7 +196,7 @@ def _is_computed(question: PromptReading, gold: MathAnswer, answer: MathAnswer) 
         return True
     if len(question.text) <= SHORT_PROMPT and COMPUTATION_IN_WORDS.search(question.text):
         return False
-    return not (isinstance(value, Expression) and _computes(question, value.formula))
+    return not isinstance(value, Expression) or not _computes(question, value.formula)
 
 
 def _computes(question: PromptReading, value: Formula) -> bool:
@@ -234,15 +234,12 @@ def _has_unit_asked(question: PromptReading, gold: MathAnswer, answer: MathAnswe
     if gold.unit or not answer.unit:
         return True
     if answer.unit == "percent" and not PERCENT.search(question.text):
-        return question.unit == "" and _same(gold.formula, _hundredth(answer.formula))
+        hundredth = Apply("/", (answer.formula, integer(100)))
+        return question.unit == "" and _same(gold.formula, hundredth)
     parts = set(answer.unit.split())
     if question.unit.partition("^")[0] in MEASURES:
-        return question.unit in parts or {question.unit, answer.unit} in ({"degree", "celsius"},)
+        return question.unit in parts or {question.unit, answer.unit} == {"degree", "celsius"}
     return not question.unit or not parts & MEASURES
-
-
-def _hundredth(formula: Formula) -> Formula:
-    return Apply("/", (formula, integer(100)))
 
 
 def _is_of_kind_asked(question: PromptReading, answer: MathAnswer) -> bool:
@@ -252,15 +249,19 @@ def _is_of_kind_asked(question: PromptReading, answer: MathAnswer) -> bool:
     asks_for_point = POINT.search(question.text) is not None
     asks_for_interval = INTERVAL.search(question.text) is not None
     relations = list(relations_in(answer))
-    has_order = any(set(relation.signs) & ORDERS for relation in relations)
-    if asks_for_point and not asks_for_interval and (has_order or isinstance(answer, RealInterval)):
-        return False
-    names_a_tuple = any(isinstance(relation.sides[0], Listing) for relation in relations)
-    if asks_for_interval and not asks_for_point and names_a_tuple:
-        return False
+    if asks_for_point and not asks_for_interval:
+        has_order = any(set(relation.signs) & ORDERS for relation in relations)
+        if has_order or isinstance(answer, RealInterval):
+            return False
+    if asks_for_interval and not asks_for_point:
+        if any(isinstance(relation.sides[0], Listing) for relation in relations):
+            return False
     letter = ASKED_LETTER.search(question.text)
     name = named(answer).name
-    return not (letter and name and len(name) == 1 and name.islower() and name != letter[1])
+    if letter is None or name is None:
+        return True
+    is_letter = len(name) == 1 and name.islower()
+    return not is_letter or name == letter[1]
 
 
 def is_believed(prompt: str, candidate: TextReading, passage: Passage) -> bool:
@@ -272,7 +273,7 @@ def is_believed(prompt: str, candidate: TextReading, passage: Passage) -> bool:
     question = question_in(prompt)
     if not question.contains(candidate.spelling):
         return True
-    return CUE.search(passage.before) is not None or "=" in passage.text
+    return CUE.search(passage.preceding) is not None or "=" in passage.text
 
 
 def _formulas_of(text: str) -> Iterator[MathAnswer]:
@@ -282,7 +283,9 @@ def _formulas_of(text: str) -> Iterator[MathAnswer]:
     texts += _runs(text)
     for formula_text in list(dict.fromkeys(texts))[-MOST_FORMULAS:]:
         trimmed = formula_text.strip(" .=?,:;\n")
-        answer = reading(trimmed).answer if len(trimmed) > 1 else None
+        if len(trimmed) < 2:
+            continue
+        answer = reading(trimmed).answer
         if answer is not None:
             yield from _with_parts(answer)
 
@@ -315,11 +318,9 @@ def _constants_of(answers: list[MathAnswer]) -> Iterator[Formula]:
     values.
     """
     for answer in answers:
-        if (
-            isinstance(answer, Expression)
-            and not symbols(answer.formula)
-            and not all_values(answer)
-        ):
+        if not isinstance(answer, Expression) or symbols(answer.formula):
+            continue
+        if not all_values(answer):
             yield answer.formula
 
 
@@ -330,10 +331,10 @@ def _spelling_of(text: str) -> str:
             words += spelled(plain(line))
         except CannotRead:
             words.append("\n")
-    return _joined(tuple(words))
+    return _as_one_text(tuple(words))
 
 
-def _joined(spelling: tuple[str, ...]) -> str:
+def _as_one_text(spelling: tuple[str, ...]) -> str:
     return "\0" + "\0".join(word for word in spelling if word not in "{}*") + "\0"
 
 
@@ -360,16 +361,16 @@ def _unit_asked(text: str) -> str:
     """
     if ASKED_PERCENT.search(text):
         return "percent"
-    asked = [
-        (match.start(), _unit_counted(match[1].lower().split()))
-        for match in HOW_MANY.finditer(text)
-    ]
+    units = []  # with their positions
+    for match in HOW_MANY.finditer(text):
+        units.append((match.start(), _unit_counted(match[1].lower().split())))
     for match in IN_UNITS.finditer(text):
         measure = _measure(match[2])
         if measure and (match[2].endswith("s") or len(match[2]) < 3):
             power = SQUARE_OR_CUBIC.get((match[1] or "").strip().lower(), "")
-            asked.append((match.start(), measure + power))
-    return max(asked, default=(0, ""))[1]
+            units.append((match.start(), measure + power))
+    _, unit = max(units, default=(0, ""))
+    return unit
 
 
 def _unit_counted(words: list[str]) -> str:
@@ -377,10 +378,13 @@ def _unit_counted(words: list[str]) -> str:
     that is not clear.
     """
     for number, word in enumerate(words):
-        if measure := _measure(word):
+        measure = _measure(word)
+        if measure:
             if words[number + 1 : number + 2] in (["per"], ["and"]):
                 return ""
-            power = SQUARE_OR_CUBIC.get(words[number - 1], "") if number else ""
+            power = ""
+            if number:
+                power = SQUARE_OR_CUBIC.get(words[number - 1], "")
             return measure + power
         if word in names.NOUNS:
             return COUNT

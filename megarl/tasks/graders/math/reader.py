@@ -64,7 +64,9 @@ LETTERS_OF_CHOICES = frozenset("ABCDEFGHIJ")
 
 @dataclass(frozen=True)
 class QuestionWords:
-    """What the question says about its words. letters: its variables; nouns: its words."""
+    """What the question says about its words. letters: its variables; nouns: its
+    words.
+    """
 
     letters: frozenset[str] = frozenset()
     nouns: frozenset[str] = frozenset()
@@ -80,7 +82,8 @@ def read(text: str, question: QuestionWords = NO_QUESTION) -> MathAnswer:
     tokens = tokens_of(plain(text))
     if len(tokens) == 1:
         raise CannotRead("nothing")
-    if words := only_words(tokens):
+    words = only_words(tokens)
+    if words:
         return words
     parser = AnswerParser(tokens, question)
     answer = parser.answer()
@@ -122,6 +125,10 @@ def _are_variables(letters: str) -> bool:
     return any(set(letters) <= set(run) for run in ("abc", "xyz", "pqr", "mnp", "xyt"))
 
 
+def _is_letter(text: str) -> bool:
+    return len(text) == 1 and text.isalpha()
+
+
 class AnswerParser(UnitParser):
     """Reads answers of all kinds."""
 
@@ -136,7 +143,8 @@ class AnswerParser(UnitParser):
     def answer(self) -> MathAnswer:
         """Read a whole answer: an item or several."""
         self.accept("=")
-        if labelled := self._labelled():
+        labelled = self._labelled()
+        if labelled:
             return labelled
         return self.items()
 
@@ -167,18 +175,23 @@ class AnswerParser(UnitParser):
         comma = False
         while self.accept(*SEPARATORS):
             comma = True
-        word = self.peek().text.lower() if self.peek().kind is not TokenKind.END else ""
+        word = ""
+        if not self.at_end():
+            word = self.peek().text.lower()
         if word in names.AND or word in names.OR:
-            self._joined_by_logic = self._joined_by_logic or self.peek().text.startswith("\\l")
+            if self.peek().text.startswith("\\l"):
+                self._joined_by_logic = True
             self.take()
             while self.accept(r"\quad"):
                 pass
             return Joint.AND if word in names.AND else Joint.OR
         if word in names.FILLERS and self._skip_fillers():
             return Joint.COMMA
-        if comma and self.at_end():
+        if not comma:
+            return None
+        if self.at_end():
             raise CannotRead("nothing behind a comma")
-        return Joint.COMMA if comma else None
+        return Joint.COMMA
 
     def _joint_of_units(self, unit: str) -> Joint:
         if unit not in names.UNITS.values():
@@ -202,24 +215,26 @@ class AnswerParser(UnitParser):
     def _item(self) -> MathAnswer:
         if self.accept(r"\ldots"):
             return Words(("…",))
-        if (membership := self._membership_in_words()) is not None:
+        membership = self._membership_in_words()
+        if membership is not None:
             return membership
         return self._relation()
 
     def _membership_in_words(self) -> MathAnswer | None:
         """Read `k is an integer` or `integer k`, as `k \\in \\mathbb{Z}`."""
-        words = [self.peek(n).text.lower() for n in range(4)]
-        letters = [self.peek(n).text for n in range(4)]
-        if words[0] in ("integer", "integers") and len(letters[1]) == 1 and letters[1].isalpha():
+        texts = [self.peek(n).text for n in range(4)]
+        words = [text.lower() for text in texts]
+        if words[0] in ("integer", "integers") and _is_letter(texts[1]):
             self.position += 2
-            return _integer(letters[1])
-        if len(letters[0]) == 1 and letters[0].isalpha():
-            if words[1:4] == ["is", "an", "integer"]:
-                self.position += 4
-                return _integer(letters[0])
-            if words[1:3] == ["an", "integer"]:
-                self.position += 3
-                return _integer(letters[0])
+            return _integer(texts[1])
+        if not _is_letter(texts[0]):
+            return None
+        if words[1:4] == ["is", "an", "integer"]:
+            self.position += 4
+            return _integer(texts[0])
+        if words[1:3] == ["an", "integer"]:
+            self.position += 3
+            return _integer(texts[0])
         return None
 
     def _labelled(self) -> Labelled | None:
@@ -246,7 +261,8 @@ class AnswerParser(UnitParser):
 
     def _value_of_choice(self) -> MathAnswer:
         remaining = tuple(self.peek(n) for n in range(len(self._tokens) - self.position))
-        if words := only_words(remaining):
+        words = only_words(remaining)
+        if words:
             self.position += len(remaining) - 1
             return words
         return self.items()
@@ -265,14 +281,15 @@ class AnswerParser(UnitParser):
             self.take()
             signs.append(RELATIONS[token.text])
             sides.append(self._side())
-        if modulus := self._modulus():
+        modulus = self._modulus()
+        if modulus:
             if signs:
                 raise CannotRead("a modulus behind a relation")
             residue = _formula_without_unit(sides[0])
             return Congruence(None, (residue,), modulus)
         return Relation(tuple(sides), tuple(signs)) if signs else sides[0]
 
-    def _congruence(self, left: MathAnswer) -> MathAnswer:
+    def _congruence(self, number: MathAnswer) -> MathAnswer:
         """Read `≡ 1, 3 (mod 8)`. In a chain the last residues count."""
         residues: list[Formula] = []
         while self.accept(r"\equiv"):
@@ -283,12 +300,12 @@ class AnswerParser(UnitParser):
             self.accept("or", "and")
             residues.append(formula_of(self.sum()))
             modulus = self._modulus()
-        if modulus is None and isinstance(residues[-1], Apply) and residues[-1].head == "mod":
-            residue, modulus = residues[-1].arguments  # `5 mod 7`
-            residues[-1] = residue
+        last = residues[-1]
+        if modulus is None and isinstance(last, Apply) and last.head == "mod":
+            residues[-1], modulus = last.arguments  # `5 mod 7`
         if modulus is None:
             raise CannotRead("a congruence without a modulus")
-        return Congruence(_formula_without_unit(left), tuple(residues), modulus)
+        return Congruence(_formula_without_unit(number), tuple(residues), modulus)
 
     def _modulus(self) -> Formula | None:
         if self.accept(r"\pmod"):
@@ -311,7 +328,8 @@ class AnswerParser(UnitParser):
     def _operand(self) -> MathAnswer:
         if self.accept("]"):
             return self._french_interval()
-        if (name := self._name_in_words()) is not None:
+        name = self._name_in_words()
+        if name is not None:
             return name
         if self.peek().text in names.NUMBER_SETS and self.peek(1).text == "-":
             return self._set_without()
@@ -332,7 +350,9 @@ class AnswerParser(UnitParser):
         return combined("without", number_set, self._operand())
 
     def _name_in_words(self) -> Expression | None:
-        """Read upright words before a sign of equality as a name: `\\text{Total} = 34`."""
+        """Read upright words before a sign of equality as a name: `\\text{Total} =
+        34`.
+        """
         length = 0
         while self.peek(length).kind is TokenKind.WORD and self.peek(length).upright:
             length += 1
@@ -445,23 +465,22 @@ class AnswerParser(UnitParser):
         inside = self.items()
         if not self.at(")", "]", "["):
             raise CannotRead("a bracket that does not close")
-        closing = self.take().text
-        several = isinstance(inside, Listing) and inside.bracket is Bracket.NONE
-        if not several:
-            if (opening, closing) not in (("(", ")"), ("[", "]")):
+        brackets = opening + self.take().text
+        if not isinstance(inside, Listing) or inside.bracket is not Bracket.NONE:
+            if brackets not in ("()", "[]"):
                 raise CannotRead("brackets that do not match")
             return _grouped(inside)
-        items = inside.items if isinstance(inside, Listing) else ()
-        if isinstance(inside, Listing) and inside.joint is not Joint.COMMA:
+        if inside.joint is not Joint.COMMA:
             raise CannotRead("a word between items in brackets")
-        if (opening, closing) == ("(", ")"):
-            return Listing(items, Bracket.ROUND)
-        if (opening, closing) == ("[", "]"):
-            return Listing(items, Bracket.SQUARE)
-        if len(items) != 2:
+        if brackets == "()":
+            return Listing(inside.items, Bracket.ROUND)
+        if brackets == "[]":
+            return Listing(inside.items, Bracket.SQUARE)
+        if len(inside.items) != 2:
             raise CannotRead("an interval of other than two ends")
-        low, high = (_formula_without_unit(item) for item in items)
-        return RealInterval(low, high, opening == "[", closing == "]")
+        low = _formula_without_unit(inside.items[0])
+        high = _formula_without_unit(inside.items[1])
+        return RealInterval(low, high, brackets[0] == "[", brackets[1] == "]")
 
     def _braced(self) -> Parsed:
         """Read a group in braces; with commas it is a set, as in plain text."""
@@ -476,9 +495,8 @@ class AnswerParser(UnitParser):
             return builder
         for command, head in ((r"\choose", "binom"), (r"\over", "/")):
             if self.accept(command):
-                inside = Expression(
-                    Apply(head, (_formula_without_unit(inside), formula_of(self.sum())))
-                )
+                first = _formula_without_unit(inside)
+                inside = Expression(Apply(head, (first, formula_of(self.sum()))))
         self.expect("}")
         if isinstance(inside, Listing) and inside.bracket is Bracket.NONE:
             return Listing(inside.items, Bracket.SET)
@@ -517,12 +535,12 @@ class AnswerParser(UnitParser):
     def _matrix(self) -> Matrix:
         rows = []
         row = [formula_of(self.sum())]
-        while not self.peek().text.startswith(r"\end{"):
+        while not self._at_end_of_environment():
             if self.accept("&"):
                 row.append(formula_of(self.sum()))
                 continue
             self.expect(r"\\")
-            if self.peek().text.startswith(r"\end{"):
+            if self._at_end_of_environment():
                 break
             rows.append(tuple(row))
             row = [formula_of(self.sum())]
@@ -532,12 +550,15 @@ class AnswerParser(UnitParser):
             raise CannotRead("rows of several lengths")
         return Matrix(tuple(rows))
 
+    def _at_end_of_environment(self) -> bool:
+        return self.peek().text.startswith(r"\end{")
+
     def _system(self) -> MathAnswer:
         """Read the rows of a system, or the pieces of a function."""
         rows: list[MathAnswer | Piece] = []
-        while not self.peek().text.startswith(r"\end{"):
+        while not self._at_end_of_environment():
             rows.append(self._row())
-            if not self.accept(r"\\") and not self.peek().text.startswith(r"\end{"):
+            if not self.accept(r"\\") and not self._at_end_of_environment():
                 raise CannotRead("a row that does not end")
             if len(rows) > MOST_ITEMS:
                 raise CannotRead("too many rows")
@@ -560,7 +581,7 @@ class AnswerParser(UnitParser):
             return Relation((value, self._side()), (sign,))
         while self.accept(",", "&", r"\quad", ";"):
             pass
-        if self.at(r"\\") or self.peek().text.startswith(r"\end{"):
+        if self.at(r"\\") or self._at_end_of_environment():
             return value
         return Piece(value, self._condition())
 
@@ -571,16 +592,19 @@ class AnswerParser(UnitParser):
             self.take()
             self.accept(".", ",")
             return None
-        if (words := self._condition_in_words()) is not None:
+        words = self._condition_in_words()
+        if words is not None:
             return words
         conditions = [self._relation()]
         joint = Joint.COMMA
         while self.at(",", "and", "or", r"\land", r"\lor"):
             word = self.take().text
-            if self.at(r"\\") or self.peek().text.startswith(r"\end{"):
+            if self.at(r"\\") or self._at_end_of_environment():
                 break
-            joint = Joint.OR if word in names.OR else joint
-            joint = Joint.AND if word in names.AND else joint
+            if word in names.OR:
+                joint = Joint.OR
+            elif word in names.AND:
+                joint = Joint.AND
             conditions.append(self._relation())
         self.accept(".", ",", ";")
         if len(conditions) == 1:

@@ -34,6 +34,7 @@ class Stretch:
 
     @property
     def empty(self) -> bool:
+        """Whether no number lies between the ends."""
         if nearly(self.low, self.high):
             return not (self.low_closed and self.high_closed)
         return bool(self.low > self.high)
@@ -59,8 +60,9 @@ def same_stretches(first: Stretches, second: Stretches) -> bool:
     if len(first) != len(second):
         return False
     for a, b in zip(first, second, strict=True):
-        closed = (a.low_closed, a.high_closed) == (b.low_closed, b.high_closed)
-        if not (closed and nearly(a.low, b.low) and nearly(a.high, b.high)):
+        if a.low_closed != b.low_closed or a.high_closed != b.high_closed:
+            return False
+        if not nearly(a.low, b.low) or not nearly(a.high, b.high):
             return False
     return True
 
@@ -68,9 +70,8 @@ def same_stretches(first: Stretches, second: Stretches) -> bool:
 def united(stretches: Stretches) -> Stretches:
     """Return the union in its normal form: sorted, without overlaps."""
     merged: list[Stretch] = []
-    for stretch in sorted(
-        (s for s in stretches if not s.empty), key=lambda s: (s.low, not s.low_closed)
-    ):
+    filled = [stretch for stretch in stretches if not stretch.empty]
+    for stretch in sorted(filled, key=lambda stretch: (stretch.low, not stretch.low_closed)):
         last = merged[-1] if merged else None
         if last is None or not _touch(last, stretch):
             merged.append(stretch)
@@ -142,12 +143,13 @@ class RealSets:
         if isinstance(answer, Relation):
             names = frozenset[str]()
             for side in answer.sides:
-                names |= symbols(side.formula) if isinstance(side, Expression) else frozenset()
-            names -= {"infinity"} | {name for name in names if name.startswith("\\mathbb")}
-            return next(iter(names)) if len(names) == 1 else ""
+                if isinstance(side, Expression):
+                    names |= symbols(side.formula)
+            variables = [name for name in names - {"infinity"} if not name.startswith("\\mathbb")]
+            return variables[0] if len(variables) == 1 else ""
         if isinstance(answer, Listing) and answer.bracket is Bracket.NONE:
-            variables = {self.variable(item) for item in answer.items}
-            return variables.pop() if len(variables) == 1 else ""
+            distinct = {self.variable(item) for item in answer.items}
+            return distinct.pop() if len(distinct) == 1 else ""
         return None
 
     def _interval(
@@ -209,8 +211,10 @@ class RealSets:
         sets = [self.of(item) for item in listing.items]
         result = sets[0]
         for second in sets[1:]:
-            either = listing.joint is Joint.OR
-            result = united((*result, *second)) if either else intersected(result, second)
+            if listing.joint is Joint.OR:
+                result = united((*result, *second))
+            else:
+                result = intersected(result, second)
         return result
 
     def _builder(self, builder: Builder) -> Stretches:
@@ -226,7 +230,9 @@ class RealSets:
         return self.of(builder.condition)
 
     def _solutions(self, relation: Relation) -> Stretches:
-        """Return the numbers that meet a chain of inequalities, linear in one variable."""
+        """Return the numbers that meet a chain of inequalities, linear in one
+        variable.
+        """
         first = relation.sides[0]
         is_symbol = isinstance(first, Expression) and isinstance(first.formula, Symbol)
         if relation.signs == ("in",) and is_symbol:
@@ -235,25 +241,26 @@ class RealSets:
         if not name or not set(relation.signs) <= ORDERS | {"!="}:
             raise NoRealSet
         result: Stretches = EVERYTHING
-        for left, sign, right in zip(
-            relation.sides, relation.signs, relation.sides[1:], strict=False
-        ):
-            result = intersected(result, self._half_line(name, left, sign, right))
+        for place, sign in enumerate(relation.signs):
+            first = relation.sides[place]
+            second = relation.sides[place + 1]
+            result = intersected(result, self._half_line(name, first, sign, second))
         return result
 
-    def _half_line(self, name: str, left: MathAnswer, sign: str, right: MathAnswer) -> Stretches:
-        if not isinstance(left, Expression) or not isinstance(right, Expression):
+    def _half_line(self, name: str, first: MathAnswer, sign: str, second: MathAnswer) -> Stretches:
+        """Return the numbers that meet one inequality."""
+        if not isinstance(first, Expression) or not isinstance(second, Expression):
             raise NoRealSet
-        if left.unit or right.unit:
+        if first.unit or second.unit:
             raise NoRealSet
-        if _is_absolute(right.formula) and not _is_absolute(left.formula):
-            return self._half_line(name, right, SWAPPED[sign], left)
-        if isinstance(left.formula, Apply) and left.formula.head == "abs":
-            return self._within(name, left.formula.arguments[0], sign, right.formula)
-        for formula, direction in ((left.formula, -1), (right.formula, 1)):
+        if _is_absolute(second.formula) and not _is_absolute(first.formula):
+            return self._half_line(name, second, SWAPPED[sign], first)
+        if isinstance(first.formula, Apply) and first.formula.head == "abs":
+            return self._within(name, first.formula.arguments[0], sign, second.formula)
+        for formula, direction in ((first.formula, -1), (second.formula, 1)):
             if formula in (INFINITY, Apply("-", (INFINITY,))):
                 return self._beyond_infinity(formula, direction, sign)
-        difference = Apply("+", (left.formula, Apply("-", (right.formula,))))
+        difference = Apply("+", (first.formula, Apply("-", (second.formula,))))
         slope, at_zero = self._line(name, difference)
         bound = -at_zero / slope
         if sign == "!=":
@@ -288,7 +295,7 @@ class RealSets:
         return EVERYTHING
 
     def _line(self, name: str, formula: Formula) -> tuple[Numeric, Numeric]:
-        """Return slope and value at zero of a linear function. NoRealSet if it is none."""
+        """Return slope and value at zero of a linear function; NoRealSet for others."""
         at = [self._value_at(name, formula, x) for x in (0, 1, 2, -7)]
         slope = at[1] - at[0]
         straight = nearly(at[2] - at[1], slope) and nearly(at[3] - at[0], -7 * slope)

@@ -243,7 +243,9 @@ def _lexemes(text: str) -> Iterator[Token]:
         match = LEXEME.match(text, position)
         if match is None:
             raise CannotRead(f"the character {text[position]!r}")
-        kind = str(match.lastgroup if match.lastgroup != "thin" else "number")
+        kind = str(match.lastgroup)
+        if kind == "thin":
+            kind = "number"
         lexeme = match[0]
         if kind == "number" and depth and "," in lexeme and "{" not in lexeme and "!" not in lexeme:
             lexeme = lexeme[: lexeme.index(",")]  # in brackets a comma separates
@@ -294,7 +296,9 @@ def _token(kind: str, lexeme: str, gap: Gap) -> Token:
 
 
 def _upright(lexemes: Iterator[Token]) -> Iterator[Token]:
-    """Drop layout; mark what stands in `\\text{…}` and its like, and drop those braces."""
+    """Drop layout; mark what stands in `\\text{…}` and its like, and drop those
+    braces.
+    """
     stream = list(lexemes)
     upright: list[int] = []  # the depths of braces whose text is upright
     depth = 0

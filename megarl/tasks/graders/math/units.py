@@ -102,14 +102,12 @@ class UnitParser(FormulaParser):
 
     def _is_time(self, word: str) -> bool:
         """Return whether `min` or `sec` has no argument, so that it is a unit."""
+        if word not in ("min", "sec"):
+            return False
         following = self.peek(1)
-        begins = following.kind in (TokenKind.NUMBER, TokenKind.COMMAND) or following.text in (
-            "(",
-            "{",
-        )
         if following.kind is TokenKind.NUMBER or following.text == r"\quad":
-            begins = self.previous is not None and self.previous.kind is not TokenKind.NUMBER
-        return word in ("min", "sec") and not begins
+            return self.previous is None or self.previous.kind is TokenKind.NUMBER
+        return following.kind is not TokenKind.COMMAND and following.text not in ("(", "{")
 
     def _is_letter_unit(self, token: Token) -> bool:
         """Return whether one letter is a unit: upright, or behind a blank after a
@@ -119,9 +117,9 @@ class UnitParser(FormulaParser):
             return False
         if token.upright:
             return token.text not in ("e", "i")
-        if token.gap is not Gap.BLANK or token.text in self.letters or not self._behind_a_number():
+        if token.gap is not Gap.BLANK or token.text in self.letters:
             return False
-        return self._ends_here(1)
+        return self._behind_a_number() and self._ends_here(1)
 
     def _behind_a_number(self) -> bool:
         """Return whether the token before this one is a number by itself, no exponent
@@ -199,7 +197,8 @@ class UnitParser(FormulaParser):
             return names.LETTER_UNITS.get(token.text) or _no_unit(token)
         lower = token.text.lower()
         for table in (names.UNITS, names.NOUNS):
-            if word := table.get(token.text) or table.get(lower):
+            word = table.get(token.text) or table.get(lower)
+            if word:
                 return word
         if lower in self.nouns:
             return lower.removesuffix("s")
@@ -218,11 +217,8 @@ class UnitParser(FormulaParser):
             braces = self.accept("{")
             negative = self.accept("-")
             token = self.take()
-            if (
-                token.kind is not TokenKind.NUMBER
-                or not token.text.isdigit()
-                or len(token.text) > 1
-            ):
+            is_digit = token.kind is TokenKind.NUMBER and token.text.isdigit()
+            if not is_digit or len(token.text) > 1:
                 raise CannotRead("the power of a unit")
             if braces:
                 self.expect("}")

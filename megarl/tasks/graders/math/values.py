@@ -5,7 +5,7 @@ for equal sums and products.
 from fractions import Fraction
 from typing import Any
 
-from megarl.tasks.graders.math.compare import mapped, named
+from megarl.tasks.graders.math.answers import formulas_in, mapped, named
 from megarl.tasks.graders.math.equality import (
     Equality,
     is_whole_fraction,
@@ -25,25 +25,12 @@ LARGEST_RADICAND = 10**6
 NEUTRAL = {"+": Fraction(0), "*": Fraction(1)}
 
 
-def formulas_in(answer: MathAnswer) -> list[Formula]:
-    """Return all formulas of an answer."""
-    formulas: list[Formula] = []
-
-    def collect(formula: Formula) -> Formula:
-        formulas.append(formula)
-        return formula
-
-    mapped(answer, collect)
-    return formulas
-
-
 def has_steps_left(answer: MathAnswer) -> bool:
     """Return whether a number in the answer has still to be computed."""
     equality = Equality(Budget())
+    formulas = formulas_in(named(answer).value)
     try:
-        return any(
-            needs_computing(formula, equality) for formula in formulas_in(named(answer).value)
-        )
+        return any(needs_computing(formula, equality) for formula in formulas)
     except TooMuchWork:
         return True
 
@@ -59,8 +46,9 @@ def is_value(formula: Formula) -> bool:
     """
     if isinstance(formula, Number | Symbol):
         return not symbols(formula) - {"infinity"}
+    arguments = formula.arguments
     if formula.head in ("-", "%", "degree", "plus-minus", "minus-plus"):
-        return all(map(is_value, formula.arguments))
+        return all(map(is_value, arguments))
     if formula.head == "/":
         return _is_fraction(formula)
     if formula.head == "+":
@@ -68,14 +56,10 @@ def is_value(formula: Formula) -> bool:
     if formula.head == "*":
         return _is_product(formula)
     if formula.head == "^":
-        return isinstance(formula.arguments[0], Number | Symbol) and all(
-            map(is_value, formula.arguments)
-        )
+        return isinstance(arguments[0], Number | Symbol) and all(map(is_value, arguments))
     if formula.head in ROOTS:
         return _is_simple_root(formula)
-    return formula.head in OF_NUMBERS and all(
-        isinstance(part, Number) for part in formula.arguments
-    )
+    return formula.head in OF_NUMBERS and all(isinstance(part, Number) for part in arguments)
 
 
 def _is_fraction(formula: Apply) -> bool:
@@ -89,22 +73,26 @@ def _is_sum(formula: Apply) -> bool:
     """Return whether a sum has one rational term at most, and no two like terms."""
     kinds = [_irrational_part(term) for term in formula.arguments]
     logarithms = [kind for kind in kinds if kind.startswith(LOGARITHM)]
-    return (
-        len(set(kinds)) == len(kinds)
-        and len(logarithms) < 2
-        and all(map(is_value, formula.arguments))
-    )
+    if len(set(kinds)) < len(kinds) or len(logarithms) > 1:
+        return False
+    return all(map(is_value, formula.arguments))
 
 
 def _is_product(formula: Apply) -> bool:
-    numbers = [factor for factor in formula.arguments if not _irrational_part(factor)]
-    roots = [
-        factor for factor in formula.arguments if isinstance(factor, Apply) and factor.head in ROOTS
-    ]
-    sums = [
-        factor for factor in formula.arguments if isinstance(factor, Apply) and factor.head == "+"
-    ]
-    return max(len(numbers), len(roots), len(sums)) <= 1 and all(map(is_value, formula.arguments))
+    """Return whether a product has one number, one root and one sum at most."""
+    number_count = 0
+    root_count = 0
+    sum_count = 0
+    for factor in formula.arguments:
+        if not _irrational_part(factor):
+            number_count += 1
+        if isinstance(factor, Apply) and factor.head in ROOTS:
+            root_count += 1
+        if isinstance(factor, Apply) and factor.head == "+":
+            sum_count += 1
+    if max(number_count, root_count, sum_count) > 1:
+        return False
+    return all(map(is_value, formula.arguments))
 
 
 def _irrational_part(term: Formula) -> str:
@@ -121,19 +109,25 @@ def _irrational_part(term: Formula) -> str:
 def _is_simple_root(formula: Apply) -> bool:
     """Return whether no square, or power of the root's degree, can be taken out."""
     radicand = formula.arguments[0]
-    if not isinstance(radicand, Number):
-        return radicand == PI or (
-            isinstance(radicand, Apply) and radicand.head == "+" and is_value(radicand)
-        )
+    if isinstance(radicand, Apply):
+        return radicand.head == "+" and is_value(radicand)
+    if isinstance(radicand, Symbol):
+        return radicand == PI
     if radicand.value.denominator != 1 or not 1 < radicand.value < LARGEST_RADICAND:
         return False
-    degree = 2
-    if formula.head != "sqrt":
-        last = formula.arguments[-1]
-        degree = int(last.value) if formula.head == "root" and isinstance(last, Number) else 3
+    degree = _degree(formula)
     number = radicand.value.numerator
     factors = range(2, round(number ** (1 / max(2, degree))) + 1)
     return all(number % factor**degree for factor in factors)
+
+
+def _degree(root: Apply) -> int:
+    if root.head == "sqrt":
+        return 2
+    last = root.arguments[-1]
+    if root.head == "root" and isinstance(last, Number):
+        return int(last.value)
+    return 3
 
 
 def canonical(answer: MathAnswer) -> Any:
@@ -156,9 +150,11 @@ def _canonical(formula: Formula) -> Formula:
         return Apply(formula.head, arguments)
     flat: list[Formula] = []
     for argument in arguments:
-        is_same = isinstance(argument, Apply) and argument.head == formula.head
-        flat += argument.arguments if is_same and isinstance(argument, Apply) else [argument]
-    kept = [part for part in flat if part != Number(NEUTRAL[formula.head])]
-    if len(kept) == 1:
-        return kept[0]
-    return Apply(formula.head, tuple(sorted(kept, key=repr)))
+        if isinstance(argument, Apply) and argument.head == formula.head:
+            flat += argument.arguments
+        else:
+            flat.append(argument)
+    operands = [part for part in flat if part != Number(NEUTRAL[formula.head])]
+    if len(operands) == 1:
+        return operands[0]
+    return Apply(formula.head, tuple(sorted(operands, key=repr)))

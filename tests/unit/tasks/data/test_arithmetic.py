@@ -17,7 +17,7 @@ from megarl.core.recipe import load
 from megarl.tasks.data import arithmetic, arithmetic_models
 from megarl.tasks.data.arithmetic import columns, trace
 from megarl.tasks.data.arithmetic_models import Exercise
-from megarl.tasks.data.mappings import own
+from megarl.tasks.data.mappings import read_own
 from megarl.tasks.data.prompts import check_disjoint, load_set
 from megarl.tasks.data.survey import survey_of
 
@@ -57,7 +57,7 @@ def test_a_right_trace_is_right_column_by_column(problem, rng):
     assert int(answer) == eval(problem.prompt.rstrip("="))
     assert str(int(answer)) == answer  # written one way: `exact` compares text
     assert false_columns(work) == 0
-    assert len(work.split(";")) == max(len(str(problem.left)), len(str(problem.right)))
+    assert len(work.split(";")) == max(len(str(problem.first)), len(str(problem.second)))
 
 
 @given(problems())
@@ -66,8 +66,8 @@ def test_columns_hold_the_digits_of_the_problem_and_of_the_answer(problem):
     assert answer == eval(problem.prompt.rstrip("="))
     for place, equation in enumerate(equations):
         left, _, right, _, result = EQUATION.fullmatch(equation).groups()
-        assert int(left) % 10 == problem.left // 10**place % 10
-        assert int(right) == problem.right // 10**place % 10
+        assert int(left) % 10 == problem.first // 10**place % 10
+        assert int(right) == problem.second // 10**place % 10
         assert int(result) % 10 == answer // 10**place % 10
 
 
@@ -135,7 +135,12 @@ def test_prompts_are_right_different_and_disjoint(written):
     tokenizer = load_tokenizer(written / "init")
     sets = [
         load_set(
-            survey_of(str(written / name), own), lambda row: row.prompt, tokenizer, 16, "sums", name
+            survey_of(str(written / name), read_own),
+            lambda row: row.prompt,
+            tokenizer,
+            16,
+            "sums",
+            name,
         )[0]
         for name in ("train.jsonl", "heldout.jsonl")
     ]

@@ -25,7 +25,7 @@ def stand_in() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(golds, "READER", "tests.unit.tasks.data.readers:reads")
         patch.setattr(golds, "LIMIT_S", 0.3)
-        patch.setattr(golds, "known", {})
+        patch.setattr(golds, "readability", {})
         yield
 
 

@@ -11,7 +11,7 @@ import pytest
 from megarl.core.base.contracts import last_box
 from megarl.core.recipe import Task
 from megarl.core.recipe.rules import MULTIPLE_CHOICE
-from megarl.tasks.data.mappings import MAPPINGS, PromptRow, UnfitError, mapping_of, own
+from megarl.tasks.data.mappings import MAPPINGS, PromptRow, UnfitError, mapping_of, read_own
 
 HELPED = 'def helper(n):\n    return n + 1\n\n\ndef f(n):\n    """The same as helper."""\n'
 STDIN = [{"input": "1 2\n", "output": "3\n"}]
@@ -259,7 +259,7 @@ def test_columns_of_a_recipe_go_before_the_mapping():
     assert mapping_of("", columns)(missing) == PromptRow("17", "P", "", 0)
     mixed = mapping_of("gsm8k", {"prompt": "text", "answer": "", "difficulty": "", "id": ""})
     assert mixed({"text": "T", "answer": "#### 1"}).prompt == "T"
-    assert mapping_of("", dict.fromkeys(columns, "")) is own
+    assert mapping_of("", dict.fromkeys(columns, "")) is read_own
 
 
 def test_a_prompt_without_an_id_is_named_after_its_text_alone():

@@ -11,7 +11,7 @@ from megarl import cli
 from megarl.lab.inspection import data as data_inspection
 from megarl.lab.inspection.data import kind_of_answer
 from megarl.tasks.data import arithmetic_models
-from megarl.tasks.data.mappings import own
+from megarl.tasks.data.mappings import read_own
 from megarl.tasks.data.prepare import FORMATS
 from megarl.tasks.data.sources import stream
 from megarl.tasks.data.survey import chosen, survey
@@ -64,7 +64,7 @@ def test_what_is_prepared_is_whole_clean_split_and_reported(source, form, capsys
     assert {row["prompt"] for side in sides for row in side} == {
         row["problem"] for row in ROWS[:20]
     }
-    again = [survey(str(out / f"{side}.{form}"), own) for side in ("train", "heldout")]
+    again = [survey(str(out / f"{side}.{form}"), read_own) for side in ("train", "heldout")]
     assert [sum(1 for _ in chosen(one)) for one in again] == [15, 5]
     assert not any(one.left_out.counts for one in again)
     assert {row["difficulty"] for side in sides for row in side} == set(range(1, 9))
@@ -98,7 +98,7 @@ def test_conversations_and_lists_of_answers_are_written_as_they_are_read(tmp_pat
     out = tmp_path / "out"
     assert cli.main(["data", "prepare", str(tmp_path / "x.jsonl"), str(out), "--format", form]) == 0
     first, again = (
-        [row for row, _ in chosen(survey(str(source), own))]
+        [row for row, _ in chosen(survey(str(source), read_own))]
         for source in (tmp_path / "x.jsonl", out / f"train.{form}")
     )
     assert first == again

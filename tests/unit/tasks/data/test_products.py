@@ -37,7 +37,7 @@ def test_a_call_is_answered_as_the_calculator_does(of, rng):
         (call, reply, rest), (_, answer) = read(kind, of, rng)
         expression = call.removeprefix("<think>[").removesuffix("]")
         assert int(reply) == calculated(expression) == eval(expression)
-        assert (int(answer) == of.left * of.right) == right
+        assert (int(answer) == of.first * of.second) == right
         assert (reply == answer) == (kind != "miscopied")
         assert rest.startswith("</think>")
 
@@ -50,9 +50,9 @@ def test_work_by_hand(of, rng):
         assert sum(eval(left) != int(right) for left, right in sides) == false
         assert (answer is None) == (kind == "unclosed")
         if kind == "worked":
-            assert int(answer) == of.left * of.right
+            assert int(answer) == of.first * of.second
         if kind == "slipped":
-            assert int(answer) == sum(int(right) for _, right in sides) != of.left * of.right
+            assert int(answer) == sum(int(right) for _, right in sides) != of.first * of.second
         assert len(TOKENIZER.ids(text)) <= LENGTH.thinking_tokens[0] + 8
 
 

@@ -16,7 +16,7 @@ from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.base.types import int32
 from megarl.core.recipe import from_tree
 from megarl.tasks.data import arithmetic_models
-from megarl.tasks.data.mappings import own
+from megarl.tasks.data.mappings import read_own
 from megarl.tasks.data.prompts import check_disjoint, in_parts, load_set, load_tasks
 from megarl.tasks.data.rows import fingerprint
 from megarl.tasks.data.survey import survey_of
@@ -159,7 +159,7 @@ def test_a_shared_prompt_is_found_whatever_its_id(tmp_path, tokenizer):
     def read(task, key, *rows):
         source = str(write(tmp_path / "p.jsonl", *rows))
         return load_set(
-            survey_of(source, own),
+            survey_of(source, read_own),
             lambda row: row.prompt,
             tokenizer,
             16,
@@ -267,7 +267,7 @@ def test_templates_do_not_hide_a_shared_prompt(tmp_path, tokenizer):
     second = write(tmp_path / "b.jsonl", row("b", "1+1=\n"), row("c", "2+2="))
     sets = [
         load_set(
-            survey_of(str(file), own),
+            survey_of(str(file), read_own),
             lambda row, suffix=suffix: row.prompt.strip() + suffix,
             tokenizer,
             16,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megarl.core.base.errors import MegarlError
 from megarl.tasks.data import survey as under_test
 from megarl.tasks.data.contamination import Overlap
-from megarl.tasks.data.mappings import mapping_of, own
+from megarl.tasks.data.mappings import mapping_of, read_own
 from megarl.tasks.data.survey import chosen, survey
 
 READ = mapping_of("", {"prompt": "q", "answer": "a"})
@@ -68,7 +68,7 @@ def test_latex_that_json_has_eaten_is_left_out(tmp_path):
 def test_what_is_wrong_with_several_rows_is_said_once_and_how_to_say_it(tmp_path):
     rows = [{"question": f"{n}?", "answer": n} for n in range(12)] + [{"prompt": "", "answer": 1}]
     with pytest.raises(MegarlError, match="--column prompt=question") as said:
-        list(chosen(survey(write(tmp_path / "a.jsonl", rows), own)))
+        list(chosen(survey(write(tmp_path / "a.jsonl", rows), read_own)))
     _, first, second = str(said.value).splitlines()
     assert first.endswith("(the same in 2, 3, 4, 5, 6, 7, 8, 9, 10)")
     assert "in a recipe columns: {prompt: question}" in first
@@ -121,7 +121,7 @@ def test_the_first_of_each_prompt_and_id_is_kept(tmp_path_factory, pairs):
     by_id: dict[str, dict[str, str]] = {}
     for row in by_prompt.values():
         by_id.setdefault(row["id"], row)
-    found = survey(write(tmp_path_factory.mktemp("ids") / "a.jsonl", rows), own)
+    found = survey(write(tmp_path_factory.mktemp("ids") / "a.jsonl", rows), read_own)
     assert [row.prompt for row, _ in chosen(found)] == [row["prompt"] for row in by_id.values()]
     assert found.left_out.counts.total() == len(rows) - len(by_id)
 
@@ -177,6 +177,6 @@ def test_what_the_user_says_is_compared_with_evaluation_sets_and_all_messages_wi
         "hello",
     ]
     source = write(tmp_path / "a.jsonl", [{"prompt": row, "answer": "1"} for row in rows])
-    found = survey(source, own, evaluation=Overlap([("test", question)]))
+    found = survey(source, read_own, evaluation=Overlap([("test", question)]))
     assert found.left_out.counts == {under_test.CONTAMINATED: 1, under_test.REPEATED: 1}
     assert len({row.id for row, _ in chosen(found)}) == 3
