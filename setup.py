@@ -48,6 +48,7 @@ setup(
         "psutil",
         "pyarrow",
         "pydantic>=2.10",
+        "pyseccomp",
         "pyyaml",
         "pyzmq",
         "rich",
