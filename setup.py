@@ -64,6 +64,7 @@ setup(
         "gpu": STACK + TRANSFORMER_ENGINE,
         "wandb": ["wandb"],
         "reasoning-gym": ["reasoning-gym==0.1.25"],
+        "lm-eval": ["lm-eval==0.4.13"],
     },
     entry_points={"console_scripts": ["megarl=megarl.cli:main"]},
 )

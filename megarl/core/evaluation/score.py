@@ -4,7 +4,7 @@ eval` use.
     Questions: prompts x samples ─► answer(), on servers that have the weights ─► Answer ─► keep
 
     Sampled     Sampler ─► Grader, Votes     answers are sampled here
-    Choices     multiple_choice.py           choices are only scored
+    Documents   lab/evaluation/harness.py    rows of lm-eval's tasks
 
 Interruption works as in training, with the longest thinking budget even during earlier
 stages of `length.stages`, so that scores of all versions are comparable.
