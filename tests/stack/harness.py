@@ -1,8 +1,10 @@
 """lm-evaluation-harness in a process of its own: `python -m tests.stack.harness FOLDER`
 reads and writes in FOLDER.
 
-model/ (weights and tokenizer), TASK.jsonl ──► its own arc_easy, hellaswag, truthfulqa, nq_open and gsm8k on
-these rows ──► harness.json, local_TASK.yaml: {"results": {task: {metric: value}}, "samples": {task: [what it says of each row, in their order]}}
+model/ (weights and tokenizer), TASK.jsonl
+  ──► its own arc_easy, hellaswag, truthfulqa, nq_open and gsm8k on these rows
+  ──► local_TASK.yaml, harness.json: {"results": {task: {metric: value}},
+                                      "samples": {task: [what it says of each row]}}
 
 Its gsm8k would look for a number, and stop at "Question:"; the tiny model writes none:
 all that it writes is compared.
