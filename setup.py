@@ -48,6 +48,7 @@ setup(
         "psutil",
         "pyarrow",
         "pydantic>=2.10",
+        "pyseccomp",
         "pyyaml",
         "pyzmq",
         "rich",
@@ -63,6 +64,7 @@ setup(
         "gpu": STACK + TRANSFORMER_ENGINE,
         "wandb": ["wandb"],
         "reasoning-gym": ["reasoning-gym==0.1.25"],
+        "lm-eval": ["lm-eval==0.4.13"],
     },
     entry_points={"console_scripts": ["megarl=megarl.cli:main"]},
 )

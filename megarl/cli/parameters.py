@@ -54,7 +54,8 @@ ModelConfig = Annotated[
 
 SUITES = (
     "aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, arc-easy, arc-challenge,"
-    " hellaswag, a suite or task of the run, RUN:TASK (held out of that run), or a YAML file"
+    " hellaswag, a suite or task of the run, RUN:TASK (held out of that run), lm-eval:TASK, or a YAML"
+    " file"
 )
 
 # For studies.

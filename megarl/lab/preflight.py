@@ -168,7 +168,7 @@ def _check_sources(recipe: Recipe) -> None:
     ]
     named += [
         (f"evaluation.suites.{name}.data", suite.data)
-        for name, suite in recipe.evaluation.suites.items()
+        for name, suite in recipe.evaluation.sampled.items()
     ]
     named += [("data.decontaminate", source) for source in recipe.data.decontaminate]
     for key, source in named:

@@ -1,8 +1,10 @@
 """lm-evaluation-harness in a process of its own: `python -m tests.stack.harness FOLDER`
 reads and writes in FOLDER.
 
-model/ (weights and tokenizer), arc.jsonl, hellaswag.jsonl, gsm8k.jsonl ──► its own arc_easy, hellaswag and gsm8k on these
-rows ──► harness.json: {"results": {task: {metric: value}}, "samples": {task: [what it says of each row, in their order]}}
+model/ (weights and tokenizer), TASK.jsonl
+  ──► its own arc_easy, hellaswag, truthfulqa, nq_open and gsm8k on these rows
+  ──► local_TASK.yaml, harness.json: {"results": {task: {metric: value}},
+                                      "samples": {task: [what it says of each row]}}
 
 Its gsm8k would look for a number, and stop at "Question:"; the tiny model writes none:
 all that it writes is compared.
@@ -21,6 +23,9 @@ ITS_TASKS = Path(lm_eval.__file__).parent / "tasks"
 TASKS = {
     "arc": "arc/arc_easy.yaml",
     "hellaswag": "hellaswag/hellaswag.yaml",
+    "mc1": "truthfulqa/truthfulqa_mc1.yaml",
+    "mc2": "truthfulqa/truthfulqa_mc2.yaml",
+    "nq": "nq_open/nq_open.yaml",
     "gsm8k": "gsm8k/gsm8k.yaml",
 }
 GENERATED = 40
@@ -50,6 +55,9 @@ def main(folder: Path) -> None:
                 ],
                 "filter_list": [{"name": "whole", "filter": [{"function": "take_first"}]}],
             }
+        if name == "nq":
+            options = {"until": ["\n", ".", ","], "do_sample": False, "max_gen_toks": GENERATED}
+            changes["generation_kwargs"] = options
         (folder / f"local_{name}.yaml").write_text(yaml.safe_dump(changes))
     found = lm_eval.simple_evaluate(
         model="hf",

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import UNSET
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.evaluation.answers import Answer
-from megarl.lab.evaluation.multiple_choice import ask, load_questions
+from megarl.core.evaluation.metrics import Outcome
+from megarl.lab.evaluation.harness import Model, answered, load_documents, means
 from tests.stack.conftest import POSITIONS, Stack
 from tests.stack.harness import GENERATED
 
@@ -119,6 +121,9 @@ def folder(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tokenizer(model, [*texts, *SUMS])
     write_rows(folder / "arc.jsonl", arc_rows())
     write_rows(folder / "hellaswag.jsonl", hellaswag_rows())
+    for name in ("mc1", "mc2"):
+        write_rows(folder / f"{name}.jsonl", truthful_rows())
+    write_rows(folder / "nq.jsonl", [{"question": q, "answer": ["a", "in"]} for q in SUMS])
     write_rows(folder / "gsm8k.jsonl", gsm8k_rows(stack.models["a"], model))
     environment = os.environ | {
         "HF_HOME": str(folder / "cache"),
@@ -187,6 +192,16 @@ def hellaswag_rows() -> list[dict[str, Any]]:
     ]
 
 
+def truthful_rows() -> list[dict[str, Any]]:
+    """The same questions with one right choice (mc1), and with several (mc2)."""
+    rows = []
+    for _, question, texts, _, _ in ARC:
+        one = {"choices": texts, "labels": [1] + [0] * (len(texts) - 1)}
+        several = {"choices": texts, "labels": [1, 1] + [0] * (len(texts) - 2)}
+        rows.append({"question": question, "mc1_targets": one, "mc2_targets": several})
+    return rows
+
+
 def gsm8k_rows(model: Any, directory: Path) -> list[dict[str, Any]]:
     """To every other question the right answer is what the model says in transformers,
     so that it is right now and then.
@@ -211,13 +226,14 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 async def answers(stack: Stack, folder: Path, name: str, salt: str) -> list[Answer]:
     tokenizer = load_tokenizer(folder / "model")
     async with stack.client() as client:
+        model = Model(client, tokenizer, POSITIONS, salt)
         return [
-            await ask(client, tokenizer, question, name, POSITIONS, salt)
-            for question in load_questions(str(folder / f"{name}.jsonl"), name)[0]
+            answered(document, name, await model.respond(document))
+            for document in load_documents(f"lm-eval:{folder / f'local_{name}.yaml'}")
         ]
 
 
-@pytest.mark.parametrize("name", ["arc", "hellaswag"])
+@pytest.mark.parametrize("name", ["arc", "hellaswag", "mc1", "mc2"])
 async def test_the_same_log_likelihoods_and_accuracies(
     stack: Stack, folder: Path, harness: dict[str, Any], name: str
 ) -> None:
@@ -225,41 +241,40 @@ async def test_the_same_log_likelihoods_and_accuracies(
     does not count.
     """
     for _ in range(2):
-        found = await answers(stack, folder, name, "twice")
-        for answer, sample in zip(found, harness["samples"][name], strict=True):
-            assert [[answer.prompt, " " + choice] for choice in answer.choices] == sample[
-                "arguments"
-            ]
-            theirs = [float(each[0][0]) for each in sample["resps"]]
-            np.testing.assert_allclose(answer.loglikelihoods, theirs, rtol=0, atol=1e-4)
-            right = answer.choices.index(answer.expected)
-            assert answer.correct == bool(sample["acc"])
-            assert (answer.chosen_normalised == right) == bool(sample["acc_norm"])
-        normalised = [
-            answer.chosen_normalised == answer.choices.index(answer.expected) for answer in found
-        ]
-        assert np.mean([answer.correct for answer in found]) == harness["results"][name]["acc,none"]
-        assert np.mean(normalised) == harness["results"][name]["acc_norm,none"]
-    assert any(answer.chosen != answer.chosen_normalised for answer in found), (
-        "rows that tell the two apart"
-    )
-
-
-async def test_the_same_greedy_texts_and_exact_matches(
-    stack: Stack, folder: Path, harness: dict[str, Any]
-) -> None:
-    tokenizer = load_tokenizer(folder / "model")
-    right = []
-    async with stack.client() as client:
-        for sample in harness["samples"]["gsm8k"]:
-            (tokens,) = tokenizer.encode_all([sample["arguments"][0][0]], framed=True)
-            done = await client.generate(
-                tokens, GENERATED, temperature=0.0, stop_token_ids=[tokenizer.end]
+        ours = await answers(stack, folder, name, "twice")
+        for answer, sample in zip(ours, harness["samples"][name], strict=True):
+            assert answer.prompt == sample["arguments"][0][0]
+            assert answer.scores == pytest.approx(
+                {metric: float(sample[metric]) for metric in sample["metrics"]}, abs=1e-4
             )
-            text = tokenizer.decode(done.tokens).removesuffix(END)
-            assert [text] == sample["resps"][0]
-            right.append(text == sample["doc"]["answer"])
-            assert right[-1] == bool(sample["exact_match"])
-    assert np.mean(right) == harness["results"]["gsm8k"]["exact_match,whole"]
-    assert any(right)
-    assert not all(right)
+            if answer.loglikelihoods is not UNSET:
+                theirs = [float(each[0][0]) for each in sample["resps"]]
+                np.testing.assert_allclose(answer.loglikelihoods, theirs, rtol=0, atol=1e-4)
+                continuations = [" " + choice for choice in answer.choices]
+                assert continuations == [arguments[1] for arguments in sample["arguments"]]
+        for metric, mean in means([Outcome.of(answer) for answer in ours]).items():
+            key = f"{metric.removeprefix('lm-eval:')},none"
+            assert mean == pytest.approx(harness["results"][name][key], abs=1e-4)
+    if name == "hellaswag":
+        assert any(answer.chosen != answer.chosen_normalised for answer in ours), (
+            "rows that tell the two apart"
+        )
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "nq"])
+async def test_the_same_greedy_texts_and_exact_matches(
+    stack: Stack, folder: Path, harness: dict[str, Any], name: str
+) -> None:
+    ours = await answers(stack, folder, name, "greedy")
+    for answer, sample in zip(ours, harness["samples"][name], strict=True):
+        assert answer.prompt == sample["arguments"][0][0]
+        assert [answer.completion] == sample["resps"][0]
+        assert answer.correct == bool(sample["exact_match"])
+    right = [answer.correct for answer in ours]
+    (mean,) = (
+        value for key, value in harness["results"][name].items() if key.startswith("exact_match,")
+    )
+    assert np.mean(right) == mean
+    if name == "gsm8k":
+        assert any(right)
+        assert not all(right)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megarl.core.recipe.tree import FP8_MULTIPLE, MULTIPLE_CHOICE, Model, Recipe, Rows
+from megarl.core.recipe.tree import FP8_MULTIPLE, LM_EVAL, Model, Recipe, Rows
 
 GRADERS = ("math", "exact", "code", "reasoning-gym", "format")
 """Built-in graders; others are services and functions."""
@@ -87,9 +87,9 @@ def _prompts(r: Recipe) -> Iterator[str]:
                 " agent"
             )
     for name, task in r.data.tasks.items():
-        if task.mapping in MULTIPLE_CHOICE:
+        if task.train.startswith(LM_EVAL):
             yield (
-                f"data.tasks.{name}.mapping: {task.mapping} is multiple choice, which only"
+                f"data.tasks.{name}.train: {task.train} is a task of lm-eval, which only"
                 " evaluation.suites can have"
             )
     for name, suite in r.evaluation.suites.items():

@@ -19,8 +19,8 @@ of a server's weights (serving.quantization). If tensor-parallel ranks do not ha
 blocks, Transformer Engine gathers their FP8 numbers in bf16, without overlap, and
 rounds them a second time (_start_all_gather_fp8_blockwise).
 """
-MULTIPLE_CHOICE = ("arc", "hellaswag")
-"""Mappings of suites in which given choices are scored and no answers sampled."""
+LM_EVAL = "lm-eval:"
+"""Begins the `data` of suites that are tasks of lm-evaluation-harness."""
 
 
 class Section(BaseModel):
@@ -88,8 +88,6 @@ MappingName = Literal[
     "livecodebench",
     "humaneval",
     "mbpp",
-    "arc",
-    "hellaswag",
 ]
 
 
@@ -99,9 +97,7 @@ class Rows(Section):
     mapping: MappingName = Field(
         "",
         description=(
-            "published set whose columns the rows have; empty: prompt, answer, id, difficulty. arc"
-            " and hellaswag, in suites only, are multiple choice by log-likelihood; of all others"
-            " answers are sampled"
+            "published set whose columns the rows have; empty: prompt, answer, id, difficulty"
         ),
     )
     columns: dict[ColumnName, str] = Field(
@@ -212,7 +208,10 @@ class Suite(Rows):
     """
 
     data: str = Field(
-        description="the set: a file, a pattern of files, a folder, or hub:ORG/NAME:CONFIG:SPLIT"
+        description=(
+            "the set: a file, a pattern of files, a folder, or hub:ORG/NAME:CONFIG:SPLIT; or"
+            " lm-eval:TASK, with that task's own prompts and metrics"
+        )
     )
     prompt: str = Field(
         "{prompt}", description="what the model is asked; {prompt} stands for the row's prompt"
@@ -905,9 +904,7 @@ class Evaluation(Section):
     def sampled(self) -> dict[str, Suite]:
         """Suites whose answers are sampled and graded."""
         return {
-            name: suite
-            for name, suite in self.suites.items()
-            if suite.mapping not in MULTIPLE_CHOICE
+            name: suite for name, suite in self.suites.items() if not suite.data.startswith(LM_EVAL)
         }
 
 

@@ -1,15 +1,17 @@
 """Best of n: what more answers per prompt gain, and what they cost.
 
-    OUT/SUITE/answers.jsonl of one or more models ─► for n = 1, 2, 4, … samples: score of the answer chosen from n,
-    with its interval, against n × mean tokens ─► table, and one picture with a colour for each model; all of
-    them over the prompts that all models have answers to
+    OUT/SUITE/answers.jsonl of one or more models
+      ─► for n = 1, 2, 4, … samples: score of the answer chosen from n, with its
+         interval, against n × mean tokens, over the prompts that all have answers to
+      ─► table, and one picture with a colour for each model
 
 The answer is chosen by an oracle (pass@n, the upper bound for any choice), by majority
 (maj@n), or by a reward if the suite has one (best@n). Where two models' curves reach
 the same height, more training of one is worth as much as more answers of the other.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,25 +48,48 @@ class ScoreCurve(NamedTuple):
 
 
 def curves(name: str, outcomes: Sequence[Outcome]) -> list[ScoreCurve]:
+    """Return a model's curves, one for each way to choose among its answers."""
     prompts = metrics.by_prompt(outcomes)
     count = len(outcomes)
-    mean_tokens = sum(o.tokens for o in outcomes) / count
-    ns = metrics.powers_up_to(min(map(len, prompts)))
+    mean_tokens = sum(outcome.tokens for outcome in outcomes) / count
+    numbers = metrics.powers_up_to(min(map(len, prompts)))
     drawn = []
-    for kind, chosen in metrics.choices(outcomes).items():
-        scores = (
-            metrics.over_prompts([chosen(answers, n) for answers in prompts], count, n) for n in ns
-        )
-        points = [
-            CurvePoint(n, n * mean_tokens, score) for n, score in zip(ns, scores, strict=True)
-        ]
+    for kind, choose in metrics.choices(outcomes).items():
+        points = []
+        for n in numbers:
+            scores = [choose(answers, n) for answers in prompts]
+            points.append(CurvePoint(n, n * mean_tokens, metrics.over_prompts(scores, count, n)))
         drawn.append(ScoreCurve(name, kind, points))
     return drawn
 
 
-def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
+def main(folders: Sequence[Path], suite: str | None, picture: Path | None) -> int:
     """Print a table and draw a picture for each suite; return 0."""
-    places = [place for out in outs for place in _places(out)]
+    places: list[Path] = []
+    for folder in folders:
+        places += _places(folder)
+    console = terminal.console()
+    for name in _suites(places, suite, picture):
+        outcomes = _outcomes(places, name)
+        longest = max(map(len, map(_ids, outcomes.values())))
+        shared = _shared_ids(name, outcomes)
+        drawn = _curves_of_all(outcomes, shared)
+        console.print(table(name, drawn))
+        if longest > len(shared):
+            console.print(
+                f"Over the {len(shared)} prompts that all have answers to; one has {longest}.",
+                highlight=False,
+            )
+        path = picture or folders[0] / f"curve-{name}.png"
+        draw(name, drawn, path)
+        console.print(f"{path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _suites(places: Sequence[Path], suite: str | None, picture: Path | None) -> list[str]:
+    """Return the suites to draw. MegarlError if there are none, or if the picture
+    cannot be drawn.
+    """
     common = sorted(set.intersection(*(set(suites_in(place)) for place in places)))
     if suite is not None and suite not in common:
         raise MegarlError(
@@ -84,73 +109,107 @@ def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
         raise MegarlError(
             f"--picture: {picture}: it is drawn as PNG or SVG; end the name with .png or .svg"
         )
-    console = terminal.console()
-    for name in [suite] if suite else common:
-        answered = {place: metrics.read_outcomes(SuiteDir(place, name).answers) for place in places}
-        for place, outcomes in answered.items():
-            if not outcomes:
-                raise MegarlError(f"{SuiteDir(place, name).answers}: has no answers")
-        asked = [{one.id for one in outcomes} for outcomes in answered.values()]
-        if not (shared := set.intersection(*asked)):
-            raise MegarlError(
-                f"{name}: no prompt has answers in all of them: their sets are different"
-            )
-        models = [
-            f"step {step_of(place)}" if CHECKPOINT.fullmatch(place.name) else place.name
-            for place in answered
-        ]
-        drawn: list[ScoreCurve] = []
-        for model, (place, outcomes) in zip(models, answered.items(), strict=True):
-            unique = model if models.count(model) == 1 else str(place)
-            drawn += curves(unique, [one for one in outcomes if one.id in shared])
-        console.print(table(name, drawn))
-        if (most := max(map(len, asked))) > len(shared):
-            console.print(
-                f"Over the {len(shared)} prompts that all have answers to; one has {most}.",
-                highlight=False,
-            )
-        path = picture or outs[0] / f"curve-{name}.png"
-        draw(name, drawn, path)
-        console.print(f"{path}", highlight=False, soft_wrap=True)
-    return 0
+    if suite:
+        return [suite]
+    return common
 
 
-def _places(out: Path) -> list[Path]:
-    """Return [out], or for a run its evaluations that have ended, in the order of their
-    steps. MegarlError without answers.
+def _outcomes(places: Sequence[Path], suite: str) -> dict[Path, list[Outcome]]:
+    """Return the outcomes of each place. MegarlError if one has none."""
+    outcomes = {}
+    for place in places:
+        file = SuiteDir(place, suite).answers
+        outcomes[place] = metrics.read_outcomes(file)
+        if not outcomes[place]:
+            raise MegarlError(f"{file}: has no answers")
+    return outcomes
+
+
+def _ids(outcomes: Sequence[Outcome]) -> set[str]:
+    return {outcome.id for outcome in outcomes}
+
+
+def _shared_ids(suite: str, outcomes: Mapping[Path, Sequence[Outcome]]) -> set[str]:
+    """Return the prompts that all places have answers to; MegarlError if none."""
+    shared = set.intersection(*map(_ids, outcomes.values()))
+    if not shared:
+        raise MegarlError(
+            f"{suite}: no prompt has answers in all of them: their sets are different"
+        )
+    return shared
+
+
+def _curves_of_all(
+    outcomes: Mapping[Path, Sequence[Outcome]], shared: set[str]
+) -> list[ScoreCurve]:
+    """Return the curves of all places over the shared prompts. A place whose name is
+    not unique is named by its path.
     """
-    of_run = RunDir(out).evaluations
-    ended = (
-        sorted({result.parent.parent for result in of_run.glob("*/*/result.json")})
-        if of_run.is_dir()
-        else [out]
-    )
-    places = [place for place in ended if suites_in(place)]
+    names = {place: _name(place) for place in outcomes}
+    counts = Counter(names.values())
+    drawn: list[ScoreCurve] = []
+    for place, answers in outcomes.items():
+        name = names[place]
+        if counts[name] > 1:
+            name = str(place)
+        drawn += curves(name, [answer for answer in answers if answer.id in shared])
+    return drawn
+
+
+def _name(place: Path) -> str:
+    if CHECKPOINT.fullmatch(place.name):
+        return f"step {step_of(place)}"
+    return place.name
+
+
+def _places(folder: Path) -> list[Path]:
+    """Return [folder], or for a run its evaluations that have ended, in the order of
+    their steps. MegarlError without answers.
+    """
+    candidates = [folder]
+    evaluations = RunDir(folder).evaluations
+    if evaluations.is_dir():
+        results = evaluations.glob("*/*/result.json")
+        candidates = sorted({result.parent.parent for result in results})
+    places = [place for place in candidates if suites_in(place)]
     if not places:
         raise MegarlError(
-            f"{out}: no answers there; give a directory of `megarl eval`, RUN, or"
+            f"{folder}: no answers there; give a directory of `megarl eval`, RUN, or"
             " RUN/evaluations/step-N"
         )
     return places
 
 
 def table(suite: str, drawn: Sequence[ScoreCurve]) -> Table:
-    kinds = [kind for kind in WORDS if any(curve.kind == kind for curve in drawn)]
-    headings = ("n", "tokens a\nprompt", *(WORDS[kind].replace(" (", "\n(") for kind in kinds))
-    columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
-    columns.insert(
-        0, Column("model", overflow="fold")
-    )  # shrinks on a narrow terminal; columns of numbers cannot
-    shown = Table(
+    """Make a table with a row for each model and number of answers."""
+    kinds = _kinds(drawn)
+    labels = [WORDS[kind].replace(" (", "\n(") for kind in kinds]
+    columns = [Column("model", overflow="fold")]  # shrinks on a narrow terminal; numbers cannot
+    for heading in ("n", "tokens a\nprompt", *labels):
+        columns.append(Column(heading, justify="right", no_wrap=True))
+    result = Table(
         *columns, box=None, padding=(0, 1, 0, 0), pad_edge=False, title=suite, title_justify="left"
     )
     for model in dict.fromkeys(curve.model for curve in drawn):
         points = {curve.kind: curve.points for curve in drawn if curve.model == model}
-        for at, point in enumerate(points["pass"]):
-            scores = [points[kind][at].score if kind in points else None for kind in kinds]
-            texts = [f"{s.mean:.3f} [{s.low:.2f}, {s.high:.2f}]" if s else "–" for s in scores]
-            shown.add_row(model if at == 0 else "", str(point.n), f"{point.tokens:,.0f}", *texts)
-    return shown
+        for index, point in enumerate(points["pass"]):
+            texts = [_score(points.get(kind), index) for kind in kinds]
+            label = model if index == 0 else ""
+            result.add_row(label, str(point.n), f"{point.tokens:,.0f}", *texts)
+    return result
+
+
+def _kinds(drawn: Sequence[ScoreCurve]) -> list[str]:
+    """Return the ways of choosing that there are curves of, in the order of WORDS."""
+    existing = {curve.kind for curve in drawn}
+    return [kind for kind in WORDS if kind in existing]
+
+
+def _score(points: Sequence[CurvePoint] | None, index: int) -> str:
+    if points is None:
+        return "–"
+    score = points[index].score
+    return f"{score.mean:.3f} [{score.low:.2f}, {score.high:.2f}]"
 
 
 def draw(suite: str, drawn: Sequence[ScoreCurve], path: Path) -> None:
@@ -164,16 +223,20 @@ def draw(suite: str, drawn: Sequence[ScoreCurve], path: Path) -> None:
     colours = dict(zip(models, colormaps["viridis"](shades), strict=True))
     with drawing((8, 5)) as (figure, (axes,)):
         for model, kind, points in drawn:
-            _, tokens, scores = zip(*points, strict=True)
-            means, lows, highs = zip(*scores, strict=True)
+            tokens = [point.tokens for point in points]
+            means = [point.score.mean for point in points]
+            lows = [point.score.low for point in points]
+            highs = [point.score.high for point in points]
             axes.plot(tokens, means, STYLES[kind], color=colours[model], marker=".")
             axes.fill_between(tokens, lows, highs, color=colours[model], alpha=0.1, lw=0)
         for n, tokens_of_n, score in drawn[-1].points:
-            at = (tokens_of_n, score.mean)
-            axes.annotate(f"n={n}", at, (0, 6), textcoords="offset points", fontsize=7, ha="center")
+            place = (tokens_of_n, score.mean)
+            axes.annotate(
+                f"n={n}", place, (0, 6), textcoords="offset points", fontsize=7, ha="center"
+            )
         for model in models:
             axes.plot([], [], color=colours[model], lw=3, label=model)
-        for kind in [kind for kind in WORDS if any(curve.kind == kind for curve in drawn)]:
+        for kind in _kinds(drawn):
             axes.plot([], [], STYLES[kind], color=GREY, label=WORDS[kind])
         axes.legend()
         logarithmic(axes)

@@ -1,8 +1,11 @@
 """`megarl eval`: asks a model the questions of suites, on servers of its own; writes
 answers and results, and prints a table.
 
-    --model ─► subject.py ─► suites.py: prompts ─► settings.json: do they allow earlier answers to be kept?
-            ─► a checkpoint is exported ─► servers.py ─► score.py, each answer saved at once ─► metrics ─► result.json, table
+    --model ─► subject.py
+            ─► suites.py: prompts
+            ─► settings.json: do they allow earlier answers to be kept?
+            ─► a checkpoint is exported ─► servers.py
+            ─► score.py, each answer saved at once ─► metrics ─► result.json, table
 
 A repeated command asks only the questions without an answer. Ctrl-C leaves only
 complete rows.
@@ -19,8 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from itertools import batched
 from pathlib import Path
+from typing import NamedTuple
 
 import uvloop
 from rich import progress
@@ -37,11 +40,20 @@ from megarl.core.evaluation.answers import Answer, Result, SuiteDir
 from megarl.core.evaluation.metrics import Outcome, read_outcomes, result_of, settings_of
 from megarl.core.evaluation.score import score
 from megarl.core.recipe import Recipe
+from megarl.core.recipe.tree import LM_EVAL
 from megarl.lab.evaluation import suites
+from megarl.lab.evaluation.harness import Documents, means
 from megarl.lab.evaluation.servers import own_servers
 from megarl.lab.evaluation.subject import Subject, recipe_of, subject_of
 from megarl.lab.evaluation.suites import SuiteQuestions
 from megarl.run.process import lock, outlive_screen
+
+
+class LoadedSuite(NamedTuple):
+    """A suite with its earlier answers, and the settings of all its answers."""
+
+    questions: SuiteQuestions
+    settings: Mapping[str, object]
 
 
 def main(
@@ -51,16 +63,40 @@ def main(
     samples: int | None,
     limit: int | None,
     data: str | None,
-    out: Path | None,
+    folder: Path | None,
 ) -> int:
-    """Return 0, or 1 if an answer is void. None: as the suite says; for `out`, a
+    """Return 0, or 1 if an answer is void. None: as the suite says; for `folder`, a
     directory in runs/evaluations.
     """
     outlive_screen()
     console = terminal.console()
     subject = subject_of(model)
-    out = out or Path("runs") / "evaluations" / re.sub(r"[^\w@.-]+", "-", subject.name).strip(".-")
-    given = {"samples": samples, "prompts": limit, "data": json.dumps(data) if data else None}
+    if folder is None:
+        name = re.sub(r"[^\w@.-]+", "-", subject.name).strip(".-")
+        folder = Path("runs") / "evaluations" / name
+    words = _suite_words(suite, data)
+    options = _suite_options(samples, limit, data)
+    recipe, names = recipe_of(subject, words, options, overrides, folder)
+    tokenizer = load_tokenizer(subject.hf)
+    with lock(RunDir(recipe.run.path).path, "megarl eval", "--out"):
+        loaded = [_load(name, subject, recipe, tokenizer, folder, console) for name in names]
+        questions = [suite.questions for suite in loaded]
+        if any(suite.open for suite in questions):
+            _ask(subject, recipe, tokenizer, questions, folder, console)
+        results, void_reasons = _write_results(loaded, subject, folder)
+    console.print(table(results))
+    console.print(f"answers and results: {folder}", highlight=False, soft_wrap=True)
+    advice = never_thinks(results, recipe.length.end_of_thinking)
+    if advice:
+        terminal.say(f"megarl: {advice}", file=sys.stderr)
+    if not void_reasons:
+        return 0
+    terminal.say(f"megarl: {void_answers(void_reasons)}", file=sys.stderr)
+    return 1
+
+
+def _suite_words(suite: str, data: str | None) -> list[str]:
+    """Return the words of --suite."""
     words = [word for word in suite.split(",") if word]
     if not words:
         raise MegarlError("--suite: names no suite")
@@ -68,55 +104,75 @@ def main(
         raise MegarlError(
             "--data: is for one suite; for several, give evaluation.suites.NAME.data=SOURCE"
         )
-    recipe, names = recipe_of(
-        subject, words, [f"{k}={v}" for k, v in given.items() if v is not None], overrides, out
+    return words
+
+
+def _suite_options(samples: int | None, limit: int | None, data: str | None) -> list[str]:
+    """Return the command line's settings of a suite as key=value."""
+    options = []
+    if samples is not None:
+        options.append(f"samples={samples}")
+    if limit is not None:
+        options.append(f"prompts={limit}")
+    if data:
+        options.append(f"data={json.dumps(data)}")
+    return options
+
+
+def _load(
+    name: str,
+    subject: Subject,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    folder: Path,
+    console: Console,
+) -> LoadedSuite:
+    """Load a suite and its earlier answers; say which rows are left out."""
+    rows = recipe.evaluation.suites[name]
+    loaded = suites.load(
+        name, rows, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate
     )
-    tokenizer = load_tokenizer(subject.hf)
-    questions = []
+    for reason, count in loaded.left_out.items():
+        text = f"{name}: {count} of {loaded.rows} rows are not asked: {reason}"
+        console.print(text, style="yellow", highlight=False)
+    settings = {"model": subject.identity, "prompts": loaded.digest} | settings_of(recipe, rows)
+    questions = _with_earlier(loaded.questions, SuiteDir(folder, name), settings)
+    return LoadedSuite(questions, settings)
+
+
+def _write_results(
+    loaded: Sequence[LoadedSuite], subject: Subject, folder: Path
+) -> tuple[list[Result], Counter[str]]:
+    """Write each suite's result; return them, and how often answers are void, by
+    reason.
+    """
     results = []
-    reasons = Counter[str]()
-    with lock(RunDir(recipe.run.path).path, "megarl eval", "--out"):
-        for name in names:
-            rows = recipe.evaluation.suites[name]
-            loaded = suites.load(
-                name, rows, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate
-            )
-            for reason, count in loaded.left_out.items():
-                text = f"{name}: {count} of {loaded.rows} rows are not asked: {reason}"
-                console.print(text, style="yellow", highlight=False)
-            settings = {"model": subject.identity, "prompts": loaded.digest} | settings_of(
-                recipe, rows
-            )
-            questions.append(
-                (_with_earlier(loaded.questions, SuiteDir(out, name), settings), settings)
-            )
-        if any(q.open for q, _ in questions):
-            _ask(subject, recipe, tokenizer, [q for q, _ in questions], out, console)
-        for q, settings in questions:
-            there = asked_now(q, read_outcomes(SuiteDir(out, q.name).answers))
-            reasons.update(outcome.void for outcome in there if outcome.void)
-            results.append(result_of(q.name, subject.name, q.samples, settings, there))
-            SuiteDir(out, q.name).write_result(results[-1])
-    console.print(table(results))
-    console.print(f"answers and results: {out}", highlight=False, soft_wrap=True)
-    if said := never_thinks(results, recipe.length.end_of_thinking):
-        terminal.say(f"megarl: {said}", file=sys.stderr)
-    if reasons:
-        terminal.say(f"megarl: {void_answers(reasons)}", file=sys.stderr)
-    return int(bool(reasons))
+    void_reasons = Counter[str]()
+    for questions, settings in loaded:
+        place = SuiteDir(folder, questions.name)
+        outcomes = asked_now(questions, read_outcomes(place.answers))
+        void_reasons.update(outcome.void for outcome in outcomes if outcome.void)
+        result = result_of(questions.name, subject.name, questions.samples, settings, outcomes)
+        if isinstance(questions, Documents):
+            result.metrics.update(means(outcomes))
+        place.write_result(result)
+        results.append(result)
+    return results, void_reasons
 
 
 def void_answers(reasons: Counter[str]) -> str:
     """Return a sentence on answers that are void, with the most frequent reason."""
-    why, count = reasons.most_common(1)[0]
+    reason, count = reasons.most_common(1)[0]
     many = f"{reasons.total():,} answers could not be generated or judged and count as wrong"
-    return f"{many}; the same command tries them again. The reason of {count:,}: {why}"
+    return f"{many}; the same command tries them again. The reason of {count:,}: {reason}"
 
 
 def asked_now(questions: SuiteQuestions, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the outcomes of these questions; an earlier command may have asked more."""
-    wanted = {prompt.id for prompt in questions.prompts}
-    return [one for one in outcomes if one.id in wanted and one.sample < questions.samples]
+    """Return these questions' outcomes; an earlier command may have asked more."""
+    ids = {prompt.id for prompt in questions.prompts}
+    return [
+        outcome for outcome in outcomes if outcome.id in ids and outcome.sample < questions.samples
+    ]
 
 
 def never_thinks(results: Sequence[Result], end_of_thinking: str) -> str:
@@ -143,8 +199,9 @@ def _with_earlier(
     """
     place.path.mkdir(parents=True, exist_ok=True)
     if place.settings.is_file():
-        before = earlier_settings(place.settings)
-        if changed := [key for key in settings if before.get(key) != settings[key]]:
+        earlier = earlier_settings(place.settings)
+        changed = [key for key in settings if earlier.get(key) != settings[key]]
+        if changed:
             otherwise = (
                 f"made with other settings: {', '.join(changed)} changed (see"
                 f" {place.settings.name})"
@@ -154,9 +211,8 @@ def _with_earlier(
             )
     else:
         write_atomically(place.settings, json.dumps(settings, indent=2).encode() + b"\n")
-    return replace(
-        questions, answered=[one for one in read_outcomes(place.answers) if not one.void]
-    )
+    answered = [outcome for outcome in read_outcomes(place.answers) if not outcome.void]
+    return replace(questions, answered=answered)
 
 
 def earlier_settings(file: Path) -> dict[str, object]:
@@ -179,9 +235,10 @@ def _ask(
     recipe: Recipe,
     tokenizer: Tokenizer,
     questions: Sequence[SuiteQuestions],
-    out: Path,
+    folder: Path,
     console: Console,
 ) -> None:
+    """Ask the open questions on servers that are started for it; save each answer."""
     with ExitStack() as stack:
         if subject.run is not None:
             exported = stack.enter_context(
@@ -189,12 +246,15 @@ def _ask(
             )
             model = recipe.model.model_copy(update={"path": str(exported)})
             recipe = recipe.model_copy(update={"model": model})
-        with console.status(
-            f"starting {recipe.resources.servers} server{'s' * (recipe.resources.servers > 1)}"
-        ):
+        number = recipe.resources.servers
+        noun = "server" if number == 1 else "servers"
+        with console.status(f"starting {number} {noun}"):
             servers = stack.enter_context(own_servers(recipe))
         count = stack.enter_context(counted(questions, console))
-        places = {q.name: stack.enter_context(closing(SuiteDir(out, q.name))) for q in questions}
+        places = {}
+        for suite in questions:
+            place = SuiteDir(folder, suite.name)
+            places[suite.name] = stack.enter_context(closing(place))
 
         def keep(answer: Answer) -> None:
             places[answer.suite].add(answer)
@@ -218,11 +278,11 @@ def _ask(
 
 
 @contextmanager
-def _exported(checkpoint: Path, where: Path) -> Iterator[Path]:
+def _exported(checkpoint: Path, target: Path) -> Iterator[Path]:
     """Yield a temporary Hugging Face directory with the exported checkpoint. Another
     process exports, as that needs torch.
     """
-    shutil.rmtree(where, ignore_errors=True)  # a process that was killed may have left it
+    shutil.rmtree(target, ignore_errors=True)  # a process that was killed may have left it
     command = [
         sys.executable,
         "-m",
@@ -230,14 +290,14 @@ def _exported(checkpoint: Path, where: Path) -> Iterator[Path]:
         "convert",
         "megatron-to-hf",
         str(checkpoint),
-        str(where),
+        str(target),
     ]
     if subprocess.run(command).returncode:
-        raise MegarlError(f"{checkpoint}: could not be exported to {where}; see above")
+        raise MegarlError(f"{checkpoint}: could not be exported to {target}; see above")
     try:
-        yield where
+        yield target
     finally:
-        shutil.rmtree(where, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)
 
 
 LINE_S = 30.0  # seconds between progress lines when the output is not a terminal
@@ -250,27 +310,31 @@ def counted(
     """Show the progress of each suite: answers so far, and the share that is right.
     Yield a function that counts an answer.
     """
-    name = progress.TextColumn("{task.description}", markup=False)
-    share = progress.TextColumn("{task.fields[right]}")
-    counts = (name, progress.BarColumn(), progress.MofNCompleteColumn(), share)
-    times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
+    columns = [
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[right]}"),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+    ]
     live = console.is_terminal
     last = time.monotonic()
-    shown = progress.Progress(*counts, *times, console=console, disable=not live)
-    right = {q.name: sum(one.correct for one in asked_now(q, q.answered)) for q in questions}
+    view = progress.Progress(*columns, console=console, disable=not live)
+    right = {}
     bars = {}
-    for q in questions:
-        total = len(q.prompts) * q.samples
-        shown.add_task(q.name, total=total, completed=total - len(q.open), right="")
-        bars[q.name] = shown.tasks[-1]
+    for suite in questions:
+        right[suite.name] = sum(outcome.correct for outcome in asked_now(suite, suite.answered))
+        total = len(suite.prompts) * suite.samples
+        view.add_task(suite.name, total=total, completed=total - len(suite.open), right="")
+        bars[suite.name] = view.tasks[-1]
 
     def count(answer: Answer) -> None:
         nonlocal last
         bar = bars[answer.suite]
         right[answer.suite] += answer.correct
-        shown.update(
-            bar.id, advance=1, right=f"{right[answer.suite] / (bar.completed + 1):.1%} right"
-        )
+        share = right[answer.suite] / (bar.completed + 1)
+        view.update(bar.id, advance=1, right=f"{share:.1%} right")
         if not live and time.monotonic() - last >= LINE_S:
             last = time.monotonic()
             parts = [
@@ -278,7 +342,7 @@ def counted(
             ]
             console.print(" · ".join(parts), highlight=False, soft_wrap=True)
 
-    with shown:
+    with view:
         yield count
 
 
@@ -298,7 +362,7 @@ def table(results: Sequence[Result]) -> Table:
     """
     columns = [Column("", style="dim", no_wrap=True)]
     columns += [Column(result.suite, justify="right", no_wrap=True) for result in results]
-    shown = Table(
+    rows = Table(
         *columns,
         box=None,
         padding=(0, 2),
@@ -306,37 +370,54 @@ def table(results: Sequence[Result]) -> Table:
         title=results[0].model,
         title_justify="left",
     )
-    shown.add_row(
-        "prompts × answers", *(f"{r.metrics['n_prompts']:.0f} × {r.samples}" for r in results)
-    )
-    kinds = {"mean@k": "pass_rate", "choice by length": "pass_rate_by_length"}
+    sizes = [f"{result.metrics['n_prompts']:.0f} × {result.samples}" for result in results]
+    rows.add_row("prompts × answers", *sizes)
+    for label, metric in _scores(results).items():
+        rows.add_row(label, *(_with_interval(result, metric) for result in results))
+    for label, metric in RATES.items():
+        if any(result.metrics.get(metric) for result in results):
+            rows.add_row(label, *(f"{result.metrics.get(metric, 0.0):.1%}" for result in results))
+    for metric in _harness_metrics(results):
+        rows.add_row(metric, *(_mean(result, metric) for result in results))
+    rows.add_row("tokens: mean, median, 95 %", *map(_lengths, results))
+    rows.add_row("entropy, nats a token", *(_mean(result, "entropy") for result in results))
+    return rows
+
+
+def _scores(results: Sequence[Result]) -> dict[str, str]:
+    """Return the metrics with an interval that a suite has, by their labels."""
+    metrics = {"mean@k": "pass_rate", "choice by length": "pass_rate_by_length"}
+    existing = set[str]().union(*(result.metrics for result in results))
     for kind in ("pass", "maj", "best"):
-        ks = {
-            int(m[1])
-            for r in results
-            for name in r.metrics
-            if (m := re.fullmatch(rf"{kind}@(\d+)", name))
-        }
-        kinds |= {f"{kind}@{k}": f"{kind}@{k}" for k in sorted(ks) if k > 1}
-    for label, name in kinds.items():
-        if any(name in r.metrics for r in results):
-            shown.add_row(label, *(_rate(r, name) for r in results))
-    for label, name in RATES.items():
-        if any(r.metrics.get(name) for r in results):
-            shown.add_row(label, *(f"{r.metrics.get(name, 0.0):.1%}" for r in results))
-    lengths = [
-        r.metrics[f"completion_tokens_{part}"] for r in results for part in ("mean", "p50", "p95")
-    ]
-    texts = (" · ".join(f"{length:,.0f}" for length in three) for three in batched(lengths, 3))
-    shown.add_row("tokens: mean, median, 95 %", *texts)
-    entropies = (f"{r.metrics['entropy']:.3f}" if "entropy" in r.metrics else "–" for r in results)
-    shown.add_row("entropy, nats a token", *entropies)
-    return shown
+        matches = [re.fullmatch(rf"{kind}@(\d+)", name) for name in existing]
+        numbers = sorted(int(match[1]) for match in matches if match)
+        metrics |= {f"{kind}@{k}": f"{kind}@{k}" for k in numbers if k > 1}
+    return {label: metric for label, metric in metrics.items() if metric in existing}
 
 
-def _rate(result: Result, name: str) -> str:
-    if name not in result.metrics:
+def _harness_metrics(results: Sequence[Result]) -> list[str]:
+    """Return the names of lm-eval's metrics, in the order in which suites have them."""
+    names: dict[str, None] = {}
+    for result in results:
+        names |= dict.fromkeys(name for name in result.metrics if name.startswith(LM_EVAL))
+    return list(names)
+
+
+def _with_interval(result: Result, metric: str) -> str:
+    if metric not in result.metrics:
         return "–"
-    low = result.metrics[f"{name}_low"]
-    high = result.metrics[f"{name}_high"]
-    return f"{result.metrics[name]:.3f} [{low:.3f}, {high:.3f}]"
+    low = result.metrics[f"{metric}_low"]
+    high = result.metrics[f"{metric}_high"]
+    return f"{result.metrics[metric]:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _mean(result: Result, metric: str) -> str:
+    if metric not in result.metrics:
+        return "–"
+    return f"{result.metrics[metric]:.3f}"
+
+
+def _lengths(result: Result) -> str:
+    """Return the mean, median and 95 % quantile of a suite's tokens."""
+    values = [result.metrics[f"completion_tokens_{part}"] for part in ("mean", "p50", "p95")]
+    return " · ".join(f"{value:,.0f}" for value in values)

@@ -48,6 +48,7 @@ class OwnServers:
 
     @cached_property
     def clients(self) -> dict[int, ServerClient]:
+        """The servers' clients by id."""
         width = self.recipe.resources.server_tensor_parallel
         keys = (self.endpoints.api_key, self.endpoints.admin_key)
         return {
@@ -57,6 +58,7 @@ class OwnServers:
 
     @cached_property
     def places(self) -> Places:
+        """The places for requests on them."""
         members = Membership([client.address for client in self.clients.values()])
         for n in self.clients:
             members.seen(n)
@@ -85,6 +87,7 @@ class OwnServers:
                 await client.close()
 
     def life(self, server: int) -> int:
+        """Return 0: a server that has ended is not started again."""
         return 0
 
     def server_lost(self, server: int, life: int, reason: str) -> None:
@@ -99,13 +102,17 @@ class OwnServers:
             await asyncio.sleep(WATCH_S)
 
     def check_alive(self) -> None:
+        """Raise MegarlError, with the end of its log, if a server has ended."""
         for n, process in enumerate(self.processes):
-            if (status := process.status()) is not None:
-                log = log_of(RunDir(self.recipe.run.path), Role("server", n))
-                said = "\n  ".join(last_lines(log)) if log is not None else ""
-                raise MegarlError(
-                    f"server {n} has ended with status {status}; the end of {log}:\n  {said}"
-                )
+            status = process.status()
+            if status is None:
+                continue
+            log = log_of(RunDir(self.recipe.run.path), Role("server", n))
+            lines = [] if log is None else last_lines(log)
+            end = "\n  ".join(lines)
+            raise MegarlError(
+                f"server {n} has ended with status {status}; the end of {log}:\n  {end}"
+            )
 
 
 @contextmanager
@@ -170,15 +177,17 @@ def wait_ready(
         start = time.monotonic()
         async with ServerClient(ServerAddress(id=0, url=url), "", "", limit_s) as client:
             while not await client.health():
-                if (code := exit_code()) is not None:
-                    why = f"ended with status {code} before it was ready; its log says why"
-                    raise MegarlError(f"the server for {url} {why}")
-                if time.monotonic() - start > limit_s:
-                    why = (
-                        f"was not ready within {limit_s:g} s; if it only needs more, raise"
-                        " weights.timeout_s"
+                code = exit_code()
+                if code is not None:
+                    raise MegarlError(
+                        f"the server for {url} ended with status {code} before it was ready; its"
+                        " log says why"
                     )
-                    raise MegarlError(f"the server at {url} {why}")
+                if time.monotonic() - start > limit_s:
+                    raise MegarlError(
+                        f"the server at {url} was not ready within {limit_s:g} s; if it only needs"
+                        " more, raise weights.timeout_s"
+                    )
                 await asyncio.sleep(POLL_S)
         return time.monotonic() - start
 

@@ -1,11 +1,13 @@
 """Finds the model that `--model` means, and the recipe with which it is asked.
 
-    DIR         a Hugging Face directory          its own template, its whole context (at most CONTEXT), no interruption;
-                                                  asked about RUN:TASK, the lengths and
-                                                  the end of thinking of that run
-    RUN         the newest checkpoint of a run    lengths, end of thinking and template as in the run's training
-    RUN@STEP    an earlier checkpoint             the same
-    RUN@best    that of the highest score         the same
+    DIR        a Hugging Face directory        its own template, its whole context (at
+                                               most CONTEXT), no interruption; asked
+                                               about RUN:TASK, the lengths and the end
+                                               of thinking of that run
+    RUN        the newest checkpoint of a run  lengths, end of thinking and template as
+                                               in the run's training
+    RUN@STEP   an earlier checkpoint           the same
+    RUN@best   that of the highest score       the same
 
 The user's key=value arguments override all of these settings.
 """
@@ -24,19 +26,20 @@ from megarl.core.base.retention import named_checkpoint, split_name
 from megarl.core.base.rundir import RunDir, complete, step_of
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.recipe import Recipe, from_tree, load, load_suite, shipped_suites
+from megarl.core.recipe.tree import LM_EVAL
 from megarl.run import devices
 from megarl.tasks.data.chat import load_chat, template_source
 
-# most tokens of prompt and completion for a directory: ScaleRL's 14k, and room for the
-# prompt
 CONTEXT = 16_384
-ENDS_OF_THINKING = (
-    "</think>",
-    "<|channel|>final<|message|>",
-)  # of gpt-oss the answer is in its last channel
-# KV tokens of a server without a GPU, which needs a number; at least the longest
-# sequence
+"""Most tokens of prompt and completion for a directory: ScaleRL's 14k, and room for the
+prompt.
+"""
+ENDS_OF_THINKING = ("</think>", "<|channel|>final<|message|>")
+"""Of gpt-oss the answer is in its last channel."""
 KV_TOKENS = 65_536
+"""KV tokens of a server without a GPU, which needs a number; at least the longest
+sequence.
+"""
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -56,135 +59,178 @@ class Subject(NamedTuple):
         """The path of the model, and name, size and time of every file. It is equal as
         long as the model is unchanged.
         """
-        files = sorted(path for path in self.source.rglob("*") if path.is_file())
-        return {
-            "path": str(self.source.resolve()),
-            "files": [
-                [str(f.relative_to(self.source)), f.stat().st_size, f.stat().st_mtime_ns]
-                for f in files
-            ],
-        }
+        files = []
+        for path in sorted(path for path in self.source.rglob("*") if path.is_file()):
+            name = str(path.relative_to(self.source))
+            files.append([name, path.stat().st_size, path.stat().st_mtime_ns])
+        return {"path": str(self.source.resolve()), "files": files}
 
 
 def subject_of(model: str) -> Subject:
     """Return the model that `--model` names. MegarlError if there is none."""
-    path, which = split_name(model)
+    path, checkpoint_name = split_name(model)
     if path.is_dir() and (path / "config.json").is_file():
         open_served_model(path)
         return Subject(str(path), path, path)
     rundir = RunDir(path)
     if not rundir.recipe.is_file():
-        neither = (
-            "neither a Hugging Face directory (config.json) nor a run (recipe.yaml) nor RUN@STEP"
-            " nor RUN@best"
+        problem = (
+            f"{model!r} is neither a Hugging Face directory (config.json) nor a run (recipe.yaml)"
+            " nor RUN@STEP nor RUN@best"
         )
         advice = gguf_advice(path)
-        raise MegarlError(f"--model: {model!r} is {neither}{'; ' if advice else ''}{advice}")
-    if not (there := complete(rundir.checkpoints)):
+        if advice:
+            problem += f"; {advice}"
+        raise MegarlError(f"--model: {problem}")
+    checkpoints = complete(rundir.checkpoints)
+    if not checkpoints:
         raise MegarlError(
             f"--model: {path} has no complete checkpoint yet; there is one every checkpoint.every"
             " steps"
         )
-    chosen = named_checkpoint(path, which) if which else there[-1]
-    return Subject(f"{path}@{step_of(chosen)}", chosen, chosen / "hf", rundir)
+    checkpoint = checkpoints[-1]
+    if checkpoint_name:
+        checkpoint = named_checkpoint(path, checkpoint_name)
+    return Subject(f"{path}@{step_of(checkpoint)}", checkpoint, checkpoint / "hf", rundir)
+
+
+class NamedSuite(NamedTuple):
+    """A suite or task that `--suite` names. keys: its keys in a recipe; owner: the
+    recipe that it is of.
+    """
+
+    name: str
+    keys: dict[str, object]
+    owner: Recipe
 
 
 def recipe_of(
     subject: Subject,
-    suites: Sequence[str],
+    words: Sequence[str],
     options: Sequence[str],
     overrides: Sequence[str],
-    out: Path,
+    folder: Path,
 ) -> tuple[Recipe, list[str]]:
-    """Return the recipe to ask with, and names of the suites asked for. options:
-    overrides of each suite, as `samples=4`.
+    """Return the recipe to ask with, and names of the suites asked for. words: those
+    of --suite. options: overrides of each suite, as `samples=4`.
     """
-    run = subject.run
-    widths = [
-        int(m[1])
-        for o in overrides
-        if (m := re.fullmatch(r"resources\.server_tensor_parallel=(\d+)", o))
+    base = _base_recipe(subject, words, overrides, folder)
+    named = [_suite(word, base) for word in dict.fromkeys(words)]
+    suites = {suite.name: suite.keys for suite in named}
+    if len(suites) < len(named):
+        raise MegarlError(
+            f"--suite: two of {', '.join(words)} have one name; evaluate each with its own --out"
+        )
+    tree = base.model_dump(mode="json")
+    tree["data"]["decontaminate"] = _decontaminate(named, words)
+    template = _template(base, subject.hf)
+    for name, keys in suites.items():
+        if not keys.get("agent"):  # an agent's requests get it, not its prompt
+            suites[name] = template | keys
+    for suite in named:
+        tree["data"]["services"] |= suite.owner.model_dump(mode="json")["data"]["services"]
+    tree["data"]["tasks"] = {}
+    tree["evaluation"]["forecast"] = ""
+    tree["evaluation"]["suites"] = suites
+    suite_overrides = [
+        f"evaluation.suites.{name}.{option}" for name in suites for option in options
     ]
-    widths.append(load(str(run.recipe)).resources.server_tensor_parallel if run else 1)
-    servers = max(1, len(devices.gpus()) // widths[0])  # as many as the GPUs allow
+    return from_tree(tree, [*suite_overrides, *overrides]), list(suites)
+
+
+def _base_recipe(
+    subject: Subject, words: Sequence[str], overrides: Sequence[str], folder: Path
+) -> Recipe:
+    """Return the recipe of the subject's run, or of its directory, with servers of its
+    own.
+    """
     fixed = [
-        f"run.dir={json.dumps(str(out))}",
+        f"run.dir={json.dumps(str(folder))}",
         "run.name=.servers",
         f"model.path={json.dumps(str(subject.hf))}",
         "model.moe.routing_replay=false",
         "resources.colocate=false",  # no learner shares the servers' GPUs, or sends weights
         "weights.transport=disk",
-        f"resources.servers={servers}",
     ]
-    if run:
-        base = load(str(run.recipe), fixed)
-    else:
-        base = from_tree({}, [*fixed, *_of_directory(subject.hf), *_lengths_of_runs(suites)])
-    found = [_suite(word, base) for word in dict.fromkeys(suites)]
-    if len(asked := {name: keys for name, keys, _ in found}) < len(found):
-        raise MegarlError(
-            f"--suite: two of {', '.join(suites)} have one name; evaluate each with its own --out"
-        )
-    tree = base.model_dump(mode="json")
-    against = {
-        owner.data.decontaminate for _, keys, owner in found if keys.get("heldout")
-    }  # decides what is held out
-    if len(against) > 1:
-        what = "have tasks with another data.decontaminate"
-        raise MegarlError(
-            f"--suite: the runs of {', '.join(suites)} {what}; evaluate each with its own --out"
-        )
-    tree["data"]["decontaminate"] = next(iter(against), ())
-    for _, _, owner in found:
-        tree["data"]["services"] |= owner.model_dump(mode="json")["data"]["services"]
-    tree["data"]["tasks"], tree["evaluation"]["forecast"] = {}, ""
-    template = _template(base, subject.hf)  # an agent's requests get it, not its prompt
-    tree["evaluation"]["suites"] = {
-        n: keys if keys.get("agent") else template | keys for n, keys in asked.items()
-    }
-    given = [f"evaluation.suites.{name}.{option}" for name in asked for option in options]
-    return from_tree(tree, [*given, *overrides]), list(asked)
+    width = 1
+    if subject.run:
+        width = load(str(subject.run.recipe)).resources.server_tensor_parallel
+    for override in overrides:
+        match = re.fullmatch(r"resources\.server_tensor_parallel=(\d+)", override)
+        if match:
+            width = int(match[1])
+            break
+    servers = max(1, len(devices.gpus()) // width)  # as many as the GPUs allow
+    fixed.append(f"resources.servers={servers}")
+    if subject.run:
+        return load(str(subject.run.recipe), fixed)
+    return from_tree({}, [*fixed, *_of_directory(subject.hf), *_lengths_of_runs(words)])
 
 
-def _suite(word: str, base: Recipe) -> tuple[str, dict[str, object], Recipe]:
-    """Return a suite's name, its keys and the recipe that it is of. word: a suite or
-    task (held-out prompts) of the run, a shipped suite, YAML, RUN:TASK.
+def _decontaminate(named: Sequence[NamedSuite], words: Sequence[str]) -> Sequence[str]:
+    """Return the data.decontaminate that decides what is held out of tasks. MegarlError
+    if the tasks' runs have several.
+    """
+    settings = {suite.owner.data.decontaminate for suite in named if suite.keys.get("heldout")}
+    if len(settings) > 1:
+        problem = "have tasks with another data.decontaminate"
+        raise MegarlError(
+            f"--suite: the runs of {', '.join(words)} {problem}; evaluate each with its own --out"
+        )
+    return next(iter(settings), ())
+
+
+def _suite(word: str, base: Recipe) -> NamedSuite:
+    """Return the suite that a word names: a suite or task (held-out prompts) of the
+    run, a shipped suite, lm-eval:TASK, YAML, RUN:TASK.
     """
     if word in base.evaluation.suites:
-        return word, base.evaluation.suites[word].model_dump(mode="json"), base
+        return NamedSuite(word, base.evaluation.suites[word].model_dump(mode="json"), base)
     if word in base.data.tasks:
-        return word, _heldout(word, base), base
+        return NamedSuite(word, _heldout(word, base), base)
     if word in shipped_suites():
-        return word, {}, base
+        return NamedSuite(word, {}, base)
+    if word.startswith(LM_EVAL):
+        return NamedSuite(_harness_name(word), {"data": word}, base)
     if word.endswith((".yaml", ".yml")):
         if not Path(word).is_file():
             raise MegarlError(f"--suite: {word!r} is not a file")
-        return Path(word).stem, load_suite(Path(word)), base
-    path, _, task = word.rpartition(":")
-    if path:
-        other = _recipe_of_run(path)
-        if task not in other.data.tasks:
-            raise MegarlError(
-                f"--suite: {path} has no task {task!r}; it has {', '.join(other.data.tasks)}"
-            )
-        return task, _heldout(task, other), other
-    known = [*shipped_suites(), *base.evaluation.suites, *base.data.tasks]
+        return NamedSuite(Path(word).stem, load_suite(Path(word)), base)
+    run, _, task = word.rpartition(":")
+    if run:
+        return _suite_of_run(run, task)
+    names = dict.fromkeys([*shipped_suites(), *base.evaluation.suites, *base.data.tasks])
     raise MegarlError(
-        f"--suite: {word!r} is not one of {', '.join(dict.fromkeys(known))}, nor RUN:TASK or a YAML"
-        " file"
+        f"--suite: {word!r} is not one of {', '.join(names)}, nor RUN:TASK, lm-eval:TASK or a"
+        " YAML file"
     )
+
+
+def _suite_of_run(run: str, task: str) -> NamedSuite:
+    recipe = _recipe_of_run(run)
+    if task not in recipe.data.tasks:
+        raise MegarlError(
+            f"--suite: {run} has no task {task!r}; it has {', '.join(recipe.data.tasks)}"
+        )
+    return NamedSuite(task, _heldout(task, recipe), recipe)
+
+
+def _harness_name(word: str) -> str:
+    """Return a suite's name for a task of lm-eval, or for the YAML file of one."""
+    task = Path(word.removeprefix(LM_EVAL)).stem
+    return re.sub(r"[^A-Za-z0-9_-]", "-", task)
 
 
 def _recipe_of_run(path: str) -> Recipe:
     return load(str(RunDir.opened(Path(path)).recipe))
 
 
-def _lengths_of_runs(suites: Sequence[str]) -> list[str]:
+def _lengths_of_runs(words: Sequence[str]) -> list[str]:
     """Return the lengths of the run whose tasks are asked, as key=value, so that a
     directory and the run's own checkpoints get equal questions with equal room for the
     answer. Empty without RUN:TASK.
     """
-    runs = dict.fromkeys(word.rpartition(":")[0] for word in suites if _is_task_of_run(word))
+    runs = dict.fromkeys(word.rpartition(":")[0] for word in words if _is_task_of_run(word))
     lengths = [_recipe_of_run(run).length.model_dump(mode="json") for run in runs]
     if not lengths:
         return []
@@ -196,18 +242,17 @@ def _lengths_of_runs(suites: Sequence[str]) -> list[str]:
 
 def _is_task_of_run(word: str) -> bool:
     is_file = word.endswith((".yaml", ".yml"))
-    return ":" in word and not is_file
+    return ":" in word and not is_file and not word.startswith(LM_EVAL)
 
 
 def _heldout(name: str, base: Recipe) -> dict[str, object]:
     task = base.data.tasks[name]
-    kept = task.model_dump(mode="json", exclude={"train", "heldout", "weight", "trusted_grader"})
-    rows = (
-        {"data": task.heldout}
-        if isinstance(task.heldout, str)
-        else {"data": task.train, "heldout": task.heldout}
-    )
-    return kept | rows | {"samples": base.evaluation.samples, "prompts": base.evaluation.prompts}
+    keys = task.model_dump(mode="json", exclude={"train", "heldout", "weight", "trusted_grader"})
+    if isinstance(task.heldout, str):
+        keys["data"] = task.heldout
+    else:
+        keys |= {"data": task.train, "heldout": task.heldout}
+    return keys | {"samples": base.evaluation.samples, "prompts": base.evaluation.prompts}
 
 
 def _of_directory(hf: Path) -> list[str]:
@@ -220,23 +265,26 @@ def _of_directory(hf: Path) -> list[str]:
     context = min(CONTEXT, config.get("max_position_embeddings") or CONTEXT)
     answer = max(1, min(2048, context // 4))  # the same for the prompt
     thinking = max(1, context - 2 * answer)
-    files = [
-        path
-        for name in ("chat_template.jinja", "tokenizer_config.json")
-        if (path := hf / name).is_file()
-    ]
-    known = load_tokenizer(hf).backend.get_vocab()
-    texts = "".join(_text(path) for path in files)
-    end = next((end for end in ENDS_OF_THINKING if end in known or end in texts), "")
+    kv_tokens = str(max(KV_TOKENS, context))
+    if devices.gpus():
+        kv_tokens = "null"
     return [
         f"model.dtype={DTYPES[dtype]}",
         "length.control=none",
         f"length.prompt_tokens={answer}",
         f"length.thinking_tokens=[{thinking}, {thinking}]",
         f"length.answer_tokens={answer}",
-        f"length.end_of_thinking={json.dumps(end)}",
-        f"serving.kv_tokens={'null' if devices.gpus() else max(KV_TOKENS, context)}",
+        f"length.end_of_thinking={json.dumps(_end_of_thinking(hf))}",
+        f"serving.kv_tokens={kv_tokens}",
     ]
+
+
+def _end_of_thinking(hf: Path) -> str:
+    """Return the end of thinking in a model's vocabulary or template; "" if none."""
+    files = [hf / "chat_template.jinja", hf / "tokenizer_config.json"]
+    texts = "".join(_text(path) for path in files if path.is_file())
+    vocabulary = load_tokenizer(hf).backend.get_vocab()
+    return next((end for end in ENDS_OF_THINKING if end in vocabulary or end in texts), "")
 
 
 def _text(path: Path) -> str:
@@ -257,7 +305,7 @@ def _template(recipe: Recipe, hf: Path) -> dict[str, Any]:
     trained = [
         task.model_dump(include=keys) for task in recipe.data.tasks.values() if not task.agent
     ]
-    if trained and all(one == trained[0] for one in trained):
+    if trained and all(settings == trained[0] for settings in trained):
         return trained[0]
     has_tokenizer = (hf / "tokenizer_config.json").is_file()
     if has_tokenizer and template_source(hf):

@@ -1,5 +1,5 @@
 """Loads the questions of a suite: its source's rows, mapped, in its prompt and
-template, as token ids; or multiple choice.
+template, as token ids; or a task of lm-eval.
 
 A row that cannot be asked is left out, counted and reported. An answer may have any
 size, as it may be a program's tests.
@@ -19,8 +19,8 @@ from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.evaluation.score import Sampled, choose
 from megarl.core.recipe import Recipe, Suite
-from megarl.core.recipe.rules import MULTIPLE_CHOICE
-from megarl.lab.evaluation.multiple_choice import Choices, load_questions
+from megarl.core.recipe.tree import LM_EVAL
+from megarl.lab.evaluation.harness import Document, Documents, load_documents
 from megarl.tasks.data.contamination import overlap_with
 from megarl.tasks.data.mappings import mapping_of
 from megarl.tasks.data.prompts import load_set, of_programs, renderer
@@ -28,7 +28,7 @@ from megarl.tasks.data.rows import PromptRow
 from megarl.tasks.data.survey import survey
 
 log = logging.getLogger(__name__)
-type SuiteQuestions = Sampled | Choices
+type SuiteQuestions = Sampled | Documents
 
 
 class Loaded(NamedTuple):
@@ -52,12 +52,8 @@ def load(
     """Load a suite. MegarlError if no row is usable. decontaminate: data.decontaminate,
     for rows held out of a training set.
     """
-    if suite.mapping in MULTIPLE_CHOICE:
-        every, unfit = load_questions(suite.data, suite.mapping)
-        one_each = Choices(
-            name, choose(every, suite.prompts), 1, rows=suite
-        )  # whatever `samples` says
-        return Loaded(one_each, len(every) + unfit.total(), unfit, _digest(map(list, every)))
+    if suite.data.startswith(LM_EVAL):
+        return _load_harness(name, suite)
     read = mapping_of(suite.mapping, suite.columns)
     if "code" in suite.graders:
         read = of_programs(read)
@@ -79,7 +75,8 @@ def load(
         suite.data,
     )
     prompts = sets[suite.heldout is not None].prompts
-    if too_long := rows - sum(left_out.values()) - len(prompts):
+    too_long = rows - sum(left_out.values()) - len(prompts)
+    if too_long:
         left_out[f"longer than {max_tokens} tokens"] = too_long
     sampled = Sampled(
         name, choose(prompts, suite.prompts), suite.samples, rows=suite, rewards=suite.rewards
@@ -89,23 +86,37 @@ def load(
     )
 
 
+def _load_harness(name: str, suite: Suite) -> Loaded:
+    """Load a task of lm-eval. Each row has one answer, whatever `samples` says."""
+    documents = load_documents(suite.data)
+    questions = Documents(name, choose(documents, suite.prompts), 1, rows=suite)
+    return Loaded(questions, len(documents), {}, _digest(map(_content, documents)))
+
+
+def _content(document: Document) -> list[object]:
+    """Return a row's id, what is asked, and what is expected."""
+    arguments = [request.args for request in document.requests]
+    return [document.id, arguments, document.expected]
+
+
 def with_question(row: PromptRow, form: str) -> PromptRow:
-    """Return the row with what the user says last put in place of {prompt} in `form`."""
+    """Return the row with its last message put in place of {prompt} in `form`."""
     if not row.messages:
         return replace(row, prompt=form.replace("{prompt}", row.prompt))
-    *before, last = row.messages
-    last = {**last, "content": form.replace("{prompt}", last["content"])}
-    return replace(row, messages=(*before, last))
+    last = row.messages[-1]
+    question = {**last, "content": form.replace("{prompt}", last["content"])}
+    return replace(row, messages=(*row.messages[:-1], question))
 
 
-def _digest(asked: Iterable[list[object]]) -> str:
+def _digest(contents: Iterable[list[object]]) -> str:
     """Return a digest of the questions, each an id and its content, independent of
     their order.
     """
-    return digest_of(map(msgspec.msgpack.encode, sorted(asked, key=itemgetter(0))))
+    return digest_of(map(msgspec.msgpack.encode, sorted(contents, key=itemgetter(0))))
 
 
 def digest_of(parts: Iterable[bytes]) -> str:
+    """Return a digest of these parts, joined."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part)

@@ -1,16 +1,26 @@
 """Extracts tool calls from the policy's text, in the format in which the model's own
 chat template writes them.
 
-    template, asked to write two calls of N with {K: V} ─► one of three formats, between literal marks:
+    template, asked to write two calls of N with {K: V}
+      ─► one of three formats, between literal marks:
 
-    <tool_call>\\n{"name": "N", "arguments": {"K": "V"}}\\n</tool_call>                   one JSON object
-    <calls><call>function<sep>N\\n```json\\n{"K": "V"}\\n```</call>\\n<call>…</calls>     the name, and a JSON object
-    <tool_call>N\\n<key>K</key>\\n<value>V</value>\\n</tool_call>                         the name, and key by key
+    <tool_call>\\n{"name": "N", "arguments": {"K": "V"}}\\n</tool_call>
+        one JSON object
+    <calls><call>function<sep>N\\n```json\\n{"K": "V"}\\n```</call>\\n<call>…</calls>
+        the name, and a JSON object
+    <tool_call>N\\n<key>K</key>\\n<value>V</value>\\n</tool_call>
+        the name, and key by key
 
-    text ─► reasoning, up to the end of thinking, or to where a limit cut it ─► calls ─► content: all the rest
+    text ─► reasoning, up to the end of thinking, or to where a limit cut it
+         ─► calls ─► content: all the rest
 
 Text that is not a well-formed call stays in the content: if a malformed call vanished,
 the agent would see a final answer.
+
+SGLang's readers (sglang.srt.function_call), which read the same calls in the tests, do
+not take the place of this. They drop text after a call, calls of tools that were not
+given, and, of some families, malformed calls; they pass on NaN, and arguments that are
+no object; and they do not say where in the text a call was. They import torch, too.
 """
 
 import json

@@ -25,9 +25,9 @@ time.
 """
 
 
-def _divided(left: int, right: int) -> int:
-    quotient, rest = divmod(left, right)
-    if rest:
+def _divide(dividend: int, divisor: int) -> int:
+    quotient, remainder = divmod(dividend, divisor)
+    if remainder:
         raise ValueError("not a whole number")
     return quotient
 
@@ -36,7 +36,7 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: _divided,
+    ast.Div: _divide,
     ast.Mod: operator.mod,
 }
 
@@ -55,13 +55,15 @@ class Calculator(Environment):
         self.stop_tokens = (int(closing[0]),)
 
     async def step(self, tokens: np.ndarray) -> Observation:
+        """Return the value of the expression that the turn ends with."""
         if int(tokens[-1]) not in self.stop_tokens:
             return DONE
-        _, opened, expression = self._tokenizer.decode(tokens[:-1]).rpartition(OPEN)
-        value = calculated(expression) if opened else None
-        reply = self._tokenizer.ids(UNKNOWN if value is None else str(value))
-        if value is not None and len(reply) <= self._reply_tokens:
-            return Observation(reply)
+        _, bracket, expression = self._tokenizer.decode(tokens[:-1]).rpartition(OPEN)
+        value = calculated(expression) if bracket else None
+        if value is not None:
+            reply = self._tokenizer.ids(str(value))
+            if len(reply) <= self._reply_tokens:
+                return Observation(reply)
         return Observation(self._tokenizer.ids(UNKNOWN), error=True)
 
 

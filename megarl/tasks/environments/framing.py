@@ -1,9 +1,11 @@
 """The arguments of an environment (`Setting`), and how a reply's text is framed between
 two turns (`Framing`).
 
-    … 6*7 ```<|im_end|>  \\n<|im_start|>tool\\n  42
-    <|im_end|>\\n<|im_start|>assistant\\n  The answer …
-    └ sampled ─────────┘ └ before ──────────┘ text └ after ───────────────────────────┘ └ sampled
+    … 6*7 ```<|im_end|>                     sampled
+    \\n<|im_start|>tool\\n                   head
+    42                                      text
+    <|im_end|>\\n<|im_start|>assistant\\n    tail
+    The answer …                            sampled
 
 Only the reply is tokenized here; the policy's tokens stay as they were sampled. A
 tool's output is plain text, whatever it looks like: `<|im_end|>` in it does not become
@@ -14,7 +16,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +29,17 @@ from megarl.tasks.thinking import without_thinking
 
 RAW = ("\n```output\n", "\n```\n")
 CUT = "\n…\n"
+
+
+class Frame(NamedTuple):
+    """Tokens [n] int32 before a text, after it, and in place of what is cut out;
+    literal: the tokenizer for plain text.
+    """
+
+    head: np.ndarray
+    tail: np.ndarray
+    cut: np.ndarray
+    literal: Tokenizer
 
 
 class Framing:
@@ -45,7 +58,7 @@ class Framing:
         self._template = template
         self._limit = limit
         self._options = options
-        self._parts: tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer] | None = None
+        self._frame: Frame | None = None
         self._in_json = False
 
     def tokens(self, text: str) -> np.ndarray:
@@ -55,53 +68,57 @@ class Framing:
         A text may be long enough for its tokens to take all memory: of one that must be
         cut, only the two ends are tokenised.
         """
-        before, after, cut, literal = self.check()
-        room = self._limit - len(before) - len(after)
+        frame = self.check()
+        literal = frame.literal
+        room = self._limit - len(frame.head) - len(frame.tail)
         if literal.least_tokens(len(text)) > room:
             characters = room * literal.longest_token
-            beginning = literal.ids(self._written(text[:characters]))
+            start = literal.ids(self._written(text[:characters]))
             end = literal.ids(self._written(text[-characters:]))
         else:
-            beginning = end = literal.ids(self._written(text))
-            if len(beginning) <= room:
-                return np.concatenate([before, beginning, after])
-        kept = room - len(cut)
-        first = (kept + 1) // 2
-        last = kept - first
-        return np.concatenate([before, beginning[:first], cut, end[len(end) - last :], after])
+            start = literal.ids(self._written(text))
+            end = start
+            if len(start) <= room:
+                return np.concatenate([frame.head, start, frame.tail])
+        text_room = room - len(frame.cut)
+        first = (text_room + 1) // 2
+        last = text_room - first
+        ends = [start[:first], frame.cut, end[len(end) - last :]]
+        return np.concatenate([frame.head, *ends, frame.tail])
 
-    def check(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer]:
-        """Return the tokens before a text, after it and in place of a cut, and the
-        tokenizer for plain text; cached. MegarlError if replies cannot be framed with
-        this model, or the limit leaves no room for text.
+    def check(self) -> Frame:
+        """Return what is around a text; cached. MegarlError if replies cannot be framed
+        with this model, or the limit leaves no room for text.
         """
-        if self._parts is None:
-            (before, after) = RAW
-            sampled = 0
-            if self._template == "chat":
-                ends = tuple(self._tokenizer.decode(int32([end])) for end in self._tokenizer.ends)
-                sampled = 1
-                before, after, self._in_json = load_chat(
-                    self._tokenizer.path, self._options
-                ).around_reply(ends)
-            literal = self._tokenizer.literal()
-            begin = self._tokenizer.ids(before)[
-                sampled:
-            ]  # the policy has written the token that ends its turn
-            parts = (begin, self._tokenizer.ids(after), literal.ids(self._written(CUT)), literal)
-            needed = sum(len(part) for part in parts[:3])
-            if needed + 2 > self._limit:
-                what = (
-                    f"leaves no room for a reply in the model's markers, which take {needed};"
-                    " raise it"
-                )
-                raise MegarlError(f"reply_tokens={self._limit} {what}")
-            self._parts = parts
-        return self._parts
+        if self._frame is None:
+            self._frame = self._made_frame()
+        return self._frame
+
+    def _made_frame(self) -> Frame:
+        head_text, tail_text = RAW
+        sampled = 0
+        if self._template == "chat":
+            ends = tuple(self._tokenizer.decode(int32([end])) for end in self._tokenizer.ends)
+            sampled = 1  # the policy has written the token that ends its turn
+            chat = load_chat(self._tokenizer.path, self._options)
+            head_text, tail_text, self._in_json = chat.around_reply(ends)
+        literal = self._tokenizer.literal()
+        head = self._tokenizer.ids(head_text)[sampled:]
+        tail = self._tokenizer.ids(tail_text)
+        cut = literal.ids(self._written(CUT))
+        needed = len(head) + len(tail) + len(cut)
+        if needed + 2 > self._limit:
+            raise MegarlError(
+                f"reply_tokens={self._limit} leaves no room for a reply in the model's markers,"
+                f" which take {needed}; raise it"
+            )
+        return Frame(head, tail, cut, literal)
 
     def _written(self, text: str) -> str:
         """Return the text as the template writes it."""
-        return json.dumps(text, ensure_ascii=False)[1:-1] if self._in_json else text
+        if not self._in_json:
+            return text
+        return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 @dataclass(frozen=True)
@@ -124,4 +141,6 @@ class Setting:
         """
         text = self.tokenizer.continued(tokens)
         parts = without_thinking(text, self.end_of_thinking)
-        return text if parts is None else parts[1]
+        if parts is None:
+            return text
+        return parts[1]

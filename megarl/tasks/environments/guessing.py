@@ -30,9 +30,11 @@ class Guessing(Environment):
         self._right = False
 
     async def reset(self, prompt: Prompt) -> None:
+        """Take the prompt's answer as the secret."""
         self._secret = int(prompt.answer)
 
     async def step(self, tokens: np.ndarray) -> Observation:
+        """Compare the turn's last number with the secret."""
         numbers = NUMBER.findall(self._setting.said(tokens))
         if not numbers:
             return Observation(self._setting.framing.tokens("no number"), error=True)
@@ -40,9 +42,9 @@ class Guessing(Environment):
         self._right = guess == self._secret
         if self._right:
             return DONE
-        return Observation(
-            self._setting.framing.tokens("higher" if guess < self._secret else "lower")
-        )
+        hint = "higher" if guess < self._secret else "lower"
+        return Observation(self._setting.framing.tokens(hint))
 
     async def reward(self) -> Verdict | None:
+        """Return whether the number was guessed."""
         return judged(self._right)

@@ -20,5 +20,6 @@ math/       what the grader of mathematics reads; fences.py: the program in an a
 code.py     runs a program's tests, and compares results outside the sandbox
 sandbox.py  bubblewrap, or resource limits alone
 inside.py   the program that runs inside the sandbox
+system_calls.py  which system calls are refused in there
 scratch.py  temporary folders of programs and agents, removed even after SIGKILL
 """

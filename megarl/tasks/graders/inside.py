@@ -22,7 +22,6 @@ import builtins
 import ctypes
 import json
 import os
-import platform
 import resource
 import struct
 import sys
@@ -57,210 +56,8 @@ PR_SET_NO_NEW_PRIVS = 38
 PR_SET_SECCOMP = 22
 SECCOMP_MODE_FILTER = 2
 CLONE_NEWUSER = 0x10000000
-ANY_CLONE_NEW = 0x7E020000
-CLONE_PARENT = 0x8000
-EPERM = 1
-ENOSYS = 38
 SIGKILL = 9
 O_PATH = 0x200000
-KILL = 0x80000000
-ALLOW = 0x7FFF0000
-ERRNO = 0x00050000
-LOAD = 0x20
-EQUAL = 0x15
-AT_LEAST = 0x35
-ANY_BIT = 0x45
-RETURN = 0x06
-FIRST = 16
-SECOND = 24
-THIRD = 32  # offsets of the low halves of a call's arguments
-F_SETFL = 4
-O_ASYNC = 0x2000
-F_SETOWN = 8
-F_SETSIG = 10
-F_SETOWN_EX = 15
-F_SETLEASE = 1024
-F_NOTIFY = 1026
-FIOASYNC = 0x5452
-FIOSETOWN = 0x8901
-SIOCSPGRP = 0x8902
-ARCHITECTURES = {
-    # audit number of the architecture; then numbers of clone, clone3, prlimit64, fcntl,
-    # ioctl; then the calls that are refused: socket, kill, tkill, tgkill,
-    # rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal, pidfd_open, ptrace,
-    # process_vm_readv and writev, setsid, setpgid, unshare, setns, mount, umount2,
-    # pivot_root, memfd_create, memfd_secret, bpf, keyctl, add_key, perf_event_open,
-    # userfaultfd, io_uring_setup, open_tree, move_mount, fsopen, shmget, shmat, shmctl,
-    # semget, semop, semctl, semtimedop, msgget, msgsnd, msgrcv, msgctl, mq_open,
-    # mq_unlink, setpriority, ioprio_set, sched_setaffinity, sched_setscheduler,
-    # sched_setparam, sched_setattr, migrate_pages, move_pages; then the calls that are
-    # also refused where the user's own files are visible, because Landlock allows them:
-    # (chmod), fchmod, fchmodat, fchmodat2, (chown), fchown, (lchown), fchownat, (utime,
-    # utimes, futimesat), utimensat, setxattr, lsetxattr, fsetxattr, removexattr,
-    # lremovexattr, fremovexattr, setxattrat, removexattrat, file_setattr, truncate
-    "x86_64": (
-        0xC000003E,
-        56,
-        435,
-        302,
-        72,
-        16,
-        (
-            41,
-            62,
-            200,
-            234,
-            129,
-            297,
-            424,
-            434,
-            101,
-            310,
-            311,
-            112,
-            109,
-            272,
-            308,
-            165,
-            166,
-            155,
-            319,
-            447,
-            321,
-            250,
-            248,
-            298,
-            323,
-            425,
-            428,
-            429,
-            430,
-            29,
-            30,
-            31,
-            64,
-            65,
-            66,
-            220,
-            68,
-            69,
-            70,
-            71,
-            240,
-            241,
-            141,
-            251,
-            203,
-            144,
-            142,
-            314,
-            256,
-            279,
-        ),
-        (
-            90,
-            91,
-            268,
-            452,
-            92,
-            93,
-            94,
-            260,
-            132,
-            235,
-            261,
-            280,
-            188,
-            189,
-            190,
-            197,
-            198,
-            199,
-            463,
-            466,
-            469,
-            76,
-        ),
-    ),
-    "aarch64": (
-        0xC00000B7,
-        220,
-        435,
-        261,
-        25,
-        29,
-        (
-            198,
-            129,
-            130,
-            131,
-            138,
-            240,
-            424,
-            434,
-            117,
-            270,
-            271,
-            157,
-            154,
-            97,
-            268,
-            40,
-            39,
-            41,
-            279,
-            447,
-            280,
-            219,
-            217,
-            241,
-            282,
-            425,
-            428,
-            429,
-            430,
-            194,
-            196,
-            195,
-            190,
-            193,
-            191,
-            192,
-            186,
-            189,
-            188,
-            187,
-            180,
-            181,
-            140,
-            30,
-            122,
-            119,
-            118,
-            274,
-            238,
-            239,
-        ),
-        (
-            52,
-            53,
-            452,
-            55,
-            54,
-            88,
-            5,
-            6,
-            7,
-            14,
-            15,
-            16,
-            463,
-            466,
-            469,
-            45,
-        ),
-    ),
-}
 LANDLOCK_CREATE_RULESET = 444
 LANDLOCK_ADD_RULE = 445
 LANDLOCK_RESTRICT_SELF = 446
@@ -280,50 +77,6 @@ ALL_RIGHTS = {
 devices; later ones add none for files.
 """
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-
-
-def system_call_filter(machine: str, files_in_sight: bool) -> bytes:
-    """Build a BPF program that refuses forbidden system calls. It forbids network,
-    signals, namespaces, mounts, memory outside the limits, messages and semaphores that
-    outlive the program, new sessions, and changing how other processes are scheduled;
-    with files_in_sight, also changing a file's owner, mode, times or length.
-    """
-    audit, clone, clone3, prlimit, fcntl, ioctl, refused, of_files = ARCHITECTURES[machine]
-
-    def op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-        return struct.pack("HBBI", code, if_true, if_false, value)
-
-    deny = op(RETURN, ERRNO | EPERM)
-    allow = op(RETURN, ALLOW)
-
-    def refuse(*values: int, how: bytes = deny) -> bytes:
-        """Refuse the call if the loaded word has one of these values."""
-        return b"".join(op(EQUAL, value, 0, 1) + how for value in values)
-
-    def inspect(number: int, argument: int, tests: bytes) -> bytes:
-        """Allow the call `number` unless a test of the argument's low half refuses it."""
-        code = op(LOAD, argument) + tests + allow
-        return op(EQUAL, number, 0, len(code) // len(allow)) + code
-
-    owner = refuse(
-        F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY
-    )  # a pipe sends signals to any owner
-    asynchronous = op(EQUAL, F_SETFL, 0, 3) + op(LOAD, THIRD) + op(ANY_BIT, O_ASYNC, 0, 1) + deny
-    return b"".join(
-        [
-            op(LOAD, 4) + op(EQUAL, audit, 1, 0) + op(RETURN, KILL),
-            op(LOAD, 0) + op(AT_LEAST, 0x40000000, 0, 1) + deny,  # x32, another way to every call
-            refuse(*refused, *(of_files if files_in_sight else ())),
-            refuse(
-                clone3, how=op(RETURN, ERRNO | ENOSYS)
-            ),  # its flags cannot be inspected; libc falls back to clone
-            inspect(clone, FIRST, op(ANY_BIT, ANY_CLONE_NEW | CLONE_PARENT, 0, 1) + deny),
-            inspect(prlimit, FIRST, op(EQUAL, 0, 1, 0) + deny),  # refused for other processes
-            inspect(ioctl, SECOND, refuse(FIOASYNC, FIOSETOWN, SIOCSPGRP)),
-            inspect(fcntl, SECOND, owner + asynchronous),
-            allow,
-        ]
-    )
 
 
 def landlock_version(libc: ctypes.CDLL) -> int:
@@ -362,9 +115,9 @@ def shut_files_out(libc: ctypes.CDLL, readable: list[str]) -> None:
     os.close(ruleset)
 
 
-def give_up(limits: dict[str, int], readable: list[str]) -> None:
+def give_up(limits: dict[str, int], readable: list[str], system_calls: bytes) -> None:
     """Give up identity, resources and system calls for good; if `readable` is not
-    empty, also all files except those.
+    empty, also all files except those. system_calls: a BPF program that filters them.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -389,9 +142,8 @@ def give_up(limits: dict[str, int], readable: list[str]) -> None:
         resource.setrlimit(what, (limit, limit))
     libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no other process of the same user can read its memory
-    code = system_call_filter(platform.machine(), bool(readable))
-    program = ctypes.create_string_buffer(code, len(code))
-    header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(program))
+    program = ctypes.create_string_buffer(system_calls, len(system_calls))
+    header = struct.pack("HxxxxxxP", len(system_calls) // 8, ctypes.addressof(program))
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "rights cannot be given up here")
     if readable:
@@ -518,13 +270,14 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     limits = json.loads(sys.argv[1])
     readable = json.loads(sys.argv[2])
+    system_calls = bytes.fromhex(sys.argv[3])
     sys.argv = ["solution.py"]
     module = type(sys)("__main__" if alone else "solution")
     sys.modules[module.__name__] = (
         module  # where dataclasses, typing and pickle look up the program's names
     )
     names = vars(module)
-    give_up(limits, readable)
+    give_up(limits, readable, system_calls)
     os.write(answer, b"started\n")
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # -S leaves out site, which defines them
     # It inherits this file's `from __future__ import annotations`, so that starter code

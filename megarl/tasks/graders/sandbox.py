@@ -36,6 +36,7 @@ from megarl.core.base.contracts import GraderDown
 from megarl.core.base.errors import MegarlError
 from megarl.tasks.graders.inside import landlock_version
 from megarl.tasks.graders.scratch import async_scratch, hand_over, scratch
+from megarl.tasks.graders.system_calls import system_call_filter
 
 log = logging.getLogger(__name__)
 SandboxKind = Literal["bubblewrap", "rlimits"]
@@ -302,6 +303,7 @@ class Sandbox:
             INSIDE.read_text(),
             json.dumps(asdict(self._limits)),
             json.dumps(readable),
+            system_call_filter(bool(readable)).hex(),
         ]
         if self._kind == "rlimits":
             return python

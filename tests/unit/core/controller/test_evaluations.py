@@ -105,7 +105,7 @@ def test_a_row_of_several_tasks_and_a_suite(tmp_path: Path) -> None:
     assert (with_suite["pass_rate"], with_suite["pass_rate/gsm8k"]) == (pytest.approx(5 / 6), 0.25)
     assert (with_suite["samples"], with_suite["samples/gsm8k"]) == (2, 2)
     choices = alone.evaluation.model_copy(
-        update={"suites": {"arc": Suite(data="x", mapping="arc", samples=2)}}
+        update={"suites": {"arc": Suite(data="lm-eval:arc_easy", samples=2)}}
     )
     of_choices = row(
         {"math": math, "arc": code[::2]}, alone.model_copy(update={"evaluation": choices}), 7

@@ -160,8 +160,8 @@ IMPOSSIBLE = [
         ),
     ),
     (
-        {"data": {"tasks": {"math": {"train": "", "heldout": "", "mapping": "arc"}}}},
-        "data.tasks.math.mapping: arc is multiple choice, which only evaluation.suites can have",
+        {"data": {"tasks": {"math": {"train": "lm-eval:arc_easy", "heldout": ""}}}},
+        "data.tasks.math.train: lm-eval:arc_easy is a task of lm-eval, which only",
     ),
     ({"monitor": {"profile_steps": [3, 2]}}, "monitor.profile_steps: should be [first, last]"),
     ({"model": {"tensor_parallel": 2}}, "resources.learner_ranks: 1 ranks do not divide"),

@@ -119,7 +119,7 @@ def test_right_and_wrong_answers(name: str, tokenizer: Tokenizer, tmp_path: Path
 
 
 def test_all_shipped_suites_are_tested_here() -> None:
-    """But for those of multiple choice: test_multiple_choice.py."""
+    """But for tasks of lm-eval: test_harness.py."""
     assert set(shipped_suites()) == {*SETS, "arc-easy", "arc-challenge", "hellaswag"}
 
 

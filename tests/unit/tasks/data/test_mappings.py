@@ -10,7 +10,6 @@ import pytest
 
 from megarl.core.base.contracts import last_box
 from megarl.core.recipe import Task
-from megarl.core.recipe.rules import MULTIPLE_CHOICE
 from megarl.tasks.data.mappings import MAPPINGS, PromptRow, UnfitError, mapping_of, read_own
 
 HELPED = 'def helper(n):\n    return n + 1\n\n\ndef f(n):\n    """The same as helper."""\n'
@@ -290,5 +289,4 @@ def test_the_recipe_knows_every_mapping():
     assert set(get_args(Task.model_fields["mapping"].annotation)) == {
         "",
         *MAPPINGS,
-        *MULTIPLE_CHOICE,
     }
