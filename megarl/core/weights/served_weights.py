@@ -28,9 +28,12 @@ class ServedWeights:
         under a name of its own. COLLECTIVE, like `hf.export`: a rank that sends nothing
         iterates over `gathered`.
         """
-        gathered = self.gathered(part, parts)
-        return quantised(gathered) if self._fp8 else gathered
+        return self.as_served(self.gathered(part, parts))
 
     def gathered(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
         """Yield the same tensors before they are quantised. COLLECTIVE, as above."""
         return hf.export(self.chunks, self.family, stacked=False, part=part, parts=parts)
+
+    def as_served(self, gathered: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors of `gathered` in the form in which servers hold them."""
+        return quantised(gathered) if self._fp8 else gathered

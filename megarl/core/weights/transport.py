@@ -169,7 +169,7 @@ class SentChecksums:
                 try:
                     self._take(name, tensor)
                 except RuntimeError as error:
-                    self.failed = f"{name}: {_first_line(error)}"
+                    self.failed = f"{name}: {first_line(error)}"
             yield name, tensor
 
     def expected(self) -> dict[str, str]:
@@ -184,7 +184,7 @@ class SentChecksums:
                 return {}
             sums = torch.stack([self._sums[name] for name in known]).tolist()
         except RuntimeError as error:  # of a kernel that was started before
-            self.failed = _first_line(error)
+            self.failed = first_line(error)
             return {}
         return {name: written(value) for name, value in zip(known, sums, strict=True)}
 
@@ -219,7 +219,8 @@ class SentChecksums:
         self._sums[served] = piece if before is None else before + piece
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of the error's message, or its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
