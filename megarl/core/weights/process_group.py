@@ -47,6 +47,7 @@ from megarl.core.server.client import LET_DOWN, ServerClient, ServerSaid
 from megarl.core.server.fleet import Calls, Fleet, collect
 from megarl.core.server.membership import sending_copies
 from megarl.core.server.relay import RelayLost
+from megarl.core.server.served import RankParameter
 from megarl.core.server.staging import BucketHead
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.served_weights import ServedWeights
@@ -76,6 +77,7 @@ class _Attempt:
     """The result of one attempt, for one rank, or for all of them."""
 
     checksums: dict[str, str] = field(default_factory=dict)
+    experts: dict[RankParameter, str] = field(default_factory=dict)  # as in Sent
     bytes: int = 0
     failed: dict[int, str] = field(default_factory=dict)  # servers that failed by themselves
     interrupted: dict[int, str] = field(
@@ -184,7 +186,9 @@ class ProcessGroupTransport:
             errors |= attempt.failed
             if not attempt.broken:
                 self._versions = dict.fromkeys(alive, version)
-                return Sent(errors, attempt.checksums, attempt.bytes, attempt.unchecked)
+                return Sent(
+                    errors, attempt.checksums, attempt.bytes, attempt.unchecked, attempt.experts
+                )
             if attempt.unmade and self._last.whole:
                 why = f"the learner could not make what it sends: {attempt.unmade}"
                 errors |= dict.fromkeys(alive, f"publishing version {version}: {why}")
@@ -214,6 +218,7 @@ class ProcessGroupTransport:
             self._send_part(mine, fleet, ids)
         for other in gathered(mine):
             whole.checksums |= other.checksums
+            whole.experts |= other.experts
             whole.bytes += other.bytes
             whole.failed |= other.failed
             whole.interrupted |= other.interrupted
@@ -233,7 +238,7 @@ class ProcessGroupTransport:
         assert group is not None
         calls = fleet.start(ids, lambda server: server.receive(group.name))
         try:
-            compared = holds_whole_parameters(fleet, ids)
+            compared = holds_whole_parameters(fleet, ids, self._weights.expert_ranks)
             gathering = _Gathering(self._weights.gathered(self._copy, self._copies))
             self._broadcast(attempt, group, gathering, calls, compared)
         except BaseException as error:
@@ -269,7 +274,7 @@ class ProcessGroupTransport:
         those of a server. The first error in making buckets or in broadcasting them
         breaks the group; an error in gathering is raised.
         """
-        sums = SentChecksums(self._weights.family.architecture)
+        sums = SentChecksums(self._weights.family.architecture, self._weights.expert_ranks)
         served = self._weights.as_served(gathering)
         watched = sums.watch(served) if compared else served
         made = buckets(self._last.changed(watched), self._bucket_bytes, self._bucket_bytes / VIEWS)
@@ -284,6 +289,7 @@ class ProcessGroupTransport:
                 group.close(attempt.broken)
         gathering.finish()
         attempt.checksums = sums.expected()
+        attempt.experts = sums.expected_experts()
         attempt.unchecked = sums.failed
 
     def _broadcast_buckets(

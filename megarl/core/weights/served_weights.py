@@ -16,11 +16,16 @@ from megarl.core.models.families import Family
 
 
 class ServedWeights:
-    """One rank's weights. fp8: servers hold linear maps in FP8, with their scales."""
+    """One rank's weights. fp8: servers hold linear maps in FP8, with their scales.
+    expert_ranks: a server's ranks if each has whole experts, else 1.
+    """
 
-    def __init__(self, chunks: Sequence[Module], family: Family, fp8: bool) -> None:
+    def __init__(
+        self, chunks: Sequence[Module], family: Family, fp8: bool, expert_ranks: int = 1
+    ) -> None:
         self.chunks = chunks
         self.family = family
+        self.expert_ranks = expert_ranks
         self._fp8 = fp8
 
     def tensors(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from megarl.core.base.architecture import read
 from megarl.core.models import hf
 from megarl.core.recipe import from_tree
+from megarl.core.server.client import HeldChecksums
 from megarl.core.weights import cuda_ipc, transport
 from megarl.core.weights import process_group as process_group_module
 from megarl.core.weights import publisher as publisher_module
@@ -47,7 +48,8 @@ class FakeServer:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         self.asked.append(name)
-        return lambda *_: ("whole", {}) if name == "staged_checksums" else None
+        checksums = HeldChecksums("whole", ({},))
+        return lambda *_: checksums if name == "staged_checksums" else None
 
 
 class FakeFleet:
