@@ -274,12 +274,14 @@ class ProcessGroupTransport:
         those of a server. The first error in making buckets or in broadcasting them
         breaks the group; an error in gathering is raised.
         """
-        sums = SentChecksums(self._weights.family.architecture, self._weights.expert_ranks)
-        served = self._weights.as_served(gathering)
-        watched = sums.watch(served) if compared else served
-        made = buckets(self._last.changed(watched), self._bucket_bytes, self._bucket_bytes / VIEWS)
+        checksums = SentChecksums(self._weights.family.architecture, self._weights.expert_ranks)
+        tensors = self._weights.as_served(gathering)
+        if compared:
+            tensors = checksums.watch(tensors)
+        changes = self._last.changed(tensors)
+        stream = buckets(changes, self._bucket_bytes, self._bucket_bytes / VIEWS)
         try:
-            self._broadcast_buckets(attempt, group, made, calls)
+            self._broadcast_buckets(attempt, group, stream, calls)
         except (RuntimeError, MemoryError) as error:
             if gathering.failed:
                 raise
@@ -288,15 +290,15 @@ class ProcessGroupTransport:
                 attempt.broken = attempt.unmade
                 group.close(attempt.broken)
         gathering.finish()
-        attempt.checksums = sums.expected()
-        attempt.experts = sums.expected_experts()
-        attempt.unchecked = sums.failed
+        attempt.checksums = checksums.expected()
+        attempt.experts = checksums.expected_experts()
+        attempt.unchecked = checksums.failed
 
     def _broadcast_buckets(
         self,
         attempt: _Attempt,
         group: BroadcastGroup,
-        made: Iterator[Bucket],
+        stream: Iterator[Bucket],
         calls: Calls[None],
     ) -> None:
         """Broadcast buckets, at most bucket_bytes bytes at once, while the next ones
@@ -307,7 +309,7 @@ class ProcessGroupTransport:
         def failed() -> str:
             return next(map(str, list(calls.errors.values())), "")
 
-        for bucket in itertools.chain(made, [None]):
+        for bucket in itertools.chain(stream, [None]):
             if attempt.broken:
                 continue
             try:

@@ -205,14 +205,14 @@ class SentChecksums:
             return {}
         try:
             self._sum_kept()
-            known = [parameter for parameter in self._sums if parameter not in self._unknown]
-            if not known:
+            parameters = [name for name in self._sums if name not in self._unknown]
+            if not parameters:
                 return {}
-            sums = torch.stack([self._sums[parameter] for parameter in known]).tolist()
+            values = torch.stack([self._sums[name] for name in parameters]).tolist()
         except RuntimeError as error:  # of a kernel that was started before
             self.failed = first_line(error)
             return {}
-        return {parameter: written(value) for parameter, value in zip(known, sums, strict=True)}
+        return {name: written(value) for name, value in zip(parameters, values, strict=True)}
 
     def _place(self, name: str, tensor: Tensor) -> ExpertPart | None:
         """Return where the tensor is stored; None if that is not known."""

@@ -36,12 +36,8 @@ class GptOssForCausalLM(gpt_oss.GptOssForCausalLM):
             served = ("w13_weight" if kind == "gate_up_proj" else "w2_weight") + "_bias" * (
                 what == "bias"
             )
-            layer = self.get_submodule(f"{prefix}.experts")
-            expert = layer._map_global_expert_id_to_local_expert_id(int(number))
-            if expert < 0:  # another rank's
-                continue
-            here = parameters[f"{prefix}.experts.{served}"].data[expert]
-            rank = layer.moe_tp_rank
+            here = parameters[f"{prefix}.experts.{served}"].data[int(number)]
+            rank = self.get_submodule(f"{prefix}.experts").moe_tp_rank
             if served == "w2_weight_bias":
                 here.copy_(weight if rank == 0 else torch.zeros_like(weight))
             else:  # rows of gate and up, columns of down

@@ -289,28 +289,6 @@ def test_gpus_with_whole_experts(tmp_path: Path) -> None:
     assert engine_arguments(divided, 0, "127.0.0.1", 1, cuda=True)["ep_size"] == 1
 
 
-@pytest.mark.parametrize(
-    ("config", "ranks", "said"),
-    [
-        ({}, 2, "the model has no experts; set it to false"),
-        ("LLAMA4", 2, "is for Qwen3MoeForCausalLM, .*, not Llama4ForCausalLM"),
-        ("BALANCED", 3, "SGLang cannot divide 8 experts among a server's 3 GPUs; use a divisor"),
-    ],
-)
-@pytest.mark.parametrize("cuda", [False, True])
-def test_models_whose_experts_no_gpu_has_whole(
-    config: Any, ranks: int, said: str, cuda: bool, tmp_path: Path
-) -> None:
-    recipe = a_recipe(
-        tmp_path,
-        config=globals()[config] if config else {},
-        resources={"server_tensor_parallel": ranks},
-        serving={"kv_tokens": 4096, "expert_parallel": True},
-    )
-    with pytest.raises(MegarlError, match=rf"serving.expert_parallel: .*: {said}"):
-        check(recipe, cuda)
-
-
 def test_whole_experts_in_fp8_need_blocks_in_their_own_width() -> None:
     """Qwen3-30B-A3B has experts of 768 columns."""
     model = read("qwen3-30b-a3b")
@@ -324,6 +302,28 @@ GPT_OSS = {
     "num_experts_per_tok": 2,
     "sliding_window": 16,
 }
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "said"),
+    [
+        ({}, 2, "the model has no experts; set it to false"),
+        (GPT_OSS, 2, "is for Qwen3MoeForCausalLM, .*, not GptOssForCausalLM"),
+        (BALANCED, 3, "SGLang cannot divide 8 experts among a server's 3 GPUs; use a divisor"),
+    ],
+)
+@pytest.mark.parametrize("cuda", [False, True])
+def test_models_whose_experts_no_gpu_has_whole(
+    config: dict[str, Any], ranks: int, said: str, cuda: bool, tmp_path: Path
+) -> None:
+    recipe = a_recipe(
+        tmp_path,
+        config=config,
+        resources={"server_tensor_parallel": ranks},
+        serving={"kv_tokens": 4096, "expert_parallel": True},
+    )
+    with pytest.raises(MegarlError, match=rf"serving.expert_parallel: .*: {said}"):
+        check(recipe, cuda)
 
 
 def test_gpt_oss_is_always_ours_and_on_a_gpu_in_bf16(tmp_path: Path) -> None:
