@@ -1,6 +1,6 @@
 """A server of two ranks, each with half of the experts (serving.expert_parallel):
-log-probs, the experts that it chose, and weights by every transport. The learner has two
-ranks, too.
+log-probs, the experts that it chose, and weights by every transport. The learner has
+two ranks, too.
 """
 
 import asyncio

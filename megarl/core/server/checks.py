@@ -88,8 +88,8 @@ def check(recipe: Recipe, cuda: bool) -> None:
 
 
 WITH_WHOLE_EXPERTS = ("Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
-"""Architectures whose experts a server's GPUs may have whole. Llama 4 and gpt-oss, whose
-directories have stacks of experts, were not tried.
+"""Architectures whose experts a server's GPUs may have whole. Llama 4 and gpt-oss,
+whose directories have stacks of experts, were not tried.
 """
 
 

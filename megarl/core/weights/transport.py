@@ -269,8 +269,8 @@ def differing(expected: Mapping[str, str], served: Mapping[str, str]) -> list[st
 def differing_experts(
     expected: Mapping[RankParameter, str], ranks: Sequence[Mapping[str, str]]
 ) -> list[str]:
-    """Return the experts' parameters, with their ranks, whose checksums differ, or which
-    a rank does not have. ranks: the checksums of each rank of a server.
+    """Return the experts' parameters, with their ranks, whose checksums differ, or
+    which a rank does not have. ranks: the checksums of each rank of a server.
     """
     wrong = []
     for (rank, name), value in sorted(expected.items()):
