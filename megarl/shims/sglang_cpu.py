@@ -23,7 +23,8 @@ nothing.
 7. Tokens are sampled with one random number a row. torch.multinomial draws one for each
    token of the vocabulary: for 96 rows of 49,152 tokens that takes 140 ms of a core,
    two thirds of a decode step of a model of 135 million parameters.
-8. `install` makes torch.compile return its function: launch.py disables it, but each
+8. Experts of other ranks (serving.expert_parallel) are skipped.
+9. `install` makes torch.compile return its function: launch.py disables it, but each
    use would still import the compiler (1 to 2 CPU-seconds).
 """
 
@@ -46,7 +47,7 @@ BLOCK = 256
 
 
 def install() -> None:
-    """Apply 1 and 8 to this process. Idempotent."""
+    """Apply 1 and 9 to this process. Idempotent."""
     if torch.cuda.is_available():
         return
     torch.compile = _not_compiled
@@ -57,7 +58,7 @@ def install() -> None:
 
 
 def patch() -> None:
-    """Apply 2 to 7 to this process."""
+    """Apply 2 to 8 to this process."""
     if torch.cuda.is_available():
         return
     from sglang.srt.entrypoints import engine
@@ -68,6 +69,7 @@ def patch() -> None:
 
     _convert_heads_in_pieces()
     _replace_multinomial()
+    _skip_experts_of_other_ranks()
     prepare = engine._set_envs_and_config
     module_of = torch.get_device_module
 
@@ -164,6 +166,38 @@ def _replace_multinomial() -> None:
         return theirs(probs, sampling_seed=sampling_seed, positions=positions)
 
     sampler.sampling_from_probs_torch = sampled
+
+
+def _skip_experts_of_other_ranks() -> None:
+    """Let plain torch skip the chosen experts that other ranks have. Idempotent.
+
+    With expert parallelism SGLang numbers such a choice -1, which its kernels skip and
+    its plain torch takes for an index.
+    """
+    from sglang.srt.layers.moe import fused_moe_native
+
+    experts = fused_moe_native.moe_forward_native
+    if hasattr(experts, "__wrapped__"):
+        return
+
+    @wraps(experts)
+    def own_experts(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:
+        """x [tokens, hidden]; chosen experts and their weights [tokens, choices]."""
+        chosen = topk_output.topk_ids
+        if layer.moe_ep_size == 1:
+            return experts(layer, x, topk_output, config)
+        outputs = x.new_zeros(*chosen.shape, x.shape[-1])
+        tokens, choices = torch.nonzero(chosen >= 0, as_tuple=True)
+        if len(tokens):
+            one_each = topk_output._replace(
+                topk_ids=chosen[tokens, choices][:, None],
+                topk_weights=torch.ones_like(topk_output.topk_weights[tokens, choices][:, None]),
+            )
+            outputs[tokens, choices] = experts(layer, x[tokens], one_each, config)
+        weighted = outputs.to(topk_output.topk_weights.dtype) * topk_output.topk_weights[..., None]
+        return weighted.sum(dim=1).to(x.dtype)
+
+    fused_moe_native.moe_forward_native = own_experts
 
 
 def _not_compiled(

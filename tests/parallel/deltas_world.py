@@ -32,6 +32,7 @@ from megarl.core.base.messages import Publish, ServerAddress
 from megarl.core.base.ranks import gathered
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.models.families import Family
+from megarl.core.server.client import HeldChecksums
 from megarl.core.server.served import as_held, place
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.publisher import Publisher
@@ -87,11 +88,12 @@ class StandIn(Module):
                 piece.shape
             ).copy_(piece)
 
-    async def checksums(self) -> tuple[str, dict[str, str] | None]:
+    async def checksums(self) -> HeldChecksums:
         each = {
             name.replace("/", "."): written(int(checksum(p))) for name, p in self.named_parameters()
         }
-        return str(sorted(each.items())), each if self.address.tensor_parallel == 1 else None
+        ranks = (each,) if self.address.tensor_parallel == 1 else ()
+        return HeldChecksums(str(sorted(each.items())), ranks)
 
     async def pause(self, mode: str) -> None: ...
 

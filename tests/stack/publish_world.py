@@ -4,8 +4,9 @@
 line of JSON a publication. PLAN (JSON) lists {"model": directory, "overrides": of the
 recipe, "backend": of its process group}. With NUDGED in place of a model's name, the
 previous publisher publishes its model again with a few bits changed; with BROKEN, too,
-and the last rank fails to send the first time; with SAME, a new publisher publishes the
-same model.
+and the last rank fails to send the first time; with UNMADE, it publishes the same model
+again, and the last rank has no memory for any bucket; with SAME, a new publisher
+publishes the same model.
 """
 
 import functools
@@ -13,12 +14,13 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module
 
 from megarl.core import recipe as recipes
@@ -27,15 +29,18 @@ from megarl.core.base.delta import INTEGERS
 from megarl.core.base.messages import Publish, Published, ServerAddress
 from megarl.core.base.rundir import RunDir
 from megarl.core.models import build, family_of, hf, parallel
-from megarl.core.weights import process_group
+from megarl.core.weights import process_group, transport
 from megarl.core.weights.publisher import Publisher
+from megarl.core.weights.transport import Bucket
 from tests import pessimistic_nccl  # noqa: F401  a backend that an entry may name
 from tests.parallel.worlds import run_world
 from tests.stack.conftest import Stack
 
 NUDGED = "nudged"
 BROKEN = "broken"
+UNMADE = "unmade"
 SAME = "same"
+NO_MEMORY = "CUDA out of memory, for a test"
 
 
 def publish_from(
@@ -72,15 +77,19 @@ def main(path: str, url: str, first_version: int, plan: list[dict[str, Any]]) ->
         parallel.start(recipe.model, seed=0, timeout_s=60)
         directory = Path(entry["model"])
         process_group.backend = functools.partial(str, entry["backend"])
-        if directory.name in (NUDGED, BROKEN):
+        process_group.buckets = transport.buckets
+        last_rank = dist.get_rank() == dist.get_world_size() - 1
+        if directory.name == UNMADE and last_rank:
+            process_group.buckets = no_memory
+        elif directory.name in (NUDGED, BROKEN):
             nudge(chunks, version)
-            if directory.name == BROKEN and dist.get_rank() == dist.get_world_size() - 1:
+            if directory.name == BROKEN and last_rank:
                 fail_to_send()
-        elif directory.name != SAME:
+        elif directory.name not in (SAME, UNMADE):
             family = family_of(directory)
             chunks = build.build(recipe.model, directory)
             hf.load(chunks, family, directory)
-        if directory.name not in (NUDGED, BROKEN):
+        if directory.name not in (NUDGED, BROKEN, UNMADE):
             publisher = Publisher(recipe, RunDir(recipe.run.path).endpoints(), chunks, family)
         address = ServerAddress(
             id=0, url=url, tensor_parallel=recipe.resources.server_tensor_parallel
@@ -107,6 +116,14 @@ def fail_to_send() -> None:
         raise RuntimeError("fails once, for a test")
 
     BroadcastGroup.send = fail
+
+
+def no_memory(tensors: Iterator[tuple[str, Tensor]], *limits: float) -> Iterator[Bucket]:
+    """Replace transport.buckets: fail with the second tensor."""
+    next(tensors)
+    next(tensors)
+    raise torch.OutOfMemoryError(NO_MEMORY)
+    yield
 
 
 def say(published: Published | None) -> None:

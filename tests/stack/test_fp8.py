@@ -150,7 +150,7 @@ def products_of_the_stand_in(model: Any) -> Iterator[None]:
 
 
 def test_a_server_quantises_the_bf16_directory_that_it_begins_with(served: Stack) -> None:
-    _, held = served.ask(lambda client: client.checksums())
+    _, (held,) = served.ask(lambda client: client.checksums())
     assert held is not None
     wanted = expected(served, "a")
     assert wanted.items() <= held.items()
@@ -181,13 +181,13 @@ def test_publications_by_each_transport_bring_the_bytes_that_a_directory_does(
 ) -> None:
     by = Publications(served, chunks_of, transport=transport)
     first = assert_arrived(by.publish(10))
-    _, held = served.ask(lambda client: client.checksums())
+    _, (held,) = served.ask(lambda client: client.checksums())
     assert expected(served, "a").items() <= (held or {}).items()
     chunks_of("b")
     published = by.publish(11)
     second = assert_arrived(published)
     assert second != first
-    _, held = served.ask(lambda client: client.checksums())
+    _, (held,) = served.ask(lambda client: client.checksums())
     assert expected(served, "b").items() <= (held or {}).items()
     sent = sum(tensor.nbytes for _, tensor in quantised(tensors_of(served.directory / "b").items()))
     whole = sum(tensor.nbytes for tensor in tensors_of(served.directory / "b").values())

@@ -12,7 +12,7 @@ import pytest
 from megarl.core.base.architecture import in_directory
 from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack, running, two_models
-from tests.stack.publish_world import BROKEN, NUDGED, SAME, publish_from
+from tests.stack.publish_world import BROKEN, NO_MEMORY, NUDGED, SAME, UNMADE, publish_from
 from tests.stack.test_server_families import CASES, ENDLESS, LLAMA4, assert_serves
 from tests.tiny import tiny_deepseek_v3, tiny_gpt_oss, tiny_llama4
 
@@ -90,10 +90,11 @@ async def test_when_one_source_fails_all_send_again(served: Stack) -> None:
         "resources.colocate=false",
         COPIES,
     ]
-    plan = [(name, overrides, "gloo") for name in ("a", NUDGED, BROKEN, SAME)]
+    plan = [(name, overrides, "gloo") for name in ("a", NUDGED, BROKEN, UNMADE, SAME)]
     found = await asyncio.to_thread(publish_from, served, 2, 20, plan)
-    assert [error for error, *_ in found] == [""] * 4
-    (_, _, whole), (_, before, changes), (_, after, again), everything = found
+    (_, _, whole), (_, before, changes), (_, after, again), (unmade, *_), everything = found
+    assert [error for error, *_ in found] == ["", "", "", unmade, ""]
+    assert unmade.endswith(f"the learner could not make what it sends: {NO_MEMORY}")
     # Once a group is broken, it is unknown which changes a server has added.
     assert changes < 0.1 * whole
     assert again == whole

@@ -111,13 +111,15 @@ def dequantise(values: Tensor, scales: Tensor) -> Tensor:
 def _quantised_piece(weight: Tensor) -> BlockFp8:
     rows, columns = weight.shape
     padded = pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.view(len(padded) // BLOCK, BLOCK, -1, BLOCK)
+    block_rows = padded.shape[0] // BLOCK
+    block_columns = padded.shape[1] // BLOCK
+    blocks = padded.view(block_rows, BLOCK, block_columns, BLOCK)
     largest = blocks.abs().amax((1, 3), keepdim=True).float().clamp(min=SMALLEST)
     scales = power_of_two_above(largest / LARGEST)
     values = (blocks * (1 / scales)).to(VALUES)
     return BlockFp8(
         values.view_as(padded)[:rows, :columns].contiguous(),
-        scales.flatten(1).view(len(blocks), -1),
+        scales.view(block_rows, block_columns),
     )
 
 

@@ -285,7 +285,12 @@ def _sharing(r: Recipe) -> Iterator[str]:
 
 
 def _serving(r: Recipe) -> Iterator[str]:
-    """Check what servers may compute in FP8."""
+    """Check how servers divide experts, and what they may compute in FP8."""
+    if r.serving.expert_parallel and r.resources.server_tensor_parallel == 1:
+        yield (
+            "serving.expert_parallel: divides the experts among a server's GPUs, and with"
+            " resources.server_tensor_parallel of 1 there is one; set it to false"
+        )
     if r.model.dtype == "bf16":
         return
     if r.serving.quantization == "fp8":

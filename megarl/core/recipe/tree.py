@@ -858,6 +858,13 @@ class Serving(Section):
             " model.dtype"
         ),
     )
+    expert_parallel: bool = Field(
+        False,
+        description=(
+            "true: each GPU of a server has whole experts, its share of them; false: it has a part"
+            " of every expert"
+        ),
+    )
 
     @property
     def fp8_keys(self) -> tuple[str, ...]:
@@ -1042,6 +1049,13 @@ class Recipe(Section):
         return self.stages_weights and self.resources.server_tensor_parallel == 1
 
     @property
+    def expert_ranks(self) -> int:
+        """The GPUs of a server among which whole experts are divided; 1 if each expert
+        is.
+        """
+        return self.resources.server_tensor_parallel if self.serving.expert_parallel else 1
+
+    @property
     def lends_memory(self) -> bool:
         """Whether servers share GPUs with the learner and wait while it trains, so that
         it can use their KV cache's memory.
@@ -1088,9 +1102,9 @@ class Recipe(Section):
     def teacher_recipe(self) -> "Recipe":
         """The recipe for the teacher's servers: its model, at the learner's precision
         and the policy's lengths. It has no learner that corrects what FP8 changes in
-        its scores.
+        its scores, and need not have experts.
         """
-        exact = {"quantization": "none", "kv_cache_dtype": "auto"}
+        plain = {"quantization": "none", "kv_cache_dtype": "auto", "expert_parallel": False}
         resources = {
             "servers": self.teachers,
             "server_tensor_parallel": self.resources.teacher_tensor_parallel,
@@ -1099,7 +1113,7 @@ class Recipe(Section):
             update={
                 "model": self.model.model_copy(update={"path": self.teacher.path}),
                 "resources": self.resources.model_copy(update=resources),
-                "serving": self.serving.model_copy(update=exact),
+                "serving": self.serving.model_copy(update=plain),
             }
         )
 

@@ -35,9 +35,12 @@ def check(recipe: Recipe, cuda: bool) -> None:
     longest = recipe.length.context_tokens
     _check_qwen(path, model)
     _check_llama4(path, model, longest, cuda)
+    if problem := experts_problem(recipe, model, recipe.expert_ranks):
+        raise MegarlError(f"serving.expert_parallel: {path}: {problem}")
     ranks = recipe.resources.server_tensor_parallel if cuda else 1
-    if what := undivided(model, ranks):  # every rank would end with an assertion
-        most = next(n for n in range(ranks - 1, 0, -1) if not undivided(model, n))
+    whole_experts = recipe.serving.expert_parallel
+    if what := undivided(model, ranks, whole_experts):  # every rank would end with an assertion
+        most = next(n for n in range(ranks - 1, 0, -1) if not undivided(model, n, whole_experts))
         why = f"SGLang cannot divide the {what} of {path} among a server's {ranks} GPUs"
         advice = (
             f"use {most} or another divisor (for a teacher's servers,"
@@ -84,6 +87,30 @@ def check(recipe: Recipe, cuda: bool) -> None:
         )
 
 
+WITH_WHOLE_EXPERTS = ("Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
+"""Architectures whose experts a server's GPUs may have whole. Llama 4 and gpt-oss,
+whose directories have stacks of experts, were not tried.
+"""
+
+
+def experts_problem(recipe: Recipe, model: Architecture, ranks: int) -> str:
+    """Return why servers of `ranks` GPUs cannot have whole experts of this model on
+    each, as the recipe asks; empty if they can.
+    """
+    if not recipe.serving.expert_parallel:
+        return ""
+    if not model.experts:
+        return "the model has no experts; set it to false"
+    if model.name not in WITH_WHOLE_EXPERTS:
+        return f"is for {', '.join(WITH_WHOLE_EXPERTS)}, not {model.name}; set it to false"
+    if model.experts % ranks:
+        return (
+            f"SGLang cannot divide {model.experts} experts among a server's {ranks} GPUs; use a"
+            " divisor of them (resources.server_tensor_parallel), or set it to false"
+        )
+    return ""
+
+
 IN_FP8 = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures whose FP8 parameters are joined Hugging Face tensors and nothing else
 (served.py). From DeepSeek-V3's kv_b_proj SGLang derives further ones, of Llama 4 it
@@ -114,7 +141,10 @@ def fp8_problem(recipe: Recipe, model: Architecture, ranks: int) -> str:
     """
     if recipe.serving.fp8_keys and model.name not in IN_FP8:
         return f"FP8 is for {', '.join(IN_FP8)}, not {model.name}"
-    if recipe.serving.quantization == "fp8" and (what := unquantisable(model, ranks)):
+    whole_experts = recipe.serving.expert_parallel
+    if recipe.serving.quantization == "fp8" and (
+        what := unquantisable(model, ranks, whole_experts)
+    ):
         return (
             f"{what} on each of a server's GPUs ({ranks}), which is no multiple of a block's"
             f" {FP8_BLOCK}"
@@ -122,9 +152,10 @@ def fp8_problem(recipe: Recipe, model: Architecture, ranks: int) -> str:
     return ""
 
 
-def unquantisable(model: Architecture, ranks: int) -> str:
+def unquantisable(model: Architecture, ranks: int, whole_experts: bool) -> str:
     """Return a width on each of `ranks` GPUs that is no multiple of a block, such as
-    `hidden_size is 576`; empty if all are. SGLang joins q, k and v, and gate and up, in
+    `hidden_size is 576`; empty if all are. whole_experts: each GPU has some of the
+    experts, and not a part of each. SGLang joins q, k and v, and gate and up, in
     whole blocks (`validate_block_quant_shapes` and `create_fp8_moe_weight_` in its
     fp8.py), and quantises activations in groups of a block
     (`per_token_group_quant_fp8`).
@@ -137,7 +168,8 @@ def unquantisable(model: Architecture, ranks: int) -> str:
     if model.moe_layers < model.layers:
         sizes.append(("the width of an MLP", model.feed_forward // ranks))
     if model.experts:
-        sizes.append(("the width of an expert", model.expert_feed_forward // ranks))
+        expert_parts = 1 if whole_experts else ranks
+        sizes.append(("the width of an expert", model.expert_feed_forward // expert_parts))
     return next((f"{what} is {size}" for what, size in sizes if size % FP8_BLOCK), "")
 
 
@@ -155,17 +187,18 @@ def without_fp8(recipe: Recipe, capabilities: Collection[str]) -> str:
     )
 
 
-def undivided(model: Architecture, ranks: int) -> str:
+def undivided(model: Architecture, ranks: int, whole_experts: bool) -> str:
     """Return what of the model SGLang cannot divide among a server's GPUs, such as `28
-    attention heads`; empty if nothing. It copies heads of k and v to several GPUs if
+    attention heads`; empty if nothing. whole_experts: as in unquantisable. It copies heads of k and v to several GPUs if
     there are more of these.
     """
     dense = model.feed_forward if model.moe_layers < model.layers else 0
     sizes = [(model.heads, "attention heads"), (dense, "columns of an MLP")]
-    sizes += [
-        (model.expert_feed_forward, "columns of an expert"),
-        (model.shared_feed_forward, "columns of a shared expert"),
-    ]
+    if whole_experts:
+        sizes.append((model.experts, "experts"))
+    else:
+        sizes.append((model.expert_feed_forward, "columns of an expert"))
+    sizes.append((model.shared_feed_forward, "columns of a shared expert"))
     if not model.latent and ranks % model.groups:
         sizes.append((model.groups, "key-value heads"))
     return next((f"{size} {what}" for size, what in sizes if size % ranks), "")

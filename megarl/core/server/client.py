@@ -120,6 +120,15 @@ class Prefill(NamedTuple):
     routing: str = ""
 
 
+class HeldChecksums(NamedTuple):
+    """A server's weights. whole: one checksum over all its ranks. by_rank: the checksum
+    of each rank's parameters, by name.
+    """
+
+    whole: str
+    by_rank: tuple[dict[str, str], ...]
+
+
 class ServerLost(MegarlError):
     """The server went away, timed out or aborted the request. tokens, logprobs: what
     had been received before. alone: the server ended this request for a reason of its
@@ -521,7 +530,7 @@ class ServerClient:
         """
         await self._staging("receive", RECEIVE, {"group": group}, RECEIVE_LIMIT_S, once=True)
 
-    async def staged_checksums(self) -> tuple[str, dict[str, str] | None]:
+    async def staged_checksums(self) -> HeldChecksums:
         """Return what `checksums` will return after the swap."""
         return _of_all_ranks(
             _decoded(await self._staging("checksum", CHECKSUMS, {}, self._timeout_s))
@@ -573,10 +582,8 @@ class ServerClient:
         body = {"model_path": path, "flush_cache": False, "weight_version": str(version)}
         await self._call("load from disk", "/update_weights_from_disk", body, self._timeout_s)
 
-    async def checksums(self) -> tuple[str, dict[str, str] | None]:
-        """Return one checksum over all ranks and, if the server has a single rank, each
-        parameter's checksum (else None).
-        """
+    async def checksums(self) -> HeldChecksums:
+        """Return the checksums of the weights that the server computes with."""
         said = await self._call(
             "checksum", "/weights_checker", {"action": "checksum"}, self._timeout_s
         )
@@ -715,12 +722,10 @@ def _decoded(text: str) -> Any:
         return None
 
 
-def _of_all_ranks(ranks: list[JsonObject]) -> tuple[str, dict[str, str] | None]:
-    """Return one checksum over all ranks of a server, and each parameter's if there is
-    only one.
-    """
+def _of_all_ranks(ranks: list[JsonObject]) -> HeldChecksums:
+    """Read the ranks' answers, in the order of their numbers."""
     whole = hashlib.sha256("".join(rank["per_gpu_checksum"] for rank in ranks).encode()).hexdigest()
-    return whole, ranks[0]["checksums"] if len(ranks) == 1 else None
+    return HeldChecksums(whole, tuple(rank["checksums"] for rank in ranks))
 
 
 def _prefill(meta: JsonObject) -> Prefill:

@@ -329,6 +329,7 @@ def engine_arguments(
         "host": host,
         "port": port,
         "tp_size": recipe.resources.server_tensor_parallel,
+        "ep_size": recipe.expert_ranks,
         "random_seed": recipe.run.seed * 1009 + index,
         "weight_version": "-1",  # of the directory; a published version is 0 or more
         "max_total_tokens": serving.kv_tokens,

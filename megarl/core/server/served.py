@@ -74,6 +74,35 @@ def place(name: str, tensor: Tensor, model: Architecture) -> ServedPart:
     return ServedPart(name)
 
 
+class RankParameter(NamedTuple):
+    """A parameter of one of a server's ranks."""
+
+    rank: int
+    name: str
+
+
+class ExpertPart(NamedTuple):
+    """The part of a rank's parameter, from byte `start` on, that holds one expert's
+    tensor.
+    """
+
+    parameter: RankParameter
+    start: int
+
+
+def place_expert(name: str, tensor: Tensor, model: Architecture, ranks: int) -> ExpertPart | None:
+    """Return where a server whose `ranks` ranks have whole experts, each its share of
+    them in order, stores this Hugging Face tensor; None if it is not an expert's.
+    """
+    match = _EXPERT.search(name)
+    if match is None:
+        return None
+    rank, number = divmod(int(match[1]), model.experts // ranks)
+    name_on_rank = f"{name[: match.start(1)]}{number}{name[match.end(1) :]}"
+    part = place(name_on_rank, tensor, model)
+    return ExpertPart(RankParameter(rank, part.name), part.start)
+
+
 def as_held(name: str, tensor: Tensor, model: Architecture) -> Tensor:
     """Return the tensor with its rows as the server stores them: in rotary order, or
     padded with zeros.
@@ -88,16 +117,14 @@ def as_held(name: str, tensor: Tensor, model: Architecture) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
 
-def is_padded_inside(name: str, held: Tensor) -> bool:
-    """Return whether a server, if it is on a CPU, pads this tensor [.., rows, columns]
-    of an MLP.
+def is_padded_inside(name: str, held: Tensor, ranks: int = 1) -> bool:
+    """Return whether a server of `ranks` ranks, if it is on a CPU, pads this tensor
+    [.., rows, columns] of an MLP.
     """
+    multiple = INNER_MULTIPLE * ranks
     if name.endswith("down_proj.weight"):
-        return held.shape[-1] % INNER_MULTIPLE != 0
-    return (
-        name.endswith(("gate_proj.weight", "up_proj.weight"))
-        and held.shape[-2] % INNER_MULTIPLE != 0
-    )
+        return held.shape[-1] % multiple != 0
+    return name.endswith(("gate_proj.weight", "up_proj.weight")) and held.shape[-2] % multiple != 0
 
 
 def rotary_order(weight: Tensor, head_dim: int) -> Tensor:

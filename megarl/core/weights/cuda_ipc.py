@@ -69,6 +69,7 @@ class CudaIpcTransport:
             {name: value for sent in every for name, value in sent.checksums.items()},
             max(sent.bytes for sent in every),
             next((sent.unchecked for sent in every if sent.unchecked), ""),
+            {parameter: value for sent in every for parameter, value in sent.experts.items()},
         )
 
     def _send(self, fleet: Fleet, mine: Sequence[int]) -> Sent:
@@ -76,9 +77,10 @@ class CudaIpcTransport:
             deque(self._weights.gathered(), maxlen=0)
             return Sent({}, {}, 0)
         errors = fleet.each(mine, _check_and_begin)[1]
-        sums = SentChecksums(self._weights.family.architecture)
+        expert_ranks = self._weights.expert_ranks
+        sums = SentChecksums(self._weights.family.architecture, expert_ranks)
         tensors = self._weights.tensors()
-        sent = sums.watch(tensors) if holds_whole_parameters(fleet, mine) else tensors
+        sent = sums.watch(tensors) if holds_whole_parameters(fleet, mine, expert_ranks) else tensors
         size = 0
         for bucket, last in with_last(buckets(self._last.changed(sent), self._bucket_bytes)):
             size += bucket.flat.nbytes
@@ -87,7 +89,8 @@ class CudaIpcTransport:
         alive = [i for i in mine if i not in errors]
         errors |= fleet.each(alive, lambda server: server.end())[1]
         expected = sums.expected()
-        return Sent(errors, expected, size, sums.failed)
+        experts = sums.expected_experts()
+        return Sent(errors, expected, size, sums.failed, experts)
 
     def _hand_over(
         self, fleet: Fleet, ids: Sequence[int], bucket: Bucket, complete: int | None

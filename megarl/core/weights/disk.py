@@ -54,9 +54,10 @@ class DiskTransport:
                 path, ignore_errors=True
             )  # left by an earlier incarnation, perhaps with other weights
         from_rank_0(None)
-        sums = SentChecksums(self._weights.family.architecture)
+        expert_ranks = self._weights.expert_ranks
+        sums = SentChecksums(self._weights.family.architecture, expert_ranks)
         tensors = self._weights.tensors()
-        sent = sums.watch(tensors) if holds_whole_parameters(fleet, ids) else tensors
+        sent = sums.watch(tensors) if holds_whole_parameters(fleet, ids, expert_ranks) else tensors
         writes = (
             parallel_state.get_tensor_model_parallel_rank()
             == parallel_state.get_data_parallel_rank(True)
@@ -75,9 +76,11 @@ class DiskTransport:
             mine = {name: tensor.to("cpu", copy=True) for name, tensor in sent}
             hf.everywhere(lambda: save_file(mine, file) if writes else None)
         expected = sums.expected()
-        every = gathered((expected, sums.failed))
-        checksums = {name: value for stage, _ in every for name, value in stage.items()}
-        unchecked = next((failed for _, failed in every if failed), "")
+        expected_experts = sums.expected_experts()
+        every = gathered(Sent({}, expected, 0, sums.failed, expected_experts))
+        checksums = {name: value for sent in every for name, value in sent.checksums.items()}
+        experts = {part: value for sent in every for part, value in sent.experts.items()}
+        unchecked = next((sent.unchecked for sent in every if sent.unchecked), "")
         errors: dict[int, str] = {}
         if dist.get_rank() == 0:
             errors = fleet.each(ids, lambda server: server.load(str(path.resolve()), version))[1]
@@ -88,4 +91,4 @@ class DiskTransport:
             for old in others[: 1 - KEEP]:
                 shutil.rmtree(old, ignore_errors=True)
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        return Sent(from_rank_0(errors), checksums, size, unchecked)
+        return Sent(from_rank_0(errors), checksums, size, unchecked, experts)

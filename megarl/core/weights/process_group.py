@@ -13,6 +13,11 @@ Groups are kept from one publication to the next and formed again, under a new n
 when a server fails, comes back, or joins. When a server dies, the others fail at
 different buckets, so all get everything again from bucket 0. A source completes the
 export even if it cannot send, because its tensor-parallel peers take part in it.
+
+The same holds if a source cannot make what it should send (no memory for a bucket, a
+delta that fails). Everything is then sent again in full; if that fails, too, the
+publication fails for all servers. Only an error in gathering the tensors ends the
+learner, since the other ranks are left waiting in a collective call.
 """
 
 import itertools
@@ -42,10 +47,18 @@ from megarl.core.server.client import LET_DOWN, ServerClient, ServerSaid
 from megarl.core.server.fleet import Calls, Fleet, collect
 from megarl.core.server.membership import sending_copies
 from megarl.core.server.relay import RelayLost
+from megarl.core.server.served import RankParameter
 from megarl.core.server.staging import BucketHead
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.served_weights import ServedWeights
-from megarl.core.weights.transport import Sent, SentChecksums, buckets, holds_whole_parameters
+from megarl.core.weights.transport import (
+    Bucket,
+    Sent,
+    SentChecksums,
+    buckets,
+    first_line,
+    holds_whole_parameters,
+)
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +77,7 @@ class _Attempt:
     """The result of one attempt, for one rank, or for all of them."""
 
     checksums: dict[str, str] = field(default_factory=dict)
+    experts: dict[RankParameter, str] = field(default_factory=dict)  # as in Sent
     bytes: int = 0
     failed: dict[int, str] = field(default_factory=dict)  # servers that failed by themselves
     interrupted: dict[int, str] = field(
@@ -71,6 +85,7 @@ class _Attempt:
     )  # that only failed to receive because the group failed
     broken: str = ""  # why the group can no longer be used
     unchecked: str = ""  # why the checksums are not known
+    unmade: str = ""  # why a source could not make what it should send
 
     def add(self, errors: dict[int, MegarlError]) -> None:
         for i, error in errors.items():
@@ -80,6 +95,32 @@ class _Attempt:
             let_down = said or isinstance(error, RelayLost)
             (self.interrupted if let_down else self.failed)[i] = str(error)
             self.broken = self.broken or str(error)
+
+
+class _Gathering:
+    """Iterates over tensors that other ranks take part in gathering. failed: gathering
+    itself has failed, and not what was done with its tensors.
+    """
+
+    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self._tensors = tensors
+        self.failed = False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        try:
+            return next(self._tensors)
+        except StopIteration:
+            raise
+        except BaseException:
+            self.failed = True
+            raise
+
+    def finish(self) -> None:
+        """Take part in gathering what is left."""
+        deque(self._tensors, maxlen=0)
 
 
 class ProcessGroupTransport:
@@ -145,7 +186,14 @@ class ProcessGroupTransport:
             errors |= attempt.failed
             if not attempt.broken:
                 self._versions = dict.fromkeys(alive, version)
-                return Sent(errors, attempt.checksums, attempt.bytes, attempt.unchecked)
+                return Sent(
+                    errors, attempt.checksums, attempt.bytes, attempt.unchecked, attempt.experts
+                )
+            if attempt.unmade and self._last.whole:
+                why = f"the learner could not make what it sends: {attempt.unmade}"
+                errors |= dict.fromkeys(alive, f"publishing version {version}: {why}")
+                self._leave(fleet)
+                return Sent(errors, {}, 0)
             why = "; ".join((attempt.failed or attempt.interrupted).values()) or attempt.broken
             log.warning("sending version %d again: %s", version, why)
             self._leave(fleet)
@@ -170,11 +218,13 @@ class ProcessGroupTransport:
             self._send_part(mine, fleet, ids)
         for other in gathered(mine):
             whole.checksums |= other.checksums
+            whole.experts |= other.experts
             whole.bytes += other.bytes
             whole.failed |= other.failed
             whole.interrupted |= other.interrupted
             whole.broken = whole.broken or other.broken
             whole.unchecked = whole.unchecked or other.unchecked
+            whole.unmade = whole.unmade or other.unmade
         return whole
 
     def _send_part(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
@@ -188,9 +238,9 @@ class ProcessGroupTransport:
         assert group is not None
         calls = fleet.start(ids, lambda server: server.receive(group.name))
         try:
-            compared = holds_whole_parameters(fleet, ids)
-            tensors = self._weights.tensors(self._copy, self._copies)
-            self._broadcast(attempt, group, tensors, calls, compared)
+            compared = holds_whole_parameters(fleet, ids, self._weights.expert_ranks)
+            gathering = _Gathering(self._weights.gathered(self._copy, self._copies))
+            self._broadcast(attempt, group, gathering, calls, compared)
         except BaseException as error:
             group.close(str(error) or type(error).__name__)
             self._group = None
@@ -216,23 +266,50 @@ class ProcessGroupTransport:
         self,
         attempt: _Attempt,
         group: BroadcastGroup,
-        tensors: Iterator[tuple[str, Tensor]],
+        gathering: _Gathering,
         calls: Calls[None],
         compared: bool,
     ) -> None:
-        """Broadcast buckets, at most bucket_bytes bytes at once, while the next ones
-        are gathered. Note the checksums, if they are `compared` with those of a server.
-        The first error in broadcasting breaks the group.
+        """Broadcast what is gathered. Note the checksums, if they are `compared` with
+        those of a server. The first error in making buckets or in broadcasting them
+        breaks the group; an error in gathering is raised.
         """
-        sums = SentChecksums(self._weights.family.architecture)
+        checksums = SentChecksums(self._weights.family.architecture, self._weights.expert_ranks)
+        tensors = self._weights.as_served(gathering)
+        if compared:
+            tensors = checksums.watch(tensors)
+        changes = self._last.changed(tensors)
+        stream = buckets(changes, self._bucket_bytes, self._bucket_bytes / VIEWS)
+        try:
+            self._broadcast_buckets(attempt, group, stream, calls)
+        except (RuntimeError, MemoryError) as error:
+            if gathering.failed:
+                raise
+            attempt.unmade = first_line(error)
+            if not attempt.broken:
+                attempt.broken = attempt.unmade
+                group.close(attempt.broken)
+        gathering.finish()
+        attempt.checksums = checksums.expected()
+        attempt.experts = checksums.expected_experts()
+        attempt.unchecked = checksums.failed
+
+    def _broadcast_buckets(
+        self,
+        attempt: _Attempt,
+        group: BroadcastGroup,
+        stream: Iterator[Bucket],
+        calls: Calls[None],
+    ) -> None:
+        """Broadcast buckets, at most bucket_bytes bytes at once, while the next ones
+        are gathered. The first error in broadcasting breaks the group.
+        """
         under_way = deque[tuple[dist.Work, Tensor]]()
-        sent = sums.watch(tensors) if compared else tensors
-        made = buckets(self._last.changed(sent), self._bucket_bytes, self._bucket_bytes / VIEWS)
 
         def failed() -> str:
             return next(map(str, list(calls.errors.values())), "")
 
-        for bucket in itertools.chain(made, [None]):
+        for bucket in itertools.chain(stream, [None]):
             if attempt.broken:
                 continue
             try:
@@ -246,10 +323,8 @@ class ProcessGroupTransport:
                     under_way += group.send(self._turn, msgspec.json.encode(head), bucket.flat)
                     attempt.bytes += bucket.flat.nbytes
             except RuntimeError as error:
-                attempt.broken = str(error).splitlines()[0]
+                attempt.broken = first_line(error)
                 group.close(attempt.broken)
-        attempt.checksums = sums.expected()
-        attempt.unchecked = sums.failed
 
     def _join(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
         """Form a group of this rank and the servers, unless there is one."""
@@ -285,7 +360,7 @@ class ProcessGroupTransport:
             )
             self._members = ids
         except RuntimeError as error:
-            attempt.broken = str(error).splitlines()[0]
+            attempt.broken = first_line(error)
         attempt.add(collect(calls)[1])
 
     def _leave(self, fleet: Fleet) -> None:

@@ -62,7 +62,7 @@ from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.models.families import Family
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient
+from megarl.core.server.client import HeldChecksums, ServerClient
 from megarl.core.server.fleet import Fleet
 from megarl.core.server.membership import listed
 from megarl.core.weights.cuda_ipc import CudaIpcTransport
@@ -70,7 +70,7 @@ from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.disk import DiskTransport
 from megarl.core.weights.process_group import ProcessGroupTransport
 from megarl.core.weights.served_weights import ServedWeights
-from megarl.core.weights.transport import Sent, Transport, differing, open_fleet
+from megarl.core.weights.transport import Sent, Transport, differing, differing_experts, open_fleet
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,8 @@ class Publisher:
         self._wakes = recipe.lends_memory
         self._meanwhile = recipe.generates_meanwhile
         bucket_bytes = weights.bucket_mb << 20
-        served = ServedWeights(chunks, family, recipe.serving.quantization == "fp8")
+        fp8 = recipe.serving.quantization == "fp8"
+        served = ServedWeights(chunks, family, fp8, recipe.expert_ranks)
         self._last = LastSent(weights.full_every)
         self._transport: Transport
         if weights.transport == "disk":
@@ -208,9 +209,7 @@ class Publisher:
             asked, lambda s: s.staged_checksums() if staged else s.checksums()
         )
         errors |= failed
-        wrong = {
-            i: differing(sent.checksums, parameters or {}) for i, (_, parameters) in answers.items()
-        }
+        wrong = {i: _wrong_parameters(sent, answer) for i, answer in answers.items()}
         said = {
             i: f"{len(names)} differ, such as {names[0]}" for i, names in wrong.items() if names
         }
@@ -224,3 +223,12 @@ class Publisher:
             for i, text in said.items()
         }
         return sums
+
+
+def _wrong_parameters(sent: Sent, answer: HeldChecksums) -> list[str]:
+    """Return the parameters of a server whose checksums are not those of what was sent,
+    as far as these are known.
+    """
+    if len(answer.by_rank) == 1:
+        return differing(sent.checksums, answer.by_rank[0])
+    return differing_experts(sent.experts, answer.by_rank)

@@ -16,11 +16,16 @@ from megarl.core.models.families import Family
 
 
 class ServedWeights:
-    """One rank's weights. fp8: servers hold linear maps in FP8, with their scales."""
+    """One rank's weights. fp8: servers hold linear maps in FP8, with their scales.
+    expert_ranks: a server's ranks if each has whole experts, else 1.
+    """
 
-    def __init__(self, chunks: Sequence[Module], family: Family, fp8: bool) -> None:
+    def __init__(
+        self, chunks: Sequence[Module], family: Family, fp8: bool, expert_ranks: int = 1
+    ) -> None:
         self.chunks = chunks
         self.family = family
+        self.expert_ranks = expert_ranks
         self._fp8 = fp8
 
     def tensors(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
@@ -28,9 +33,12 @@ class ServedWeights:
         under a name of its own. COLLECTIVE, like `hf.export`: a rank that sends nothing
         iterates over `gathered`.
         """
-        gathered = self.gathered(part, parts)
-        return quantised(gathered) if self._fp8 else gathered
+        return self.as_served(self.gathered(part, parts))
 
     def gathered(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
         """Yield the same tensors before they are quantised. COLLECTIVE, as above."""
         return hf.export(self.chunks, self.family, stacked=False, part=part, parts=parts)
+
+    def as_served(self, gathered: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors of `gathered` in the form in which servers hold them."""
+        return quantised(gathered) if self._fp8 else gathered

@@ -20,7 +20,14 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import Endpoints
 from megarl.core.server.client import ServerClient
 from megarl.core.server.fleet import Fleet
-from megarl.core.server.served import as_held, is_padded_inside, place
+from megarl.core.server.served import (
+    ExpertPart,
+    RankParameter,
+    as_held,
+    is_padded_inside,
+    place,
+    place_expert,
+)
 
 TOGETHER = 64 << 20
 """Bytes of tensors that are kept to be summed together. They are copied for it, so a
@@ -28,16 +35,19 @@ tensor of this size, for which a few operations more do not matter, is summed al
 """
 
 
-class Sent(NamedTuple):
+@dataclass(frozen=True)
+class Sent:
     """The result of sending: errors by server id, checksums by the server's parameter,
     bytes that each server received. unchecked: why the learner does not know the
-    checksums; "" if it does.
+    checksums; "" if it does. experts: checksums of the experts' parameters on each rank
+    of a server, if its ranks have whole experts.
     """
 
     errors: dict[int, str]
     checksums: dict[str, str]
     bytes: int
     unchecked: str = ""
+    experts: dict[RankParameter, str] = field(default_factory=dict)
 
 
 class Transport(Protocol):
@@ -65,12 +75,13 @@ def open_fleet(
     )
 
 
-def holds_whole_parameters(fleet: Fleet, ids: Iterable[int]) -> bool:
-    """Return whether one of these servers has a single rank. Only its checksums can be
-    compared with those of what was sent; ranks of others hold parts of parameters, and
-    sums of what is sent to them alone would be made for nothing.
+def holds_whole_parameters(fleet: Fleet, ids: Iterable[int], expert_ranks: int) -> bool:
+    """Return whether one of these servers has a single rank, or ranks that have whole
+    experts (expert_ranks). Only their checksums can be compared with those of what was
+    sent; ranks of others hold parts of parameters, and sums of what is sent to them
+    alone would be made for nothing.
     """
-    return any(fleet.servers[i].address.tensor_parallel == 1 for i in ids)
+    return expert_ranks > 1 or any(fleet.servers[i].address.tensor_parallel == 1 for i in ids)
 
 
 class Bucket(NamedTuple):
@@ -138,10 +149,14 @@ class _Pieces:
 
 
 class SentChecksums:
-    """The checksums that a server of one rank must return from `/weights_checker`, from
-    the tensors that went through `watch`, in any order: those of a parameter's pieces
+    """The checksums that a server must return from `/weights_checker`, from the tensors
+    that went through `watch`, in any order: those of a parameter's pieces
     (server/served.py) add up (base/checksum.py), and one that was never sent is missing
     in the sum. Nothing is copied to the CPU before `expected`, so a GPU does not wait.
+
+    expert_ranks: 1 for servers of one rank, which hold all parameters. Otherwise a
+    server's ranks, if each has whole experts: of those it is known which rank must hold
+    what, and only they are summed.
 
     Tensors are kept until there are TOGETHER bytes of them. Then those of one
     parameter, a layer's experts, are summed at once: alone, each of the 18,432 tensors
@@ -152,12 +167,13 @@ class SentChecksums:
     known.
     """
 
-    def __init__(self, model: Architecture) -> None:
+    def __init__(self, model: Architecture, expert_ranks: int = 1) -> None:
         self._model = model
-        self._sums: dict[str, Tensor] = {}
-        self._unknown: set[str] = set()
+        self._expert_ranks = expert_ranks
+        self._sums: dict[RankParameter, Tensor] = {}
+        self._unknown: set[RankParameter] = set()
         self.failed = ""
-        self._kept: dict[str, _Pieces] = defaultdict(_Pieces)  # by parameter, not summed yet
+        self._kept: dict[RankParameter, _Pieces] = defaultdict(_Pieces)  # not summed yet
         self._kept_bytes = 0
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -169,57 +185,77 @@ class SentChecksums:
                 try:
                     self._take(name, tensor)
                 except RuntimeError as error:
-                    self.failed = f"{name}: {_first_line(error)}"
+                    self.failed = f"{name}: {first_line(error)}"
             yield name, tensor
 
     def expected(self) -> dict[str, str]:
-        """Return the checksums by name of the server's parameter, in the format of
-        /weights_checker; none if one failed."""
+        """Return the checksums by name of the parameter of a server of one rank, in the
+        format of /weights_checker; none if one failed."""
+        if self._expert_ranks > 1:
+            return {}
+        return {parameter.name: value for parameter, value in self._written().items()}
+
+    def expected_experts(self) -> dict[RankParameter, str]:
+        """Return the checksums of the experts' parameters, in the same format, if each
+        rank has whole experts; none if one failed."""
+        return self._written() if self._expert_ranks > 1 else {}
+
+    def _written(self) -> dict[RankParameter, str]:
         if self.failed:
             return {}
         try:
             self._sum_kept()
-            known = [name for name in self._sums if name not in self._unknown]
-            if not known:
+            parameters = [name for name in self._sums if name not in self._unknown]
+            if not parameters:
                 return {}
-            sums = torch.stack([self._sums[name] for name in known]).tolist()
+            values = torch.stack([self._sums[name] for name in parameters]).tolist()
         except RuntimeError as error:  # of a kernel that was started before
-            self.failed = _first_line(error)
+            self.failed = first_line(error)
             return {}
-        return {name: written(value) for name, value in zip(known, sums, strict=True)}
+        return {name: written(value) for name, value in zip(parameters, values, strict=True)}
+
+    def _place(self, name: str, tensor: Tensor) -> ExpertPart | None:
+        """Return where the tensor is stored; None if that is not known."""
+        if self._expert_ranks > 1:
+            return place_expert(name, tensor, self._model, self._expert_ranks)
+        part = place(name, tensor, self._model)
+        return ExpertPart(RankParameter(0, part.name), part.start)
 
     def _take(self, name: str, tensor: Tensor) -> None:
-        served, start = place(name, tensor, self._model)
+        part = self._place(name, tensor)
+        if part is None:
+            return
         held = as_held(name, tensor, self._model)
-        if held.device.type == "cpu" and is_padded_inside(name, held):
-            self._unknown.add(served)
-        elif held.nbytes < TOGETHER and in_whole_rows(held, start):
-            self._keep(served, start, held)
+        if held.device.type == "cpu" and is_padded_inside(name, held, self._expert_ranks):
+            self._unknown.add(part.parameter)
+        elif held.nbytes < TOGETHER and in_whole_rows(held, part.start):
+            self._keep(part.parameter, part.start, held)
         else:
-            self._add(served, checksum(held, start))
+            self._add(part.parameter, checksum(held, part.start))
 
-    def _keep(self, served: str, start: int, piece: Tensor) -> None:
+    def _keep(self, parameter: RankParameter, start: int, piece: Tensor) -> None:
         if self._kept_bytes + piece.nbytes > TOGETHER:
             self._sum_kept()
-        self._kept[served].tensors.append(piece)
-        self._kept[served].starts.append(start)
+        self._kept[parameter].tensors.append(piece)
+        self._kept[parameter].starts.append(start)
         self._kept_bytes += piece.nbytes
 
     def _sum_kept(self) -> None:
-        for served, pieces in self._kept.items():
+        for parameter, pieces in self._kept.items():
             if len(pieces.tensors) == 1:
-                self._add(served, checksum(pieces.tensors[0], pieces.starts[0]))
+                self._add(parameter, checksum(pieces.tensors[0], pieces.starts[0]))
             else:
-                self._add(served, checksum_together(pieces.tensors, pieces.starts))
+                self._add(parameter, checksum_together(pieces.tensors, pieces.starts))
         self._kept.clear()
         self._kept_bytes = 0
 
-    def _add(self, served: str, piece: Tensor) -> None:
-        before = self._sums.get(served)
-        self._sums[served] = piece if before is None else before + piece
+    def _add(self, parameter: RankParameter, piece: Tensor) -> None:
+        before = self._sums.get(parameter)
+        self._sums[parameter] = piece if before is None else before + piece
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of the error's message, or its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -228,3 +264,16 @@ def differing(expected: Mapping[str, str], served: Mapping[str, str]) -> list[st
     (a tied head) are ignored.
     """
     return sorted(name for name, value in expected.items() if served.get(name, value) != value)
+
+
+def differing_experts(
+    expected: Mapping[RankParameter, str], ranks: Sequence[Mapping[str, str]]
+) -> list[str]:
+    """Return the experts' parameters, with their ranks, whose checksums differ, or
+    which a rank does not have. ranks: the checksums of each rank of a server.
+    """
+    wrong = []
+    for (rank, name), value in sorted(expected.items()):
+        if rank >= len(ranks) or ranks[rank].get(name) != value:
+            wrong.append(f"{name} of its rank {rank}")
+    return wrong

@@ -20,7 +20,7 @@ from megarl.core.algorithm.packing import cost_of, sizes_to_try
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import impossible, impossible_for
-from megarl.core.server.checks import attention_problem, fp8_problem, undivided
+from megarl.core.server.checks import attention_problem, experts_problem, fp8_problem, undivided
 from megarl.lab.planning import memory, speed
 from megarl.lab.planning.hardware import ASSUMED, GB, Gpu
 from megarl.lab.planning.memory import LearnerMemory, ServerMemory
@@ -338,7 +338,12 @@ def server_of(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
     shape = problem.shape
     gpu = problem.gpu
     longest = problem.recipe.length.context_tokens
-    if what := undivided(shape, ranks):
+    whole_experts = problem.recipe.serving.expert_parallel
+    if whole_experts and ranks == 1:
+        return "server TP 1: has no GPUs among which to divide experts (serving.expert_parallel)"
+    if why := experts_problem(problem.recipe, shape, ranks):
+        return f"server TP {ranks}: serving.expert_parallel: {why}"
+    if what := undivided(shape, ranks, whole_experts):
         return f"server TP {ranks}: does not divide {what}"
     if (keys := problem.recipe.serving.fp8_keys) and not gpu.fp8:
         return f"{keys[0]}: {gpu.name} has no FP8 products"

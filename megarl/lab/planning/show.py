@@ -258,6 +258,11 @@ def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
             f"a critic of the policy's size in {recipe.critic.dtype} takes {size:,.0f} GB of a rank"
         )
         yield f"note: {what} (critic.dtype); its time is not counted"
+    if recipe.serving.expert_parallel:
+        yield (
+            "note: whole experts on each GPU of a server (serving.expert_parallel) are planned like"
+            " a part of each; what the GPU with the most tokens costs is not counted"
+        )
     if (late := plan.evaluation_seconds / plan.step_seconds) > evaluation.every:
         yield (
             f"note: an evaluation ({evaluation.prompts} x {evaluation.samples} rollouts,"

@@ -119,3 +119,11 @@ def test_a_stream_has_values_and_scales_in_place_of_weights() -> None:
     assert list(quantised(found)) == found, "what is in FP8 already passes unchanged"
     wide = dict(quantised([(name, weight(130, 256).float())]))
     assert_same_bits(wide[name], found[1][1])
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 256), (5, 0), (0, 0)])
+def test_a_weight_without_numbers(rows: int, columns: int) -> None:
+    found = quantise(weight(rows, columns))
+    assert found.values.shape == (rows, columns)
+    assert found.scales.shape == (math.ceil(rows / BLOCK), math.ceil(columns / BLOCK))
+    assert dequantise(*found).shape == (rows, columns)

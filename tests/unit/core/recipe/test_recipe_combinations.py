@@ -64,6 +64,10 @@ IMPOSSIBLE = [
         "serving.kv_cache_dtype: fp8_e4m3 goes with bf16; set model.dtype=bf16",
     ),
     (
+        {"serving": {"expert_parallel": True}},
+        "serving.expert_parallel: divides the experts among a server's GPUs, and with",
+    ),
+    (
         {"model": {"dtype": "fp32"}, "learner": {"optimizer_offload": 0.5}},
         "learner.optimizer_offload: megatron-core cannot load",
     ),
@@ -287,6 +291,17 @@ def test_servers_in_fp8_go_with_bf16_and_a_teachers_are_exact() -> None:
     assert recipe.serving.fp8_keys == ("serving.quantization", "serving.kv_cache_dtype")
     assert recipe.teacher_recipe.serving.fp8_keys == ()
     assert recipe.teacher_recipe.serving.max_running_requests == 7
+
+
+def test_a_teachers_gpus_have_a_part_of_each_expert() -> None:
+    recipe = from_tree(
+        {
+            "serving": {"expert_parallel": True},
+            "resources": {"server_tensor_parallel": 4, "teacher_tensor_parallel": 2},
+            "teacher": {"path": "teacher"},
+        }
+    )
+    assert (recipe.expert_ranks, recipe.teacher_recipe.expert_ranks) == (4, 1)
 
 
 def test_all_impossible_combinations_are_said_at_once() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.core.base.architecture import read
 from megarl.core.base.block_fp8 import BLOCK
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import KEPT_FROM_INPUT
@@ -276,12 +277,53 @@ BALANCED = {
 }
 
 
+def test_gpus_with_whole_experts(tmp_path: Path) -> None:
+    whole = {"serving": {"kv_tokens": 4096, "expert_parallel": True}}
+    four = {"resources": {"server_tensor_parallel": 4}}
+    recipe = a_recipe(tmp_path, config=BALANCED, **four, **whole)
+    for cuda in (False, True):
+        check(recipe, cuda)
+        arguments = engine_arguments(recipe, 0, "127.0.0.1", 1, cuda)
+        assert (arguments["tp_size"], arguments["ep_size"]) == (4, 4)
+    divided = a_recipe(tmp_path, config=BALANCED, **four)
+    assert engine_arguments(divided, 0, "127.0.0.1", 1, cuda=True)["ep_size"] == 1
+
+
+def test_whole_experts_in_fp8_need_blocks_in_their_own_width() -> None:
+    """Qwen3-30B-A3B has experts of 768 columns."""
+    model = read("qwen3-30b-a3b")
+    assert checks.unquantisable(model, 4, whole_experts=False) == "the width of an expert is 192"
+    assert checks.unquantisable(model, 4, whole_experts=True) == ""
+
+
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "sliding_window": 16,
 }
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "said"),
+    [
+        ({}, 2, "the model has no experts; set it to false"),
+        (GPT_OSS, 2, "is for Qwen3MoeForCausalLM, .*, not GptOssForCausalLM"),
+        (BALANCED, 3, "SGLang cannot divide 8 experts among a server's 3 GPUs; use a divisor"),
+    ],
+)
+@pytest.mark.parametrize("cuda", [False, True])
+def test_models_whose_experts_no_gpu_has_whole(
+    config: dict[str, Any], ranks: int, said: str, cuda: bool, tmp_path: Path
+) -> None:
+    recipe = a_recipe(
+        tmp_path,
+        config=config,
+        resources={"server_tensor_parallel": ranks},
+        serving={"kv_tokens": 4096, "expert_parallel": True},
+    )
+    with pytest.raises(MegarlError, match=rf"serving.expert_parallel: .*: {said}"):
+        check(recipe, cuda)
 
 
 def test_gpt_oss_is_always_ours_and_on_a_gpu_in_bf16(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from megarl.core.weights import transport
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.process_group import ProcessGroupTransport, _Attempt
 from megarl.core.weights.served_weights import ServedWeights
-from megarl.core.weights.transport import SentChecksums, differing
+from megarl.core.weights.transport import SentChecksums, differing, differing_experts
 
 PLAIN = replace(read("qwen3-0.6b"), heads=2, groups=1, head_dim=4)
 
@@ -103,6 +103,36 @@ def test_experts_may_come_in_any_order() -> None:
     }
     assert expected(sent) == right
     assert differing(expected(sent[:-1]), right) == ["m.experts.w2_weight"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_has_its_share_of_the_experts(ranks: int) -> None:
+    """Of what else is sent, a rank holds a part or the whole, and nothing is said."""
+    model = replace(PLAIN, experts=4)
+    rows = 32 * ranks
+    gate_up = torch.randn(4, 2 * rows, 4)
+    down = torch.randn(4, 4, rows)
+    sent = [("m.q_proj.weight", torch.randn(8, 4)), ("m.norm.weight", torch.randn(8))]
+    for expert in (3, 0, 2, 1):
+        gate, up = gate_up[expert].chunk(2)
+        start = f"m.experts.{expert}"
+        sent += [(f"{start}.gate_proj.weight", gate), (f"{start}.up_proj.weight", up)]
+        sent.append((f"{start}.down_proj.weight", down[expert]))
+    sums = SentChecksums(model, ranks)
+    list(sums.watch(sent))
+    assert sums.expected() == {}
+    held = [
+        {"m.experts.w13_weight": whole(gate_ups), "m.experts.w2_weight": whole(downs), "m.norm": ""}
+        for gate_ups, downs in zip(gate_up.chunk(ranks), down.chunk(ranks), strict=True)
+    ]
+    expected = sums.expected_experts()
+    assert len(expected) == 2 * ranks
+    assert differing_experts(expected, held) == []
+    held[1]["m.experts.w2_weight"] = held[0]["m.experts.w2_weight"]
+    del held[0]["m.experts.w13_weight"]
+    wrong = ["m.experts.w13_weight of its rank 0", "m.experts.w2_weight of its rank 1"]
+    assert differing_experts(expected, held) == wrong
+    assert len(differing_experts(expected, held[:1])) == 2 * ranks - 1
 
 
 def experts(names: list[str], rows: int) -> list[tuple[str, Tensor]]:

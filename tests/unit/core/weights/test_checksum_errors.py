@@ -1,6 +1,7 @@
 """A checksum that the learner cannot compute is an error of that publication, whatever
-the transport: every tensor is still gathered and sent, as other ranks take part in it;
-no server's new weights count; and the next publication is as any other.
+the transport, and so is a bucket that it cannot make: every tensor is still gathered,
+as other ranks take part in it; no server's new weights count; and the next publication
+is as any other.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,9 @@ from torch import Tensor
 from megarl.core.base.architecture import read
 from megarl.core.models import hf
 from megarl.core.recipe import from_tree
+from megarl.core.server.client import HeldChecksums
 from megarl.core.weights import cuda_ipc, transport
+from megarl.core.weights import process_group as process_group_module
 from megarl.core.weights import publisher as publisher_module
 from megarl.core.weights.cuda_ipc import CudaIpcTransport
 from megarl.core.weights.deltas import LastSent
@@ -45,7 +48,8 @@ class FakeServer:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         self.asked.append(name)
-        return lambda *_: ("whole", {}) if name == "staged_checksums" else None
+        checksums = HeldChecksums("whole", ({},))
+        return lambda *_: checksums if name == "staged_checksums" else None
 
 
 class FakeFleet:
@@ -78,6 +82,7 @@ class FakeGroup:
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
+        self.closed = ""
 
     def send(self, turn: object, head: bytes = b"", flat: Tensor | None = None) -> list[Any]:
         self.sent.append(head)
@@ -85,8 +90,12 @@ class FakeGroup:
 
     def forget(self) -> None: ...
 
+    def close(self, broken: str = "") -> None:
+        self.closed = broken
 
-def process_group(_: Path) -> Any:
+
+def bare_transport() -> ProcessGroupTransport:
+    """A transport of one source, over a FakeGroup."""
     made = ProcessGroupTransport.__new__(ProcessGroupTransport)
     made._weights = ServedWeights((), FAMILY, fp8=False)
     made._last = LastSent(1)
@@ -95,16 +104,21 @@ def process_group(_: Path) -> Any:
     made._source = True
     made._limit_s = 5.0
     made._bucket_bytes = 1 << 20
+    made._group = FakeGroup()  # type: ignore[assignment]
+    made._join = lambda *_: None  # type: ignore[method-assign]
+    made._groups = 1
+    made._group_number = 0
+    made._exports = True
+    made._attempts = 0
+    return made
 
+
+def process_group(_: Path) -> Any:
     def send(fleet: Any, ids: list[int], version: int) -> Sent:
-        made._group = FakeGroup()  # type: ignore[assignment]
-        made._join = lambda *_: None  # type: ignore[method-assign]
-        made._groups = 1
-        made._group_number = 0
-        made._exports = True
-        made._attempts = 0
+        made = bare_transport()
         attempt = made._send_all(fleet, tuple(ids))
-        assert made._group.sent[-1] == b""  # the end, so that servers do not wait
+        group: Any = made._group
+        assert group.sent[-1] == b""  # the end, so that servers do not wait
         return Sent(attempt.failed, attempt.checksums, attempt.bytes, attempt.unchecked)
 
     return SimpleNamespace(send=send, staged=True)
@@ -161,6 +175,37 @@ def test_it_costs_the_publication(
     fails.clear()
     found = sends.send(FakeFleet(), [0], 6)
     assert (sorted(found.checksums), found.unchecked) == (sorted(NAMES), "")
+
+
+def full(*_: object) -> Iterator[Any]:
+    """Replace transport.buckets, or what is called before it: there is no memory."""
+    raise torch.OutOfMemoryError("CUDA out of memory.\nAnd what to do about it")
+
+
+@pytest.mark.parametrize("step", ["buckets", "changed", "as_served"])
+def test_what_cannot_be_made_costs_the_publication(
+    step: str, exported: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sends = bare_transport()
+    owner: Any = {"changed": sends._last, "as_served": sends._weights}.get(
+        step, process_group_module
+    )
+
+    def failing(tensors: Iterator[Any], *_: object) -> Iterator[Any]:
+        yield from full(next(tensors))
+
+    monkeypatch.setattr(owner, step, failing)
+    attempt = sends._send_all(FakeFleet(), (0,))  # type: ignore[arg-type]
+    assert exported == list(NAMES), "other ranks take part in gathering all of them"
+    assert (attempt.unmade, attempt.broken) == ("CUDA out of memory.",) * 2
+    assert sends._group is not None
+    assert sends._group.closed == "CUDA out of memory."  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_gathered_ends_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, "export", lambda *_, **__: iter(full, None))
+    with pytest.raises(torch.OutOfMemoryError):
+        bare_transport()._send_all(FakeFleet(), (0,))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("unchecked", ["", WHY])

@@ -9,6 +9,7 @@ import pytest
 
 from megarl.core.base.messages import Publish, ServerAddress
 from megarl.core.recipe import Recipe, from_tree
+from megarl.core.server.client import HeldChecksums
 from megarl.core.weights.publisher import Publisher
 from megarl.core.weights.transport import Sent
 
@@ -26,7 +27,7 @@ class Asked:
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, object]]:
         async def asked(*_: object) -> object:
             self.calls.append(name)
-            return ("whole", {}) if name.endswith("checksums") else None
+            return HeldChecksums("whole", ({},)) if name.endswith("checksums") else None
 
         return asked
 

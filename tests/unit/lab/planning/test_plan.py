@@ -744,6 +744,22 @@ def test_servers_in_fp8_are_refused_where_they_cannot_be() -> None:
         assert str(found).startswith(said), found
 
 
+def test_whole_experts_fit_where_a_part_of_each_is_too_narrow() -> None:
+    """Qwen3-30B-A3B has 128 experts of 768 columns."""
+    keys = (
+        "serving.expert_parallel=true",
+        "serving.quantization=fp8",
+        "resources.server_tensor_parallel=4",
+    )
+    qwen = problem("scalerl-8b", "qwen3-30b-a3b", "h200", 80, 8000, *keys)
+    assert not isinstance(layouts.server_of(qwen, 4), str)
+    assert layouts.server_of(qwen, 1) == (
+        "server TP 1: has no GPUs among which to divide experts (serving.expert_parallel)"
+    )
+    dense = problem("scalerl-8b", "llama-3.1-8b", "h200", 80, 8000, keys[0], keys[2])
+    assert str(layouts.server_of(dense, 4)).startswith("server TP 4: serving.expert_parallel: the")
+
+
 def test_it_says_for_what_the_overlap_of_shared_experts_is() -> None:
     """Qwen3-MoE has none. The recipe alone does not show it."""
     keys = (
