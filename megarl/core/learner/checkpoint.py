@@ -127,7 +127,7 @@ class Checkpoints:
         ):
             state = _state(trainer, is_loading=False)
         try:
-            request = checkpoint.begin(path, state, meta)
+            request = checkpoint.start_save(path, state, meta)
         except MegarlError as error:
             return self._failed(error)
         thread = threading.Thread()  # does nothing: for a rank that has nothing to write
