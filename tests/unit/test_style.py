@@ -21,10 +21,22 @@ LONGEST_FUNCTION = 60
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 NOT_YET = (
     "megarl/cli",
-    "megarl/core",
+    "megarl/core/algorithm",
+    "megarl/core/base/block_fp8.py",
+    "megarl/core/base/broadcast.py",
+    "megarl/core/base/checksum.py",
+    "megarl/core/base/delta.py",
+    "megarl/core/controller",
+    "megarl/core/evaluation",
+    "megarl/core/journal",
+    "megarl/core/learner",
+    "megarl/core/recipe",
+    "megarl/core/sampling",
+    "megarl/core/server",
+    "megarl/core/telemetry/spans.py",
+    "megarl/core/weights",
     "megarl/lab",
     "megarl/run",
-    "megarl/shims",
     "megarl/tasks",
 )
 """Folders and files that still have to be written in this style."""

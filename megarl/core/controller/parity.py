@@ -198,7 +198,7 @@ class Parity:
         client = self._servers.clients[server]
         try:
             (scored,) = await client.score(
-                [whole.tokens], [whole.own], salt, against=self._against, routing=routing
+                [whole.tokens], [whole.own_start], salt, against=self._against, routing=routing
             )
         except (ServerLost, ServerRefused) as error:
             log.warning("parity of ticket %d.%d: %s", candidate.ticket, candidate.sample, error)
@@ -294,8 +294,8 @@ def rollout_scores(
     whole = candidate.whole
     served = candidate.served
     assert served is not None
-    behaviour = whole.logprobs[whole.own :]
-    trained = whole.trained[whole.own :]
+    behaviour = whole.logprobs[whole.own_start :]
+    trained = whole.trained[whole.own_start :]
     versions = np.concatenate(
         [np.full(len(s.tokens), s.weight_version) for s in candidate.segments]
     )

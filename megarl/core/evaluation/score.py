@@ -132,12 +132,12 @@ class Sampled(Questions[Prompt]):
             id=asked.id,
             sample=sample,
             prompt=asker.tokenizer.decode(asked.tokens),
-            expected=" or ".join(asked.shown.answers),
+            expected=" or ".join(asked.brief.answers),
             completion=(
                 done.text if done.episode is None else asker.tokenizer.continued(done.tokens)
             ),
             answer=text,
-            vote=await votes.of(asked.id, text, asked.shown.answer, grade.correct),
+            vote=await votes.of(asked.id, text, asked.brief.answer, grade.correct),
             correct=grade.correct,
             truncated=not void and done.finish == "length",
             interrupted=done.interrupted,

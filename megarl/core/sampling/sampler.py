@@ -283,7 +283,7 @@ class Sampler:
             done.segments.append(length_control.put_in(reply.tokens, done.version))
             if over:
                 done.message.clear()
-        done.episode = environment.told(turns, limited)
+        done.episode = environment.record(turns, limited)
         return over
 
     def _before_answer(self, job: Job) -> int:
