@@ -10,6 +10,7 @@ sums of micro-batches, communication) is torch's own fp16.
 """
 
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def _in_fp32(name: str) -> Callable[..., object]:
     return call
 
 
-def _is_fp16(value: object) -> bool:
+def _is_fp16(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dtype == torch.float16
 
 

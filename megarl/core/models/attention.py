@@ -35,7 +35,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -72,7 +72,7 @@ def segments(
     multiples of `chunk`. window: cut them into this many queries each, with all keys
     that windows of this length reach; only without chunks.
     """
-    parts = []
+    parts: list[tuple[int, int, int]] = []
     for start, end in itertools.pairwise(boundaries):
         step = chunk or max(end - start, 1)
         for at, to in _query_ranges(start, end, cp_size, cp_rank):
@@ -80,7 +80,8 @@ def segments(
                 parts += _window_segments(start, at, to, window)
             else:
                 parts += _chunk_segments(start, at, to, step)
-    return Segments(*torch.tensor(parts, dtype=torch.int64).view(-1, 3).unbind(1))
+    table = torch.tensor(parts, dtype=torch.int64).view(-1, 3)
+    return Segments(*table.unbind(1))
 
 
 def _query_ranges(start: int, end: int, cp_size: int, cp_rank: int) -> list[tuple[int, int]]:
@@ -98,7 +99,8 @@ def _query_ranges(start: int, end: int, cp_size: int, cp_rank: int) -> list[tupl
 def _window_segments(start: int, at: int, to: int, window: int) -> Iterator[tuple[int, int, int]]:
     """Yield segments of at most `window` queries, from the first query on."""
     for cut in range(at, to, window):
-        yield max(start, cut - window + 1), cut, min(to, cut + window)
+        first_key = max(start, cut - window + 1)
+        yield first_key, cut, min(to, cut + window)
 
 
 def _chunk_segments(start: int, at: int, to: int, chunk: int) -> Iterator[tuple[int, int, int]]:
@@ -181,7 +183,8 @@ def temperatures(positions: Tensor, floor: int, scale: float) -> Tensor:
     """Return 1 + scale * log(1 + floor((position + 1) / floor)) float32: 1 at the first
     positions (arXiv 2501.19399).
     """
-    return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
+    multiples = torch.floor((positions.float() + 1.0) / floor)
+    return torch.log1p(multiples) * scale + 1.0
 
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
@@ -197,8 +200,9 @@ tokens take 105 ms in bf16 and 35 ms in FP32, one of 2,048 203 and 217 ms.
 
 def flash_takes(query: Tensor) -> bool:
     """Return whether torch's flash kernel takes queries like these."""
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and half and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    head_dim = query.shape[-1]
+    return query.is_cuda and is_half and head_dim <= 256 and head_dim % 8 == 0
 
 
 def causal(
@@ -297,39 +301,38 @@ def _cpu(scale: float | None, mask: Tensor | None) -> _Kernel:
     """Return torch's flash kernel for CPUs: [batch, heads, positions, head_dim]. mask:
     see `band`; None: causal.
     """
-    is_causal = mask is None
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return attend(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
-
-    def backward(gradient: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
-        return differentiate(gradient, *saved, 0.0, is_causal, attn_mask=mask, scale=scale)
-
-    return _Kernel(forward, backward)
+    options = {"dropout_p": 0.0, "is_causal": mask is None, "attn_mask": mask, "scale": scale}
+    return _Kernel(
+        partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, **options),
+        partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, **options),
+    )
 
 
 def _efficient(scale: float | None, mask: Tensor | None) -> _Kernel:
     """Return torch's memory-efficient kernel for GPUs, like `_cpu`. It pads
     log-sum-exps to a multiple of 32.
     """
-    is_causal = mask is None
-    wanted_gradients = [True, True, True, False]
+    options = {"dropout_p": 0.0, "is_causal": mask is None, "scale": scale}
+    wanted_gradients = [True, True, True, False]  # not the mask's
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
     differentiate = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 
     def mask_of(q: Tensor) -> Tensor | None:
-        return None if mask is None else mask.expand(*q.shape[:2], -1, -1)
+        if mask is None:
+            return None
+        batch, heads, _, _ = q.shape
+        return mask.expand(batch, heads, -1, -1)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return attend(q, k, v, mask_of(q), True, 0.0, is_causal, scale=scale)
+        return attend(q, k, v, mask_of(q), compute_log_sumexp=True, **options)
 
     def backward(
         gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Tensor
     ) -> tuple[Tensor, ...]:
-        flags = (0.0, wanted_gradients, is_causal)
-        return differentiate(gradient, q, k, v, mask_of(q), *saved, *flags, scale=scale)[:3]
+        gradients = differentiate(
+            gradient, q, k, v, mask_of(q), *saved, grad_input_mask=wanted_gradients, **options
+        )
+        return gradients[:3]
 
     return _Kernel(forward, backward)
 
@@ -339,8 +342,10 @@ def _varlen(scale: float | None, arguments: Mapping[str, Any]) -> _Kernel:
     Flash has them.
     """
     window_left, window_right = arguments["window_size"]
-    is_causal = window_left == -1
     lengths = [arguments[key] for key in ("cu_seq_q", "cu_seq_k", "max_q", "max_k")]
+    dropout = 0.0
+    is_causal = window_left == -1
+    positional = (*lengths, dropout, is_causal)
     options = {
         "scale": scale,
         "window_size_left": window_left,
@@ -350,14 +355,12 @@ def _varlen(scale: float | None, arguments: Mapping[str, Any]) -> _Kernel:
     differentiate = torch.ops.aten._flash_attention_backward
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return attend(q, k, v, *lengths, 0.0, is_causal, False, **options)[:4]
+        return attend(q, k, v, *positional, return_debug_mask=False, **options)[:4]
 
     def backward(gradient: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
         inputs_and_output = saved[:5]
         random_state = saved[5:]
-        return differentiate(
-            gradient, *inputs_and_output, *lengths, 0.0, is_causal, *random_state, **options
-        )
+        return differentiate(gradient, *inputs_and_output, *positional, *random_state, **options)
 
     return _Kernel(forward, backward)
 
@@ -482,14 +485,15 @@ class PaddedSegments:
             k = k.index_select(0, self.keys)
             v = v.index_select(0, self.keys)
         elif self.unpack is not None:
-            k, v = (_Gather.apply(t, self.unpack, self.pack, None) for t in (k, v))
+            k = _Gather.apply(k, self.unpack, self.pack, None)
+            v = _Gather.apply(v, self.unpack, self.pack, None)
         if self.unpack is not None:
             q = _Gather.apply(q, self.unpack, self.pack, None)
         outputs = []
         buckets = (t.split(self.sizes) for t in (q, k, v))
         for shape, *bucket in zip(self.shapes, *buckets, strict=True):
-            inputs = [t.unflatten(0, shape) for t in bucket]
-            outputs.append(causal(*inputs, scale, sinks, self.window).flatten(0, 1))
+            q, k, v = (t.unflatten(0, shape) for t in bucket)
+            outputs.append(causal(q, k, v, scale, sinks, self.window).flatten(0, 1))
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         if self.pack is None:
             return output

@@ -136,13 +136,12 @@ def export(
             continue
         for full_name, shards in gathered_shards:
             weight = family.weight(full_name)
+            served_dtype = None if stacked else weight.served_dtype
             for source, view in _views(weight, shards):
+                dtype = served_dtype or view.dtype
                 if source.expert is None:
-                    view = view[: weight.vocabulary].contiguous()
-                    keeps_dtype = stacked or weight.served_dtype is None
-                    yield source.name, view if keeps_dtype else view.to(weight.served_dtype)
+                    yield source.name, view[: weight.vocabulary].contiguous().to(dtype)
                 elif not stacked:
-                    dtype = weight.served_dtype or view.dtype
                     yield source.separate_name, view.t().contiguous().to(dtype)
                 elif (stack := stacks.add(source, view)) is not None:
                     yield source.name, stack
@@ -153,7 +152,10 @@ def _views(weight: Weight, shards: Sequence[Tensor]) -> Iterator[tuple[SourceVie
     """Yield each source of a weight, made from the shards of all ranks."""
     views_of_shards = [weight.unmerge(shard) for shard in shards]
     for source, *pieces in zip(weight.sources, *views_of_shards, strict=True):
-        yield source, torch.cat(pieces, weight.split) if len(pieces) > 1 else pieces[0]
+        if len(pieces) == 1:
+            yield source, pieces[0]
+        else:
+            yield source, torch.cat(pieces, weight.split)
 
 
 class _Stacks:
@@ -169,12 +171,15 @@ class _Stacks:
         name = source.name
         position, views = source.part or (0, 1)
         if name not in self._stacks:
-            shape = (self._experts, *view.shape[:-1], view.shape[-1] * views)
-            self._stacks[name] = view.new_empty(shape)
+            *others, length = view.shape
+            self._stacks[name] = view.new_empty(self._experts, *others, length * views)
             self._missing[name] = self._experts * views
-        self._stacks[name][source.expert].chunk(views, -1)[position].copy_(view)
+        expert = self._stacks[name][source.expert]
+        expert.chunk(views, -1)[position].copy_(view)
         self._missing[name] -= 1
-        return None if self._missing[name] else self._stacks.pop(name)
+        if self._missing[name]:
+            return None
+        return self._stacks.pop(name)
 
     def check_empty(self) -> None:
         """Assert that every stack that was begun is full."""
@@ -308,7 +313,10 @@ def named_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
 
 def _of_expert(name: str, by: int) -> str:
     """Return the name of the same tensor of the expert whose number is `by` larger."""
-    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + by}{match[3]}", name)
+    match = _EXPERT.fullmatch(name)
+    assert match is not None, name
+    prefix, expert, suffix = match.groups()
+    return f"{prefix}{int(expert) + by}{suffix}"
 
 
 def shard_of(name: str) -> tuple[int, int]:
@@ -364,15 +372,16 @@ def read_view(
             dimension += 1  # after that of the experts
     if source.part is not None:
         k, parts = source.part
-        bounds[-1] = slice(k * shape[-1] // parts, (k + 1) * shape[-1] // parts)
+        length = shape[-1]
+        bounds[-1] = slice(k * length // parts, (k + 1) * length // parts)
     padding = 0
     if dimension is not None:
-        first = bounds[dimension].start
         end = bounds[dimension].stop
-        length = -(-(end - first) // size)
-        shard = slice(min(first + rank * length, end), min(first + (rank + 1) * length, end))
-        bounds[dimension] = shard
-        padding = length - (shard.stop - shard.start)
+        shard_length = -(-(end - bounds[dimension].start) // size)
+        first = min(bounds[dimension].start + rank * shard_length, end)
+        last = min(first + shard_length, end)
+        bounds[dimension] = slice(first, last)
+        padding = shard_length - (last - first)
     view = tensor[tuple(bounds)]
     if source.expert is not None:
         view = view.squeeze(0)

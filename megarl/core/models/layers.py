@@ -296,14 +296,14 @@ class CausalAttention(Module):
         attended = layout.kernels(q, k, v, self.scale, self.softmax_offset)
         return attended[..., :width].flatten(1)
 
-    def _forward_rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend within each row [s, b, heads, head_dim]: end to end, rows are packed
-        sequences, too.
+    def _forward_rows(self, *inputs: Tensor) -> Tensor:
+        """Attend within each row of q, k and v [s, b, heads, head_dim]: rows end to end
+        are packed sequences, too.
         """
-        length, rows = q.shape[:2]
+        length, rows = inputs[0].shape[:2]
         boundaries = torch.arange(rows + 1) * length
         packed = PackedSeqParams("thd", boundaries, boundaries, max_seqlen_q=length)
-        q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))
+        q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in inputs)
         attended = self.forward(q, k, v, packed_seq_params=packed)
         return attended.unflatten(0, (rows, length)).transpose(0, 1)
 

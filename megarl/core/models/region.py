@@ -94,7 +94,8 @@ def check_finite(value: Tensor, names: Sequence[str], path: Path) -> None:
 
 def write_all(descriptor: int, tensor: Tensor, offset: int) -> None:
     """Write the values of a tensor to a file, at this offset."""
-    data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    values = tensor.contiguous().reshape(-1)
+    data = memoryview(values.view(torch.uint8).numpy())
     while data:
         written = os.pwrite(descriptor, data, offset)
         data = data[written:]

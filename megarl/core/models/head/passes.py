@@ -24,13 +24,15 @@ def reduce(logits: Tensor, labels: Tensor, statistics: Tensor, temperature: floa
     columns = x.shape[-1]
     in_chunk = (labels >= 0) & (labels < columns)
     column = labels.clamp(0, columns - 1)
-    label.copy_(torch.where(in_chunk, x.gather(-1, column[:, None])[:, 0], label))
+    label_logits = x.gather(-1, column[:, None])[:, 0]
+    label.copy_(torch.where(in_chunk, label_logits, label))
     new_top = torch.maximum(top, x.amax(-1))
     shift = (top - new_top) / temperature
     scale = shift.exp()
     z = (x - new_top[:, None]).div_(temperature)
     exponentials = z.exp()
-    spread.copy_(scale * (spread + shift * total) + z.mul_(exponentials).sum(-1))
+    chunk_spread = z.mul_(exponentials).sum(-1)
+    spread.copy_(scale * (spread + shift * total) + chunk_spread)
     total.copy_(scale * total + exponentials.sum(-1))
     top.copy_(new_top)
 
