@@ -136,12 +136,10 @@ def _check(
     nullable: dict[str, ValueKind],
     prefix: str = "",
 ) -> None:
-    all_kinds = kinds | nullable
-    for key in values.keys() & all_kinds.keys():
-        value = values[key]
-        if value is None and key in nullable:
+    for key, value in values.items():
+        kind = kinds.get(key) or nullable.get(key)
+        if kind is None or (value is None and key in nullable):
             continue
-        kind = all_kinds[key]
         if not kind.fits(value):
             raise MegarlError(f"{prefix}{key} is {_text(value)}, not {kind.words}")
 

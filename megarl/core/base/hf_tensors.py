@@ -80,7 +80,8 @@ def _projections(model: Architecture) -> Shapes:
     shapes: Shapes = {}
     for name, width in widths.items():
         shapes[f"{name}_proj.weight"] = (width, model.hidden)
-        if model.qkv_biases:
+    if model.qkv_biases:
+        for name, width in widths.items():
             shapes[f"{name}_proj.bias"] = (width,)
     return shapes
 
