@@ -7,8 +7,11 @@ torch.cuda's names must be replaced before megatron is first imported, and all u
 these packages import them at the top of a file: the learner, the warm start,
 checkpoints_tools, tests.
 
-megatron_cpu.py          megatron-core 0.19 on CPU processes; its AdamW's state and routers' logits, also on a GPU
-bf16_on_cpu.py           torch: products of bf16 numbers on a CPU, with FP32 sums; nothing is replaced
-fp16_on_cpu.py           torch: products of fp16 numbers on a CPU, exact and rounded
-sglang_cpu.py            SGLang 0.5.23 without a GPU; sglang_cpu_attention.py: its decoding, batched
+megatron_cpu.py    megatron-core 0.19 on CPU processes; its AdamW's state and routers'
+                   logits, also on a GPU
+bf16_on_cpu.py     torch: products of bf16 numbers on a CPU, with FP32 sums; nothing is
+                   replaced
+fp16_on_cpu.py     torch: products of fp16 numbers on a CPU, exact and rounded
+sglang_cpu.py      SGLang 0.5.23 without a GPU
+sglang_cpu_attention.py    its decoding, batched
 """

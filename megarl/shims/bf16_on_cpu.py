@@ -44,12 +44,12 @@ def exact_products() -> Iterator[None]:
         yield
         return
     with _one_at_a_time:
-        before = torch.backends.mkldnn.matmul.fp32_precision
+        previous = torch.backends.mkldnn.matmul.fp32_precision
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
         try:
             yield
         finally:
-            torch.backends.mkldnn.matmul.fp32_precision = before
+            torch.backends.mkldnn.matmul.fp32_precision = previous
 
 
 def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -57,10 +57,10 @@ def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
     bf16. No FP32 copy of the whole weight is made, which for a small batch would take
     longer than the product.
     """
-    wide = hidden.float()
-    logits = wide.new_empty(len(hidden), len(weight))
+    hidden_fp32 = hidden.float()
+    logits = hidden_fp32.new_empty(len(hidden), len(weight))
     with exact_products():
         for start in range(0, len(weight), HEAD_COLUMNS):
             part = slice(start, start + HEAD_COLUMNS)
-            logits[:, part] = wide @ weight[part].float().T
+            logits[:, part] = hidden_fp32 @ weight[part].float().T
     return logits

@@ -10,6 +10,7 @@ sums of micro-batches, communication) is torch's own fp16.
 """
 
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -36,22 +37,26 @@ def _in_fp32(name: str) -> Callable[..., object]:
     """
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
 
-    def widened(keys: object, *args: object, **options: object) -> object:
-        if not any(isinstance(a, Tensor) and a.dtype == torch.float16 for a in args):
+    def call(keys: object, *args: object, **options: object) -> object:
+        if not any(map(_is_fp16, args)):
             return kernel.call_boxed(keys, *args, **options)
-        result = kernel.call_boxed(
-            keys, *map(_wide, args), **{k: _wide(v) for k, v in options.items()}
-        )
+        converted = {key: _converted(value) for key, value in options.items()}
+        result = kernel.call_boxed(keys, *map(_converted, args), **converted)
         if isinstance(result, Tensor):
             return result.half()
-        if (
-            name == ATTENTION
-        ):  # the second result, which the backward pass gets again, is FP32 in torch's kernel too
-            return result[0].half(), result[1]
+        if name == ATTENTION:
+            # The log-sum-exp, which the backward pass gets again, is FP32 in torch's
+            # kernel, too.
+            output, logsumexp = result
+            return output.half(), logsumexp
         return tuple(gradient.half() for gradient in result)
 
-    return widened
+    return call
 
 
-def _wide(value: object) -> object:
-    return value.float() if isinstance(value, Tensor) and value.dtype == torch.float16 else value
+def _is_fp16(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dtype == torch.float16
+
+
+def _converted(value: object) -> object:
+    return value.float() if _is_fp16(value) else value

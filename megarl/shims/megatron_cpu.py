@@ -1,8 +1,10 @@
 """Run megatron-core on CPU processes over gloo.
 
-    run_on_cpu()              before the first import of megatron: redirects the torch.cuda names that it uses to the CPU
+    run_on_cpu()              before the first import of megatron: redirects the
+                              torch.cuda names that it uses to the CPU
     import megatron.core
-    after_megatron_import()   once after it: its own tensors are made on the CPU, and its optimiser accepts torch's Adam state
+    after_megatron_import()   once after it: its own tensors are made on the CPU, and
+                              its optimiser accepts torch's Adam state
 
 With a GPU, only six things are corrected: the import of DeepEP, AdamW's state before
 its first step, the memory of an offloaded AdamW, the support for torch's AdamW,
@@ -80,10 +82,7 @@ def run_on_cpu() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self
     # The distributed optimiser tells parameters apart by the text
     # 'torch.cuda.FloatTensor'.
-    name_or_cast = torch.Tensor.type
-    torch.Tensor.type = lambda self, *a, **k: (
-        name_or_cast(self, *a, **k) if a or k else _TypeName(name_or_cast(self))
-    )
+    torch.Tensor.type = _naming_both_types(torch.Tensor.type)
     # Even disabled, torch.compile imports the whole compiler when megatron uses it as a
     # decorator: 2 CPU-seconds per process.
     compiler = torch.compile
@@ -126,7 +125,9 @@ def after_megatron_import() -> None:
     # loads a model, would otherwise silently leave rotary frequencies uninitialised.
     on_cpu = _Overlay(
         torch,
-        **{name: _made_on_cpu(getattr(torch, name)) for name in ("tensor", "zeros", "empty_like")},
+        tensor=_made_on_cpu(torch.tensor),
+        zeros=_made_on_cpu(torch.zeros),
+        empty_like=_made_on_cpu(torch.empty_like),
     )
     for module in (
         clip_grads,
@@ -140,9 +141,8 @@ def after_megatron_import() -> None:
         module.torch = on_cpu
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
         setattr(param_and_grad_buffer, name, _unless_alone(getattr(param_and_grad_buffer, name)))
-    ShardedTensor.init_data.__defaults__ = (
-        _made_on_cpu(torch.empty),
-    )  # loading a checkpoint makes room for others' parts
+    # Loading a checkpoint makes room for others' parts.
+    ShardedTensor.init_data.__defaults__ = (_made_on_cpu(torch.empty),)
     token_dispatcher.maybe_move_tensor_to_cpu = _already_on_cpu
     random._get_share_storage = lambda: _copy_storage
     # If expert tensor parallelism divides experts, each rank has another number of
@@ -160,12 +160,12 @@ def _unless_alone(collective: Callable[..., object]) -> Callable[..., object]:
 
     @functools.wraps(collective)
     def among_several(
-        output: torch.Tensor, given: torch.Tensor, *args: object, **kwargs: object
+        output: torch.Tensor, part: torch.Tensor, *args: object, **kwargs: object
     ) -> object:
-        whole = output.data_ptr() == given.data_ptr() and output.numel() == given.numel()
-        if whole and not kwargs.get("async_op"):
+        is_all = output.data_ptr() == part.data_ptr() and output.numel() == part.numel()
+        if is_all and not kwargs.get("async_op"):
             return None
-        return collective(output, given, *args, **kwargs)
+        return collective(output, part, *args, **kwargs)
 
     return among_several
 
@@ -175,9 +175,10 @@ def _logits_by(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     of input to Transformer Engine 2.20 that Transformer Engine silently computes
     wrongly:
 
-    a bias            has the model's type, but cuBLASLt reads it in the output's, float32: Transformer Engine sets the bias's
-                      type only for FP8 and FP4. Two bf16 numbers are read as one, and
-                      other experts are chosen.
+    a bias            has the model's type, but cuBLASLt reads it in the output's,
+                      float32: Transformer Engine sets the bias's type only for FP8 and
+                      FP4. Two bf16 numbers are read as one, and other experts are
+                      chosen.
     float32 factors   are rounded to TF32, which keeps 10 of 23 bits of mantissa.
     """
 
@@ -190,7 +191,9 @@ def _logits_by(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         if inp.dtype == router_dtype:
             return F.linear(inp, weight, bias)
         logits = product(inp, weight, None, router_dtype)
-        return logits if bias is None else logits + bias.to(router_dtype)
+        if bias is None:
+            return logits
+        return logits + bias.to(router_dtype)
 
     return router_gating_linear
 
@@ -245,14 +248,22 @@ def make_moments(optimizer: "DistributedOptimizer") -> None:
     for part in parts or [optimizer.optimizer]:
         for group in part.param_groups:
             for parameter in group["params"]:
-                state = part.state[parameter] = {}  # in the order of torch's
-                if isinstance(part, torch.optim.AdamW):
-                    state["step"] = torch.zeros(
-                        (), device=parameter.device if group.get("fused") else CPU
-                    )
-                state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                part.state[parameter] = _initial_moments(part, group, parameter)
     if parts:
         optimizer.optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+def _initial_moments(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, object], parameter: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return a parameter's state before the first step, in the order of torch's."""
+    state = {}
+    if isinstance(optimizer, torch.optim.AdamW):
+        device = parameter.device if group.get("fused") else CPU
+        state["step"] = torch.zeros((), device=device)
+    state["exp_avg"] = torch.zeros_like(parameter)
+    state["exp_avg_sq"] = torch.zeros_like(parameter)
+    return state
 
 
 def _copies_of_shards_only(optimizer_class: "type[HybridDeviceOptimizer]") -> None:
@@ -265,12 +276,10 @@ def _copies_of_shards_only(optimizer_class: "type[HybridDeviceOptimizer]") -> No
     original = optimizer_class._init_sub_optimizers
 
     def make_parts(self: "HybridDeviceOptimizer") -> None:
-        if not any(
-            isinstance(p, torch.nn.Parameter)
-            for group in self.param_groups
-            for p in group["params"]
-        ):
-            original(self)
+        for group in self.param_groups:
+            if any(isinstance(p, torch.nn.Parameter) for p in group["params"]):
+                return
+        original(self)
 
     optimizer_class._init_sub_optimizers = make_parts
 
@@ -312,10 +321,9 @@ def _to_their_parameters(hybrid: "HybridDeviceOptimizer") -> None:
     for optimizer in hybrid.sub_optimizers:
         for parameter, state in optimizer.state.items():
             state["master_param"] = parameter
-            loaded = {
-                k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v is not parameter
-            }
-            state |= {k: v.to(parameter.device, copy=True) for k, v in loaded.items()}
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value is not parameter:
+                    state[name] = value.to(parameter.device, copy=True)
 
 
 def _already_on_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
@@ -323,7 +331,9 @@ def _already_on_cpu(tensor: object, as_numpy: bool = False, record_stream: bool 
     none here. Without: the exchange of tokens between expert-parallel ranks gets
     tensors as sizes (TypeError).
     """
-    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+    if as_numpy and isinstance(tensor, torch.Tensor):
+        return tensor.numpy()
+    return tensor
 
 
 def _all_gather(
@@ -332,10 +342,10 @@ def _all_gather(
     """Gather pieces of different lengths, padded to the longest in transit."""
     longest = max(len(piece) for piece in pieces)
     padded = torch.cat([mine, mine.new_zeros(longest - len(mine), *mine.shape[1:])])
-    everyone = [torch.empty_like(padded) for _ in pieces]
-    dist.all_gather(everyone, padded, group=group)
-    for piece, whole in zip(pieces, everyone, strict=True):
-        piece.copy_(whole[: len(piece)])
+    padded_pieces = [torch.empty_like(padded) for _ in pieces]
+    dist.all_gather(padded_pieces, padded, group=group)
+    for piece, padded_piece in zip(pieces, padded_pieces, strict=True):
+        piece.copy_(padded_piece[: len(piece)])
 
 
 def _reduce_scatter(
@@ -344,9 +354,10 @@ def _reduce_scatter(
     """Sum pieces of different lengths over ranks, all pieces together, and keep this
     rank's.
     """
-    whole = torch.cat(list(pieces))
-    dist.all_reduce(whole, group=group)
-    mine.copy_(whole.split([len(piece) for piece in pieces])[group.rank()])
+    lengths = [len(piece) for piece in pieces]
+    total = torch.cat(list(pieces))
+    dist.all_reduce(total, group=group)
+    mine.copy_(total.split(lengths)[group.rank()])
 
 
 class _Overlay:
@@ -377,21 +388,31 @@ class _Generators:
 class _TypeName(str):
     """'torch.FloatTensor', which also equals 'torch.cuda.FloatTensor'."""
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            str.__eq__(self, other) is True or "torch.cuda." + self.removeprefix("torch.") == other
-        )
+    def __eq__(self, value: object) -> bool:
+        cuda_name = "torch.cuda." + self.removeprefix("torch.")
+        return str.__eq__(self, value) is True or cuda_name == value
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    def __ne__(self, value: object) -> bool:
+        return not self == value
 
     __hash__ = str.__hash__
+
+
+def _naming_both_types(name_or_cast: Callable[..., object]) -> Callable[..., object]:
+    """Return Tensor.type with `_TypeName` as the name that it returns."""
+
+    def type_of(self: torch.Tensor, *args: object, **kwargs: object) -> object:
+        if args or kwargs:
+            return name_or_cast(self, *args, **kwargs)
+        return _TypeName(name_or_cast(self))
+
+    return type_of
 
 
 def _not_compiled(
     function: Callable[..., object] | None = None, **_: object
 ) -> Callable[..., object]:
-    return function if function is not None else _not_compiled
+    return _not_compiled if function is None else function
 
 
 def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -78,11 +78,16 @@ def patch() -> None:
         multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = prepare_then_fork
-    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, device, pin_memory, allocator: (
-        allocator.allocate(dims, dtype=dtype, device=device)
-    )
+    common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
     ATTENTION_BACKENDS["torch_native"] = BatchedDecode
     torch.get_device_module = lambda device=None: module_of(device or "cpu")
+
+
+def _allocate(
+    dims: object, dtype: torch.dtype, device: object, pin_memory: bool, allocator: Any
+) -> object:
+    """Replace SGLang's allocation of memory that is registered with CUDA."""
+    return allocator.allocate(dims, dtype=dtype, device=device)
 
 
 def _convert_heads_in_pieces() -> None:
@@ -96,22 +101,21 @@ def _convert_heads_in_pieces() -> None:
 
     from megarl.shims.bf16_on_cpu import head_product
 
-    whole = LogitsProcessor._compute_lm_head
-    if hasattr(whole, "__wrapped__"):
+    original = LogitsProcessor._compute_lm_head
+    if hasattr(original, "__wrapped__"):
         return
 
-    @wraps(whole)
+    @wraps(original)
     def logits(
         self: Any, hidden: torch.Tensor, head: Any, *args: Any, **options: Any
     ) -> torch.Tensor:
         weight: Any = getattr(head, "weight", None)
-        adapted = hasattr(head, "set_lora")
-        quantized = should_apply_lm_head_quant_method(head, getattr(head, "quant_method", None))
-        if weight is None or adapted or quantized or not self.use_fp32_lm_head:
-            return whole(self, hidden, head, *args, **options)
-        if weight.dtype != torch.bfloat16 or hidden.dtype != torch.bfloat16:
-            return whole(self, hidden, head, *args, **options)
-        return head_product(hidden, weight)
+        is_adapted = hasattr(head, "set_lora")
+        is_quantized = should_apply_lm_head_quant_method(head, getattr(head, "quant_method", None))
+        if self.use_fp32_lm_head and weight is not None and not is_adapted and not is_quantized:
+            if weight.dtype == torch.bfloat16 and hidden.dtype == torch.bfloat16:
+                return head_product(hidden, weight)
+        return original(self, hidden, head, *args, **options)
 
     LogitsProcessor._compute_lm_head = logits
 
@@ -125,11 +129,12 @@ def sample_rows(probabilities: Tensor) -> Tensor:
     are as frequent as they should be.
     """
     rows = len(probabilities)
-    blocks = pad(probabilities, (0, -probabilities.shape[1] % BLOCK)).view(rows, -1, BLOCK)
-    chosen, rest = _draw(blocks.sum(dim=-1), torch.rand(rows, 1, dtype=torch.float64))
-    within = blocks[torch.arange(rows), chosen]
-    column, _ = _draw(within, rest)
-    return (chosen * BLOCK + column).to(torch.int32)
+    padding = -probabilities.shape[1] % BLOCK
+    blocks = pad(probabilities, (0, padding)).view(rows, -1, BLOCK)
+    uniform = torch.rand(rows, 1, dtype=torch.float64)
+    block, uniform = _draw(blocks.sum(dim=-1), uniform)
+    column, _ = _draw(blocks[torch.arange(rows), block], uniform)
+    return (block * BLOCK + column).to(torch.int32)
 
 
 def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,8 +149,9 @@ def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     point = torch.minimum(uniform * total, below_total)
     index = torch.searchsorted(upper, point, right=True)
     weight = weights.gather(-1, index).to(torch.float64)
-    rest = (point - (upper.gather(-1, index) - weight)) / weight
-    return index.view(-1), rest.clamp(0.0, 1.0 - torch.finfo(torch.float64).eps)
+    lower = upper.gather(-1, index) - weight
+    position = (point - lower) / weight
+    return index.view(-1), position.clamp(0.0, 1.0 - torch.finfo(torch.float64).eps)
 
 
 def _replace_multinomial() -> None:
@@ -203,7 +209,7 @@ def _skip_experts_of_other_ranks() -> None:
 def _not_compiled(
     function: Callable[..., object] | None = None, **_: object
 ) -> Callable[..., object]:
-    return function if function is not None else _not_compiled
+    return _not_compiled if function is None else function
 
 
 class _StandIn(types.ModuleType):

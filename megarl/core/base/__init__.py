@@ -1,15 +1,21 @@
 """What all other packages know.
 
-types.py         prompts, rollouts, groups, batches          messages.py   messages between learner and controller
-admission.py     which step trains a prompt (pure logic)     contracts.py  what tasks implement: graders, environments
-rundir.py        the run directory                           errors.py     MegarlError
-files.py         regular files, read up to a limit           terminal.py   what a terminal shows
-process.py       a process: its parent, its log              link.py       the client side of requests to the controller
+types.py         prompts, rollouts, groups, batches
+messages.py      messages between learner and controller
+admission.py     which step trains a prompt (pure logic)
+contracts.py     what tasks implement: graders, environments
+rundir.py        the run directory
+errors.py        MegarlError
+files.py         regular files, read up to a limit
+terminal.py      what a terminal shows
+process.py       a process: its parent, its log
+link.py          the client side of requests to the controller
 locks.py         locks of files
-ranks.py         values shared by ranks; torch's stores      device.py     which machine and GPUs a process is on
+ranks.py         values shared by ranks; torch's stores
+device.py        which machine and GPUs a process is on
 torchrun.py      several processes of a learner or warm start
 broadcast.py     a process group for weights; every wait in it has a time limit
-checksum.py      a checksum of weights: the checksums of the pieces add up to that of the whole
+checksum.py      a checksum of weights: those of the pieces add up to that of the whole
 delta.py         the changes of a tensor, encoded in a few bytes
 block_fp8.py     weights in FP8 with a scale for each block, as servers may hold them
 retention.py     which checkpoints stay besides the newest

@@ -1,25 +1,28 @@
 """The law of the pipeline as a pure state machine: which step trains a ticket, and
 which servers may work on it.
 
-    admit() ─► ticket g ─┬─ finish(g) ─► batch(D(g)), once everything ahead of it is settled
+    admit() ─► ticket g ─┬─ finish(g) ─► batch(D(g)), once all ahead of it is settled
                          └─ remove(g) ─► every ticket behind moves up by one
 
 Let i(g) be the number of tickets admitted before g and not removed, and B the number of
 prompts in a batch:
 
     D(g) = floor(i(g) / B)          the step that trains g
-    P(g) = D(g) - D(g) mod p        the first step of g's phase; a phase has p steps, so P = D if p = 1
-    P(g) - v <= k                   a request of g may go to a server with weights of version v
+    P(g) = D(g) - D(g) mod p        the first step of g's phase; a phase has p steps, so
+                                    P = D if p = 1
+    P(g) - v <= k                   a request of g may go to a server with weights of
+                                    version v
 
 D never rises, since removals lower i and new tickets go to the end. A server's version
 never falls while a request is running, so for every token, the step that trains it is s
 = D(g) <= P(g) + p - 1 <= v + k + p - 1. A ticket is drawn only if it would be eligible
 on the newest version, hence at most (k + p) B tickets are ahead of the learner.
 
-    PipelineRL-k           p = 1, max_lag = k: weights are published after every step, while generation goes on
-    PPO-off-policy-p       p steps, max_lag = 0: weights are published when a phase begins (controller/decision.py), so every
-                           token of the phase has the version P(g) and a lag of at most
-                           p - 1
+    PipelineRL-k        p = 1, max_lag = k: weights are published after every step,
+                        while generation goes on
+    PPO-off-policy-p    p steps, max_lag = 0: weights are published when a phase begins
+                        (controller/decision.py), so every token of the phase has the
+                        version P(g) and a lag of at most p - 1
 
 No clock, no I/O: the state is a function of the sequence of admit, finish and remove,
 and so of the journal.
@@ -57,9 +60,8 @@ class Admission:
         self.next_ticket = next_ticket
         self.forgotten = forgotten
         self.queue = array("q", queue)
-        self._unfinished = dict.fromkeys(
-            unfinished
-        )  # an ordered set: tickets are admitted in ascending order
+        # An ordered set: tickets are admitted in ascending order.
+        self._unfinished = dict.fromkeys(unfinished)
 
     def can_admit(self, newest_version: int) -> bool:
         """Return whether the next ticket would be eligible on the newest version; if
@@ -72,13 +74,14 @@ class Admission:
         return (self.forgotten + len(self.queue)) // self.prompts_per_batch
 
     def admit(self) -> int:
+        """Admit the next ticket and return it."""
         ticket = self.next_ticket
         self.next_ticket += 1
         self.queue.append(ticket)
         self._unfinished[ticket] = None
         return ticket
 
-    def due(self, ticket: int) -> int:
+    def step_of(self, ticket: int) -> int:
         """Return D(g). ValueError for a ticket that was removed, forgotten or never
         admitted.
         """
@@ -86,9 +89,9 @@ class Admission:
 
     def eligible(self, ticket: int, server_version: int) -> bool:
         """Return whether a request of this ticket may go to a server with these
-        weights. ValueError as in `due`.
+        weights. ValueError as in `step_of`.
         """
-        return self.phase_start(self.due(ticket)) - server_version <= self.max_lag
+        return self.phase_start(self.step_of(ticket)) - server_version <= self.max_lag
 
     def phase_start(self, step: int) -> int:
         """Return the first step of the phase that contains `step`."""
@@ -124,7 +127,8 @@ class Admission:
         if len(tickets) < self.prompts_per_batch:
             return None
         oldest_unfinished = next(iter(self._unfinished), self.next_ticket)
-        return tickets if tickets[-1] < oldest_unfinished else None
+        is_settled = tickets[-1] < oldest_unfinished
+        return tickets if is_settled else None
 
     def unfinished(self) -> list[int]:
         """Return the tickets that are neither finished nor removed, oldest first."""
@@ -135,7 +139,9 @@ class Admission:
         tickets belong to earlier steps.
         """
         first = step * self.prompts_per_batch - self.forgotten
-        return self.queue[max(first, 0)] if first < len(self.queue) else self.next_ticket
+        if first >= len(self.queue):
+            return self.next_ticket
+        return self.queue[max(first, 0)]
 
     def forget(self, step: int) -> None:
         """Drop the batches before `step`, which are never asked for again. ValueError

@@ -1,10 +1,11 @@
 """A model's structure, read from its config.json. Only this module interprets that
 file; it needs no weights and no torch.
 
-    config.json ──► Architecture ──┬─► models/            megatron's arguments, each layer's attention, names of tensors
-                                   ├─► routed_experts     decodes the experts that a server chose, for routing replay
-                                   ├─► server/checks.py   models that SGLang would serve wrongly
-                                   └─► algorithm/packing.py, lab/planning/   the cost of a sequence, what fits on a GPU
+    config.json ──► Architecture
+      models/            megatron's arguments, each layer's attention, names of tensors
+      routed_experts     decodes the experts that a server chose, for routing replay
+      server/checks.py   models that SGLang would serve wrongly
+      algorithm/packing.py, lab/planning/   a sequence's cost, what fits on a GPU
 
 A vision tower is neither trained nor published; nothing here describes it or counts its
 parameters.
@@ -87,55 +88,44 @@ class Architecture:
     tied: bool  # embedding and head are one matrix
     epsilon: float  # of the RMS norms
     rope_theta: float  # base of the rotary embedding
-    rotated: (
-        int  # number of a head's elements that are rotated: its first, or with `latent` its last
-    )
+    # How many of a head's elements are rotated: its first, or with `latent` its last.
+    rotated: int
     rope_scaling: RopeScaling | Yarn | None = None
     rope_interleaved: bool = False  # it rotates neighbouring pairs
-    unrotated_layers: tuple[
-        int, ...
-    ] = ()  # without rotary embedding; they attend to all earlier positions
-    attention_chunk: int | None = (
-        None  # size of the chunks within which the other layers attend; None: no chunks
-    )
-    temperature: tuple[int, float] | None = (
-        None  # (floor, scale) of the factor on q in unrotated layers
-    )
+    # Layers without rotary embedding, which attend to all earlier positions.
+    unrotated_layers: tuple[int, ...] = ()
+    # Size of the chunks within which the other layers attend; None: no chunks.
+    attention_chunk: int | None = None
+    # (floor, scale) of the factor on q in unrotated layers.
+    temperature: tuple[int, float] | None = None
     head_norms: bool = False  # RMS norms of each head's q and k before rotation
     l2_norms: bool = False  # norms of q and k without weights, after it
     qkv_biases: bool = False
     experts: int = 0  # in each layer of expert_layers; 0: the model is dense
     experts_per_token: int = 0
     expert_feed_forward: int = 0
-    shared_feed_forward: int = (
-        0  # inner size of the expert that all tokens take; 0: no shared expert
-    )
+    # Inner size of the expert that all tokens take; 0: no shared expert.
+    shared_feed_forward: int = 0
     expert_layers: tuple[int, ...] = ()
-    expert_step: int = (
-        1  # one in this many layers has experts; config.json may have this instead of a list
-    )
+    # One in this many layers has experts; config.json may have this instead of a list.
+    expert_step: int = 1
     router: Literal["softmax", "softmax of the chosen", "sigmoid", "balanced"] = "softmax"
     router_scale: float = 1.0
-    router_groups: tuple[int, int] | None = (
-        None  # (all, used): a token's experts come from this many groups; None: any
-    )
-    latent: Latent | None = (
-        None  # k and v come from a narrow vector; q and k, not v, are head_dim wide
-    )
-    predicting_layers: int = (
-        0  # after the last one, for multi-token prediction; carried along, not counted here
-    )
-    biases: bool = (
-        False  # of all linear maps of a layer but q, k and v, router and experts included
-    )
-    # each head has an extra attention score that belongs to no key or value (arXiv
-    # 2309.17453)
+    # (all, used): a token's experts come from this many groups; None: any.
+    router_groups: tuple[int, int] | None = None
+    # k and v come from a narrow vector; q and k, not v, are head_dim wide.
+    latent: Latent | None = None
+    # After the last one, for multi-token prediction; carried along, not counted here.
+    predicting_layers: int = 0
+    # Of all linear maps of a layer but q, k and v, router and experts included.
+    biases: bool = False
+    # Each head has an extra attention score that belongs to no key or value (arXiv
+    # 2309.17453).
     sinks: bool = False
     window: int | None = None  # positions that window_layers attend to, the token's own included
     window_layers: tuple[int, ...] = ()
-    glu_limit: float | None = (
-        None  # clamps an expert's gate g and up u: (u + 1) g sigmoid(1.702 g), not u silu(g)
-    )
+    # Clamps an expert's gate g and up u: (u + 1) g sigmoid(1.702 g), not u silu(g).
+    glu_limit: float | None = None
 
     @property
     def query(self) -> int:
@@ -167,7 +157,9 @@ class Architecture:
         """Elements that a server caches per token and layer: k and v, or the latent
         vector that they are made from.
         """
-        return self.latent.shared + self.latent.position if self.latent else self.key + self.value
+        if self.latent:
+            return self.latent.shared + self.latent.position
+        return self.key + self.value
 
     @property
     def moe_layers(self) -> int:
@@ -177,8 +169,9 @@ class Architecture:
     @property
     def local_layers(self) -> int:
         """Number of layers that attend within chunks or windows."""
-        chunked = 0 if self.attention_chunk is None else self.layers - len(self.unrotated_layers)
-        return chunked + len(self.window_layers)
+        if self.attention_chunk is None:
+            return len(self.window_layers)
+        return self.layers - len(self.unrotated_layers) + len(self.window_layers)
 
     @property
     def local_positions(self) -> int | None:
@@ -190,20 +183,15 @@ class Architecture:
     @property
     def attention_parameters(self) -> int:
         """Parameters of the matrices of one layer's attention: q, k, v, output."""
-        if (low := self.latent) is None:
+        latent = self.latent
+        if latent is None:
             return self.hidden * (2 * self.query + 2 * self.key)
-        q = (
-            self.hidden * self.query
-            if low.query is None
-            else low.query * (self.hidden + self.query)
-        )
-        up = self.heads * (low.content + low.value)
-        return (
-            q
-            + self.hidden * (low.shared + low.position)
-            + low.shared * up
-            + self.attended * self.hidden
-        )
+        query = self.hidden * self.query
+        if latent.query is not None:
+            query = latent.query * (self.hidden + self.query)
+        down = self.hidden * (latent.shared + latent.position)
+        up = latent.shared * self.heads * (latent.content + latent.value)
+        return query + down + up + self.attended * self.hidden
 
     @property
     def expert_parameters(self) -> int:
@@ -213,7 +201,9 @@ class Architecture:
     @property
     def expert_biases(self) -> int:
         """Biases among an expert's parameters."""
-        return self.biases * (2 * self.expert_feed_forward + self.hidden)
+        if not self.biases:
+            return 0
+        return 2 * self.expert_feed_forward + self.hidden
 
     @property
     def embedding_parameters(self) -> int:
@@ -225,14 +215,17 @@ class Architecture:
         """Parameters of the norms and biases of all layers, and of the norm after the
         last layer.
         """
-        layer = (
-            2 * self.hidden
-            + self.head_norms * 2 * self.head_dim
-            + self.qkv_biases * (self.query + 2 * self.key)
-        )
+        layer = 2 * self.hidden
+        if self.head_norms:
+            layer += 2 * self.head_dim
+        if self.qkv_biases:
+            layer += self.query + 2 * self.key
         if self.latent:
             layer += (self.latent.query or 0) + self.latent.shared
-        layer += self.biases * (self.hidden + self.experts) + self.sinks * self.heads
+        if self.biases:
+            layer += self.hidden + self.experts
+        if self.sinks:
+            layer += self.heads
         return self.layers * layer + self.hidden
 
     @property
@@ -242,46 +235,41 @@ class Architecture:
         """
         dense = (self.layers - self.moe_layers) * 3 * self.feed_forward
         shared = self.moe_layers * (3 * self.shared_feed_forward + self.experts)
-        return (
-            self.layers * self.attention_parameters
-            + self.hidden * (dense + shared)
-            + self.vector_parameters
-        )
+        attention = self.layers * self.attention_parameters
+        return attention + self.hidden * (dense + shared) + self.vector_parameters
 
     @property
     def routed_parameters(self) -> int:
+        """Parameters of all routed experts."""
         return self.moe_layers * self.experts * self.expert_parameters
 
     @property
     def head_parameters(self) -> int:
+        """Parameters of the head; 0 if it is the embedding."""
         return 0 if self.tied else self.embedding_parameters
 
     @property
     def parameters(self) -> int:
-        return (
-            self.dense_parameters
-            + self.routed_parameters
-            + self.embedding_parameters
-            + self.head_parameters
-        )
+        """All parameters."""
+        vocabulary = self.embedding_parameters + self.head_parameters
+        return self.dense_parameters + self.routed_parameters + vocabulary
 
     @property
     def active_parameters(self) -> int:
         """Parameters that one token uses."""
-        vectors = (
-            self.vector_parameters + self.moe_layers * self.experts_per_token * self.expert_biases
-        )
-        return self.body_parameters + vectors + self.embedding_parameters + self.head_parameters
+        vocabulary = self.embedding_parameters + self.head_parameters
+        chosen_experts = self.moe_layers * self.experts_per_token
+        vectors = self.vector_parameters + chosen_experts * self.expert_biases
+        return self.body_parameters + vectors + vocabulary
 
     @property
     def body_parameters(self) -> int:
         """Parameters of the matrices that one token is multiplied with, without the
         head. The embedding is only looked up.
         """
-        chosen = (
-            self.moe_layers * self.experts_per_token * (self.expert_parameters - self.expert_biases)
-        )
-        return self.dense_parameters - self.vector_parameters + chosen
+        chosen_experts = self.moe_layers * self.experts_per_token
+        routed = chosen_experts * (self.expert_parameters - self.expert_biases)
+        return self.dense_parameters - self.vector_parameters + routed
 
     def megatron_sizes(self) -> dict[str, int | None]:
         """Return the sizes under their names in megatron's TransformerConfig; those of
@@ -297,17 +285,18 @@ class Architecture:
             "kv_channels": self.value_dim,
         }
         if self.experts:
-            sizes |= {
-                "num_moe_experts": self.experts,
-                "moe_ffn_hidden_size": self.expert_feed_forward,
-            }
+            sizes["num_moe_experts"] = self.experts
+            sizes["moe_ffn_hidden_size"] = self.expert_feed_forward
         if self.shared_feed_forward:
-            sizes |= {"moe_shared_expert_intermediate_size": self.shared_feed_forward}
+            sizes["moe_shared_expert_intermediate_size"] = self.shared_feed_forward
         if self.router == "balanced":
-            sizes |= {"moe_router_enable_expert_bias": True}
-        if low := self.latent:
-            sizes |= {"q_lora_rank": low.query, "kv_lora_rank": low.shared, "v_head_dim": low.value}
-            sizes |= {"qk_head_dim": low.content, "qk_pos_emb_head_dim": low.position}
+            sizes["moe_router_enable_expert_bias"] = True
+        if self.latent:
+            sizes["q_lora_rank"] = self.latent.query
+            sizes["kv_lora_rank"] = self.latent.shared
+            sizes["v_head_dim"] = self.latent.value
+            sizes["qk_head_dim"] = self.latent.content
+            sizes["qk_pos_emb_head_dim"] = self.latent.position
         return sizes
 
     def routed_experts(self, reply: str) -> np.ndarray:
@@ -318,17 +307,21 @@ class Architecture:
         (own_routing in server/workers.py).
         """
         if not reply:
-            asked = "was it started with model.moe.routing_replay?"
-            raise MegarlError(f"a server did not say which experts it chose: {asked}")
-        wire = "u1" if self.experts < 256 else "<u2"
-        table = np.frombuffer(base64.b64decode(reply), wire).reshape(
-            -1, self.layers, self.experts_per_token
-        )
-        table = table[:, self.expert_layers]
-        if table.size and (largest := int(table.max())) >= self.experts:  # -1 is large, too
-            asked = "is its SGLang the version in requirements/?"
-            raise MegarlError(f"a server chose expert {largest} of {self.experts}: {asked}")
-        return table.astype(np.uint8 if self.experts <= 256 else np.int16, copy=False)
+            raise MegarlError(
+                "a server did not say which experts it chose: was it started with"
+                " model.moe.routing_replay?"
+            )
+        sent_dtype = "u1" if self.experts < 256 else "<u2"
+        choices = np.frombuffer(base64.b64decode(reply), sent_dtype)
+        table = choices.reshape(-1, self.layers, self.experts_per_token)[:, self.expert_layers]
+        largest = int(table.max(initial=0))
+        if largest >= self.experts:  # -1 is large, too
+            raise MegarlError(
+                f"a server chose expert {largest} of {self.experts}: is its SGLang the version in"
+                " requirements/?"
+            )
+        dtype = np.uint8 if self.experts <= 256 else np.int16
+        return table.astype(dtype, copy=False)
 
     def routing(self, tables: Sequence[np.ndarray]) -> Routing:
         """Join the `routed_experts` of a rollout's requests."""
@@ -340,16 +333,15 @@ def read(name_or_path: str) -> Architecture:
     """Return the architecture for a name in CONFIGS, the path of a config.json, or a
     directory that contains one.
     """
-    known = {path.stem: path for path in CONFIGS.glob("*.json")}
-    path = known.get(name_or_path, Path(name_or_path))
+    paths = {path.stem: path for path in CONFIGS.glob("*.json")}
+    path = paths.get(name_or_path, Path(name_or_path))
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        neither = (
-            "neither a config.json, nor a directory with one, nor a known name"
-            f" ({', '.join(sorted(known))})"
+        raise MegarlError(
+            f"--model-config: {name_or_path!r} is neither a config.json, nor a directory with one,"
+            f" nor a known name ({', '.join(sorted(paths))})"
         )
-        raise MegarlError(f"--model-config: {name_or_path!r} is {neither}")
     return of(read_json(path), path)
 
 
@@ -358,38 +350,44 @@ def in_directory(hf_dir: Path | str) -> Architecture:
     its weights are quantised.
     """
     config = read_config(hf_dir)
-    if quantization := config.get("quantization_config"):
-        method = (
-            quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization
+        if isinstance(quantization, dict):
+            method = quantization.get("quant_method")
+        raise MegarlError(
+            f"{hf_dir}: its weights are quantised (quant_method {method}), but megarl trains and"
+            f" serves bf16; convert it: python -m checkpoints_tools dequantize {hf_dir} NEW"
         )
-        advice = f"convert it: python -m checkpoints_tools dequantize {hf_dir} NEW"
-        quantised = (
-            f"its weights are quantised (quant_method {method}), but megarl trains and serves bf16"
-        )
-        raise MegarlError(f"{hf_dir}: {quantised}; {advice}")
     return of(config, Path(hf_dir) / "config.json")
 
 
-def of(config: JsonObject, where: Path | str) -> Architecture:
+def of(config: JsonObject, path: Path | str) -> Architecture:
     """Return the architecture in a parsed config.json. MegarlError, beginning with
-    `where`, if unsupported or incomplete.
+    `path`, if unsupported or incomplete.
     """
     name = ""
     try:
-        given = names(config)
-        name = next((name for name in given if name in READERS), "")
-        if not name:
-            known = ", ".join(sorted(READERS))
-            shown = ", ".join(given) or "none"
-            raise MegarlError(f"architecture {shown} is not supported; supported: {known}")
-        check_values(text_config(config, Path(where)))
+        name = _supported_name(config)
+        check_values(text_config(config, Path(path)))
         return _checked(replace(READERS[name](config), name=name))
     except MegarlError as error:
-        raise MegarlError(f"{where}: {error}") from None
+        raise MegarlError(f"{path}: {error}") from None
     except KeyError as error:
-        raise MegarlError(f"{where}: {error.args[0]!r} is missing, which {name} needs") from None
+        raise MegarlError(f"{path}: {error.args[0]!r} is missing, which {name} needs") from None
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise MegarlError(f"{where}: not a model's configuration: {error}") from None
+        raise MegarlError(f"{path}: not a model's configuration: {error}") from None
+
+
+def _supported_name(config: JsonObject) -> str:
+    """Return the first name in `architectures` that has a reader."""
+    architectures = names(config)
+    for name in architectures:
+        if name in READERS:
+            return name
+    supported = ", ".join(sorted(READERS))
+    text = ", ".join(architectures) or "none"
+    raise MegarlError(f"architecture {text} is not supported; supported: {supported}")
 
 
 def _checked(model: Architecture) -> Architecture:
@@ -397,17 +395,25 @@ def _checked(model: Architecture) -> Architecture:
     model's.
     """
     if model.heads % model.groups:
-        what = f"num_attention_heads={model.heads} is no multiple of"
-        raise MegarlError(f"{what} num_key_value_heads={model.groups}")
+        raise MegarlError(
+            f"num_attention_heads={model.heads} is no multiple of"
+            f" num_key_value_heads={model.groups}"
+        )
     if model.experts_per_token > model.experts:
-        what = f"num_experts_per_tok={model.experts_per_token}"
-        raise MegarlError(f"{what}, but there are only {model.experts} experts")
+        raise MegarlError(
+            f"num_experts_per_tok={model.experts_per_token}, but there are only"
+            f" {model.experts} experts"
+        )
     if model.experts * model.moe_layers > MOST_EXPERTS:
-        count = f"{model.moe_layers} layers of {model.experts:,} experts"
-        raise MegarlError(f"{count} are more than any model has ({MOST_EXPERTS:,} in all)")
+        raise MegarlError(
+            f"{model.moe_layers} layers of {model.experts:,} experts are more than any model has"
+            f" ({MOST_EXPERTS:,} in all)"
+        )
     if model.predicting_layers > MOST_LAYERS:
-        what = f"{model.predicting_layers:,} layers for multi-token prediction"
-        raise MegarlError(f"{what} are more than any model has")
+        raise MegarlError(
+            f"{model.predicting_layers:,} layers for multi-token prediction are more than any"
+            " model has"
+        )
     return model
 
 
@@ -415,6 +421,19 @@ def _checked(model: Architecture) -> Architecture:
 # kernels for it.
 QWEN = {"use_sliding_window": False, "dual_chunk_attention_config": None}
 NO_BIAS = {"attention_bias": False}
+
+
+def _llama(config: JsonObject) -> Architecture:
+    return _decoder(config, NO_BIAS | {"mlp_bias": False})
+
+
+def _qwen2(config: JsonObject) -> Architecture:
+    return replace(_decoder(config, QWEN), qkv_biases=True)
+
+
+def _qwen3(config: JsonObject) -> Architecture:
+    # The default size of a head is 128, whatever the number of heads.
+    return replace(_decoder({"head_dim": 128, **config}, QWEN | NO_BIAS), head_norms=True)
 
 
 def _qwen3_moe(config: JsonObject) -> Architecture:
@@ -427,13 +446,12 @@ def _qwen3_moe(config: JsonObject) -> Architecture:
     dense = config.get("mlp_only_layers") or []
     step = size(config, "decoder_sparse_step", 1)
     layers = range(size(config, "num_hidden_layers"))
+    # transformers 5 writes num_local_experts; before, it was num_experts.
+    experts_key = "num_local_experts" if "num_local_experts" in config else "num_experts"
     return replace(
         _decoder(config, QWEN | NO_BIAS),
         head_norms=True,
-        # transformers 5 writes num_local_experts; before, it was num_experts.
-        experts=size(
-            config, "num_local_experts" if "num_local_experts" in config else "num_experts"
-        ),
+        experts=size(config, experts_key),
         experts_per_token=chosen,
         expert_feed_forward=size(config, "moe_intermediate_size"),
         expert_layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0),
@@ -451,47 +469,51 @@ def _llama4_multimodal(config: JsonObject) -> Architecture:
 def _llama4(config: JsonObject) -> Architecture:
     layers = range(size(config, "num_hidden_layers"))
     step = size(config, "interleave_moe_layer_step", 1)
-    listed = config.get("moe_layers")
+    expert_layers = config.get("moe_layers")
+    if expert_layers is None:
+        expert_layers = [i for i in layers if (i + 1) % step == 0]
     interval = size(config, "no_rope_layer_interval", 4)
     # Despite its name, no_rope_layers has a 1 for each layer with rotary embedding.
     rotary = config.get("no_rope_layers") or [(i + 1) % interval for i in layers]
-    chunked = config.get("attention_chunk_size")
-    tuned = config.get("attn_temperature_tuning", True)
-    inner = size(
-        config, "intermediate_size"
-    )  # of an expert; dense layers have intermediate_size_mlp
-    if not isinstance(tuned, bool):  # the first releases have 4, with the same meaning
-        why = (
-            "transformers 5, and so a server, does not load it; set it to"
-            f" {str(bool(tuned)).lower()}"
-        )
-        raise MegarlError(f"attn_temperature_tuning={tuned!r} is not supported: {why}")
+    # Of an expert; dense layers have intermediate_size_mlp.
+    inner = size(config, "intermediate_size")
+    temperature = _llama4_temperature(config)
+    attention_chunk = None
+    if config.get("attention_chunk_size"):
+        attention_chunk = size(config, "attention_chunk_size")
     return replace(
         _decoder({"rope_theta": 500000.0, **config}, NO_BIAS | {"num_experts_per_tok": 1}),
         feed_forward=size(config, "intermediate_size_mlp"),
         rope_interleaved=True,
         unrotated_layers=tuple(i for i in layers if not rotary[i]),
-        attention_chunk=size(config, "attention_chunk_size") if chunked else None,
-        temperature=(
-            (config.get("floor_scale", 8192), config.get("attn_scale", 0.1)) if tuned else None
-        ),
+        attention_chunk=attention_chunk,
+        temperature=temperature,
         l2_norms=config.get("use_qk_norm", True),
         experts=size(config, "num_local_experts"),
         experts_per_token=1,
         expert_feed_forward=inner,
         shared_feed_forward=inner,
-        expert_layers=tuple(
-            i for i in layers if ((i + 1) % step == 0 if listed is None else i in listed)
-        ),
+        expert_layers=tuple(i for i in layers if i in expert_layers),
         expert_step=step,
         router="sigmoid",
     )
 
 
+def _llama4_temperature(config: JsonObject) -> tuple[int, float] | None:
+    tuned = config.get("attn_temperature_tuning", True)
+    if not isinstance(tuned, bool):  # the first releases have 4, with the same meaning
+        raise MegarlError(
+            f"attn_temperature_tuning={tuned!r} is not supported: transformers 5, and so a server,"
+            f" does not load it; set it to {str(bool(tuned)).lower()}"
+        )
+    if not tuned:
+        return None
+    return config.get("floor_scale", 8192), config.get("attn_scale", 0.1)
+
+
 def _glm4_moe(config: JsonObject) -> Architecture:
-    rope: JsonObject = (
-        config.get("rope_parameters") or {}
-    )  # before transformers 5, the share was a key of `config`
+    # Before transformers 5, the share was a key of `config`.
+    rope: JsonObject = config.get("rope_parameters") or {}
     share: float = (config | rope).get("partial_rotary_factor", 0.5)
     return replace(
         _balanced(_decoder(config, {}, ("default",)), config),
@@ -504,11 +526,11 @@ def _glm4_moe(config: JsonObject) -> Architecture:
 def _deepseek_v3(config: JsonObject) -> Architecture:
     query = config.get("q_lora_rank")
     latent = Latent(
-        size(config, "q_lora_rank") if query is not None else None,
-        *(
-            size(config, key)
-            for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        ),
+        query=None if query is None else size(config, "q_lora_rank"),
+        shared=size(config, "kv_lora_rank"),
+        content=size(config, "qk_nope_head_dim"),
+        position=size(config, "qk_rope_head_dim"),
+        value=size(config, "v_head_dim"),
     )
     head_dim = latent.content + latent.position
     if latent.value > head_dim:
@@ -521,10 +543,9 @@ def _deepseek_v3(config: JsonObject) -> Architecture:
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     }
+    decoder = _decoder(config | {"head_dim": head_dim}, only, ("default", "yarn"), latent)
     return replace(
-        _balanced(
-            _decoder(config | {"head_dim": head_dim}, only, ("default", "yarn"), latent), config
-        ),
+        _balanced(decoder, config),
         rotated=latent.position,
         rope_interleaved=config.get("rope_interleave", True),
     )
@@ -535,18 +556,19 @@ def _balanced(decoder: Architecture, config: JsonObject) -> Architecture:
     chosen = size(config, "num_experts_per_tok")
     experts = size(config, "n_routed_experts")
     groups = size(config, "n_group", 1)
-    some = size(config, "topk_group", 1)
+    used_groups = size(config, "topk_group", 1)
     if not config.get("norm_topk_prob", True) or chosen == 1:
         raise MegarlError(
             "norm_topk_prob=false or num_experts_per_tok=1 is not supported: weights are normalised"
         )
-    if groups > 1 and (experts % groups or chosen // some != GROUP_BEST):
+    if groups > 1 and (experts % groups or chosen // used_groups != GROUP_BEST):
         raise MegarlError(
-            f"n_group={groups}, topk_group={some} with {chosen} of {experts} experts is not"
+            f"n_group={groups}, topk_group={used_groups} with {chosen} of {experts} experts is not"
             " supported: megatron ranks a group by its best num_experts_per_tok / topk_group"
             f" experts, this model by its best {GROUP_BEST}"
         )
     inner = size(config, "moe_intermediate_size")
+    predicting_layers = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
     return replace(
         decoder,
         experts=experts,
@@ -556,30 +578,26 @@ def _balanced(decoder: Architecture, config: JsonObject) -> Architecture:
         expert_layers=tuple(range(int(config["first_k_dense_replace"]), decoder.layers)),
         router="balanced",
         router_scale=config["routed_scaling_factor"],
-        router_groups=(groups, some) if groups > 1 else None,
-        predicting_layers=config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0,
+        router_groups=(groups, used_groups) if groups > 1 else None,
+        predicting_layers=predicting_layers or 0,
     )
 
 
 def _gpt_oss(config: JsonObject) -> Architecture:
     layers = range(size(config, "num_hidden_layers"))
     chosen = size(config, "num_experts_per_tok")
-    kinds = config.get("layer_types") or [
-        ("sliding_attention", "full_attention")[i % 2] for i in layers
-    ]
+    alternating = ("sliding_attention", "full_attention")
+    kinds = config.get("layer_types") or [alternating[i % 2] for i in layers]
     if chosen == 1:
         raise MegarlError("num_experts_per_tok=1 is not supported: the router has no effect")
-    if len(kinds) != len(layers) or not {"sliding_attention", "full_attention"}.issuperset(kinds):
+    if len(kinds) != len(layers) or not set(alternating).issuperset(kinds):
         raise MegarlError(
             "layer_types is not supported: only sliding_attention and full_attention, one per layer"
         )
     windowed = tuple(i for i in layers if kinds[i] == "sliding_attention")
+    only = {"attention_bias": True, "swiglu_alpha": 1.702}
     return replace(
-        _decoder(
-            {"rope_theta": 150000.0, **config},
-            {"attention_bias": True, "swiglu_alpha": 1.702},
-            ("default", "yarn"),
-        ),
+        _decoder({"rope_theta": 150000.0, **config}, only, ("default", "yarn")),
         qkv_biases=True,
         biases=True,
         sinks=True,
@@ -599,12 +617,9 @@ GROUP_BEST = 2
 2412.19437, section 2.1.2).
 """
 READERS: dict[str, Callable[[JsonObject], Architecture]] = {
-    "LlamaForCausalLM": lambda config: _decoder(config, NO_BIAS | {"mlp_bias": False}),
-    "Qwen2ForCausalLM": lambda config: replace(_decoder(config, QWEN), qkv_biases=True),
-    # The default size of a head is 128, whatever the number of heads.
-    "Qwen3ForCausalLM": lambda config: replace(
-        _decoder({"head_dim": 128, **config}, QWEN | NO_BIAS), head_norms=True
-    ),
+    "LlamaForCausalLM": _llama,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "Glm4MoeForCausalLM": _glm4_moe,
     "DeepseekV3ForCausalLM": _deepseek_v3,
@@ -633,22 +648,9 @@ def _decoder(
     head_dim = size(config, "head_dim", hidden // heads)
     # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and
     # rope_scaling.
-    given: JsonObject = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    rope = {"rope_theta": config.get("rope_theta", 10000.0), **given}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ropes:
-        raise MegarlError(f"rope_type {kind!r} is not supported; supported: {', '.join(ropes)}")
-    scaling: RopeScaling | Yarn | None = None
-    if kind == "yarn":
-        scaling = _yarn(rope, latent is not None)
-    elif kind == "llama3":
-        llama3 = (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        )
-        scaling = RopeScaling(*(rope[key] for key in llama3))
+    parameters: JsonObject = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = {"rope_theta": config.get("rope_theta", 10000.0), **parameters}
+    scaling = _rope_scaling(rope, ropes, latent is not None)
     return Architecture(
         name="",
         layers=size(config, "num_hidden_layers"),
@@ -668,6 +670,25 @@ def _decoder(
     )
 
 
+def _rope_scaling(
+    rope: JsonObject, ropes: Sequence[str], latent: bool
+) -> RopeScaling | Yarn | None:
+    """Read the change of the wavelengths, if any. ropes: the supported kinds."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ropes:
+        raise MegarlError(f"rope_type {kind!r} is not supported; supported: {', '.join(ropes)}")
+    if kind == "yarn":
+        return _yarn(rope, latent)
+    if kind != "llama3":
+        return None
+    return RopeScaling(
+        factor=rope["factor"],
+        low=rope["low_freq_factor"],
+        high=rope["high_freq_factor"],
+        original=rope["original_max_position_embeddings"],
+    )
+
+
 def _yarn(rope: JsonObject, latent: bool) -> Yarn:
     """Read YaRN as transformers does (modeling_rope_utils.py). latent: also read the
     factor on DeepSeek's attention scores.
@@ -676,12 +697,16 @@ def _yarn(rope: JsonObject, latent: bool) -> Yarn:
     scale = rope.get("mscale")
     all_dim = rope.get("mscale_all_dim")
 
-    def grown(by: float) -> float:
-        return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+    def grown(coefficient: float) -> float:
+        if factor <= 1:
+            return 1.0
+        return 0.1 * coefficient * math.log(factor) + 1.0
 
     magnitude = rope.get("attention_factor")
     if magnitude is None:
-        magnitude = grown(scale) / grown(all_dim) if scale and all_dim else grown(1.0)
+        magnitude = grown(1.0)
+        if scale and all_dim:
+            magnitude = grown(scale) / grown(all_dim)
     return Yarn(
         factor=factor,
         fast=rope.get("beta_fast") or 32,

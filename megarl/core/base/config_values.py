@@ -19,28 +19,36 @@ model's, and listing the tensors would take all memory.
 
 
 def is_flag(value: object) -> bool:
+    """Return whether this is true or false."""
     return isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not is_flag(value) and 0 < value < math.inf
+    """Return whether this is a finite number above 0."""
+    if is_flag(value) or not isinstance(value, int | float):
+        return False
+    return 0 < value < math.inf
 
 
 def is_number_or_zero(value: object) -> bool:
+    """Return whether this is a finite number that is not negative."""
     return (value == 0 and not is_flag(value)) or is_number(value)
 
 
 def is_count(value: object) -> bool:
+    """Return whether this is a whole number that is not negative; 4.0 is one."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return isinstance(value, int) and not is_flag(value) and value >= 0
 
 
 def is_list(value: object) -> bool:
+    """Return whether this is a JSON array."""
     return isinstance(value, list)
 
 
 def is_object(value: object) -> bool:
+    """Return whether this is a JSON object."""
     return isinstance(value, dict)
 
 
@@ -60,28 +68,49 @@ LIST = ValueKind("a list", is_list)
 OBJECT = ValueKind("a JSON object", is_object)
 
 KINDS: dict[str, ValueKind] = {
-    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), FLAG),
-    **dict.fromkeys(("norm_topk_prob", "use_qk_norm", "use_sliding_window"), FLAG),
+    "tie_word_embeddings": FLAG,
+    "attention_bias": FLAG,
+    "mlp_bias": FLAG,
+    "norm_topk_prob": FLAG,
+    "use_qk_norm": FLAG,
+    "use_sliding_window": FLAG,
     "rope_interleave": FLAG,
-    **dict.fromkeys(("rms_norm_eps", "rope_theta", "routed_scaling_factor"), NUMBER),
-    **dict.fromkeys(("swiglu_alpha", "swiglu_limit", "attn_scale"), NUMBER),
-    **dict.fromkeys(("partial_rotary_factor", "floor_scale"), NUMBER),
-    **dict.fromkeys(("first_k_dense_replace",), COUNT),
+    "rms_norm_eps": NUMBER,
+    "rope_theta": NUMBER,
+    "routed_scaling_factor": NUMBER,
+    "swiglu_alpha": NUMBER,
+    "swiglu_limit": NUMBER,
+    "attn_scale": NUMBER,
+    "partial_rotary_factor": NUMBER,
+    "floor_scale": NUMBER,
+    "first_k_dense_replace": COUNT,
 }
 NULLABLE: dict[str, ValueKind] = {
-    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), COUNT),
-    **dict.fromkeys(("mlp_only_layers", "layer_types", "moe_layers", "no_rope_layers"), LIST),
-    **dict.fromkeys(("rope_parameters", "rope_scaling"), OBJECT),
+    "num_nextn_predict_layers": COUNT,
+    "num_mtp_layers": COUNT,
+    "mlp_only_layers": LIST,
+    "layer_types": LIST,
+    "moe_layers": LIST,
+    "no_rope_layers": LIST,
+    "rope_parameters": OBJECT,
+    "rope_scaling": OBJECT,
 }
 """Values that may be null, which means the same as their absence."""
 ROPE: dict[str, ValueKind] = {
-    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), NUMBER),
-    **dict.fromkeys(("original_max_position_embeddings", "partial_rotary_factor"), NUMBER),
+    "rope_theta": NUMBER,
+    "factor": NUMBER,
+    "low_freq_factor": NUMBER,
+    "high_freq_factor": NUMBER,
+    "original_max_position_embeddings": NUMBER,
+    "partial_rotary_factor": NUMBER,
     "truncate": FLAG,
 }
 NULLABLE_ROPE: dict[str, ValueKind] = {
-    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), NUMBER_OR_ZERO),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER_OR_ZERO),
+    "beta_fast": NUMBER_OR_ZERO,
+    "beta_slow": NUMBER_OR_ZERO,
+    "attention_factor": NUMBER_OR_ZERO,
+    "mscale": NUMBER_OR_ZERO,
+    "mscale_all_dim": NUMBER_OR_ZERO,
 }
 
 
@@ -92,11 +121,13 @@ def check_values(config: JsonObject) -> None:
     _check(config, KINDS, NULLABLE)
     for name in ("rope_parameters", "rope_scaling"):
         _check(config.get(name) or {}, ROPE, NULLABLE_ROPE, f"{name}.")
-    given = config.get("rope_parameters"), config.get("rope_scaling")
-    if all(given) and given[0] != given[1]:
-        what = "rope_scaling beside rope_parameters is not supported"
-        why = "transformers takes the former and drops rope_theta from the latter"
-        raise MegarlError(f"{what}: {why}; move its values into rope_parameters")
+    parameters = config.get("rope_parameters")
+    scaling = config.get("rope_scaling")
+    if parameters and scaling and parameters != scaling:
+        raise MegarlError(
+            "rope_scaling beside rope_parameters is not supported: transformers takes the former"
+            " and drops rope_theta from the latter; move its values into rope_parameters"
+        )
 
 
 def _check(
@@ -105,20 +136,22 @@ def _check(
     nullable: dict[str, ValueKind],
     prefix: str = "",
 ) -> None:
-    for key in values.keys() & (kinds.keys() | nullable.keys()):
-        value = values[key]
-        if value is None and key in nullable:
+    for key, value in values.items():
+        kind = kinds.get(key) or nullable.get(key)
+        if kind is None or (value is None and key in nullable):
             continue
-        kind = kinds.get(key) or nullable[key]
         if not kind.fits(value):
-            raise MegarlError(f"{prefix}{key} is {_shown(value)}, not {kind.words}")
+            raise MegarlError(f"{prefix}{key} is {_text(value)}, not {kind.words}")
 
 
 def size(config: JsonObject, key: str, otherwise: int | None = None) -> int:
     """Return the whole number above 0 under `key`, or `otherwise` if there is none."""
-    value = config[key] if otherwise is None else config.get(key) or otherwise
+    if otherwise is None:
+        value = config[key]
+    else:
+        value = config.get(key) or otherwise
     if not is_count(value) or not value:
-        raise MegarlError(f"{key} is {_shown(value)}, not a whole number above 0")
+        raise MegarlError(f"{key} is {_text(value)}, not a whole number above 0")
     if key == "num_hidden_layers" and value > MOST_LAYERS:
         raise MegarlError(f"{key} is {value:,}, more than the {MOST_LAYERS:,} of any model")
     return int(value)
@@ -126,13 +159,16 @@ def size(config: JsonObject, key: str, otherwise: int | None = None) -> int:
 
 def names(config: JsonObject) -> list[str]:
     """Return the names in `architectures`."""
-    given = config.get("architectures") or []
-    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        what = f"architectures is {_shown(given)}, not a list of names"
-        raise MegarlError(f'{what}; write ["LlamaForCausalLM"]')
-    return given
+    listed = config.get("architectures") or []
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise MegarlError(
+            f'architectures is {_text(listed)}, not a list of names; write ["LlamaForCausalLM"]'
+        )
+    return listed
 
 
-def _shown(value: object) -> str:
+def _text(value: object) -> str:
     text = "null" if value is None else repr(value)
-    return text if len(text) < 60 else text[:60] + "…"
+    if len(text) < 60:
+        return text
+    return text[:60] + "…"

@@ -57,9 +57,8 @@ class Grade(NamedTuple):
     format_ok: bool  # the thinking was closed and an answer follows it
     timeout: bool = False  # of any grader
     error: bool = False  # of any grader
-    rewards: Mapping[
-        str, float
-    ] = {}  # of several graders by name, if all could judge; `answer`: the task grader's
+    # Of several graders by name, if all could judge; `answer`: the task grader's.
+    rewards: Mapping[str, float] = {}
 
 
 class Grader(Protocol):
@@ -92,31 +91,38 @@ class Graders(Protocol):
 
     def __getitem__(self, task: str) -> Grader: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release resources, such as grading processes."""
 
 
 def answer_of(text: str, end_of_thinking: str) -> str:
     """Return what follows the first `end_of_thinking`, stripped; the whole text if it
     is empty: the model does not think.
     """
-    return (text.partition(end_of_thinking)[2] if end_of_thinking else text).strip()
+    if end_of_thinking:
+        _, _, text = text.partition(end_of_thinking)
+    return text.strip()
 
 
 def last_box(text: str) -> str | None:
     r"""Return the content of the last `\boxed{…}` or `\fbox{…}`, with inner braces
     matched; `\boxed 5` gives 5.
     """
-    begin = max((m.end() for m in re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])", text)), default=None)
-    if begin is None:
+    openings = list(re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])", text))
+    if not openings:
         return None
-    rest = text[begin:].lstrip()
-    if not rest.startswith("{"):
-        return next(iter(re.findall(r"^[^\s$]+", rest)), None)
+    content = text[openings[-1].end() :].lstrip()
+    if not content.startswith("{"):
+        word = re.match(r"[^\s$]+", content)
+        return word[0] if word else None
     depth = 0
-    for n, sign in enumerate(rest):
-        depth += {"{": 1, "}": -1}.get(sign, 0)
+    for position, character in enumerate(content):
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
         if depth == 0:
-            return rest[1:n]
+            return content[1:position]
     return None
 
 
@@ -174,7 +180,7 @@ class PlayedEnvironment(Protocol):
     stop_tokens: tuple[int, ...]
 
     def played(self, prompt: Prompt) -> AbstractAsyncContextManager[None]:
-        """Return a context that resets the environment on entry and closes it on exit."""
+        """Return a context that resets the environment, and closes it at its end."""
 
     async def step(self, tokens: np.ndarray) -> Observation:
         """Answer a turn [n]."""
@@ -182,19 +188,22 @@ class PlayedEnvironment(Protocol):
     async def reward(self) -> Verdict | None:
         """Return the environment's verdict after the last turn, if it has one."""
 
-    def told(self, turns: int, limited: bool) -> Episode:
+    def record(self, turns: int, limited: bool) -> Episode:
         """Return the record of an episode with this many turns. limited: the limit on
         turns ended it.
         """
 
 
 class Environments(Protocol):
+    """The environments of a run's tasks."""
+
     def of(self, task: str) -> PlayedEnvironment | None:
         """Return a new environment for an episode of this task; None if its rollouts
         have a single turn.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release resources of all environments."""
 
 
 class PolicyTurn(NamedTuple):
@@ -213,6 +222,8 @@ of these tokens, from the first on, the servers' caches should already hold.
 
 
 class AgentRollout(NamedTuple):
+    """What an agent's session leaves."""
+
     segments: tuple[Segment, ...]
     paths: tuple[Branch, ...]
     text: str  # the policy's last message
@@ -227,12 +238,14 @@ class AgentDown(GraderDown):
     rollout: what the policy wrote.
     """
 
-    def __init__(self, why: str, rollout: AgentRollout) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, rollout: AgentRollout) -> None:
+        super().__init__(reason)
         self.rollout = rollout
 
 
 class Agents(Protocol):
+    """The agents of a run's tasks."""
+
     def work(self, task: str) -> bool:
         """Return whether an agent does the rollouts of this task."""
 
@@ -248,10 +261,13 @@ class Agents(Protocol):
         time leaves out. Raises AgentDown, or what `policy` raises.
         """
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End all sessions."""
 
 
 class TaskPrompts(NamedTuple):
+    """The prompts of one task."""
+
     train: Sequence[Prompt]
     heldout: Sequence[Prompt]
 

@@ -25,20 +25,23 @@ class DeviceIdentity(msgspec.Struct, frozen=True):
     gpus: tuple[str, ...] = ()
 
 
-def here() -> DeviceIdentity:
+def of_process() -> DeviceIdentity:
     """Identify this process with all GPUs that it sees."""
     from torch import cuda
 
-    uuids = (str(cuda.get_device_properties(device).uuid) for device in range(cuda.device_count()))
-    return DeviceIdentity(BOOT_ID.read_text().strip(), tuple(uuids))
+    properties = map(cuda.get_device_properties, range(cuda.device_count()))
+    uuids = tuple(str(gpu.uuid) for gpu in properties)
+    return DeviceIdentity(BOOT_ID.read_text().strip(), uuids)
 
 
 def of_rank() -> DeviceIdentity:
     """Identify this process with the GPU that it computes on."""
     from torch import cuda
 
-    seen = here()
-    return DeviceIdentity(seen.machine, (seen.gpus[cuda.current_device()],) if seen.gpus else ())
+    identity = of_process()
+    if not identity.gpus:
+        return identity
+    return DeviceIdentity(identity.machine, (identity.gpus[cuda.current_device()],))
 
 
 def bind_to_gpu() -> None:
@@ -91,5 +94,7 @@ def cudnn_of_torch() -> dict[str, str]:
     if torch's package has one.
     """
     torch = find_spec("torch")
-    cudnn = Path(torch.origin).parents[1] / "nvidia" / "cudnn" if torch and torch.origin else None
-    return {"CUDNN_HOME": str(cudnn)} if cudnn and cudnn.is_dir() else {}
+    if torch is None or torch.origin is None:
+        return {}
+    cudnn = Path(torch.origin).parents[1] / "nvidia" / "cudnn"
+    return {"CUDNN_HOME": str(cudnn)} if cudnn.is_dir() else {}

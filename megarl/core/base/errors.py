@@ -6,11 +6,13 @@ The CLI prints the text and exits with status 2.
 
 
 class MegarlError(Exception):
-    """Bad input, or a wait that timed out. Its text is complete: no traceback is shown."""
+    """Bad input, or a wait that timed out. Its text is complete, so no traceback is
+    shown.
+    """
 
 
 class Interrupted(Exception):
-    """This process has to stop what it does, or what it waits for; the text says why."""
+    """This process has to stop what it does or waits for; the text says why."""
 
 
 SHOWN = 10
@@ -21,20 +23,23 @@ def listed(head: str, items: list[str], count: int | None = None) -> str:
     """Format the head and the first items, one per line. count: the number of all
     items, if `items` has only the first.
     """
-    more = (len(items) if count is None else count) - SHOWN
-    rest = [f"… and {more} more"] if more > 0 else []
-    return "\n".join([head, *items[:SHOWN], *rest])
+    total = len(items) if count is None else count
+    lines = [head, *items[:SHOWN]]
+    if total > SHOWN:
+        lines.append(f"… and {total - SHOWN} more")
+    return "\n".join(lines)
 
 
 def first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first error in nested exception groups."""
-    first = errors.exceptions[0]
-    return first_of(first) if isinstance(first, BaseExceptionGroup) else first
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
-CONTROLS = {
-    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"
-}
+CONTROL_CODES = (*range(32), *range(127, 160))
+CONTROLS = {code: f"\\x{code:02x}" for code in CONTROL_CODES if chr(code) not in "\t\n"}
 REORDERING = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 """Characters that have a terminal, or a reader, take the text around them in another
 order.

@@ -1,8 +1,11 @@
 """Reads files that a stranger or a crash may have left in a run directory.
 
-    opened      a regular file, open for reading     ─┐   a FIFO or a device is one error,
-    contents    all of it, up to a limit              ├─► and so is more than anybody's memory holds
-    lines_of    line by line, each up to a limit     ─┘
+    opened      a regular file, open for reading
+    contents    all of it, up to a limit
+    lines_of    line by line, each up to a limit
+
+To all of them a FIFO or a device is an error, and so is more than anybody's memory
+holds.
 
 A FIFO would let its reader wait for ever; /dev/zero, and a sparse file of many
 gigabytes, would use up the memory.
@@ -42,17 +45,17 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def contents(path: Path, most: int = LARGEST_BYTES) -> bytes:
-    """Return all bytes of a regular file. MegarlError if it has more than `most`; else
+def contents(path: Path, limit: int = LARGEST_BYTES) -> bytes:
+    """Return all bytes of a regular file. MegarlError if it has more than `limit`; else
     as `opened`.
     """
     with opened(path) as file:
-        if os.fstat(file.fileno()).st_size <= most:
-            data = file.read(most + 1)
-            if len(data) <= most:
+        if os.fstat(file.fileno()).st_size <= limit:
+            data = file.read(limit + 1)
+            if len(data) <= limit:
                 return data
     raise MegarlError(
-        f"{path}: larger than {most >> 20} MiB, which no file of its kind is; remove it"
+        f"{path}: larger than {limit >> 20} MiB, which no file of its kind is; remove it"
     )
 
 

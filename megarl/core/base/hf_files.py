@@ -14,6 +14,7 @@ _WEIGHTS = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)(\.index\.js
 
 
 def read_config(hf_dir: Path | str) -> JsonObject:
+    """Read config.json. MegarlError if there is none."""
     path = Path(hf_dir) / "config.json"
     if not path.is_file():
         advice = gguf_advice(Path(hf_dir)) or "give a directory that has one"
@@ -37,8 +38,10 @@ def description_files(hf_dir: Path) -> list[Path]:
         return described
     for path in described:
         if _leads_out(path):
-            what = f"a link to {path.resolve()}, outside of the directory"
-            raise MegarlError(f"{path}: {what}; put the file itself there, or remove the link")
+            raise MegarlError(
+                f"{path}: a link to {path.resolve()}, outside of the directory; put the file itself"
+                " there, or remove the link"
+            )
     return described
 
 
@@ -65,14 +68,13 @@ def text_config(config: JsonObject, path: Path) -> JsonObject:
 
 
 def read_json(path: Path) -> JsonObject:
+    """Read a file with one JSON object."""
     try:
         value = json.loads(contents(path))
     except json.JSONDecodeError as error:
         raise MegarlError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not UTF-8, a number of thousands of digits, brackets too deep
+    # not UTF-8, a number of thousands of digits, brackets too deep
+    except (ValueError, RecursionError) as error:
         raise MegarlError(f"{path}: not JSON: {error}") from None
     except OSError as error:
         raise MegarlError(f"{path}: cannot be read: {error.strerror}") from None

@@ -4,8 +4,8 @@ family.
 They follow from the Architecture alone. megarl/core/models/families.py says what
 megatron makes of them; a test compares both, and the files that transformers writes.
 
-Qwen3-MoE, GLM-4.5, DeepSeek-V3   gate_proj, up_proj, down_proj of each expert. transformers can
-                                  also write stacks of them
+Qwen3-MoE, GLM-4.5, DeepSeek-V3   gate_proj, up_proj, down_proj of each expert.
+                                  transformers can also write stacks of them
                                   (`save_original_format=False`), which
                                   `with_experts_apart` divides without reading a value
 Llama 4, gpt-oss                  always stacks, transposed
@@ -55,14 +55,12 @@ def expected_shapes(model: Architecture) -> Shapes:
     with_experts = frozenset(model.expert_layers)
     for layer in range(model.layers):
         start = f"{prefix}model.layers.{layer}."
-        parts = _norms(model) | _attention(model) | _feed_forward(model, layer in with_experts)
-        shapes |= {start + name: shape for name, shape in parts.items()}
+        shapes[start + "input_layernorm.weight"] = (model.hidden,)
+        shapes[start + "post_attention_layernorm.weight"] = (model.hidden,)
+        parts = _attention(model) | _feed_forward(model, layer in with_experts)
+        for name, shape in parts.items():
+            shapes[start + name] = shape
     return shapes
-
-
-def _norms(model: Architecture) -> Shapes:
-    names = ("input_layernorm", "post_attention_layernorm")
-    return {f"{name}.weight": (model.hidden,) for name in names}
 
 
 def _attention(model: Architecture) -> Shapes:
@@ -79,26 +77,29 @@ def _attention(model: Architecture) -> Shapes:
 
 def _projections(model: Architecture) -> Shapes:
     widths = {"q": model.query, "k": model.key, "v": model.value}
-    shapes: Shapes = {f"{name}_proj.weight": (n, model.hidden) for name, n in widths.items()}
+    shapes: Shapes = {}
+    for name, width in widths.items():
+        shapes[f"{name}_proj.weight"] = (width, model.hidden)
     if model.qkv_biases:
-        shapes |= {f"{name}_proj.bias": (n,) for name, n in widths.items()}
+        for name, width in widths.items():
+            shapes[f"{name}_proj.bias"] = (width,)
     return shapes
 
 
 def _latent_projections(model: Architecture) -> Shapes:
-    low = model.latent
-    assert low is not None
+    latent = model.latent
+    assert latent is not None
     shapes: Shapes = {
-        "kv_a_proj_with_mqa.weight": (low.shared + low.position, model.hidden),
-        "kv_a_layernorm.weight": (low.shared,),
-        "kv_b_proj.weight": (model.heads * (low.content + low.value), low.shared),
+        "kv_a_proj_with_mqa.weight": (latent.shared + latent.position, model.hidden),
+        "kv_a_layernorm.weight": (latent.shared,),
+        "kv_b_proj.weight": (model.heads * (latent.content + latent.value), latent.shared),
     }
-    if low.query is None:
+    if latent.query is None:
         return shapes | {"q_proj.weight": (model.query, model.hidden)}
     return shapes | {
-        "q_a_proj.weight": (low.query, model.hidden),
-        "q_a_layernorm.weight": (low.query,),
-        "q_b_proj.weight": (model.query, low.query),
+        "q_a_proj.weight": (latent.query, model.hidden),
+        "q_a_layernorm.weight": (latent.query,),
+        "q_b_proj.weight": (model.query, latent.query),
     }
 
 
@@ -109,15 +110,17 @@ def _feed_forward(model: Architecture, with_experts: bool) -> Shapes:
         return _gated_mlp(start, model.feed_forward, model.hidden)
     if model.biases:
         return _gpt_oss_experts(model, start)
-    balanced = model.router == "balanced"
-    shapes: Shapes = {}
-    shapes[f"{start}{'router' if is_llama4 else 'gate'}.weight"] = (model.experts, model.hidden)
-    if balanced:
+    shared_name = "shared_expert."
+    router_name = "router" if is_llama4 else "gate"
+    shapes: Shapes = {f"{start}{router_name}.weight": (model.experts, model.hidden)}
+    if model.router == "balanced":
+        shared_name = "shared_experts."
         shapes[f"{start}gate.e_score_correction_bias"] = (model.experts,)
-    if inner := model.shared_feed_forward:
-        shared = f"{start}shared_expert{'s' if balanced else ''}."
-        shapes |= _gated_mlp(shared, inner, model.hidden)
-    return shapes | (_llama4_stacks(model, start) if is_llama4 else _experts_apart(model, start))
+    if model.shared_feed_forward:
+        shapes |= _gated_mlp(start + shared_name, model.shared_feed_forward, model.hidden)
+    if is_llama4:
+        return shapes | _llama4_stacks(model, start)
+    return shapes | _separate_experts(model, start)
 
 
 def _gated_mlp(start: str, inner: int, hidden: int) -> Shapes:
@@ -128,7 +131,7 @@ def _gated_mlp(start: str, inner: int, hidden: int) -> Shapes:
     }
 
 
-def _experts_apart(model: Architecture, start: str) -> Shapes:
+def _separate_experts(model: Architecture, start: str) -> Shapes:
     shapes: Shapes = {}
     for expert in range(model.experts):
         shapes |= _gated_mlp(f"{start}experts.{expert}.", model.expert_feed_forward, model.hidden)
@@ -158,7 +161,7 @@ def _gpt_oss_experts(model: Architecture, start: str) -> Shapes:
 
 
 def has_stacks_to_divide(model: Architecture, tensors: Mapping[str, TensorInFile]) -> bool:
-    """Return whether experts are stacked that this family otherwise stores apart."""
+    """Return whether experts are stacked that this family usually stores apart."""
     return any(name in tensors for _, name in _divisible_stacks(model))
 
 
@@ -172,25 +175,25 @@ def with_experts_apart(
     gate_up_proj [experts, 2 inner, hidden] has rows of gate before rows of up;
     down_proj is [experts, hidden, inner].
     """
-    apart = dict(tensors)
+    divided = dict(tensors)
     inner = model.expert_feed_forward
     hidden = model.hidden
     for start, name in _divisible_stacks(model):
-        stack = apart.get(name)
+        stack = tensors.get(name)
         is_down = name.endswith("down_proj")
         rows, columns = (hidden, inner) if is_down else (2 * inner, hidden)
         if stack is None or stack.shape != (model.experts, rows, columns):
             continue
-        del apart[name]
+        del divided[name]
         for expert in range(model.experts):
             first = expert * rows
-            one = f"{start}{expert}."
+            prefix = f"{start}{expert}."
             if is_down:
-                apart[f"{one}down_proj.weight"] = stack.rows(first, (hidden, inner))
+                divided[prefix + "down_proj.weight"] = stack.rows(first, (hidden, inner))
             else:
-                apart[f"{one}gate_proj.weight"] = stack.rows(first, (inner, hidden))
-                apart[f"{one}up_proj.weight"] = stack.rows(first + inner, (inner, hidden))
-    return apart
+                divided[prefix + "gate_proj.weight"] = stack.rows(first, (inner, hidden))
+                divided[prefix + "up_proj.weight"] = stack.rows(first + inner, (inner, hidden))
+    return divided
 
 
 def _divisible_stacks(model: Architecture) -> Iterator[tuple[str, str]]:

@@ -79,7 +79,8 @@ class ControllerLink:
                 self._socket.send_multipart(frames)
                 sent = time.monotonic()
                 patience_s = min(2 * patience_s, self.limit_s / 2)
-        self.resend_s = max(self.resend_s, min(2 * (time.monotonic() - sent), self.limit_s / 2))
+        reply_s = time.monotonic() - sent
+        self.resend_s = max(self.resend_s, min(2 * reply_s, self.limit_s / 2))
         try:
             return body_of(self._socket.recv_multipart())
         except msgspec.DecodeError as error:  # both sides should have one version
@@ -88,16 +89,18 @@ class ControllerLink:
             ) from None
 
     def tell(self, request: Request) -> None:
-        """Send a last message over a new socket; it does not matter whether it arrives."""
+        """Send a last message over a new socket; it need not arrive."""
         self._reconnect()
         self._socket.send_multipart(to_frames(request))
         self._socket.poll(int(1000 * LAST_WORD_S))
 
     def close(self) -> None:
+        """Close the connection."""
         self._socket.close()
 
     def _check_interrupted(self) -> None:
-        if reason := self.interrupted():
+        reason = self.interrupted()
+        if reason:
             raise Interrupted(reason)
 
     def _reconnect(self) -> None:

@@ -2,7 +2,7 @@
 holders.
 
     open_lock_file ─► lock_file ─► name_holder
-                          └─ BlockingIOError: another process has it; `holder` says which
+                       └─ BlockingIOError: another process has it; `holder` says which
 
 Whoever can open a file, if only to read it, can lock it and so keep us from our work.
 So nobody else may open lock files.
@@ -29,11 +29,11 @@ def open_lock_file(path: Path) -> int:
     OSError if that is impossible, or if the path is a link or no regular file.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    about = os.fstat(descriptor)
-    if not stat.S_ISREG(about.st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file")
-    if about.st_uid == os.getuid():
+    if status.st_uid == os.getuid():
         os.fchmod(descriptor, 0o600)  # it may have been made with other rights
     return descriptor
 
@@ -60,8 +60,8 @@ def name_holder(descriptor: int) -> None:
 
 def host_named(descriptor: int) -> str:
     """Return the node of the process that the file names; "" if it names none."""
-    named = HOLDER.fullmatch(_text(descriptor))
-    return named[2] if named else ""
+    match = HOLDER.fullmatch(_text(descriptor))
+    return match[2] if match else ""
 
 
 def holder(descriptor: int) -> str:
@@ -69,18 +69,21 @@ def holder(descriptor: int) -> str:
 
     "" if that is unknown: the file names none, or one of this node that has ended.
     """
-    named = HOLDER.fullmatch(_text(descriptor))
-    if not named:
+    match = HOLDER.fullmatch(_text(descriptor))
+    if match is None:
         return ""
-    if named[2] == socket.gethostname() and not os.path.exists(f"/proc/{named[1]}"):
+    process, host = match.groups()
+    if host == socket.gethostname() and not os.path.exists(f"/proc/{process}"):
         return ""
-    return f"process {named[0]}"
+    return f"process {process} on {host}"
 
 
 def unknown_holder(path: Path) -> str:
     """Say that an unknown process has locked this file, and what to do."""
-    what = f"an unknown process has locked {path} (`fuser -v {path}`, as root, names it)"
-    return f"{what}; end it or, if it is not yours, remove the file"
+    return (
+        f"an unknown process has locked {path} (`fuser -v {path}`, as root, names it); end it or,"
+        " if it is not yours, remove the file"
+    )
 
 
 def _text(descriptor: int) -> str:

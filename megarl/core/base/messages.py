@@ -4,15 +4,19 @@ REQ/ROUTER in msgpack.
 The learner executes and the controller decides. Rank 0 asks `Next`; the answer is the
 next collective command:
 
-    learner (rank 0)                          controller
-    Next(step=7, version=7)          ───────► Publish(version=7, servers=[a, b])      these servers have older weights
-    Published(version=7, results)    ───────► Ack
-    Next(step=7, version=7)          ───────► Score(version=7, rollouts)              compares learner and servers
-    Scored(version=7, logprobs)      ───────► Ack
-    Next(step=7, version=7)          ───────► Train(batch 7)                          the B oldest tickets are done
-      … trains: version 8 …
-    Next(step=8, version=8)          ───────► Wait(reason)                            nothing within wait_s; ask again
-    Next(step=8, version=8)          ───────► Stop(reason)                            after the last step's evaluation
+    learner (rank 0)                     controller
+    Next(step=7, version=7)          ──► Publish(version=7, servers=[a, b])
+                                         these servers have older weights
+    Published(version=7, results)    ──► Ack
+    Next(step=7, version=7)          ──► Score(version=7, rollouts)
+                                         compares learner and servers
+    Scored(version=7, logprobs)      ──► Ack
+    Next(step=7, version=7)          ──► Train(batch 7)
+      … trains: version 8 …              the B oldest tickets are done
+    Next(step=8, version=8)          ──► Wait(reason)
+                                         nothing within wait_s; ask again
+    Next(step=8, version=8)          ──► Stop(reason)
+                                         after the last step's evaluation
 
 `Next` is idempotent: the same step gets the same batch, from the journal if need be, so
 a restarted learner replays the steps it lost. Each start of the learner is an
@@ -21,8 +25,8 @@ incarnation; after a new one, no server's weights are trusted until it has publi
 A server that joins a run (`megarl serve --join`) speaks to the controller over the same
 socket, with the same keys:
 
-    Join(url), every few seconds     ───────► Joined(server=5) | Stop(the run ends) | Refused
-    Leave, until it may go           ───────► Wait(requests and weights are under way) | Ack
+    Join(url), every few seconds     ──► Joined(server=5) | Stop(the run ends) | Refused
+    Leave, until it may go           ──► Wait(requests and weights are under way) | Ack
 """
 
 from collections.abc import Sequence
@@ -94,9 +98,7 @@ class Published(Record, frozen=True, tag="published"):
     transfer_seconds: float
     resume_seconds: float
     bytes_sent: Count
-    staged: bool = (
-        False  # the transfer took place before the pause, and resume_seconds includes the swap
-    )
+    staged: bool = False
 
 
 class Scored(Record, frozen=True, tag="scored"):
@@ -126,9 +128,8 @@ class Join(Record, frozen=True, tag="join"):
 
     life: Incarnation  # names the server's process
     url: Annotated[str, msgspec.Meta(max_length=256, pattern=r"^http://[^/@]+:[0-9]{1,5}$")]
-    server: Annotated[
-        int, msgspec.Meta(ge=-1, le=1 << 30)
-    ] = -1  # its id from an earlier answer; -1 before the first
+    # Its id from an earlier answer; -1 before the first.
+    server: Annotated[int, msgspec.Meta(ge=-1, le=1 << 30)] = -1
 
 
 class Leave(Record, frozen=True, tag="leave"):
@@ -147,16 +148,14 @@ class Train(Record, frozen=True, tag="train"):
     """Train this batch."""
 
     batch: Batch
-    compute_hours: (
-        float  # the run's total so far; the learner adds its own time, times compute_devices
-    )
+    # The run's total so far; the learner adds its own time, times compute_devices.
+    compute_hours: float
     compute_devices: int
-    stats: dict[
-        str, float
-    ]  # the controller's metrics of the step, merged into its row of metrics.jsonl
+    # The controller's metrics of the step, merged into its row of metrics.jsonl.
+    stats: dict[str, float]
     replay: bool = False
-    # first write a checkpoint: these weights are evaluated, and checkpoint.keep_best
-    # asks for it
+    # First write a checkpoint: these weights are evaluated, and checkpoint.keep_best
+    # asks for it.
     save: bool = False
 
 
@@ -170,11 +169,12 @@ class Publish(Record, frozen=True, tag="publish"):
 
 
 class ScoredRollout(Record, frozen=True):
+    """A rollout to score."""
+
     tokens: np.ndarray  # [n] int32 of prompt and completion
     first: int  # where scoring begins, at least 1
-    experts: Routing | None = (
-        None  # choices of a server with the same weights, to be compared with the learner's
-    )
+    # Choices of a server with the same weights, to be compared with the learner's.
+    experts: Routing | None = None
 
 
 PARITY_ROLLOUTS = 4
@@ -240,9 +240,8 @@ def body_of(frames: Sequence[bytes]) -> bytes:
     schema.
     """
     if len(frames) != 2 or frames[0] != _SCHEMA:
-        raise msgspec.DecodeError(
-            f"not a frame of schema {_SCHEMA.decode()!r}: {[f[:20] for f in frames]}"
-        )
+        starts = [frame[:20] for frame in frames]
+        raise msgspec.DecodeError(f"not a frame of schema {_SCHEMA.decode()!r}: {starts}")
     return frames[1]
 
 

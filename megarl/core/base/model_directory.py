@@ -11,7 +11,7 @@ name those that are not finite.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +78,8 @@ def open_model(hf_dir: Path) -> ModelDirectory:
     _check_model_type(hf_dir, model)
     description_files(hf_dir)
     stored = tensors_in_files(hf_dir)
-    if problem := misfit(model, stored):
+    problem = misfit(model, stored)
+    if problem:
         raise MegarlError(f"{hf_dir}: {problem}")
     stacked = hf_tensors.has_stacks_to_divide(model, stored)
     return ModelDirectory(hf_dir, model, hf_tensors.with_experts_apart(model, stored), stacked)
@@ -88,11 +89,13 @@ def _check_model_type(hf_dir: Path, model: Architecture) -> None:
     """Raise MegarlError if transformers and SGLang would choose another class than the
     one in `architectures`, or none.
     """
-    given = read_config(hf_dir).get("model_type")
-    wanted = MODEL_TYPES[model.name]
-    if given != wanted:
-        what = f"model_type is {given!r}, and {model.name} is loaded as {wanted!r}"
-        raise MegarlError(f"{hf_dir / 'config.json'}: {what}; set it")
+    model_type = read_config(hf_dir).get("model_type")
+    expected = MODEL_TYPES[model.name]
+    if model_type != expected:
+        raise MegarlError(
+            f"{hf_dir / 'config.json'}: model_type is {model_type!r}, and {model.name} is loaded"
+            f" as {expected!r}; set it"
+        )
 
 
 def open_served_model(hf_dir: Path) -> ModelDirectory:
@@ -100,11 +103,11 @@ def open_served_model(hf_dir: Path) -> ModelDirectory:
     directory = open_model(hf_dir)
     check_served(hf_dir)
     if directory.stacked:
-        steps = (
-            "`convert hf-to-megatron` and `convert megatron-to-hf` (python -m checkpoints_tools)"
+        raise MegarlError(
+            f"{hf_dir}: its experts are stacked (save_original_format=False), which SGLang does"
+            " not load; `convert hf-to-megatron` and `convert megatron-to-hf`"
+            " (python -m checkpoints_tools) write them one by one"
         )
-        what = "its experts are stacked (save_original_format=False), which SGLang does not load"
-        raise MegarlError(f"{hf_dir}: {what}; {steps} write them one by one")
     return directory
 
 
@@ -125,44 +128,44 @@ def misfit(model: Architecture, stored: Mapping[str, TensorInFile]) -> str:
     shapes = hf_tensors.expected_shapes(model)
     carried = hf_tensors.carried_prefixes(model)
     missing = sorted(shapes.keys() - tensors.keys())
-    foreign = [
-        name
-        for name in sorted(tensors.keys() - shapes.keys())
-        if not name.startswith(carried) and not _is_ignored(name, model)
-    ]
+    names = sorted(tensors.keys() - shapes.keys() - _ignored_names(model, tensors))
+    foreign = [name for name in names if not name.startswith(carried)]
     if missing or foreign:
         return _other_names(missing, foreign)
-    reshaped = [
-        f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
-        for name, shape in shapes.items()
-        if tensors[name].shape != shape
-    ]
+    reshaped = []
+    untrainable = []
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        if tensor.shape != shape:
+            reshaped.append(f"{name} {list(tensor.shape)} instead of {list(shape)}")
+        if tensor.dtype not in FLOATS:
+            untrainable.append(f"{name} {tensor.dtype}")
     if reshaped:
         return f"tensors do not have the shapes config.json says: {few(reshaped)}"
-    types = [
-        f"{name} {tensors[name].dtype}" for name in shapes if tensors[name].dtype not in FLOATS
-    ]
-    if types:
-        return f"weights of a type that no model is trained in: {few(types)}"
+    if untrainable:
+        return f"weights of a type that no model is trained in: {few(untrainable)}"
     return _other_head(model, tensors)
 
 
 def few(problems: Sequence[str], separator: str = "; ") -> str:
     """Join the first problems for a message."""
-    more = f"{separator}… ({len(problems)} in all)" if len(problems) > SHOWN else ""
-    return separator.join(problems[:SHOWN]) + more
+    text = separator.join(problems[:SHOWN])
+    if len(problems) > SHOWN:
+        text += f"{separator}… ({len(problems)} in all)"
+    return text
 
 
-def _is_ignored(name: str, model: Architecture) -> bool:
-    return name.endswith(FREQUENCIES) or (model.tied and name.endswith(HEAD))
+def _ignored_names(model: Architecture, names: Iterable[str]) -> set[str]:
+    endings = (FREQUENCIES, HEAD) if model.tied else (FREQUENCIES,)
+    return {name for name in names if name.endswith(endings)}
 
 
 def _other_names(missing: Sequence[str], foreign: Sequence[str]) -> str:
-    parts = [
-        f"{what} {len(names)} tensor{'s' * (len(names) != 1)} ({few(names, ', ')})"
-        for what, names in (("missing", missing), ("not of this model", foreign))
-        if names
-    ]
+    parts = []
+    for relation, names in (("missing", missing), ("not of this model", foreign)):
+        if names:
+            plural = "" if len(names) == 1 else "s"
+            parts.append(f"{relation} {len(names)} tensor{plural} ({few(names, ', ')})")
     return f"weights do not fit config.json: {'; '.join(parts)}{_renaming(missing, foreign)}"
 
 
@@ -188,31 +191,40 @@ def _other_head(model: Architecture, tensors: Mapping[str, TensorInFile]) -> str
     embedding = f"{prefix}model.{EMBEDDING}"
     if not model.tied or head not in tensors or _equal(tensors[head], tensors[embedding]):
         return ""
-    what = "by tie_word_embeddings in config.json they are the same"
-    return f"{head} and {embedding} differ, but {what}; set it to false to keep the head"
+    return (
+        f"{head} and {embedding} differ, but by tie_word_embeddings in config.json they are the"
+        " same; set it to false to keep the head"
+    )
 
 
-def _equal(one: TensorInFile, other: TensorInFile) -> bool:
+def _equal(a: TensorInFile, b: TensorInFile) -> bool:
     """Return whether two tensors have the same values, whatever their types."""
-    if one.shape != other.shape or one.dtype not in FLOATS:
+    if a.shape != b.shape or a.dtype not in FLOATS:
         return False
-    pairs = zip(_chunks(one), _chunks(other), strict=True)
-    return all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+    for chunk_a, chunk_b in zip(_chunks(a), _chunks(b), strict=True):
+        if not np.array_equal(chunk_a, chunk_b, equal_nan=True):
+            return False
+    return True
 
 
 def _chunks(tensor: TensorInFile) -> Iterable[np.ndarray]:
     """Yield the values of a tensor as numbers that hold them exactly."""
     size = int(np.prod(tensor.shape))
-    values = np.memmap(tensor.path, STORED_AS[tensor.dtype], "r", tensor.offset, (size,))
-    for begin in range(0, size, CHUNK_VALUES):
-        yield NUMBERS[tensor.dtype](values[begin : begin + CHUNK_VALUES])
+    stored_type = STORED_AS[tensor.dtype]
+    values = np.memmap(tensor.path, stored_type, "r", tensor.offset, (size,))
+    for first in range(0, size, CHUNK_VALUES):
+        yield _numbers(tensor.dtype, values[first : first + CHUNK_VALUES])
 
 
 STORED_AS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8"}
-NUMBERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "BF16": lambda bits: (bits.astype(np.uint32) << 16).view(np.float32),
-    "F16": lambda values: values.astype(np.float32),
-    "F32": np.asarray,
-    "F64": np.asarray,
-}
-"""numpy has no bfloat16: its bits are the upper half of a float32's."""
+
+
+def _numbers(dtype: str, values: np.ndarray) -> np.ndarray:
+    """Convert values as stored to floats. numpy has no bfloat16: its bits are the upper
+    half of a float32's.
+    """
+    if dtype == "BF16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "F16":
+        return values.astype(np.float32)
+    return values

@@ -36,12 +36,12 @@ def raise_limits() -> None:
     Locked memory: NCCL registers its buffers with InfiniBand. Processes: threads count,
     of all roles on the node.
     """
-    for what in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC):
-        _, most = resource.getrlimit(what)
-        with suppress(
-            ValueError
-        ):  # Linux sets no limit of files above fs.nr_open, even if a container began with one
-            resource.setrlimit(what, (most, most))
+    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC):
+        _, hard = resource.getrlimit(limit)
+        # Linux sets no limit of files above fs.nr_open, even if a container began with
+        # one.
+        with suppress(ValueError):
+            resource.setrlimit(limit, (hard, hard))
 
 
 def dump_no_core() -> None:
@@ -50,8 +50,8 @@ def dump_no_core() -> None:
     restarted only then. `start_logging` has the stacks written; `prlimit
     --core=unlimited --pid PID` still allows a dump.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, most))
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def bind_no_threads() -> None:
@@ -80,7 +80,8 @@ def imported(named: str) -> Any:
     working directory.
     """
     module, _, name = named.partition(":")
-    if (folder := os.getcwd()) not in sys.path:
+    folder = os.getcwd()
+    if folder not in sys.path:
         sys.path.append(folder)
     return getattr(importlib.import_module(module), name)
 
@@ -149,7 +150,7 @@ class _Printable(logging.Formatter):
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise MegarlError if `port` of `host`, an address of this machine, is not free."""
+    """Raise MegarlError if `port` of this machine's address `host` is not free."""
     with socket.socket() as s:
         # Connections of an earlier process that are still in TIME_WAIT do not matter.
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -165,19 +166,20 @@ def without_proxy(host: str) -> dict[str, str]:
     """Return the environment variables with which HTTP clients connect to `host`
     directly, though a node has a proxy.
     """
-    direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), os.environ.get("no_proxy"), host)))
+    hosts = [os.environ.get("NO_PROXY"), os.environ.get("no_proxy"), host]
+    direct = ",".join(filter(None, hosts))
     return {"NO_PROXY": direct, "no_proxy": direct}
 
 
 @contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
     """Set environment variables within this context, and restore them at its end."""
-    before = {name: os.environ.get(name) for name in variables}
+    previous = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 del os.environ[name]
             else:

@@ -3,7 +3,7 @@ process groups.
 
 Stores and groups listen on one network and on no other:
 
-    tcp://10.0.0.5:29500 ──► bound_store ──► a socket that listens on 10.0.0.5:29500 ──► TCPStore
+    tcp://10.0.0.5:29500 ──► bound_store ──► a socket that listens there ──► TCPStore
     GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface, set by whoever starts
     the roles on several nodes
 
@@ -24,6 +24,7 @@ from megarl.core.base.errors import MegarlError
 
 
 def from_rank_0[T](value: T) -> T:
+    """Return rank 0's value. COLLECTIVE."""
     if dist.get_world_size() == 1:
         return value
     box = [value]
@@ -39,14 +40,15 @@ def bytes_from_rank_0(data: bytes) -> bytes | memoryview:
         return data
     size = torch.tensor([len(data)])
     dist.broadcast(size, src=0)
-    whole = torch.empty(int(size), dtype=torch.uint8)
+    received = torch.empty(int(size), dtype=torch.uint8)
     if dist.get_rank() == 0:
-        whole.numpy().data[:] = data
-    dist.broadcast(whole, src=0)
-    return whole.numpy().data
+        received.numpy().data[:] = data
+    dist.broadcast(received, src=0)
+    return received.numpy().data
 
 
 def gathered[T](value: T) -> list[T]:
+    """Return each rank's value. COLLECTIVE."""
     if dist.get_world_size() == 1:
         return [value]
     values = [value] * dist.get_world_size()
@@ -63,25 +65,24 @@ def bound_store(
     port: int,
     world_size: int | None = None,
     is_master: bool = False,
-    *more: object,
-    **named: object,
+    *arguments: object,
+    **options: object,
 ) -> TCPStore:
     """Make a TCPStore with torch's arguments; with port 0 the master takes a free one.
     MegarlError if it cannot listen.
     """
     if is_master:
         try:
-            family, _, _, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[
-                0
-            ]
+            addresses = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)
+            family, _, _, _, address = addresses[0]
             listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
         except OSError as error:
             raise MegarlError(
                 f"the ranks cannot meet at {host_name}:{port}: {error.strerror}"
             ) from None
         port = listener.getsockname()[1]
-        named["master_listen_fd"] = listener.detach()
-    return TCPStore(host_name, port, world_size, is_master, *more, **named)
+        options["master_listen_fd"] = listener.detach()
+    return TCPStore(host_name, port, world_size, is_master, *arguments, **options)
 
 
 def bind_all() -> None:
@@ -89,10 +90,9 @@ def bind_all() -> None:
     ranks); groups default to loopback.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault(
-        "NCCL_SOCKET_IFNAME", "=lo"
-    )  # "=": exactly this name, not every name that begins with it
-    for module in (importlib.import_module("torch.distributed.rendezvous"), static_tcp_rendezvous):
-        vars(module)["TCPStore"] = (
-            bound_store  # the first module is hidden behind a function of its name
-        )
+    # "=": exactly this name, not every name that begins with it
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
+    # hidden behind a function of its name
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    for module in (rendezvous, static_tcp_rendezvous):
+        vars(module)["TCPStore"] = bound_store

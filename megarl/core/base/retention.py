@@ -48,11 +48,10 @@ def milestone_checkpoints(folder: Path, milestones: Sequence[Milestone]) -> dict
         compute_by_step = _compute_by_step(RunDir(folder.parent).metrics)
     first = {}
     for milestone in milestones:
-        candidates = [
-            path for path in checkpoints if _reaches(step_of(path), milestone, compute_by_step)
-        ]
-        if candidates:
-            first[milestone] = candidates[0]
+        for path in checkpoints:
+            if _reaches(step_of(path), milestone, compute_by_step):
+                first[milestone] = path
+                break
     return first
 
 
@@ -76,11 +75,14 @@ def scored_checkpoints(folder: Path) -> list[Path]:
     score.
     """
     rundir = RunDir(folder.parent)
-    newest = max((row["step"] for row in latest_scores(rundir.eval)), default=-1)
-    later = [path for path in complete(folder) if step_of(path) > newest]
-    kept = [path for path in later if step_folder(rundir.evaluations, step_of(path)).is_dir()]
+    last_scored = max((row["step"] for row in latest_scores(rundir.eval)), default=-1)
     best = best_checkpoint(folder)
-    return kept if best is None else [best, *kept]
+    checkpoints = [] if best is None else [best]
+    for path in complete(folder):
+        step = step_of(path)
+        if step > last_scored and step_folder(rundir.evaluations, step).is_dir():
+            checkpoints.append(path)
+    return checkpoints
 
 
 BEST = "best"
@@ -89,33 +91,35 @@ _NAMED = re.compile(rf"(.+)@(\d+|{BEST})")
 
 def split_name(name: str) -> tuple[Path, str]:
     """Split `RUN@STEP` or `RUN@best`; the second part is empty if the name has none."""
-    found = _NAMED.fullmatch(name)
-    return (Path(found[1]), found[2]) if found else (Path(name), "")
+    match = _NAMED.fullmatch(name)
+    if match is None:
+        return Path(name), ""
+    return Path(match[1]), match[2]
 
 
-def named_checkpoint(run: Path, which: str) -> Path:
-    """Return a run's checkpoint of the step `which`, or its best one. MegarlError if
+def named_checkpoint(run: Path, name: str) -> Path:
+    """Return a run's checkpoint of the step `name`, or its best one. MegarlError if
     there is none.
     """
     folder = RunDir(run).checkpoints
-    there = complete(folder)
-    if not there:
+    checkpoints = complete(folder)
+    if not checkpoints:
         raise MegarlError(
             f"{run}: no complete checkpoint there; a run writes one every checkpoint.every steps"
         )
-    steps = ", ".join(str(step_of(path)) for path in there)
-    if which == BEST:
+    steps = ", ".join(str(step_of(path)) for path in checkpoints)
+    if name == BEST:
         best = best_checkpoint(folder)
         if best is None:
-            advice = "checkpoint.keep_best=true writes one of each version that is evaluated"
             raise MegarlError(
-                f"{run}@{BEST}: none of its checkpoints ({steps}) has a held-out score; {advice}"
+                f"{run}@{BEST}: none of its checkpoints ({steps}) has a held-out score;"
+                " checkpoint.keep_best=true writes one of each version that is evaluated"
             )
         return best
-    chosen = step_folder(folder, int(which))
-    if chosen not in there:
-        raise MegarlError(f"{run} has no checkpoint of step {which}; there are those of {steps}")
-    return chosen
+    checkpoint = step_folder(folder, int(name))
+    if checkpoint not in checkpoints:
+        raise MegarlError(f"{run} has no checkpoint of step {name}; there are those of {steps}")
+    return checkpoint
 
 
 def unit_of(milestone: str) -> str:
@@ -136,8 +140,9 @@ def _compute_by_step(metrics: Path) -> dict[int, Compute]:
     """Return the compute up to each version of the weights. The row of step s is about
     the step that makes version s + 1.
     """
-    return {
-        row["step"] + 1: Compute(row["compute_hours"], row["compute_unit"])
-        for row in rows_in_order(metrics)
-        if "compute_hours" in row and "compute_unit" in row
-    }
+    compute_by_step = {}
+    for row in rows_in_order(metrics):
+        if "compute_hours" in row and "compute_unit" in row:
+            compute = Compute(row["compute_hours"], row["compute_unit"])
+            compute_by_step[row["step"] + 1] = compute
+    return compute_by_step

@@ -42,10 +42,17 @@ class LinkKeys(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def new() -> "LinkKeys":
+        """Make new keys."""
         import zmq  # only here: most importers of this module need just a run's files
 
-        keys = (key.decode() for _ in range(2) for key in zmq.curve_keypair())
-        return LinkKeys(**dict(zip(LinkKeys.__struct_fields__, keys, strict=True)))
+        controller, controller_secret = zmq.curve_keypair()
+        learner, learner_secret = zmq.curve_keypair()
+        return LinkKeys(
+            controller=controller.decode(),
+            controller_secret=controller_secret.decode(),
+            learner=learner.decode(),
+            learner_secret=learner_secret.decode(),
+        )
 
 
 class Meeting(msgspec.Struct, frozen=True):
@@ -105,13 +112,11 @@ class RunDir:
         self.summary = path / "summary.json"
         self.status = path / "status.json"
         self.endpoints_file = path / "endpoints.json"
-        self.stop_file = (
-            path / "stop"
-        )  # a request for an orderly end, polled by learner and controller
+        # A request for an orderly end, polled by learner and controller.
+        self.stop_file = path / "stop"
         self.failure_file = path / "failure"  # why the run must not be restarted automatically
-        self.microbatch = (
-            path / "microbatch.json"
-        )  # the size that learner.microbatch_tokens=auto found
+        # The size that learner.microbatch_tokens=auto found.
+        self.microbatch = path / "microbatch.json"
         self.fingerprints = path / "fingerprints.json"
         self.bad_rollouts = path / "bad-rollouts.jsonl"  # of skipped steps
         self.rollouts = path / "rollouts"  # the journal
@@ -129,6 +134,7 @@ class RunDir:
 
     @property
     def parent(self) -> "RunDir":
+        """The run that this one was forked from."""
         return RunDir(self.path / "parent")
 
     @staticmethod
@@ -152,7 +158,7 @@ class RunDir:
                 yield msgspec.convert(row, SupervisorEvent)
 
     def create(self) -> None:
-        """Make the folders, and mend what an earlier life left in the middle of a line."""
+        """Make the folders, and mend what an earlier life left within a line."""
         for folder in (self.path, self.rollouts, self.logs, self.checkpoints, self.tensorboard):
             folder.mkdir(parents=True, exist_ok=True)
         for lines in (self.metrics, self.eval, self.bad_rollouts, self.supervisor):
@@ -164,15 +170,15 @@ class RunDir:
             self.stop_file.write_text(str(int(signal) or ""))
 
     def stop_asked(self) -> bool:
-        """Return whether the run was asked to end; False while the file system fails."""
+        """Return whether the run was asked to end; False if the file system fails."""
         return os.path.exists(self.stop_file)
 
     def stop_signal(self) -> int:
         """Return the signal for which the run was asked to end; 0 for none, or if
         nobody has asked.
         """
-        said = _text(self.stop_file).strip()
-        return int(said) if said.isdecimal() else 0
+        text = _text(self.stop_file).strip()
+        return int(text) if text.isdecimal() else 0
 
     def failure(self) -> str:
         """Return why the run must not be restarted automatically; empty if it may be,
@@ -181,6 +187,9 @@ class RunDir:
         return _text(self.failure_file)
 
     def endpoints(self) -> Endpoints:
+        """Read the addresses of the live run. MegarlError if it is not live, or of
+        another version.
+        """
         path = self.endpoints_file
         try:
             return msgspec.json.decode(contents(path), type=Endpoints)
@@ -189,12 +198,12 @@ class RunDir:
                 f"{path}: no such file; the run is not live. Start it with `megarl train`."
             ) from None
         except msgspec.DecodeError as error:
-            advice = "use the run's version"
             raise MegarlError(
-                f"{path}: this version of megarl cannot read it: {error}; {advice}"
+                f"{path}: this version of megarl cannot read it: {error}; use the run's version"
             ) from None
 
     def write_endpoints(self, endpoints: Endpoints) -> None:
+        """Write the addresses; only this user can read them."""
         write_atomically(self.endpoints_file, msgspec.json.encode(endpoints), mode=0o600)
 
 
@@ -222,27 +231,27 @@ def complete(checkpoints: Path) -> list[Path]:
     """Return the complete checkpoints in RUN/checkpoints, oldest first."""
     if not checkpoints.is_dir():
         return []
-    named = (path for path in checkpoints.iterdir() if CHECKPOINT.fullmatch(path.name))
-    return sorted((path for path in named if (path / META).is_file()), key=step_of)
+    folders = [path for path in checkpoints.iterdir() if CHECKPOINT.fullmatch(path.name)]
+    sealed = [path for path in folders if (path / META).is_file()]
+    return sorted(sealed, key=step_of)
 
 
 def checkpoint_of(rundir: RunDir, step: int | None) -> Path:
     """Return the complete checkpoint of a step, None: the newest. MegarlError if it is
     not there.
     """
-    there = {step_of(folder): folder for folder in complete(rundir.checkpoints)}
-    if not there:
-        what = (
-            "no checkpoint yet; one is written every checkpoint.every steps, and when the run is"
-            " stopped"
+    by_step = {step_of(folder): folder for folder in complete(rundir.checkpoints)}
+    if not by_step:
+        raise MegarlError(
+            f"{rundir.path}: no checkpoint yet; one is written every checkpoint.every steps, and"
+            " when the run is stopped"
         )
-        raise MegarlError(f"{rundir.path}: {what}")
     if step is None:
-        return there[max(there)]
-    if step not in there:
-        steps = ", ".join(map(str, there))
+        return by_step[max(by_step)]
+    if step not in by_step:
+        steps = ", ".join(map(str, by_step))
         raise MegarlError(f"--step: {rundir.path} has no checkpoint of step {step}; it has {steps}")
-    return there[step]
+    return by_step[step]
 
 
 @contextmanager
@@ -251,13 +260,10 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        what = (
-            "make room and resume: what was written before is intact"
-            if full
-            else "make it writable for the run"
-        )
-        raise MegarlError(f"{path}: cannot be written: {error.strerror}; {what}") from None
+        advice = "make it writable for the run"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            advice = "make room and resume: what was written before is intact"
+        raise MegarlError(f"{path}: cannot be written: {error.strerror}; {advice}") from None
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
@@ -281,7 +287,8 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Write one row per line, all of them or none."""
-    write_atomically(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+    lines = [json.dumps(row).encode() + b"\n" for row in rows]
+    write_atomically(path, b"".join(lines))
 
 
 def append_jsonl(path: Path, row: Row) -> None:
@@ -300,7 +307,7 @@ def opened_jsonl(path: Path) -> BinaryIO:
 
 
 def mend_jsonl(path: Path) -> None:
-    """Remove a last line that a crash cut off, so that any program can read the file."""
+    """Remove a last line that a crash cut off: any program can then read the file."""
     if os.path.exists(path):
         with writing(path), path.open("rb+") as file:
             _mend(file, path)
@@ -315,17 +322,18 @@ def _mend(file: BinaryIO, path: Path) -> None:
     mended.
     """
     size = file.seek(0, os.SEEK_END)
-    begin = _after_last_line_end(file, size)
-    if begin == size:
+    start = _after_last_line_end(file, size)
+    if start == size:
         return
-    file.seek(begin)
-    rest = file.read(SEARCHED_BYTES)
-    if size - begin <= SEARCHED_BYTES and parsed(rest.decode(errors="replace")) is not None:
+    file.seek(start)
+    last_line = file.read(SEARCHED_BYTES)
+    is_read = size - start <= SEARCHED_BYTES
+    if is_read and parsed(last_line.decode(errors="replace")) is not None:
         file.seek(0, os.SEEK_END)
         file.write(b"\n")
     else:
-        file.truncate(begin)
-        log.warning("%s: removed a line that a crash cut off: %r", path, rest[:80])
+        file.truncate(start)
+        log.warning("%s: removed a line that a crash cut off: %r", path, last_line[:80])
     file.flush()
     os.fsync(file.fileno())
     file.seek(0, os.SEEK_END)
@@ -337,20 +345,21 @@ def _after_last_line_end(file: BinaryIO, size: int) -> int:
     """
     end = size
     while end > 0:
-        begin = max(0, end - SEARCHED_BYTES)
-        file.seek(begin)
-        at = file.read(end - begin).rfind(b"\n")
-        if at >= 0:
-            return begin + at + 1
-        end = begin
+        start = max(0, end - SEARCHED_BYTES)
+        file.seek(start)
+        position = file.read(end - start).rfind(b"\n")
+        if position >= 0:
+            return start + position + 1
+        end = start
     return 0
 
 
 def line_of(row: Row) -> bytes:
     """Return the row's line, as in `append_jsonl`."""
-    finite = {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
-    }
+    finite = dict(row)
+    for name, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            finite[name] = None
     return json.dumps(finite, allow_nan=False).encode() + b"\n"
 
 
@@ -358,29 +367,39 @@ def parsed(line: str) -> Row | None:
     """Parse a line of `append_jsonl`, with NaN for null. Return None for a line that is
     truncated or not an object.
     """
-    try:
-        try:
-            row = msgspec.json.decode(
-                line
-            )  # several times as fast, but NaN and 1e400 are errors to it
-        except msgspec.DecodeError:
-            row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+    row = _decoded(line)
     if not isinstance(row, dict):
         return None
-    # Nearly all values are plain floats, and need no call.
-    return {
-        k: v if type(v) is float and -LARGEST < v < LARGEST else _number(v) for k, v in row.items()
-    }
+    for name, value in row.items():
+        # Nearly all values are plain floats, and need no call.
+        if type(value) is not float or not -LARGEST < value < LARGEST:
+            row[name] = _number(value)
+    return row
+
+
+def _decoded(line: str) -> object:
+    """Decode a line of JSON, also with NaN and 1e400; None if it is none."""
+    try:
+        return msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        pass  # NaN and 1e400 are errors to it, but it is several times as fast as json
+    except (ValueError, RecursionError):
+        return None
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _number(value: object) -> object:
     """Return NaN for null and for numbers too large for any metric; any other value as
     it is.
     """
-    beyond = isinstance(value, int | float) and not -LARGEST < value < LARGEST
-    return math.nan if value is None or beyond else value
+    if value is None:
+        return math.nan
+    if isinstance(value, int | float) and not -LARGEST < value < LARGEST:
+        return math.nan
+    return value
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
@@ -403,20 +422,25 @@ def rows_in_order(path: Path, first: int = 0) -> Iterator[Row]:
     """
     if not path.exists():
         return
-    where: dict[int, int] = {}
+    offsets: dict[int, int] = {}  # of each step's last row
     with opened(path) as file:
-        begin = 0
+        offset = 0
         while line := next_line(file, path):
             with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                where[msgspec.json.decode(line, type=_Stepped).step] = begin
-            begin += len(line)
-        for _, begin in sorted((step, begin) for step, begin in where.items() if step >= first):
-            file.seek(begin)
+                step = msgspec.json.decode(line, type=_Stepped).step
+                offsets[step] = offset
+            offset += len(line)
+        for step in sorted(offsets):
+            if step < first:
+                continue
+            file.seek(offsets[step])
             row = parsed(file.readline().decode(errors="replace"))
-            yield from by_step([row] if row else []).values()
+            if row and _has_step(row):
+                yield _known_values(row)
 
 
 def latest_rows(path: Path) -> list[Row]:
+    """Return all `rows_in_order`."""
     return list(rows_in_order(path))
 
 
@@ -443,10 +467,13 @@ def lacking(score: Mapping[str, Any]) -> str:
             return name
     if score["pass_rate"] > 1 or not score["n_prompts"]:
         return "pass_rate of any prompts"
-    return "" if score.get("compute_unit") in ("gpu", "core") else "compute_unit"
+    if score.get("compute_unit") not in ("gpu", "core"):
+        return "compute_unit"
+    return ""
 
 
 def is_figure(value: object) -> bool:
+    """Return whether this is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -456,27 +483,40 @@ def scores(rows: Iterable[Row]) -> dict[int, Row]:
     """
     result = {}
     for step, row in by_step(row for row in rows if not lacking(row)).items():
-        kept = {k: v for k, v in row.items() if k in TEXTS or is_figure(v)}
-        foretold = all(name in kept for name in FORECAST) and kept["predicted_hours"] > 0
-        result[step] = kept if foretold else {k: v for k, v in kept.items() if k not in FORECAST}
+        score = {name: value for name, value in row.items() if name in TEXTS or is_figure(value)}
+        if not _has_forecast(score):
+            score = {name: value for name, value in score.items() if name not in FORECAST}
+        result[step] = score
     return result
+
+
+def _has_forecast(score: Row) -> bool:
+    return all(name in score for name in FORECAST) and score["predicted_hours"] > 0
 
 
 def latest_scores(path: Path) -> list[Row]:
     """Return the `scores` in a file, in order of steps."""
-    return [row for _, row in sorted(scores(read_jsonl(path)).items())]
+    score_of = scores(read_jsonl(path))
+    return [score_of[step] for step in sorted(score_of)]
 
 
 def by_step(rows: Iterable[Row]) -> dict[int, Row]:
     """Return the latest row of each step: its numbers and TEXTS. Rows without a step
     are skipped, as they are not ours.
     """
-    return {
-        row["step"]: {
-            k: v
-            for k, v in row.items()
-            if (isinstance(v, str) if k in TEXTS else type(v) in (int, float))
-        }
-        for row in rows
-        if type(row.get("step")) is int and row["step"] >= 0
-    }
+    return {row["step"]: _known_values(row) for row in rows if _has_step(row)}
+
+
+def _has_step(row: Row) -> bool:
+    step = row.get("step")
+    return type(step) is int and step >= 0
+
+
+def _known_values(row: Row) -> Row:
+    """Return a row's numbers and TEXTS."""
+    values = {}
+    for name, value in row.items():
+        is_known = isinstance(value, str) if name in TEXTS else type(value) in (int, float)
+        if is_known:
+            values[name] = value
+    return values

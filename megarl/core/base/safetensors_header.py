@@ -19,12 +19,27 @@ from megarl.core.base.types import JsonObject
 
 BITS = {
     "F4": 4,
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
-    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
-    **dict.fromkeys(("U32", "I32", "F32"), 32),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "U16": 16,
+    "I16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "U32": 32,
+    "I32": 32,
+    "F32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+    "C64": 64,
 }
 """Bits of one value by the name of its type in a header."""
 MOST_HEADER_BYTES = 100_000_000
@@ -33,7 +48,9 @@ MOST_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class TensorInFile:
-    """A tensor that begins at byte `offset` of the file `path`. dtype: a key of BITS."""
+    """A tensor that begins at byte `offset` of the file `path`. dtype: a key of
+    BITS.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,6 +59,7 @@ class TensorInFile:
 
     @property
     def nbytes(self) -> int:
+        """The size of the values in bytes."""
         return math.prod(self.shape) * BITS[self.dtype] // 8
 
     def rows(self, first: int, shape: tuple[int, ...]) -> "TensorInFile":
@@ -53,16 +71,18 @@ class TensorInFile:
 
 
 def read_header(path: Path) -> dict[str, TensorInFile]:
-    """Return the tensors of a file by name. MegarlError if it is damaged or incomplete."""
+    """Return the tensors of a file by name. MegarlError if it is damaged or
+    incomplete.
+    """
     try:
         return _tensors(path)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"weights unreadable or incomplete ({error})"
+        problem = f"weights unreadable or incomplete ({error})"
     except RecursionError:
-        why = "weights unreadable or incomplete (its header is nested too deeply)"
+        problem = "weights unreadable or incomplete (its header is nested too deeply)"
     except OSError as error:
-        why = f"weights cannot be read ({error.strerror})"
-    raise MegarlError(f"{path}: {why}; fetch this file again") from None
+        problem = f"weights cannot be read ({error.strerror})"
+    raise MegarlError(f"{path}: {problem}; fetch this file again") from None
 
 
 def _tensors(path: Path) -> dict[str, TensorInFile]:
@@ -73,23 +93,28 @@ def _tensors(path: Path) -> dict[str, TensorInFile]:
             raise ValueError("cut off within its header, or no safetensors file")
         header: JsonObject = json.loads(file.read(length))
     header.pop("__metadata__", None)
-    end_of_last = 0
+    values_offset = 8 + length
+    entries = [(*entry["data_offsets"], name, entry) for name, entry in header.items()]
+    previous_end = 0
     tensors = {}
-    spans = [(*entry["data_offsets"], name, entry) for name, entry in header.items()]
-    for begin, end, name, entry in sorted(spans, key=itemgetter(0, 1)):
+    for start, end, name, entry in sorted(entries, key=itemgetter(0, 1)):
         if entry["dtype"] not in BITS:
             raise ValueError(f"{name} has the unknown type {entry['dtype']}")
-        if not all(type(n) is int and n >= 0 for n in (begin, end, *entry["shape"])):
-            raise ValueError(f"{name} has the shape {entry['shape']} at {begin} to {end}")
-        tensor = TensorInFile(entry["dtype"], tuple(entry["shape"]), path, 8 + length + begin)
-        if tensor.nbytes != end - begin:
-            raise ValueError(f"{name} of {entry['shape']} {tensor.dtype} has {end - begin} bytes")
-        if begin != end_of_last:
+        if not _are_counts(start, end, *entry["shape"]):
+            raise ValueError(f"{name} has the shape {entry['shape']} at {start} to {end}")
+        tensor = TensorInFile(entry["dtype"], tuple(entry["shape"]), path, values_offset + start)
+        if tensor.nbytes != end - start:
+            raise ValueError(f"{name} of {entry['shape']} {tensor.dtype} has {end - start} bytes")
+        if start != previous_end:
             raise ValueError(f"{name} does not begin where the tensor before it ends")
-        if 8 + length + end > size:
-            raise ValueError(f"cut off: {size} bytes, and {name} ends at {8 + length + end}")
-        end_of_last = end
+        if values_offset + end > size:
+            raise ValueError(f"cut off: {size} bytes, and {name} ends at {values_offset + end}")
+        previous_end = end
         tensors[name] = tensor
-    if size != 8 + length + end_of_last:
-        raise ValueError(f"{size - 8 - length - end_of_last} bytes follow its last tensor")
+    if size != values_offset + previous_end:
+        raise ValueError(f"{size - values_offset - previous_end} bytes follow its last tensor")
     return tensors
+
+
+def _are_counts(*values: object) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)

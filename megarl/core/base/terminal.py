@@ -32,7 +32,9 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def uncoloured(text: str) -> str:
-    """Return a line of a log without its colours, which programs write even into files."""
+    """Return a line of a log without its colours, which programs write into files,
+    too.
+    """
     return COLOUR.sub("", text)
 
 

@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tokenizer:
+    """A tokenizer and the ids that end a completion."""
+
     backend: Backend
     end: int  # ends a completion
     path: Path  # its directory, for error messages
-    vocabulary: int = (
-        sys.maxsize
-    )  # number of tokens that the model there knows; a larger id crashes a server
-    others: tuple[
-        int, ...
-    ] = ()  # further ids that end a completion; gpt-oss has one that ends a call
+    # Number of tokens that the model there knows; a larger id crashes a server.
+    vocabulary: int = sys.maxsize
+    # Further ids that end a completion; gpt-oss has one that ends a call.
+    others: tuple[int, ...] = ()
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -68,17 +68,14 @@ class Tokenizer:
         a token.
         """
         try:
-            encoded = [
-                int32(encoding.ids)
-                for encoding in self.backend.encode_batch(texts, add_special_tokens=framed)
-            ]
-        except (
-            Exception
-        ) as error:  # tokenizers raises a plain Exception if a closed vocabulary lacks a character
-            shown = ", ".join(repr(text[:80]) for text in texts[:3])
+            encodings = self.backend.encode_batch(texts, add_special_tokens=framed)
+        # tokenizers raises a plain Exception if a closed vocabulary lacks a character
+        except Exception as error:
+            examples = ", ".join(repr(text[:80]) for text in texts[:3])
             raise MegarlError(
-                f"{self.path}: the tokenizer cannot encode {shown} …: {error}"
+                f"{self.path}: the tokenizer cannot encode {examples} …: {error}"
             ) from None
+        encoded = [int32(encoding.ids) for encoding in encodings]
         for text, ids in zip(texts, encoded, strict=True):
             if len(ids) and ids.max() >= self.vocabulary:
                 raise MegarlError(
@@ -92,15 +89,16 @@ class Tokenizer:
         """Warn if a source's text lacks the tokens that the tokenizer puts before every
         text, such as Llama 3's begin token.
         """
-        plain, framed = (self.encode_all([text], framed)[0].tolist() for framed in (False, True))
-        begin = next((n for n in range(len(framed)) if framed[n : n + len(plain)] == plain), 0)
-        if framed[:begin] != plain[:begin]:
-            named = self.decode(int32(framed[:begin]))
-            what = (
-                "its texts do not begin with %s, which the tokenizer puts before a text; write it"
-                " there unless the model was"
+        plain = self.encode_all([text])[0].tolist()
+        framed = self.encode_all([text], framed=True)[0].tolist()
+        added = framed[: _position(plain, framed)]
+        if added != plain[: len(added)]:
+            log.warning(
+                "%s: its texts do not begin with %s, which the tokenizer puts before a text; write"
+                " it there unless the model was trained without",
+                source,
+                self.decode(int32(added)),
             )
-            log.warning(f"%s: {what} trained without", source, named)
 
     def decode(self, tokens: np.ndarray) -> str:
         """Return the text of ids [n]; special tokens are kept, since `</think>` may be
@@ -113,9 +111,9 @@ class Tokenizer:
         """Return the text of ids [n] that follow others. At the beginning of a text,
         SentencePiece's decoders drop a space.
         """
-        return self.decode(np.append(int32([self.end]), tokens)).removeprefix(
-            self.decode(int32([self.end]))
-        )
+        prefix = int32([self.end])
+        text = self.decode(np.append(prefix, tokens))
+        return text.removeprefix(self.decode(prefix))
 
     def literal(self) -> "Tokenizer":
         """Return a tokenizer that encodes the names of special tokens as ordinary text,
@@ -124,6 +122,14 @@ class Tokenizer:
         backend = Backend.from_str(self.backend.to_str())
         backend.encode_special_tokens = True
         return replace(self, backend=backend)
+
+
+def _position(part: list[int], ids: list[int]) -> int:
+    """Return where `part` begins in the ids; 0 if it is not there."""
+    for start in range(len(ids)):
+        if ids[start : start + len(part)] == part:
+            return start
+    return 0
 
 
 def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
@@ -140,47 +146,53 @@ def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
         backend = Backend.from_file(str(folder / "tokenizer.json"))
         config = read_json(folder / "tokenizer_config.json")
     except Exception as error:  # tokenizers raises a plain Exception
-        advice = "tokenizer.json and tokenizer_config.json are needed"
-        raise MegarlError(f"{folder}: no tokenizer can be loaded ({error}); {advice}") from None
+        raise MegarlError(
+            f"{folder}: no tokenizer can be loaded ({error}); tokenizer.json and"
+            " tokenizer_config.json are needed"
+        ) from None
     backend.no_truncation()
     backend.no_padding()
-    (_, end), (begin, begin_id) = (
-        _special(backend, config.get(name)) for name in ("eos_token", "bos_token")
-    )
-    if (
-        begin_id is not None and config.get("add_bos_token") is True
-    ):  # DeepSeek's tokenizer.json leaves it out
-        backend.post_processor = TemplateProcessing(
-            single=[begin, "$A"], special_tokens=[(begin, begin_id)]
-        )
+    if config.get("add_bos_token") is True:  # DeepSeek's tokenizer.json leaves it out
+        _put_before_texts(backend, config.get("bos_token"))
+    _, end = _special(backend, config.get("eos_token"))
     if end is None:
         raise MegarlError(
             f"{folder / 'tokenizer_config.json'}: eos_token is missing, or is not in tokenizer.json"
         )
-    if end >= (vocabulary := _vocabulary(folder / "config.json")):
+    vocabulary = _vocabulary(folder / "config.json")
+    if end >= vocabulary:
         raise MegarlError(
             f"{folder / 'tokenizer_config.json'}: eos_token is token {end}, beyond the model's"
             f" vocabulary of {vocabulary} (vocab_size in config.json); name one that the model can"
             " write"
         )
-    ids = [
-        id
-        for name in ("config.json", "generation_config.json")
-        for id in _end_ids(folder / name)
-        if id < vocabulary
-    ]
-    others = tuple(
-        dict.fromkeys(id for id in ids if id != end and backend.id_to_token(id) is not None)
-    )
-    return Tokenizer(backend, end, folder, vocabulary, others)
+    others = []
+    for id in _end_ids(folder / "config.json") + _end_ids(folder / "generation_config.json"):
+        is_known = id < vocabulary and backend.id_to_token(id) is not None
+        if is_known and id != end and id not in others:
+            others.append(id)
+    return Tokenizer(backend, end, folder, vocabulary, tuple(others))
 
 
-def _special(backend: Backend, named: object) -> tuple[str, int | None]:
+def _put_before_texts(backend: Backend, token: object) -> None:
+    """Make the tokenizer put this special token of tokenizer_config.json before every
+    text, if tokenizer.json has it.
+    """
+    text, id = _special(backend, token)
+    if id is not None:
+        backend.post_processor = TemplateProcessing(
+            single=[text, "$A"], special_tokens=[(text, id)]
+        )
+
+
+def _special(backend: Backend, token: object) -> tuple[str, int | None]:
     """Return text and id of a special token of tokenizer_config.json; the id is None if
     tokenizer.json lacks the token.
     """
-    text = named.get("content") if isinstance(named, dict) else named
-    return (text, backend.token_to_id(text)) if isinstance(text, str) else ("", None)
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        return "", None
+    return text, backend.token_to_id(text)
 
 
 def _end_ids(file: Path) -> list[int]:
@@ -188,13 +200,14 @@ def _end_ids(file: Path) -> list[int]:
     by itself.
     """
     config = read_json(file) if file.is_file() else {}
-    named = config.get(
-        "eos_token_id", text_config(config, file).get("eos_token_id")
-    )  # Llama 4 has them in text_config
-    ids = named if isinstance(named, list) else [] if named is None else [named]
+    text = text_config(config, file)  # where Llama 4 has them
+    value = config.get("eos_token_id", text.get("eos_token_id"))
+    if value is None:
+        return []
+    ids = value if isinstance(value, list) else [value]
     if not all(type(id) is int and id >= 0 for id in ids):
         raise MegarlError(
-            f"{file}: eos_token_id must be a token id or a list of them, not {named!r}"
+            f"{file}: eos_token_id must be a token id or a list of them, not {value!r}"
         )
     return ids
 

@@ -36,13 +36,14 @@ def run(arguments: list[str]) -> int:
 
     ranks.bind_all()
     close = SubprocessContext._close
+
+    def kill(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
+        close(self, signal.SIGKILL, timeout)
+
     # By default, torchrun would send SIGTERM, and SIGKILL 30 s later.
-    SubprocessContext._close = lambda self, death_sig, timeout=30: close(
-        self, signal.SIGKILL, timeout
-    )
-    os.environ[SUPERVISOR] = str(
-        os.getpid()
-    )  # we are the supervisor of the ranks, which run `megarl` again
+    SubprocessContext._close = kill
+    # We are the supervisor of the ranks, which run `megarl` again.
+    os.environ[SUPERVISOR] = str(os.getpid())
     for number in ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _pass_on)
@@ -77,15 +78,16 @@ def become_torchrun(ranks: int, port: int, host: str = "127.0.0.1", nodes: int =
     """Replace this process with torchrun, which runs the same command as this node's
     share of `ranks`, meeting at `host`.
     """
-    torchrun = [
-        "-m",
-        "megarl.core.base.torchrun",
+    node_rank = os.environ[NODE_RANK] if nodes > 1 else "0"
+    options = [
         f"--nproc-per-node={ranks // nodes}",
         f"--nnodes={nodes}",
+        f"--node-rank={node_rank}",
+        f"--master-addr={host}",
+        f"--master-port={port}",
     ]
-    torchrun += [f"--node-rank={os.environ[NODE_RANK] if nodes > 1 else 0}"]
-    torchrun += [f"--master-addr={host}", f"--master-port={port}"]
-    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "megarl", *sys.argv[1:]])
+    torchrun = [sys.executable, "-m", "megarl.core.base.torchrun", *options]
+    os.execv(sys.executable, [*torchrun, "-m", "megarl", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -4,16 +4,16 @@ A rollout is a list of segments, each from one weight version, sampled by the po
 inserted by us:
 
     prompt  "27+58="
-    segment [<think> 7 + 8 = 1]          version 4, trained
-    segment [5 ; 1 + 2]                  version 5, trained     (weights were replaced in between)
-    segment [</think>]                   version 5, masked      (interruption phrase: not sampled, not trained)
-    segment [8 5 <eos>]                  version 5, trained
+    segment [<think> 7 + 8 = 1]   version 4, trained
+    segment [5 ; 1 + 2]           version 5, trained: weights were replaced in between
+    segment [</think>]            version 5, masked: the interruption phrase
+    segment [8 5 <eos>]           version 5, trained
 
 A rollout of an agent may be several conversations (`Branch`); a later one may share the
 beginning of an earlier one:
 
-    path 0: segment [<task>] masked  [call a] trained  [result] masked  [call b] trained
-    path 1: path 0 up to here ────────────────┘        [result] masked  [call c] trained
+    path 0: segment [<task>] masked, [call a] trained, [result] masked, [call b] trained
+    path 1: path 0 up to [call a], [result] masked, [call c] trained
 
 Token ids, log-probs and chosen experts are numpy arrays in memory and raw little-endian
 bytes in msgpack (`encode`, `decode`), so nothing on the hot path loops over tokens in
@@ -66,13 +66,15 @@ class Prompt(Record, frozen=True):
     alternatives: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
-    def shown(self) -> "Prompt":
+    def brief(self) -> "Prompt":
         """The prompt as kept in a group, for readers of the journal.
 
         Long answers are cut: unit tests can take a megabyte.
         """
-        alternatives = tuple(map(_cut, self.answers[1:])) or msgspec.UNSET
-        return msgspec.structs.replace(self, answer=_cut(self.answer), alternatives=alternatives)
+        answer, *alternatives = map(_cut, self.answers)
+        return msgspec.structs.replace(
+            self, answer=answer, alternatives=tuple(alternatives) or msgspec.UNSET
+        )
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -81,8 +83,10 @@ class Prompt(Record, frozen=True):
 
 
 def _cut(answer: str) -> str:
-    more = len(answer) - SHOWN_ANSWER
-    return answer if more <= 0 else f"{answer[:SHOWN_ANSWER]} … ({more:,} characters more)"
+    excess = len(answer) - SHOWN_ANSWER
+    if excess <= 0:
+        return answer
+    return f"{answer[:SHOWN_ANSWER]} … ({excess:,} characters more)"
 
 
 class Segment(Record, frozen=True, omit_defaults=True):
@@ -92,22 +96,21 @@ class Segment(Record, frozen=True, omit_defaults=True):
 
     tokens: np.ndarray  # [n] int32
     logprobs: np.ndarray  # [n] float32, recorded at sampling; 0 where not trained
-    weight_version: (
-        int  # that sampled them; of tokens salvaged from a lost server: at the request's start
-    )
+    # The weights that sampled them; for tokens salvaged from a lost server, those at
+    # the request's start.
+    weight_version: int
     trained: bool = True
-    turn: int = -1  # number of the turn in its session, in the order in which turns were served
-    credit: float = (
-        0.0  # sum of the agent's rewards after the turn, without the rollout's own reward
-    )
+    # Number of the turn in its session, in the order in which turns were served.
+    turn: int = -1
+    # Sum of the agent's rewards after the turn, without the rollout's own reward.
+    credit: float = 0.0
 
 
 class Routing(Record, frozen=True):
     """The experts that the server chose for the tokens of prompt and completion, in the
-    layers that have experts: choices [rows
-    * layers * chosen] uint8 or int16. Row t belongs to token t. The last token has no
-      row, because nothing was computed from it. Nor have the last tokens of a rollout
-      whose server was lost before it could report.
+    layers that have experts: choices [rows * layers * chosen] uint8 or int16. Row t
+    belongs to token t. The last token has no row, because nothing was computed from it.
+    Nor have the last tokens of a rollout whose server was lost before it could report.
     """
 
     choices: np.ndarray
@@ -130,9 +133,8 @@ class Episode(Record, frozen=True):
     errors: int  # calls that failed
     seconds: float  # spent on all calls; for a session, time without a running request
     limited: bool  # a limit ended it, not the policy or the agent
-    untrained: int = (
-        0  # tokens of a session that are in no path: their requests were repeated or abandoned
-    )
+    # Tokens of a session that are in no path, of repeated or abandoned requests.
+    untrained: int = 0
 
 
 class Branch(Record, frozen=True):
@@ -153,7 +155,7 @@ class PathTokens(NamedTuple):
     tokens: np.ndarray  # [n] int32, including the prompt's
     logprobs: np.ndarray  # [n] float32, 0 where masked
     trained: np.ndarray  # [n] bool
-    own: int  # index of the first token that is not in an earlier path of the rollout
+    own_start: int  # index of the first token that is not in an earlier path of the rollout
     turns: np.ndarray  # [n] int32, as in `Segment`, -1 where masked
 
 
@@ -168,16 +170,14 @@ class Rollout(Record, frozen=True):
     reward: float
     correct: bool
     finish: FinishReason
-    graded: float | None = (
-        None  # the graders' reward before the overlong penalty; None: the same as `reward`
-    )
+    # The graders' reward before the overlong penalty; None: the same as `reward`.
+    graded: float | None = None
     interrupted: bool = False  # the interruption phrase was inserted
     format_ok: bool = True  # the thinking trace was closed and an answer follows it
     grader_timeout: bool = False
     grader_error: bool = False
-    rewards: dict[
-        str, float
-    ] = {}  # the scores that make up `reward`, by name, if the task has several
+    # The scores that make up `reward`, by name, if the task has several.
+    rewards: dict[str, float] = {}
     retries: int = 0  # requests that were lost and continued elsewhere
     routing: Routing | None = None  # recorded with model.moe.routing_replay
     episode: Episode | None = None  # if the task has an environment or an agent
@@ -189,22 +189,24 @@ class Rollout(Record, frozen=True):
         """All completion tokens, masked ones included; of an agent's rollout, all
         paths' own. [completion_len] int32
         """
-        return _joined([s.tokens for s in self.segments], np.int32)
+        return _concatenated([s.tokens for s in self.segments], np.int32)
 
     @property
     def logprobs(self) -> np.ndarray:
         """Behaviour log-probs, 0 where masked. [completion_len] float32"""
-        return _joined([s.logprobs for s in self.segments], np.float32)
+        return _concatenated([s.logprobs for s in self.segments], np.float32)
 
     @property
     def trained(self) -> np.ndarray:
         """Whether the loss may use each token. [completion_len] bool"""
-        return _joined([np.full(len(s.tokens), s.trained) for s in self.segments], np.bool_)
+        return _concatenated([np.full(len(s.tokens), s.trained) for s in self.segments], np.bool_)
 
     @property
     def versions(self) -> np.ndarray:
         """Weight version of each token. [completion_len] int32"""
-        return _joined([np.full(len(s.tokens), s.weight_version) for s in self.segments], np.int32)
+        return _concatenated(
+            [np.full(len(s.tokens), s.weight_version) for s in self.segments], np.int32
+        )
 
     @property
     def trained_tokens(self) -> int:
@@ -216,7 +218,8 @@ class Rollout(Record, frozen=True):
         """The credit of each turn, in addition to `reward`, by the turn's number; {-1:
         0.0} if turns have no own credit.
         """
-        return {s.turn: s.credit for s in self.segments if s.trained} or {-1: 0.0}
+        credits = {s.turn: s.credit for s in self.segments if s.trained}
+        return credits or {-1: 0.0}
 
 
 def paths_of(
@@ -227,25 +230,35 @@ def paths_of(
     """
     if not paths:
         return [_path(prompt, segments)]
-    made: list[PathTokens] = []
-    left = iter(segments)
+    sequences: list[PathTokens] = []
+    remaining = iter(segments)
     for path in paths:
-        shared = made[path.parent].tokens[: path.shared] if path.parent >= 0 else int32(())
-        made.append(_path(shared, list(islice(left, path.segments))))
-    return made
+        shared = int32(())
+        if path.parent >= 0:
+            shared = sequences[path.parent].tokens[: path.shared]
+        sequences.append(_path(shared, list(islice(remaining, path.segments))))
+    return sequences
 
 
-def _path(before: np.ndarray, own: Sequence[Segment]) -> PathTokens:
-    """Make a sequence of masked tokens `before` [n] and the segments `own`."""
-    n = len(before)
+def _path(shared: np.ndarray, segments: Sequence[Segment]) -> PathTokens:
+    """Make a sequence of masked tokens `shared` [n] and segments of its own."""
+    n = len(shared)
+    tokens = [shared]
+    logprobs = [np.zeros(n, np.float32)]
+    trained = [np.zeros(n, np.bool_)]
+    turns = [np.full(n, -1)]
+    for segment in segments:
+        length = len(segment.tokens)
+        tokens.append(segment.tokens)
+        logprobs.append(segment.logprobs)
+        trained.append(np.full(length, segment.trained))
+        turns.append(np.full(length, segment.turn))
     return PathTokens(
-        tokens=_joined([before, *(s.tokens for s in own)], np.int32),
-        logprobs=_joined([np.zeros(n, np.float32), *(s.logprobs for s in own)], np.float32),
-        trained=_joined(
-            [np.zeros(n, np.bool_), *(np.full(len(s.tokens), s.trained) for s in own)], np.bool_
-        ),
-        own=n,
-        turns=_joined([np.full(n, -1), *(np.full(len(s.tokens), s.turn) for s in own)], np.int32),
+        tokens=_concatenated(tokens, np.int32),
+        logprobs=_concatenated(logprobs, np.float32),
+        trained=_concatenated(trained, np.bool_),
+        own_start=n,
+        turns=_concatenated(turns, np.int32),
     )
 
 
@@ -255,7 +268,7 @@ class Group(Record, frozen=True):
     """
 
     ticket: int
-    prompt: Prompt  # as in `Prompt.shown`
+    prompt: Prompt  # as in `Prompt.brief`
     rollouts: tuple[Rollout, ...]
     void: str = ""  # the reason, if void
     epoch: int = 0
@@ -268,7 +281,9 @@ class Group(Record, frozen=True):
     @property
     def pass_rate(self) -> float:
         """Share of correct answers; 0 for a void group."""
-        return float(np.mean([r.correct for r in self.rollouts])) if self.rollouts else 0.0
+        if not self.rollouts:
+            return 0.0
+        return float(np.mean([r.correct for r in self.rollouts]))
 
     @property
     def has_variance(self) -> bool:
@@ -276,13 +291,26 @@ class Group(Record, frozen=True):
         differ. The overlong penalty does not count: a group of only right answers would
         teach nothing but length.
         """
-        grades = {r.reward if r.graded is None else r.graded for r in self.rollouts}
-        credits: dict[int, list[float]] = {}
-        for turn, credit in (each for r in self.rollouts for each in r.credits.items()):
-            credits.setdefault(turn, []).append(credit)
-        return len(grades) > 1 or any(
-            len(set(c)) > 1 or (len(c) == 1 and c != [0.0]) for c in credits.values()
-        )
+        grades = {_grade(rollout) for rollout in self.rollouts}
+        if len(grades) > 1:
+            return True
+        credits_of_turn: dict[int, list[float]] = {}
+        for rollout in self.rollouts:
+            for turn, credit in rollout.credits.items():
+                credits_of_turn.setdefault(turn, []).append(credit)
+        return any(map(_differ, credits_of_turn.values()))
+
+
+def _grade(rollout: Rollout) -> float:
+    """Return a rollout's reward before the overlong penalty."""
+    return rollout.reward if rollout.graded is None else rollout.graded
+
+
+def _differ(credits: list[float]) -> bool:
+    """Return whether the credits of one turn differ; a single one differs from 0."""
+    if len(credits) == 1:
+        return credits != [0.0]
+    return len(set(credits)) > 1
 
 
 class Batch(Record, frozen=True):
@@ -303,13 +331,16 @@ _ARRAY_DTYPES: dict[int, np.dtype[np.generic]] = {
 _ARRAY_CODES = {dtype: code for code, dtype in _ARRAY_DTYPES.items()}
 
 
-def _joined(parts: list[np.ndarray], dtype: DTypeLike) -> np.ndarray:
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
+def _concatenated(parts: list[np.ndarray], dtype: DTypeLike) -> np.ndarray:
+    if not parts:
+        return np.zeros(0, dtype)
+    return np.concatenate(parts).astype(dtype, copy=False)
 
 
 def _enc_hook(value: object) -> msgspec.msgpack.Ext:
     if isinstance(value, np.ndarray):
-        return msgspec.msgpack.Ext(_ARRAY_CODES[value.dtype], np.ascontiguousarray(value).tobytes())
+        data = np.ascontiguousarray(value).tobytes()
+        return msgspec.msgpack.Ext(_ARRAY_CODES[value.dtype], data)
     raise NotImplementedError(f"cannot encode {type(value).__name__}")
 
 
@@ -330,6 +361,7 @@ _decoders: dict[object, msgspec.msgpack.Decoder] = {}
 
 
 def encode(record: object) -> bytes:
+    """Encode a record in msgpack."""
     return _encoder.encode(record)
 
 
@@ -343,8 +375,10 @@ def decode[T](data: bytes | memoryview, kind: type[T] | Any) -> T:
 
 
 def int32(values: Iterable[int]) -> np.ndarray:
+    """Return the values as an array [n] int32."""
     return np.fromiter(values, dtype=np.int32)
 
 
 def float32(values: Iterable[float]) -> np.ndarray:
+    """Return the values as an array [n] float32."""
     return np.fromiter(values, dtype=np.float32)

@@ -1,7 +1,8 @@
 """Which files of a Hugging Face directory hold the model's weights, and the tensors in
 them.
 
-transformers reads   model.safetensors, or else the files that model.safetensors.index.json names
+transformers reads   model.safetensors, or else the files that
+                     model.safetensors.index.json names
 SGLang reads         the files that the index names, or else every *.safetensors
 
 A directory of which they would read different files is refused: learner and servers
@@ -32,14 +33,16 @@ def weight_files(hf_dir: Path) -> list[Path]:
     one is missing, or if it is not clear which they are.
     """
     if (hf_dir / ADAPTER).is_file():
-        what = f"{ADAPTER} makes it a LoRA adapter for another model"
-        advice = "merge it (peft: merge_and_unload, then save_pretrained), or move that file away"
-        raise MegarlError(f"{hf_dir}: {what}; {advice}")
+        raise MegarlError(
+            f"{hf_dir}: {ADAPTER} makes it a LoRA adapter for another model; merge it (peft:"
+            " merge_and_unload, then save_pretrained), or move that file away"
+        )
     if (hf_dir / INDEX).is_file():
         return _indexed(hf_dir)
     if (hf_dir / SINGLE).is_file():
         return [hf_dir / SINGLE]
-    if files := _safetensors(hf_dir):
+    files = _safetensors(hf_dir)
+    if files:
         return files
     raise MegarlError(f"{hf_dir}: no weights there ({_other_format(hf_dir)})")
 
@@ -48,18 +51,30 @@ def check_served(hf_dir: Path) -> None:
     """Raise MegarlError if SGLang would read other files of weights than
     `weight_files`.
     """
-    known = weight_files(hf_dir)
-    by_server = known
+    files = weight_files(hf_dir)
+    files_of_server = _files_of_server(hf_dir, files)
+    added = [file.name for file in files_of_server if file not in files]
+    if added:
+        raise MegarlError(
+            f"{hf_dir}: SGLang would load it besides {SINGLE}; move {few_names(added)} out of the"
+            " directory"
+        )
+    unread = [str(file.relative_to(hf_dir)) for file in files if file not in files_of_server]
+    if unread:
+        raise MegarlError(
+            f"{hf_dir}: SGLang reads no files of weights in subfolders; move {few_names(unread)}"
+            f" up, and correct {INDEX}"
+        )
+
+
+def _files_of_server(hf_dir: Path, files: Sequence[Path]) -> Sequence[Path]:
+    """Return the files that SGLang would read. files: those of `weight_files`."""
     if (hf_dir / INDEX).is_file():
-        by_server = [file for file in known if file.parent == hf_dir]
-    elif (files := _safetensors(hf_dir)) != [hf_dir / CONSOLIDATED, hf_dir / SINGLE]:
-        by_server = files
-    if extra := [file.name for file in by_server if file not in known]:
-        advice = f"move {few_names(extra)} out of the directory"
-        raise MegarlError(f"{hf_dir}: SGLang would load it besides {SINGLE}; {advice}")
-    if lost := [str(file.relative_to(hf_dir)) for file in known if file not in by_server]:
-        advice = f"move {few_names(lost)} up, and correct {INDEX}"
-        raise MegarlError(f"{hf_dir}: SGLang reads no files of weights in subfolders; {advice}")
+        return [file for file in files if file.parent == hf_dir]
+    all_files = _safetensors(hf_dir)
+    if all_files == [hf_dir / CONSOLIDATED, hf_dir / SINGLE]:
+        return files
+    return all_files
 
 
 def tensors_in_files(hf_dir: Path) -> dict[str, TensorInFile]:
@@ -70,9 +85,10 @@ def tensors_in_files(hf_dir: Path) -> dict[str, TensorInFile]:
     for file in weight_files(hf_dir):
         for name, tensor in read_header(file).items():
             if name in tensors:
-                both = f"{tensors[name].path.name} and {file.name}"
-                advice = "remove the file that does not belong to the model"
-                raise MegarlError(f"{hf_dir}: {name} is in two files, {both}; {advice}")
+                raise MegarlError(
+                    f"{hf_dir}: {name} is in two files, {tensors[name].path.name} and {file.name};"
+                    " remove the file that does not belong to the model"
+                )
             tensors[name] = tensor
     return tensors
 
@@ -84,13 +100,17 @@ def parameters(hf_dir: Path) -> int:
 
 def counted(count: int) -> str:
     """Return a number of parameters as people name a model's size: 135M, 8.03B."""
-    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
+    if count >= 1e9:
+        return f"{count / 1e9:.2f}B"
+    return f"{count / 1e6:.3g}M"
 
 
 def few_names(names: Sequence[str]) -> str:
     """Join the first names for a message."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    text = ", ".join(names[:SHOWN])
+    if len(names) > SHOWN:
+        text += f" and {len(names) - SHOWN} more"
+    return text
 
 
 def _safetensors(hf_dir: Path) -> list[Path]:
@@ -106,11 +126,15 @@ def _indexed(hf_dir: Path) -> list[Path]:
         if SINGLE not in names:
             raise MegarlError(f"{hf_dir}: {_two_models(names, missing)}")
         if not missing:
-            advice = f"rename {SINGLE}, which transformers would read alone, there and in the index"
-            raise MegarlError(f"{hf_dir}: {INDEX} names {few_names(names)}; {advice}")
+            raise MegarlError(
+                f"{hf_dir}: {INDEX} names {few_names(names)}; rename {SINGLE}, which transformers"
+                " would read alone, there and in the index"
+            )
     if missing:
-        count = f"{len(missing)} of {len(names)} files of weights are missing"
-        raise MegarlError(f"{hf_dir}: {count}: {few_names(missing)}; fetch them")
+        raise MegarlError(
+            f"{hf_dir}: {len(missing)} of {len(names)} files of weights are missing:"
+            f" {few_names(missing)}; fetch them"
+        )
     return [hf_dir / name for name in names]
 
 
@@ -118,11 +142,13 @@ def _two_models(names: Sequence[str], missing: Sequence[str]) -> str:
     """Return what is wrong with an index that does not name the model.safetensors
     beside it.
     """
-    there = f"{SINGLE} is there, and {INDEX} names other files ({few_names(names)})"
+    problem = f"{SINGLE} is there, and {INDEX} names other files ({few_names(names)})"
     if missing:
-        return f"{there}, of which {len(missing)} are missing; remove the index, which is stale"
-    readers = "transformers reads the first and SGLang the others"
-    return f"{there}: {readers}; remove {SINGLE}, or the index and its files, whichever is stale"
+        return f"{problem}, of which {len(missing)} are missing; remove the index, which is stale"
+    return (
+        f"{problem}: transformers reads the first and SGLang the others; remove {SINGLE}, or the"
+        " index and its files, whichever is stale"
+    )
 
 
 def _names_in_index(index: Path) -> list[str]:
@@ -140,10 +166,15 @@ def _names_in_index(index: Path) -> list[str]:
 
 def _other_format(hf_dir: Path) -> str:
     """Return what to do about a directory without *.safetensors."""
-    if advice := gguf_advice(hf_dir):
+    advice = gguf_advice(hf_dir)
+    if advice:
         return advice
-    torch = sorted(file.name for kind in ("*.bin", "*.pth", "*.pt") for file in hf_dir.glob(kind))
-    if torch:
-        how = "transformers' from_pretrained and save_pretrained write safetensors"
-        return f"only {few_names(torch)}: {how}"
+    torch_files = sorted(
+        file.name for file in hf_dir.glob("*") if file.suffix in (".bin", ".pth", ".pt")
+    )
+    if torch_files:
+        return (
+            f"only {few_names(torch_files)}: transformers' from_pretrained and save_pretrained"
+            " write safetensors"
+        )
     return "*.safetensors; convert other formats with transformers first"

@@ -215,7 +215,7 @@ class Parity:
         try:
             (prefill,) = await client.score(
                 [sequence.tokens],
-                [sequence.own],
+                [sequence.own_start],
                 salt,
                 against=self._against,
                 routing=self._architecture.experts > 0,
@@ -321,8 +321,8 @@ def rollout_scores(
     sequence = candidate.sequence
     served_scores = candidate.compared_scores
     assert served_scores is not None
-    behaviour = sequence.logprobs[sequence.own :]  # [completion_len]
-    trained = sequence.trained[sequence.own :]  # [completion_len]
+    behaviour = sequence.logprobs[sequence.own_start :]  # [completion_len]
+    trained = sequence.trained[sequence.own_start :]  # [completion_len]
     trained_count = int(trained.sum())
     if not comparable:
         behaviour = np.full(len(behaviour), np.nan, np.float32)

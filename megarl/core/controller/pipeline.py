@@ -120,7 +120,7 @@ class Pipeline:
         """
         first_unfinished = next(iter(self.admission.unfinished()), None)
         if first_unfinished is not None:
-            return self.admission.due(first_unfinished)
+            return self.admission.step_of(first_unfinished)
         return self.admitted // self._recipe.batch.prompts
 
     @property

@@ -65,8 +65,8 @@ class TeacherServers:
         """
         (whole,) = paths_of(segments, (), prompt)
         async with self._places:
-            scored = await self._scored(ticket, whole.tokens, whole.own)
-        logprobs = np.where(whole.trained[whole.own :], scored.logprobs, np.float32(0))
+            scored = await self._scored(ticket, whole.tokens, whole.own_start)
+        logprobs = np.where(whole.trained[whole.own_start :], scored.logprobs, np.float32(0))
         if not np.isfinite(logprobs).all():
             raise Void("the teacher has no finite log-prob for a token of the rollout")
         return logprobs

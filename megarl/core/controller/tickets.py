@@ -139,7 +139,7 @@ class Tickets:
         except* (Void, GraderDown) as reasons:
             void = str(reasons.exceptions[0])
         group = Group(
-            ticket=ticket, prompt=prompt.shown, rollouts=rollouts, void=void, epoch=admitted.epoch
+            ticket=ticket, prompt=prompt.brief, rollouts=rollouts, void=void, epoch=admitted.epoch
         )
         if void:
             log.warning("ticket %d is void: %s", ticket, void)

@@ -124,7 +124,7 @@ class Checkpoints:
         ):
             state = _state(trainer, is_loading=False)
         try:
-            request = checkpoint.begin(path, state, self._meta())
+            request = checkpoint.start_save(path, state, self._meta())
         except MegarlError as error:
             return self._failed(error)
         thread = threading.Thread()  # does nothing: for a rank that has nothing to write

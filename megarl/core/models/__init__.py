@@ -3,12 +3,17 @@ sharded over any layout.
 
     parallel.py      process groups of TP x PP x CP x EP x DP
     build.py         this rank's chunks of the model: layers, precision, FP8
-    layers.py        norm, rotary embedding, attention with and without Transformer Engine, a critic's head
-    attention.py     which queries attend to which keys of a packed row, and kernels for it without Transformer Engine
-    families.py      names of tensors in each family, and how Megatron's are made from them
-    products.py      matrix products that accumulate in FP32, and weight gradients by them
+    layers.py        norm, rotary embedding, attention with and without Transformer
+                     Engine, a critic's head
+    attention.py     which queries attend to which keys of a packed row, and kernels for
+                     it without Transformer Engine
+    families.py      names of tensors in each family, and how Megatron's are made from
+                     them
+    products.py      matrix products that accumulate in FP32, and weight gradients by
+                     them
     head/            log-probs and entropy of a split vocabulary, without its logits
-    hf.py            load, export, save                    checkpoint.py  distributed checkpoints
+    hf.py            load, export, save
+    checkpoint.py    distributed checkpoints
     region.py        a tensor within a file
 
 Importing any module of this package (or `megarl.core.models` itself) before megatron

@@ -1,8 +1,11 @@
 """Causal attention over a packed row: which of this rank's queries attend to which
 keys, and kernels that use this instead of a mask.
 
-    the row     |0 ──────── a sequence ──────── n|0 ────── the next ────── m|
-    a segment         start ───── at ━━━━ to           queries [at, to) and keys [start, to), each query up to itself
+    the row     |0 ───────── a sequence ───────── n|0 ────── the next ────── m|
+    a segment         start ────── at ━━━━━ to
+
+A segment has the queries [at, to) and the keys [start, to); each query attends to keys
+up to itself.
 
 A segment is a whole sequence, or its part within an attention chunk. Under context
 parallelism its queries are one of this rank's pieces, with the keys before them: of a
@@ -18,8 +21,10 @@ two windows fits all.
 
 The kernels materialise neither a mask nor all scores of a sequence:
 
-    Flash            bf16 or fp16 on a GPU: torch's flash kernel, given the segment boundaries
-    PaddedSegments   otherwise: unpack ─► [segments, heads, longest, head_dim] ─► causal SDPA ─► pack
+    Flash            bf16 or fp16 on a GPU: torch's flash kernel, given the segment
+                     boundaries
+    PaddedSegments   otherwise: unpack ─► [segments, heads, longest, head_dim]
+                     ─► causal SDPA ─► pack
 
 Everything that depends only on lengths is computed once per micro-batch and shared by
 all layers with the same segments. Under context parallelism keys and values are
@@ -27,10 +32,10 @@ gathered from all ranks, in rank order.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -67,28 +72,51 @@ def segments(
     multiples of `chunk`. window: cut them into this many queries each, with all keys
     that windows of this length reach; only without chunks.
     """
-    parts = []
+    parts: list[tuple[int, int, int]] = []
     for start, end in itertools.pairwise(boundaries):
-        step = window or chunk or max(end - start, 1)
-        piece = (end - start) // (2 * cp_size)
-        pieces = [
-            (start + p * piece, start + (p + 1) * piece)
-            for p in (cp_rank, 2 * cp_size - 1 - cp_rank)
-        ]
-        for at, to in pieces if cp_size > 1 else [(start, end)]:
-            # Windows are cut from the first query on, chunks at multiples of their
-            # length in the sequence.
-            for cut in range(at if window else at - (at - start) % step, to, step):
-                keys_from = max(start, cut - window + 1) if window else cut
-                parts.append((keys_from, max(at, cut), min(to, cut + step)))
-    return Segments(*torch.tensor(parts, dtype=torch.int64).view(-1, 3).unbind(1))
+        step = chunk or max(end - start, 1)
+        for at, to in _query_ranges(start, end, cp_size, cp_rank):
+            if window is not None:
+                parts += _window_segments(start, at, to, window)
+            else:
+                parts += _chunk_segments(start, at, to, step)
+    table = torch.tensor(parts, dtype=torch.int64).view(-1, 3)
+    return Segments(*table.unbind(1))
+
+
+def _query_ranges(start: int, end: int, cp_size: int, cp_rank: int) -> list[tuple[int, int]]:
+    """Return the queries of the sequence [start, end) that this context-parallel rank
+    has: one piece from either end.
+    """
+    if cp_size == 1:
+        return [(start, end)]
+    length = (end - start) // (2 * cp_size)
+    first = start + cp_rank * length
+    second = start + (2 * cp_size - 1 - cp_rank) * length
+    return [(first, first + length), (second, second + length)]
+
+
+def _window_segments(start: int, at: int, to: int, window: int) -> Iterator[tuple[int, int, int]]:
+    """Yield segments of at most `window` queries, from the first query on."""
+    for cut in range(at, to, window):
+        first_key = max(start, cut - window + 1)
+        yield first_key, cut, min(to, cut + window)
+
+
+def _chunk_segments(start: int, at: int, to: int, chunk: int) -> Iterator[tuple[int, int, int]]:
+    """Yield segments within chunks, which begin at multiples of their length in the
+    sequence that begins at `start`.
+    """
+    for cut in range(at - (at - start) % chunk, to, chunk):
+        yield cut, max(at, cut), min(to, cut + chunk)
 
 
 def ranges(starts: Tensor, ends: Tensor) -> Tensor:
     """Return starts[0] … ends[0]-1, starts[1] … ends[1]-1, and so on."""
     lengths = ends - starts
-    before = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - before, lengths)
+    preceding = lengths.cumsum(0) - lengths
+    shifts = torch.repeat_interleave(starts - preceding, lengths)
+    return torch.arange(int(lengths.sum())) + shifts
 
 
 @dataclass(frozen=True)
@@ -100,9 +128,8 @@ class LayerAttention:
     l2_epsilon: float | None = None  # normalise q and k after rotation
     temperature: tuple[int, float] | None = None  # (floor, scale), see `temperatures`
     sinks: bool = False  # each head has one
-    window: int | None = (
-        None  # attend only to this many positions up to a query's own; only with sinks
-    )
+    # Attend only to this many positions up to a query's own; only with sinks.
+    window: int | None = None
 
 
 def positions_of(boundaries: Sequence[int]) -> Tensor:
@@ -126,34 +153,38 @@ class _ScaledNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, epsilon: float, weight: Tensor | None) -> Tensor:
-        wide = x.float()
-        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        x_fp32 = x.float()
+        inverse = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + epsilon)
         ctx.save_for_backward(x, inverse, weight)
-        normal = (wide * inverse).to(x.dtype)
-        return normal if weight is None else normal.mul_(weight)
+        normal = (x_fp32 * inverse).to(x.dtype)
+        if weight is None:
+            return normal
+        return normal.mul_(weight)
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, Tensor | None]:
         x, inverse, weight = ctx.saved_tensors
-        wide = gradient.float()
+        gradient_fp32 = gradient.float()
         of_weight = None
-        along = wide * x
+        product = gradient_fp32 * x
         if weight is None:
-            mean = along.mean(-1, keepdim=True)
-            of_x = wide * inverse
+            mean = product.mean(-1, keepdim=True)
+            of_x = gradient_fp32 * inverse
         else:
-            rows = along.flatten(0, -2)
+            rows = product.flatten(0, -2)
             of_weight = (rows.t() @ inverse.flatten()).to(weight.dtype)
-            mean = (along @ weight.float()).div_(len(weight))[..., None]
-            of_x = (wide * weight).mul_(inverse)
-        return of_x.addcmul_(x, mean * inverse.pow(3), value=-1).to(x.dtype), None, of_weight
+            mean = (product @ weight.float()).div_(len(weight))[..., None]
+            of_x = (gradient_fp32 * weight).mul_(inverse)
+        of_x.addcmul_(x, mean * inverse.pow(3), value=-1)
+        return of_x.to(x.dtype), None, of_weight
 
 
 def temperatures(positions: Tensor, floor: int, scale: float) -> Tensor:
     """Return 1 + scale * log(1 + floor((position + 1) / floor)) float32: 1 at the first
     positions (arXiv 2501.19399).
     """
-    return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
+    multiples = torch.floor((positions.float() + 1.0) / floor)
+    return torch.log1p(multiples) * scale + 1.0
 
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
@@ -168,9 +199,10 @@ tokens take 105 ms in bf16 and 35 ms in FP32, one of 2,048 203 and 217 ms.
 
 
 def flash_takes(query: Tensor) -> bool:
-    """Return whether torch's flash kernel can compute attention for queries like these."""
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and half and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    """Return whether torch's flash kernel takes queries like these."""
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    head_dim = query.shape[-1]
+    return query.is_cuda and is_half and head_dim <= 256 and head_dim % 8 == 0
 
 
 def causal(
@@ -185,35 +217,48 @@ def causal(
     queries. sinks [heads]
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    shared = q.shape[1] // k.shape[1]
-    if shared > 1 and (
-        sinks is not None or (q.is_cuda and not flash_takes(q))
-    ):  # these kernels lack grouped queries
-        k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
     if sinks is not None:
-        mask = None if window is None else band(q, window)
-        return _WithSinks.apply(
-            q, k, v, sinks, (_efficient if q.is_cuda else _cpu)(scale, mask)
-        ).transpose(1, 2)
+        return _causal_with_sinks(q, k, v, scale, sinks, window).transpose(1, 2)
+    if q.is_cuda and not flash_takes(q):  # this kernel lacks grouped queries
+        k, v = _repeated_for_queries(q, k, v)
     dtype = q.dtype
     is_half = dtype.itemsize == 2
     if is_half and not q.is_cuda and q.shape[2] <= SHORT_ON_CPU:
         q, k, v = (t.float() for t in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(FUSED) if q.is_cuda else nullcontext():
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        output = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
         )
-    return out.to(dtype).transpose(1, 2)
+    return output.to(dtype).transpose(1, 2)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, **where: object) -> Tensor:
+def _causal_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor, window: int | None
+) -> Tensor:
+    """Attend as `causal` does, from and to [batch, heads, positions, head_dim]."""
+    k, v = _repeated_for_queries(q, k, v)  # these kernels lack grouped queries
+    mask = None if window is None else band(q, window)
+    kernel = _efficient(scale, mask) if q.is_cuda else _cpu(scale, mask)
+    return _WithSinks.apply(q, k, v, sinks, kernel)
+
+
+def _repeated_for_queries(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return k and v [batch, groups, ..] with as many heads as q."""
+    queries_per_group = q.shape[1] // k.shape[1]
+    if queries_per_group == 1:
+        return k, v
+    return k.repeat_interleave(queries_per_group, 1), v.repeat_interleave(queries_per_group, 1)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, **arguments: object) -> Tensor:
     """Call torch's varlen_attn. Before torch 2.12 grouped queries were implicit; since
     then they must be enabled.
     """
     varlen_attn, has_enable_gqa = _varlen_attn()
-    return varlen_attn(
-        q, k, v, **where, **({"enable_gqa": q.shape[1] != k.shape[1]} if has_enable_gqa else {})
-    )
+    if has_enable_gqa:
+        arguments["enable_gqa"] = q.shape[1] != k.shape[1]
+    return varlen_attn(q, k, v, **arguments)
 
 
 @cache
@@ -232,28 +277,34 @@ def band(q: Tensor, window: int) -> Tensor:
     aligned as the memory-efficient kernel requires.
     """
     length = q.shape[2]
-    seen = q.new_ones(length, -(-length // 8) * 8, dtype=torch.bool).tril().triu(1 - window)
-    return q.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[None, None, :, :length]
+    aligned_length = -(-length // 8) * 8
+    ones = q.new_ones(length, aligned_length, dtype=torch.bool)
+    visible = ones.tril().triu(1 - window)
+    mask = q.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+    return mask[None, None, :, :length]
 
 
-type _Kernel = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]
-"""Forward: q, k, v ─► the output, the log-sum-exp of each query's scores [.., heads, queries], and more for backward.
-Backward: the output's gradient, q, k, v and all results of forward ─► the gradients of q, k and v.
-"""
+class _Kernel(NamedTuple):
+    """A kernel whose backward pass can be given another output than its own."""
+
+    forward: Callable[..., tuple[Tensor, ...]]
+    """q, k, v ─► the output, the log-sum-exp of each query's scores
+    [.., heads, queries], and more for backward.
+    """
+    backward: Callable[..., tuple[Tensor, ...]]
+    """The output's gradient, q, k, v and all results of forward ─► the gradients of q,
+    k and v.
+    """
 
 
 def _cpu(scale: float | None, mask: Tensor | None) -> _Kernel:
     """Return torch's flash kernel for CPUs: [batch, heads, positions, head_dim]. mask:
     see `band`; None: causal.
     """
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    causal = mask is None
-    kernel, of_kernel = (getattr(torch.ops.aten, name + ending) for ending in ("", "_backward"))
-    return (
-        lambda *qkv: kernel(*qkv, 0.0, causal, attn_mask=mask, scale=scale),
-        lambda gradient, *kept: of_kernel(
-            gradient, *kept, 0.0, causal, attn_mask=mask, scale=scale
-        ),
+    options = {"dropout_p": 0.0, "is_causal": mask is None, "attn_mask": mask, "scale": scale}
+    return _Kernel(
+        partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, **options),
+        partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, **options),
     )
 
 
@@ -261,35 +312,57 @@ def _efficient(scale: float | None, mask: Tensor | None) -> _Kernel:
     """Return torch's memory-efficient kernel for GPUs, like `_cpu`. It pads
     log-sum-exps to a multiple of 32.
     """
-    name = "_scaled_dot_product_efficient_attention"
-    causal = mask is None
-    needed = [True, True, True, False]
-    kernel, of_kernel = (getattr(torch.ops.aten, name + ending) for ending in ("", "_backward"))
+    options = {"dropout_p": 0.0, "is_causal": mask is None, "scale": scale}
+    wanted_gradients = [True, True, True, False]  # not the mask's
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    differentiate = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 
-    def added(q: Tensor) -> Tensor | None:
-        return None if mask is None else mask.expand(*q.shape[:2], -1, -1)
+    def mask_of(q: Tensor) -> Tensor | None:
+        if mask is None:
+            return None
+        batch, heads, _, _ = q.shape
+        return mask.expand(batch, heads, -1, -1)
 
-    return (
-        lambda q, k, v: kernel(q, k, v, added(q), True, 0.0, causal, scale=scale),
-        lambda gradient, q, k, v, *kept: of_kernel(
-            gradient, q, k, v, added(q), *kept, 0.0, needed, causal, scale=scale
-        )[:3],
-    )
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return attend(q, k, v, mask_of(q), compute_log_sumexp=True, **options)
+
+    def backward(
+        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Tensor
+    ) -> tuple[Tensor, ...]:
+        gradients = differentiate(
+            gradient, q, k, v, mask_of(q), *saved, grad_input_mask=wanted_gradients, **options
+        )
+        return gradients[:3]
+
+    return _Kernel(forward, backward)
 
 
-def _varlen(scale: float | None, where: Mapping[str, Any]) -> _Kernel:
-    """Return torch's flash kernel for GPUs: [tokens, heads, head_dim]. where: see
-    Flash.
+def _varlen(scale: float | None, arguments: Mapping[str, Any]) -> _Kernel:
+    """Return torch's flash kernel for GPUs: [tokens, heads, head_dim]. arguments: as
+    Flash has them.
     """
-    left, right = where["window_size"]
-    places = *(where[key] for key in ("cu_seq_q", "cu_seq_k", "max_q", "max_k")), 0.0, left == -1
-    window = {"scale": scale, "window_size_left": left, "window_size_right": right}
-    kernel = torch.ops.aten._flash_attention_forward
-    of_kernel = torch.ops.aten._flash_attention_backward
-    return (
-        lambda *qkv: kernel(*qkv, *places, False, **window)[:4],
-        lambda gradient, *kept: of_kernel(gradient, *kept[:5], *places, *kept[5:], **window),
-    )
+    window_left, window_right = arguments["window_size"]
+    lengths = [arguments[key] for key in ("cu_seq_q", "cu_seq_k", "max_q", "max_k")]
+    dropout = 0.0
+    is_causal = window_left == -1
+    positional = (*lengths, dropout, is_causal)
+    options = {
+        "scale": scale,
+        "window_size_left": window_left,
+        "window_size_right": window_right,
+    }
+    attend = torch.ops.aten._flash_attention_forward
+    differentiate = torch.ops.aten._flash_attention_backward
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return attend(q, k, v, *positional, return_debug_mask=False, **options)[:4]
+
+    def backward(gradient: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+        inputs_and_output = saved[:5]
+        random_state = saved[5:]
+        return differentiate(gradient, *inputs_and_output, *positional, *random_state, **options)
+
+    return _Kernel(forward, backward)
 
 
 class _WithSinks(torch.autograd.Function):
@@ -305,29 +378,31 @@ class _WithSinks(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: _Kernel
     ) -> Tensor:
-        forward, ctx.backward_of_kernel = kernel
-        out, scores, *rest = forward(q, k, v)
+        output, scores, *others = kernel.forward(q, k, v)
         with_sink = torch.logaddexp(scores, sinks.float()[:, None])
-        out = (out * _by_query(torch.exp(scores - with_sink), out)).to(q.dtype)
-        ctx.save_for_backward(sinks, q, k, v, out, with_sink, *rest)
-        return out
+        output = (output * _by_query(torch.exp(scores - with_sink), output)).to(q.dtype)
+        ctx.kernel = kernel
+        ctx.save_for_backward(sinks, q, k, v, output, with_sink, *others)
+        return output
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        sinks, *kept = ctx.saved_tensors
-        out, with_sink = kept[3:5]
-        drawn = _by_query(torch.exp(sinks.float()[:, None] - with_sink), out)
-        of_sinks = -(drawn * gradient * out).sum(-1)
-        others = [dimension for dimension in range(of_sinks.dim()) if dimension != 1]
-        of_inputs = ctx.backward_of_kernel(gradient.contiguous(), *kept)
-        return *of_inputs, of_sinks.sum(others).to(sinks.dtype), None
+        sinks, *saved = ctx.saved_tensors
+        output, with_sink = saved[3:5]
+        probability = _by_query(torch.exp(sinks.float()[:, None] - with_sink), output)
+        of_sinks = -(probability * gradient * output).sum(-1)
+        all_but_heads = [dimension for dimension in range(of_sinks.dim()) if dimension != 1]
+        of_inputs = ctx.kernel.backward(gradient.contiguous(), *saved)
+        return *of_inputs, of_sinks.sum(all_but_heads).to(sinks.dtype), None
 
 
-def _by_query(scores: Tensor, out: Tensor) -> Tensor:
+def _by_query(scores: Tensor, output: Tensor) -> Tensor:
     """Reshape [.., heads, queries] for multiplication with the output [tokens, heads,
     ..] or [.., heads, queries, ..].
     """
-    return scores.t()[..., None] if out.dim() == 3 else scores[..., : out.shape[2], None]
+    if output.dim() == 3:
+        return scores.t()[..., None]
+    return scores[..., : output.shape[2], None]
 
 
 class Flash:
@@ -346,12 +421,13 @@ class Flash:
         self.keys = None if keys is None else keys.to(device)
         queries_each = parts.to - parts.at
         keys_each = parts.to - parts.start
-        self.where = {
+        window_left = -1 if window is None else window - 1
+        self.arguments = {
             "cu_seq_q": F.pad(queries_each.cumsum(0), (1, 0)).int().to(device),
             "cu_seq_k": F.pad(keys_each.cumsum(0), (1, 0)).int().to(device),
             "max_q": int(queries_each.max()),
             "max_k": int(keys_each.max()),
-            "window_size": (-1 if window is None else window - 1, 0),
+            "window_size": (window_left, 0),
         }
 
     def __call__(
@@ -362,8 +438,8 @@ class Flash:
             k = k.index_select(0, self.keys)
             v = v.index_select(0, self.keys)
         if sinks is None:
-            return flash(q, k, v, scale=scale, **self.where)
-        return _WithSinks.apply(q, k, v, sinks, _varlen(scale, self.where))
+            return flash(q, k, v, scale=scale, **self.arguments)
+        return _WithSinks.apply(q, k, v, sinks, _varlen(scale, self.arguments))
 
 
 class PaddedSegments:
@@ -388,18 +464,18 @@ class PaddedSegments:
         self.window = window
         lengths = parts.to - parts.start
         self.shapes, first = _padded(lengths.tolist())
-        slots = sum(n * longest for n, longest in self.shapes)
+        self.sizes = [count * longest for count, longest in self.shapes]
+        slots = sum(self.sizes)
         pack = ranges(first + parts.at - parts.start, first + lengths)
         self.unpack = self.pack = self.padding = self.keys = None
         if keys is not None:
             self.keys = _scattered(ranges(first, first + lengths), keys, slots).to(device)
         if slots == len(pack) and torch.equal(pack, torch.arange(slots)):
             return
-        taken = torch.zeros(slots, dtype=torch.bool).index_fill_(0, pack, True)
-        unpack = _scattered(pack, torch.arange(len(pack)), slots)
-        self.unpack, self.pack, self.padding = (
-            t.to(device) for t in (unpack, pack, (~taken).nonzero().flatten())
-        )
+        occupied = torch.zeros(slots, dtype=torch.bool).index_fill_(0, pack, True)
+        self.unpack = _scattered(pack, torch.arange(len(pack)), slots).to(device)
+        self.pack = pack.to(device)
+        self.padding = (~occupied).nonzero().flatten().to(device)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None = None
@@ -409,22 +485,19 @@ class PaddedSegments:
             k = k.index_select(0, self.keys)
             v = v.index_select(0, self.keys)
         elif self.unpack is not None:
-            k, v = (_Gather.apply(t, self.unpack, self.pack, None) for t in (k, v))
+            k = _Gather.apply(k, self.unpack, self.pack, None)
+            v = _Gather.apply(v, self.unpack, self.pack, None)
         if self.unpack is not None:
             q = _Gather.apply(q, self.unpack, self.pack, None)
-        in_buckets = [t.split([n * longest for n, longest in self.shapes]) for t in (q, k, v)]
-        outputs = [
-            causal(
-                q.unflatten(0, n), k.unflatten(0, n), v.unflatten(0, n), scale, sinks, self.window
-            ).flatten(0, 1)
-            for n, q, k, v in zip(self.shapes, *in_buckets, strict=True)
-        ]
+        outputs = []
+        buckets = (t.split(self.sizes) for t in (q, k, v))
+        for shape, *bucket in zip(self.shapes, *buckets, strict=True):
+            q, k, v = (t.unflatten(0, shape) for t in bucket)
+            outputs.append(causal(q, k, v, scale, sinks, self.window).flatten(0, 1))
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return (
-            output
-            if self.pack is None
-            else _Gather.apply(output, self.pack, self.unpack, self.padding)
-        )
+        if self.pack is None:
+            return output
+        return _Gather.apply(output, self.pack, self.unpack, self.padding)
 
 
 type Kernels = Flash | PaddedSegments
@@ -446,10 +519,9 @@ def attention_of(
     mine = segments(boundaries, chunk, cp_size, cp_rank, cut)
     keys = None
     if cp_size > 1 or cut:  # some keys occur twice, and others not at all
-        gathered = torch.cat(
-            [segments(boundaries, None, cp_size, rank).queries for rank in range(cp_size)]
-        )
-        keys = torch.argsort(gathered)[ranges(mine.start, mine.to)]
+        positions = [segments(boundaries, None, cp_size, rank).queries for rank in range(cp_size)]
+        order = torch.argsort(torch.cat(positions))
+        keys = order[ranges(mine.start, mine.to)]
     return kernels(mine, keys, like.device, window)
 
 
@@ -457,16 +529,18 @@ def _padded(lengths: list[int]) -> tuple[list[tuple[int, int]], Tensor]:
     """Return the buckets' shapes and each segment's first slot. Longest first, one less
     than half as long begins a bucket.
     """
-    buckets: list[list[int]] = []
+    buckets: list[tuple[int, int]] = []  # (segments, longest)
     first = torch.zeros(len(lengths), dtype=torch.int64)
     slots = 0
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    for i in longest_first:
         if not buckets or 2 * lengths[i] < buckets[-1][1]:
-            buckets.append([0, lengths[i]])
-        buckets[-1][0] += 1
+            buckets.append((0, lengths[i]))
+        count, longest = buckets[-1]
+        buckets[-1] = (count + 1, longest)
         first[i] = slots
-        slots += buckets[-1][1]
-    return [(n, longest) for n, longest in buckets], first
+        slots += longest
+    return buckets, first
 
 
 def _scattered(places: Tensor, values: Tensor, size: int) -> Tensor:
@@ -490,9 +564,6 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         gradient = gradient.index_select(0, ctx.back)
-        return (
-            gradient if ctx.unused is None else gradient.index_fill_(0, ctx.unused, 0),
-            None,
-            None,
-            None,
-        )
+        if ctx.unused is not None:
+            gradient.index_fill_(0, ctx.unused, 0)
+        return gradient, None, None, None

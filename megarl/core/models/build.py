@@ -3,7 +3,8 @@ layout and precision, without weights.
 
 FP8 by Transformer Engine covers the products of linear maps, forward and backward:
 
-    blockwise    E4M3; a scale per 128 values of an activation or gradient and per 128 x 128 of a weight (arXiv 2412.19437)
+    blockwise    E4M3; a scale per 128 values of an activation or gradient and per
+                 128 x 128 of a weight (arXiv 2412.19437)
     tensorwise   E4M3, gradients E5M2; a scale per tensor, from its present values
 
 Weights stay bf16 and are converted in each pass of the schedule, so published and
@@ -13,15 +14,17 @@ stored weights are the same as without FP8. Neither recipe keeps state between s
 A layer is built from megatron-core's modules, with ours where Transformer Engine is
 missing or does not suffice:
 
-on a GPU with Transformer Engine        its fused norms, its attention over packed rows (Hopper or newer), experts by grouped
-                                        GEMM, FP8
-without it, in fp32, and on a CPU       layers.py: our norm, torch's kernels for attention; experts one after the other
+on a GPU with Transformer Engine   its fused norms, its attention over packed rows
+                                   (Hopper or newer), experts by grouped GEMM, FP8
+without it, in fp32, on a CPU      layers.py: our norm, torch's kernels for attention;
+                                   experts one after the other
 """
 
 import dataclasses
 import functools
 import importlib
 import math
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -41,6 +44,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.core.utils import get_te_version
 
 from megarl.core.base.architecture import Architecture, Yarn, in_directory
@@ -101,11 +105,9 @@ def build(
     if model.dtype == "fp16":
         fp16_on_cpu.install()
     config = transformer_config(model, architecture, transformer_engine, recompute)
-    stages = parallel.virtual_stages(model)
-    return [
-        _chunk(model, architecture, config, transformer_engine, i)
-        for i in (range(stages) if stages else [None])
-    ]
+    count = parallel.virtual_stages(model)
+    stages = [None] if count is None else range(count)
+    return [_chunk(model, architecture, config, transformer_engine, stage) for stage in stages]
 
 
 def with_transformer_engine(model: Model) -> bool:
@@ -118,7 +120,9 @@ def with_transformer_engine(model: Model) -> bool:
 
 def layers_made_by(model: Model) -> str:
     """Return the name of the library whose layers `build` uses, for logs."""
-    return f"Transformer Engine {get_te_version()}" if with_transformer_engine(model) else "megarl"
+    if with_transformer_engine(model):
+        return f"Transformer Engine {get_te_version()}"
+    return "megarl"
 
 
 def recomputed(recompute: str, grouped_experts: bool) -> dict[str, object]:
@@ -140,87 +144,130 @@ def transformer_config(
     """
     for problem in impossible_for(model, architecture.megatron_sizes(), recompute):
         raise MegarlError(problem)
-    layers = range(architecture.layers)
-    router = architecture.router
-    more = recomputed(recompute, fused)
-    if architecture.layers % model.pipeline_parallel:
-        more["num_layers_in_last_pipeline_stage"] = model.stage_layers(architecture.layers)[1]
-    if model.fp8 != "none":
-        more |= {"fp8": FP8_FORMATS[model.fp8], "fp8_recipe": model.fp8, "fp8_param": False}
-    if architecture.unrotated_layers:
-        more["no_rope_freq"] = [int(i in architecture.unrotated_layers) for i in layers]
-    if architecture.experts:
-        more |= {
-            "moe_layer_freq": [int(i in architecture.expert_layers) for i in layers],
-            "moe_router_topk": architecture.experts_per_token,
-            "moe_router_score_function": (
-                "sigmoid" if router in ("sigmoid", "balanced") else "softmax"
-            ),
-            "moe_router_pre_softmax": router == "softmax",
-            "moe_apply_probs_on_input": router == "sigmoid",
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "aux_loss" if model.moe.aux_loss else "none",
-            "moe_aux_loss_coeff": model.moe.aux_loss,
-            "moe_grouped_gemm": fused,
-            "moe_permute_fusion": fused,
-            "moe_shared_expert_overlap": model.moe.shared_overlap,
-        }
-    if router == "balanced":
-        more["moe_router_topk_scaling_factor"] = architecture.router_scale
-    if architecture.router_groups:
-        more["moe_router_num_groups"], more["moe_router_group_topk"] = architecture.router_groups
-    if architecture.glu_limit is not None:
-        more |= {"glu_linear_offset": 1.0, "activation_func_clamp_value": architecture.glu_limit}
-    one_by_one = model.pipeline_parallel == 2 and model.virtual_pipeline_parallel > 1
     latent = architecture.latent is not None
-    scaling = architecture.rope_scaling
-    if latent:
-        # Rotation and the scale of attention's scores are ours, so megatron's YaRN is
-        # switched off.
-        more |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    if isinstance(scaling, Yarn):
-        more["softmax_scale"] = scaling.scores / math.sqrt(architecture.head_dim)
-    return (MLATransformerConfig if latent else TransformerConfig)(
+    config_type = MLATransformerConfig if latent else TransformerConfig
+    return config_type(
         **architecture.megatron_sizes(),
-        **more,
-        layernorm_epsilon=architecture.epsilon,
-        normalization="RMSNorm",
-        activation_func=torch.nn.functional.silu if architecture.glu_limit is None else quick_gelu,
-        gated_linear_unit=True,
-        add_qkv_bias=architecture.qkv_biases,
-        qk_layernorm=architecture.head_norms,
-        rotary_interleaved=architecture.rope_interleaved and not latent,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=DTYPES[model.dtype],
-        pipeline_dtype=DTYPES[model.dtype],
-        bf16=model.dtype == "bf16",
-        fp16=model.dtype == "fp16",
+        **recomputed(recompute, fused),
+        **_layer_arguments(architecture),
+        **_precision_arguments(model),
+        **_layout_arguments(model, architecture),
+        **_expert_arguments(model, architecture, fused),
         perform_initialization=False,
-        tensor_model_parallel_size=model.tensor_parallel,
-        # Experts need it, and it divides the work of norms among the ranks (arXiv
-        # 2205.05198).
-        sequence_parallel=model.tensor_parallel > 1,
-        pipeline_model_parallel_size=model.pipeline_parallel,
-        virtual_pipeline_model_parallel_size=parallel.virtual_stages(model),
-        context_parallel_size=model.context_parallel,
-        expert_model_parallel_size=model.expert_parallel,
-        expert_tensor_parallel_size=model.expert_tensor_parallel,
-        # Two stages that send in batches mix up the sends of two chunks, and gradients
-        # are wrong. More stages that send one by one may hang: over NCCL each pair
-        # makes its communicator at its first send, in no order that all ranks share
-        # (github.com/NVIDIA/Megatron-LM/pull/5240).
-        overlap_p2p_comm=one_by_one,
-        batch_p2p_comm=not one_by_one,
-        variable_seq_lengths=model.pipeline_parallel > 1,
-        # required for dense models too, with variable lengths
-        moe_token_dispatcher_type="alltoall",
         bias_activation_fusion=fused,
         # megatron's name for an activation that gets both halves; _chunk replaces it
         # with ours
         use_te_activation_func=not fused and architecture.glu_limit is None,
         apply_rope_fusion=fused and not latent,
     )
+
+
+def _layer_arguments(architecture: Architecture) -> dict[str, object]:
+    """Return megatron's arguments for norms, attention, rotation and activation."""
+    latent = architecture.latent is not None
+    arguments: dict[str, object] = {
+        "layernorm_epsilon": architecture.epsilon,
+        "normalization": "RMSNorm",
+        "activation_func": torch.nn.functional.silu,
+        "gated_linear_unit": True,
+        "add_qkv_bias": architecture.qkv_biases,
+        "qk_layernorm": architecture.head_norms,
+        "rotary_interleaved": architecture.rope_interleaved and not latent,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    if architecture.unrotated_layers:
+        arguments["no_rope_freq"] = _flags(architecture.unrotated_layers, architecture.layers)
+    if architecture.glu_limit is not None:
+        arguments["activation_func"] = quick_gelu
+        arguments["glu_linear_offset"] = 1.0
+        arguments["activation_func_clamp_value"] = architecture.glu_limit
+    if latent:
+        # Rotation and the scale of attention's scores are ours, so megatron's YaRN is
+        # switched off.
+        arguments["rope_type"] = "rope"
+        arguments["rotary_scaling_factor"] = 1.0
+    scaling = architecture.rope_scaling
+    if isinstance(scaling, Yarn):
+        arguments["softmax_scale"] = scaling.scores / math.sqrt(architecture.head_dim)
+    return arguments
+
+
+def _precision_arguments(model: Model) -> dict[str, object]:
+    arguments: dict[str, object] = {
+        "params_dtype": DTYPES[model.dtype],
+        "pipeline_dtype": DTYPES[model.dtype],
+        "bf16": model.dtype == "bf16",
+        "fp16": model.dtype == "fp16",
+    }
+    if model.fp8 != "none":
+        arguments["fp8"] = FP8_FORMATS[model.fp8]
+        arguments["fp8_recipe"] = model.fp8
+        arguments["fp8_param"] = False
+    return arguments
+
+
+def _layout_arguments(model: Model, architecture: Architecture) -> dict[str, object]:
+    """Return megatron's arguments for the division among ranks."""
+    sends_one_by_one = model.pipeline_parallel == 2 and model.virtual_pipeline_parallel > 1
+    arguments: dict[str, object] = {
+        "tensor_model_parallel_size": model.tensor_parallel,
+        # Experts need it, and it divides the work of norms among the ranks (arXiv
+        # 2205.05198).
+        "sequence_parallel": model.tensor_parallel > 1,
+        "pipeline_model_parallel_size": model.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_stages(model),
+        "context_parallel_size": model.context_parallel,
+        "expert_model_parallel_size": model.expert_parallel,
+        "expert_tensor_parallel_size": model.expert_tensor_parallel,
+        # Two stages that send in batches mix up the sends of two chunks, and gradients
+        # are wrong. More stages that send one by one may hang: over NCCL each pair
+        # makes its communicator at its first send, in no order that all ranks share
+        # (github.com/NVIDIA/Megatron-LM/pull/5240).
+        "overlap_p2p_comm": sends_one_by_one,
+        "batch_p2p_comm": not sends_one_by_one,
+        "variable_seq_lengths": model.pipeline_parallel > 1,
+    }
+    if architecture.layers % model.pipeline_parallel:
+        _, last_stage = model.stage_layers(architecture.layers)
+        arguments["num_layers_in_last_pipeline_stage"] = last_stage
+    return arguments
+
+
+def _expert_arguments(model: Model, architecture: Architecture, fused: bool) -> dict[str, object]:
+    # required for dense models too, with variable lengths
+    arguments: dict[str, object] = {"moe_token_dispatcher_type": "alltoall"}
+    if not architecture.experts:
+        return arguments
+    router = architecture.router
+    takes_sigmoid = router in ("sigmoid", "balanced")
+    arguments |= {
+        "moe_layer_freq": _flags(architecture.expert_layers, architecture.layers),
+        "moe_router_topk": architecture.experts_per_token,
+        "moe_router_score_function": "sigmoid" if takes_sigmoid else "softmax",
+        "moe_router_pre_softmax": router == "softmax",
+        "moe_apply_probs_on_input": router == "sigmoid",
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": model.moe.aux_loss,
+        "moe_grouped_gemm": fused,
+        "moe_permute_fusion": fused,
+        "moe_shared_expert_overlap": model.moe.shared_overlap,
+    }
+    if model.moe.aux_loss:
+        arguments["moe_router_load_balancing_type"] = "aux_loss"
+    if router == "balanced":
+        arguments["moe_router_topk_scaling_factor"] = architecture.router_scale
+    if architecture.router_groups:
+        groups, top_groups = architecture.router_groups
+        arguments["moe_router_num_groups"] = groups
+        arguments["moe_router_group_topk"] = top_groups
+    return arguments
+
+
+def _flags(marked_layers: Collection[int], layers: int) -> list[int]:
+    """Return 1 for each of the marked layers and 0 for the others."""
+    return [int(i in marked_layers) for i in range(layers)]
 
 
 def _chunk(
@@ -231,40 +278,47 @@ def _chunk(
     vp_stage: int | None,
 ) -> GPTModel:
     stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-    rotates = transformer_engine and not own_attention(architecture, model.context_parallel)
+    megatron_rotates = transformer_engine and not own_attention(
+        architecture, model.context_parallel
+    )
+    rows_per_rank = -(-architecture.vocabulary // model.tensor_parallel)
     chunk = GPTModel(
         config,
         block_spec(config, architecture, transformer_engine, vp_stage),
-        vocab_size=-(-architecture.vocabulary // model.tensor_parallel) * model.tensor_parallel,
+        vocab_size=rows_per_rank * model.tensor_parallel,
         max_sequence_length=architecture.context,
-        position_embedding_type="rope" if rotates else "none",
+        position_embedding_type="rope" if megatron_rotates else "none",
         rotary_percent=architecture.rotated / architecture.head_dim,
         share_embeddings_and_output_weights=architecture.tied,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
         post_process=parallel_state.is_pipeline_last_stage(**stage),
         vp_stage=vp_stage,
     )
-    if rotates:  # megatron supports only one set of scaling constants
+    if megatron_rotates:  # megatron supports only one set of scaling constants
         frequencies = chunk.rotary_pos_emb.inv_freq
         chunk.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(frequencies.device)
         make_angles_for_few_lengths(chunk.rotary_pos_emb)
     device = next(chunk.parameters()).device
-    for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
-        # Megatron makes a router on the CPU and moves it in the first forward pass,
-        # perhaps after the first publication.
-        for parameter in router.parameters():
-            parameter.data = parameter.data.to(device)
-            parameter.requires_grad = not model.moe.freeze_router
-        # Megatron would count tokens for the bias, with a mask of the wrong shape, and
-        # update it even if a step is skipped.
-        router.enable_expert_bias = False
-        router.frozen_expert_bias = True
-    if config.use_te_activation_func:
-        for mlp in (module for module in chunk.modules() if isinstance(module, MLP)):
-            mlp.activation_func = SwiGLU.apply
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter):
+            _prepare_router(module, device, trained=not model.moe.freeze_router)
+        elif isinstance(module, MLP) and config.use_te_activation_func:
+            module.activation_func = SwiGLU.apply
     if architecture.biases:
         _mend_experts(chunk)
     return chunk
+
+
+def _prepare_router(router: TopKRouter, device: torch.device, trained: bool) -> None:
+    # Megatron makes a router on the CPU and moves it in the first forward pass, perhaps
+    # after the first publication.
+    for parameter in router.parameters():
+        parameter.data = parameter.data.to(device)
+        parameter.requires_grad = trained
+    # Megatron would count tokens for the bias, with a mask of the wrong shape, and
+    # update it even if a step is skipped.
+    router.enable_expert_bias = False
+    router.frozen_expert_bias = True
 
 
 def make_angles_for_few_lengths(rotary: RotaryEmbedding) -> None:
@@ -275,9 +329,11 @@ def make_angles_for_few_lengths(rotary: RotaryEmbedding) -> None:
     length = rotary.get_rotary_seq_len
 
     def rounded_up(*args: object) -> int:
-        asked = length(*args)
+        longest = length(*args)
         packed = args[-1]
-        return asked if packed is None else 1 << (asked - 1).bit_length()
+        if packed is None:
+            return longest
+        return 1 << (longest - 1).bit_length()
 
     rotary.get_rotary_seq_len = rounded_up
 
@@ -304,7 +360,11 @@ def fused_takes(head_dim: int) -> bool:
     if not torch.cuda.is_available():
         return True
     capability = torch.cuda.get_device_capability()
-    return head_dim <= (0 if capability < (9, 0) else 256 if capability == (9, 0) else 128)
+    if capability < (9, 0):
+        return False
+    if capability == (9, 0):
+        return head_dim <= 256
+    return head_dim <= 128
 
 
 def _mend_experts(chunk: GPTModel) -> None:
@@ -314,12 +374,20 @@ def _mend_experts(chunk: GPTModel) -> None:
     which autograd refuses.
     """
     for name, module in chunk.named_modules():
-        if ".experts." in f"{name}.":
-            for bias, parameter in module.named_parameters(recurse=False):
-                if bias.startswith("bias"):
-                    parameter.sequence_parallel = False
-            if isinstance(module, RowParallelLinear):
-                module.register_forward_hook(lambda _, __, output: (output[0].clone(), output[1]))
+        if ".experts." not in f"{name}.":
+            continue
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if parameter_name.startswith("bias"):
+                parameter.sequence_parallel = False
+        if isinstance(module, RowParallelLinear):
+            module.register_forward_hook(_copied_output)
+
+
+def _copied_output(
+    _module: RowParallelLinear, _inputs: object, output: tuple[torch.Tensor, object]
+) -> tuple[torch.Tensor, object]:
+    product, bias = output
+    return product.clone(), bias
 
 
 def check(model: Model, transformer_engine: bool) -> None:
@@ -334,13 +402,11 @@ def check(model: Model, transformer_engine: bool) -> None:
             f"model.fp8: {model.fp8} needs Transformer Engine, but {missing}; set model.fp8=none"
         )
     engine = importlib.import_module("transformer_engine.pytorch")
-    available = (
-        engine.is_fp8_block_scaling_available
-        if model.fp8 == "blockwise"
-        else engine.is_fp8_available
-    )
-    can, reason = available(return_reason=True)
-    if not can:
+    if model.fp8 == "blockwise":
+        available, reason = engine.is_fp8_block_scaling_available(return_reason=True)
+    else:
+        available, reason = engine.is_fp8_available(return_reason=True)
+    if not available:
         raise MegarlError(
             f"model.fp8: {model.fp8} cannot be computed on this GPU: {reason} Set model.fp8=none"
         )
@@ -358,49 +424,69 @@ def block_spec(
     spec = get_gpt_decoder_block_spec(
         config, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
-    scaling = architecture.rope_scaling
-    magnitude = scaling.magnitude if isinstance(scaling, Yarn) else 1.0
-    latent = architecture.latent is not None
-    rope = Rope(
-        inverse_frequencies(architecture), architecture.rope_interleaved, magnitude, last=latent
-    )
-    l2_epsilon = architecture.epsilon if architecture.l2_norms else None
-    rotated = LayerAttention(
-        chunk=architecture.attention_chunk, l2_epsilon=l2_epsilon, sinks=architecture.sinks
-    )
-    unrotated = LayerAttention(rotary=False, temperature=architecture.temperature)
-    special = dict.fromkeys(architecture.unrotated_layers, unrotated)
-    special |= dict.fromkeys(
-        architecture.window_layers, dataclasses.replace(rotated, window=architecture.window)
-    )
-    layers = [special.get(i, rotated) for i in range(architecture.layers)]
-    ours = functools.partial(CausalAttention, rope=rope, layers=layers)
+    rope = _rope(architecture)
+    layers = _layer_attentions(architecture)
+    core_attention = None  # Transformer Engine's
+    if not transformer_engine or own_attention(architecture, config.context_parallel_size):
+        core_attention = functools.partial(CausalAttention, rope=rope, layers=layers)
+    elif set(layers) != {LayerAttention()}:
+        core_attention = functools.partial(ChunkedTEAttention, layers=layers)
     if not transformer_engine:
         spec.layer_norm = RMSNorm
-    for layer in (spec.submodules for spec in spec.layer_specs):  # equal layers share one object
-        attention = layer.self_attention.submodules
-        has_experts = layer.mlp.func is MoELayer
+    for layer_spec in spec.layer_specs:  # equal layers share one object
+        layer = layer_spec.submodules
         if not transformer_engine:
-            layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-        # Checkpoints use Transformer Engine's names: there the second norm belongs to a
-        # projection, except before experts.
-        if latent:
+            layer.input_layernorm = RMSNorm
+            layer.pre_mlp_layernorm = RMSNorm
+        if architecture.latent is not None:
             layer.self_attention = latent_attention(rope, layers)
-            if not has_experts:
-                layer.sharded_state_dict_keys_map = {
-                    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"
-                }
-        elif not transformer_engine:
-            attention.core_attention = ours
-            if attention.q_layernorm is not IdentityOp:
-                attention.q_layernorm = attention.k_layernorm = RMSNorm
-            if has_experts:
-                layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
-        elif own_attention(architecture, config.context_parallel_size):
-            attention.core_attention = ours
-        elif set(layers) != {LayerAttention()}:
-            attention.core_attention = functools.partial(ChunkedTEAttention, layers=layers)
+        else:
+            attention = layer.self_attention.submodules
+            if not transformer_engine and attention.q_layernorm is not IdentityOp:
+                attention.q_layernorm = RMSNorm
+                attention.k_layernorm = RMSNorm
+            if core_attention is not None:
+                attention.core_attention = core_attention
+        _name_second_norm(layer, architecture.latent is not None, transformer_engine)
     return spec
+
+
+def _name_second_norm(
+    layer: TransformerLayerSubmodules, latent: bool, transformer_engine: bool
+) -> None:
+    """Give the second norm Transformer Engine's name in checkpoints: there it belongs
+    to a projection, except before experts.
+    """
+    has_experts = layer.mlp.func is MoELayer
+    if latent and not has_experts:
+        layer.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    elif not latent and has_experts and not transformer_engine:
+        layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+
+
+def _rope(architecture: Architecture) -> Rope:
+    scaling = architecture.rope_scaling
+    return Rope(
+        inverse_frequencies(architecture),
+        architecture.rope_interleaved,
+        magnitude=scaling.magnitude if isinstance(scaling, Yarn) else 1.0,
+        last=architecture.latent is not None,
+    )
+
+
+def _layer_attentions(architecture: Architecture) -> list[LayerAttention]:
+    """Return how each layer attends."""
+    rotated = LayerAttention(
+        chunk=architecture.attention_chunk,
+        l2_epsilon=architecture.epsilon if architecture.l2_norms else None,
+        sinks=architecture.sinks,
+    )
+    layers = [rotated] * architecture.layers
+    for i in architecture.unrotated_layers:
+        layers[i] = LayerAttention(rotary=False, temperature=architecture.temperature)
+    for i in architecture.window_layers:
+        layers[i] = dataclasses.replace(rotated, window=architecture.window)
+    return layers
 
 
 def latent_attention(rope: Rope, layers: list[LayerAttention]) -> ModuleSpec:

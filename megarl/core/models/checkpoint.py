@@ -2,9 +2,12 @@
 either complete or absent.
 
     RUN/checkpoints/step-0000020/
-        *.distcp, .metadata, metadata.json    megatron's torch_dist format, keyed by the whole model's names
-        hf/                                   configuration and tokenizer, all that a conversion needs besides
-        megarl.json                           CheckpointMeta, with a checksum of each file; written last
+        *.distcp, .metadata, metadata.json    megatron's torch_dist format, keyed by
+                                              the whole model's names
+        hf/                                   configuration and tokenizer, all that a
+                                              conversion needs besides
+        megarl.json                           CheckpointMeta, with a checksum of each
+                                              file; written last
     RUN/checkpoints/.step-0000020.partial/    being written; renamed when complete
 
 Each rank reads back its files to compute checksums, in the thread that wrote them.
@@ -13,8 +16,10 @@ ranks. CRC-32 is the fastest checksum: 6.0 GB/s on one core of an AMD EPYC, agai
 for blake2b. It guards against accidents only. A checkpoint is read without running any
 code in it, wherever it came from:
 
-.metadata       a pickle that torch reads without checks: we read it first, with an unpickler that allows only expected classes
-*.distcp        torch archives; megatron lets torch unpickle objects of any class: within `safely` only plain ones
+.metadata       a pickle that torch reads without checks: we read it first, with an
+                unpickler that allows only expected classes
+*.distcp        torch archives; megatron lets torch unpickle objects of any class:
+                within `safely` only plain ones
 """
 
 import logging
@@ -55,7 +60,7 @@ from megarl.core.base.hf_files import read_config
 from megarl.core.base.process import environment
 from megarl.core.base.retention import named_checkpoint, split_name
 from megarl.core.base.rundir import CHECKPOINT, META, complete, write_atomically
-from megarl.core.models.hf import begun, copy_description, everywhere, partial_of
+from megarl.core.models.hf import copy_description, everywhere, partial_of, prepared_partial
 
 log = logging.getLogger(__name__)
 
@@ -105,53 +110,56 @@ def model_state(chunks: Sequence[Module]) -> ShardedStateDict:
     state = {}
     for key, chunk in _named(chunks):
         sharded = chunk.sharded_state_dict(metadata=metadata())
-        state[key] = {
-            name: value for name, value in sharded.items() if not _EXTRA_STATE.fullmatch(name)
-        }
+        names = [name for name in sharded if not _EXTRA_STATE.fullmatch(name)]
+        state[key] = {name: sharded[name] for name in names}
     return state
 
 
 def set_model_state(chunks: Sequence[Module], state: StateDict) -> None:
+    """Set this rank's chunks to loaded values, keyed as in `model_state`."""
     for key, chunk in _named(chunks):
         unexpected = chunk.load_state_dict(state[key], strict=False).unexpected_keys
         assert not unexpected, unexpected
 
 
 def _named(chunks: Sequence[Module]) -> list[tuple[str, Module]]:
-    return [(f"model{i}" if len(chunks) > 1 else "model", chunk) for i, chunk in enumerate(chunks)]
+    if len(chunks) == 1:
+        return [("model", chunks[0])]
+    return [(f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
 
 def save(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> None:
     """Write a checkpoint at `path`. COLLECTIVE over all ranks; if any fails, all raise
     MegarlError and nothing is left.
     """
-    request = begin(path, state, meta)
+    request = start_save(path, state, meta)
     with whole_or_gone(path):
         request.execute_sync()
         dist.barrier()
 
 
-def begin(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> AsyncRequest:
+def start_save(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> AsyncRequest:
     """Return megatron's request to write a checkpoint: first each rank's part, then, on
     all ranks, the move to `path`.
     """
+    source = Path(meta.hf_source)
 
     def fill(partial: Path) -> None:
-        read_config(Path(meta.hf_source))
+        read_config(source)
         partial.mkdir(parents=True)
 
-    partial = begun(path, fill)
-    own: Future[dict[str, int]] = Future()
+    partial = prepared_partial(path, fill)
+    own_checksums: Future[dict[str, int]] = Future()
 
-    def finish() -> None:
-        written = everywhere(own.result)
-
-        def appear() -> None:
-            copy_description(Path(meta.hf_source), partial / "hf")
+    def complete_on_rank_0(written: list[dict[str, int]]) -> None:
+        if dist.get_rank() == 0:
+            copy_description(source, partial / "hf")
             seal(partial, meta, checksums(partial, ChainMap(*written)))
             os.replace(partial, path)
 
-        everywhere(lambda: appear() if dist.get_rank() == 0 else None)
+    def finish() -> None:
+        written = everywhere(own_checksums.result)
+        everywhere(lambda: complete_on_rank_0(written))
 
     # For the results of the writing threads. megatron's own queue needs a manager
     # process, which takes seconds to start and serves only if another process writes.
@@ -165,7 +173,7 @@ def begin(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> AsyncReq
         request = dist_checkpointing.save(
             state, str(partial), strategy, async_sharded_save=True, async_strategy="mcore"
         )
-    request = _with_checksums(request, own)
+    request = _with_checksums(request, own_checksums)
     request.add_finalize_fn(finish)
     return request
 
@@ -186,14 +194,13 @@ def whole_or_gone(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (
-        Exception,
-        CheckpointException,
-    ) as error:  # megatron, torch and the operating system each have their own
+    # megatron, torch and the operating system each have their own
+    except (Exception, CheckpointException) as error:
         if dist.get_rank() == 0:
             shutil.rmtree(partial_of(path), ignore_errors=True)
-        why = f"could not be written (is the disk full?): {_last_line(error)}"
-        raise MegarlError(f"{path}: the checkpoint {why}") from error
+        raise MegarlError(
+            f"{path}: the checkpoint could not be written (is the disk full?): {_last_line(error)}"
+        ) from error
 
 
 def load(path: Path, state: ShardedStateDict) -> StateDict:
@@ -207,10 +214,8 @@ def load(path: Path, state: ShardedStateDict) -> StateDict:
         reads about as much.
         """
         files = read_meta(path).files
-        check(
-            path,
-            {name: files[name] for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]},
-        )
+        own_names = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+        check(path, {name: files[name] for name in own_names})
         guarded.enter_context(safely(path))
 
     with ExitStack() as guarded:
@@ -220,10 +225,8 @@ def load(path: Path, state: ShardedStateDict) -> StateDict:
             # default each one reads all.
             strategy = FullyParallelLoadStrategyWrapper(_Reading(), metadata()["dp_cp_group"])
             return dist_checkpointing.load(state, str(path), strategy)
-        except (
-            Exception,
-            CheckpointException,
-        ) as error:  # a foreign file can fail anywhere in the unpickling
+        # a foreign file can fail anywhere in the unpickling
+        except (Exception, CheckpointException) as error:
             raise MegarlError(
                 f"{path}: its files are intact, but cannot be loaded: {_last_line(error)}; start"
                 " again, in case storage or memory failed; if the checkpoint belongs to another"
@@ -260,10 +263,11 @@ def intact_everywhere[T](work: Callable[[], T]) -> list[T]:
         except CorruptCheckpoint as error:
             return [], str(error)
 
-    results = everywhere(result_or_damage)
-    if damage := list(dict.fromkeys(text for _, text in results if text)):
-        raise CorruptCheckpoint("\n".join(damage))
-    return [value for done, _ in results for value in done]
+    results, damages = zip(*everywhere(result_or_damage), strict=True)
+    errors = list(dict.fromkeys(filter(None, damages)))
+    if errors:
+        raise CorruptCheckpoint("\n".join(errors))
+    return [value for values in results for value in values]
 
 
 def load_model(path: Path, chunks: Sequence[Module]) -> None:
@@ -274,6 +278,9 @@ def load_model(path: Path, chunks: Sequence[Module]) -> None:
 
 
 def read_meta(path: Path) -> CheckpointMeta:
+    """Read the description of the checkpoint at `path`. MegarlError if there is none or
+    it is of another version, CorruptCheckpoint if it is damaged.
+    """
     if not path.is_dir():
         raise MegarlError(f"{path}: no such checkpoint")
     if not (path / META).is_file():
@@ -283,8 +290,10 @@ def read_meta(path: Path) -> CheckpointMeta:
     except msgspec.DecodeError as error:
         raise CorruptCheckpoint(f"{path / META}: unreadable: {error}") from None
     if meta.schema != SCHEMA_VERSION:
-        reads = f"this version of megarl reads {SCHEMA_VERSION}; use the one that wrote it"
-        raise MegarlError(f"{path / META}: schema {meta.schema}, {reads}")
+        raise MegarlError(
+            f"{path / META}: schema {meta.schema}, this version of megarl reads {SCHEMA_VERSION};"
+            " use the one that wrote it"
+        )
     if meta.checksum != _own_checksum(meta):
         raise CorruptCheckpoint(
             f"{path / META}: not as it was written; the checkpoint is damaged, use an older one"
@@ -292,23 +301,21 @@ def read_meta(path: Path) -> CheckpointMeta:
     return meta
 
 
-def prune(checkpoints: Path, keep: int, kept: Collection[Path] = ()) -> None:
-    """Remove all checkpoints but the newest `keep` and those in `kept`, and what killed
-    writers left.
+def prune(checkpoints: Path, keep: int, protected: Collection[Path] = ()) -> None:
+    """Remove all checkpoints but the newest `keep` and those in `protected`, and what
+    killed writers left.
 
     Call this on one rank, while none is written. Files that cannot be removed stay,
     with a warning, until the next call.
     """
-    old = [path for path in complete(checkpoints)[:-keep] if path not in kept]
+    old = [path for path in complete(checkpoints)[:-keep] if path not in protected]
     for path in (*old, *_incomplete(checkpoints)):
         try:
-            (path / META).unlink(
-                missing_ok=True
-            )  # first, so that a kill leaves nothing that looks complete
+            # first, so that a kill leaves nothing that looks complete
+            (path / META).unlink(missing_ok=True)
             shutil.rmtree(path)
-        except (
-            OSError
-        ) as error:  # NFS keeps files that are open elsewhere; somebody may have protected them
+        # NFS keeps files that are open elsewhere; somebody may have protected them
+        except OSError as error:
             log.warning("%s: cannot be removed, trying again later: %s", path, error)
 
 
@@ -316,49 +323,50 @@ def _incomplete(checkpoints: Path) -> list[Path]:
     """Return directories that killed writers left, and checkpoints that could only
     partly be removed.
     """
-    return [
-        path
-        for path in checkpoints.glob(
-            "*"
-        )  # also works if there is no such directory, and finds hidden names
-        if _PARTIAL.fullmatch(path.name)
-        or (CHECKPOINT.fullmatch(path.name) and not (path / META).exists())
-    ]
+    incomplete = []
+    for path in checkpoints.glob("*"):  # hidden ones, too; none if there is no such directory
+        is_partial = _PARTIAL.fullmatch(path.name)
+        is_unsealed = CHECKPOINT.fullmatch(path.name) and not (path / META).exists()
+        if is_partial or is_unsealed:
+            incomplete.append(path)
+    return incomplete
 
 
 def find(source: Path) -> Path:
     """Return the checkpoint in a step's directory, the one that RUN@STEP or RUN@best
     names, or the latest complete one in a run's or checkpoints directory.
     """
-    run, which = split_name(str(source))
-    if which:
-        return named_checkpoint(run, which)
+    run, checkpoint_name = split_name(str(source))
+    if checkpoint_name:
+        return named_checkpoint(run, checkpoint_name)
     if (source / META).is_file():
         return source
     for checkpoints in (source / "checkpoints", source):
-        if found := complete(checkpoints):
-            return found[-1]
-    what = "no such directory" if not source.is_dir() else "no complete checkpoint there"
+        paths = complete(checkpoints)
+        if paths:
+            return paths[-1]
+    problem = "no complete checkpoint there" if source.is_dir() else "no such directory"
     raise MegarlError(
-        f"{source}: {what}; give RUN, RUN@STEP, RUN@best, RUN/checkpoints or RUN/checkpoints/step-N"
+        f"{source}: {problem}; give RUN, RUN@STEP, RUN@best, RUN/checkpoints or"
+        " RUN/checkpoints/step-N"
     )
 
 
-def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> AsyncRequest:
-    """Return a request that also reads this rank's files back after writing; `own` gets
-    their checksums by name.
+def _with_checksums(request: AsyncRequest, own_checksums: "Future[dict[str, int]]") -> AsyncRequest:
+    """Return a request that also reads this rank's files back after writing;
+    `own_checksums` gets their checksums by name.
     """
     write = request.async_fn
     if write is None:  # nothing to write on this rank
-        own.set_result({})
+        own_checksums.set_result({})
         return request
 
     def write_and_sum(rank: int, buckets: list[tuple[str, str, object]], results: object) -> None:
         write(rank, buckets, results)
         try:
-            own.set_result({name: checksum(Path(file)) for file, name, _ in buckets})
+            own_checksums.set_result({name: checksum(Path(file)) for file, name, _ in buckets})
         except OSError as error:  # also if it was not written, which megatron reports
-            own.set_exception(error)
+            own_checksums.set_exception(error)
 
     return request._replace(async_fn=write_and_sum)
 
@@ -371,7 +379,8 @@ def _last_line(error: BaseException) -> str:
     """Return an error's type and its last line, which in torch's gathered tracebacks is
     the error itself.
     """
-    return f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
+    last_line = str(error).strip().rpartition("\n")[2]
+    return f"{type(error).__name__}: {last_line}"
 
 
 CHUNK_BYTES = 4 << 20
@@ -388,22 +397,26 @@ def checksum(file: Path) -> int:
     return crc
 
 
-def checksums(folder: Path, known: Mapping[str, int] | None = None) -> dict[str, int]:
+def checksums(folder: Path, computed: Mapping[str, int] | None = None) -> dict[str, int]:
     """Return the checksum of every file below `folder`, by name (`hf/config.json`).
-    Files in `known` are not read again.
+    Files in `computed` are not read again.
     """
-    known = known or {}
-    names = sorted(
-        file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
-    )
-    return {name: known[name] if name in known else checksum(folder / name) for name in names}
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    names = sorted(file.relative_to(folder).as_posix() for file in files)
+    result = {}
+    for name in names:
+        if computed is not None and name in computed:
+            result[name] = computed[name]
+        else:
+            result[name] = checksum(folder / name)
+    return result
 
 
 def check(folder: Path, expected: Mapping[str, int]) -> None:
     """Raise CorruptCheckpoint if a file is missing, is not in the checkpoint, or has
     another checksum.
     """
-    for name, wanted in expected.items():
+    for name, expected_checksum in expected.items():
         file = folder / name
         if not _is_inside(name):
             raise CorruptCheckpoint(
@@ -411,10 +424,11 @@ def check(folder: Path, expected: Mapping[str, int]) -> None:
             )
         if not file.is_file():
             raise CorruptCheckpoint(f"{file}: missing; the checkpoint is damaged, use an older one")
-        if (now := checksum(file)) != wanted:
-            changed = f"its checksum is {now:08x}, and was {wanted:08x} when it was written"
+        actual_checksum = checksum(file)
+        if actual_checksum != expected_checksum:
             raise CorruptCheckpoint(
-                f"{file}: {changed}; the checkpoint is damaged, use an older one"
+                f"{file}: its checksum is {actual_checksum:08x}, and was {expected_checksum:08x}"
+                " when it was written; the checkpoint is damaged, use an older one"
             )
 
 
@@ -469,7 +483,8 @@ def safely(path: Path) -> Iterator[None]:
         raise
     except Exception as error:  # a truncated or foreign pickle can fail in any way
         raise CorruptCheckpoint(f"{path / METADATA}: unreadable: {error}") from None
-    with environment({FORCE: "1"}):  # torch checks it in every load, even one that allows any class
+    # torch checks it in every load, even one that allows any class
+    with environment({FORCE: "1"}):
         yield
 
 
@@ -477,20 +492,21 @@ def _check_metadata(metadata: Any, files: Mapping[str, int]) -> None:
     """Raise an error if this is not what torch writes. files: those with a checksum."""
     for key, entry in metadata.state_dict_metadata.items():
         chunks = getattr(entry, "chunks", ())
-        if not isinstance(key, str) or (
-            chunks and not isinstance(entry.properties.dtype, torch.dtype)
-        ):
+        is_typed = not chunks or isinstance(entry.properties.dtype, torch.dtype)
+        if not isinstance(key, str) or not is_typed:
             raise ValueError(f"{key!r} is not described as a tensor")
-        numbers = [n for chunk in chunks for n in (*chunk.offsets, *chunk.sizes, *entry.size)]
-        if not all(type(n) is int and n >= 0 for n in numbers):
-            raise ValueError(f"{key} has no sizes")
+        for chunk in chunks:
+            if not _are_counts(*chunk.offsets, *chunk.sizes, *entry.size):
+                raise ValueError(f"{key} has no sizes")
     for index, place in metadata.storage_data.items():
         if place.relative_path not in files:
             raise ValueError(f"{index.fqn} is in {place.relative_path!r}, which has no checksum")
-        if not (
-            type(place.offset) is type(place.length) is int and min(place.offset, place.length) >= 0
-        ):
+        if not _are_counts(place.offset, place.length):
             raise ValueError(f"{index.fqn} has no place in {place.relative_path}")
+
+
+def _are_counts(*values: object) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -512,15 +528,16 @@ class _MetadataUnpickler(pickle.Unpickler):
         return loaded
 
     def find_class(self, module: str, name: str) -> object:
-        known = name in _IN_METADATA.get(module, "").split()
+        """Return a dtype, or the stand-in of an expected class. UnpicklingError for any
+        other.
+        """
         if module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype):
             return super().find_class(module, name)
-        if known:
-            if (module, name) not in self._stand_ins:
-                self._stand_ins[module, name] = _stand_in(super().find_class(module, name))
-            return self._stand_ins[module, name]
-        what = (
-            "which no checkpoint needs and which may run anything; do not trust the source of this"
-            " checkpoint"
-        )
-        raise pickle.UnpicklingError(f"it wants to load {module}.{name}, {what}")
+        if name not in _IN_METADATA.get(module, "").split():
+            raise pickle.UnpicklingError(
+                f"it wants to load {module}.{name}, which no checkpoint needs and which may run"
+                " anything; do not trust the source of this checkpoint"
+            )
+        if (module, name) not in self._stand_ins:
+            self._stand_ins[module, name] = _stand_in(super().find_class(module, name))
+        return self._stand_ins[module, name]

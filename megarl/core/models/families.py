@@ -1,7 +1,8 @@
 """Model families: the names of their tensors, and how Megatron's tensors are made from
 Hugging Face ones.
 
-    Megatron  decoder.layers.3.self_attention.linear_qkv.weight   (layers, and experts, counted over the whole model)
+    Megatron  decoder.layers.3.self_attention.linear_qkv.weight
+       │      (layers, and experts, counted over the whole model)
        │  family.weight(name)
        ▼
     Weight(sources=(…q_proj, …k_proj, …v_proj), split=0, merge=…, unmerge=…)
@@ -15,17 +16,18 @@ and converts only its own part, and one rule serves loading, export and every la
 Megatron fuses q, k, v into one tensor, ordered by key-value group (q of the group, its
 k, its v), and gate with up.
 
-Qwen3-MoE    each expert has its own gate_proj, up_proj and down_proj; so have those of GLM-4.5 and DeepSeek-V3, whose shared
-             experts are one MLP. Their layers for multi-token prediction, after the
-             last one, are carried along unchanged
+Qwen3-MoE    each expert has its own gate_proj, up_proj and down_proj; so have those of
+             GLM-4.5 and DeepSeek-V3, whose shared experts are one MLP. Their layers for
+             multi-token prediction, after the last one, are carried along unchanged
 DeepSeek-V3  q comes from a narrow q_a_proj, k and v from kv_a_proj_with_mqa; Megatron
-calls these down and up projections
-Llama 4      a layer's experts are stacked and transposed relative to Linear's: gate_up_proj [experts, hidden, 2 x inner],
-             down_proj [experts, inner, hidden]. A multimodal directory (as released)
-             has the text model under `language_model.`; vision tower and projector are
-             carried along unchanged
-gpt-oss      experts stacked and transposed like these, gate and up alternating in gate_up_proj; biases of all linear maps; a
-             sink for each head, which Megatron calls softmax_offset
+             calls these down and up projections
+Llama 4      a layer's experts are stacked and transposed relative to Linear's:
+             gate_up_proj [experts, hidden, 2 x inner], down_proj [experts, inner,
+             hidden]. A multimodal directory (as released) has the text model under
+             `language_model.`; vision tower and projector are carried along unchanged
+gpt-oss      experts stacked and transposed like these, gate and up alternating in
+             gate_up_proj; biases of all linear maps; a sink for each head, which
+             Megatron calls softmax_offset
 """
 
 import re
@@ -49,20 +51,21 @@ class SourceView:
 
     name: str
     expert: int | None = None  # index along dimension 0, if experts are stacked
-    part: tuple[int, int] | None = (
-        None  # (k, n): the k-th of n parts of the last dimension (a fused gate_up_proj)
-    )
+    # (k, n): the k-th of n parts of the last dimension (a fused gate_up_proj)
+    part: tuple[int, int] | None = None
 
     @property
-    def alone(self) -> str:
+    def separate_name(self) -> str:
         """The name of this view of a stack as a separate, transposed tensor:
         `experts.3.gate_proj.weight`.
         """
         stack, _, name = self.name.rpartition(".")
-        name, bias, _ = name.partition("_bias")
+        kind = "bias" if name.endswith("_bias") else "weight"
+        projection = name.removesuffix("_bias")
         if self.part is not None:
-            name = name.removesuffix("_proj").split("_")[self.part[0]] + "_proj"
-        return f"{stack}.{self.expert}.{name}.{'bias' if bias else 'weight'}"
+            k, _ = self.part
+            projection = projection.removesuffix("_proj").split("_")[k] + "_proj"
+        return f"{stack}.{self.expert}.{projection}.{kind}"
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,8 @@ class Weight:
     """How one Megatron tensor corresponds to Hugging Face ones. sources: the views it
     is made from. split: the dimension of each view along which TP (for experts: expert
     TP) divides it; None: every rank has all of it. vocabulary: number of rows without
-    the padding for TP; None: no padding. served: the type in which servers store it, if
-    not the model's.
+    the padding for TP; None: no padding. served_dtype: the type in which servers store
+    it, if not the model's.
     """
 
     sources: tuple[SourceView, ...]
@@ -79,7 +82,7 @@ class Weight:
     merge: Callable[[Sequence[Tensor]], Tensor] = itemgetter(0)
     unmerge: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]
     vocabulary: int | None = None
-    served: torch.dtype | None = None
+    served_dtype: torch.dtype | None = None
 
 
 NamedWeights = dict[str, Weight]
@@ -91,9 +94,8 @@ class Family:
 
     architecture: Architecture
     weights: Mapping[str, Weight]  # by Megatron's names in local layer specs
-    elsewhere: tuple[
-        str, ...
-    ] = ()  # prefixes of tensors outside the language model, which are carried along unchanged
+    # Prefixes of tensors outside the language model, which are carried along unchanged.
+    elsewhere: tuple[str, ...] = ()
 
     def weight(self, name: str) -> Weight:
         """Return how a Megatron tensor is made. Layers and experts in its name count
@@ -126,6 +128,7 @@ SERVED_ROUTERS = {"Glm4MoeForCausalLM": torch.float32}
 
 
 def family_of(hf_dir: Path) -> Family:
+    """Return the family of the model in a Hugging Face directory."""
     model = architecture.in_directory(hf_dir)
     return Family(model, _weights(model, text_prefix(model)), carried_prefixes(model))
 
@@ -134,23 +137,29 @@ def _weights(model: Architecture, prefix: str = "") -> NamedWeights:
     """Return all weights of the model. prefix: begins their Hugging Face names."""
     weights: NamedWeights = {}
     for i in range(model.layers):
-        hf = f"{prefix}model.layers.{i}."
-        attention = _attention if model.latent is None else _latent_attention
-        layer = attention(model, hf + "self_attn.") | _feed_forward(
-            model, hf, i in model.expert_layers
-        )
-        layer["input_layernorm.weight"] = _plain(hf + "input_layernorm.weight")
-        layer["pre_mlp_layernorm.weight"] = _plain(hf + "post_attention_layernorm.weight")
+        layer = _layer(model, f"{prefix}model.layers.{i}.", i in model.expert_layers)
         weights |= {f"decoder.layers.{i}.{name}": weight for name, weight in layer.items()}
-    embedding = Weight(
-        (SourceView(prefix + "model.embed_tokens.weight"),), 0, vocabulary=model.vocabulary
-    )
-    head = Weight((SourceView(prefix + "lm_head.weight"),), 0, vocabulary=model.vocabulary)
+    embedding = _by_vocabulary(model, prefix + "model.embed_tokens.weight")
+    head = embedding if model.tied else _by_vocabulary(model, prefix + "lm_head.weight")
     return weights | {
         "embedding.word_embeddings.weight": embedding,
         "decoder.final_layernorm.weight": _plain(prefix + "model.norm.weight"),
-        "output_layer.weight": embedding if model.tied else head,
+        "output_layer.weight": head,
     }
+
+
+def _layer(model: Architecture, hf: str, experts: bool) -> NamedWeights:
+    """Return the weights of layer `hf` (…layers.3.). experts: whether it has any."""
+    attention = _attention if model.latent is None else _latent_attention
+    weights = attention(model, hf + "self_attn.") | _feed_forward(model, hf, experts)
+    weights["input_layernorm.weight"] = _plain(hf + "input_layernorm.weight")
+    weights["pre_mlp_layernorm.weight"] = _plain(hf + "post_attention_layernorm.weight")
+    return weights
+
+
+def _by_vocabulary(model: Architecture, name: str) -> Weight:
+    """Return a weight with a row for each token, which TP divides."""
+    return Weight((SourceView(name),), 0, vocabulary=model.vocabulary)
 
 
 def _plain(name: str, split: int | None = None) -> Weight:
@@ -158,15 +167,21 @@ def _plain(name: str, split: int | None = None) -> Weight:
     return Weight((SourceView(name),), split)
 
 
-def _turned(
-    view: SourceView, split: int | None = None, served: torch.dtype | None = None
+def _transposed(
+    view: SourceView, split: int | None = None, served_dtype: torch.dtype | None = None
 ) -> Weight:
     """Return a weight that is the transpose of `view`, or `view` itself if it is a
     vector.
     """
-    return Weight(
-        (view,), split, lambda views: views[0].t(), lambda tensor: [tensor.t()], served=served
-    )
+    return Weight((view,), split, _transpose_first, _transposes, served_dtype=served_dtype)
+
+
+def _transpose_first(views: Sequence[Tensor]) -> Tensor:
+    return views[0].t()
+
+
+def _transposes(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.t() for tensor in tensors]
 
 
 def _attention(model: Architecture, hf: str) -> NamedWeights:
@@ -174,20 +189,19 @@ def _attention(model: Architecture, hf: str) -> NamedWeights:
     heads if the model has them.
     """
     weights = {"self_attention.linear_proj.weight": _plain(hf + "o_proj.weight", 1)}
-    for kind in ("weight", "bias") if model.qkv_biases else ("weight",):
+    merge = partial(_merge_qkv, model.head_dim)
+    unmerge = partial(_unmerge_qkv, model)
+    kinds = ("weight", "bias") if model.qkv_biases else ("weight",)
+    for kind in kinds:
         sources = tuple(SourceView(f"{hf}{x}_proj.{kind}") for x in "qkv")
-        fused = Weight(
-            sources, 0, partial(_merge_qkv, model.head_dim), partial(_unmerge_qkv, model)
-        )
-        weights[f"self_attention.linear_qkv.{kind}"] = fused
+        weights[f"self_attention.linear_qkv.{kind}"] = Weight(sources, 0, merge, unmerge)
     if model.biases:
         weights["self_attention.linear_proj.bias"] = _plain(hf + "o_proj.bias")
     if model.sinks:
         weights["self_attention.core_attention.softmax_offset"] = _plain(hf + "sinks", 0)
     if model.head_norms:
-        weights |= {
-            f"self_attention.{x}_layernorm.weight": _plain(f"{hf}{x}_norm.weight") for x in "qk"
-        }
+        for x in "qk":
+            weights[f"self_attention.{x}_layernorm.weight"] = _plain(f"{hf}{x}_norm.weight")
     return weights
 
 
@@ -201,40 +215,52 @@ def _latent_attention(model: Architecture, hf: str) -> NamedWeights:
         del names["q"]
         names |= {"q_down": "q_a_proj", "q_up": "q_b_proj"}
         norms["q_layernorm"] = "q_a_layernorm"
-    weights = {
-        f"self_attention.linear_{ours}_proj.weight": _plain(f"{hf}{n}.weight", 0)
-        for ours, n in names.items()
-    }
-    weights |= {
-        f"self_attention.{ours}.weight": _plain(f"{hf}{name}.weight")
-        for ours, name in norms.items()
-    }
-    return weights | {"self_attention.linear_proj.weight": _plain(hf + "o_proj.weight", 1)}
+    weights = {"self_attention.linear_proj.weight": _plain(hf + "o_proj.weight", 1)}
+    for megatron, name in names.items():
+        weights[f"self_attention.linear_{megatron}_proj.weight"] = _plain(f"{hf}{name}.weight", 0)
+    for megatron, name in norms.items():
+        weights[f"self_attention.{megatron}.weight"] = _plain(f"{hf}{name}.weight")
+    return weights
 
 
 def _feed_forward(model: Architecture, hf: str, experts: bool) -> NamedWeights:
+    """Return the weights of the MLP of the layer `hf` (…layers.3.), or of its router
+    and experts.
+    """
     if model.biases:
         return _experts_with_biases(model, hf + "mlp.")
-    llama4 = model.name.startswith("Llama4")
-    balanced = model.router == "balanced"
-    hf += "feed_forward." if llama4 else "mlp."
-    if not experts:
-        return _gated_mlp("mlp.", hf)
-    router = SourceView(hf + ("router.weight" if llama4 else "gate.weight"))
-    weights = {"mlp.router.weight": Weight((router,), served=SERVED_ROUTERS.get(model.name))}
-    if balanced:
+    if model.name.startswith("Llama4"):
+        hf += "feed_forward."
+        return _stacked_experts(model, hf) if experts else _gated_mlp("mlp.", hf)
+    hf += "mlp."
+    return _separate_experts(model, hf) if experts else _gated_mlp("mlp.", hf)
+
+
+def _separate_experts(model: Architecture, hf: str) -> NamedWeights:
+    """Return router and experts of `hf` (…mlp.), where each expert has tensors of its
+    own.
+    """
+    router = SourceView(hf + "gate.weight")
+    served_dtype = SERVED_ROUTERS.get(model.name)
+    weights = {"mlp.router.weight": Weight((router,), served_dtype=served_dtype)}
+    shared = "shared_expert."
+    if model.router == "balanced":
         weights["mlp.router.expert_bias"] = _plain(hf + "gate.e_score_correction_bias")
+        shared = "shared_experts."
     if model.shared_feed_forward:
-        weights |= _gated_mlp(
-            "mlp.shared_experts.", hf + ("shared_experts." if balanced else "shared_expert.")
-        )
+        weights |= _gated_mlp("mlp.shared_experts.", hf + shared)
     for e in range(model.experts):
-        megatron = f"mlp.experts.local_experts.{e}."
-        all_experts = f"{hf}experts."
-        one = f"{hf}experts.{e}."
-        weights |= (
-            _stacked_expert(megatron, all_experts, e) if llama4 else _gated_mlp(megatron, one)
-        )
+        weights |= _gated_mlp(f"mlp.experts.local_experts.{e}.", f"{hf}experts.{e}.")
+    return weights
+
+
+def _stacked_experts(model: Architecture, hf: str) -> NamedWeights:
+    """Return router and experts of `hf` (…feed_forward.), where experts are stacked."""
+    weights = {"mlp.router.weight": _plain(hf + "router.weight")}
+    if model.shared_feed_forward:
+        weights |= _gated_mlp("mlp.shared_experts.", hf + "shared_expert.")
+    for e in range(model.experts):
+        weights |= _stacked_expert(f"mlp.experts.local_experts.{e}.", hf + "experts.", e)
     return weights
 
 
@@ -242,9 +268,9 @@ def _gated_mlp(megatron: str, hf: str) -> NamedWeights:
     """Return gate, up and down of `hf` (…mlp.) as Megatron's MLP `megatron` (mlp.,
     mlp.shared_experts., …).
     """
-    sources = SourceView(hf + "gate_proj.weight"), SourceView(hf + "up_proj.weight")
+    sources = (SourceView(hf + "gate_proj.weight"), SourceView(hf + "up_proj.weight"))
     return {
-        megatron + "linear_fc1.weight": Weight(sources, 0, torch.cat, lambda fused: fused.chunk(2)),
+        megatron + "linear_fc1.weight": Weight(sources, 0, torch.cat, _halves),
         megatron + "linear_fc2.weight": _plain(hf + "down_proj.weight", 1),
     }
 
@@ -253,16 +279,27 @@ def _stacked_expert(megatron: str, hf: str, expert: int) -> NamedWeights:
     """Return expert `expert` of the stacks `hf` (…experts.), whose entries are
     transposed: [hidden, inner], [inner, hidden].
     """
-    gate_up = tuple(SourceView(hf + "gate_up_proj", expert, (k, 2)) for k in range(2))
+    gate_up = (
+        SourceView(hf + "gate_up_proj", expert, (0, 2)),
+        SourceView(hf + "gate_up_proj", expert, (1, 2)),
+    )
+    down = SourceView(hf + "down_proj", expert)
     return {
-        megatron + "linear_fc1.weight": Weight(
-            gate_up,
-            1,
-            lambda views: torch.cat([v.T for v in views]),
-            lambda fused: [half.T for half in fused.chunk(2)],
-        ),
-        megatron + "linear_fc2.weight": _turned(SourceView(hf + "down_proj", expert), 0),
+        megatron + "linear_fc1.weight": Weight(gate_up, 1, _merge_transposes, _unmerge_transposes),
+        megatron + "linear_fc2.weight": _transposed(down, 0),
     }
+
+
+def _halves(fused: Tensor) -> Sequence[Tensor]:
+    return fused.chunk(2)
+
+
+def _merge_transposes(views: Sequence[Tensor]) -> Tensor:
+    return torch.cat(_transposes(*views))
+
+
+def _unmerge_transposes(fused: Tensor) -> list[Tensor]:
+    return _transposes(*fused.chunk(2))
 
 
 def _experts_with_biases(model: Architecture, hf: str) -> NamedWeights:
@@ -271,19 +308,18 @@ def _experts_with_biases(model: Architecture, hf: str) -> NamedWeights:
     """
     weights = {f"mlp.router.{kind}": _plain(f"{hf}router.{kind}") for kind in ("weight", "bias")}
     for e in range(model.experts):
-        for ending, kind, served in (("", "weight", None), ("_bias", "bias", torch.float32)):
-            gate_up, down = (
-                SourceView(f"{hf}experts.{name}_proj{ending}", e) for name in ("gate_up", "down")
-            )
+        for ending, kind, served_dtype in (("", "weight", None), ("_bias", "bias", torch.float32)):
+            gate_up = SourceView(f"{hf}experts.gate_up_proj{ending}", e)
+            down = SourceView(f"{hf}experts.down_proj{ending}", e)
             megatron = f"mlp.experts.local_experts.{e}.linear_fc"
             weights[f"{megatron}1.{kind}"] = Weight(
-                (gate_up,), None, _apart, _in_turn, served=served
+                (gate_up,), None, _separate_rows, _alternate_rows, served_dtype=served_dtype
             )
-            weights[f"{megatron}2.{kind}"] = _turned(down, served=served)
+            weights[f"{megatron}2.{kind}"] = _transposed(down, served_dtype=served_dtype)
     return weights
 
 
-def _apart(views: Sequence[Tensor]) -> Tensor:
+def _separate_rows(views: Sequence[Tensor]) -> Tensor:
     """Map [hidden, 2 inner] or [2 inner], gate and up alternating, to [2 inner, …],
     gate before up.
     """
@@ -291,8 +327,9 @@ def _apart(views: Sequence[Tensor]) -> Tensor:
     return torch.cat([rows[0::2], rows[1::2]])
 
 
-def _in_turn(fused: Tensor) -> list[Tensor]:
-    return [torch.stack(fused.chunk(2), 1).flatten(0, 1).t()]
+def _alternate_rows(fused: Tensor) -> list[Tensor]:
+    gate_up = torch.stack(fused.chunk(2), 1)
+    return [gate_up.flatten(0, 1).t()]
 
 
 def _merge_qkv(head_dim: int, views: Sequence[Tensor]) -> Tensor:
@@ -301,7 +338,8 @@ def _merge_qkv(head_dim: int, views: Sequence[Tensor]) -> Tensor:
     """
     hidden = views[0].shape[1:]  # empty for a bias
     groups = views[1].shape[0] // head_dim  # of this shard
-    return torch.cat([t.reshape(groups, -1, *hidden) for t in views], 1).reshape(-1, *hidden)
+    grouped = torch.cat([view.reshape(groups, -1, *hidden) for view in views], 1)
+    return grouped.reshape(-1, *hidden)
 
 
 def _unmerge_qkv(model: Architecture, tensor: Tensor) -> list[Tensor]:

@@ -2,14 +2,15 @@
 publication), save.
 
     load      safetensors ──slices of this rank──► merge ──► parameter
-    export    parameter ──all-gather over TP, EP──► unmerge ──► (name, whole tensor)     one parameter at a time
-    save      export of every stage ──► files, index, config, tokenizer ──► rename       a directory is complete or absent
+    export    parameter ──all-gather over TP, EP──► unmerge ──► (name, whole tensor)
+              one parameter at a time
+    save      export of every stage ──► files, index, config, tokenizer ──► rename
+              a directory is complete or absent
 
 Values are copied, never computed: export after load gives the same bits if the model
 has the directory's dtype.
 """
 
-import functools
 import itertools
 import json
 import logging
@@ -19,6 +20,7 @@ import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,20 +60,22 @@ def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
         with torch.no_grad():
             parameter.copy_(value)
         types |= {source.name: parameter.dtype for source in weight.sources}
-    if (text := rounded(directory.tensors, types)) and dist.get_rank() == 0:
-        log.info("%s: %s", hf_dir, text)
+    losses = rounded(directory.tensors, types)
+    if losses and dist.get_rank() == 0:
+        log.info("%s: %s", hf_dir, losses)
 
 
 def _read(directory: ModelDirectory, weight: Weight, rank: int, size: int) -> Tensor:
     """Return the part of rank `rank` of `size` of megatron's tensor."""
     names = [source.name for source in weight.sources]
     try:
-        wholes = [Region.of(directory.tensors[name]).tensor() for name in names]
+        tensors = [Region.of(directory.tensors[name]).tensor() for name in names]
     except (OSError, ValueError) as error:  # the file has become shorter, or cannot be mapped
-        which = ", ".join(dict.fromkeys(names))
-        raise MegarlError(f"{directory.path}: cannot read {which}: {error}") from None
-    pairs = zip(wholes, weight.sources, strict=True)
-    views = [read_view(whole, whole.shape, source, weight, rank, size) for whole, source in pairs]
+        text = ", ".join(dict.fromkeys(names))
+        raise MegarlError(f"{directory.path}: cannot read {text}: {error}") from None
+    views = []
+    for tensor, source in zip(tensors, weight.sources, strict=True):
+        views.append(read_view(tensor, tensor.shape, source, weight, rank, size))
     for name, view in zip(names, views, strict=True):
         check_finite(view, [name], directory.path)
     return weight.merge(views)
@@ -81,17 +85,19 @@ def rounded(stored: Mapping[str, TensorInFile], types: Mapping[str, torch.dtype]
     """Return which tensors lose digits when they are stored with these types; empty if
     none do.
     """
-    kinds: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
+    names_of: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for name, dtype in types.items():
-        before = DTYPES[stored[name].dtype]
-        if torch.promote_types(before, dtype) != dtype:
-            kinds.setdefault((before, dtype), []).append(name)
-    parts = [
-        f"{len(names)} tensor{'s' * (len(names) != 1)} of {plain(before)} are rounded to"
-        f" {plain(after)} ({few(names, ', ')})"
-        for (before, after), names in kinds.items()
-    ]
-    return "; ".join(parts)
+        stored_dtype = DTYPES[stored[name].dtype]
+        if torch.promote_types(stored_dtype, dtype) != dtype:
+            names_of.setdefault((stored_dtype, dtype), []).append(name)
+    texts = []
+    for (stored_dtype, dtype), names in names_of.items():
+        plural = "" if len(names) == 1 else "s"
+        texts.append(
+            f"{len(names)} tensor{plural} of {plain(stored_dtype)} are rounded to {plain(dtype)}"
+            f" ({few(names, ', ')})"
+        )
+    return "; ".join(texts)
 
 
 def plain(dtype: torch.dtype) -> str:
@@ -117,48 +123,67 @@ def export(
     iterator to its end. A tensor has its parameter's device, and may share its memory:
     copy what must outlast an update. A tied head is not exported.
     """
-    stacks: dict[str, Tensor] = {}  # [experts, …], filled view by view
-    missing: Counter[str] = Counter()
+    stacks = _Stacks(family.architecture.experts)
     part_of = _parts(chunks, family, parts)
     divided = experts_divided()
     for name, parameter in named_tensors(chunks):
         if family.architecture.tied and name == "output_layer.weight":
             continue
+        gathered_shards = _gathered(name, parameter.detach(), family)
         if part_of[_unit(name)] != part:
             if divided and _EXPERT.fullmatch(name):
-                deque(
-                    _gathered(name, parameter.detach(), family), maxlen=0
-                )  # for copies of the model that yield it
+                deque(gathered_shards, maxlen=0)  # for copies of the model that yield it
             continue
-        for name_there, shards in _gathered(name, parameter.detach(), family):
-            weight = family.weight(name_there)
-            for source, pieces in zip(
-                weight.sources, zip(*map(weight.unmerge, shards), strict=True), strict=True
-            ):
-                view = torch.cat(pieces, weight.split) if len(pieces) > 1 else pieces[0]
+        for full_name, shards in gathered_shards:
+            weight = family.weight(full_name)
+            served_dtype = None if stacked else weight.served_dtype
+            for source, view in _views(weight, shards):
+                dtype = served_dtype or view.dtype
                 if source.expert is None:
-                    view = view[: weight.vocabulary].contiguous()
-                    yield (
-                        source.name,
-                        view if stacked or weight.served is None else view.to(weight.served),
-                    )
+                    yield source.name, view[: weight.vocabulary].contiguous().to(dtype)
                 elif not stacked:
-                    yield source.alone, view.t().contiguous().to(weight.served or view.dtype)
-                else:
-                    position, views = source.part or (0, 1)
-                    if source.name not in stacks:
-                        shape = (
-                            family.architecture.experts,
-                            *view.shape[:-1],
-                            view.shape[-1] * views,
-                        )
-                        stacks[source.name] = view.new_empty(shape)
-                        missing[source.name] = shape[0] * views
-                    stacks[source.name][source.expert].chunk(views, -1)[position].copy_(view)
-                    missing[source.name] -= 1
-                    if not missing[source.name]:
-                        yield source.name, stacks.pop(source.name)
-    assert not stacks, f"never filled: {', '.join(stacks)}"
+                    yield source.separate_name, view.t().contiguous().to(dtype)
+                elif (stack := stacks.add(source, view)) is not None:
+                    yield source.name, stack
+    stacks.check_empty()
+
+
+def _views(weight: Weight, shards: Sequence[Tensor]) -> Iterator[tuple[SourceView, Tensor]]:
+    """Yield each source of a weight, made from the shards of all ranks."""
+    views_of_shards = [weight.unmerge(shard) for shard in shards]
+    for source, *pieces in zip(weight.sources, *views_of_shards, strict=True):
+        if len(pieces) == 1:
+            yield source, pieces[0]
+        else:
+            yield source, torch.cat(pieces, weight.split)
+
+
+class _Stacks:
+    """Stacks of a layer's experts [experts, …], filled view by view."""
+
+    def __init__(self, experts: int) -> None:
+        self._experts = experts
+        self._stacks: dict[str, Tensor] = {}
+        self._missing: Counter[str] = Counter()
+
+    def add(self, source: SourceView, view: Tensor) -> Tensor | None:
+        """Fill in one view; return the stack if this was the last one."""
+        name = source.name
+        position, views = source.part or (0, 1)
+        if name not in self._stacks:
+            *others, length = view.shape
+            self._stacks[name] = view.new_empty(self._experts, *others, length * views)
+            self._missing[name] = self._experts * views
+        expert = self._stacks[name][source.expert]
+        expert.chunk(views, -1)[position].copy_(view)
+        self._missing[name] -= 1
+        if self._missing[name]:
+            return None
+        return self._stacks.pop(name)
+
+    def check_empty(self) -> None:
+        """Assert that every stack that was begun is full."""
+        assert not self._stacks, f"never filled: {', '.join(self._stacks)}"
 
 
 def experts_divided() -> bool:
@@ -175,21 +200,20 @@ def _parts(chunks: Sequence[Module], family: Family, parts: int) -> dict[str, in
     comes first, each into the smallest part.
     """
     sizes: Counter[str] = Counter()
-    experts = parallel_state.get_expert_tensor_and_model_parallel_group().size()
+    expert_shards = parallel_state.get_expert_tensor_and_model_parallel_group().size()
     for name, tensor in named_tensors(chunks):
-        shards = (
-            experts
-            if _EXPERT.fullmatch(name)
-            else shard_of(name)[1]
-            if family.weight(name).split is not None
-            else 1
-        )
+        shards = 1
+        if _EXPERT.fullmatch(name):
+            shards = expert_shards
+        elif family.weight(name).split is not None:
+            _, shards = shard_of(name)
         sizes[_unit(name)] += tensor.nbytes * shards
-    given = [0] * parts
+    part_sizes = [0] * parts
     part_of = {}
     for unit, size in sizes.most_common():
-        part_of[unit] = given.index(min(given))
-        given[part_of[unit]] += size
+        smallest = part_sizes.index(min(part_sizes))
+        part_of[unit] = smallest
+        part_sizes[smallest] += size
     return part_of
 
 
@@ -199,8 +223,11 @@ def _unit(name: str) -> str:
     return f"{match[1]}{match[2]}" if match else name
 
 
-type _WrittenFile = tuple[Path, dict[str, int]]
-"""A written file of weights, and the size in bytes of each tensor in it."""
+class _WrittenFile(NamedTuple):
+    """A written file of weights."""
+
+    path: Path
+    sizes: dict[str, int]  # in bytes, of each tensor in it
 
 
 def save(chunks: Sequence[Module], family: Family, source: Path, destination: Path) -> None:
@@ -211,33 +238,37 @@ def save(chunks: Sequence[Module], family: Family, source: Path, destination: Pa
     writes.
     """
     dtype = next(p.dtype for c in chunks for p in c.parameters())
-    partial = begun(destination, lambda partial: copy_description(source, partial, dtype))
-    writes = (
-        parallel_state.get_tensor_model_parallel_rank()
-        == parallel_state.get_data_parallel_rank(True)
-        == 0
+    partial = prepared_partial(
+        destination, lambda partial: copy_description(source, partial, dtype)
     )
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    writes = tensor_rank == 0 and parallel_state.get_data_parallel_rank(True) == 0
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    write = functools.partial(_write, partial)
-    written = everywhere(
-        lambda: write(export(chunks, family), f"stage-{stage:04}", writes), partial
-    )
+
+    def write_stage() -> list[_WrittenFile]:
+        return _write(partial, export(chunks, family), f"stage-{stage:04}", writes)
+
+    def write_elsewhere() -> list[_WrittenFile]:
+        if dist.get_rank() != 0:
+            return []
+        return _write(partial, _tensors_elsewhere(family, source), "elsewhere", True)
+
+    def finish() -> None:
+        if dist.get_rank() == 0:
+            _finish_directory(written, partial, destination)
+
+    written = everywhere(write_stage, partial)
     if family.elsewhere:
-        others = _tensors_elsewhere(family, source)
-        written += everywhere(
-            lambda: write(others, "elsewhere", True) if dist.get_rank() == 0 else [], partial
-        )
-    everywhere(
-        lambda: _finish_directory(written, partial, destination) if dist.get_rank() == 0 else None,
-        partial,
-    )
+        written += everywhere(write_elsewhere, partial)
+    everywhere(finish, partial)
 
 
 def partial_of(path: Path) -> Path:
+    """Return where `path` is written before it is renamed."""
     return path.with_name(f".{path.name}.partial")
 
 
-def begun(destination: Path, fill: Callable[[Path], None]) -> Path:
+def prepared_partial(destination: Path, fill: Callable[[Path], None]) -> Path:
     """Return the folder to write and then rename to `destination`; rank 0 has begun it
     with `fill`. COLLECTIVE.
     """
@@ -261,11 +292,9 @@ def stored_tensors(chunk: Module) -> Iterator[tuple[str, Tensor]]:
     them, but they belong to the model.
     """
     yield from chunk.named_parameters()
-    yield from (
-        (name, buffer)
-        for name, buffer in chunk.named_buffers()
-        if name.endswith(".router.expert_bias")
-    )
+    for name, buffer in chunk.named_buffers():
+        if name.endswith(".router.expert_bias"):
+            yield name, buffer
 
 
 def named_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
@@ -284,18 +313,19 @@ def named_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
 
 def _of_expert(name: str, by: int) -> str:
     """Return the name of the same tensor of the expert whose number is `by` larger."""
-    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + by}{match[3]}", name)
+    match = _EXPERT.fullmatch(name)
+    assert match is not None, name
+    prefix, expert, suffix = match.groups()
+    return f"{prefix}{int(expert) + by}{suffix}"
 
 
 def shard_of(name: str) -> tuple[int, int]:
-    """Return the index of this rank's shard of the parameter, and the number of shards."""
-    expert = _EXPERT.fullmatch(name) is not None
-    group = (
-        parallel_state.get_expert_tensor_parallel_group
-        if expert
-        else parallel_state.get_tensor_model_parallel_group
-    )
-    return group().rank(), group().size()
+    """Return this rank's shard of the parameter and the number of shards."""
+    if _EXPERT.fullmatch(name):
+        group = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+    return group.rank(), group.size()
 
 
 def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[str, list[Tensor]]]:
@@ -303,28 +333,20 @@ def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[st
     for its counterparts on other ranks.
     """
     if not _EXPERT.fullmatch(name):
-        divided = family.weight(name).split is not None
-        yield (
-            name,
-            (
-                _all(parameter, parallel_state.get_tensor_model_parallel_group())
-                if divided
-                else [parameter]
-            ),
-        )
+        shards = [parameter]
+        if family.weight(name).split is not None:
+            shards = _all(parameter, parallel_state.get_tensor_model_parallel_group())
+        yield name, shards
         return
     experts = parallel_state.get_expert_model_parallel_group()
-    (_, size) = shard_of(name)
-    ranks = experts.size()
-    rank = experts.rank()
-    experts_of_a_rank = family.architecture.experts // ranks
+    _, shards_per_expert = shard_of(name)
+    experts_of_a_rank = family.architecture.experts // experts.size()
     # In the order of ranks in this group, the shards of an expert are neighbours.
     shards = _all(parameter, parallel_state.get_expert_tensor_and_model_parallel_group())
-    for there in range(ranks):
-        yield (
-            _of_expert(name, (there - rank) * experts_of_a_rank),
-            shards[there * size : (there + 1) * size],
-        )
+    for rank in range(experts.size()):
+        first = rank * shards_per_expert
+        counterpart = _of_expert(name, (rank - experts.rank()) * experts_of_a_rank)
+        yield counterpart, shards[first : first + shards_per_expert]
 
 
 def _all(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -342,20 +364,25 @@ def read_view(
     zeros for padding of the vocabulary. tensor: of a mapped file, of which only the
     part that is indexed is read.
     """
-    bounds = [(0, n) for n in shape]
+    bounds = [slice(0, length) for length in shape]
+    dimension = weight.split
     if source.expert is not None:
-        bounds[0] = (source.expert, source.expert + 1)
+        bounds[0] = slice(source.expert, source.expert + 1)
+        if dimension is not None:
+            dimension += 1  # after that of the experts
     if source.part is not None:
         k, parts = source.part
-        bounds[-1] = (k * shape[-1] // parts, (k + 1) * shape[-1] // parts)
+        length = shape[-1]
+        bounds[-1] = slice(k * length // parts, (k + 1) * length // parts)
     padding = 0
-    if weight.split is not None:
-        along = weight.split + (source.expert is not None)
-        first, end = bounds[along]
-        part = -(-(end - first) // size)
-        bounds[along] = (min(first + rank * part, end), min(first + (rank + 1) * part, end))
-        padding = part - (bounds[along][1] - bounds[along][0])
-    view = tensor[tuple(slice(*b) for b in bounds)]
+    if dimension is not None:
+        end = bounds[dimension].stop
+        shard_length = -(-(end - bounds[dimension].start) // size)
+        first = min(bounds[dimension].start + rank * shard_length, end)
+        last = min(first + shard_length, end)
+        bounds[dimension] = slice(first, last)
+        padding = shard_length - (last - first)
+    view = tensor[tuple(bounds)]
     if source.expert is not None:
         view = view.squeeze(0)
     if weight.vocabulary is not None and padding:
@@ -367,18 +394,19 @@ def everywhere[T](work: Callable[[], T], partial: Path | None = None) -> list[T]
     """Return each rank's result of `work()`. COLLECTIVE. If any fails, every rank
     raises and rank 0 removes `partial`.
     """
-    done: list[T] = []
+    result: list[T] = []
     failure = ""
     try:
-        done.append(work())
+        result.append(work())
     except (MegarlError, OSError, SafetensorError) as error:
         failure = str(error) or repr(error)
-    results = gathered((done, failure))
-    if errors := list(dict.fromkeys(error for _, error in results if error)):
+    results, failures = zip(*gathered((result, failure)), strict=True)
+    errors = list(dict.fromkeys(filter(None, failures)))
+    if errors:
         if partial is not None and dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise MegarlError("\n".join(errors))
-    return [value for done, _ in results for value in done]
+    return [value for values in results for value in values]
 
 
 def copy_description(source: Path, destination: Path, dtype: torch.dtype | None = None) -> None:
@@ -392,11 +420,9 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
     if dtype is not None:
         config.pop("quantization_config", None)
         for part in (config, config.get("text_config", config)):
-            names = {
-                "dtype",
-                "torch_dtype",
-            } & part.keys()  # readers prefer `dtype` if there are both
-            part |= dict.fromkeys(names or {"dtype"}, str(dtype).removeprefix("torch."))
+            # Readers prefer `dtype` if there are both.
+            keys = part.keys() & {"dtype", "torch_dtype"}
+            part |= dict.fromkeys(keys or {"dtype"}, plain(dtype))
         write_config(destination, config)
 
 
@@ -414,26 +440,29 @@ def _write(
     """
     written: list[_WrittenFile] = []
     error: Exception | None = None
-    held: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
 
     def flush() -> None:
         nonlocal error
-        if held and error is None:
-            file = partial / f"{prefix}-{len(written):05}.safetensors"
+        if pending and error is None:
+            path = partial / f"{prefix}-{len(written):05}.safetensors"
+            sizes = {name: tensor.nbytes for name, tensor in pending.items()}
             try:
-                save_file(held, file, metadata={"format": "pt"})
-                written.append((file, {name: tensor.nbytes for name, tensor in held.items()}))
+                save_file(pending, path, metadata={"format": "pt"})
+                written.append(_WrittenFile(path, sizes))
             except (OSError, SafetensorError) as failed:
                 # the other ranks of the tensor-parallel group still need this one in
                 # the all-gathers
                 error = failed
-        held.clear()
+        pending.clear()
 
     for name, tensor in tensors:
-        if writes:
-            if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > SHARD_BYTES:
-                flush()
-            held[name] = tensor.to("cpu", copy=True)
+        if not writes:
+            continue
+        pending_bytes = sum(t.nbytes for t in pending.values())
+        if pending and pending_bytes + tensor.nbytes > SHARD_BYTES:
+            flush()
+        pending[name] = tensor.to("cpu", copy=True)
     flush()
     if error is not None:
         raise error
@@ -447,19 +476,16 @@ def _finish_directory(written: list[list[_WrittenFile]], partial: Path, destinat
     files = list(itertools.chain.from_iterable(written))
     weight_map = {}
     total = 0
-    mode = (
-        (partial / "config.json").stat().st_mode
-    )  # by the umask; safetensors would let only the owner read weights
-    for i, (file, sizes) in enumerate(files, 1):
-        usual = (
-            f"model-{i:05}-of-{len(files):05}.safetensors"
-            if len(files) > 1
-            else "model.safetensors"
-        )
-        file.chmod(mode)
-        os.replace(file, partial / usual)
-        weight_map.update(dict.fromkeys(sizes, usual))
-        total += sum(sizes.values())
+    # By the umask; safetensors would let only the owner read weights.
+    mode = (partial / "config.json").stat().st_mode
+    for i, file in enumerate(files, 1):
+        name = "model.safetensors"
+        if len(files) > 1:
+            name = f"model-{i:05}-of-{len(files):05}.safetensors"
+        file.path.chmod(mode)
+        os.replace(file.path, partial / name)
+        weight_map.update(dict.fromkeys(file.sizes, name))
+        total += sum(file.sizes.values())
     if len(files) > 1:
         write_index(partial, weight_map, total)
     os.replace(partial, destination)
@@ -474,4 +500,5 @@ def write_index(hf_dir: Path, file_of: Mapping[str, str], total_bytes: int) -> N
 
 
 def write_config(hf_dir: Path, config: Mapping[str, object]) -> None:
+    """Write config.json."""
     (hf_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")

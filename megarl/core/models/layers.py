@@ -1,23 +1,28 @@
 """megarl's own modules in megatron's model: norm, rotary embedding and attention, with
 and without Transformer Engine; a critic's head.
 
-    CausalAttention      q, k, v [tokens, heads, head_dim] ─ rotate by position ─► attention.py ─► [tokens, heads * head_dim]
-    LatentAttention      hidden ─► compressed q, k and v, and k's rotated part ─► q, k, v of each head ─► CausalAttention
-    ChunkedTEAttention   megatron rotates ─► L2 norm or temperature ─► TEDotProductAttention, with chunks as sequences
+    CausalAttention      q, k, v [tokens, heads, head_dim] ─ rotate by position
+                         ─► attention.py ─► [tokens, heads * head_dim]
+    LatentAttention      hidden ─► compressed q, k and v, and k's rotated part
+                         ─► q, k, v of each head ─► CausalAttention
+    ChunkedTEAttention   megatron rotates ─► L2 norm or temperature
+                         ─► TEDotProductAttention, with chunks as sequences
 
 megatron-core's own modules do not suffice: its norm refuses sequence parallelism, its
 attention refuses packed sequences, its rotary embedding loops over them in Python.
 
 A rotary embedding rotates pairs of a head's elements:
 
-halves         (x0 … x7)  ->  pairs (x0, x4) (x1, x5) (x2, x6) (x3, x7)       most models
-interleaved    (x0 … x7)  ->  pairs (x0, x1) (x2, x3) (x4, x5) (x6, x7)       Llama 4, DeepSeek-V3; rotated in float32
+halves         (x0 … x7)  ->  pairs (x0, x4) (x1, x5) (x2, x6) (x3, x7)
+               most models
+interleaved    (x0 … x7)  ->  pairs (x0, x1) (x2, x3) (x4, x5) (x6, x7)
+               Llama 4, DeepSeek-V3; rotated in float32
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,33 +69,39 @@ def inverse_frequencies(model: Architecture) -> Tensor:
     if scaling is None:
         return frequencies
     if isinstance(scaling, Yarn):
-        first, last = (
-            model.rotated
-            * math.log(scaling.original / (turns * 2 * math.pi))
-            / (2 * math.log(model.rope_theta))
-            for turns in (scaling.fast, scaling.slow)
-        )
-        if scaling.truncate:
-            first = math.floor(first)
-            last = math.ceil(last)
-        first = max(first, 0)
-        last = min(last, model.rotated - 1)
-        ramp = (torch.arange(len(steps), dtype=torch.float32) - first) / (last - first or 0.001)
-        kept = 1 - ramp.clamp(0, 1)
-        return 1.0 / (scaling.factor * wavelengths) * (1 - kept) + frequencies * kept
-    factor = scaling.factor
-    low = scaling.low
-    high = scaling.high
-    original = scaling.original
+        unscaled = _yarn_ramp(model, scaling, len(steps))
+        return 1.0 / (scaling.factor * wavelengths) * (1 - unscaled) + frequencies * unscaled
     wavelengths = 2 * math.pi / frequencies
-    stretched = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
-    if low == high:  # Llama 4: there is no range in between
-        return stretched
-    smooth = (original / wavelengths - low) / (high - low)
-    between = (1 - smooth) * stretched / factor + smooth * stretched
-    return torch.where(
-        (wavelengths >= original / high) & (wavelengths <= original / low), between, stretched
+    longest_kept = scaling.original / scaling.high
+    shortest_stretched = scaling.original / scaling.low
+    stretched = torch.where(
+        wavelengths > shortest_stretched, frequencies / scaling.factor, frequencies
     )
+    if scaling.low == scaling.high:  # Llama 4: there is no range in between
+        return stretched
+    smooth = (scaling.original / wavelengths - scaling.low) / (scaling.high - scaling.low)
+    interpolated = (1 - smooth) * stretched / scaling.factor + smooth * stretched
+    is_between = (wavelengths >= longest_kept) & (wavelengths <= shortest_stretched)
+    return torch.where(is_between, interpolated, stretched)
+
+
+def _yarn_ramp(model: Architecture, scaling: Yarn, pairs: int) -> Tensor:
+    """Return how much of each unscaled frequency YaRN keeps [pairs], from 1 to 0."""
+
+    def pair_that_turns(turns: float) -> float:
+        """Return the pair that turns so often within the original context."""
+        wavelength = scaling.original / (turns * 2 * math.pi)
+        return model.rotated * math.log(wavelength) / (2 * math.log(model.rope_theta))
+
+    first = pair_that_turns(scaling.fast)
+    last = pair_that_turns(scaling.slow)
+    if scaling.truncate:
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, model.rotated - 1)
+    ramp = (torch.arange(pairs, dtype=torch.float32) - first) / (last - first or 0.001)
+    return 1 - ramp.clamp(0, 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,20 +117,25 @@ class Rope:
         """Return cos and sin [positions, 1, rotated / 2] of each pair's angle, in
         float32 if interleaved, else in `dtype`.
         """
-        angles = (positions.float()[:, None] * self.inverse_frequencies.to(positions.device))[
-            :, None
-        ]
-        kept = torch.float32 if self.interleaved else dtype
-        return (angles.cos() * self.magnitude).to(kept), (angles.sin() * self.magnitude).to(kept)
+        frequencies = self.inverse_frequencies.to(positions.device)
+        angles = (positions.float()[:, None] * frequencies)[:, None]
+        if self.interleaved:
+            dtype = torch.float32
+        cos = angles.cos() * self.magnitude
+        sin = angles.sin() * self.magnitude
+        return cos.to(dtype), sin.to(dtype)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate each pair of x [..., head_dim] by its angle, keeping x's dtype."""
         rotated = 2 * cos.shape[-1]
-        if not (rest := x.shape[-1] - rotated):
+        unrotated = x.shape[-1] - rotated
+        if not unrotated:
             return _Rotation.apply(x, cos, sin, self.interleaved)
-        parts = list(x.split([rest, rotated] if self.last else [rotated, rest], -1))
-        parts[self.last] = _Rotation.apply(parts[self.last], cos, sin, self.interleaved)
-        return torch.cat(parts, -1)
+        if self.last:
+            unchanged, x = x.split([unrotated, rotated], -1)
+            return torch.cat([unchanged, _Rotation.apply(x, cos, sin, self.interleaved)], -1)
+        x, unchanged = x.split([rotated, unrotated], -1)
+        return torch.cat([_Rotation.apply(x, cos, sin, self.interleaved), unchanged], -1)
 
 
 class _Rotation(torch.autograd.Function):
@@ -140,13 +156,22 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    out = x * (cos.repeat_interleave(2, -1) if interleaved else torch.cat([cos, cos], -1))
-    (first, second), (to_first, to_second) = (
-        (t[..., ::2], t[..., 1::2]) if interleaved else t.chunk(2, -1) for t in (x, out)
-    )
-    to_first -= second * sin
-    to_second += first * sin
-    return out.to(x.dtype)
+    if interleaved:
+        output = x * cos.repeat_interleave(2, -1)
+    else:
+        output = x * torch.cat([cos, cos], -1)
+    first, second = _pairs(x, interleaved)
+    output_first, output_second = _pairs(output, interleaved)
+    output_first -= second * sin
+    output_second += first * sin
+    return output.to(x.dtype)
+
+
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Return views of the first and the second element of each pair of x."""
+    if interleaved:
+        return x[..., ::2], x[..., 1::2]
+    return x.chunk(2, -1)
 
 
 class RMSNorm(Module):
@@ -166,6 +191,7 @@ class RMSNorm(Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., hidden_size]."""
         return rms_norm(x, self.eps, self.weight)
 
 
@@ -177,6 +203,7 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        """Map x [..., 2 n] to [..., n]."""
         gate, up = x.chunk(2, -1)
         activated = F.silu(gate)
         ctx.save_for_backward(x, activated)
@@ -184,10 +211,11 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
+        """Map the gradient of the output [..., n] to that of x [..., 2 n]."""
         x, activated = ctx.saved_tensors
         of_x = torch.empty_like(x)
-        (gate, up) = x.chunk(2, -1)
-        (of_gate, of_up) = of_x.chunk(2, -1)
+        gate, up = x.chunk(2, -1)
+        of_gate, of_up = of_x.chunk(2, -1)
         torch.mul(gradient, activated, out=of_up)
         torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
         return of_x
@@ -249,54 +277,81 @@ class CausalAttention(Module):
         """Attend, from [tokens, heads, head_dim] to [tokens, heads * head_dim] if
         packed, else [s, b, heads, head_dim] to [s, b, heads * head_dim].
         """
-        if packed_seq_params is None:  # rows end to end are packed sequences, too
-            length, rows = q.shape[:2]
-            boundaries = torch.arange(rows + 1) * length
-            pack = PackedSeqParams("thd", boundaries, boundaries, max_seqlen_q=length)
-            attended = self.forward(
-                *(t.transpose(0, 1).flatten(0, 1) for t in (q, k, v)), packed_seq_params=pack
-            )
-            return attended.unflatten(0, (rows, length)).transpose(0, 1)
-        positions, cos, sin, kernels = self._layout(packed_seq_params, q)
+        if packed_seq_params is None:
+            return self._forward_rows(q, k, v)
+        layout = self._layout(packed_seq_params, q)
         if self.layer.rotary:
-            q = self.rope.rotate(q, cos, sin)
-            k = self.rope.rotate(k, cos, sin)
-        if self.layer.l2_epsilon is not None:
-            q = rms_norm(q, self.layer.l2_epsilon)
-            k = rms_norm(k, self.layer.l2_epsilon)
+            q = self.rope.rotate(q, layout.cos, layout.sin)
+            k = self.rope.rotate(k, layout.cos, layout.sin)
+        q, k = _normalised(self.layer, q, k)
         if self.layer.temperature is not None:
-            q = (q * temperatures(positions[:, None, None], *self.layer.temperature)).to(q.dtype)
+            q = _scaled(q, layout.positions, self.layer.temperature)
         if self.cp.size() > 1:
-            k, v = (
-                tensor_parallel.gather_from_sequence_parallel_region(t.contiguous(), group=self.cp)
-                for t in (k, v)
-            )
-        if (width := v.shape[-1]) < q.shape[-1]:  # latent attention; kernels need equal widths
+            gather = tensor_parallel.gather_from_sequence_parallel_region
+            k = gather(k.contiguous(), group=self.cp)
+            v = gather(v.contiguous(), group=self.cp)
+        width = v.shape[-1]
+        if width < q.shape[-1]:  # latent attention; kernels need equal widths
             v = F.pad(v, (0, q.shape[-1] - width))
-        return kernels(q, k, v, self.scale, self.softmax_offset)[..., :width].flatten(1)
+        attended = layout.kernels(q, k, v, self.scale, self.softmax_offset)
+        return attended[..., :width].flatten(1)
 
-    def _layout(
-        self, packed: PackedSeqParams, like: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Kernels]:
-        """Return positions [tokens] of this rank's tokens in their sequences, cos, sin,
-        and kernels. The first layer that needs them makes them, and keeps them with
-        `packed`, which all layers get.
+    def _forward_rows(self, *inputs: Tensor) -> Tensor:
+        """Attend within each row of q, k and v [s, b, heads, head_dim]: rows end to end
+        are packed sequences, too.
         """
-        known = vars(packed).setdefault("megarl_layouts", {})
-        chunk, window = (
-            n if n and packed.max_seqlen_q > n else None
-            for n in (self.layer.chunk, self.layer.window)
-        )
-        if (chunk, window) not in known:
+        length, rows = inputs[0].shape[:2]
+        boundaries = torch.arange(rows + 1) * length
+        packed = PackedSeqParams("thd", boundaries, boundaries, max_seqlen_q=length)
+        q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in inputs)
+        attended = self.forward(q, k, v, packed_seq_params=packed)
+        return attended.unflatten(0, (rows, length)).transpose(0, 1)
+
+    def _layout(self, packed: PackedSeqParams, like: Tensor) -> "_Layout":
+        """Return the layout of a packed row. The first layer that needs one makes it,
+        and keeps it with `packed`, which all layers get.
+        """
+        layouts = vars(packed).setdefault("megarl_layouts", {})
+        chunk = _if_exceeded(self.layer.chunk, packed.max_seqlen_q)
+        window = _if_exceeded(self.layer.window, packed.max_seqlen_q)
+        if (chunk, window) not in layouts:
             boundaries = packed.cu_seqlens_q.tolist()
             size = self.cp.size()
             rank = self.cp.rank()
-            here = positions_of(boundaries)[segments(boundaries, None, size, rank).queries].to(
-                like.device
-            )
+            queries = segments(boundaries, None, size, rank).queries
+            positions = positions_of(boundaries)[queries].to(like.device)
+            cos, sin = self.rope(positions, like.dtype)
             kernels = attention_of(boundaries, chunk, size, rank, like, window)
-            known[chunk, window] = here, *self.rope(here, like.dtype), kernels
-        return known[chunk, window]
+            layouts[chunk, window] = _Layout(positions, cos, sin, kernels)
+        return layouts[chunk, window]
+
+
+class _Layout(NamedTuple):
+    """What layers with the same segments share of a packed row."""
+
+    positions: Tensor  # [tokens] of this rank, each in its sequence
+    cos: Tensor  # [tokens, 1, rotated / 2]
+    sin: Tensor
+    kernels: Kernels
+
+
+def _if_exceeded(limit: int | None, length: int) -> int | None:
+    """Return a layer's chunk or window if some sequence is longer, else None."""
+    if limit and length > limit:
+        return limit
+    return None
+
+
+def _normalised(layer: LayerAttention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    if layer.l2_epsilon is None:
+        return q, k
+    return rms_norm(q, layer.l2_epsilon), rms_norm(k, layer.l2_epsilon)
+
+
+def _scaled(q: Tensor, positions: Tensor, temperature: tuple[int, float]) -> Tensor:
+    """Multiply q [tokens, heads, head_dim] by the temperature at its positions."""
+    floor, scale = temperature
+    return (q * temperatures(positions[:, None, None], floor, scale)).to(q.dtype)
 
 
 class LatentAttention(MLASelfAttention):
@@ -313,8 +368,10 @@ class LatentAttention(MLASelfAttention):
         def norm(hidden_size: int, config: TransformerConfig, eps: float) -> RMSNorm:
             return RMSNorm(config, hidden_size, LATENT_EPSILON)
 
-        linear = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
-        return {name: getattr(submodules, name) for name in linear} | {
+        return {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_q_up_proj": submodules.linear_q_up_proj,
+            "linear_kv_up_proj": submodules.linear_kv_up_proj,
             "q_layernorm": norm,
             "kv_layernorm": norm,
         }
@@ -330,21 +387,20 @@ class LatentAttention(MLASelfAttention):
         """Map hidden [s/tp, b, h] to this rank's heads of unrotated q, k and v [s, b,
         heads, …], or [s, heads, …] if packed.
         """
-        low: MLATransformerConfig = self.config
-        if low.q_lora_rank is None:
+        config: MLATransformerConfig = self.config
+        heads = self.num_attention_heads_per_partition
+        gather = tensor_parallel.gather_from_tensor_model_parallel_region
+        if config.q_lora_rank is None:
             q, _ = self.linear_q_proj(hidden_states)
         else:
-            narrow = tensor_parallel.gather_from_tensor_model_parallel_region(
-                self.linear_q_down_proj(hidden_states)[0]
-            )
-            q, _ = self.linear_q_up_proj(self.q_layernorm(self._divided(narrow)))
-        narrow = tensor_parallel.gather_from_tensor_model_parallel_region(
-            self.linear_kv_down_proj(hidden_states)[0]
-        )
-        shared, position = narrow.split([low.kv_lora_rank, low.qk_pos_emb_head_dim], -1)
+            compressed = gather(self.linear_q_down_proj(hidden_states)[0])
+            q, _ = self.linear_q_up_proj(self.q_layernorm(self._divided(compressed)))
+        compressed = gather(self.linear_kv_down_proj(hidden_states)[0])
+        shared, position = compressed.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
         kv, _ = self.linear_kv_up_proj(self.kv_layernorm(self._divided(shared)))
-        q, kv = (t.unflatten(-1, (self.num_attention_heads_per_partition, -1)) for t in (q, kv))
-        k, v = kv.split([low.qk_head_dim, low.v_head_dim], -1)
+        q = q.unflatten(-1, (heads, -1))
+        kv = kv.unflatten(-1, (heads, -1))
+        k, v = kv.split([config.qk_head_dim, config.v_head_dim], -1)
         position = tensor_parallel.copy_to_tensor_model_parallel_region(position).unsqueeze(-2)
         k = torch.cat([k, position.expand(*k.shape[:-1], -1)], -1)
         if packed_seq_params is not None:
@@ -355,11 +411,9 @@ class LatentAttention(MLASelfAttention):
         """Return this rank's share of the tokens, which the next norm and projection
         need under sequence parallelism.
         """
-        return (
-            tensor_parallel.scatter_to_sequence_parallel_region(x)
-            if self.config.sequence_parallel
-            else x
-        )
+        if not self.config.sequence_parallel:
+            return x
+        return tensor_parallel.scatter_to_sequence_parallel_region(x)
 
 
 LATENT_EPSILON = 1e-6
@@ -392,23 +446,23 @@ class ChunkedTEAttention(Module):
         packed_seq_params: PackedSeqParams,
         **kwargs: object,
     ) -> Tensor:
-        if self.layer.l2_epsilon is not None:
-            q = rms_norm(q, self.layer.l2_epsilon)
-            k = rms_norm(k, self.layer.l2_epsilon)
+        """Attend over a packed row, from [tokens, heads, head_dim]."""
+        q, k = _normalised(self.layer, q, k)
         if self.layer.temperature is not None:
-            q = self._scaled(q, packed_seq_params, *self.layer.temperature)
+            q = self._scaled(q, packed_seq_params, self.layer.temperature)
         if self.layer.chunk is not None:
             packed_seq_params = self._divided(packed_seq_params, self.layer.chunk)
         return self.kernels(q, k, v, *args, packed_seq_params=packed_seq_params, **kwargs)
 
-    def _scaled(self, q: Tensor, packed: PackedSeqParams, floor: int, scale: float) -> Tensor:
+    def _scaled(self, q: Tensor, packed: PackedSeqParams, temperature: tuple[int, float]) -> Tensor:
         """Multiply q [tokens, heads, head_dim] by the temperature, which is 1 up to the
         floor, so for most tokens.
         """
+        floor, _ = temperature
         if packed.max_seqlen_q < floor:
             return q
         positions = positions_of(packed.cu_seqlens_q.tolist()).to(q.device)
-        return (q * temperatures(positions[:, None, None], floor, scale)).to(q.dtype)
+        return _scaled(q, positions, temperature)
 
     def _divided(self, packed: PackedSeqParams, chunk: int) -> PackedSeqParams:
         """Return the parameters of the same row with its sequences divided at multiples
@@ -416,19 +470,18 @@ class ChunkedTEAttention(Module):
         """
         if packed.max_seqlen_q <= chunk:
             return packed
-        known = vars(packed)
-        if "megarl_divided" not in known:  # done once, by the first layer
-            like = packed.cu_seqlens_q
+        if not hasattr(packed, "megarl_divided"):  # done once, by the first layer
             boundaries = packed.cu_seqlens_q.tolist()
-            parts = like.new_tensor([*segments(boundaries, chunk).start.tolist(), boundaries[-1]])
-            known["megarl_divided"] = dataclasses.replace(
+            starts = segments(boundaries, chunk).start.tolist()
+            divided = packed.cu_seqlens_q.new_tensor([*starts, boundaries[-1]])
+            packed.megarl_divided = dataclasses.replace(
                 packed,
-                cu_seqlens_q=parts,
-                cu_seqlens_kv=parts,
+                cu_seqlens_q=divided,
+                cu_seqlens_kv=divided,
                 max_seqlen_q=chunk,
                 max_seqlen_kv=chunk,
             )
-        return known["megarl_divided"]
+        return packed.megarl_divided
 
 
 class ValueHead(Module):

@@ -8,6 +8,7 @@ may be started later in the same world; then all groups are made again.
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,21 +26,9 @@ def start(model: Model, seed: int, timeout_s: float) -> None:
     for this and all later collectives.
     """
     after_megatron_import()
-    torch.set_float32_matmul_precision(
-        "highest"
-    )  # even if the environment allows TF32, as in some containers
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    expert_size = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
-    for size, what in (
-        (model.model_parallel_size, "TP x PP x CP"),
-        (expert_size, "expert: EP x ETP x PP"),
-    ):
-        if world % size:
-            why = f"{world} ranks do not divide into copies of the model of {size} ranks ({what})"
-            advice = (
-                "start a multiple (resources.learner_ranks), or change the layout under `model`"
-            )
-            raise MegarlError(f"model: {why}; {advice}")
+    # even if the environment allows TF32, as in some containers
+    torch.set_float32_matmul_precision("highest")
+    _check_world_size(model)
     if not dist.is_initialized():
         _join(timeout_s)
     if parallel_state.model_parallel_is_initialized():
@@ -57,12 +46,29 @@ def start(model: Model, seed: int, timeout_s: float) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
+def _check_world_size(model: Model) -> None:
+    """Raise MegarlError if the ranks do not divide into copies of the model."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    expert_size = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
+    sizes = {"TP x PP x CP": model.model_parallel_size, "expert: EP x ETP x PP": expert_size}
+    for product, size in sizes.items():
+        if world_size % size:
+            raise MegarlError(
+                f"model: {world_size} ranks do not divide into copies of the model of {size} ranks"
+                f" ({product}); start a multiple (resources.learner_ranks), or change the layout"
+                " under `model`"
+            )
+
+
 def virtual_stages(model: Model) -> int | None:
     """Return the number of chunks per rank in megatron's form: None for one."""
-    return model.virtual_pipeline_parallel if model.virtual_pipeline_parallel > 1 else None
+    if model.virtual_pipeline_parallel == 1:
+        return None
+    return model.virtual_pipeline_parallel
 
 
 def stop() -> None:
+    """Leave all groups, those of torch.distributed included."""
     _leave_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -80,18 +86,20 @@ def _leave_groups() -> None:
 
 def _join(timeout_s: float) -> None:
     backend = "gloo"
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    rendezvous: dict[str, Any] = {}
+    if "RANK" not in os.environ:
+        rendezvous = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         device.bind_to_gpu()
         backend = "cpu:gloo,cuda:nccl"
     ranks.bind_all()
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **rendezvous)
     except dist.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        why = (
-            f"the {os.environ['WORLD_SIZE']} ranks did not meet at {address} within {timeout_s:g} s"
-        )
-        advice = f"look at the other ranks' logs: {error}"
-        raise MegarlError(f"rank {os.environ['RANK']}: {why}; {advice}") from None
+        ranks_text = f"the {os.environ['WORLD_SIZE']} ranks"
+        raise MegarlError(
+            f"rank {os.environ['RANK']}: {ranks_text} did not meet at {address} within"
+            f" {timeout_s:g} s; look at the other ranks' logs: {error}"
+        ) from None

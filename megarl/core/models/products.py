@@ -40,7 +40,9 @@ def _sums_of_exact_products(inputs: torch.dtype) -> AbstractContextManager[None]
     """On a CPU, let FP32 copies of bf16 numbers be multiplied by its bf16 instructions,
     which would round those of fp16.
     """
-    return bf16_on_cpu.exact_products() if inputs == torch.bfloat16 else nullcontext()
+    if inputs == torch.bfloat16:
+        return bf16_on_cpu.exact_products()
+    return nullcontext()
 
 
 def add_gradients_in_fp32(chunk: Module) -> None:
@@ -48,14 +50,13 @@ def add_gradients_in_fp32(chunk: Module) -> None:
     micro-batch's to the weight's type (benchmarks/gradients.py has the cost).
     Transformer Engine's can; for megatron's own this replaces NVIDIA Apex.
     """
-    added = SimpleNamespace(
-        wgrad_gemm_accum_fp32=lambda inputs, d, total: add_product(total, d.T, inputs)
-    )
-    layers.fused_weight_gradient_mlp_cuda = added
+
+    def accumulate(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:
+        add_product(total, gradient.T, inputs)
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
+    flags = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")  # megatron's, TE's
     for module in chunk.modules():
-        for fused in (
-            "gradient_accumulation_fusion",
-            "fuse_wgrad_accumulation",
-        ):  # megatron's, Transformer Engine's
-            if hasattr(module, fused):
-                setattr(module, fused, True)
+        for flag in flags:
+            if hasattr(module, flag):
+                setattr(module, flag, True)

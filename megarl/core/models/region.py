@@ -30,11 +30,14 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
+        """The size of the values in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Region(Shape):
+    """A tensor in a file. offset: of its first byte."""
+
     path: Path
     offset: int
 
@@ -51,19 +54,20 @@ class Region(Shape):
         """
         if not self.nbytes:
             return torch.empty(self.shape, dtype=self.dtype)
-        start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
+        position = self.offset % mmap.ALLOCATIONGRANULARITY  # within the mapped part
         with self.path.open("rb") as file:
-            length = self.offset + self.nbytes - start
-            mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
+            mapped = mmap.mmap(
+                file.fileno(),
+                position + self.nbytes,
+                access=mmap.ACCESS_COPY,
+                offset=self.offset - position,
+            )
         mapped.madvise(mmap.MADV_SEQUENTIAL)
-        flat = torch.frombuffer(
-            mapped, dtype=torch.uint8, count=self.nbytes, offset=self.offset - start
-        )
-        if (
-            flat.data_ptr() % self.dtype.itemsize
-        ):  # safetensors aligns to 8 bytes, other writers may not
-            flat = flat.clone()
-        return flat.view(self.dtype).view(self.shape)
+        data = torch.frombuffer(mapped, dtype=torch.uint8, count=self.nbytes, offset=position)
+        # safetensors aligns to 8 bytes, other writers may not
+        if data.data_ptr() % self.dtype.itemsize:
+            data = data.clone()
+        return data.view(self.dtype).view(self.shape)
 
 
 def is_finite(value: Tensor) -> bool:
@@ -74,19 +78,25 @@ def is_finite(value: Tensor) -> bool:
     return bool(smallest.isfinite() and largest.isfinite())
 
 
-def check_finite(value: Tensor, names: Sequence[str], where: Path) -> None:
-    """Raise MegarlError if a value of the tensor made from `names` is infinite or NaN."""
-    if not is_finite(value):
-        which = ", ".join(dict.fromkeys(names))
-        count = int((~value.isfinite()).sum())
-        what = f"{count} of {value.numel()} values of {which} are NaN or infinite"
-        raise MegarlError(f"{where}: {what}; no model works with those, so take another one")
+def check_finite(value: Tensor, names: Sequence[str], path: Path) -> None:
+    """Raise MegarlError if a value of the tensor made from `names` is infinite or NaN.
+    path: named in the error.
+    """
+    if is_finite(value):
+        return
+    text = ", ".join(dict.fromkeys(names))
+    count = int((~value.isfinite()).sum())
+    raise MegarlError(
+        f"{path}: {count} of {value.numel()} values of {text} are NaN or infinite; no model works"
+        " with those, so take another one"
+    )
 
 
 def write_all(descriptor: int, tensor: Tensor, offset: int) -> None:
     """Write the values of a tensor to a file, at this offset."""
-    data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    values = tensor.contiguous().reshape(-1)
+    data = memoryview(values.view(torch.uint8).numpy())
     while data:
         written = os.pwrite(descriptor, data, offset)
         data = data[written:]
-        offset = offset + written
+        offset += written

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 from megarl.core.base import terminal
 from megarl.core.base.architecture import in_directory
-from megarl.core.base.device import here
+from megarl.core.base.device import of_process
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import KEPT_FROM_INPUT, PARITY_ROLLOUTS, ServerAddress
 from megarl.core.base.model_directory import open_served_model
@@ -105,7 +105,7 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
         from sglang.srt.server_args import ServerArgs
         from sglang.srt.utils import kill_process_tree
 
-    app.add_middleware(OwnReplies, place=here())
+    app.add_middleware(OwnReplies, place=of_process())
     handles = recipe.weights.transport == "cuda_ipc"
     model = in_directory(recipe.model.path)
     app.add_middleware(

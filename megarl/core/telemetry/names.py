@@ -259,7 +259,8 @@ def explained(part: str = "") -> str:
     """
     sections = []
     for heading, names in MEANINGS.items():
-        if lines := [f"  {name:<28} {meaning}" for name, meaning in names.items() if part in name]:
+        lines = [f"  {name:<28} {meaning}" for name, meaning in names.items() if part in name]
+        if lines:
             sections.append("\n".join([heading, *lines]))
     return "\n\n".join(sections)
 

@@ -1,8 +1,10 @@
 """torch's profiler over `monitor.profile_steps`, on every rank of the learner; does
 nothing in other steps.
 
-    a step of warm-up ─► first … last ─► RUN/profile/step-0000005-rank-0.json.gz (ui.perfetto.dev)
-                                       └ memory, with a GPU ─► ….pickle (pytorch.org/memory_viz)
+    a step of warm-up ─► first … last ─► RUN/profile/step-0000005-rank-0.json.gz
+                                         for ui.perfetto.dev
+                         with a GPU   ─► ….pickle: its memory, for
+                                         pytorch.org/memory_viz
 
 A step lasts from the end of the previous one to its own end, so it includes publication
 and the wait for its batch. A learner that starts within the window records the rest of
@@ -55,7 +57,9 @@ class Profiler:
         self._folder.mkdir(parents=True, exist_ok=True)
         warmup = int(step < self._first)
         self._first = step + warmup
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._memory else [])]
+        activities = [ProfilerActivity.CPU]
+        if self._memory:
+            activities.append(ProfilerActivity.CUDA)
         self._running = profile(
             activities=activities,
             schedule=schedule(wait=0, warmup=warmup, active=self._end - self._first, repeat=1),

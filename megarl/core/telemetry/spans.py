@@ -1,9 +1,11 @@
 """How a role spends its time, written while it runs: RUN/trace/ROLE.jsonl, read by
 megarl/lab/report/trace.py.
 
-    spans.open, span, timed, event ─► queue ─► flush: one write       nothing per token, and nothing waits for the disk
+    spans.open, span, timed, event ─► queue ─► flush: one write
     ROLE.1.jsonl  the previous part, once ROLE.jsonl exceeds LARGEST_BYTES: at most two
     parts are kept
+
+Nothing is done per token, and nothing waits for the disk.
 
 Times are Unix seconds at the process's start, advanced by its monotonic clock, so that
 roles on several machines are aligned as well as their clocks are, and setting a clock
@@ -98,47 +100,55 @@ class Spans:
         self._failed = False
 
     def write_to(self, path: Path) -> None:
+        """Record spans from now on, to be written to this file."""
         self._life = Life(path.stem, socket.gethostname(), os.getpid(), time.time())
         self._path = path
         self._add(self._life)
 
-    def open(self, on: str, name: str, begin: float, **args: Value) -> None:
+    def open(self, on: str, name: str, start: float, **args: Value) -> None:
         """Record that a span has begun; `span` reports its end."""
-        self._add(Open(on, name, self._offset + begin, args))
+        self._add(Open(on, name, self._offset + start, args))
 
-    def span(self, on: str, name: str, begin: float, end: float, **args: Value) -> None:
-        self._add(Span(on, name, self._offset + begin, self._offset + end, args))
+    def span(self, on: str, name: str, start: float, end: float, **args: Value) -> None:
+        """Record a span that has ended."""
+        self._add(Span(on, name, self._offset + start, self._offset + end, args))
 
     @contextmanager
     def timed(self, on: str, name: str, **args: Value) -> Iterator[None]:
         """Record the time within this context as a span, unless it raises."""
-        begin = time.monotonic()
+        start = time.monotonic()
         yield
-        self.span(on, name, begin, time.monotonic(), **args)
+        self.span(on, name, start, time.monotonic(), **args)
 
     def event(self, on: str, name: str, **args: Value) -> None:
+        """Record something that happens now."""
         self._add(SpanEvent(on, name, self._offset + time.monotonic(), args))
 
     def flush(self) -> None:
         """Write the queued rows. If that fails, spans are lost, but the run goes on."""
-        if (path := self._path) is None:
+        path = self._path
+        if path is None:
             return
         with self._lock:
             data = bytearray()
             while self._rows:
                 data += _encode(self._rows.popleft()) + b"\n"
             try:
-                path.parent.mkdir(exist_ok=True)
-                with opened_jsonl(path) as file:
-                    file.write(data)
-                    full = file.tell() > LARGEST_BYTES
-                if full:
-                    path.replace(path.with_suffix(".1.jsonl"))
-                    self._rows.appendleft(self._life)
+                self._append(path, data)
             except OSError as error:
                 if not self._failed:
                     log.warning("%s: cannot be written, spans are lost: %s", path, error.strerror)
                 self._failed = True
+
+    def _append(self, path: Path, data: bytearray) -> None:
+        """Write to the current part; begin a new one if it is full."""
+        path.parent.mkdir(exist_ok=True)
+        with opened_jsonl(path) as file:
+            file.write(data)
+            is_full = file.tell() > LARGEST_BYTES
+        if is_full:
+            path.replace(path.with_suffix(".1.jsonl"))
+            self._rows.appendleft(self._life)
 
     def _add(self, row: TraceRow) -> None:
         if self._path is not None:

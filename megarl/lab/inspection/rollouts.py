@@ -97,7 +97,7 @@ def _due(state: State, ticket: int) -> int | None:
     """Return the step that trains on a finished ticket; None if that was so long ago
     that it is forgotten.
     """
-    return state.admission.due(ticket) if ticket >= state.admission.first_ticket(0) else None
+    return state.admission.step_of(ticket) if ticket >= state.admission.first_ticket(0) else None
 
 
 def _table(groups: tuple[Group, ...], state: State) -> Table:

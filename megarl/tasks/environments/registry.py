@@ -3,7 +3,7 @@ recipe.
 
 async with bounded.played(prompt):      reset … close
     observation = await bounded.step(turn)
-bounded.told()                          the part of the rollout's record about the episode
+bounded.record()                        the part of the rollout's record about the episode
 
 If another episode brings down the process, the episode goes on in a new one: that is
 given the same turns again, and must reply to them in the same way.
@@ -99,7 +99,7 @@ class Bounded:
             raise self._down(f"gave the reward {verdict.score}")
         return verdict
 
-    def told(self, turns: int, limited: bool) -> Episode:
+    def record(self, turns: int, limited: bool) -> Episode:
         return Episode(
             turns=turns,
             calls=self._calls,

@@ -220,7 +220,7 @@ def test_a_fork_at_a_checkpoint(
     assert state.compute_hours(1e9) == 4.0
     assert state.compute_hours(1e9 + 3600) == 6.0
     for ticket in range(first, first + prompts):
-        assert state.admission.due(state.admission.admit()) == 4
+        assert state.admission.step_of(state.admission.admit()) == 4
         state.admission.finish(ticket)
     assert state.admission.batch(4) == tuple(range(first, first + prompts))
     assert state.admission.next_due() == 5

@@ -3,9 +3,11 @@ their gradients, a chunk at a time.
 
     hidden [n, h] of trained positions only (learner/network.py): prompt tokens and
     padding cost nothing
-    forward    chunk = hidden[rows] x weight[columns]^T ──► reduce: sums [4, n] ──► all-reduce ──► log-prob, entropy [n]
-    backward   the same chunk ──► gradient d [rows, columns] ──┬─► hidden's [rows] += d x weight[columns]
-                                                               └─► weight.main_grad[columns] += d^T x hidden[rows]
+    forward    chunk = hidden[rows] x weight[columns]^T
+               ──► reduce: sums [4, n] ──► all-reduce ──► log-prob, entropy [n]
+    backward   the same chunk ──► gradient d [rows, columns]
+               ──► hidden's [rows] += d x weight[columns]
+               ──► weight.main_grad[columns] += d^T x hidden[rows]
 
 passes.py (torch) has the work on a chunk, as the reference and for CPUs; kernels.py
 (Triton) does the same on a GPU. No tensor of size [n, V/tp] ever exists: the backward
@@ -24,6 +26,7 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,20 +57,20 @@ class _Settings:
     group: dist.ProcessGroup | None
 
     def chunks(self, rows: int) -> Iterator[tuple[slice, slice]]:
+        """Yield the rows and columns of each chunk."""
         height, width = CHUNK
         for row in range(0, rows, height):
+            row_slice = slice(row, min(row + height, rows))
             for column in range(0, self.valid, width):
-                yield (
-                    slice(row, min(row + height, rows)),
-                    slice(column, min(column + width, self.valid)),
-                )
+                yield row_slice, slice(column, min(column + width, self.valid))
 
 
 def passes_on(device: torch.device) -> ModuleType:
     """Return the module for chunks on this device, imported late: Triton looks for a
     GPU's driver, and takes a second.
     """
-    return importlib.import_module(f"{__name__}.{'passes' if device.type == 'cpu' else 'kernels'}")
+    name = "passes" if device.type == "cpu" else "kernels"
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
@@ -79,36 +82,42 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        sums = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
-        sums[0] = LOWEST
+        statistics = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
+        statistics[0] = LOWEST
         passes = passes_on(hidden.device)
         logits = None
         for rows, columns in settings.chunks(len(hidden)):
             logits = None  # frees the previous chunk first
             logits = product(hidden[rows], weight[columns].T, settings.precision)
-            passes.reduce(logits, labels[rows] - columns.start, sums[:, rows], settings.temperature)
-        top, log_total, entropy, label = _over_ranks(
-            sums, (labels >= 0) & (labels < settings.valid), settings
-        )
-        ctx.save_for_backward(hidden, weight, labels, torch.stack([top, log_total, entropy]))
+            positions = labels[rows] - columns.start
+            passes.reduce(logits, positions, statistics[:, rows], settings.temperature)
+        has_label = (labels >= 0) & (labels < settings.valid)
+        totals = _over_ranks(statistics, has_label, settings)
+        saved_totals = torch.stack([totals.top, totals.log_total, totals.entropy])
+        ctx.save_for_backward(hidden, weight, labels, saved_totals)
         ctx.settings = settings
         ctx.logits = logits
-        return label - log_total, entropy
+        return totals.label - totals.log_total, totals.entropy
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, sums = ctx.saved_tensors
-        logits, ctx.logits = ctx.logits, None
+        hidden, weight, labels, totals = ctx.saved_tensors
         settings = ctx.settings
+        logits = ctx.logits
+        ctx.logits = None
         of_loss = torch.stack(upstream)
         passes = passes_on(hidden.device)
         of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         for rows, columns in reversed(list(settings.chunks(len(hidden)))):
             if logits is None:
                 logits = product(hidden[rows], weight[columns].T, settings.precision)
-            place = labels[rows] - columns.start
             d = passes.gradient(
-                logits, place, sums[:, rows], of_loss[:, rows], settings.temperature, weight.dtype
+                logits,
+                labels[rows] - columns.start,
+                totals[:, rows],
+                of_loss[:, rows],
+                settings.temperature,
+                weight.dtype,
             )
             add_product(of_hidden[rows], d, weight[columns])
             add_product(weight.main_grad[columns], d.T, hidden[rows])
@@ -121,26 +130,34 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         return of_hidden.to(hidden.dtype), dropped, None, None
 
 
-def _over_ranks(
-    sums: Tensor, here: Tensor, settings: _Settings
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the highest logit over all ranks' columns, the log of the sum of
-    exponentials, the entropy and the label's logit, all [n]. The second and the last
-    are relative to the first and divided by the temperature. here [n]: whether the
+class _Totals(NamedTuple):
+    """What all columns of a row give, each [n]. log_total and label are relative to the
+    highest logit and divided by the temperature.
+    """
+
+    top: Tensor  # the highest logit
+    log_total: Tensor  # the log of the sum of exponentials
+    entropy: Tensor
+    label: Tensor  # the label's logit
+
+
+def _over_ranks(statistics: Tensor, has_label: Tensor, settings: _Settings) -> _Totals:
+    """Combine the statistics [4, n] of all ranks' columns. has_label [n]: whether the
     label is among this rank's columns.
     """
-    mine, total, spread, label = sums
-    top = mine.clone()
+    own_top, total, spread, label = statistics
+    top = own_top.clone()
     if settings.group is not None:
         dist.all_reduce(top, dist.ReduceOp.MAX, group=settings.group)
-    shift = (mine - top) / settings.temperature
+    shift = (own_top - top) / settings.temperature
     scale = shift.exp()
-    label = torch.where(here, (label - top) / settings.temperature, 0.0)
+    label = torch.where(has_label, (label - top) / settings.temperature, 0.0)
     parts = torch.stack([scale * total, scale * (spread + shift * total), label])
     if settings.group is not None:
         dist.all_reduce(parts, group=settings.group)
-    log_total = parts[0].log()
-    return top, log_total, log_total - parts[1] / parts[0], parts[2]
+    total, spread, label = parts
+    log_total = total.log()
+    return _Totals(top, log_total, log_total - spread / total, label)
 
 
 def logprobs_and_entropy(
@@ -163,12 +180,13 @@ def logprobs_and_entropy(
     gradient of `hidden`. The weight's is added to `weight.main_grad` (float32, as in
     megatron's DDP); what autograd gets for it is meaningless.
     """
-    rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
-    first = rank * len(weight)
+    if group is not None and group.size() == 1:
+        group = None
+    first = 0 if group is None else group.rank() * len(weight)
     settings = _Settings(
         valid=min(max(vocab_size - first, 0), len(weight)),
         temperature=temperature,
         precision=precision,
-        group=group if size > 1 else None,
+        group=group,
     )
     return _LogProbsAndEntropy.apply(hidden, weight, labels - first, settings)

@@ -15,28 +15,28 @@ BLOCK = 2048
 WARPS = 8
 
 
-def reduce(logits: Tensor, labels: Tensor, sums: Tensor, temperature: float) -> None:
+def reduce(logits: Tensor, labels: Tensor, statistics: Tensor, temperature: float) -> None:
     """Do what passes.reduce does, with a program per row."""
     rows, columns = logits.shape
     shape = (columns, logits.stride(0), temperature)
-    _reduce[(rows,)](logits, labels, *sums, *shape, BLOCK=BLOCK, num_warps=WARPS)
+    _reduce[(rows,)](logits, labels, *statistics, *shape, BLOCK=BLOCK, num_warps=WARPS)
 
 
 def gradient(
     logits: Tensor,
     labels: Tensor,
-    sums: Tensor,
+    totals: Tensor,
     upstream: Tensor,
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
     """Do what passes.gradient does, with a program per row and block of columns."""
     rows, columns = logits.shape
-    out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+    d = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
     shape = (columns, logits.stride(0), temperature)
     blocks = (rows, triton.cdiv(columns, BLOCK))
-    _gradient[blocks](logits, out, labels, *sums, *upstream, *shape, BLOCK=BLOCK, num_warps=WARPS)
-    return out
+    _gradient[blocks](logits, d, labels, *totals, *upstream, *shape, BLOCK=BLOCK, num_warps=WARPS)
+    return d
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def _reduce(  # type: ignore[no-untyped-def]
 @triton.jit
 def _gradient(  # type: ignore[no-untyped-def]
     logits,
-    out,
+    gradient,
     labels,
     top,
     log_total,
@@ -86,9 +86,10 @@ def _gradient(  # type: ignore[no-untyped-def]
     inside = column < columns
     x = tl.load(logits + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     log_p = (x - tl.load(top + row)) / temperature - tl.load(log_total + row)
-    one = tl.where(column == tl.load(labels + row), 1.0, 0.0)
+    is_label = tl.where(column == tl.load(labels + row), 1.0, 0.0)
     p = tl.exp(log_p)
-    d = tl.load(of_logprob + row) * (one - p) - tl.load(of_entropy + row) * p * (
-        log_p + tl.load(entropy + row)
-    )
-    tl.store(out + row * stride + column, (d / temperature).to(out.dtype.element_ty), mask=inside)
+    along_logprob = tl.load(of_logprob + row) * (is_label - p)
+    along_entropy = tl.load(of_entropy + row) * p * (log_p + tl.load(entropy + row))
+    d = (along_logprob - along_entropy) / temperature
+    place = gradient + row * stride + column
+    tl.store(place, d.to(gradient.dtype.element_ty), mask=inside)

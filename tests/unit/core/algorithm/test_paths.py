@@ -90,7 +90,7 @@ def test_paths_as_written_out_by_hand() -> None:
         "what the first path trains is masked here"
     )
     assert second.logprobs.tolist() == [0] * 5 + [-0.5] * 3
-    assert second.own == 4
+    assert second.own_start == 4
     assert AGENT.trained_tokens == 6 == first.trained.sum() + second.trained.sum()
 
 

@@ -42,7 +42,7 @@ def test_batches_are_the_oldest_tickets_that_were_not_removed():
     admission.remove(1)
     assert admission.batch(0) == (0, 2)
     assert admission.batch(1) is None  # one is missing
-    assert admission.due(3) == 1
+    assert admission.step_of(3) == 1
     admission.finish(admission.admit())
     assert admission.batch(1) == (3, 4)
     assert admission.unfinished() == []
@@ -76,7 +76,7 @@ def test_a_removed_ticket_is_due_nowhere():
     admission.admit()
     admission.remove(0)
     with pytest.raises(ValueError, match="ticket 0 is not in the queue"):
-        admission.due(0)
+        admission.step_of(0)
 
 
 def test_forgetting_changes_nothing_that_is_still_asked_for():
@@ -92,7 +92,7 @@ def test_forgetting_changes_nothing_that_is_still_asked_for():
         admission.forget(3)
     admission.forget(1)
     assert admission.forgotten == 2
-    assert [admission.due(t) for t in range(3, 9)] == [whole.due(t) for t in range(3, 9)]
+    assert [admission.step_of(t) for t in range(3, 9)] == [whole.step_of(t) for t in range(3, 9)]
     assert admission.batch(1) == whole.batch(1) == (3, 4)
     assert admission.first_ticket(1) == whole.first_ticket(1) == 3
     assert admission.can_admit(1) == whole.can_admit(1)
@@ -271,7 +271,7 @@ class Schedule(RuleBasedStateMachine):
 
     @invariant()
     def due_is_as_defined_and_never_rises(self) -> None:
-        due = {t: self.admission.due(t) for t in self.admission.queue}
+        due = {t: self.admission.step_of(t) for t in self.admission.queue}
         for ticket, step in due.items():
             assert step == due_by_definition(self.records, ticket, self.prompts)
             assert step <= self.last_due.get(ticket, step)

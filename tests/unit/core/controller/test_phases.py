@@ -104,7 +104,7 @@ class World:
         unfinished = self.admission.unfinished()
         now = ControllerView(
             batches=(
-                self.admission.due(unfinished[0])
+                self.admission.step_of(unfinished[0])
                 if unfinished
                 else len(self.admission.queue) // self.prompts
             ),

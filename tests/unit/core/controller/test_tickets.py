@@ -271,13 +271,13 @@ def test_refilled_in_stages_and_interrupted_it_draws_as_if_it_were_not(
         "all of it was graded with"
     )
     assert any(isinstance(r, Removed) for r in found)
-    assert [pipeline.admission.due(g) for g in sorted(g.ticket for g in groups)] == [
+    assert [pipeline.admission.step_of(g) for g in sorted(g.ticket for g in groups)] == [
         n // B for n in range(8 * B)
     ]
     shares = np.mean([a.task == "math" for a in admitted])
     assert abs(shares - 0.75) < 1 / len(admitted)
     assert any(
-        a.due > pipeline.admission.due(a.ticket)
+        a.due > pipeline.admission.step_of(a.ticket)
         for a in admitted
         if a.ticket in pipeline.admission.queue
     ), "some ticket was to be trained later when it was drawn: its budget did not follow"

@@ -279,7 +279,7 @@ def test_an_update_waits_until_what_it_changes_is_written(
     trainer.train_step(sequences(experts=False))
     kept = [tensor.clone() for tensor in state(trainer)]
     may_write = Event()
-    begin = models_checkpoint.begin
+    begin = models_checkpoint.start_save
     norm = trainer.policy.gradient_norm
 
     def begun(*args: Any) -> Any:
@@ -293,7 +293,7 @@ def test_an_update_waits_until_what_it_changes_is_written(
         Timer(0.5, may_write.set).start()
         return norm()
 
-    monkeypatch.setattr(models_checkpoint, "begin", begun)
+    monkeypatch.setattr(models_checkpoint, "start_save", begun)
     monkeypatch.setattr(trainer.policy, "gradient_norm", let_it_write_soon)
     checkpoints = Checkpoints(tmp_path / "run", 1, trainer, tmp_path / "hf")
     checkpoints.save()

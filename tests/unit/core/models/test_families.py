@@ -227,7 +227,7 @@ def test_logits_gradients_and_export_are_those_of_transformers(
 )
 def test_an_expert_of_a_stack_has_a_name_of_its_own(view: SourceView, name: str) -> None:
     """The names by which SGLang's loader takes experts one by one."""
-    assert view.alone == name
+    assert view.separate_name == name
 
 
 PLACES: dict[str, tuple[str, set[str]]] = {

@@ -116,4 +116,4 @@ def test_nccl_on_one_gpu_is_refused_and_the_right_transport_named() -> None:
 
 
 def test_this_process_is_on_this_machine() -> None:
-    assert device.here() == device.of_rank() or torch.cuda.device_count() > 1
+    assert device.of_process() == device.of_rank() or torch.cuda.device_count() > 1

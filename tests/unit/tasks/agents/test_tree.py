@@ -244,7 +244,7 @@ class World:
         segments, paths = self.session.tree.paths()
         left = iter(segments)
         for path, branch in zip(paths_of(segments, paths, int32(())), paths, strict=True):
-            end = path.own
+            end = path.own_start
             assert not path.trained[:end].any()
             for s in [next(left) for _ in range(branch.segments)]:
                 begin = end
