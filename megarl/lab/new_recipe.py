@@ -522,6 +522,7 @@ def _lines(
             yield from _lines(below, inner, f"{dotted}.{below}", reasons, f"{indent}  ")
         return
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
-    line = f"{indent}{key}: {text.removesuffix('...\n').rstrip()}"
+    plain = text.removesuffix("...\n").rstrip()
+    line = f"{indent}{key}: {plain}"
     reason = reasons.get(dotted, "")
     yield f"{line:<{TREE_WIDTH}}  # {reason}" if reason else line
