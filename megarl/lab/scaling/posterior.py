@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -134,7 +134,7 @@ class _Cells(NamedTuple):
         """The determinant of the precision matrix."""
         return self.p00 * self.paa - self.p0a**2
 
-    def at(self, *index: object) -> "_Cells":
+    def at(self, *index: Any) -> "_Cells":
         """Return the same cells of each array."""
         return _Cells(*(values[index] for values in self))
 
