@@ -239,8 +239,8 @@ def _metadata(kind: str, name: str, pid: int, tid: int) -> list[JsonObject]:
     """Return the events that name a process or thread, and set its place."""
     place = {"ph": "M", "pid": pid, "tid": tid, "ts": 0}
     return [
-        place | {"name": f"{kind}_name", "args": {"name": name}},
-        place | {"name": f"{kind}_sort_index", "args": {"sort_index": tid or pid}},
+        {"name": f"{kind}_name", **place, "args": {"name": name}},
+        {"name": f"{kind}_sort_index", **place, "args": {"sort_index": tid or pid}},
     ]
 
 
