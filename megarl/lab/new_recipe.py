@@ -1,9 +1,9 @@
 """`megarl recipes new --model DIR --data FILE`: a short recipe for a model, a set of
 questions and this machine.
 
-    config, template, vocabulary ──► KnownModel ─┐
-    rows, as the model will see them ──► KnownData ├─► keys with their reasons ──► YAML, which `train --dry-run` takes
-    cores, GPUs ──────────────────► Machine ─────┘
+    config, template, vocabulary ──► KnownModel ───┐
+    rows, as the model will see them ──► KnownData ├─► keys with their reasons ──► YAML,
+    cores, GPUs ───────────────────► Machine ──────┘   which `train --dry-run` takes
 
 It has no base, so that no task is inherited. Everything it leaves out is ScaleRL's
 default.
@@ -44,7 +44,7 @@ RATES = (
     (4e9, 1.0e-6, "as scalerl-1gpu, 1.7B"),
     (math.inf, 5.0e-7, "the ScaleRL paper's, for 8B and more"),
 )
-"""(most parameters, learning rate, why)."""
+"""(most parameters, learning rate, reason)."""
 STATE_BYTES = 18
 """Bytes a parameter takes in a learner: weights, FP32 gradients, FP32 weights and the
 two moments of AdamW.
@@ -97,11 +97,14 @@ class KnownData:
 
     @property
     def trained(self) -> int:
+        """Rows that are not held out."""
         return self.rows - self.held_out
 
 
 @dataclass(frozen=True)
 class Machine:
+    """Where the run will be."""
+
     cores: int
     gpus: int
     gpu_bytes: float
@@ -127,48 +130,48 @@ class RecipeKey:
 
     key: str
     value: Any
-    why: str = ""
+    reason: str = ""
 
 
-def new(model: Path, asked: Asked, gpus: int | None, out: Path | None) -> int:
-    """Write the recipe to `out`, or print it. gpus: of another machine; None: this one.
-    MegarlError if model or data cannot be read, or the model is too large for the
+def new(model: Path, options: Asked, gpus: int | None, path: Path | None) -> int:
+    """Write the recipe to `path`, or print it. gpus: of another machine; None: this
+    one. MegarlError if model or data cannot be read, or the model is too large for the
     machine.
     """
-    if out is not None:
-        _check_out(out)
+    if path is not None:
+        _check_path(path)
     read_config(model)  # MegarlError if there is none, with what to do about a GGUF file
     tokenizer = load_tokenizer(model)
-    known = known_model(model, tokenizer)
-    if asked.system and not known.is_chat:
+    properties = known_model(model, tokenizer)
+    if options.system and not properties.is_chat:
         raise MegarlError(f"--system: {model} has no chat template; write it into the prompts")
     machine = this_machine() if gpus is None else another_machine(gpus)
-    data = known_data(known, tokenizer, asked)
-    entries = list(entries_of(known, data, asked, machine))
+    data = known_data(properties, tokenizer, options)
+    entries = list(entries_of(properties, data, options, machine))
     from_tree(tree_of(entries))  # MegarlError if they do not go together
-    text = _text(known, asked, entries)
-    if out is None:
+    text = _text(properties, options, entries)
+    if path is None:
         terminal.say(text, end="")
         return 0
-    write_atomically(out, text.encode())
-    terminal.say(f"{out}: read it, then `megarl train {out} --dry-run`")
+    write_atomically(path, text.encode())
+    terminal.say(f"{path}: read it, then `megarl train {path} --dry-run`")
     return 0
 
 
-def _check_out(out: Path) -> None:
-    if out.exists():
-        raise MegarlError(f"--out: {out} exists already; remove it or give another name")
-    if not out.parent.is_dir():
-        raise MegarlError(f"--out: {out.parent}: no such directory")
+def _check_path(path: Path) -> None:
+    if path.exists():
+        raise MegarlError(f"--out: {path} exists already; remove it or give another name")
+    if not path.parent.is_dir():
+        raise MegarlError(f"--out: {path.parent}: no such directory")
 
 
 def entries_of(
-    model: KnownModel, data: KnownData, asked: Asked, machine: Machine
+    model: KnownModel, data: KnownData, options: Asked, machine: Machine
 ) -> Iterator[RecipeKey]:
     """Yield the keys of the recipe. MegarlError if the model is too large for the
     machine.
     """
-    yield from _of_task(model, data, asked)
+    yield from _of_task(model, data, options)
     yield from _of_lengths(model, data, machine)
     yield from _of_machine(model, data, machine)
 
@@ -207,6 +210,7 @@ def _interruption(end: str, tokenizer: Tokenizer) -> str:
 
 
 def this_machine() -> Machine:
+    """Return what this machine has."""
     import psutil
 
     cores = len(os.sched_getaffinity(0))
@@ -215,51 +219,58 @@ def this_machine() -> Machine:
 
 
 def another_machine(gpus: int) -> Machine:
+    """Return what another machine with so many GPUs is taken to have."""
     return Machine(cores=1, gpus=gpus, gpu_bytes=ASSUMED_GPU_BYTES, memory=math.inf, bf16="")
 
 
-def known_data(model: KnownModel, tokenizer: Tokenizer, asked: Asked) -> KnownData:
+def known_data(model: KnownModel, tokenizer: Tokenizer, options: Asked) -> KnownData:
     """Read all rows, as the model will see them. MegarlError if they cannot be used, or
     none can.
     """
-    rows = Rows(template="chat", system=asked.system) if model.is_chat else Rows()
-    render = renderer(rows, tokenizer)
-    encoded = _encoded(asked.data, asked, render, tokenizer)
-    held_out = _held_out(asked, len(encoded))
-    beside = [] if held_out else _encoded(asked.heldout, asked, render, tokenizer)
-    kinds = Counter(kind_of_answer(one.row.answer) for one in encoded)
-    questions = token_counts([one.row.identity for one in encoded], tokenizer)
-    answers = token_counts([one.row.answer for one in encoded], tokenizer)
-    lengths = tuple(one.length for one in (*encoded, *beside))
-    grader = asked.grader or grader_for(kinds)
-    return KnownData(len(encoded), held_out, lengths, max(questions), max(answers), grader)
+    template = Rows(template="chat", system=options.system) if model.is_chat else Rows()
+    render = renderer(template, tokenizer)
+    rows = _encoded(options.data, options, render, tokenizer)
+    held_out = _held_out(options, len(rows))
+    other_rows = [] if held_out else _encoded(options.heldout, options, render, tokenizer)
+    kinds = Counter(kind_of_answer(encoded.row.answer) for encoded in rows)
+    questions = token_counts([encoded.row.identity for encoded in rows], tokenizer)
+    answers = token_counts([encoded.row.answer for encoded in rows], tokenizer)
+    return KnownData(
+        rows=len(rows),
+        held_out=held_out,
+        prompts=tuple(encoded.length for encoded in (*rows, *other_rows)),
+        longest_question=max(questions),
+        longest_answer=max(answers),
+        grader=options.grader or grader_for(kinds),
+    )
 
 
-def _encoded(source: str, asked: Asked, render: Render, tokenizer: Tokenizer) -> list[EncodedRow]:
+def _encoded(source: str, options: Asked, render: Render, tokenizer: Tokenizer) -> list[EncodedRow]:
     """Read a set as a run of the recipe will, which refuses faults in rows that the
     user can correct.
     """
-    read = reader(asked.mapping, asked.columns)
+    read = reader(options.mapping, options.columns)
     surveyed = survey_of(source, read, refuse=FAULTS if read is read_own else frozenset())
     return list(rows_with_tokens(surveyed, render, tokenizer, MOST_TOKENS))
 
 
-def _held_out(asked: Asked, rows: int) -> int:
+def _held_out(options: Asked, rows: int) -> int:
     """Return how many of the rows are to be held out: none if another set is.
-    MegarlError if too few are left, or none is held out."""
-    if rows < 2 and not asked.heldout:
+    MegarlError if too few are left, or none is held out.
+    """
+    if rows < 2 and not options.heldout:
         raise MegarlError(
-            f"{asked.data}: only one question; at least two are needed, as one is held out"
+            f"{options.data}: only one question; at least two are needed, as one is held out"
         )
-    if not asked.heldout:
+    if not options.heldout:
         return max(1, min(MOST_HELD_OUT, rows // 5))
-    if not re.fullmatch(r"[-+]?[0-9]+", asked.heldout):
+    if not re.fullmatch(r"[-+]?[0-9]+", options.heldout):
         return 0
-    count = int(asked.heldout)
+    count = int(options.heldout)
     if not 1 <= count < rows:
-        what = f"{count} of the {rows:,} rows of {asked.data} cannot be held out"
         raise MegarlError(
-            f"--heldout: {what}; give a number from 1 to {rows - 1:,}, or another set"
+            f"--heldout: {count} of the {rows:,} rows of {options.data} cannot be held out; give a"
+            f" number from 1 to {rows - 1:,}, or another set"
         )
     return count
 
@@ -278,32 +289,32 @@ def _name(source: str) -> str:
     """Return a task's name from its file: data/gsm8k/train.jsonl is gsm8k."""
     path = Path(source)
     stem = path.name.partition(".")[0]
-    chosen = path.parent.name if stem in VAGUE_NAMES and path.parent.name else stem
+    chosen = stem
+    if stem in VAGUE_NAMES and path.parent.name:
+        chosen = path.parent.name
     return re.sub(r"[^A-Za-z0-9_-]+", "-", chosen).strip("-") or "task"
 
 
-def _of_task(model: KnownModel, data: KnownData, asked: Asked) -> Iterator[RecipeKey]:
-    task = f"data.tasks.{_name(asked.data)}"
-    yield RecipeKey("run.name", f"{model.path.resolve().name}-{_name(asked.data)}")
+def _of_task(model: KnownModel, data: KnownData, options: Asked) -> Iterator[RecipeKey]:
+    task = f"data.tasks.{_name(options.data)}"
+    yield RecipeKey("run.name", f"{model.path.resolve().name}-{_name(options.data)}")
     yield RecipeKey("model.path", str(model.path), f"{counted(model.parameters)} parameters")
-    yield RecipeKey(f"{task}.train", asked.data, f"{data.rows:,} prompts")
+    yield RecipeKey(f"{task}.train", options.data, f"{data.rows:,} prompts")
     if data.held_out:
         yield RecipeKey(f"{task}.heldout", data.held_out, "of these, never trained on")
     else:
-        yield RecipeKey(f"{task}.heldout", asked.heldout)
-    yield RecipeKey(
-        f"{task}.grader",
-        data.grader,
-        "" if asked.grader else "by the answers in the file; yours: module:function",
-    )
-    if asked.mapping:
-        yield RecipeKey(f"{task}.mapping", asked.mapping)
-    if asked.columns:
-        yield RecipeKey(f"{task}.columns", dict(column.split("=", 1) for column in asked.columns))
+        yield RecipeKey(f"{task}.heldout", options.heldout)
+    reason = "" if options.grader else "by the answers in the file; yours: module:function"
+    yield RecipeKey(f"{task}.grader", data.grader, reason)
+    if options.mapping:
+        yield RecipeKey(f"{task}.mapping", options.mapping)
+    if options.columns:
+        columns = dict(column.split("=", 1) for column in options.columns)
+        yield RecipeKey(f"{task}.columns", columns)
     if model.is_chat:
         yield RecipeKey(f"{task}.template", "chat", "the model has a chat template")
-    if asked.system:
-        yield RecipeKey(f"{task}.system", asked.system)
+    if options.system:
+        yield RecipeKey(f"{task}.system", options.system)
 
 
 def _of_lengths(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
@@ -311,39 +322,40 @@ def _of_lengths(model: KnownModel, data: KnownData, machine: Machine) -> Iterato
     it writes: the answer's limit is that of the longest question, or four times the
     longest expected answer. MegarlError if all prompts are longer than their limit.
     """
-    most = 2048 if machine.gpus else 512
+    most_tokens = 2048 if machine.gpus else 512
     longest = max(data.prompts)
-    limit = min(most, _rounded(longest, 8))
+    limit = min(most_tokens, _rounded(longest, 8))
     left_out = sum(length > limit for length in data.prompts)
     if left_out == len(data.prompts):
-        what = (
-            f"all {left_out:,} prompts have more than {limit:,} tokens, the shortest"
-            f" {min(data.prompts):,}"
+        raise MegarlError(
+            f"--data: all {left_out:,} prompts have more than {limit:,} tokens, the shortest"
+            f" {min(data.prompts):,}; shorten the questions or --system"
         )
-        raise MegarlError(f"--data: {what}; shorten the questions or --system")
-    why = f"the longest has {longest:,}" + (f"; {left_out:,} are left out" if left_out else "")
-    answer = min(most, max(16, _rounded(max(4 * data.longest_answer, data.longest_question), 16)))
-    yield RecipeKey("length.prompt_tokens", limit, why)
+    reason = f"the longest has {longest:,}"
+    if left_out:
+        reason += f"; {left_out:,} are left out"
+    yield RecipeKey("length.prompt_tokens", limit, reason)
+    yield from _of_thinking(model, machine)
+    answer = _rounded(max(4 * data.longest_answer, data.longest_question), 16)
+    answer_limit = min(most_tokens, max(16, answer))
+    yield RecipeKey("length.answer_tokens", answer_limit, "raise it if many answers are truncated")
+
+
+def _of_thinking(model: KnownModel, machine: Machine) -> Iterator[RecipeKey]:
+    """Yield how the thinking ends, and its limit."""
     if not model.end_of_thinking:
+        reason = "the chat template knows none" if model.is_chat else "a base model"
         yield RecipeKey("length.control", "none")
-        yield RecipeKey(
-            "length.end_of_thinking",
-            "",
-            "the chat template knows none" if model.is_chat else "a base model",
-        )
+        yield RecipeKey("length.end_of_thinking", "", reason)
         yield RecipeKey("length.thinking_tokens", [0, 0], "it does not think")
-    else:
-        budget = 2048 if machine.gpus else 256
-        why = "of the chat template" if model.is_chat else "of the vocabulary"
-        yield RecipeKey("length.end_of_thinking", model.end_of_thinking, why)
-        if model.interruption:
-            yield RecipeKey("length.interruption", model.interruption)
-        yield RecipeKey(
-            "length.thinking_tokens",
-            [budget - budget // 8, budget],
-            "raise it where memory and time allow",
-        )
-    yield RecipeKey("length.answer_tokens", answer, "raise it if many answers are truncated")
+        return
+    budget = 2048 if machine.gpus else 256
+    reason = "of the chat template" if model.is_chat else "of the vocabulary"
+    yield RecipeKey("length.end_of_thinking", model.end_of_thinking, reason)
+    if model.interruption:
+        yield RecipeKey("length.interruption", model.interruption)
+    limits = [budget - budget // 8, budget]
+    yield RecipeKey("length.thinking_tokens", limits, "raise it where memory and time allow")
 
 
 def _rounded(length: int, step: int) -> int:
@@ -358,8 +370,10 @@ def _of_machine(model: KnownModel, data: KnownData, machine: Machine) -> Iterato
         yield from _on_one_gpu(model, data, machine)
     else:
         yield from _on_gpus(model, data, machine)
-    rate, why = next((rate, why) for most, rate, why in RATES if model.parameters <= most)
-    yield RecipeKey("learner.optimizer.lr", rate, why)
+    for most_parameters, rate, reason in RATES:
+        if model.parameters <= most_parameters:
+            yield RecipeKey("learner.optimizer.lr", rate, reason)
+            break
 
 
 def _on_cpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
@@ -368,19 +382,21 @@ def _on_cpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[Re
     """
     needed = (STATE_BYTES + 4) * model.parameters
     if needed > machine.memory:
-        has = f"this machine has no GPU and {machine.memory / 1e9:.0f} GB of memory"
-        takes = f"the state of learner and server alone takes {needed / 1e9:.0f} GB"
         raise MegarlError(
-            f"--model: {model.path}: {takes}, and {has}; take a smaller model, or plan with"
-            " --gpus N"
+            f"--model: {model.path}: the state of learner and server alone takes"
+            f" {needed / 1e9:.0f} GB, and this machine has no GPU and"
+            f" {machine.memory / 1e9:.0f} GB of memory; take a smaller model, or plan with --gpus N"
         )
-    native = machine.bf16 and model.parameters >= NATIVE_BF16_FROM
-    why = f"this CPU computes it with {machine.bf16}" if native else "this CPU would emulate bf16"
-    if machine.bf16 and not native:
-        why = "small enough; the two sides then agree to 1e-5"
+    dtype = "fp32"
+    reason = "this CPU would emulate bf16"
+    if machine.bf16 and model.parameters >= NATIVE_BF16_FROM:
+        dtype = "bf16"
+        reason = f"this CPU computes it with {machine.bf16}"
+    elif machine.bf16:
+        reason = "small enough; the two sides then agree to 1e-5"
     prompts = min(12, data.trained)
     steps = min(100, max(20, -(-data.trained // prompts)))
-    yield RecipeKey("model.dtype", "bf16" if native else "fp32", why)
+    yield RecipeKey("model.dtype", dtype, reason)
     threads = max(min(2, machine.cores), machine.cores // 2)
     yield RecipeKey(
         "resources.threads", threads, f"for each of server and learner, of {machine.cores} cores"
@@ -407,11 +423,8 @@ def _on_one_gpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterato
     yield RecipeKey("weights.bucket_mb", 128)
     yield RecipeKey("serving.memory_fraction", 0.25)
     yield RecipeKey("serving.max_running_requests", 64)
-    yield RecipeKey(
-        "run.steps",
-        min(400, max(40, -(-data.trained // prompts))),
-        "about one pass over the prompts",
-    )
+    steps = min(400, max(40, -(-data.trained // prompts)))
+    yield RecipeKey("run.steps", steps, "about one pass over the prompts")
     yield from _batch(prompts, 8, 8)
     yield RecipeKey("learner.optimizer.warmup_steps", 20)
     yield RecipeKey("learner.microbatch_tokens", 8192)
@@ -419,33 +432,30 @@ def _on_one_gpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterato
 
 
 def _on_gpus(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
-    """Yield a quarter of the GPUs for the learner, as many servers as the others allow."""
+    """Yield a quarter of the GPUs for the learner, and as many servers as the others
+    allow.
+    """
     parallel = next((size for size in (1, 2, 4, 8) if _fits(model, machine, size)), 8)
     _check_state(model, machine, parallel)
     quarter = 1 << int(math.log2(max(1, machine.gpus // 4)))
     ranks = max(parallel, min(MOST_RANKS, quarter))
-    served_by = next(
-        size for size in (1, 2, 4, 8, 16) if 2 * model.parameters / size < machine.gpu_bytes / 2
-    )
-    servers = (machine.gpus - ranks) // served_by
+    sizes = (1, 2, 4, 8, 16)
+    weights = 2 * model.parameters
+    server_gpus = next(size for size in sizes if weights / size < machine.gpu_bytes / 2)
+    servers = (machine.gpus - ranks) // server_gpus
     if servers < 1:
-        what = (
-            f"{ranks} GPUs for the learner and {served_by} for a server are more than"
-            f" {machine.gpus}"
+        raise MegarlError(
+            f"--model: {model.path}: {ranks} GPUs for the learner and {server_gpus} for a server"
+            f" are more than {machine.gpus}; take a smaller model or more GPUs"
         )
-        raise MegarlError(f"--model: {model.path}: {what}; take a smaller model or more GPUs")
-    yield RecipeKey(
-        "model.tensor_parallel",
-        parallel,
-        "the least that holds the state; `megarl plan` finds the fastest",
-    )
+    reason = "the least that holds the state; `megarl plan` finds the fastest"
+    yield RecipeKey("model.tensor_parallel", parallel, reason)
     yield RecipeKey("resources.learner_ranks", ranks)
     yield RecipeKey("resources.servers", servers)
-    yield RecipeKey("resources.server_tensor_parallel", served_by)
+    yield RecipeKey("resources.server_tensor_parallel", server_gpus)
     yield RecipeKey("run.steps", 400)
-    yield from _batch(
-        48, 16, 8
-    )  # a prompt may be drawn again: a small set is no reason for another batch
+    # A prompt may be drawn again: a small set is no reason for another batch.
+    yield from _batch(48, 16, 8)
 
 
 def _fits(model: KnownModel, machine: Machine, parallel: int) -> bool:
@@ -456,12 +466,10 @@ def _check_state(model: KnownModel, machine: Machine, parallel: int) -> None:
     """Raise MegarlError if the learner's state does not fit so many GPUs."""
     if not _fits(model, machine, parallel):
         state = STATE_BYTES * model.parameters / 1e9
-        have = f"{parallel} GPUs of {machine.gpu_bytes / 1e9:.0f} GB do not hold it"
-        advice = (
-            "take a smaller model or more GPUs; `megarl plan` tries pipeline and expert parallelism"
-        )
         raise MegarlError(
-            f"--model: {model.path}: the learner's state takes {state:.0f} GB, and {have}; {advice}"
+            f"--model: {model.path}: the learner's state takes {state:.0f} GB, and {parallel} GPUs"
+            f" of {machine.gpu_bytes / 1e9:.0f} GB do not hold it; take a smaller model or more"
+            " GPUs; `megarl plan` tries pipeline and expert parallelism"
         )
 
 
@@ -485,18 +493,18 @@ def tree_of(entries: Sequence[RecipeKey]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for entry in entries:
         *sections, last = entry.key.split(".")
-        here = tree
+        section_tree = tree
         for section in sections:
-            here = here.setdefault(section, {})
-        here[last] = entry.value
+            section_tree = section_tree.setdefault(section, {})
+        section_tree[last] = entry.value
     return tree
 
 
-def _text(model: KnownModel, asked: Asked, entries: Sequence[RecipeKey]) -> str:
+def _text(model: KnownModel, options: Asked, entries: Sequence[RecipeKey]) -> str:
     """Return the text of the recipe file."""
-    reasons = {entry.key: entry.why for entry in entries}
+    reasons = {entry.key: entry.reason for entry in entries}
     lines = [
-        f"# {model.path.resolve().name} on {asked.data}, written by `megarl recipes new`.",
+        f"# {model.path.resolve().name} on {options.data}, written by `megarl recipes new`.",
         "# What is not here is ScaleRL's default; `megarl recipes show FILE` shows all of it.",
     ]
     for section, keys in tree_of(entries).items():
@@ -513,9 +521,8 @@ def _lines(
         for below, inner in value.items():
             yield from _lines(below, inner, f"{dotted}.{below}", reasons, f"{indent}  ")
         return
-    shown = (
-        yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").rstrip()
-    )
-    line = f"{indent}{key}: {shown}"
-    why = reasons.get(dotted, "")
-    yield f"{line:<{TREE_WIDTH}}  # {why}" if why else line
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+    plain = text.removesuffix("...\n").rstrip()
+    line = f"{indent}{key}: {plain}"
+    reason = reasons.get(dotted, "")
+    yield f"{line:<{TREE_WIDTH}}  # {reason}" if reason else line

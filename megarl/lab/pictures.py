@@ -37,12 +37,10 @@ def embedded(data: object) -> Markup:
 
 def write_page(template: Path, target: Path, **parts: str | Markup) -> None:
     """Write a page, completely or not at all. Parts that are not Markup are escaped."""
-    page = string.Template(template.read_text()).substitute(
-        {name: escape(part) for name, part in parts.items()}
-    )
-    write_atomically(
-        target, page.encode(errors="replace")
-    )  # JSON can hold half a surrogate pair, which is not UTF-8
+    escaped = {name: escape(part) for name, part in parts.items()}
+    page = string.Template(template.read_text()).substitute(escaped)
+    # JSON can hold half a surrogate pair, which is not UTF-8.
+    write_atomically(target, page.encode(errors="replace"))
 
 
 BLUE = "#2563a8"
@@ -95,10 +93,8 @@ def drawing(
         figure = Figure(figsize=size, layout="constrained")
         if title:
             figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
-        yield (
-            figure,
-            list(figure.subplots(rows, columns, sharex=sharex, sharey=sharey, squeeze=False).flat),
-        )
+        panels = figure.subplots(rows, columns, sharex=sharex, sharey=sharey, squeeze=False)
+        yield figure, list(panels.flat)
 
 
 FEW_DECADES = 2.0
@@ -140,7 +136,8 @@ def rendered(figure: "Figure", kind: str, dpi: int = 130) -> bytes:
     """
     _spell_out(figure)
     data = io.BytesIO()
-    figure.savefig(data, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None)
+    metadata = {"Date": None} if kind == "svg" else None
+    figure.savefig(data, format=kind, dpi=dpi, metadata=metadata)
     return data.getvalue()
 
 
@@ -151,6 +148,7 @@ def save(figure: "Figure", path_without_suffix: Path, dpi: int = 130) -> list[Pa
     figure.set_layout_engine("none")  # laid out once, not again for each format
     written = []
     for kind in ("png", "svg"):
-        written.append(path_without_suffix.with_name(f"{path_without_suffix.name}.{kind}"))
-        write_atomically(written[-1], rendered(figure, kind, dpi))
+        path = path_without_suffix.with_name(f"{path_without_suffix.name}.{kind}")
+        write_atomically(path, rendered(figure, kind, dpi))
+        written.append(path)
     return written

@@ -1,10 +1,10 @@
 """`megarl sft`: a supervised warm start with the learner's own step: cross-entropy on
 the tokens that the model should write.
 
-sft.data ──► traces ──shuffled epochs──► batches of sft.batch_tokens ──► Trainer.train_step ──► model.path (Hugging Face)
-                                                                              │ ▲
-                                           model.path.unfinished/  checkpoints, and the
-                                           settings used for them
+    sft.data ─► traces ─shuffled epochs─► batches of sft.batch_tokens
+             ─► Trainer.train_step ─► model.path (Hugging Face)
+                    │ ▲
+             model.path.unfinished/  checkpoints, and the settings used for them
 
 On a signal it finishes the step, saves and exits with 128 + signal. The same command
 continues with the same steps.
@@ -68,11 +68,14 @@ def main(recipe: Recipe) -> int:
         "run.seed": recipe.run.seed,
         "data.decontaminate": recipe.data.model_dump(mode="json")["decontaminate"],
     }
-    begun_with = json.loads(file.read_text()) if (file := unfinished / SETTINGS).exists() else None
-    if complete(unfinished) and begun_with != settings:
-        advice = "remove it to start over, or name another model.path"
+    settings_file = unfinished / SETTINGS
+    earlier_settings = None
+    if settings_file.exists():
+        earlier_settings = json.loads(settings_file.read_text())
+    if complete(unfinished) and earlier_settings != settings:
         raise MegarlError(
-            f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); {advice}"
+            f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); remove"
+            " it to start over, or name another model.path"
         )
     if not is_rank() and devices.gpus():
         os.environ |= kernel_order(recipe, devices.capabilities())
@@ -82,55 +85,49 @@ def main(recipe: Recipe) -> int:
     leader = os.environ.get("RANK", "0") == "0"
     with lock(unfinished, "megarl sft", "model.path") if leader else nullcontext():
         if leader:
-            write_atomically(file, json.dumps(settings, indent=1).encode())
+            write_atomically(settings_file, json.dumps(settings, indent=1).encode())
         return run(recipe, unfinished)
 
 
 def run(recipe: Recipe, unfinished: Path) -> int:
+    """Make the warm start, from its latest checkpoint in `unfinished`; return 0, or 128
+    + the signal that ended it.
+    """
     outlive_screen()
     # No other role is running yet, so the learner can use all cores.
-    torch.set_num_threads(
-        max(
-            recipe.resources.threads, len(os.sched_getaffinity(0)) // recipe.resources.learner_ranks
-        )
-    )
+    cores = len(os.sched_getaffinity(0)) // recipe.resources.learner_ranks
+    torch.set_num_threads(max(recipe.resources.threads, cores))
     parallel.start(recipe.model, recipe.run.seed, RANKS_LIMIT_S)
     if dist.get_rank() == 0:
         start_logging("warm start")
-    sft, init = recipe.sft, Path(recipe.sft.init)
+    sft = recipe.sft
+    init = Path(sft.init)
     trainer = Trainer(recipe, init, supervised=True)
     checkpoints = Checkpoints(unfinished, 1, trainer, init)
     checkpoints.load_latest()
-    most = min(
-        MAX_TOKENS, in_directory(init).context
-    )  # a model has no trained positions beyond its context
-    traces = load_traces(sft.data, load_tokenizer(init), recipe.data.decontaminate, most)
+    # A model has no trained positions beyond its context.
+    limit = min(MAX_TOKENS, in_directory(init).context)
+    traces = load_traces(sft.data, load_tokenizer(init), recipe.data.decontaminate, limit)
     check_same(traces, unfinished, trainer.step)
     tokens = sum(len(trace.tokens) for trace in traces)
-    passes = sft.steps * sft.batch_tokens / tokens
     log.info(
         "the traces have %d tokens, and sft.steps=%d go through them about %.3g times",
         tokens,
         sft.steps,
-        passes,
+        sft.steps * sft.batch_tokens / tokens,
     )
     longest = max(len(trace.tokens) for trace in traces)
     microbatch_size.settle(trainer, longest, sft.batch_tokens, unfinished / "microbatch.json")
+    source = batches(traces, sft.batch_tokens, recipe.run.seed)
     with stop_requests() as stop_request:
-        asked = train(
-            trainer,
-            batches(traces, sft.batch_tokens, recipe.run.seed),
-            checkpoints,
-            recipe,
-            stop_request,
-        )
-        if not asked:
+        signal = train(trainer, source, checkpoints, recipe, stop_request)
+        if not signal:
             trainer.policy.gather_weights()
             hf.save(trainer.policy.chunks, trainer.policy.family, init, Path(recipe.model.path))
             if dist.get_rank() == 0:
                 shutil.rmtree(unfinished)
     parallel.stop()
-    return 128 + asked if asked else 0
+    return 128 + signal if signal else 0
 
 
 def check_same(traces: Sequence[Trace], unfinished: Path, step: int) -> None:
@@ -138,14 +135,14 @@ def check_same(traces: Sequence[Trace], unfinished: Path, step: int) -> None:
     traces. Else note what these are.
     """
     file = unfinished / TRACES
-    now = digest_of(part.tobytes() for t in traces for part in (t.tokens, t.learnt))
-    if step and file.exists() and file.read_text() != now:
-        advice = "put back what was there, or remove the directory to start over"
+    digest = digest_of(part.tobytes() for trace in traces for part in (trace.tokens, trace.learnt))
+    if step and file.exists() and file.read_text() != digest:
         raise MegarlError(
-            f"{unfinished}: a warm start with other traces (sft.data) was begun there; {advice}"
+            f"{unfinished}: a warm start with other traces (sft.data) was begun there; put back"
+            " what was there, or remove the directory to start over"
         )
     if dist.get_rank() == 0:
-        write_atomically(file, now.encode())
+        write_atomically(file, digest.encode())
 
 
 def train(
@@ -158,47 +155,32 @@ def train(
     """Run the remaining steps, with a progress bar on rank 0; return 0, or the signal
     on which all ranks saved and stopped.
     """
-    now = TextColumn("{task.fields[now]}")
-    columns = (
-        TextColumn("warm start"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        now,
-    )
-    begun = trainer.step
+    first_step = trainer.step
     steps = recipe.sft.steps
     losses: list[float] = []
-    others = dist.get_rank() != 0
-    with Progress(*columns, console=terminal.console(quiet=others), disable=others) as progress:
+    with _progress() as progress:
         say = progress.console.print
-        task = progress.add_task("sft", total=steps, completed=begun, now="")
-        for batch in islice(source, begun, steps):
-            begin = time.monotonic()
+        task = progress.add_task("sft", total=steps, completed=first_step, latest="")
+        for batch in islice(source, first_step, steps):
+            start = time.monotonic()
             losses.append(trainer.train_step(batch).get("loss", float("nan")))
-            speed = sum(map(len, batch)) / (time.monotonic() - begin)
-            progress.update(task, advance=1, now=f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s")
-            if trainer.skipped_in_row >= MOST_SKIPPED:
-                what = (
-                    "loss or gradient was not finite; look at sft.init, lower sft.optimizer.lr or"
-                    " set another model.dtype"
-                )
-                first = trainer.step - MOST_SKIPPED + 1
-                raise MegarlError(
-                    f"steps {first} to {trainer.step} of {steps} were skipped: {what}"
-                )
+            speed = sum(map(len, batch)) / (time.monotonic() - start)
+            latest = f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s"
+            progress.update(task, advance=1, latest=latest)
+            _refuse_skipped(trainer, steps)
             checkpoints.poll()
-            asked = max(gathered(stop_request.signal))
-            due = asked or trainer.step % recipe.checkpoint.every == 0 or checkpoints.failures
-            if trainer.step < steps and due:
-                checkpoints.save()
-            if asked and trainer.step < steps:
-                checkpoints.finish()
-                say(
-                    f"warm start: saved after step {trainer.step} of {steps}; the same command"
-                    " continues"
-                )
-                return asked
+            signal = max(gathered(stop_request.signal))
+            if trainer.step < steps:
+                is_regular = trainer.step % recipe.checkpoint.every == 0
+                if signal or is_regular or checkpoints.failures:
+                    checkpoints.save()
+                if signal:
+                    checkpoints.finish()
+                    say(
+                        f"warm start: saved after step {trainer.step} of {steps}; the same command"
+                        " continues"
+                    )
+                    return signal
         checkpoints.poll(blocking=True)  # one that could not be written is no longer needed
         if skipped := trainer.scaler_skipped_steps:
             say(
@@ -207,9 +189,33 @@ def train(
             )
         say(
             f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token in steps"
-            f" {begun + 1} to {steps}"
+            f" {first_step + 1} to {steps}"
         )
     return 0
+
+
+def _progress() -> Progress:
+    """Return a progress bar, which only rank 0 draws."""
+    is_silent = dist.get_rank() != 0
+    return Progress(
+        TextColumn("warm start"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[latest]}"),
+        console=terminal.console(quiet=is_silent),
+        disable=is_silent,
+    )
+
+
+def _refuse_skipped(trainer: Trainer, steps: int) -> None:
+    """Raise MegarlError if too many steps in a row were skipped."""
+    if trainer.skipped_in_row >= MOST_SKIPPED:
+        first = trainer.step - MOST_SKIPPED + 1
+        raise MegarlError(
+            f"steps {first} to {trainer.step} of {steps} were skipped: loss or gradient was not"
+            " finite; look at sft.init, lower sft.optimizer.lr or set another model.dtype"
+        )
 
 
 def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[list[TrainSequence]]:
@@ -219,8 +225,7 @@ def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[l
     """
     batch: list[Trace] = []
     tokens = 0
-    shuffled = (np.random.default_rng([seed, epoch]).permutation(len(traces)) for epoch in count())
-    for trace in (traces[i] for order in shuffled for i in order):
+    for trace in _endless(traces, seed):
         if batch and tokens + len(trace.tokens) > batch_tokens:
             yield _sequences(batch)
             batch = []
@@ -229,16 +234,23 @@ def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[l
         tokens += len(trace.tokens)
 
 
+def _endless(traces: Sequence[Trace], seed: int) -> Iterator[Trace]:
+    """Yield the traces of one epoch after the other, each in an order of its own."""
+    for epoch in count():
+        for i in np.random.default_rng([seed, epoch]).permutation(len(traces)):
+            yield traces[i]
+
+
 def _sequences(traces: Sequence[Trace]) -> list[TrainSequence]:
-    weight = np.float32(1 / sum(int(t.learnt.sum()) for t in traces))
+    weight = np.float32(1 / sum(int(trace.learnt.sum()) for trace in traces))
     return [
         TrainSequence(
             ticket=i,
             sample=0,
-            tokens=t.tokens,
-            behaviour_logprobs=np.zeros(len(t.tokens), np.float32),
-            loss_weight=t.learnt * weight,
+            tokens=trace.tokens,
+            behaviour_logprobs=np.zeros(len(trace.tokens), np.float32),
+            loss_weight=trace.learnt * weight,
             advantage=0.0,
         )
-        for i, t in enumerate(traces)
+        for i, trace in enumerate(traces)
     ]

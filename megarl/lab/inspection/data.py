@@ -1,7 +1,8 @@
 """`megarl data inspect`: lengths, difficulties, answer types and samples of a source,
 or of a recipe's tasks and traces.
 
-inspect ─► survey of a source ─[look]─► Seen: statistics of a prompt set, 16 bytes per row and a few samples ─► show
+    inspect ─► survey of a source ─[look]─► PromptStatistics, 16 bytes per row and a few
+    samples ─► show
 """
 
 import json
@@ -80,7 +81,7 @@ def kind_of_answer(text: str) -> str:
 
 
 @dataclass
-class Seen:
+class PromptStatistics:
     """Statistics of a prompt set. samples: rows to show; lengths, answers: tokens or
     characters; sampled: hash, number, row; formulas: the answers that are not plainly
     numbers, with their frequencies.
@@ -101,16 +102,12 @@ class Seen:
         self.difficulties[row.difficulty] += 1
         kind = SEVERAL if row.alternatives else kind_of_answer(row.answer)
         self.kinds[kind] += 1
-        is_record = row.answer.startswith(
-            '{"'
-        )  # such as unit tests, which no grader reads as mathematics
+        # Such as unit tests, which no grader reads as mathematics.
+        is_record = row.answer.startswith('{"')
         if not is_record and not is_plain(row.answers):
             self.formulas[row.answers] += 1
-        entry = (
-            digest(f"sample/{row.id}"),
-            len(self.lengths),
-            row,
-        )  # the smallest hashes give the same sample each time
+        # The smallest hashes give the same sample each time.
+        entry = (digest(f"sample/{row.id}"), len(self.lengths), row)
         self.sampled = nsmallest(self.samples, [*self.sampled, entry])
 
 
@@ -128,8 +125,10 @@ def inspect(
     console = terminal.console()
     if not is_source(source):
         if mapping or columns:
-            why = "not with a recipe, whose tasks have them (data.tasks.NAME.mapping, .columns)"
-            raise MegarlError(f"--mapping, --column: {why}")
+            raise MegarlError(
+                "--mapping, --column: not with a recipe, whose tasks have them"
+                " (data.tasks.NAME.mapping, .columns)"
+            )
         _inspect_recipe(load(source, overrides), tokenizer, samples, console)
         return 0
     counter = load_tokenizer(tokenizer) if tokenizer else None
@@ -137,8 +136,9 @@ def inspect(
         _inspect_traces(source, counter, samples, [], console)
         return 0
     surveyed = survey(source, reader(mapping, columns))
-    seen, _ = look(surveyed, transcript, counter, samples, console)
-    show(source, seen, console, "tokens" if counter else "characters", None, transcript)
+    statistics, _ = look(surveyed, transcript, counter, samples, console)
+    unit = "tokens" if counter else "characters"
+    show(source, statistics, console, unit, None, transcript)
     return 0
 
 
@@ -158,13 +158,13 @@ def reader(mapping: str, columns: Sequence[str]) -> Reader:
     """
     if mapping and mapping not in MAPPINGS:
         raise MegarlError(f"--mapping: {mapping!r} is not one of {', '.join(MAPPINGS)}")
-    given = dict(column.partition("=")[::2] for column in columns)
-    for name, path in given.items():
+    paths = dict(column.partition("=")[::2] for column in columns)
+    for name, path in paths.items():
         if name not in get_args(ColumnName) or not path:
             raise MegarlError(
                 f"--column: write FIELD=COLUMN, with a field of {', '.join(get_args(ColumnName))}"
             )
-    return mapping_of(mapping, cast(dict[ColumnName, str], given))
+    return mapping_of(mapping, cast(dict[ColumnName, str], paths))
 
 
 def _inspect_recipe(recipe: Recipe, model: Path | None, samples: int, console: Console) -> None:
@@ -177,14 +177,14 @@ def _inspect_recipe(recipe: Recipe, model: Path | None, samples: int, console: C
         read = mapping_of(task.mapping, task.columns)
         render = renderer(task, tokenizer)
         split = task.heldout if isinstance(task.heldout, int) else 0
-        train, heldout = look(
-            survey(task.train, read, split, evaluation), render, tokenizer, samples, console
-        )
+        surveyed = survey(task.train, read, split, evaluation)
+        train, heldout = look(surveyed, render, tokenizer, samples, console)
         if isinstance(task.heldout, str):
             heldout, _ = look(survey(task.heldout, read), render, tokenizer, samples, console)
-        for part, seen in (("train", train), ("heldout", heldout)):
-            limit = recipe.length.prompt_tokens
-            show(f"{name}.{part}", seen, console, "tokens", limit, render, task.grader)
+        limit = recipe.length.prompt_tokens
+        for part, statistics in (("train", train), ("heldout", heldout)):
+            title = f"{name}.{part}"
+            show(title, statistics, console, "tokens", limit, render, task.grader)
     if recipe.sft.data and problem(recipe.sft.data) is None:
         _inspect_traces(recipe.sft.data, tokenizer, samples, recipe.data.decontaminate, console)
 
@@ -198,14 +198,11 @@ def _inspect_traces(
 ) -> None:
     """Print traces as `megarl sft` would use them."""
     surveyed = survey(source, spoken, evaluation=overlap_with(decontaminate), repeats=True)
-    seen, _ = look(
-        surveyed if tokenizer is None else templated(surveyed, tokenizer),
-        None,
-        tokenizer,
-        samples,
-        console,
-    )
-    show(source, seen, console, "tokens" if tokenizer else "characters", MAX_TOKENS, None)
+    if tokenizer is not None:
+        surveyed = templated(surveyed, tokenizer)
+    statistics, _ = look(surveyed, None, tokenizer, samples, console)
+    unit = "tokens" if tokenizer else "characters"
+    show(source, statistics, console, unit, MAX_TOKENS, None)
 
 
 def look(
@@ -214,15 +211,15 @@ def look(
     tokenizer: Tokenizer | None,
     samples: int,
     console: Console,
-) -> tuple[Seen, Seen]:
+) -> tuple[PromptStatistics, PromptStatistics]:
     """Print which rows are left out; return statistics of the training rows and the
     held-out ones. render: None for traces.
     """
-
     counts = surveyed.left_out.counts
     left_out = f"{counts.total():,}" if counts else "none"
-    again = f"; {surveyed.repeats:,} repeat an earlier one" if surveyed.repeats else ""
-    text = f"{surveyed.source}: {len(surveyed.is_kept):,} rows, {left_out} left out{again}"
+    text = f"{surveyed.source}: {len(surveyed.is_kept):,} rows, {left_out} left out"
+    if surveyed.repeats:
+        text += f"; {surveyed.repeats:,} repeat an earlier one"
     console.print(text, markup=False, soft_wrap=True)
     if counts:
         columns = (
@@ -232,31 +229,37 @@ def look(
         )
         table = Table(*columns, box=None, padding=(0, 2), pad_edge=False)
         for reason, count in counts.most_common():
-            number, what = surveyed.left_out.first[reason][0]
-            table.add_row(Text(reason), f"{count:,}", Text(_shortened(f"{number}: {what}", 100)))
+            number, detail = surveyed.left_out.first[reason][0]
+            first = Text(_shortened(f"{number}: {detail}", 100))
+            table.add_row(Text(reason), f"{count:,}", first)
         console.print(table)
     return _statistics(surveyed, render, tokenizer, samples)
 
 
 def _statistics(
     surveyed: Survey, render: Render | None, tokenizer: Tokenizer | None, samples: int
-) -> tuple[Seen, Seen]:
-    seen = Seen(samples), Seen(samples)
+) -> tuple[PromptStatistics, PromptStatistics]:
+    """Return statistics of the training rows and the held-out ones."""
+    parts = PromptStatistics(samples), PromptStatistics(samples)
     if tokenizer is None:
         for row, is_held_out in chosen(surveyed):
-            seen[is_held_out].add(row, len((render or prompt_text)(row)), len(row.answer))
+            parts[is_held_out].add(row, len((render or prompt_text)(row)), len(row.answer))
     elif render is None:
-        for part in in_parts(
-            chosen(surveyed), lambda pair: len(pair[0].prompt) + len(pair[0].answer)
-        ):
-            prompts = token_counts([row.prompt for row, _ in part], tokenizer)
-            answers = token_counts([row.answer for row, _ in part], tokenizer)
-            for (row, is_held_out), prompt, answer in zip(part, prompts, answers, strict=True):
-                seen[is_held_out].add(row, prompt, answer)
+        for batch in in_parts(chosen(surveyed), _characters):
+            prompts = token_counts([row.prompt for row, _ in batch], tokenizer)
+            answers = token_counts([row.answer for row, _ in batch], tokenizer)
+            for (row, is_held_out), prompt, answer in zip(batch, prompts, answers, strict=True):
+                parts[is_held_out].add(row, prompt, answer)
     else:
         for encoded in rows_with_tokens(surveyed, render, tokenizer, MOST_TOKENS):
-            seen[encoded.is_held_out].add(encoded.row, encoded.length, len(encoded.row.answer))
-    return seen
+            row = encoded.row
+            parts[encoded.is_held_out].add(row, encoded.length, len(row.answer))
+    return parts
+
+
+def _characters(chosen_row: tuple[PromptRow, bool]) -> int:
+    row, _ = chosen_row
+    return len(row.prompt) + len(row.answer)
 
 
 def token_counts(texts: Sequence[str], tokenizer: Tokenizer) -> list[int]:
@@ -266,24 +269,28 @@ def token_counts(texts: Sequence[str], tokenizer: Tokenizer) -> list[int]:
     too_long = [tokenizer.least_tokens(len(text)) > MOST_TOKENS for text in texts]
     short = [text for text, skipped in zip(texts, too_long, strict=True) if not skipped]
     encoded = iter(tokenizer.encode_all(short))
-    return [
-        tokenizer.least_tokens(len(text)) if skipped else len(next(encoded))
-        for text, skipped in zip(texts, too_long, strict=True)
-    ]
+    counts = []
+    for text, skipped in zip(texts, too_long, strict=True):
+        if skipped:
+            counts.append(tokenizer.least_tokens(len(text)))
+        else:
+            counts.append(len(next(encoded)))
+    return counts
 
 
-def _unread(seen: Seen, unread: Collection[Accepted]) -> str:
-    count = sum(seen.formulas[answers] for answers in unread)
-    first = (" or ".join(answers) for answers in seen.formulas if answers in unread)
+def _unread(statistics: PromptStatistics, unread: Collection[Accepted]) -> str:
+    """Say how many answers no grader can read."""
+    count = sum(statistics.formulas[answers] for answers in unread)
+    texts = (" or ".join(answers) for answers in statistics.formulas if answers in unread)
     return (
-        f"{described(count, len(seen.lengths), first)}: only the same text is right"
+        f"{described(count, len(statistics.lengths), texts)}: only the same text is right"
         " (data.unreadable)"
     )
 
 
 def show(
     name: str,
-    seen: Seen,
+    statistics: PromptStatistics,
     console: Console,
     unit: str,
     limit: int | None,
@@ -293,55 +300,67 @@ def show(
     """Print one prompt set, or traces if render is None. limit: the most tokens in a
     prompt or trace that is used.
     """
-    if not seen.lengths:
+    if not statistics.lengths:
         console.print(Text.assemble((name, "bold"), ": no rows"))
         return
-    prompts = np.array(seen.lengths)
-    answers = np.array(seen.answers)
+    prompts = np.array(statistics.lengths)
+    answers = np.array(statistics.answers)
     parts = [_lengths_view("prompts", prompts, unit)]
     if render:
-        what = f"length.prompt_tokens={limit}"
-        used = prompts
-        many = len(seen.difficulties) > BARS + 2
-        difficulties = [(str(value), count) for value, count in sorted(seen.difficulties.items())]
-        parts.append(_lengths_view("answers", answers, "characters"))
-        parts.append(_bars("answer types", seen.kinds.most_common()))
-        if in_json := seen.kinds[JSON_LIST]:
-            parts.append(Text(f"{in_json:,} answers are {ONE_ANSWER}", style="yellow"))
-        if grader == "math" and (unread := unreadable(seen.formulas)):
-            parts.append(Text(_unread(seen, unread), style="yellow"))
-        parts.append(
-            _bars("difficulty", _in_steps(seen.difficulties, BARS) if many else difficulties)
-        )
+        rows_name = "rows"
+        limit_name = f"length.prompt_tokens={limit}"
+        tokens = prompts
+        parts += _answer_views(statistics, answers, grader)
     else:
-        what = f"{limit} tokens"
-        used = prompts + answers + 1  # and the end token
+        rows_name = "traces"
+        limit_name = f"{limit} tokens"
+        tokens = prompts + answers + 1  # and the end token
         parts.append(_lengths_view("completions", answers, unit))
     if limit is not None and unit == "tokens":
-        over = int((used > limit).sum())
-        parts.append(
-            Text(f"{over:,} longer than {what}: left out", style="yellow" if over else "dim")
-        )
-    _framed(f"{len(prompts):,} {'rows' if render else 'traces'} · {name}", Group(*parts), console)
-    for _, _, row in seen.sampled:
+        too_long = int((tokens > limit).sum())
+        style = "yellow" if too_long else "dim"
+        parts.append(Text(f"{too_long:,} longer than {limit_name}: left out", style=style))
+    _framed(f"{len(prompts):,} {rows_name} · {name}", Group(*parts), console)
+    for _, _, row in statistics.sampled:
         text = Text(_shortened((render or prompt_text)(row), SHOWN_TEXT))
         text.append(f"\n→ {_shortened(' or '.join(row.answers), SHOWN_TEXT)}", style="green")
-        _framed(
-            f"{printable(row.id)} · difficulty {row.difficulty}" if render else "", text, console
-        )
+        title = f"{printable(row.id)} · difficulty {row.difficulty}" if render else ""
+        _framed(title, text, console)
 
 
-def _framed(title: str, shown: RenderableType, console: Console) -> None:
-    console.print(Panel(shown, title=Text(title), title_align="left", border_style="dim"))
+def _answer_views(
+    statistics: PromptStatistics, answers: np.ndarray, grader: str
+) -> list[RenderableType]:
+    """Return views of answers and difficulties. answers: lengths in characters."""
+    parts = [
+        _lengths_view("answers", answers, "characters"),
+        _bars("answer types", statistics.kinds.most_common()),
+    ]
+    if in_json := statistics.kinds[JSON_LIST]:
+        parts.append(Text(f"{in_json:,} answers are {ONE_ANSWER}", style="yellow"))
+    if grader == "math" and (unread := unreadable(statistics.formulas)):
+        parts.append(Text(_unread(statistics, unread), style="yellow"))
+    counts = statistics.difficulties
+    difficulties = [(str(value), count) for value, count in sorted(counts.items())]
+    if len(counts) > BARS + 2:
+        difficulties = _in_steps(counts, BARS)
+    parts.append(_bars("difficulty", difficulties))
+    return parts
+
+
+def _framed(title: str, content: RenderableType, console: Console) -> None:
+    console.print(Panel(content, title=Text(title), title_align="left", border_style="dim"))
 
 
 def _lengths_view(name: str, lengths: np.ndarray, unit: str) -> RenderableType:
-    at = {"shortest": 0, "median": 50, "90 %": 90, "99 %": 99, "longest": 100}
-    quantiles = " · ".join(
-        f"{q} {int(np.percentile(lengths, p, method='lower')):,}" for q, p in at.items()
-    )
+    """Return quantiles and a histogram of lengths."""
+    percentiles = {"shortest": 0, "median": 50, "90 %": 90, "99 %": 99, "longest": 100}
+    texts = []
+    for label, percent in percentiles.items():
+        value = int(np.percentile(lengths, percent, method="lower"))
+        texts.append(f"{label} {value:,}")
     bars = _in_steps(Counter(lengths.tolist()), min(BARS, max(1, len(np.unique(lengths)))))
-    return Group(Text(f"{name}, {unit}: {quantiles}"), _bars("", bars))
+    return Group(Text(f"{name}, {unit}: {' · '.join(texts)}"), _bars("", bars))
 
 
 def _in_steps(counted: Mapping[int, int], bars: int) -> list[tuple[str, int]]:
@@ -349,12 +368,16 @@ def _in_steps(counted: Mapping[int, int], bars: int) -> list[tuple[str, int]]:
     step, as a label, and its count.
     """
     counts, edges = np.histogram(list(counted), bins=bars, weights=list(counted.values()))
-    return [(f"{int(np.ceil(a)):,} …", int(n)) for a, n in zip(edges, counts, strict=False)]
+    return [
+        (f"{int(np.ceil(edge)):,} …", int(count))
+        for edge, count in zip(edges, counts, strict=False)
+    ]
 
 
 def _bars(name: str, counted: list[tuple[str, int]]) -> RenderableType:
+    """Return a histogram with a bar for each label and count."""
     counts = [count for _, count in counted]
-    most = max(counts)
+    highest = max(counts)
     total = sum(counts)
     table = Table(
         box=None,
@@ -366,14 +389,15 @@ def _bars(name: str, counted: list[tuple[str, int]]) -> RenderableType:
     )
     table.add_column(justify="right", no_wrap=True)
     for label, count in counted:
-        bar = "█" * max(round(BAR * count / most), count > 0)
-        table.add_row(
-            label, Text(bar, style="blue"), f"{count:,}", Text(f"{count / total:.1%}", style="dim")
-        )
+        width = round(BAR * count / highest)
+        if count > 0:
+            width = max(width, 1)
+        bar = Text("█" * width, style="blue")
+        table.add_row(label, bar, f"{count:,}", Text(f"{count / total:.1%}", style="dim"))
     return table
 
 
-def _shortened(text: str, most: int) -> str:
-    return printable(
-        text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} characters more)"
-    )
+def _shortened(text: str, limit: int) -> str:
+    if len(text) > limit:
+        text = f"{text[:limit]} … ({len(text) - limit:,} characters more)"
+    return printable(text)

@@ -1,9 +1,11 @@
 """`megarl rollouts show RUN`: shows what the policy wrote, from the journal, also while
 the run is live.
 
-no option     a table of the latest groups: step, ticket, pass rate, weight versions, tokens
+no option     a table of the latest groups: step, ticket, pass rate, weight versions,
+              tokens
 --step S      the same table for one batch
---ticket N    all rollouts of one prompt, each weight version in its own colour, untrained text dim
+--ticket N    all rollouts of one prompt, each weight version in its own colour,
+              untrained text dim
 --json        any of these as JSON in ASCII, one group per line
 """
 
@@ -23,7 +25,7 @@ from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError, printable
 from megarl.core.base.rundir import RunDir
 from megarl.core.base.tokenizer import Tokenizer
-from megarl.core.base.types import Group, Rollout
+from megarl.core.base.types import Group, Rollout, Segment
 from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import State
 
@@ -67,11 +69,11 @@ def show(
         console.print(_table(groups, state))
         return
     for group in groups:
-        due = _due(state, group.ticket)
+        step = _step(state, group.ticket)
         if as_json:
-            console.out(json.dumps(_as_json(group, due, tokenizer)), highlight=False)
+            console.out(json.dumps(_as_json(group, step, tokenizer)), highlight=False)
         else:
-            console.print(_one(group, due, limit, tokenizer, _named(group, state)))
+            console.print(_details(group, step, limit, tokenizer, _named(group, state)))
 
 
 def _chosen(
@@ -84,20 +86,24 @@ def _chosen(
     size = state.admission.prompts_per_batch
     batch = state.admission.batch
     oldest = state.admission.forgotten // size
-    if step >= oldest and (tickets := batch(step)) is not None:
-        return list(tickets)[:limit]
+    if step >= oldest:
+        tickets = batch(step)
+        if tickets is not None:
+            return list(tickets)[:limit]
     end = next(number for number in count(oldest) if batch(number) is None)
-    complete = (
-        f"complete batches are {oldest} to {end - 1}" if end > oldest else "none is complete yet"
-    )
+    complete = "none is complete yet"
+    if end > oldest:
+        complete = f"complete batches are {oldest} to {end - 1}"
     raise MegarlError(f"{reader.path}: no batch of step {step} ({size} tickets) here; {complete}")
 
 
-def _due(state: State, ticket: int) -> int | None:
+def _step(state: State, ticket: int) -> int | None:
     """Return the step that trains on a finished ticket; None if that was so long ago
     that it is forgotten.
     """
-    return state.admission.step_of(ticket) if ticket >= state.admission.first_ticket(0) else None
+    if ticket < state.admission.first_ticket(0):
+        return None
+    return state.admission.step_of(ticket)
 
 
 def _table(groups: tuple[Group, ...], state: State) -> Table:
@@ -120,19 +126,28 @@ def _table(groups: tuple[Group, ...], state: State) -> Table:
             no_wrap=heading != "notes",  # what narrows on a narrow terminal
         )
     for group in groups:
-        due = _due(state, group.ticket)
+        step = _step(state, group.ticket)
         versions = _versions(group.rollouts)
-        scores = (
-            ("", "") if group.void else (f"{group.pass_rate:.2f}", f"{group.rewards.mean():+.2f}")
-        )
+        pass_rate = ""
+        reward = ""
+        if not group.void:
+            pass_rate = f"{group.pass_rate:.2f}"
+            reward = f"{group.rewards.mean():+.2f}"
+        step_text = "?"
+        lag = ""
+        if step is not None:
+            step_text = str(step)
+            if len(versions):
+                lag = str(step - versions.min())
         table.add_row(
-            "?" if due is None else str(due),
+            step_text,
             str(group.ticket),
             Text(_named(group, state)),
-            *scores,
+            pass_rate,
+            reward,
             _span(versions),
-            "" if due is None or not len(versions) else str(due - versions.min()),
-            f"{sum(len(r.tokens) for r in group.rollouts):,}",
+            lag,
+            f"{sum(len(rollout.tokens) for rollout in group.rollouts):,}",
             Text(_notes(group), style="red" if group.void else "dim"),
         )
     return table
@@ -140,9 +155,10 @@ def _table(groups: tuple[Group, ...], state: State) -> Table:
 
 def _named(group: Group, state: State) -> str:
     """Return the prompt's id, with its task if there are several."""
-    return printable(
-        f"{group.prompt.task}/{group.prompt.id}" if len(state.tasks) > 1 else group.prompt.id
-    )
+    name = group.prompt.id
+    if len(state.tasks) > 1:
+        name = f"{group.prompt.task}/{name}"
+    return printable(name)
 
 
 def _notes(group: Group) -> str:
@@ -156,55 +172,68 @@ def _notes(group: Group) -> str:
         "out of turns": sum(r.episode is not None and r.episode.limited for r in rollouts),
         "retried": sum(r.retries > 0 for r in rollouts),
     }
-    notes = [f"{number} {what}" for what, number in counts.items() if number]
+    notes = [f"{number} {name}" for name, number in counts.items() if number]
     return ", ".join(notes if group.has_variance else ["no variance", *notes])
 
 
-def _one(
-    group: Group, due: int | None, limit: int, tokenizer: Tokenizer | None, name: str
+def _details(
+    group: Group, step: int | None, limit: int, tokenizer: Tokenizer | None, name: str
 ) -> Lines:
+    """Return a group's prompt and its rollouts, at most `limit`."""
+    step_text = "?" if step is None else step
     head = Text.assemble(
         (f"ticket {group.ticket}", "bold"),
-        f" · step {'?' if due is None else due} · prompt {name} · epoch {group.epoch} · answer"
+        f" · step {step_text} · prompt {name} · epoch {group.epoch} · answer"
         f" {printable(' or '.join(group.prompt.answers))} · pass rate {group.pass_rate:.2f}",
     )
-    parts: list[RenderableType] = [
-        head,
-        Padding(Text(printable(_text(group.prompt.tokens, tokenizer))), (0, 0, 1, 2)),
-    ]
+    prompt = Text(printable(_text(group.prompt.tokens, tokenizer)))
+    parts: list[RenderableType] = [head, Padding(prompt, (0, 0, 1, 2))]
     if group.void:
         parts.append(Text(_notes(group), style="red"))
     for rollout in group.rollouts[:limit]:
-        parts += [_about(rollout, due), Padding(_coloured(rollout, tokenizer), (0, 0, 1, 2))]
+        parts.append(_about(rollout, step))
+        parts.append(Padding(_coloured(rollout, tokenizer), (0, 0, 1, 2)))
     if len(group.rollouts) > limit:
-        parts.append(
-            Text(f"… and {len(group.rollouts) - limit} more rollouts (--limit)", style="dim")
-        )
+        hidden = len(group.rollouts) - limit
+        parts.append(Text(f"… and {hidden} more rollouts (--limit)", style="dim"))
     return Lines(*parts)
 
 
-def _about(rollout: Rollout, due: int | None) -> Text:
+def _about(rollout: Rollout, step: int | None) -> Text:
+    """Return a line on a rollout. step: that trains on it; None: forgotten."""
     facts = [f"reward {rollout.reward:+g}", rollout.finish, f"{len(rollout.tokens):,} tokens"]
     facts += [f"{name} {score:+g}" for name, score in rollout.rewards.items()]
-    if len(versions := _versions((rollout,))):
+    versions = _versions((rollout,))
+    if len(versions):
         facts.append(f"weights {_span(versions)}")
-        facts += [f"lag {due - versions.min()}"] if due is not None else []
-    if (episode := rollout.episode) is not None:
-        facts.append(f"{episode.turns} turns" if episode.turns > 1 else "1 turn")
-        facts += [f"{len(rollout.paths)} paths"] if len(rollout.paths) > 1 else []
-        facts += [f"{episode.untrained:,} tokens not trained"] if episode.untrained else []
-        facts += [f"{episode.errors} of {episode.calls} calls failed"] if episode.errors else []
-    told = {
-        "out of turns": episode is not None and episode.limited,
+        if step is not None:
+            facts.append(f"lag {step - versions.min()}")
+    facts += _episode_facts(rollout)
+    problems = {
+        "out of turns": rollout.episode is not None and rollout.episode.limited,
         "interrupted": rollout.interrupted,
         "format wrong": not rollout.format_ok,
         "grader ran out of time": rollout.grader_timeout,
         "grader failed": rollout.grader_error,
         f"{rollout.retries} retries": rollout.retries > 0,
     }
-    facts += [what for what, holds in told.items() if holds]
+    facts += [name for name, holds in problems.items() if holds]
     mark = ("right", "bold green") if rollout.correct else ("wrong", "bold red")
     return Text.assemble((f"rollout {rollout.sample} ", "bold"), mark, " · " + " · ".join(facts))
+
+
+def _episode_facts(rollout: Rollout) -> list[str]:
+    episode = rollout.episode
+    if episode is None:
+        return []
+    facts = [f"{episode.turns} turns" if episode.turns > 1 else "1 turn"]
+    if len(rollout.paths) > 1:
+        facts.append(f"{len(rollout.paths)} paths")
+    if episode.untrained:
+        facts.append(f"{episode.untrained:,} tokens not trained")
+    if episode.errors:
+        facts.append(f"{episode.errors} of {episode.calls} calls failed")
+    return facts
 
 
 def _coloured(rollout: Rollout, tokenizer: Tokenizer | None) -> Text:
@@ -213,65 +242,90 @@ def _coloured(rollout: Rollout, tokenizer: Tokenizer | None) -> Text:
     """
     text = Text()
     version = None
-    begins = {sum(p.segments for p in rollout.paths[:n]): n for n in range(len(rollout.paths))}
+    path_starts = _path_starts(rollout)
     for number, segment in enumerate(rollout.segments):
-        if number in begins and len(begins) > 1:
-            path = rollout.paths[begins[number]]
-            after = f", after {path.shared:,} tokens of path {path.parent}" if path.shared else ""
-            text.append(
-                f"{chr(10) if number else ''}(path {begins[number]}{after})\n", style="bold"
-            )
+        if number in path_starts and len(path_starts) > 1:
+            path_number = path_starts[number]
+            path = rollout.paths[path_number]
+            line_break = "\n" if number else ""
+            origin = ""
+            if path.shared:
+                origin = f", after {path.shared:,} tokens of path {path.parent}"
+            text.append(f"{line_break}(path {path_number}{origin})\n", style="bold")
         style = VERSION_STYLES[segment.weight_version % len(VERSION_STYLES)]
         if segment.trained and segment.weight_version != version:
             version = segment.weight_version
             text.append(f"[{version}]", style=f"reverse {style}")
-        text.append(
-            printable(_text(segment.tokens, tokenizer)),
-            style=style if segment.trained else "dim italic",
-        )
+        content = printable(_text(segment.tokens, tokenizer))
+        text.append(content, style=style if segment.trained else "dim italic")
     return text
 
 
-def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict[str, object]:
-    def shown(ids: np.ndarray) -> dict[str, object]:
-        return {"tokens": ids.tolist()} | ({"text": _text(ids, tokenizer)} if tokenizer else {})
+def _path_starts(rollout: Rollout) -> dict[int, int]:
+    """Return the numbers of paths by that of their first segment."""
+    starts = {}
+    segments = 0
+    for number, path in enumerate(rollout.paths):
+        starts[segments] = number
+        segments += path.segments
+    return starts
 
+
+def _as_json(group: Group, step: int | None, tokenizer: Tokenizer | None) -> dict[str, object]:
+    """Return a group as JSON. step: that trains on it; None: forgotten."""
     rollouts = []
     for rollout in group.rollouts:
-        segments = [
-            {
-                "weight_version": s.weight_version,
-                "trained": s.trained,
-                "logprobs": s.logprobs.tolist(),
-            }
-            | ({"turn": s.turn, "credit": s.credit} if s.turn >= 0 else {})
-            | shown(s.tokens)
-            for s in rollout.segments
-        ]
-        values = {key: getattr(rollout, key) for key in ROLLOUT_KEYS}
-        more = {
-            "episode": msgspec.to_builtins(rollout.episode),
-            "paths": msgspec.to_builtins(rollout.paths),
-        }
-        rollouts.append(values | more | {"segments": segments})
-    prompt = {key: getattr(group.prompt, key) for key in PROMPT_KEYS} | shown(group.prompt.tokens)
+        record = {key: getattr(rollout, key) for key in ROLLOUT_KEYS}
+        record["episode"] = msgspec.to_builtins(rollout.episode)
+        record["paths"] = msgspec.to_builtins(rollout.paths)
+        record["segments"] = [_segment_as_json(segment, tokenizer) for segment in rollout.segments]
+        rollouts.append(record)
+    prompt = {key: getattr(group.prompt, key) for key in PROMPT_KEYS}
+    prompt |= _tokens_as_json(group.prompt.tokens, tokenizer)
     record = {key: getattr(group, key) for key in ("ticket", "epoch", "void", "pass_rate")}
-    return record | {"step": due, "prompt": prompt, "rollouts": rollouts}
+    return record | {"step": step, "prompt": prompt, "rollouts": rollouts}
+
+
+def _segment_as_json(segment: Segment, tokenizer: Tokenizer | None) -> dict[str, object]:
+    record: dict[str, object] = {
+        "weight_version": segment.weight_version,
+        "trained": segment.trained,
+        "logprobs": segment.logprobs.tolist(),
+    }
+    if segment.turn >= 0:
+        record["turn"] = segment.turn
+        record["credit"] = segment.credit
+    return record | _tokens_as_json(segment.tokens, tokenizer)
+
+
+def _tokens_as_json(tokens: np.ndarray, tokenizer: Tokenizer | None) -> dict[str, object]:
+    record: dict[str, object] = {"tokens": tokens.tolist()}
+    if tokenizer:
+        record["text"] = _text(tokens, tokenizer)
+    return record
 
 
 def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
     """Return the text of the ids, with special tokens and all spaces; without a
     tokenizer, the ids themselves.
     """
-    return tokenizer.continued(tokens) if tokenizer else " ".join(map(str, tokens.tolist())) + " "
+    if tokenizer:
+        return tokenizer.continued(tokens)
+    return " ".join(map(str, tokens.tolist())) + " "
 
 
 def _versions(rollouts: tuple[Rollout, ...]) -> np.ndarray:
-    return np.array(
-        [s.weight_version for r in rollouts for s in r.segments if s.trained and len(s.tokens)],
-        dtype=int,
-    )
+    """Return the weight versions of all trained segments."""
+    versions = []
+    for rollout in rollouts:
+        for segment in rollout.segments:
+            if segment.trained and len(segment.tokens):
+                versions.append(segment.weight_version)
+    return np.array(versions, dtype=int)
 
 
 def _span(versions: np.ndarray) -> str:
-    return "–".join(map(str, sorted({versions.min(), versions.max()}))) if len(versions) else ""
+    """Return the first and the last of these versions."""
+    if not len(versions):
+        return ""
+    return "–".join(map(str, sorted({versions.min(), versions.max()})))

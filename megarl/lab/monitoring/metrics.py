@@ -1,10 +1,11 @@
 """Writes metrics: one row per step to RUN/metrics.jsonl and to every program that
 displays them.
 
-    controller's Train.stats ─┐                                    ┌─► metrics.jsonl
-    learner's train_step ─────┴─► one dict ─► MetricsWriter.row ───┼─► TensorBoard (Board)   ┐
-    controller ─► eval.jsonl ────────────────► (mirrored) ─────────┼─► wandb_writer.py       ┘ tag(name): heading/name
-                                                                   └─► prometheus.py: GET /metrics
+    controller's Train.stats ─┐                              ┌─► metrics.jsonl
+    learner's train_step ─────┴─► a dict ─► MetricsWriter.row┼─► TensorBoard (Board)   ┐
+    controller ─► eval.jsonl ───────────────► (mirrored) ────┼─► wandb_writer.py       ┤
+                                                             └─► prometheus.py         │
+                                                     tag(name): heading/name ◄─────────┘
 
 If a step appears twice, the last row counts: after a crash the replayed steps are
 written again.
@@ -65,9 +66,11 @@ class MetricsWriter:
         self._evaluations.new()  # skips those that an earlier life of the run has shown
 
     def row(self, row: Row) -> None:
+        """Write a step's row, with the judgement on it, to all destinations."""
         health = self._health
         if health is None or row["step"] <= health.step:
-            health = self._health = self._health_before(row["step"])
+            health = self._health_before(row["step"])
+            self._health = health
         health.add(row)
         row = row | health.metrics()
         self._append(row)
@@ -108,7 +111,7 @@ class MetricsWriter:
         return health
 
     def close(self) -> None:
-        """Write the evaluations that came after the last step, then close all writers."""
+        """Write evaluations that came after the last step, then close all writers."""
         self._mirror_evaluations()
         for writer in self._writers:
             writer.close()
@@ -121,11 +124,10 @@ class MetricsWriter:
                 self._show(step, {f"eval/{name}": row[name] for name in row if name != "step"})
 
     def _show(self, step: int, values: Row) -> None:
-        scalars = {
-            n: float(v)
-            for n, v in values.items()
-            if isinstance(v, int | float) and math.isfinite(v)
-        }
+        scalars = {}
+        for name, value in values.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                scalars[name] = float(value)
         for writer in self._writers:
             writer.write(step, scalars)
 
@@ -141,23 +143,25 @@ class Board:
             self._events: EventFileWriter | None = EventFileWriter(str(folder))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the scalars of a step."""
         values = [
             summary_pb2.Summary.Value(tag=name, simple_value=value)
             for name, value in scalars.items()
         ]
-        self._add(
-            event_pb2.Event(
-                wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)
-            )
-        )
+        summary = summary_pb2.Summary(value=values)
+        self._add(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
 
     def begin_again(self, step: int) -> None:
-        """Make TensorBoard drop its values from this step on, before they are replayed."""
+        """Make TensorBoard drop its values from this step on, before they are
+        replayed.
+        """
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        for _ in range(2):  # it takes the first one of a run for the run's begin, and drops nothing
+        # It takes the first one of a run for the run's begin, and drops nothing.
+        for _ in range(2):
             self._add(event_pb2.Event(wall_time=time.time(), step=step, session_log=start))
 
     def close(self) -> None:
+        """Write what is left."""
         if self._events is not None:
             with self._survived():
                 self._events.close()

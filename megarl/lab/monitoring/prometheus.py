@@ -40,13 +40,13 @@ def serve(address: str, key: str, families: Families) -> Callable[[], None]:
     registry = CollectorRegistry()
     registry.register(_Collected(families))
     app = make_wsgi_app(registry)
-    wanted = f"Bearer {key}".encode()
+    expected = f"Bearer {key}".encode()
 
     def guarded(environ: dict[str, Any], start_response: Any) -> Any:
-        given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
+        authorization = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
         if (environ["REQUEST_METHOD"], environ.get("PATH_INFO")) != ("GET", "/metrics"):
             status = "404 Not Found"
-        elif not hmac.compare_digest(given, wanted):
+        elif not hmac.compare_digest(authorization, expected):
             status = "401 Unauthorized"
         else:
             return app(environ, start_response)
@@ -106,21 +106,27 @@ class LearnerMetrics:
 
     def __init__(self) -> None:
         self._row: Mapping[str, Any] = {}
-        self._steps = self._skipped = 0
-        self._tokens = self._trained = 0.0
+        self._steps = 0
+        self._skipped = 0
+        self._tokens = 0.0
+        self._trained = 0.0
         self._seconds = dict.fromkeys((*PARTS, "other"), 0.0)
 
     def add(self, row: Mapping[str, Any]) -> None:
+        """Add a step's row."""
         self._steps += 1
-        self._skipped += bool(row.get("skipped"))
+        if row.get("skipped"):
+            self._skipped += 1
         self._tokens += row.get("generated_tokens", 0.0)
         self._trained += row.get("tokens_trained", 0.0)
         parts = {part: row.get(f"{part}_seconds", 0.0) for part in PARTS}
         parts["other"] = max(0.0, row.get("step_seconds", 0.0) - sum(parts.values()))
-        self._seconds = {part: self._seconds[part] + spent for part, spent in parts.items()}
+        # A new dictionary, as a scrape may be reading the old one.
+        self._seconds = {part: self._seconds[part] + seconds for part, seconds in parts.items()}
         self._row = row
 
     def families(self) -> Iterator[Metric]:
+        """Yield the metrics as Prometheus reads them."""
         yield CounterMetricFamily(
             "megarl_steps", "steps of this process, replayed ones included", self._steps
         )
@@ -134,7 +140,7 @@ class LearnerMetrics:
         seconds = CounterMetricFamily(
             "megarl_step_seconds", "wall time of the steps, by part", labels=["part"]
         )
-        yield _filled(seconds, (([part], spent) for part, spent in self._seconds.items()))
+        yield _filled(seconds, (([part], value) for part, value in self._seconds.items()))
         yield from gauges(
             "megarl_", self._row, {"generated_tokens", "step_seconds", "skipped_steps", "time"}
         )
@@ -145,72 +151,77 @@ def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[M
     or reward) becomes the label `name`.
     """
     by_name: dict[str, GaugeMetricFamily] = {}
-    for whole, value in row.items():
-        name, _, label = whole.partition("/")
-        if (
-            name in without
-            or isinstance(value, bool | str)
-            or not isinstance(value, int | float)
-            or math.isnan(value)
-        ):
+    for key, value in row.items():
+        name, _, label = key.partition("/")
+        if name in without or not _is_number(value):
             continue
         if name not in by_name:
             clean = prefix + re.sub(r"[^a-zA-Z0-9_]", "_", name.replace("@", "_at_"))
-            by_name[name] = GaugeMetricFamily(
-                clean, NAMES.get(name, ("", "of the latest row"))[1], labels=["name"]
-            )
+            about = NAMES.get(name, ("", "of the latest row"))[1]
+            by_name[name] = GaugeMetricFamily(clean, about, labels=["name"])
         by_name[name].add_metric([label], value)
     yield from by_name.values()
 
 
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return not math.isnan(value)
+
+
 def controller_families(status: StatusJson, totals: Totals) -> Iterator[Metric]:
+    """Yield the controller's metrics. totals: by server."""
     if not status:
         return
-    seconds = 3600 * status["compute_hours"]
-    tickets = status["tickets"]
     yield GaugeMetricFamily("megarl_controller_step", "the next step to train", status["step"])
     yield GaugeMetricFamily(
         "megarl_published_version", "the newest published weights", status["version"]
     )
     yield CounterMetricFamily(
-        "megarl_compute_seconds", "devices held x wall time of all lives", seconds
+        "megarl_compute_seconds",
+        "devices held x wall time of all lives",
+        3600 * status["compute_hours"],
     )
-    for name, about, value in (
-        ("weight_version", "version of its weights, -1 before the first", "version"),
-        ("running_requests", "requests on it now", "running"),
-    ):
-        gauge = GaugeMetricFamily(f"megarl_server_{name}", about, labels=["server"])
-        yield _filled(gauge, (([str(server["id"])], server[value]) for server in status["servers"]))
-    for name, about in (
-        ("tokens", "tokens it has sampled"),
-        ("busy_seconds", "time with any request running"),
-    ):
-        counter = CounterMetricFamily(f"megarl_server_{name}", about, labels=["server"])
-        yield _filled(
-            counter,
-            (([str(server["id"])], totals[server["id"]][name]) for server in status["servers"]),
-        )
-    state = GaugeMetricFamily(
-        "megarl_server_state", "1 for the state it is in", labels=["server", "state"]
-    )
-    yield _filled(
-        state, (([str(server["id"]), server["state"]], 1) for server in status["servers"])
-    )
-    now = GaugeMetricFamily("megarl_tickets", "tickets now, by state", labels=["state"])
-    yield _filled(now, (([name], tickets[name]) for name in ("running", "waiting")))
-    done = CounterMetricFamily(
-        "megarl_tickets_done", "tickets of all lives, by result", labels=["result"]
-    )
-    yield _filled(done, (([name], tickets[name]) for name in ("finished", "void", "removed")))
-    yield GaugeMetricFamily(
-        "megarl_tickets_limit", "limit on tickets drawn and not trained", tickets["window_limit"]
-    )
+    yield from _server_families(status["servers"], totals)
+    yield from _ticket_families(status["tickets"])
     for name, about in (
         ("malformed_requests", "messages with the right key that could not be decoded"),
         ("refused_connections", "connections without the learner's key"),
     ):
         yield CounterMetricFamily(f"megarl_{name}", about, max(0, status[name]))
     yield from gauges("megarl_eval_", status["eval"] or {}, {"time"})
+
+
+def _server_families(servers: Iterable[Mapping[str, Any]], totals: Totals) -> Iterator[Metric]:
+    for name, about, key in (
+        ("weight_version", "version of its weights, -1 before the first", "version"),
+        ("running_requests", "requests on it now", "running"),
+    ):
+        gauge = GaugeMetricFamily(f"megarl_server_{name}", about, labels=["server"])
+        yield _filled(gauge, (([str(server["id"])], server[key]) for server in servers))
+    for name, about in (
+        ("tokens", "tokens it has sampled"),
+        ("busy_seconds", "time with any request running"),
+    ):
+        counter = CounterMetricFamily(f"megarl_server_{name}", about, labels=["server"])
+        rows = [([str(server["id"])], totals[server["id"]][name]) for server in servers]
+        yield _filled(counter, rows)
+    state = GaugeMetricFamily(
+        "megarl_server_state", "1 for the state it is in", labels=["server", "state"]
+    )
+    yield _filled(state, (([str(server["id"]), server["state"]], 1) for server in servers))
+
+
+def _ticket_families(tickets: Mapping[str, Any]) -> Iterator[Metric]:
+    current = GaugeMetricFamily("megarl_tickets", "tickets now, by state", labels=["state"])
+    yield _filled(current, (([name], tickets[name]) for name in ("running", "waiting")))
+    completed = CounterMetricFamily(
+        "megarl_tickets_done", "tickets of all lives, by result", labels=["result"]
+    )
+    yield _filled(completed, (([name], tickets[name]) for name in ("finished", "void", "removed")))
+    yield GaugeMetricFamily(
+        "megarl_tickets_limit", "limit on tickets drawn and not trained", tickets["window_limit"]
+    )
 
 
 def _filled[Family: (CounterMetricFamily, GaugeMetricFamily)](

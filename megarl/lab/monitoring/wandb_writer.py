@@ -47,11 +47,15 @@ def check() -> None:
     if not project():
         return
     if find_spec("wandb") is None:
-        why = f"{project()!r}, but wandb is not installed; `pip install wandb`, or unset it"
-        raise MegarlError(f"WANDB_PROJECT: {why}")
+        raise MegarlError(
+            f"WANDB_PROJECT: {project()!r}, but wandb is not installed; `pip install wandb`, or"
+            " unset it"
+        )
     if os.environ.get("WANDB_MODE", "online") == "online" and not os.environ.get("WANDB_API_KEY"):
-        why = "needs WANDB_API_KEY in the environment; export it, or export WANDB_MODE=offline"
-        raise MegarlError(f"WANDB_PROJECT: {why}")
+        raise MegarlError(
+            "WANDB_PROJECT: needs WANDB_API_KEY in the environment; export it, or export"
+            " WANDB_MODE=offline"
+        )
 
 
 class WandbWriter:
@@ -67,6 +71,7 @@ class WandbWriter:
         self._thread.start()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Send the scalars of a step; drop them if too many wait."""
         if self._thread.is_alive() and self._rows.qsize() < MOST_WAITING:
             self._rows.put({**scalars, "step": step})
 
@@ -90,7 +95,7 @@ class WandbWriter:
 
     def _send(self, recipe: Recipe, rundir: RunDir) -> None:
         try:
-            run = _begun(recipe, rundir)
+            run = _start(recipe, rundir)
             while (row := self._rows.get()) is not None:
                 run.log(row)
             run.finish()
@@ -99,41 +104,43 @@ class WandbWriter:
 
 
 def _end_process() -> None:
-    """Kill wandb's process, for whose end wandb waits without a limit as Python exits."""
+    """Kill wandb's process, for whose end wandb waits without a limit as Python
+    exits.
+    """
     for child in psutil.Process().children():
         if child.name() == "wandb-core":
             child.kill()
 
 
-def _begun(recipe: Recipe, rundir: RunDir) -> Any:
+def _start(recipe: Recipe, rundir: RunDir) -> Any:
+    """Start the run of W&B, or go on with it; offline if W&B cannot be reached."""
     import wandb
 
-    known = rundir.path / "wandb" / "run-id"
-    known.parent.mkdir(exist_ok=True)
-    if not known.exists():
-        write_atomically(known, secrets.token_hex(4).encode())
+    id_file = rundir.path / "wandb" / "run-id"
+    id_file.parent.mkdir(exist_ok=True)
+    if not id_file.exists():
+        write_atomically(id_file, secrets.token_hex(4).encode())
     quiet = wandb.Settings(
         init_timeout=INIT_LIMIT_S, console="off", silent=True, disable_git=True, save_code=False
     )
-    begin = partial(
+    without_keys = {"data": {"services"}}  # a URL may contain a key
+    start = partial(
         wandb.init,
         name=recipe.run.name,
-        id=known.read_text(),
+        id=id_file.read_text(),
         resume="allow",
         dir=str(rundir.path),
-        config=recipe.model_dump(
-            mode="json", exclude={"data": {"services"}}
-        ),  # a URL may contain a key
+        config=recipe.model_dump(mode="json", exclude=without_keys),
         settings=quiet,
     )
     try:
-        run = begin()
+        run = start()
     except wandb.Error as error:
         log.warning(
             "W&B cannot be reached, the run is written offline (`wandb sync` sends it): %s", error
         )
         wandb.teardown()  # wandb's process still holds the id
-        run = begin(mode="offline")
+        run = start(mode="offline")
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run

@@ -1,8 +1,11 @@
 """`megarl plan RECIPE --allocate HOURS --curves RUN,RUN…`: the batch size and the steps
 on which a budget is best spent.
 
-    short runs with a few batch sizes ─► scaling/cells.py: score of (P, G) after n rollouts ─┐
-    hours of their steps, or layouts.py with --gpus, --gpu: price of a step with (P, G) ─────┴─► T = budget / price; best (P, G)
+    short runs with a few batch sizes
+        ─► scaling/cells.py: score of (P, G) after n rollouts    ─┐
+    hours of their steps, or layouts.py with --gpus, --gpu        │
+        ─► price of a step with (P, G) ───────────────────────────┴─► T = budget / price
+                                                                      best (P, G)
 
 P is the number of prompts, G that of rollouts per prompt. A price has a part per step
 and a part per rollout (publication and bubbles do not grow with rollouts), so with
@@ -22,10 +25,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from rich.table import Table
 
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import RunDir, latest_rows, latest_scores
+from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores
 from megarl.core.recipe import Recipe, differences, load
 from megarl.lab.planning import show
 from megarl.lab.planning.layouts import PlanningProblem, as_written, changed, search
@@ -67,23 +71,27 @@ class BudgetSplit(NamedTuple):
 
 def read_run(path: Path) -> CellRun:
     """Read a run directory as a point of the grid."""
-    recipe = load(str(RunDir.opened(path).recipe))
-    rundir = RunDir(path)
+    rundir = RunDir.opened(path)
+    recipe = load(str(rundir.recipe))
     if recipe.run.fork:
-        why = "whose first steps its parent made, perhaps with another batch"
-        raise MegarlError(f"{path}: a fork, {why}; give runs that made all of their steps")
+        raise MegarlError(
+            f"{path}: a fork, whose first steps its parent made, perhaps with another batch; give"
+            " runs that made all of their steps"
+        )
     (curve,) = read_points(path, PointColumns(hours="step"))
-    hours = np.diff(
-        [row["training_hours"] for row in latest_rows(rundir.metrics) if "training_hours" in row]
-    )
+    rows = latest_rows(rundir.metrics)
+    step_hours = np.diff([row["training_hours"] for row in rows if "training_hours" in row])
     # The median, because steps waited while servers were reserved for an evaluation.
-    if not len(hours) or not (one := float(np.median(hours))) > 0:
+    median = float(np.median(step_hours)) if len(step_hours) else 0.0
+    if not median > 0:
         raise MegarlError(
             f"{path}: fewer than two steps, so the time of a step is unknown; train further"
         )
-    batch = (recipe.batch.prompts, recipe.sampling.generations)
+    prompts = recipe.batch.prompts
+    generations = recipe.sampling.generations
     unit = latest_scores(rundir.eval)[-1]["compute_unit"]
-    return CellRun(*batch, replace(curve, hours=curve.hours * batch[0] * batch[1], unit=unit), one)
+    over_rollouts = replace(curve, hours=curve.hours * prompts * generations, unit=unit)
+    return CellRun(prompts, generations, over_rollouts, median)
 
 
 def measured(runs: Sequence[CellRun], batches: Sequence[BatchSize]) -> dict[BatchSize, float]:
@@ -93,14 +101,16 @@ def measured(runs: Sequence[CellRun], batches: Sequence[BatchSize]) -> dict[Batc
     hours, rollouts = np.array(
         [(run.device_hours, run.prompts * run.generations) for run in runs]
     ).T
-    fixed, each = np.linalg.lstsq(
-        np.column_stack([1 / hours, rollouts / hours]), np.ones(len(runs)), rcond=None
-    )[0]
-    if min(fixed, each) < 0 or np.ptp(rollouts) == 0:
-        fixed, each = (
-            (0.0, float((hours / rollouts).mean())) if each > 0 else (float(hours.mean()), 0.0)
-        )
-    return {(p, g): float(fixed + each * p * g) for p, g in batches}
+    relative = np.column_stack([1 / hours, rollouts / hours])
+    per_step, per_rollout = np.linalg.lstsq(relative, np.ones(len(runs)), rcond=None)[0]
+    if min(per_step, per_rollout) < 0 or np.ptp(rollouts) == 0:
+        if per_rollout > 0:
+            per_step = 0.0
+            per_rollout = float((hours / rollouts).mean())
+        else:
+            per_step = float(hours.mean())
+            per_rollout = 0.0
+    return {(p, g): float(per_step + per_rollout * p * g) for p, g in batches}
 
 
 def planned(posed: PlanningProblem, batches: Sequence[BatchSize]) -> dict[BatchSize, float]:
@@ -112,14 +122,14 @@ def planned(posed: PlanningProblem, batches: Sequence[BatchSize]) -> dict[BatchS
     prices = {}
     layout = best[0].recipe if best else posed.recipe
     for prompts, generations in batches:
-        recipe = changed(
-            changed(layout, "batch", prompts=prompts), "sampling", generations=generations
-        )
+        recipe = changed(layout, "batch", prompts=prompts)
+        recipe = changed(recipe, "sampling", generations=generations)
         work = workload(recipe, posed.work.lengths, posed.work.trained_share, recipe.run.seed)
-        there = replace(posed, recipe=recipe, work=work)
-        plan = as_written(there)
-        for found in search(there).plans[:1] if isinstance(plan, str) else [plan]:
-            prices[prompts, generations] = found.gpus * found.step_seconds / 3600
+        with_batch = replace(posed, recipe=recipe, work=work)
+        plan = as_written(with_batch)
+        plans = search(with_batch).plans if isinstance(plan, str) else [plan]
+        if plans:
+            prices[prompts, generations] = plans[0].gpus * plans[0].step_seconds / 3600
     return prices
 
 
@@ -127,12 +137,17 @@ def candidates(runs: Sequence[CellRun], written: BatchSize) -> list[BatchSize]:
     """Return the batch sizes to choose from: powers of two up to twice beyond the
     runs', the runs' own, and the recipe's.
     """
-    axes = []
-    for own in zip(*(run.batch for run in runs), strict=True):
-        low = max(2, min(own) // 2)
-        high = 2 * max(own)
-        axes.append(sorted({1 << n for n in range(high.bit_length()) if low <= 1 << n} | set(own)))
-    return list(dict.fromkeys([*product(axes[0], axes[1]), written]))
+    prompts = _axis([run.prompts for run in runs])
+    generations = _axis([run.generations for run in runs])
+    return list(dict.fromkeys([*product(prompts, generations), written]))
+
+
+def _axis(sizes: Sequence[int]) -> list[int]:
+    """Return these sizes, and powers of two up to twice beyond them."""
+    low = max(2, min(sizes) // 2)
+    high = 2 * max(sizes)
+    powers = {1 << n for n in range(high.bit_length()) if low <= 1 << n}
+    return sorted(powers | set(sizes))
 
 
 def choose(
@@ -146,23 +161,24 @@ def choose(
         raise MegarlError(
             f"--allocate: {amount(budget)} hours do not pay for one step of any batch; give more"
         )
-    scores = law.scores(np.array([*steps]), np.array([p * g * t for (p, g), t in steps.items()]))
+    rollouts = np.array([p * g * count for (p, g), count in steps.items()])
+    scores = law.scores(np.array([*steps]), rollouts)
     first = np.bincount(scores.argmax(1), minlength=len(steps)) / len(scores)
-    middle = scores.mean(0)
-    (low, high) = np.quantile(scores, (0.025, 0.975), axis=0)
-    order = np.argsort(-middle)
-    rows = [
+    means = scores.mean(0)
+    low, high = np.quantile(scores, (0.025, 0.975), axis=0)
+    order = np.argsort(-means)
+    choices = [
         BatchChoice(
             batch,
-            t,
+            count,
             prices[batch],
-            float(middle[n]),
+            float(means[n]),
             (float(low[n]), float(high[n])),
             float(first[n]),
         )
-        for n, (batch, t) in enumerate(steps.items())
+        for n, (batch, count) in enumerate(steps.items())
     ]
-    return [rows[n] for n in order], scores[:, order]
+    return [choices[n] for n in order], scores[:, order]
 
 
 def splits(
@@ -175,45 +191,55 @@ def splits(
     """Return the best training for each number n of answers to each of `answers`
     prompts. MegarlError if none is affordable.
     """
+    rows, answer_hours = _evaluations(paths)
+    finite_hours = [hours for hours in answer_hours if math.isfinite(hours)]
+    hours_of_one = float(np.median(finite_hours or [math.inf]))
+    columns = {name for row in rows for name in row}
+    numbers = sorted(int(name[5:]) for name in columns if re.fullmatch(r"pass@\d+", name))
+    affordable = []
+    for n in numbers:
+        remaining = budget - answers * n * hours_of_one
+        if remaining < min(prices.values()):
+            continue
+        ranked, draws = choose(law, prices, remaining)
+        majority = _of_n(rows, f"maj@{n}", draws[:, 0])
+        oracle = _of_n(rows, f"pass@{n}", draws[:, 0])
+        affordable.append(BudgetSplit(n, ranked[0], majority, oracle))
+    if not affordable:
+        reason = "no evaluation tells the cost"
+        if hours_of_one < math.inf:
+            reason = f"one answer to each prompt takes {amount(answers * hours_of_one)} hours"
+        raise MegarlError(f"--answers: {reason}; nothing is left to train")
+    return affordable
+
+
+def _evaluations(paths: Sequence[Path]) -> tuple[list[dict[str, float]], list[float]]:
+    """Return for each evaluation of the runs: the columns of the score to forecast, by
+    names without its task, and the device-hours of an answer (NaN: unknown).
+    """
     rows = []
-    each = []
+    answer_hours = []
     for path in paths:
         recipe = load(str(RunDir(path).recipe))
         suffix = recipe.forecast_column.removeprefix("pass_rate")
-        resources = recipe.resources
         for row in latest_scores(RunDir(path).eval):
-            rows.append(
-                {
-                    key.removesuffix(suffix): value
-                    for key, value in row.items()
-                    if key.endswith(suffix)
-                }
-            )
-            cores = 1 if row["compute_unit"] == "gpu" else resources.threads
-            held = row.get("servers", math.nan) * resources.server_tensor_parallel * cores
-            asked = [
-                "",
-                *(f"/{suite}" for suite in recipe.evaluation.suites if f"n_prompts/{suite}" in row),
-            ]
-            given = sum(
-                row[f"n_prompts{part}"] * row[f"samples{part}"] for part in asked
-            )  # answers in row["seconds"]
-            each.append(row.get("seconds", math.nan) * held / 3600 / given)
-    one = float(np.median([cost for cost in each if math.isfinite(cost)] or [math.inf]))
-    found = []
-    for n in sorted(
-        {int(name[5:]) for row in rows for name in row if re.fullmatch(r"pass@\d+", name)}
-    ):
-        left = budget - answers * n * one
-        if left >= min(prices.values()):
-            ranked, draws = choose(law, prices, left)
-            scores = [_of_n(rows, f"{kind}@{n}", draws[:, 0]) for kind in ("maj", "pass")]
-            found.append(BudgetSplit(n, ranked[0], *scores))
-    if not found:
-        what = f"one answer to each prompt takes {amount(answers * one)} hours"
-        what = what if one < math.inf else "no evaluation tells the cost"
-        raise MegarlError(f"--answers: {what}; nothing is left to train")
-    return found
+            of_task = [key for key in row if key.endswith(suffix)]
+            rows.append({key.removesuffix(suffix): row[key] for key in of_task})
+            answer_hours.append(_answer_hours(recipe, row))
+    return rows, answer_hours
+
+
+def _answer_hours(recipe: Recipe, row: Row) -> float:
+    """Return the device-hours of an answer in an evaluation."""
+    resources = recipe.resources
+    cores = 1 if row["compute_unit"] == "gpu" else resources.threads
+    devices = row.get("servers", math.nan) * resources.server_tensor_parallel * cores
+    # Which parts are in row["seconds"]: the tasks, and suites that were asked.
+    answers = row["n_prompts"] * row["samples"]
+    for suite in recipe.evaluation.suites:
+        if f"n_prompts/{suite}" in row:
+            answers += row[f"n_prompts/{suite}"] * row[f"samples/{suite}"]
+    return row.get("seconds", math.nan) * devices / 3600 / answers
 
 
 def _of_n(rows: Sequence[dict[str, float]], name: str, single: np.ndarray) -> float | None:
@@ -222,15 +248,15 @@ def _of_n(rows: Sequence[dict[str, float]], name: str, single: np.ndarray) -> fl
     """
     if name.endswith("@1"):
         return float(single.mean())
-    pairs = np.array([(row["pass_rate"], row[name]) for row in rows if name in row]).clip(
-        1e-3, 1 - 1e-3
-    )
+    pairs = np.array([(row["pass_rate"], row[name]) for row in rows if name in row])
+    pairs = pairs.clip(1e-3, 1 - 1e-3)
     if len(pairs) < ROWS or np.ptp(pairs[:, 0]) == 0:
         return None
     logits = np.log(pairs / (1 - pairs))
     single = single.clip(1e-3, 1 - 1e-3)
+    single_logits = np.log(single / (1 - single))
     slope, intercept = np.polyfit(logits[:, 0], logits[:, 1], 1)
-    return float((1 / (1 + np.exp(-intercept - slope * np.log(single / (1 - single))))).mean())
+    return float((1 / (1 + np.exp(-intercept - slope * single_logits))).mean())
 
 
 def main(
@@ -251,26 +277,48 @@ def main(
     if len({path.resolve() for path in paths}) < len(paths):
         raise MegarlError("--curves: a run is named twice, and would count twice")
     runs = [read_run(path) for path in paths]
-    if len(units := {run.curve.unit for run in runs}) > 1 or (posed and units != {"gpu"}):
-        advice = "give runs of one kind, and --gpus only with runs on GPUs"
-        raise MegarlError(f"--curves: hours of CPU cores and of GPUs are different; {advice}")
+    units = {run.curve.unit for run in runs}
+    if len(units) > 1 or (posed and units != {"gpu"}):
+        raise MegarlError(
+            "--curves: hours of CPU cores and of GPUs are different; give runs of one kind, and"
+            " --gpus only with runs on GPUs"
+        )
     law = CellLaw(runs)
     written = (recipe.batch.prompts, recipe.sampling.generations)
     batches = candidates(runs, written)
     prices = planned(posed, batches) if posed else measured(runs, batches)
     ranked = choose(law, prices, budget)[0]
     divided = splits(law, prices, budget, answers, paths) if answers else []
-    said = list(_caveats(recipe, runs, paths, ranked[0], law, prices if posed else {}))
+    plans = prices if posed else {}
+    caveats = list(_caveats(recipe, runs, paths, ranked[0], law, plans))
     if as_json:
-        split = [s._asdict() | {"chosen": s.chosen._asdict()} for s in divided]
-        terminal.say(
-            json.dumps(
-                {"choices": [c._asdict() for c in ranked], "splits": split, "caveats": said},
-                indent=2,
-            )
-        )
+        terminal.say(json.dumps(_record(ranked, divided, caveats), indent=2))
         return 0
-    headings = (
+    console = terminal.console()
+    console.print(f"{amount(budget, runs[0].curve.unit)} buy", _choices(ranked, written))
+    if divided:
+        console.print(
+            f"\nor training, and then n answers to each of {answers:,} prompts", _splits(divided)
+        )
+    terminal.say(*(f"note: {text}" for text in caveats), sep="\n")
+    return 0
+
+
+def _record(
+    ranked: Sequence[BatchChoice], divided: Sequence[BudgetSplit], caveats: Sequence[str]
+) -> dict[str, object]:
+    """Return what is printed, unrounded, for JSON."""
+    return {
+        "choices": [choice._asdict() for choice in ranked],
+        "splits": [split._asdict() | {"chosen": split.chosen._asdict()} for split in divided],
+        "caveats": caveats,
+    }
+
+
+def _choices(ranked: Sequence[BatchChoice], written: BatchSize) -> Table:
+    """Make a table of the best batch sizes, and of the recipe's."""
+    table = show.narrow(
+        "",
         "prompts",
         "rollouts\na prompt",
         "steps",
@@ -279,32 +327,45 @@ def main(
         "95 %",
         "chance to\nbe best",
     )
-    table = show.narrow("", *headings)
-    for n, c in enumerate(ranked, 1):
-        if n <= BEST or c.batch == written:
-            score, low, high = (f"{value:.3f}" for value in (c.score, *c.interval))
-            figures = f"{c.steps:,}", f"{c.hours:.3g}", score, f"{low} … {high}", f"{c.first:.0%}"
-            table.add_row(
-                "as written" if c.batch == written else str(n), *map(str, c.batch), *figures
-            )
-    console = terminal.console()
-    console.print(f"{amount(budget, runs[0].curve.unit)} buy", table)
-    if divided:
-        titles = (
-            "answers\na prompt",
-            "prompts x\nrollouts",
-            "steps",
-            "one",
-            "by\nmajority",
-            "by an\noracle",
+    for n, choice in enumerate(ranked, 1):
+        is_written = choice.batch == written
+        if n > BEST and not is_written:
+            continue
+        prompts, generations = choice.batch
+        low, high = choice.interval
+        table.add_row(
+            "as written" if is_written else str(n),
+            str(prompts),
+            str(generations),
+            f"{choice.steps:,}",
+            f"{choice.hours:.3g}",
+            f"{choice.score:.3f}",
+            f"{low:.3f} … {high:.3f}",
+            f"{choice.first:.0%}",
         )
-        table = show.narrow("", *titles)
-        for n, c, *of_n in divided:
-            scores = ["–" if score is None else f"{score:.3f}" for score in (c.score, *of_n)]
-            table.add_row("", str(n), "{} x {}".format(*c.batch), f"{c.steps:,}", *scores)
-        console.print(f"\nor training, and then n answers to each of {answers:,} prompts", table)
-    terminal.say(*(f"note: {text}" for text in said), sep="\n")
-    return 0
+    return table
+
+
+def _splits(divided: Sequence[BudgetSplit]) -> Table:
+    """Make a table of the best training for each number of answers."""
+    table = show.narrow(
+        "",
+        "answers\na prompt",
+        "prompts x\nrollouts",
+        "steps",
+        "one",
+        "by\nmajority",
+        "by an\noracle",
+    )
+    for split in divided:
+        chosen = split.chosen
+        prompts, generations = chosen.batch
+        scores = []
+        for score in (chosen.score, split.majority, split.oracle):
+            scores.append("–" if score is None else f"{score:.3f}")
+        batch = f"{prompts} x {generations}"
+        table.add_row("", str(split.n), batch, f"{chosen.steps:,}", *scores)
+    return table
 
 
 def _caveats(
@@ -318,52 +379,56 @@ def _caveats(
     """Yield notes on what the runs do not support. plans: the planner's prices, empty
     if prices are measured.
     """
-    if (further := math.prod(best.batch) * best.steps / law.scale) > FURTHER:
+    multiple = math.prod(best.batch) * best.steps / law.scale
+    if multiple > FURTHER:
         yield (
-            f"the budget is {further:.0f} times the rollouts of the longest run: intervals so far"
+            f"the budget is {multiple:.0f} times the rollouts of the longest run: intervals so far"
             " from it are not tested"
         )
-    for run in runs:
-        rates = np.array(
-            [
-                run.curve.pass_rate[0] if run.curve.r0 is None else run.curve.r0,
-                run.curve.pass_rate[-1],
-            ]
-        )
-        if np.diff(rates) < 2 * np.linalg.norm(binomial_noise(rates, run.curve.answers or 1)):
-            yield (
-                f"{run.curve.name} ends at {rates[1]:.3f}, not clearly above {rates[0]:.3f}: the"
-                " law can only rise"
-            )
-    of_runs = zip(*(run.batch for run in runs), strict=True)
-    for what, at, own in zip(("prompts", "rollouts a prompt"), best.batch, of_runs, strict=True):
-        if len(set(own)) == 1:
-            yield (
-                f"all runs have {own[0]} {what}: the effect of another number is a guess from other"
-                " runs"
-            )
-        elif not min(own) <= at <= max(own):
-            yield (
-                f"the best has {at} {what}, the runs {min(own)} to {max(own)}: try it in a short"
-                " run first"
-            )
+    yield from _flat_runs(runs)
+    prompts, generations = best.batch
+    yield from _untried("prompts", prompts, [run.prompts for run in runs])
+    yield from _untried("rollouts a prompt", generations, [run.generations for run in runs])
     if plans:
-        more = np.median(
-            [run.device_hours / plans[run.batch] for run in runs if run.batch in plans]
-            or [math.nan]
-        )
-        yield f"the runs' own steps took {more:.2g} times what is planned for them"
+        ratios = [run.device_hours / plans[run.batch] for run in runs if run.batch in plans]
+        ratio = np.median(ratios or [math.nan])
+        yield f"the runs' own steps took {ratio:.2g} times what is planned for them"
     elif len({math.prod(run.batch) for run in runs}) == 1:
         yield (
             "all runs have equally many rollouts a step, so the cost of a step without its rollouts"
             " is unknown"
         )
-    first, *others = (load(str(RunDir(path).recipe)) for path in paths)
-    keys = {
-        key
-        for other in (*others, recipe)
-        for key, *_ in differences(first, other)
-        if not key.startswith(FREE)
-    }
+    recipes = [load(str(RunDir(path).recipe)) for path in paths]
+    keys = set()
+    for compared in [*recipes[1:], recipe]:
+        keys |= {key for key, *_ in differences(recipes[0], compared) if not key.startswith(FREE)}
     if keys:
         yield f"the runs and the recipe differ in more than the batch: {', '.join(sorted(keys))}"
+
+
+def _flat_runs(runs: Sequence[CellRun]) -> Iterator[str]:
+    """Yield a note on each run whose score has not clearly risen."""
+    for run in runs:
+        curve = run.curve
+        first = curve.pass_rate[0] if curve.r0 is None else curve.r0
+        rates = np.array([first, curve.pass_rate[-1]])
+        noise = np.linalg.norm(binomial_noise(rates, curve.answers or 1))
+        if np.diff(rates) < 2 * noise:
+            yield (
+                f"{curve.name} ends at {rates[1]:.3f}, not clearly above {rates[0]:.3f}: the"
+                " law can only rise"
+            )
+
+
+def _untried(quantity: str, best: int, sizes: Sequence[int]) -> Iterator[str]:
+    """Yield a note if the best value of a quantity is not between those of the runs."""
+    if len(set(sizes)) == 1:
+        yield (
+            f"all runs have {sizes[0]} {quantity}: the effect of another number is a guess from"
+            " other runs"
+        )
+    elif not min(sizes) <= best <= max(sizes):
+        yield (
+            f"the best has {best} {quantity}, the runs {min(sizes)} to {max(sizes)}: try it in a"
+            " short run first"
+        )

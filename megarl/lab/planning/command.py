@@ -1,7 +1,8 @@
 """`megarl plan RECIPE --gpus N --gpu h100`: shows the best few layouts that fit, and
 why others are refused.
 
---simulate   also runs the recipe as written and the best few layouts through the simulator, and draws a picture
+--simulate   also runs the recipe as written and the best few layouts through the
+             simulator, and draws a picture
 
 `megarl train RECIPE --plan GPU` divides this machine's GPUs among servers and learner
 as in the best plan.
@@ -36,31 +37,38 @@ def main(
     """Search and show; return 0 if a layout fits and may run.
 
     drawn: steps to simulate and the picture's path; price: of a GPU-hour."""
-    if (
-        posed.gpus < 2 + (taught := posed.recipe.teacher_gpus)
-        and not posed.recipe.resources.colocate
-    ):
-        unless = "unless they share it (resources.colocate, as in scalerl-1gpu)"
-        if taught:
-            unless = (
-                f"besides the teacher's {taught} (resources.teacher_servers x"
-                " teacher_tensor_parallel)"
-            )
-        raise MegarlError(
-            f"--gpus: {posed.gpus} is too few: at least one generates and one trains, {unless}"
-        )
+    _refuse_too_few(posed)
     written = as_written(posed)
-    found = search(posed)
-    chosen = show.named(posed, written, found, SIMULATED)
-    simulated = _simulated(posed, chosen, found, *drawn) if drawn and chosen else show.Simulated()
+    results = search(posed)
+    chosen = show.named(posed, written, results, SIMULATED)
+    simulated = show.Simulated()
+    if drawn and chosen:
+        steps, path = drawn
+        simulated = _simulated(posed, chosen, results, steps, path)
     if as_json:
-        terminal.say(json.dumps(show.as_json(posed, written, found, simulated, price), indent=2))
+        terminal.say(json.dumps(show.as_json(posed, written, results, simulated, price), indent=2))
     else:
-        show.tables(posed, written, found, simulated, price)
+        show.tables(posed, written, results, simulated, price)
         if drawn and simulated.plans:
             terminal.say(f"\n{drawn[1]}")
-    fits = bool(found.plans) or isinstance(written, Plan)
+    fits = bool(results.plans) or isinstance(written, Plan)
     return 0 if fits and not refusal(posed) else 1
+
+
+def _refuse_too_few(posed: PlanningProblem) -> None:
+    recipe = posed.recipe
+    teacher_gpus = recipe.teacher_gpus
+    if posed.gpus >= 2 + teacher_gpus or recipe.resources.colocate:
+        return
+    unless = "unless they share it (resources.colocate, as in scalerl-1gpu)"
+    if teacher_gpus:
+        unless = (
+            f"besides the teacher's {teacher_gpus} (resources.teacher_servers x"
+            " teacher_tensor_parallel)"
+        )
+    raise MegarlError(
+        f"--gpus: {posed.gpus} is too few: at least one generates and one trains, {unless}"
+    )
 
 
 def problem(
@@ -83,27 +91,34 @@ def work(
     """Return the work of a step, with lengths from the recipe's limits, or with this
     mean, or from the journal of `run`.
     """
-    lengths: Lengths = lognormal(recipe, mean_tokens, spread) if run is None else lengths_of(run)
+    lengths: Lengths
+    if run is None:
+        lengths = lognormal(recipe, mean_tokens, spread)
+    else:
+        lengths = lengths_of(run)
     return workload(recipe, lengths, trained_share, recipe.run.seed)
 
 
 def _simulated(
-    problem: PlanningProblem, plans: dict[str, Plan], found: Found, steps: int, out: Path
+    problem: PlanningProblem, plans: dict[str, Plan], results: Found, steps: int, path: Path
 ) -> show.Simulated:
+    """Simulate these plans, and draw the picture."""
     from megarl.lab.planning import figures, simulate
 
-    figures.check_format(out)
-    results = {name: simulate.simulated(problem, plan, steps) for name, plan in plans.items()}
+    figures.check_format(path)
+    simulations = {name: simulate.simulated(problem, plan, steps) for name, plan in plans.items()}
     # Vary window and tails of the best plan: in a plan limited by its learner they
     # would have no visible effect.
     swept = "plan 1" if "plan 1" in plans else next(iter(plans))
     best = plans[swept]
-    summaries = {name: result.summary for name, result in results.items()}
-    by_lag = simulate.by_lag(problem, best, steps)
-    by_spread = simulate.by_spread(problem, best, steps)
-    told = show.Simulated(summaries, swept, by_lag, by_spread)
-    figures.draw(results, found.plans, told, out)
-    return told
+    simulated = show.Simulated(
+        plans={name: simulation.summary for name, simulation in simulations.items()},
+        swept=swept,
+        by_lag=simulate.by_lag(problem, best, steps),
+        by_spread=simulate.by_spread(problem, best, steps),
+    )
+    figures.draw(simulations, results.plans, simulated, path)
+    return simulated
 
 
 ALONE = "resources.colocate=false weights.transport=process_group serving.memory_fraction=null"

@@ -31,7 +31,7 @@ def check_format(path: Path) -> None:
 
 
 def draw(
-    results: Mapping[str, Simulation], plans: Sequence[Plan], told: Simulated, path: Path
+    results: Mapping[str, Simulation], plans: Sequence[Plan], simulated: Simulated, path: Path
 ) -> None:
     """Draw the simulations `results`, all plans, and the swept plan with other k and
     other tails of lengths.
@@ -41,37 +41,42 @@ def draw(
         _shares(axes[1], results)
         _steps(axes[2], results)
         _split(axes[3], plans, results)
-        _sweep(axes[4], told.by_lag, f"{told.swept}: effect of k", "pipeline.k")
-        _sweep(
-            axes[5],
-            told.by_spread,
-            f"{told.swept}: effect of long tails",
-            "standard deviation of log length",
-        )
+        title = f"{simulated.swept}: effect of k"
+        _sweep(axes[4], simulated.by_lag, title, "pipeline.k")
+        title = f"{simulated.swept}: effect of long tails"
+        _sweep(axes[5], simulated.by_spread, title, "standard deviation of log length")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, rendered(figure, path.suffix[1:] or "png", dpi=110))
 
 
 def _lags(axes: Axes, results: Mapping[str, Simulation]) -> None:
+    """Draw the distribution of the lag of trained tokens."""
     width = 0.8 / len(results)
     for i, ((name, result), colour) in enumerate(zip(results.items(), COLORS, strict=False)):
         lags = result.summary.lags
-        left = (i - (len(results) - 1) / 2) * width
-        axes.bar([lag + left for lag in lags], list(lags.values()), width, color=colour, label=name)
-    limit = max(r.plan.recipe.pipeline.lag_limit for r in results.values())
+        offset = (i - (len(results) - 1) / 2) * width
+        places = [lag + offset for lag in lags]
+        axes.bar(places, list(lags.values()), width, color=colour, label=name)
+    limit = max(result.plan.recipe.pipeline.lag_limit for result in results.values())
     axes.axvline(limit + 0.5, color=GREY, linestyle=":", linewidth=1)
-    at = (limit + 0.5, 1)
-    above = ("data", "axes fraction")
-    axes.annotate("limit", at, (3, -10), xycoords=above, textcoords="offset points", fontsize=8)
+    axes.annotate(
+        "limit",
+        (limit + 0.5, 1),
+        (3, -10),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        fontsize=8,
+    )
     axes.set(title="lag of trained tokens", xlabel="steps", ylabel="share of tokens")
     axes.set(xlim=(-0.6, limit + 1.3), xticks=range(limit + 1))
     axes.legend()
 
 
 def _shares(axes: Axes, results: Mapping[str, Simulation]) -> None:
-    summaries = [r.summary for r in results.values()]
+    """Draw what learner and servers do during a step."""
+    summaries = [result.summary for result in results.values()]
     rows = np.arange(len(results))[::-1]
-    left = np.zeros(len(results))
+    offset = np.zeros(len(results))
     parts = {
         "training": ("training", BLUE),
         "publishing": ("publishing", ORANGE),
@@ -79,8 +84,8 @@ def _shares(axes: Axes, results: Mapping[str, Simulation]) -> None:
     }
     for label, (name, colour) in parts.items():
         shares = np.array([getattr(summary, name) for summary in summaries])
-        axes.barh(rows + 0.2, shares, 0.36, left=left, color=colour, label=f"learner {label}")
-        left += shares
+        axes.barh(rows + 0.2, shares, 0.36, left=offset, color=colour, label=f"learner {label}")
+        offset += shares
     busy = np.array([summary.server_busy for summary in summaries])
     axes.barh(rows - 0.2, busy, 0.36, color=GREEN, label="servers decoding")
     axes.barh(rows - 0.2, 1 - busy, 0.36, left=busy, color=LIGHT)
@@ -93,19 +98,20 @@ def _shares(axes: Axes, results: Mapping[str, Simulation]) -> None:
 def _steps(axes: Axes, results: Mapping[str, Simulation]) -> None:
     """Draw the seconds of each step; the steps that fill the window are shaded."""
     for (name, result), colour in zip(results.items(), COLORS, strict=False):
-        axes.plot(np.diff([0.0, *(s.ended for s in result.steps)]), color=colour, label=name)
-    axes.axvspan(0, max(r.warm_up for r in results.values()), color=GREY, alpha=0.12, linewidth=0)
-    usual = max(r.summary.step_seconds for r in results.values())
-    axes.set_ylim(
-        0, 2 * usual
-    )  # the first step waits for the first rollouts and would flatten the rest
+        ends = [0.0, *(step.ended for step in result.steps)]
+        axes.plot(np.diff(ends), color=colour, label=name)
+    warm_up = max(result.warm_up for result in results.values())
+    axes.axvspan(0, warm_up, color=GREY, alpha=0.12, linewidth=0)
+    # The first step waits for the first rollouts and would flatten the rest.
+    usual = max(result.summary.step_seconds for result in results.values())
+    axes.set_ylim(0, 2 * usual)
     axes.set(
         title="a step (shaded: the window fills, not counted)", xlabel="step", ylabel="seconds"
     )
 
 
 def _split(axes: Axes, plans: Sequence[Plan], results: Mapping[str, Simulation]) -> None:
-    """Draw the estimate for the best plan of each split, and the simulated throughputs."""
+    """Draw the estimate for the best plan of each split, and simulated throughputs."""
     best: dict[int, float] = {}
     for plan in plans:  # best first
         best.setdefault(plan.recipe.resources.learner_ranks, plan.tokens_per_second)
@@ -132,14 +138,17 @@ def _split(axes: Axes, plans: Sequence[Plan], results: Mapping[str, Simulation])
 def _sweep(
     axes: Axes, summaries: Mapping[int, Summary] | Mapping[float, Summary], title: str, label: str
 ) -> None:
+    """Draw throughput (bars) and lag (line) by a value that is varied."""
     rows = np.arange(len(summaries))
-    axes.bar(rows, [s.tokens_per_second for s in summaries.values()], 0.5, color=PALE)
+    throughputs = [summary.tokens_per_second for summary in summaries.values()]
+    axes.bar(rows, throughputs, 0.5, color=PALE)
     axes.set_xticks(rows, [f"{value:g}" for value in summaries])
     axes.set(title=title, xlabel=label, ylabel="completion tokens a second")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.grid(axis="x", visible=False)
-    other = axes.twinx()
-    other.plot(rows, [s.lag_mean for s in summaries.values()], "o-", color=ORANGE, markersize=4)
-    other.set_ylim(bottom=0)
-    other.set_ylabel("mean lag, steps", color=ORANGE)
-    other.grid(visible=False)
+    lag_axes = axes.twinx()
+    lags = [summary.lag_mean for summary in summaries.values()]
+    lag_axes.plot(rows, lags, "o-", color=ORANGE, markersize=4)
+    lag_axes.set_ylim(bottom=0)
+    lag_axes.set_ylabel("mean lag, steps", color=ORANGE)
+    lag_axes.grid(visible=False)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -85,14 +86,16 @@ class Assumed:
 
 _TREE = yaml.safe_load((Path(__file__).parent / "hardware.yaml").read_text())
 _FITTED = _TREE["fitted"]
-GPUS = {
-    name: Gpu(
-        name,
-        *(row[key] * unit for key, unit in UNITS.items()),
-        **_FITTED["general"] | _FITTED.get(name, {}),
-    )
-    for name, row in _TREE["gpus"].items()
-}
+
+
+def _gpu(name: str, row: dict[str, Any]) -> Gpu:
+    """Return the record of a row of hardware.yaml."""
+    datasheet = [row[key] * unit for key, unit in UNITS.items()]
+    fitted = _FITTED["general"] | _FITTED.get(name, {})
+    return Gpu(name, *datasheet, **fitted)
+
+
+GPUS = {name: _gpu(name, row) for name, row in _TREE["gpus"].items()}
 ASSUMED = Assumed(**_TREE["assumed"])
 ERRORS: dict[str, float] = _TREE["errors"]
 """Relative errors of estimates (training, generation, publication): half of the
@@ -107,8 +110,8 @@ tenth above.
 def gpu_named(name: str) -> Gpu:
     """Return a GPU's record. MegarlError if it is not in hardware.yaml."""
     if name not in GPUS:
-        known = ", ".join(GPUS)
         raise MegarlError(
-            f"--gpu: {name!r} is not known; known: {known}. Its numbers would go into hardware.yaml"
+            f"--gpu: {name!r} is not known; known: {', '.join(GPUS)}. Its numbers would go into"
+            " hardware.yaml"
         )
     return GPUS[name]

@@ -1,7 +1,8 @@
 """`megarl plan RECIPE --measured RUN`: how long a run will take by what another has
 taken, on CPUs or any other machine.
 
-    metrics of RUN ──► Speeds: seconds of servers and learner for a rollout ──► a step, an evaluation, all steps
+    metrics of RUN ──► Speeds: seconds of servers and learner for a rollout
+                   ──► a step, an evaluation, all steps
 
 Servers and learner work at once (pipeline.k above 0), so that a step takes as long as
 the slower of the two; with k = 0 they take turns. A run of five steps is enough, on a
@@ -55,35 +56,43 @@ class DurationEstimate:
 
 
 def main(recipe: Recipe, run: Path, mean_tokens: float | None, as_json: bool) -> int:
-    """Print the estimate; return 0. mean_tokens: of a completion; None: as in the run."""
-    measured = load(str(RunDir.opened(run).recipe))
-    speeds = speeds_of(run, measured)
+    """Print the estimate; return 0. mean_tokens: of a completion; None: as in the
+    run.
+    """
+    run_recipe = load(str(RunDir.opened(run).recipe))
+    speeds = speeds_of(run, run_recipe)
     tokens = speeds.mean_tokens if mean_tokens is None else mean_tokens
-    found = estimate(recipe, speeds, tokens)
+    duration = estimate(recipe, speeds, tokens)
     if as_json:
-        terminal.say(json.dumps({"speeds": asdict(speeds), "estimate": asdict(found)}, indent=2))
+        terminal.say(json.dumps({"speeds": asdict(speeds), "estimate": asdict(duration)}, indent=2))
         return 0
     rollouts = recipe.batch.prompts * recipe.sampling.generations
     answers = answers_of(recipe)
-    slower = "servers" if found.servers > found.learner else "learner"
+    slower = "servers" if duration.servers > duration.learner else "learner"
     terminal.say(
         f"measured: {run}, {speeds.steps} steps; a server {speeds.server_tokens:,.0f} tokens/s"
         f" while it generates, the learner {speeds.learner_seconds:.3g} s a rollout",
-        f"a step: {rollouts} rollouts of {tokens:,.0f} tokens: servers {found.servers:,.1f} s,"
-        f" learner {found.learner:,.1f} s ({speeds.other_seconds:,.1f} of them not training);"
-        f" {found.step:,.1f} s, by the {slower}",
-        f"an evaluation: {answers:,} answers, {found.evaluation:,.1f} s; {found.evaluations} of"
-        " them",
-        f"all: {recipe.run.steps} steps in {in_words(found.total)}, starts and checkpoints not"
+        f"a step: {rollouts} rollouts of {tokens:,.0f} tokens: servers {duration.servers:,.1f} s,"
+        f" learner {duration.learner:,.1f} s ({speeds.other_seconds:,.1f} of them not training);"
+        f" {duration.step:,.1f} s, by the {slower}",
+        f"an evaluation: {answers:,} answers, {duration.evaluation:,.1f} s;"
+        f" {duration.evaluations} of them",
+        f"all: {recipe.run.steps} steps in {in_words(duration.total)}, starts and checkpoints not"
         " counted",
         sep="\n",
     )
-    for key, old, new in differences(measured, recipe):
-        if any(key == same or key.startswith(f"{same}.") for same in SAME) and key != "model.path":
+    for key, old, new in differences(run_recipe, recipe):
+        if _changes_speed(key):
             terminal.say(
                 f"note: {key} was {old!r} there and is {new!r} here, which changes the speeds"
             )
     return 0
+
+
+def _changes_speed(key: str) -> bool:
+    if key == "model.path":
+        return False
+    return any(key == same or key.startswith(f"{same}.") for same in SAME)
 
 
 def speeds_of(run: Path, recipe: Recipe) -> Speeds:
@@ -94,12 +103,9 @@ def speeds_of(run: Path, recipe: Recipe) -> Speeds:
     rows = [row for row in steady(latest_rows(rundir.metrics), rundir) if _is_timed(row)]
     if len(rows) < FEWEST_STEPS:
         steps = FEWEST_STEPS + 1
-        what = (
-            f"{len(rows)} steps were timed there, and {FEWEST_STEPS} are needed besides the first"
-            " of each start"
-        )
         raise MegarlError(
-            f"--measured: {run}: {what}; let it make {steps} or more (run.steps={steps + 2})"
+            f"--measured: {run}: {len(rows)} steps were timed there, and {FEWEST_STEPS} are needed"
+            f" besides the first of each start; let it make {steps} or more (run.steps={steps + 2})"
         )
     tokens = _sum(rows, "generated_tokens")
     busy = math.fsum(row["server_busy_share"] * row["step_seconds"] for row in rows)
@@ -110,12 +116,12 @@ def speeds_of(run: Path, recipe: Recipe) -> Speeds:
         )
     training = _sum(rows, "train_seconds")
     rollouts = recipe.batch.prompts * recipe.sampling.generations * len(rows)
-    other = _sum(rows, "step_seconds") - training - _sum(rows, "wait_seconds")
+    other_seconds = _sum(rows, "step_seconds") - training - _sum(rows, "wait_seconds")
     return Speeds(
         steps=len(rows),
         server_tokens=tokens / busy / recipe.resources.servers,
         learner_seconds=training / rollouts,
-        other_seconds=max(0.0, other / len(rows)),
+        other_seconds=max(0.0, other_seconds / len(rows)),
         mean_tokens=tokens / rollouts,
     )
 
@@ -147,9 +153,8 @@ def estimate(recipe: Recipe, speeds: Speeds, mean_tokens: float) -> DurationEsti
     servers = rollouts * mean_tokens / rate
     learner = rollouts * speeds.learner_seconds + speeds.other_seconds
     step = max(servers, learner) if recipe.pipeline.max_lag else servers + learner
-    evaluation = (
-        answers_of(recipe) * mean_tokens / (speeds.server_tokens * recipe.evaluation_servers)
-    )
+    evaluation_rate = speeds.server_tokens * recipe.evaluation_servers
+    evaluation = answers_of(recipe) * mean_tokens / evaluation_rate
     evaluations = 1 + math.ceil(recipe.run.steps / recipe.evaluation.every)
     total = recipe.run.steps * step + evaluations * evaluation
     return DurationEstimate(servers, learner, step, evaluation, evaluations, total)

@@ -1,9 +1,11 @@
 """Bytes on a learner rank and on a server's GPU.
 
-[AR]   Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198
+[AR]   Korthikanti et al., Reducing Activation Recomputation in Large Transformer
+       Models, arXiv 2205.05198
 [ZeRO] Rajbhandari et al., ZeRO, arXiv 1910.02054; bytes per parameter as in
-Megatron-Core's guide to its distributed optimizer
-[PP]   Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473
+       Megatron-Core's guide to its distributed optimizer
+[PP]   Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters,
+       arXiv 2104.04473
 [Inf]  Pope et al., Efficiently Scaling Transformer Inference, arXiv 2211.05102
 
 Activations are those of fused kernels: flash attention, no dropout, gated MLPs, RMS
@@ -48,6 +50,7 @@ class LearnerMemory:
 
     @property
     def total(self) -> float:
+        """Bytes on the GPU at the moment when there are most."""
         return self.state + max(self.activations + self.head, self.publication)
 
 
@@ -67,10 +70,12 @@ class ServerMemory:
 
     @property
     def kv_tokens(self) -> int:
+        """Tokens whose k and v fit."""
         return max(0, int(self.kv / self.kv_token))
 
     @property
     def host(self) -> float:
+        """Bytes in the host's memory."""
         return self.staged + self.routed_token * self.kv_tokens
 
 
@@ -80,43 +85,42 @@ def learner(
     """Return the memory of the layout. microbatch_tokens: in the largest packed
     micro-batch, over context-parallel ranks.
     """
-    alone = recipe.model.pipeline_parallel == 1
     model = recipe.model
+    width = WIDTH[model.dtype]
+    one_stage = model.pipeline_parallel == 1
     tokens = microbatch_tokens / model.context_parallel
-    held = in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
-    layers, again = (
-        each * tokens for each in activation_bytes(recipe, shape, recipe.learner.recompute)
-    )
-    head = head_bytes(tokens, shape, WIDTH[model.dtype])
+    kept_layers, recomputed_layer = activation_bytes(recipe, shape, recipe.learner.recompute)
+    layers = kept_layers * tokens
+    recomputed = recomputed_layer * tokens
+    head = head_bytes(tokens, shape, width)
     ends = shape.embedding_parameters / model.tensor_parallel
-    ends += shape.head_parameters / model.tensor_parallel if alone else 0.0
+    if one_stage:
+        ends += shape.head_parameters / model.tensor_parallel
     publication = recipe.weights.bucket_mb * 2**20 + 2 * largest_bucket(recipe, shape)
     state = _state(recipe, shape, ends)
     if recipe.has_critic:
         state += critic_state(recipe, shape)
     if recipe.reference.coefficient:
-        state += WIDTH[model.dtype] * (sum(_parameters(recipe, shape)) + ends)
+        state += width * (sum(_parameters(recipe, shape)) + ends)
     host = _host(recipe, shape, ends)
     host += batch_bytes(recipe, shape, microbatch_tokens * microbatches)
-    first = LearnerMemory(state, layers * held + again, head if alone else 0.0, publication, host)
-    return max(
-        first, LearnerMemory(state, layers + again, head, publication, host), key=lambda m: m.total
+    microbatches_held = in_flight(
+        model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches
     )
+    first_activations = layers * microbatches_held + recomputed
+    first_head = head if one_stage else 0.0
+    first_stage = LearnerMemory(state, first_activations, first_head, publication, host)
+    last_stage = LearnerMemory(state, layers + recomputed, head, publication, host)
+    return max(first_stage, last_stage, key=lambda memory: memory.total)
 
 
 def critic_state(recipe: Recipe, shape: Architecture) -> float:
     """Return bytes of weights, gradients and optimiser on a rank, for a critic of the
     policy's size in its own precision.
     """
-    changed = {
-        "model": recipe.critic_model,
-        "learner": recipe.learner.model_copy(update={"optimizer_offload": 0.0}),
-    }
-    return _state(
-        recipe.model_copy(update=changed),
-        shape,
-        shape.embedding_parameters / recipe.model.tensor_parallel,
-    )
+    learner = recipe.learner.model_copy(update={"optimizer_offload": 0.0})
+    critic = recipe.model_copy(update={"model": recipe.critic_model, "learner": learner})
+    return _state(critic, shape, shape.embedding_parameters / recipe.model.tensor_parallel)
 
 
 def _parameters(recipe: Recipe, shape: Architecture) -> tuple[float, float]:
@@ -147,24 +151,22 @@ def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
     """Return bytes of weights, gradients and optimiser on a rank that holds `ends`
     parameters of embedding and head.
     """
-    width = WIDTH[recipe.model.dtype]
-    kept = 1 - recipe.learner.optimizer_offload
     model = recipe.model
-    (dense, routed) = _parameters(recipe, shape)
-    sharing = (
-        model.tensor_parallel,
-        model.expert_parallel * model.expert_tensor_parallel,
-    )  # in each pipeline stage
-    stage = recipe.resources.learner_ranks // model.pipeline_parallel
-    copies, expert_copies = (stage // ranks for ranks in sharing)
+    width = WIDTH[model.dtype]
+    on_gpu = 1 - recipe.learner.optimizer_offload
+    dense, routed = _parameters(recipe, shape)
+    # In each pipeline stage, ranks that have different parameters, and copies of them.
+    stage_ranks = recipe.resources.learner_ranks // model.pipeline_parallel
+    copies = stage_ranks // model.tensor_parallel
+    expert_copies = stage_ranks // (model.expert_parallel * model.expert_tensor_parallel)
     # FP8 matrix units read both factors row by row, so each weight is also kept
     # transposed (Transformer Engine's guide).
-    fp8 = 2 * FP8 * (dense + routed) if recipe.model.fp8 != "none" else 0.0
-    return (
-        fp8
-        + state_bytes(dense + ends, width, copies, kept)
-        + state_bytes(routed, width, expert_copies, kept)
-    )
+    fp8_weights = 0.0
+    if model.fp8 != "none":
+        fp8_weights = 2 * FP8 * (dense + routed)
+    dense_state = state_bytes(dense + ends, width, copies, on_gpu)
+    routed_state = state_bytes(routed, width, expert_copies, on_gpu)
+    return fp8_weights + dense_state + routed_state
 
 
 def _host(recipe: Recipe, shape: Architecture, ends: float) -> float:
@@ -174,15 +176,13 @@ def _host(recipe: Recipe, shape: Architecture, ends: float) -> float:
     part that it writes: at most its weights, and its share of AdamW's state.
     """
     model = recipe.model.model_copy(update={"fp8": "none"})
-    offloaded = recipe.learner.optimizer_offload
     learner = recipe.learner.model_copy(update={"optimizer_offload": 0.0})
+    plain = recipe.model_copy(update={"learner": learner, "model": model})
     parameters = sum(_parameters(recipe, shape)) + ends
-    width = WIDTH[model.dtype]
-    copied = (
-        _state(recipe.model_copy(update={"learner": learner, "model": model}), shape, ends)
-        - parameters * FP32
-    )
-    return 3 * FP32 * parameters + copied + offloaded * (copied - parameters * width) * 4 / 3
+    copied = _state(plain, shape, ends) - parameters * FP32  # without gradients
+    optimizer = copied - parameters * WIDTH[model.dtype]
+    offloaded = recipe.learner.optimizer_offload * optimizer * 4 / 3
+    return 3 * FP32 * parameters + copied + offloaded
 
 
 def batch_bytes(recipe: Recipe, shape: Architecture, tokens: float) -> float:
@@ -194,31 +194,37 @@ def batch_bytes(recipe: Recipe, shape: Architecture, tokens: float) -> float:
         return 0.0
     choices = shape.moe_layers * shape.experts_per_token
     width = 1 if shape.experts <= 256 else 2
-    return tokens * (2 * recipe.data_parallel * (INT32 + FP32 + choices * width) + 2 * choices)
+    all_ranks = 2 * recipe.data_parallel * (INT32 + FP32 + choices * width)
+    return tokens * (all_ranks + 2 * choices)
 
 
 def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tuple[float, float]:
     """Return bytes per token on a rank: kept by a stage's layers until the backward
     pass, and in the layer being recomputed.
     """
-    width = WIDTH[recipe.model.dtype]
     model = recipe.model
+    width = WIDTH[model.dtype]
     tensor = model.tensor_parallel
-    kept = width if model.fp8 == "none" else FP8
-    attention = replicated_activation_bytes(shape, width, kept) / tensor
-    attention += attention_activation_bytes(shape, width, kept) / tensor
-    dense = mlp_activation_bytes(shape.feed_forward, width, kept) / tensor
-    routed = routed_activation_bytes(shape, model.expert_tensor_parallel, width, kept) / tensor
-    sparse = mlp_activation_bytes(shape.shared_feed_forward, width, kept) / tensor + routed
+    input_width = width if model.fp8 == "none" else FP8
+    attention = replicated_activation_bytes(shape, width, input_width) / tensor
+    attention += attention_activation_bytes(shape, width, input_width) / tensor
+    dense = mlp_activation_bytes(shape.feed_forward, width, input_width) / tensor
+    routed = routed_activation_bytes(shape, model.expert_tensor_parallel, width, input_width)
+    shared = mlp_activation_bytes(shape.shared_feed_forward, width, input_width) / tensor
+    sparse = shared + routed / tensor
     layers = shape.layers
     moe = shape.moe_layers
     share = stage_share(recipe, shape)
     if recompute == "none":
         return (layers * attention + (layers - moe) * dense + moe * sparse) * share, 0.0
     if recompute == "light":
-        light = light_activation_bytes(shape, kept) / tensor
+        light = light_activation_bytes(shape, input_width) / tensor
         return (layers * attention + (layers - moe) * dense + moe * (sparse - light)) * share, light
-    largest = max(dense if moe < layers else 0.0, sparse if moe else 0.0)
+    largest = 0.0
+    if moe < layers:
+        largest = dense
+    if moe:
+        largest = max(largest, sparse)
     if recompute == "selective":
         return layers * attention * share, largest
     # Each layer's input, divided like the norms': [AR] section 5
@@ -238,12 +244,10 @@ def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemo
     landings = 2 if recipe.stages_weights else 1
     kv_token = kv_bytes(shape, ranks, kv_width(recipe))
     share = recipe.serving.memory_fraction or ASSUMED.static_share
+    most_kv = (recipe.serving.kv_tokens or math.inf) * kv_token
     return ServerMemory(
         weights=weights,
-        kv=max(
-            0.0,
-            min(share * gpu_memory - weights, (recipe.serving.kv_tokens or math.inf) * kv_token),
-        ),
+        kv=max(0.0, min(share * gpu_memory - weights, most_kv)),
         kv_token=kv_token,
         transient=logits + landings * largest_bucket(recipe, shape),
         staged=weights if recipe.stages_weights else 0.0,
@@ -260,11 +264,9 @@ def map_width(recipe: Recipe) -> float:
     """Return the bytes of a weight in the servers' linear maps, with its share of a
     block's scale (base/block_fp8.py).
     """
-    return (
-        WIDTH[recipe.model.dtype]
-        if recipe.serving.quantization == "none"
-        else FP8 + FP32 / FP8_BLOCK**2
-    )
+    if recipe.serving.quantization == "none":
+        return WIDTH[recipe.model.dtype]
+    return FP8 + FP32 / FP8_BLOCK**2
 
 
 def dense_served_bytes(recipe: Recipe, shape: Architecture) -> float:
@@ -286,75 +288,77 @@ def largest_bucket(recipe: Recipe, shape: Architecture) -> float:
     embedding is the largest. A learner's rank holds the embedding twice, gathered and
     as a bucket, while the previous bucket is being sent.
     """
-    return max(
-        recipe.weights.bucket_mb * 2.0**20,
-        shape.vocabulary * shape.hidden * WIDTH[recipe.model.dtype],
-    )
+    embedding = shape.vocabulary * shape.hidden * WIDTH[recipe.model.dtype]
+    return max(recipe.weights.bucket_mb * 2.0**20, embedding)
 
 
-def state_bytes(parameters: float, width: int, shards: int, kept: float = 1.0) -> float:
+def state_bytes(parameters: float, width: int, shards: int, on_gpu: float = 1.0) -> float:
     """Return bytes of weights, gradients and AdamW on a rank, with the optimiser
     divided among `shards` ranks. [ZeRO], stage 1. Half: 2 weight + 4 FP32 gradient + (4
-    main weight + 4 + 4 moments) / tensor. fp32: 4 + 4 + 8 / tensor. kept: the share of
-    the optimiser's state that is not in the host's memory.
+    main weight + 4 + 4 moments) / tensor. fp32: 4 + 4 + 8 / tensor. on_gpu: the share
+    of the optimiser's state that is not in the host's memory.
     """
-    return parameters * (width + FP32 + (3 if width == HALF else 2) * FP32 / shards * kept)
+    optimizer_numbers = 3 if width == HALF else 2
+    return parameters * (width + FP32 + optimizer_numbers * FP32 / shards * on_gpu)
 
 
-def replicated_activation_bytes(shape: Architecture, width: int, kept: int) -> float:
+def replicated_activation_bytes(shape: Architecture, width: int, input_width: int) -> float:
     """Return bytes per token and layer that only sequence parallelism divides: input
     and output of both norms.
 
     [AR] section 4.2.1 counts 10 sbh outside tensor-parallel parts: 4 for the layer
     norms' inputs, 4 for the inputs of the parts after them (here the norms' outputs),
     and 2 for dropout masks, of which there are none. width: bytes of an activation;
-    kept: bytes of a value in the input that a linear layer keeps, 1 if it multiplies in
-    FP8.
+    input_width: bytes of a value in the input that a linear layer keeps, 1 if it
+    multiplies in FP8.
     """
-    return 2 * shape.hidden * (width + kept)
+    return 2 * shape.hidden * (width + input_width)
 
 
-def attention_activation_bytes(shape: Architecture, width: int, kept: int) -> float:
+def attention_activation_bytes(shape: Architecture, width: int, input_width: int) -> float:
     """Return bytes per token and layer that TP divides: q, k, v, the output, and the
     softmax's normaliser (FP32). [AR] equation 1 without 5as/h: flash attention (arXiv
     2205.14135) recomputes the scores. The linear layer after it keeps the same output,
     unless it keeps that in FP8.
     """
-    output_again = shape.attended * kept if kept != width else 0
-    wide = shape.query + shape.key + shape.value + shape.attended
-    if low := shape.latent:  # v and the output are padded to the width of q (models/layers.py)
-        wide += (low.query or 0) + low.shared + 2 * (shape.query - shape.attended)
-    return wide * width + output_again + FP32 * shape.heads
+    numbers = shape.query + shape.key + shape.value + shape.attended
+    latent = shape.latent
+    if latent:  # v and the output are padded to the width of q (models/layers.py)
+        numbers += (latent.query or 0) + latent.shared + 2 * (shape.query - shape.attended)
+    output_in_fp8 = 0
+    if input_width != width:
+        output_in_fp8 = shape.attended * input_width
+    return numbers * width + output_in_fp8 + FP32 * shape.heads
 
 
-def mlp_activation_bytes(feed_forward: int, width: int, kept: int) -> float:
+def mlp_activation_bytes(feed_forward: int, width: int, input_width: int) -> float:
     """Return bytes per token of a gated MLP, which TP divides: gate and up, and their
     product. [AR] 4.1, for SwiGLU.
     """
-    return feed_forward * (2 * width + kept)
+    return feed_forward * (2 * width + input_width)
 
 
 def routed_activation_bytes(
-    shape: Architecture, expert_tensor_parallel: int, width: int, kept: int
+    shape: Architecture, expert_tensor_parallel: int, width: int, input_width: int
 ) -> float:
     """Return bytes per token of one layer's chosen experts together, if tokens are
     spread evenly over the experts. Each choice is a separate row: gathered input and
     output [hidden], and those of the gated MLP. Router logits are in FP32.
     """
-    rows = shape.hidden * (width + kept) * expert_tensor_parallel
-    inner = mlp_activation_bytes(shape.expert_feed_forward, width, kept)
+    rows = shape.hidden * (width + input_width) * expert_tensor_parallel
+    inner = mlp_activation_bytes(shape.expert_feed_forward, width, input_width)
     return shape.experts_per_token * (rows + inner) + FP32 * shape.experts
 
 
-def light_activation_bytes(shape: Architecture, kept: int) -> float:
+def light_activation_bytes(shape: Architecture, input_width: int) -> float:
     """Return bytes per token of a layer with experts that `learner.recompute: light`
     does not keep: the output of the norm before the experts, and of each chosen expert
     the product of gate and up. Norms that Transformer Engine computes within the next
-    linear layer, attention's and a dense MLP's, are kept. kept: as in
+    linear layer, attention's and a dense MLP's, are kept. input_width: as in
     replicated_activation_bytes.
     """
-    norm = shape.hidden * kept
-    activated = shape.experts_per_token * shape.expert_feed_forward * kept
+    norm = shape.hidden * input_width
+    activated = shape.experts_per_token * shape.expert_feed_forward * input_width
     return norm + activated
 
 
@@ -368,9 +372,8 @@ def in_flight(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
     return pipeline_parallel * (1 + (pipeline_parallel - 1) / (pipeline_parallel * virtual))
 
 
-HEAD_CHUNK = (
-    4096 * 8192
-)  # logits that the learner's head holds at a time (megarl/core/models/head/)
+HEAD_CHUNK = 4096 * 8192
+"""Logits that the learner's head holds at a time (megarl/core/models/head/)."""
 
 
 def head_bytes(tokens: float, shape: Architecture, width: int) -> float:
@@ -386,8 +389,6 @@ def kv_bytes(shape: Architecture, tensor_parallel: int, width: int) -> float:
     """Return KV bytes per token on each GPU of a server [Inf]. With more GPUs than KV
     groups, GPUs hold copies.
     """
-    if shape.latent:
-        return (
-            shape.layers * shape.cached * width
-        )  # one vector for all heads, which every GPU holds
+    if shape.latent:  # one vector for all heads, which every GPU holds
+        return shape.layers * shape.cached * width
     return 2 * shape.layers * max(shape.groups / tensor_parallel, 1) * shape.head_dim * width

@@ -1,8 +1,10 @@
 """Simulates a server's requests, token by token, in virtual time. One decode step gives
 each running request one token.
 
-    generate(context, tokens) ─► joins the running requests ─► returns `tokens` decode steps later: tokens by weight version
-    pause() … resume(version)    nothing is decoded in between; requests then continue with the new weights
+    generate(context, tokens) ─► joins the running requests
+                              ─► returns `tokens` decode steps later: tokens by version
+    pause() … resume(version)    nothing is decoded in between; requests then continue
+                                 with the new weights
 
 The seconds of a decode step depend on the running requests and on the context that they
 hold. They are recomputed whenever a request comes or goes, and every STRIDE steps, so
@@ -47,7 +49,8 @@ class SimulatedServer:
         self._paused = False
         self._timer: asyncio.TimerHandle | None = None
         self._versions = [(0.0, 0)]  # (decode step, version of the weights from then on)
-        self.busy_seconds = self.running_seconds = 0.0
+        self.busy_seconds = 0.0
+        self.running_seconds = 0.0
 
     async def generate(self, context: int, tokens: int) -> dict[int, int]:
         """Return how many tokens of a request were sampled with each version of the
@@ -63,11 +66,13 @@ class SimulatedServer:
         return self._sampled(request.began, request.ends)
 
     def pause(self) -> None:
+        """Decode nothing until `resume`."""
         self._advance()
         self._paused = True
         self._plan()
 
     def resume(self, version: int) -> None:
+        """Go on, with the weights of this version."""
         self._advance()
         self._paused = False
         self._versions.append((self._steps, version))
@@ -77,28 +82,31 @@ class SimulatedServer:
         self._plan()
 
     def _sampled(self, began: float, ends: float) -> dict[int, int]:
+        """Return tokens by version of the weights. began, ends: in decode steps."""
         counts: dict[int, int] = {}
         borders = [*(start for start, _ in self._versions[1:]), ends]
-        left = began
+        start = began
         for (_, version), border in zip(self._versions, borders, strict=True):
-            right = min(max(border, left), ends)
-            if count := round(right - began) - round(left - began):
+            end = min(max(border, start), ends)
+            count = round(end - began) - round(start - began)
+            if count:
                 counts[version] = counts.get(version, 0) + count
-            left = right
+            start = end
         return counts
 
     def _advance(self) -> None:
         """Advance the count of decode steps to now, and end requests that have all
         their tokens.
         """
-        now = asyncio.get_running_loop().time()
-        passed = now - self._since
+        time = asyncio.get_running_loop().time()
+        elapsed = time - self._since
         if self._rate:
-            self.busy_seconds += passed
-            self.running_seconds += passed * len(self._running)
-            self._steps += passed * self._rate
-        self._since = now
-        while self._running and self._running[0].ends <= self._steps + TINY * max(1.0, self._steps):
+            self.busy_seconds += elapsed
+            self.running_seconds += elapsed * len(self._running)
+            self._steps += elapsed * self._rate
+        self._since = time
+        end = self._steps + TINY * max(1.0, self._steps)
+        while self._running and self._running[0].ends <= end:
             request = heapq.heappop(self._running)
             self._starts -= request.began - request.context
             if not request.done.done():
@@ -113,8 +121,8 @@ class SimulatedServer:
             self._rate = 0.0
             return
         stride = min(self._running[0].ends - self._steps, STRIDE)
-        held = count * (self._steps + stride / 2) - self._starts
-        seconds = self._step_seconds(count, held)
+        context_tokens = count * (self._steps + stride / 2) - self._starts
+        seconds = self._step_seconds(count, context_tokens)
         self._rate = 1 / seconds
         self._timer = asyncio.get_running_loop().call_later(stride * seconds, self._wake)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 
+from rich.console import Console
 from rich.table import Column, Table
 
 from megarl.core.base import terminal
@@ -39,7 +40,7 @@ TAKEN_OVER_PLANNED = (1.7, 14)
 def tables(
     problem: PlanningProblem,
     written: Plan | str,
-    found: Found,
+    results: Found,
     simulated: Simulated,
     price: float | None,
 ) -> None:
@@ -47,75 +48,101 @@ def tables(
     simulations. price: that of a GPU-hour.
     """
     console = terminal.console()
-    work = problem.work
-    shape = problem.shape
-    console.print(
-        f"{problem.gpus} x {problem.gpu.name} ({problem.gpu.memory / GB:.0f} GB); model of"
-        f" {shape.parameters / 1e9:.2f}B parameters, {shape.active_parameters / 1e9:.2f}B active;"
-        f" {work.prompts} x {work.generations} rollouts a step of {work.mean_tokens:,.0f} tokens on"
-        f" average, {work.trained_share:.0%} trained"
-    )
+    console.print(_problem(problem))
     if refused := refusal(problem):
         console.print(f"no such run starts on {problem.gpu.name}: {refused}")
-    plans = named(problem, written, found, BEST)
-    if not found.plans and not problem.recipe.resources.colocate:
-        tried = "not even with learner.recompute=full learner.optimizer_offload=1"
-        console.print(f"nothing fits {problem.gpus} GPUs, {tried}; the reasons are below")
-    if found.saving:
-        saving = " and ".join(f"learner.{key}={value}" for key, value in found.saving.items())
-        otherwise = (
-            f"a step takes {seconds:.1f} s"
-            if (seconds := found.seconds_without)
-            else "nothing fits"
-        )
-        console.print(f"{otherwise} without {saving}, which the plans set")
-    table = narrow("", *plans)
-    figures = [_figures(plan) for plan in plans.values()]  # a column a plan: it is narrow
-    for label in figures[0] if figures else ():
-        table.add_row(label, *(texts[label] for texts in figures))
+    plans = named(problem, written, results, BEST)
+    _print_limits(console, problem, results)
     # Details are those of the first plan that has as many GPUs as were asked for.
-    name = next(
-        (name for name, plan in plans.items() if plan.gpus == problem.gpus), next(iter(plans), "")
-    )
+    exact = [name for name, plan in plans.items() if plan.gpus == problem.gpus]
+    detailed = next(iter([*exact, *plans]), "")
     if plans:
-        console.print(table)
+        console.print(_plans(plans))
         console.print(f"{NEARER}; {LIKELY}")
-        console.print(f"{name}: {cost(plans[name], price)}")
-    if found.plans:
-        console.print(f"plan 1 is: {' '.join(overrides(found.plans[0]))}", soft_wrap=True)
+        console.print(f"{detailed}: {cost(plans[detailed], price)}")
+    if results.plans:
+        console.print(f"plan 1 is: {' '.join(overrides(results.plans[0]))}", soft_wrap=True)
     if isinstance(written, str):
         console.print(f"as written: {written}")
     elif written.gpus != problem.gpus:
         console.print(f"note: the recipe's resources use {written.gpus} GPUs, not {problem.gpus}")
     if plans:
-        plan = plans[name]
-        console.print(
-            largest_allocation(plan, shape), host_memory(plan), *_remarks(problem, plan), sep="\n"
-        )
-    if found.refused:
-        console.print("\nrefused", style="bold")
-        for reason, count in found.refused.most_common(MOST_REASONS):
-            console.print(f"{count:>6}  {reason}")
+        plan = plans[detailed]
+        console.print(largest_allocation(plan, problem.shape), host_memory(plan), sep="\n")
+        for remark in _remarks(problem, plan):
+            console.print(remark)
+    _print_refused(console, results)
     if simulated.plans:
         console.print()
         console.print(_simulated(simulated))
 
 
+def _problem(problem: PlanningProblem) -> str:
+    work = problem.work
+    shape = problem.shape
+    return (
+        f"{problem.gpus} x {problem.gpu.name} ({problem.gpu.memory / GB:.0f} GB); model of"
+        f" {shape.parameters / 1e9:.2f}B parameters, {shape.active_parameters / 1e9:.2f}B active;"
+        f" {work.prompts} x {work.generations} rollouts a step of {work.mean_tokens:,.0f} tokens on"
+        f" average, {work.trained_share:.0%} trained"
+    )
+
+
+def _print_limits(console: Console, problem: PlanningProblem, results: Found) -> None:
+    """Say whether nothing fits, or only what the recipe does not set."""
+    if not results.plans and not problem.recipe.resources.colocate:
+        console.print(
+            f"nothing fits {problem.gpus} GPUs, not even with learner.recompute=full"
+            " learner.optimizer_offload=1; the reasons are below"
+        )
+    if results.saving:
+        console.print(_saving(results))
+
+
+def _saving(results: Found) -> str:
+    """Say which changes of the learner the plans need, and how it is without."""
+    saving = " and ".join(f"learner.{key}={value}" for key, value in results.saving.items())
+    otherwise = "nothing fits"
+    if results.seconds_without:
+        otherwise = f"a step takes {results.seconds_without:.1f} s"
+    return f"{otherwise} without {saving}, which the plans set"
+
+
+def _plans(plans: Mapping[str, Plan]) -> Table:
+    """Make a table with a column a plan: it is narrow."""
+    table = narrow("", *plans)
+    figures = [_figures(plan) for plan in plans.values()]
+    for label in figures[0]:
+        table.add_row(label, *(texts[label] for texts in figures))
+    return table
+
+
+def _print_refused(console: Console, results: Found) -> None:
+    if not results.refused:
+        return
+    console.print("\nrefused", style="bold")
+    for reason, count in results.refused.most_common(MOST_REASONS):
+        console.print(f"{count:>6}  {reason}")
+
+
 def named(
-    problem: PlanningProblem, written: Plan | str, found: Found, best: int
+    problem: PlanningProblem, written: Plan | str, results: Found, best: int
 ) -> dict[str, Plan]:
     """Name the recipe as written (with its number of GPUs if that differs from the
     planned one) and the best plans.
     """
-    plans = {f"plan {i}": plan for i, plan in enumerate(found.plans[:best], 1)}
-    if isinstance(written, str):
-        return plans
-    return {
-        "as written" if written.gpus == problem.gpus else f"written ({written.gpus})": written
-    } | plans
+    plans = {}
+    if not isinstance(written, str):
+        same_gpus = written.gpus == problem.gpus
+        name = "as written" if same_gpus else f"written ({written.gpus})"
+        plans[name] = written
+    for i, plan in enumerate(results.plans[:best], 1):
+        plans[f"plan {i}"] = plan
+    return plans
 
 
 def narrow(first: str, *headings: str) -> Table:
+    """Make an empty table without a frame; all columns but the first are numbers."""
     columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
     return Table(
         Column(first, no_wrap=True), *columns, box=None, pad_edge=False, padding=(0, 1, 0, 0)
@@ -148,15 +175,17 @@ FIGURES = (
 def overrides(plan: Plan) -> list[str]:
     """Return the overrides that turn the recipe into this plan."""
     learner = plan.recipe.learner
-    saving = [f"learner.recompute={learner.recompute}"] if learner.recompute != "none" else []
-    saving += (
-        [f"learner.optimizer_offload={learner.optimizer_offload}"]
-        if learner.optimizer_offload
-        else []
-    )
-    # In lower case, as YAML writes true and false; no other value of a layout has
-    # letters.
-    return [*saving, *(f"{key}={str(attrgetter(key)(plan.recipe)).lower()}" for key in LAYOUT)]
+    texts = []
+    if learner.recompute != "none":
+        texts.append(f"learner.recompute={learner.recompute}")
+    if learner.optimizer_offload:
+        texts.append(f"learner.optimizer_offload={learner.optimizer_offload}")
+    for key in LAYOUT:
+        # In lower case, as YAML writes true and false; no other value of a layout has
+        # letters.
+        value = str(attrgetter(key)(plan.recipe)).lower()
+        texts.append(f"{key}={value}")
+    return texts
 
 
 def error(figure: str) -> str:
@@ -168,8 +197,8 @@ def likely(planned: float) -> tuple[float, float]:
     """Return between which values a planned step's seconds, or what is proportional to
     them, will lie: by what published steps of RL took, over their plan.
     """
-    least, most = STEP_TAKES
-    return planned * least, planned * most
+    low, high = STEP_TAKES
+    return planned * low, planned * high
 
 
 def in_short(bounds: tuple[float, float]) -> str:
@@ -184,14 +213,14 @@ def cost(plan: Plan, price: float | None = None) -> str:
     """
     steps = plan.recipe.run.steps
     hours = plan.step_seconds * steps / 3600
-    money = "" if price is None else f", which cost {hours * plan.gpus * price:,.0f}"
-    least, most = TAKEN_OVER_PLANNED
     gpu_hours = hours * plan.gpus
-    expected = f"{in_short(likely(hours))} h and {in_short(likely(gpu_hours))} GPU-hours"
+    money = "" if price is None else f", which cost {gpu_hours * price:,.0f}"
+    low, high = TAKEN_OVER_PLANNED
     return (
         f"{steps:,} steps take {hours:,.1f} h and {gpu_hours:,.0f} GPU-hours{money} (likely"
-        f" {expected}), without starts and evaluations; the ScaleRL paper's runs of 8B took"
-        f" {least:g} to {most:g} times what is planned for them (docs/plan.md)"
+        f" {in_short(likely(hours))} h and {in_short(likely(gpu_hours))} GPU-hours), without starts"
+        f" and evaluations; the ScaleRL paper's runs of 8B took {low:g} to {high:g} times what is"
+        " planned for them (docs/plan.md)"
     )
 
 
@@ -200,33 +229,34 @@ def largest_allocation(plan: Plan, shape: Architecture) -> str:
     who holds it.
     """
     size = memory.largest_bucket(plan.recipe, shape)
-    what = (
-        "the embedding"
-        if size > plan.recipe.weights.bucket_mb << 20
-        else "a bucket (weights.bucket_mb)"
+    piece = "a bucket (weights.bucket_mb)"
+    if size > plan.recipe.weights.bucket_mb << 20:
+        piece = "the embedding"
+    return (
+        f"largest allocation of a publication: {piece}, {size / GB:.1f} GB, on a server's GPU"
+        " beside weights and KV; a learner's rank holds"
+        f" {plan.learner.publication / GB:.1f} GB of buckets"
     )
-    held = f"a learner's rank holds {plan.learner.publication / GB:.1f} GB of buckets"
-    served = f"{what}, {size / GB:.1f} GB, on a server's GPU beside weights and KV"
-    return f"largest allocation of a publication: {served}; {held}"
 
 
 def host_memory(plan: Plan) -> str:
     """Describe what roles keep in the host's memory, which `megarl train` checks."""
-    rank = f"{plan.learner.host / GB:.0f} GB for a learner's rank (a checkpoint, offloaded AdamW)"
     return (
-        f"host memory: {rank}, {plan.server.host / GB:.0f} GB for a server's GPU (new weights,"
+        f"host memory: {plan.learner.host / GB:.0f} GB for a learner's rank (a checkpoint,"
+        f" offloaded AdamW), {plan.server.host / GB:.0f} GB for a server's GPU (new weights,"
         " tokens' experts)"
     )
 
 
 def _figures(plan: Plan) -> dict[str, str]:
-    m = plan.recipe.model
-    r = plan.recipe.resources
+    model = plan.recipe.model
+    resources = plan.recipe.resources
+    layout = (model.tensor_parallel, model.pipeline_parallel, model.context_parallel)
     return {
-        "servers x GPUs": f"{r.servers} x {r.server_tensor_parallel}",
-        "learner GPUs": str(r.learner_ranks),
-        "TP, PP, CP": f"{m.tensor_parallel}, {m.pipeline_parallel}, {m.context_parallel}",
-        "EP, DP": f"{m.expert_parallel}, {plan.recipe.data_parallel}",
+        "servers x GPUs": f"{resources.servers} x {resources.server_tensor_parallel}",
+        "learner GPUs": str(resources.learner_ranks),
+        "TP, PP, CP": ", ".join(map(str, layout)),
+        "EP, DP": f"{model.expert_parallel}, {plan.recipe.data_parallel}",
         "learner, GB a GPU": f"{plan.learner.total / GB:.0f}",
         "server: KV tokens": f"{plan.server.kv_tokens / 1000:,.0f}k",
         "rollouts at once": f"{plan.running:.0f}",
@@ -245,28 +275,30 @@ def _figures(plan: Plan) -> dict[str, str]:
 
 
 def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
-    evaluation = plan.recipe.evaluation
     recipe = plan.recipe
-    if taught := recipe.teacher_gpus:
+    evaluation = recipe.evaluation
+    teacher_gpus = recipe.teacher_gpus
+    if teacher_gpus:
         yield (
-            f"note: {taught} GPUs are the teacher's (resources.teacher_*); whether it fits and"
-            " keeps up is not estimated"
+            f"note: {teacher_gpus} GPUs are the teacher's (resources.teacher_*); whether it fits"
+            " and keeps up is not estimated"
         )
     if recipe.has_critic:
         size = memory.critic_state(recipe, problem.shape) / GB
-        what = (
-            f"a critic of the policy's size in {recipe.critic.dtype} takes {size:,.0f} GB of a rank"
+        yield (
+            f"note: a critic of the policy's size in {recipe.critic.dtype} takes {size:,.0f} GB of"
+            " a rank (critic.dtype); its time is not counted"
         )
-        yield f"note: {what} (critic.dtype); its time is not counted"
     if recipe.serving.expert_parallel:
         yield (
             "note: whole experts on each GPU of a server (serving.expert_parallel) are planned like"
             " a part of each; what the GPU with the most tokens costs is not counted"
         )
-    if (late := plan.evaluation_seconds / plan.step_seconds) > evaluation.every:
+    steps = plan.evaluation_seconds / plan.step_seconds
+    if steps > evaluation.every:
         yield (
             f"note: an evaluation ({evaluation.prompts} x {evaluation.samples} rollouts,"
-            f" {recipe.evaluation_servers} servers) takes as long as {late:,.0f} steps, and"
+            f" {recipe.evaluation_servers} servers) takes as long as {steps:,.0f} steps, and"
             f" evaluation.every is {evaluation.every}; lower evaluation.prompts or samples, or"
             " evaluate less often"
         )
@@ -285,19 +317,22 @@ def _simulated(simulated: Simulated) -> Table:
         "rollouts\nat once",
         "publi-\ncation",
     )
-    lags = {f"{simulated.swept}, k = {k}": s for k, s in simulated.by_lag.items()}
-    spreads = {f"{simulated.swept}, spread {x:g}": s for x, s in simulated.by_spread.items()}
-    for name, s in {**simulated.plans, **lags, **spreads}.items():
+    rows = dict(simulated.plans)
+    for k, summary in simulated.by_lag.items():
+        rows[f"{simulated.swept}, k = {k}"] = summary
+    for spread, summary in simulated.by_spread.items():
+        rows[f"{simulated.swept}, spread {spread:g}"] = summary
+    for name, summary in rows.items():
         table.add_row(
             name,
-            f"{s.step_seconds:.1f}",
-            f"{s.tokens_per_second:,.0f}",
-            f"{s.lag_mean:.1f}",
-            str(s.lag_max),
-            f"{s.learner_idle:.0%}",
-            f"{1 - s.server_busy:.0%}",
-            f"{s.server_running:.0f}",
-            f"{s.publishing:.0%}",
+            f"{summary.step_seconds:.1f}",
+            f"{summary.tokens_per_second:,.0f}",
+            f"{summary.lag_mean:.1f}",
+            str(summary.lag_max),
+            f"{summary.learner_idle:.0%}",
+            f"{1 - summary.server_busy:.0%}",
+            f"{summary.server_running:.0f}",
+            f"{summary.publishing:.0%}",
         )
     return table
 
@@ -305,7 +340,7 @@ def _simulated(simulated: Simulated) -> Table:
 def as_json(
     problem: PlanningProblem,
     written: Plan | str,
-    found: Found,
+    results: Found,
     simulated: Simulated,
     price: float | None,
 ) -> dict[str, object]:
@@ -322,18 +357,24 @@ def as_json(
         "errors": ERRORS,
         "step_takes": STEP_TAKES,
         "as_written": written if isinstance(written, str) else _plan(written, price),
-        "plans": [_plan(plan, price) for plan in found.plans[:BEST]],
-        "saving": found.saving,
+        "plans": [_plan(plan, price) for plan in results.plans[:BEST]],
+        "saving": results.saving,
         "refusal": refusal(problem),
-        "refused": dict(found.refused.most_common()),
+        "refused": dict(results.refused.most_common()),
         "simulated": asdict(simulated),
     }
 
 
 def _plan(plan: Plan, price: float | None) -> dict[str, object]:
-    layout = [key for key in LAYOUT if key != "model.expert_tensor_parallel"]
+    layout = {}
+    for key in LAYOUT:
+        if key != "model.expert_tensor_parallel":
+            layout[key.partition(".")[2]] = attrgetter(key)(plan.recipe)
+    price_of_1000_steps = None
+    if price is not None:
+        price_of_1000_steps = plan.gpu_hours_per_1000_steps * price
     return {
-        **{key.partition(".")[2]: attrgetter(key)(plan.recipe) for key in layout},
+        **layout,
         "data_parallel": plan.recipe.data_parallel,
         "learner_bytes": asdict(plan.learner) | {"total": plan.learner.total},
         "server_bytes": asdict(plan.server) | {"host": plan.server.host},
@@ -342,5 +383,5 @@ def _plan(plan: Plan, price: float | None) -> dict[str, object]:
         "pause_seconds": plan.publication.pause,
         "evaluation_steps": plan.evaluation_seconds / plan.step_seconds,
         **{key: getattr(plan, key) for key in FIGURES},
-        "cost_of_1000_steps": None if price is None else plan.gpu_hours_per_1000_steps * price,
+        "cost_of_1000_steps": price_of_1000_steps,
     }

@@ -2,7 +2,9 @@
 modelled servers and a modelled learner.
 
     groups    generations x (GroupPlaces.take ─► SimulatedServer ─► give back)
-    learner   decide(Next) ─► TrainStep: seconds of training this batch │ Publish: transfer, then parity │ Wait
+    learner   decide(Next) ─► TrainStep: seconds of training this batch
+                            │ Publish: transfer, then parity
+                            │ Wait
 
 The model covers lengths, and the seconds of prompts, decode steps, training and
 publications. It does not cover grading, the network between controller and servers, or
@@ -96,6 +98,20 @@ class _Ticket:
     versions: Counter[int] = field(default_factory=Counter)
 
 
+@dataclass
+class _StepSeconds:
+    """What the learner has spent in the present step."""
+
+    wait: float = 0.0
+    train: float = 0.0
+    publish: float = 0.0
+
+
+def _time() -> float:
+    """Return virtual seconds since the start."""
+    return asyncio.get_running_loop().time()
+
+
 def simulate(
     recipe: Recipe, work: Workload, costs: Costs, steps: int, seed: int = 0, evaluate: bool = False
 ) -> list[SimulatedStep]:
@@ -118,6 +134,7 @@ class _Unwritten:
     state: State
 
     def write(self, record: JournalRecord) -> Awaitable[None]:
+        """Apply the record; what is returned is done."""
         self.state.apply(record)
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         written.set_result(None)
@@ -154,6 +171,7 @@ class _SimulatedRun:
         )
 
     async def run(self) -> list[SimulatedStep]:
+        """Run all steps, and return them."""
         for server in self.membership.members:
             self.membership.seen(server)
         with suppress(_End):
@@ -165,19 +183,20 @@ class _SimulatedRun:
 
     # The source of groups.
 
-    def draw(self, ticket: int, due: int) -> Admitted:
-        return Admitted(ticket=ticket, task="", prompt_id="", epoch=0, due=due)
+    def draw(self, ticket: int, due_step: int) -> Admitted:
+        """Return the ticket's record; prompts are all alike."""
+        return Admitted(ticket=ticket, task="", prompt_id="", epoch=0, due=due_step)
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
+        """Sample a ticket's group, of random lengths."""
         lengths = self.work.lengths.draw(self.random, self.work.generations)
         ticket = _Ticket(bool(self.random.random() < self.work.trained_share), lengths.tolist())
         self.tickets[admitted.ticket] = ticket
         async with asyncio.TaskGroup() as rollouts:
             for sample, length in enumerate(ticket.lengths):
                 rollouts.create_task(self._rollout(ticket, places, sample, length))
-        record = settled(
-            self.recipe, Group(ticket=admitted.ticket, prompt=PROMPT, rollouts=()), ticket.varied
-        )
+        group = Group(ticket=admitted.ticket, prompt=PROMPT, rollouts=())
+        record = settled(self.recipe, group, ticket.varied)
         if isinstance(record, Removed):
             del self.tickets[admitted.ticket]
         return record
@@ -187,12 +206,12 @@ class _SimulatedRun:
     ) -> None:
         context = self.work.prompt_tokens
         legs = [length]
-        if (
-            self.recipe.length.control == "interruption"
-        ):  # of thinking; the answer is then a request of its own
+        if self.recipe.length.control == "interruption":
+            # Of thinking; the answer is then a request of its own.
             low, high = self.recipe.length.thinking_tokens
             budget = int(self.random.integers(low, high + 1))
-            legs = [budget, length - budget] if length > budget else legs
+            if length > budget:
+                legs = [budget, length - budget]
         for tokens in legs:
             server, _ = await places.take(sample)
             places.cached()
@@ -203,63 +222,64 @@ class _SimulatedRun:
     # The learner.
 
     async def _learn(self, tasks: asyncio.TaskGroup) -> None:
-        now = asyncio.get_running_loop().time
         schedule = self.pipeline.evaluations
         step = 0
-        spent = {"wait": 0.0, "train": 0.0, "publish": 0.0}
-        kept = self.recipe.batch.zero_variance == "keep"
+        seconds = _StepSeconds()
         while True:
             self.changed.clear()
             if schedule.is_due(step) and (servers := schedule.pin_servers(step)):
                 tasks.create_task(self._evaluate(step, servers))
             decision = decide(Next(LEARNER, step, step), self.pipeline.view(step))
-            start = now()
+            start = _time()
             match decision:
                 case TrainStep():
                     tickets = self.pipeline.admission.batch(step)
                     assert tickets is not None
                     self.pipeline.window.note_taken(step)
-                    chosen = [self.tickets[t] for t in tickets]
-                    lengths = [
-                        n + self.work.prompt_tokens
-                        for t in chosen
-                        if kept or t.varied
-                        for n in t.lengths
-                    ]
+                    lengths = self._trained_lengths(tickets)
                     await asyncio.sleep(self.costs.train_seconds(lengths) if lengths else 0.0)
-                    spent["train"] += now() - start
-                    self._close_step(step, tickets, spent)
+                    seconds.train += _time() - start
+                    self._close_step(step, tickets, seconds)
                     step = step + 1
-                    spent = dict.fromkeys(spent, 0.0)
+                    seconds = _StepSeconds()
                 case Publish():
                     await self._publish(decision)
-                    spent["publish"] += now() - start
+                    seconds.publish += _time() - start
                 case Stop():
                     return
                 case _:
                     await self.changed.wait()
-                    spent["wait"] += now() - start
+                    seconds.wait += _time() - start
 
-    def _close_step(self, step: int, tickets: tuple[int, ...], spent: dict[str, float]) -> None:
+    def _trained_lengths(self, tickets: tuple[int, ...]) -> list[int]:
+        """Return the sequence lengths of the batch's rollouts that are trained."""
+        keeps_all = self.recipe.batch.zero_variance == "keep"
+        lengths = []
+        for number in tickets:
+            ticket = self.tickets[number]
+            if keeps_all or ticket.varied:
+                lengths += [length + self.work.prompt_tokens for length in ticket.lengths]
+        return lengths
+
+    def _close_step(self, step: int, tickets: tuple[int, ...], seconds: "_StepSeconds") -> None:
         lags: Counter[int] = Counter()
         for number in tickets:
             for version, count in self.tickets.pop(number).versions.items():
                 lags[step - version] += count
         self.pipeline.admission.forget(step + 1)
-        busy = sum(s.busy_seconds for s in self.servers)
-        running = sum(s.running_seconds for s in self.servers)
-        now = asyncio.get_running_loop().time()
-        done = SimulatedStep(
+        closed = SimulatedStep(
             step=step,
-            ended=now,
+            ended=_time(),
+            wait=seconds.wait,
+            train=seconds.train,
+            publish=seconds.publish,
             tokens=lags.total(),
             tickets=tickets,
             lags=lags,
-            busy_seconds=busy,
-            running_seconds=running,
-            **spent,
+            busy_seconds=sum(server.busy_seconds for server in self.servers),
+            running_seconds=sum(server.running_seconds for server in self.servers),
         )
-        self.steps.append(done)
+        self.steps.append(closed)
         self.places.refresh()
 
     async def _publish(self, command: Publish) -> None:
@@ -344,11 +364,11 @@ def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summa
         raise MegarlError(
             f"--steps: {len(steps)} leave none after the first {warm_up}, which fill the pipeline"
         )
-    before = steps[warm_up]
+    first = steps[warm_up]
     counted = steps[warm_up + 1 :]
     last = counted[-1]
     lags = sum((step.lags for step in counted), Counter[int]())
-    seconds = last.ended - before.ended
+    seconds = last.ended - first.ended
     total = lags.total()
     return Summary(
         steps=len(counted),
@@ -357,8 +377,8 @@ def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summa
         learner_idle=sum(s.wait for s in counted) / seconds,
         training=sum(s.train for s in counted) / seconds,
         publishing=sum(s.publish for s in counted) / seconds,
-        server_busy=(last.busy_seconds - before.busy_seconds) / seconds / servers,
-        server_running=(last.running_seconds - before.running_seconds) / seconds / servers,
+        server_busy=(last.busy_seconds - first.busy_seconds) / seconds / servers,
+        server_running=(last.running_seconds - first.running_seconds) / seconds / servers,
         lag_mean=sum(lag * count for lag, count in lags.items()) / total,
         lag_max=max(lags),
         lags={lag: lags[lag] / total for lag in sorted(lags)},
@@ -381,29 +401,26 @@ class Simulation(NamedTuple):
 
 
 def costs(problem: PlanningProblem, plan: Plan) -> Costs:
+    """Return what things take with this plan."""
     recipe = plan.recipe
+    work = problem.work
     microbatch_tokens = recipe.learner.microbatch_tokens
     assert microbatch_tokens != "auto"  # a plan says how many
     cost = cost_of(problem.shape)
     one_size = recipe.model.pipeline_parallel > 1
+    decoder = plan.decoder
+    # Nothing is decoded while a prompt is read; that time is spread over the tokens of
+    # the request.
+    prefill = decoder.prefill_seconds(work.prompt_tokens) / work.mean_tokens
 
     def train_seconds(lengths: Sequence[int]) -> float:
         packed = speed.packing(lengths, microbatch_tokens, recipe.data_parallel, cost, one_size)
         return speed.train_seconds(recipe, problem.shape, packed, problem.gpu)
 
-    # Nothing is decoded while a prompt is read; that time is spread over the tokens of
-    # the request.
-    decoder, prefill = (
-        plan.decoder,
-        plan.decoder.prefill_seconds(problem.work.prompt_tokens) / problem.work.mean_tokens,
-    )
+    def step_seconds(running: float, context_tokens: float) -> float:
+        return decoder.step_seconds(running, context_tokens) + running * prefill
 
-    def step_seconds(running: float, held: float) -> float:
-        return decoder.step_seconds(running, held) + running * prefill
-
-    limit = min(
-        recipe.serving.max_running_requests, plan.server.kv_tokens / problem.work.live_context
-    )
+    limit = min(recipe.serving.max_running_requests, plan.server.kv_tokens / work.live_context)
     return Costs(
         step_seconds, train_seconds, limit=max(1, int(limit)), **plan.publication._asdict()
     )
@@ -416,29 +433,32 @@ def simulated(problem: PlanningProblem, plan: Plan, steps: int) -> Simulation:
     pipeline = plan.recipe.pipeline
     recipe = plan.recipe
     warm_up = (4 if pipeline.window == "auto" else 2) * pipeline.window_steps
-    done = simulate(
-        recipe, problem.work, costs(problem, plan), steps + warm_up + 1, recipe.run.seed
-    )
-    return Simulation(plan, done, warm_up, summary(done, recipe.resources.servers, warm_up))
+    count = steps + warm_up + 1
+    results = simulate(recipe, problem.work, costs(problem, plan), count, recipe.run.seed)
+    return Simulation(plan, results, warm_up, summary(results, recipe.resources.servers, warm_up))
 
 
 def by_lag(problem: PlanningProblem, plan: Plan, steps: int) -> dict[int, Summary]:
     """Simulate the plan with each of `LAGS` as pipeline.k."""
-    plans = {k: replace(plan, recipe=changed(plan.recipe, "pipeline", k=k)) for k in LAGS}
-    return {k: simulated(problem, other, steps).summary for k, other in plans.items()}
+    summaries = {}
+    for k in LAGS:
+        with_k = replace(plan, recipe=changed(plan.recipe, "pipeline", k=k))
+        summaries[k] = simulated(problem, with_k, steps).summary
+    return summaries
 
 
 def by_spread(problem: PlanningProblem, plan: Plan, steps: int) -> dict[float, Summary]:
-    """Simulate the plan with shorter and longer tails of the lengths, at the same mean."""
+    """Simulate the plan with shorter and longer tails of the lengths, at the same
+    mean.
+    """
     recipe = plan.recipe
     work = problem.work
     summaries = {}
     for spread in SPREADS:
         lengths = LogNormal(work.mean_tokens, spread, recipe.length.completion_tokens)
-        other = replace(
-            problem, work=workload(recipe, lengths, work.trained_share, recipe.run.seed)
-        )
-        summaries[spread] = simulated(other, plan, steps).summary
+        varied_work = workload(recipe, lengths, work.trained_share, recipe.run.seed)
+        varied = replace(problem, work=varied_work)
+        summaries[spread] = simulated(varied, plan, steps).summary
     return summaries
 
 
@@ -451,12 +471,13 @@ class _Jump(selectors.SelectSelector):
     `timeout` seconds.
     """
 
-    now = 0.0
+    time = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
+        """Move the clock; Standstill if no timer is set."""
         if timeout is None:
             raise Standstill("every task waits for another")
-        self.now += max(timeout, 0.0)
+        self.time += max(timeout, 0.0)
         return []
 
 
@@ -466,7 +487,8 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jump)
 
     def time(self) -> float:
-        return self._jump.now
+        """Return virtual seconds."""
+        return self._jump.time
 
 
 def run[T](main: Coroutine[Any, Any, T]) -> T:

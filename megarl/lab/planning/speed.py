@@ -1,10 +1,11 @@
 """Estimates the seconds of a training step, of a server's decode step, and of a
 publication.
 
-[PaLM] Chowdhery et al., PaLM, arXiv 2204.02311, appendix B [Roof] Williams et al.,
-Roofline, Communications of the ACM 52(4), 2009 [Ring] Thakur, Rabenseifner, Gropp,
-Optimization of Collective Communication Operations in MPICH, 2005 [AR], [PP], [ZeRO]:
-memory.py
+[PaLM] Chowdhery et al., PaLM, arXiv 2204.02311, appendix B
+[Roof] Williams et al., Roofline, Communications of the ACM 52(4), 2009
+[Ring] Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations
+       in MPICH, 2005
+[AR], [PP], [ZeRO]: memory.py
 """
 
 import math
@@ -51,13 +52,24 @@ def packing(
 ) -> Packing:
     """Pack sequences of these lengths with the learner's own packing."""
     members = pack(lengths, microbatch_tokens, data_parallel, cost, one_size)
-    ranks = [[lengths[i] for microbatch in rank for i in microbatch] for rank in members]
-    busiest = max(ranks, key=lambda rank: sum(cost.of(n) for n in rank))
+    largest = 0
+    busiest: list[int] = []
+    highest_cost = -1.0
+    for rank in members:
+        rank_lengths: list[int] = []
+        for microbatch in rank:
+            microbatch_lengths = [lengths[i] for i in microbatch]
+            largest = max(largest, sum(microbatch_lengths))
+            rank_lengths += microbatch_lengths
+        rank_cost = sum(cost.of(length) for length in rank_lengths)
+        if rank_cost > highest_cost:
+            busiest = rank_lengths
+            highest_cost = rank_cost
     return Packing(
         microbatches=len(members[0]),
-        largest=max(sum(lengths[i] for i in microbatch) for rank in members for microbatch in rank),
+        largest=largest,
         rank_tokens=sum(busiest),
-        positions=sum(n**2 for n in busiest) / (2 * sum(busiest)),
+        positions=sum(length**2 for length in busiest) / (2 * sum(busiest)),
     )
 
 
@@ -67,28 +79,25 @@ def train_seconds(
     """Return seconds of a step on the slowest rank: forward, backward, gradients,
     optimiser. by_node: see `_link_seconds`.
     """
-    stages = recipe.model.pipeline_parallel
     model = recipe.model
+    stages = model.pipeline_parallel
     microbatches = packed.microbatches
     # Stages exchange micro-batches of one size (learner/microbatch.py), so the fullest
     # one sets the pace.
-    tokens = (
-        packed.rank_tokens / microbatches if stages == 1 else packed.largest
-    ) / model.context_parallel
-    layers = _layer_seconds(
-        recipe, shape, tokens, packed.positions, gpu, by_node
-    ) * memory.stage_share(recipe, shape)
-    head = (
-        tokens * HEAD_PASSES * head_flop(shape) / (gpu.bf16 * gpu.training) / model.tensor_parallel
-    )
+    microbatch_tokens = packed.rank_tokens / microbatches if stages == 1 else packed.largest
+    tokens = microbatch_tokens / model.context_parallel
+    all_layers = _layer_seconds(recipe, shape, tokens, packed.positions, gpu, by_node)
+    layers = all_layers * memory.stage_share(recipe, shape)
+    head_rate = gpu.bf16 * gpu.training
+    head = tokens * HEAD_PASSES * head_flop(shape) / head_rate / model.tensor_parallel
     bubble = (stages - 1) / (microbatches * model.virtual_pipeline_parallel)  # [PP] 2.2
     # Gradients are reduced during the last micro-batch's backward pass, two thirds of
     # its time (learner/optimizer.py).
     update = _update_seconds(recipe, shape, gpu, hidden=(layers + head) * 2 / 3)
-    passes = (
-        1 + (recipe.reference.coefficient > 0) / LAYER_PASSES
-    ) * microbatches  # a reference only scores: forward
-    return (layers + head) * passes * (1 + bubble) + update
+    passes = 1.0
+    if recipe.reference.coefficient > 0:  # a reference only scores: forward
+        passes += 1 / LAYER_PASSES
+    return (layers + head) * (passes * microbatches) * (1 + bubble) + update
 
 
 def _layer_seconds(
@@ -108,30 +117,28 @@ def _layer_seconds(
     body = shape.body_parameters
     ranks = model.tensor_parallel
     bf16 = gpu.bf16 * gpu.training
+    linear_rate = bf16 if model.fp8 == "none" else gpu.fp8 * gpu.fp8_training
     # The backward pass repeats the products of all layers, or of MLPs and experts
     # (models/build.py): [AR] section 5
     feed_forward = body - shape.layers * shape.attention_parameters
-    again = {"none": 0.0, "light": 0.0, "selective": feed_forward, "full": body}[recompute]
-    linear = LAYER_PASSES * layer_flop(shape) + 2 * again
-    attention = (LAYER_PASSES + (recompute == "full")) * attention_flop(shape, positions)
-    products = (
-        linear / (bf16 if model.fp8 == "none" else gpu.fp8 * gpu.fp8_training) + attention / bf16
-    )
-    kept = memory.activation_bytes(recipe, shape, "none")[0] * model.pipeline_parallel
-    passes = LAYER_PASSES + again / body
+    repeated = {"none": 0.0, "light": 0.0, "selective": feed_forward, "full": body}[recompute]
+    linear = LAYER_PASSES * layer_flop(shape) + 2 * repeated
+    attention_passes = LAYER_PASSES + 1 if recompute == "full" else LAYER_PASSES
+    attention = attention_passes * attention_flop(shape, positions)
+    products = linear / linear_rate + attention / bf16
+    activations = memory.activation_bytes(recipe, shape, "none")[0] * model.pipeline_parallel
+    passes = LAYER_PASSES + repeated / body
     # A token's row for each expert is reordered before and after two exchanges: read
     # and written, forward and backward.
     rows = shape.experts_per_token * shape.moe_layers / ranks
     ordered = 16 * HALF * shape.hidden * rows / LAYER_PASSES
-    traffic = passes * (
-        tokens * (2 * kept + ordered) + WIDTH[model.dtype] * memory.layer_parameters(recipe, shape)
-    )
+    weights = WIDTH[model.dtype] * memory.layer_parameters(recipe, shape)
+    traffic = passes * (tokens * (2 * activations + ordered) + weights)
     if recompute == "light":
         # An element-wise kernel reads gate and up of each product, or a norm's input,
         # and writes one number again.
-        traffic += (
-            tokens * 3 * memory.light_activation_bytes(shape, HALF) * shape.moe_layers / ranks
-        )
+        light = memory.light_activation_bytes(shape, HALF)
+        traffic += tokens * 3 * light * shape.moe_layers / ranks
     moved = traffic / (gpu.memory_rate * ASSUMED.bandwidth_efficiency)
     device = tokens * products / ranks + moved + _link_seconds(recipe, shape, tokens, gpu, by_node)
     dense = shape.layers - shape.moe_layers
@@ -147,7 +154,7 @@ def _link_seconds(
     cross the network once, as with DeepEP (github.com/deepseek-ai/DeepEP).
     """
     model = recipe.model
-    again = recipe.learner.recompute
+    recompute = recipe.learner.recompute
     row = HALF * shape.hidden
     tensor = model.tensor_parallel
     context = model.context_parallel
@@ -157,37 +164,24 @@ def _link_seconds(
     # hidden]. Two scatters of the backward pass and two gathers for weight gradients
     # are hidden by the products beside them (megatron's tensor_parallel/layers.py).
     # Recomputation repeats two exchanges or one.
-    passes = 6 + {"none": 0, "light": 0, "selective": 2, "full": 4}[again]
+    passes = 6 + {"none": 0, "light": 0, "selective": 2, "full": 4}[recompute]
     seconds = shape.layers * (passes * tokens * row * (tensor - 1) / tensor) / rate
     # k and v of all ranks are gathered and their gradients scattered
     # (models/layers.py); recomputation gathers again.
-    size = (
-        (3 if again == "full" else 2)
-        * tokens
-        * (context - 1)
-        * HALF
-        * (shape.key + shape.value)
-        / tensor
-    )
+    passes = 3 if recompute == "full" else 2
+    size = passes * tokens * (context - 1) * HALF * (shape.key + shape.value) / tensor
     seconds += shape.layers * size / rate
     # Each pass goes there and back: GShard, arXiv 2006.16668. A token has a row for
     # each expert, chosen uniformly; some leave.
-    passes = 6 if again in ("selective", "full") else 4
+    passes = 6 if recompute in ("selective", "full") else 4
     chosen = shape.experts_per_token
     nodes = max(1.0, experts / gpu.nvlink_gpus)
-    reached = nodes * (1 - (1 - 1 / nodes) ** chosen) if by_node else chosen
-    far = reached * (nodes - 1) / nodes / gpu.network
-    near = chosen * (experts - 1) / experts / gpu.nvlink
-    return (
-        seconds
-        + shape.moe_layers
-        * passes
-        * tokens
-        / tensor
-        * row
-        * max(far, near)
-        / ASSUMED.network_efficiency
-    )
+    nodes_reached = nodes * (1 - (1 - 1 / nodes) ** chosen) if by_node else chosen
+    over_network = nodes_reached * (nodes - 1) / nodes / gpu.network
+    over_nvlink = chosen * (experts - 1) / experts / gpu.nvlink
+    slower = max(over_network, over_nvlink)
+    exchanged = shape.moe_layers * passes * tokens / tensor * row
+    return seconds + exchanged * slower / ASSUMED.network_efficiency
 
 
 def _update_seconds(recipe: Recipe, shape: Architecture, gpu: Gpu, hidden: float) -> float:
@@ -195,40 +189,45 @@ def _update_seconds(recipe: Recipe, shape: Architecture, gpu: Gpu, hidden: float
     AdamW on a rank's share, gather weights.
     """
     model = recipe.model
-    ranks = recipe.resources.learner_ranks
-    seconds = 0.0
-    reduced = 0.0
+    width = WIDTH[model.dtype]
     offload = recipe.learner.optimizer_offload
+    memory_rate = gpu.memory_rate * ASSUMED.bandwidth_efficiency
     dense = shape.parameters - shape.routed_parameters
     experts = model.expert_parallel * model.expert_tensor_parallel
+    seconds = 0.0
+    reduced = 0.0
     for parameters, neighbours in (
         (dense, model.tensor_parallel),
         (shape.routed_parameters, experts),
     ):
         shards = neighbours * model.pipeline_parallel
         local = parameters / shards
-        copies = ranks // shards
-        # Groups of copies interleave: a group has every n-th rank, n being
-        # `neighbours`. A ring over several nodes uses as many network adapters of a
-        # node as it has ranks there, since NCCL makes a ring for each (nccl-tests,
-        # PERFORMANCE.md).
-        here = max(1, gpu.nvlink_gpus // neighbours)
-        inside = copies * neighbours <= gpu.nvlink_gpus
-        rate = (
-            gpu.nvlink if inside else min(gpu.network * here, gpu.nvlink)
-        ) * ASSUMED.network_efficiency
+        copies = recipe.resources.learner_ranks // shards
+        rate = _ring_rate(gpu, neighbours, copies)
         # FP32 gradients scattered, weights gathered: [ZeRO] 7.2.1
         reduced += FP32 * local * (copies - 1) / copies / rate
-        seconds += WIDTH[model.dtype] * local * (copies - 1) / copies / rate
-        mine = local / copies
-        kept = (
-            (1 - offload) * optimizer_bytes(mine) / (gpu.memory_rate * ASSUMED.bandwidth_efficiency)
-        )
+        seconds += width * local * (copies - 1) / copies / rate
+        own_part = local / copies
+        on_gpu = (1 - offload) * optimizer_bytes(own_part) / memory_rate
         # The offloaded part: FP32 gradients go to the host's memory, FP32 weights come
         # back.
-        moved = 2 * FP32 * offload * mine / (gpu.host * ASSUMED.network_efficiency)
-        seconds += max(kept, moved + optimizer_bytes(offload * mine) / (ASSUMED.host_gb_s * GB))
+        moved = 2 * FP32 * offload * own_part / (gpu.host * ASSUMED.network_efficiency)
+        on_host = optimizer_bytes(offload * own_part) / (ASSUMED.host_gb_s * GB)
+        seconds += max(on_gpu, moved + on_host)
     return seconds + max(0.0, reduced - hidden)
+
+
+def _ring_rate(gpu: Gpu, neighbours: int, copies: int) -> float:
+    """Return bytes/s of a ring among copies of the same parameters.
+
+    Groups of copies interleave: a group has every n-th rank, n being `neighbours`. A
+    ring over several nodes uses as many network adapters of a node as it has ranks
+    there, since NCCL makes a ring for each (nccl-tests, PERFORMANCE.md).
+    """
+    if copies * neighbours <= gpu.nvlink_gpus:
+        return gpu.nvlink * ASSUMED.network_efficiency
+    ranks_of_node = max(1, gpu.nvlink_gpus // neighbours)
+    return min(gpu.network * ranks_of_node, gpu.nvlink) * ASSUMED.network_efficiency
 
 
 class Decoder:
@@ -244,29 +243,24 @@ class Decoder:
         # On each GPU: bytes read in any step, and per expert used in all layers; FLOP
         # per token, those in FP8 counted as the bf16 ones that take as long; fixed
         # seconds of a step.
-        self.read = (
-            memory.dense_served_bytes(recipe, shape) + width * shape.embedding_parameters
-        ) / self.ranks
-        self.read_expert = (
-            memory.map_width(recipe) * shape.moe_layers * shape.expert_parameters / self.ranks
-        )
+        embedding = width * shape.embedding_parameters
+        self.read = (memory.dense_served_bytes(recipe, shape) + embedding) / self.ranks
+        expert = memory.map_width(recipe) * shape.moe_layers * shape.expert_parameters
+        self.read_expert = expert / self.ranks
         self.flop = (layer_flop(shape) * _quickened(recipe, gpu) + head_flop(shape)) / self.ranks
-        nodes = max(
-            1.0, self.ranks / gpu.nvlink_gpus
-        )  # an all-reduce goes up and down a tree of nodes: [Ring]
-        allreduce = (
-            2
-            * (ASSUMED.allreduce_latency_s + 2 * math.log2(nodes) * ASSUMED.hop_latency_s)
-            * (self.ranks > 1)
-        )
+        # An all-reduce goes up and down a tree of nodes: [Ring]
+        nodes = max(1.0, self.ranks / gpu.nvlink_gpus)
+        allreduce = 0.0
+        if self.ranks > 1:
+            tree = 2 * math.log2(nodes) * ASSUMED.hop_latency_s
+            allreduce = 2 * (ASSUMED.allreduce_latency_s + tree)
         dense = shape.layers - shape.moe_layers
         routed = shape.moe_layers
         self.fixed_seconds = dense * ASSUMED.decode_layer_s + routed * gpu.decode_expert_layer_s
         self.fixed_seconds += shape.layers * allreduce + ASSUMED.decode_overhead_s
         # CPU seconds for a chunk of prompts; bytes exchanged per token: [AR] 4.2.2
-        self.host_seconds = (
-            dense * ASSUMED.layer_s / LAYER_PASSES + routed * ASSUMED.prefill_expert_layer_s
-        )
+        dense_host = dense * ASSUMED.layer_s / LAYER_PASSES
+        self.host_seconds = dense_host + routed * ASSUMED.prefill_expert_layer_s
         self.exchanged = 2 * shape.layers * 2 * HALF * shape.hidden * (self.ranks - 1) / self.ranks
         self.memory_rate = gpu.memory_rate * gpu.serving
         self.flop_rate = gpu.bf16 * ASSUMED.decode_efficiency
@@ -285,14 +279,11 @@ class Decoder:
             local = min(context_tokens, running * shape.local_positions)
             positions -= shape.local_layers / shape.layers * (context_tokens - local)
         moved = self.read + positions * self.kv_token
-        if (
-            shape.experts
-        ):  # only the experts that any request uses are read; each request chooses uniformly
-            moved += (
-                shape.experts
-                * (1 - (1 - shape.experts_per_token / shape.experts) ** running)
-                * self.read_expert
-            )
+        if shape.experts:
+            # Only the experts that any request uses are read; each request chooses
+            # uniformly.
+            unused = (1 - shape.experts_per_token / shape.experts) ** running
+            moved += shape.experts * (1 - unused) * self.read_expert
         attention = attention_flop(shape, context_tokens / max(running, 1)) / self.ranks
         # Memory or products, whichever is slower: [Roof]
         limit = max(moved / self.memory_rate, running * (self.flop + attention) / self.flop_rate)
@@ -317,17 +308,18 @@ class Decoder:
         """
         last = min(requests, limit)
         mean = float(lengths.mean())
-        held = prompt + float((lengths**2).mean()) / (2 * mean)  # as in Workload.live_context
-        each = mean * self.step_seconds(last, last * held) / last + self.prefill_seconds(prompt)
-        waiting = (requests - last) * each
+        # As in Workload.live_context.
+        context = prompt + float((lengths**2).mean()) / (2 * mean)
+        decoding = mean * self.step_seconds(last, last * context) / last
+        request_seconds = decoding + self.prefill_seconds(prompt)
+        waiting = (requests - last) * request_seconds
         ends = np.quantile(lengths, np.arange(1, TAIL_PARTS + 1) / TAIL_PARTS)
-        begins = np.concatenate([[0.0], ends[:-1]])
+        starts = np.concatenate([[0.0], ends[:-1]])
         tail = 0.0
-        for part, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        for part, (start, end) in enumerate(zip(starts, ends, strict=True)):
             running = max(1.0, last * (1 - part / TAIL_PARTS))
-            tail += (end - begin) * self.step_seconds(
-                running, running * (prompt + (begin + end) / 2)
-            )
+            context_tokens = running * (prompt + (start + end) / 2)
+            tail += (end - start) * self.step_seconds(running, context_tokens)
         return self.prefill_seconds(prompt, last) + waiting + tail
 
 
@@ -400,11 +392,8 @@ def attention_flop(shape: Architecture, positions: float) -> float:
     and sum of values. [PaLM], causal.
     """
     local = shape.local_layers * min(positions, shape.local_positions or positions)
-    return (
-        2
-        * (shape.query + shape.attended)
-        * (local + (shape.layers - shape.local_layers) * positions)
-    )
+    all_positions = (shape.layers - shape.local_layers) * positions
+    return 2 * (shape.query + shape.attended) * (local + all_positions)
 
 
 def head_flop(shape: Architecture) -> float:

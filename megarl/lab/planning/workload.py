@@ -33,6 +33,7 @@ class Measured:
     tokens: tuple[int, ...]
 
     def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
+        """Draw lengths [count] int64."""
         return random.choice(np.array(self.tokens, np.int64), count)
 
 
@@ -47,26 +48,33 @@ class LogNormal:
     longest: int
 
     def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
-        # Find the mean of the logarithm that gives the wanted mean, by bisection, since
-        # the mean rises with it.
+        """Draw lengths [count] int64."""
+        random_lengths = random.lognormal(self._location(), self.spread, count)
+        return np.clip(np.ceil(random_lengths), 1, self.longest).astype(np.int64)
+
+    def _location(self) -> float:
+        """Return the mean of the logarithm that gives `mean`, by bisection, since the
+        mean rises with it.
+        """
         low = math.log(self.mean) - self.spread**2
         high = math.log(self.longest) + 10 * self.spread
         for _ in range(80):
             middle = (low + high) / 2
-            low, high = (middle, high) if self._mean(middle) < self.mean else (low, middle)
-        drawn = random.lognormal((low + high) / 2, self.spread, count)
-        return np.clip(np.ceil(drawn), 1, self.longest).astype(np.int64)
+            if self._mean(middle) < self.mean:
+                low = middle
+            else:
+                high = middle
+        return (low + high) / 2
 
     def _mean(self, location: float) -> float:
         """Return E min(X, c) = exp(m + s^2/2) Phi((ln c - m - s^2) / s) + c (1 -
         Phi((ln c - m) / s)).
         """
-        above = math.log(self.longest) - location
         phi = NormalDist().cdf
-        below = math.exp(location + self.spread**2 / 2) * phi(
-            (above - self.spread**2) / self.spread
-        )
-        return below + self.longest * (1 - phi(above / self.spread))
+        cut = math.log(self.longest) - location
+        mean_before_cut = math.exp(location + self.spread**2 / 2)
+        below = mean_before_cut * phi((cut - self.spread**2) / self.spread)
+        return below + self.longest * (1 - phi(cut / self.spread))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,10 +90,12 @@ class Workload:
 
     @property
     def rollouts(self) -> int:
+        """Rollouts of a step."""
         return self.prompts * self.generations
 
     @property
     def mean_tokens(self) -> float:
+        """Mean length of a completion."""
         return float(self.sample.mean())
 
     @property
@@ -108,6 +118,9 @@ PROMPT_SHARE = 0.125  # typical prompt as a share of the longest: 256 tokens of 
 
 
 def workload(recipe: Recipe, lengths: Lengths, trained_share: float, seed: int) -> Workload:
+    """Return the work of a step, with lengths drawn with this seed. MegarlError if
+    trained_share is no share.
+    """
     if not 0 < trained_share <= 1:
         raise MegarlError(
             f"--trained-share: {trained_share} is not a share; give more than 0, at most 1"
@@ -150,7 +163,8 @@ def lengths_of(run: Path) -> Measured:
         )
     reader = JournalReader(rundir.rollouts)
     groups = reader.groups(reader.finished(MOST_GROUPS))
-    lengths = tuple(r.trained_tokens for g in groups for r in g.rollouts if r.trained_tokens)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = tuple(rollout.trained_tokens for rollout in rollouts if rollout.trained_tokens)
     if not lengths:
         raise MegarlError(f"--lengths: the journal of {run} has no finished rollout yet")
     return Measured(lengths)

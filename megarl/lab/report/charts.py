@@ -7,8 +7,8 @@ with the run.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from markupsafe import Markup
@@ -41,30 +41,42 @@ def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: st
             label="training batches (running mean)",
         )
     if evaluations:
-        ex, rates = series(evaluations, "pass_rate", x)
-        lows, highs = (series(evaluations, f"pass_rate_{end}", x)[1] for end in ("low", "high"))
-        known = (
-            len(lows) == len(highs) == len(rates)
-        )  # evaluations of earlier versions have no interval
-        errors = np.array([rates - lows, highs - rates]) if known else None
-        axes.errorbar(
-            ex, rates, errors, color=ORANGE, fmt="o-", markersize=4, capsize=2.5, label="held out"
-        )
-        style: dict[str, Any] = {
-            "ha": "center",
-            "va": "top",
-            "color": ORANGE,
-            "fontsize": 9,
-            "fontweight": "bold",
-        }
-        below = (ex[-1], lows[-1] if known else rates[-1])
-        axes.annotate(f"{rates[-1]:.3f}", below, (0, -5), textcoords="offset points", **style)
+        _held_out(axes, evaluations, x)
     if x == "compute_hours":
         _predicted(axes, rows, evaluations)
-    unit = next((r["compute_unit"] for r in [*rows, *evaluations]), "device")
-    axes.set(xlabel="step" if x == "step" else f"compute, {unit} hours", ylim=(0, 1.04))
+    label = "step"
+    if x != "step":
+        unit = next((row["compute_unit"] for row in [*rows, *evaluations]), "device")
+        label = f"compute, {unit} hours"
+    axes.set(xlabel=label, ylim=(0, 1.04))
     if rows or evaluations:
         axes.legend(loc="lower right")
+
+
+def _held_out(axes: Axes, evaluations: list[Row], x: str) -> None:
+    """Draw held-out pass rates with their intervals, and print the last one."""
+    xs, rates = series(evaluations, "pass_rate", x)
+    _, lows = series(evaluations, "pass_rate_low", x)
+    _, highs = series(evaluations, "pass_rate_high", x)
+    lowest = rates[-1]
+    errors = None
+    if len(lows) == len(highs) == len(rates):  # those of earlier versions have no interval
+        lowest = lows[-1]
+        errors = np.array([rates - lows, highs - rates])
+    axes.errorbar(
+        xs, rates, errors, color=ORANGE, fmt="o-", markersize=4, capsize=2.5, label="held out"
+    )
+    axes.annotate(
+        f"{rates[-1]:.3f}",
+        (xs[-1], lowest),
+        (0, -5),
+        textcoords="offset points",
+        ha="center",
+        va="top",
+        color=ORANGE,
+        fontsize=9,
+        fontweight="bold",
+    )
 
 
 def _predicted(axes: Axes, rows: list[Row], evaluations: list[Row]) -> None:
@@ -116,12 +128,8 @@ def lines(axes: Axes, rows: list[Row], names: dict[str, str], *, log: bool = Fal
     for (name, label), color in zip(names.items(), itertools.cycle(COLORS)):
         xs, ys = series(rows, name, "step")
         if len(xs):
-            axes.plot(
-                *binned(xs, ys, MOST_POINTS),
-                color=color,
-                label=label,
-                marker="." if len(xs) == 1 else None,
-            )
+            marker = "." if len(xs) == 1 else None
+            axes.plot(*binned(xs, ys, MOST_POINTS), color=color, label=label, marker=marker)
             drawn = True
     if log and drawn and any(np.asarray(line.get_ydata()).max() > 0 for line in axes.lines):
         axes.set_yscale("log")
@@ -134,29 +142,29 @@ def lines(axes: Axes, rows: list[Row], names: dict[str, str], *, log: bool = Fal
 
 
 def where_time_goes(axes: Axes, rows: list[Row]) -> bool:
-    """Draw the seconds of a step, stacked: training, waiting, publishing, checkpoints."""
+    """Draw the seconds of a step, stacked: training, waiting, publishing,
+    checkpoints.
+    """
     parts = {
-        "train": "trains",
-        "wait": "waits for a batch",
-        "publish": "publishes",
-        "checkpoint": "checkpoint",
+        "train": ("trains", BLUE),
+        "wait": ("waits for a batch", ORANGE),
+        "publish": ("publishes", GREEN),
+        "checkpoint": ("checkpoint", GREY),
     }
-    colors = dict(zip(parts, (BLUE, ORANGE, GREEN, GREY), strict=True))
-    measured = {name: series(rows, f"{name}_seconds", "step") for name in parts}
-    full = {
-        name: binned(xs, ys, TIME_POINTS)
-        for name, (xs, ys) in measured.items()
-        if len(xs) == len(rows) > 1
-    }
-    if not full:
+    steps = np.zeros(0)
+    seconds = []
+    labels = []
+    colors = []
+    for name, (label, color) in parts.items():
+        xs, ys = series(rows, f"{name}_seconds", "step")
+        if len(xs) == len(rows) > 1:  # measured in all steps
+            steps, averaged = binned(xs, ys, TIME_POINTS)
+            seconds.append(averaged)
+            labels.append(label)
+            colors.append(color)
+    if not seconds:
         return False
-    steps = next(iter(full.values()))[0]
-    seconds = [ys for _, ys in full.values()]
-    style: dict[str, Any] = {
-        "labels": [parts[name] for name in full],
-        "colors": [colors[name] for name in full],
-    }
-    axes.stackplot(steps, *seconds, **style, alpha=0.85, linewidth=0)
+    axes.stackplot(steps, *seconds, labels=labels, colors=colors, alpha=0.85, linewidth=0)
     axes.set(xlabel="step", ylim=(0, axes.get_ylim()[1] * 1.25))  # room for the legend
     axes.set_axisbelow(True)
     axes.margins(x=0)
@@ -177,11 +185,11 @@ def series(rows: list[Row], name: str, x: str) -> tuple[np.ndarray, np.ndarray]:
     return array[:, 0], array[:, 1]
 
 
-def binned(xs: np.ndarray, ys: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most `most` points, each the mean of neighbours."""
-    if len(xs) <= most:
+def binned(xs: np.ndarray, ys: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return at most `limit` points, each the mean of neighbours."""
+    if len(xs) <= limit:
         return xs, ys
-    edges = np.linspace(0, len(xs), most + 1).astype(int)[:-1]
+    edges = np.linspace(0, len(xs), limit + 1).astype(int)[:-1]
     counts = np.diff(np.append(edges, len(xs)))
     return np.add.reduceat(xs, edges) / counts, np.add.reduceat(ys, edges) / counts
 
@@ -191,14 +199,14 @@ def smooth(values: np.ndarray) -> np.ndarray:
     cut off at the ends of the run.
     """
     half = max(2, len(values) // 40)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
+    cumulative = np.concatenate([[0.0], np.cumsum(values)])
     low = np.maximum(np.arange(len(values)) - half, 0)
     high = np.minimum(np.arange(len(values)) + half + 1, len(values))
-    return (sums[high] - sums[low]) / (high - low)
+    return (cumulative[high] - cumulative[low]) / (high - low)
 
 
 def svg(draw: Callable[[Axes], bool | None], title: str) -> Markup:
-    """Return one picture as an inline SVG element, or "" if there was nothing to draw."""
+    """Return one picture as an inline SVG element; "" if there is nothing to draw."""
     with drawing((5.6, 2.9)) as (figure, (axes,)):
         axes.set_title(title)
         if draw(axes) is False:
@@ -209,13 +217,12 @@ def svg(draw: Callable[[Axes], bool | None], title: str) -> Markup:
 
 def reward_png(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> bytes:
     """Return a PNG of the pass rate, against steps and against compute."""
-    with drawing((11, 4.2), 1, 2, title=f"{recipe.run.name}: pass rate", sharey=True) as (
-        figure,
-        (left, right),
-    ):
-        pass_rate_against(left, rows, evaluations, "step")
-        pass_rate_against(right, rows, evaluations, "compute_hours")
-        left.set_ylabel("pass rate")
+    title = f"{recipe.run.name}: pass rate"
+    with drawing((11, 4.2), 1, 2, title=title, sharey=True) as (figure, panels):
+        by_step, by_compute = panels
+        pass_rate_against(by_step, rows, evaluations, "step")
+        pass_rate_against(by_compute, rows, evaluations, "compute_hours")
+        by_step.set_ylabel("pass rate")
         return rendered(figure, "png")
 
 
@@ -233,14 +240,18 @@ def parity(axes: Axes, rows: list[Row]) -> bool:
     """Draw the mean difference by cause; a cause whose difference is always 0 is only
     named.
     """
-    drawable = [cause for cause in CAUSES if cause != "total"]
-    measured = {
-        c: [v for r in rows if (v := r.get(f"parity_mean/{c}")) is not None] for c in drawable
-    }
-    same = [CAUSES[c] for c, values in measured.items() if values and not any(values)]
-    drawn = lines(
-        axes, rows, {f"parity_mean/{c}": CAUSES[c] for c, v in measured.items() if any(v)}, log=True
-    )
+    different = {}
+    same = []
+    for cause, label in CAUSES.items():
+        if cause == "total":
+            continue
+        name = f"parity_mean/{cause}"
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if any(values):
+            different[name] = label
+        elif values:
+            same.append(label)
+    drawn = lines(axes, rows, different, log=True)
     if same:
         axes.annotate(
             f"same bits: {', '.join(same)}", (0.02, 0.02), xycoords="axes fraction", fontsize=9
@@ -258,19 +269,27 @@ def alarms(axes: Axes, history: Sequence[Alarm], steps: int) -> bool:
     for alarm in history:
         y = names.index(alarm.name)
         end = alarm.until or steps
-        axes.barh(
-            y, end - alarm.since, left=alarm.since, height=0.5, color=ORANGE if alarm.until else RED
-        )
+        color = ORANGE if alarm.until else RED
+        axes.barh(y, end - alarm.since, left=alarm.since, height=0.5, color=color)
         axes.plot(alarm.raised, y, "|", color="black", markersize=10)
-    axes.set(
-        xlabel="step",
-        xlim=(0, steps),
-        yticks=range(len(names)),
-        yticklabels=[n.replace("_", " ") for n in names],
-    )
+    labels = [name.replace("_", " ") for name in names]
+    axes.set(xlabel="step", xlim=(0, steps), yticks=range(len(names)), yticklabels=labels)
     axes.set_ylim(-0.6, max(len(names), 4) - 0.4)
     axes.set_axisbelow(True)
     return True
+
+
+def lag(axes: Axes, rows: list[Row], recipe: Recipe) -> bool:
+    """Draw the lag of trained tokens, and its limit, above which none may be."""
+    names = {"lag_max": "largest", "lag_mean": "mean", "window": "window, batches"}
+    drawn = lines(axes, rows, names)
+    limit = recipe.pipeline.lag_limit
+    axes.set_ylim(0, max(axes.get_ylim()[1], limit * 1.12))
+    axes.axhline(limit, color=RED, linestyle="--", linewidth=1)
+    text = f"k = {limit}" if recipe.pipeline.kind == "pipeline-rl" else f"limit {limit}"
+    at = ("axes fraction", "data")
+    axes.annotate(text, (0.01, limit), xycoords=at, va="bottom", color=RED, fontsize=8)
+    return drawn
 
 
 def pictures(
@@ -279,68 +298,72 @@ def pictures(
     """Return all SVGs of the report, in reading order, without empty ones. timed: the
     rows whose times are meaningful.
     """
-    history = Health(rows).history
-
-    def lag(axes: Axes) -> bool:
-        names = {"lag_max": "largest", "lag_mean": "mean", "window": "window, batches"}
-        drawn = lines(axes, rows, names)
-        limit = recipe.pipeline.lag_limit
-        axes.set_ylim(0, max(axes.get_ylim()[1], limit * 1.12))
-        axes.axhline(
-            limit, color=RED, linestyle="--", linewidth=1
-        )  # no trained token may be above it
-        text = f"k = {limit}" if recipe.pipeline.kind == "pipeline-rl" else f"limit {limit}"
-        at = ("axes fraction", "data")
-        axes.annotate(text, (0.01, limit), xycoords=at, va="bottom", color=RED, fontsize=8)
-        return drawn
-
-    def plain(title: str, names: dict[str, str], *, log: bool = False) -> Markup:
-        return svg(lambda axes: lines(axes, rows, names, log=log), title)
-
-    tasks = list(recipe.data.tasks)
-    by_tasks = [
-        svg(lambda a: by_task(a, rows, evaluations, tasks), "Pass rate, by task"),
-        plain(
-            "By task: completion length, tokens",
-            {f"completion_tokens_mean/{task}": task for task in tasks},
-        ),
-        plain(
-            "By task: answers cut off, share", {f"truncation_rate/{task}": task for task in tasks}
-        ),
+    charts = [
+        *_pass_rates(recipe, rows, evaluations),
+        *_signals(recipe, rows, evaluations),
+        *_differences(recipe, rows),
+        *_speeds(rows, timed),
+        *_completions(rows),
     ]
+    return [picture for picture in charts if picture]
+
+
+def _plain(rows: list[Row], title: str, names: dict[str, str], *, log: bool = False) -> Markup:
+    """Return a picture of metrics by step."""
+    return svg(lambda axes: lines(axes, rows, names, log=log), title)
+
+
+def _pass_rates(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> Iterator[Markup]:
+    for x, title in (("step", "Pass rate, by step"), ("compute_hours", "Pass rate, by compute")):
+        yield svg(partial(pass_rate_against, rows=rows, evaluations=evaluations, x=x), title)
+    tasks = list(recipe.data.tasks)
+    if len(tasks) > 1:
+        yield svg(lambda axes: by_task(axes, rows, evaluations, tasks), "Pass rate, by task")
+        lengths = {f"completion_tokens_mean/{task}": task for task in tasks}
+        yield _plain(rows, "By task: completion length, tokens", lengths)
+        truncated = {f"truncation_rate/{task}": task for task in tasks}
+        yield _plain(rows, "By task: answers cut off, share", truncated)
+
+
+def _signals(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> Iterator[Markup]:
+    history = Health(rows).history
+    title = "Signals off their course (megarl health)"
+    yield svg(lambda axes: alarms(axes, history, len(rows)), title)
+    tasks = list(recipe.data.tasks)
+    suffixes = [f"/{task}" for task in tasks] if len(tasks) > 1 else [""]
+    scores = {}
+    for suffix in suffixes:
+        scores[f"proxy_score{suffix}"] = f"proxy{suffix}"
+        scores[f"trusted_score{suffix}"] = f"trusted{suffix}"
+    yield _plain(evaluations, "Reward and trusted score of held-out prompts", scores)
+    yield _plain(rows, "Turns of an episode", {"turns_mean": "mean"})
+    yield _plain(rows, "Entropy of trained tokens, nats", {"entropy": "entropy"})
+    yield _plain(rows, "Gradient norm before clipping", {"grad_norm": "grad norm"})
+
+
+def _differences(recipe: Recipe, rows: list[Row]) -> Iterator[Markup]:
+    yield svg(lambda axes: lag(axes, rows, recipe), "Lag of trained tokens, steps")
+    title = "Servers against learner: mean |log-prob difference| by cause"
+    yield svg(lambda axes: parity(axes, rows), title)
+    yield _plain(rows, "Choices of experts that differ: share", {"parity_routing": ""})
+
+
+def _speeds(rows: list[Row], timed: list[Row]) -> Iterator[Markup]:
+    names = {"tokens_per_second": "trained", "rollout_tokens_per_second": "sampled"}
+    yield _plain(timed, "Tokens a second", names)
+    title = "Where the learner's step goes, seconds"
+    yield svg(lambda axes: where_time_goes(axes, timed), title)
+
+
+def _completions(rows: list[Row]) -> Iterator[Markup]:
     rates = {
         "truncation_rate": "truncated",
         "interruption_rate": "interrupted",
         "format_error_rate": "malformed",
     }
-    ends = [f"/{task}" for task in tasks] if len(tasks) > 1 else [""]
-    beside = {f"{n}_score{end}": f"{n}{end}" for end in ends for n in ("proxy", "trusted")}
-    speed = {"tokens_per_second": "trained", "rollout_tokens_per_second": "sampled"}
-    charts = [
-        svg(lambda a: pass_rate_against(a, rows, evaluations, "step"), "Pass rate, by step"),
-        svg(
-            lambda a: pass_rate_against(a, rows, evaluations, "compute_hours"),
-            "Pass rate, by compute",
-        ),
-        *(by_tasks if len(tasks) > 1 else ()),
-        svg(lambda a: alarms(a, history, len(rows)), "Signals off their course (megarl health)"),
-        svg(
-            lambda a: lines(a, evaluations, beside), "Reward and trusted score of held-out prompts"
-        ),
-        plain("Turns of an episode", {"turns_mean": "mean"}),
-        plain("Entropy of trained tokens, nats", {"entropy": "entropy"}),
-        plain("Gradient norm before clipping", {"grad_norm": "grad norm"}),
-        svg(lag, "Lag of trained tokens, steps"),
-        svg(
-            lambda a: parity(a, rows),
-            "Servers against learner: mean |log-prob difference| by cause",
-        ),
-        plain("Choices of experts that differ: share", {"parity_routing": ""}),
-        svg(lambda a: lines(a, timed, speed), "Tokens a second"),
-        svg(lambda a: where_time_goes(a, timed), "Where the learner's step goes, seconds"),
-        plain("Answers cut off, interrupted, malformed: share", rates),
-        plain("Completion length, tokens", {"completion_tokens_mean": ""}),
-        plain("Learner against behaviour log-probs", {"trained_logprob_diff": ""}, log=True),
-        plain("Groups of a batch", {"groups_in_loss": "in the loss", "void_groups": "void"}),
-    ]
-    return [picture for picture in charts if picture]
+    yield _plain(rows, "Answers cut off, interrupted, malformed: share", rates)
+    yield _plain(rows, "Completion length, tokens", {"completion_tokens_mean": ""})
+    differences = {"trained_logprob_diff": ""}
+    yield _plain(rows, "Learner against behaviour log-probs", differences, log=True)
+    groups = {"groups_in_loss": "in the loss", "void_groups": "void"}
+    yield _plain(rows, "Groups of a batch", groups)

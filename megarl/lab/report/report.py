@@ -1,7 +1,8 @@
 """`megarl report RUN`: RUN/report.html, one file that opens offline, and
 RUN/reward.png. Works while the run is live.
 
-recipe.yaml, metrics.jsonl, eval.jsonl, rollouts/ ──► tiles, charts (inline SVG), table, sample rollouts ──► report.html
+recipe.yaml, metrics.jsonl, eval.jsonl, rollouts/
+    ──► tiles, charts (inline SVG), table, sample rollouts ──► report.html
 """
 
 from collections import deque
@@ -28,6 +29,7 @@ MOST_CHARACTERS = 6000
 
 
 def main(run: Path) -> int:
+    """Write both files, and print where they are."""
     rundir = RunDir.opened(run)
     write_report(rundir)
     terminal.say(f"{rundir.report}\n{rundir.picture}")
@@ -40,20 +42,20 @@ def write_report(rundir: RunDir) -> None:
     rows = latest_rows(rundir.metrics)
     evaluations = latest_scores(rundir.eval)
     values = summary.summarise(recipe, rundir, rows)
-    drawn = charts.pictures(recipe, rows, summary.steady(rows, rundir), evaluations)
+    svgs = charts.pictures(recipe, rows, summary.steady(rows, rundir), evaluations)
+    picture = Markup("<div>{}</div>")
     tile = Markup('<div class="tile"><b>{}</b><span>{}</span></div>')
     line = Markup("<tr><td>{}</td><td>{}</td></tr>")
+    table = summary.lines(values | {"warnings": []})
     pictures.write_page(
         TEMPLATE,
         rundir.report,
         name=recipe.run.name,
         subtitle=f"{values['steps']} of {values['steps_planned']} steps",
         warnings=_warnings(values["warnings"]),
-        tiles=_joined(tile.format(text, name) for name, text in _tiles(values)),
-        charts=_joined(Markup("<div>{}</div>").format(picture) for picture in drawn),
-        table=_joined(
-            line.format(name, text) for name, text in summary.lines(values | {"warnings": []})
-        ),
+        tiles=_concatenated(tile.format(text, name) for name, text in _tiles(values)),
+        charts=_concatenated(picture.format(svg) for svg in svgs),
+        table=_concatenated(line.format(name, text) for name, text in table),
         parity=_parity(rows),
         rollouts=_rollouts(recipe, rundir),
         recipe=dump(recipe),
@@ -61,25 +63,31 @@ def write_report(rundir: RunDir) -> None:
     write_atomically(rundir.picture, charts.reward_png(recipe, rows, evaluations))
 
 
-def _tiles(v: Row) -> Iterable[tuple[str, str]]:
-    scores = [summary.show(v[f"pass_rate_{when}"], ".2f") for when in ("before", "best", "after")]
+def _tiles(values: Row) -> Iterable[tuple[str, str]]:
+    """Yield the name and the text of each tile."""
+    rates = [values[f"pass_rate_{name}"] for name in ("before", "best", "after")]
+    scores = [summary.show(rate, ".2f") for rate in rates]
     yield "held out: first, best, last", " · ".join(scores)
-    yield "steps", f"{v['steps']} / {v['steps_planned']}"
-    yield f"{v['compute_unit'] or 'device'} hours", summary.show(v["compute_hours"], ".3g")
-    yield "tokens a second", summary.show(v["tokens_per_second"], ",.0f")
-    yield "largest lag", f"{summary.show(v['lag_max'], '.0f')} of {v['lag_limit']}"
-    same = v["parity_mean_max"] == 0
+    yield "steps", f"{values['steps']} / {values['steps_planned']}"
     yield (
-        "server − learner log-prob",
-        "same bits" if same else summary.show(v["parity_mean"], ".1e"),
+        f"{values['compute_unit'] or 'device'} hours",
+        summary.show(values["compute_hours"], ".3g"),
     )
+    yield "tokens a second", summary.show(values["tokens_per_second"], ",.0f")
+    yield "largest lag", f"{summary.show(values['lag_max'], '.0f')} of {values['lag_limit']}"
+    difference = summary.show(values["parity_mean"], ".1e")
+    if values["parity_mean_max"] == 0:
+        difference = "same bits"
+    yield "server − learner log-prob", difference
 
 
 def _warnings(texts: Sequence[str]) -> Markup:
     """Return what needs attention as HTML, or "" if nothing does."""
+    if not texts:
+        return Markup("")
     item = Markup("<li>{}</li>")
-    listed = _joined(item.format(text) for text in texts)
-    return Markup('<ul class="warnings">{}</ul>').format(listed) if texts else Markup("")
+    items = _concatenated(item.format(text) for text in texts)
+    return Markup('<ul class="warnings">{}</ul>').format(items)
 
 
 STATISTICS = {
@@ -93,7 +101,7 @@ STATISTICS = {
 }
 
 
-def _joined(parts: Iterable[Markup]) -> Markup:
+def _concatenated(parts: Iterable[Markup]) -> Markup:
     return Markup("").join(parts)
 
 
@@ -106,32 +114,30 @@ def _parity(rows: Sequence[Row]) -> Markup:
         return Markup("")
     heads = ["", *STATISTICS.values(), f"above {parity.SHARE_ABOVE:g}", "tokens", "publications"]
     table = _row("th", heads)
-    for cause, d in pooled.items():
-        values = (
-            ["same bits"]
-            if d["max"] == 0
-            else [summary.show(d[name], ".1e") for name in STATISTICS]
-        )
-        values += [""] * (len(STATISTICS) - len(values))
-        values += [
-            summary.show(d["share"], ".2%"),
-            summary.show(d["tokens"]),
-            summary.show(d["publications"]),
+    for cause, pool in pooled.items():
+        values = [summary.show(pool[name], ".1e") for name in STATISTICS]
+        if pool["max"] == 0:
+            values = ["same bits"] + [""] * (len(STATISTICS) - 1)
+        counts = [
+            summary.show(pool["share"], ".2%"),
+            summary.show(pool["tokens"]),
+            summary.show(pool["publications"]),
         ]
-        table += _row("td", [charts.CAUSES[cause], *values])
+        table += _row("td", [charts.CAUSES[cause], *values, *counts])
     text = (
         "|difference| of log-probs, by cause; mean, share and k3 of all tokens, percentiles as"
         " medians of the publications."
     )
     routing = summary.mean(rows, "parity_routing")
-    text += "" if routing is None else f" Choices of experts that differ: {routing:.2%}."
+    if routing is not None:
+        text += f" Choices of experts that differ: {routing:.2%}."
     page = '<h2>Servers against learner</h2><p class="sub">{}</p><table class="parity">{}</table>'
     return Markup(page).format(text, table)
 
 
 def _row(tag: str, cells: Sequence[str]) -> Markup:
     cell = Markup("<{0}>{1}</{0}>")
-    return Markup("<tr>{}</tr>").format(_joined(cell.format(tag, text) for text in cells))
+    return Markup("<tr>{}</tr>").format(_concatenated(cell.format(tag, text) for text in cells))
 
 
 def _rollouts(recipe: Recipe, rundir: RunDir) -> Markup:
@@ -142,22 +148,31 @@ def _rollouts(recipe: Recipe, rundir: RunDir) -> Markup:
     if not newest or not (Path(recipe.model.path) / "tokenizer.json").exists():
         return Markup("")
     tokenizer = load_tokenizer(recipe.model.path)
-    chosen = [
-        (group, rollout)
-        for group in reversed(newest)
-        for right in (True, False)
-        for rollout in [r for r in group.rollouts if r.correct is right][:1]
+    several_tasks = len(recipe.data.tasks) > 1
+    parts = [
+        _rollout(tokenizer, group, rollout, several_tasks)
+        for group, rollout in _right_and_wrong(newest)[:SAMPLES]
     ]
-    several = len(recipe.data.tasks) > 1
-    shown = _joined(
-        _rollout(tokenizer, group, rollout, several) for group, rollout in chosen[:SAMPLES]
-    )
     legend = Markup(
         'Newest groups. <span class="v0">Backgrounds</span> <span class="v1">change</span> with the'
         ' version of the weights; <span class="phrase">this one</span> was inserted and is not'
         " trained."
     )
-    return Markup('<h2>Rollouts</h2><p class="sub">{}</p>{}').format(legend, shown)
+    return Markup('<h2>Rollouts</h2><p class="sub">{}</p>{}').format(legend, _concatenated(parts))
+
+
+def _right_and_wrong(groups: Sequence[Group]) -> list[tuple[Group, Rollout]]:
+    """Return the first right and the first wrong rollout of each group, the newest
+    group first.
+    """
+    chosen = []
+    for group in reversed(groups):
+        for is_right in (True, False):
+            for rollout in group.rollouts:
+                if rollout.correct is is_right:
+                    chosen.append((group, rollout))
+                    break
+    return chosen
 
 
 def _newest_groups(reader: JournalReader) -> Sequence[Group]:
@@ -188,7 +203,7 @@ def _rollout(tokenizer: Tokenizer, group: Group, rollout: Rollout, several_tasks
         parts.append(Markup('<span class="{}">{}</span>').format(colour, text))
     facts = Markup(" · ").join(_facts(group, rollout, versions, several_tasks))
     return Markup('<p class="sub">{}</p><pre class="rollout">{}</pre>').format(
-        facts, _joined(parts)
+        facts, _concatenated(parts)
     )
 
 

@@ -1,8 +1,9 @@
 """`megarl trace RUN`: shows the last steps of a run in ui.perfetto.dev or
 chrome://tracing, also while it runs.
 
-    RUN/trace/*.jsonl (telemetry/spans.py) ─► the window of these steps ──► lanes, groups ─────► ChromeTrace ─► trace.json.gz
-    RUN/metrics.jsonl (lag)      ────────────────────────────────────────────────────────────┘
+    RUN/trace/*.jsonl (telemetry/spans.py)
+        ─► the window of these steps ─► lanes, groups ─► ChromeTrace ─► trace.json.gz
+    RUN/metrics.jsonl (lag) ───────────────────────────┘
 
 A process in the trace is a role. The learner's step contains its phases. A server is
 busy while any request runs on it, and paused while a publication holds it; requests and
@@ -20,13 +21,13 @@ number, and it binds s and f to threads only (json_trace_parser_impl.cc).
 """
 
 import gzip
+import itertools
 import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import accumulate, batched, pairwise
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -45,7 +46,7 @@ SpanTree = Sequence[Span]  # spans that stay on one lane; the first contains the
 def nested(spans: Iterable[Span]) -> list[SpanTree]:
     """Collect spans into units: a span, and the spans that lie within it."""
     units: list[list[Span]] = []
-    for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
+    for span in sorted(spans, key=_by_begin):
         if units and span.end <= units[-1][0].end:
             units[-1].append(span)
         else:
@@ -53,76 +54,88 @@ def nested(spans: Iterable[Span]) -> list[SpanTree]:
     return list(units)
 
 
+def _by_begin(span: Span) -> tuple[float, float]:
+    """Return a sort key: a span comes before those that lie within it."""
+    return span.begin, -span.end
+
+
 def packed(units: Iterable[SpanTree]) -> list[list[Span]]:
     """Distribute units over as few lanes as possible, such that units on one lane do
     not overlap.
     """
     lanes: list[list[SpanTree]] = []
-    for unit in sorted(units, key=lambda u: (u[0].begin, -u[0].end)):
-        if lane := next((lane for lane in lanes if lane[-1][0].end <= unit[0].begin), None):
-            lane.append(unit)
+    for unit in sorted(units, key=lambda unit: _by_begin(unit[0])):
+        free = [lane for lane in lanes if lane[-1][0].end <= unit[0].begin]
+        if free:
+            free[0].append(unit)
         else:
             lanes.append([unit])
-    return [[span for unit in lane for span in unit] for lane in lanes]
+    return [list(itertools.chain.from_iterable(lane)) for lane in lanes]
 
 
 def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
     """Return (time, count from then on) for each time at which the count of open spans
     changes. spans: (begin, end).
     """
-    steps: dict[float, int] = defaultdict(int)
-    for begin, end in spans:
-        steps[begin] += 1
-        steps[end] -= 1
-    turns = sorted((at, by) for at, by in steps.items() if by)
-    return list(zip((at for at, _ in turns), accumulate(by for _, by in turns), strict=True))
+    differences: dict[float, int] = defaultdict(int)
+    for start, end in spans:
+        differences[start] += 1
+        differences[end] -= 1
+    counts = []
+    count = 0
+    for time in sorted(differences):
+        if differences[time]:
+            count += differences[time]
+            counts.append((time, count))
+    return counts
 
 
-def union(spans: Iterable[Span]) -> list[tuple[float, ...]]:
+def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """Return, in order, the disjoint intervals that are covered by any span."""
-    counts = changes((span.begin, span.end) for span in spans)
-    return list(
-        batched(
-            [
-                at
-                for (_, before), (at, now) in pairwise([(0.0, 0), *counts])
-                if not (before and now)
-            ],
-            2,
-        )
-    )
+    intervals = []
+    start: float | None = None
+    for time, count in changes((span.begin, span.end) for span in spans):
+        if start is None:
+            start = time
+        elif count == 0:
+            intervals.append((start, time))
+            start = None
+    return intervals
 
 
 class GroupLife(NamedTuple):
     """A group from its ticket to the batch that trains it. An unfinished part ends at
-    `now`.
+    `last_time`.
     """
 
     ticket: int
-    begin: float
-    now: float
-    generated: float | None  # when all its rollouts had been graded; None: not yet
-    taken: float | None  # when its batch was sent; None: not yet
+    start: float
+    last_time: float
+    generated_at: float | None  # when all its rollouts had been graded; None: not yet
+    taken_at: float | None  # when its batch was sent; None: not yet
     step: int  # the step of that batch
     removed: bool  # it lost its slot (zero variance under `refill`) and is never taken
     args: dict[str, Value]
 
     @property
     def end(self) -> float:
-        over = self.generated if self.removed else self.taken
-        return self.now if over is None else over
+        """When the group's span ends."""
+        end = self.generated_at if self.removed else self.taken_at
+        return self.last_time if end is None else end
 
     def unit(self) -> SpanTree:
         """Return the whole span, then its parts: generated, waiting."""
-        generated = self.end if self.generated is None else self.generated
-        unfinished = self.taken is None and not self.removed
+        name = f"ticket {self.ticket}"
+        is_generated = self.generated_at is not None
+        generated_at = self.end if self.generated_at is None else self.generated_at
+        unfinished = self.taken_at is None and not self.removed
         parts = [
-            Span(TICKETS, f"ticket {self.ticket}", self.begin, self.end, self.args, cut=unfinished),
-            Span(TICKETS, "generated", self.begin, generated, cut=self.generated is None),
+            Span(TICKETS, name, self.start, self.end, self.args, cut=unfinished),
+            Span(TICKETS, "generated", self.start, generated_at, cut=not is_generated),
         ]
-        if generated < self.end:
-            waits = "waits" if self.taken is None else f"waits for step {self.step}"
-            parts.append(Span(TICKETS, waits, generated, self.end, cut=unfinished))
+        if generated_at < self.end:
+            waits = "waits" if self.taken_at is None else f"waits for step {self.step}"
+            parts.append(Span(TICKETS, waits, generated_at, self.end, cut=unfinished))
         return parts
 
 
@@ -130,30 +143,35 @@ def group_lives(spans: Sequence[Span], events: Iterable[SpanEvent]) -> list[Grou
     """Return the groups, ordered by ticket. A group interrupted by a crash of the
     controller goes on in its next life.
     """
-    parts: dict[int, list[Span]] = defaultdict(list)
+    by_ticket: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         if span.on == TICKETS:
-            parts[cast(int, span.args["ticket"])].append(span)
+            by_ticket[cast(int, span.args["ticket"])].append(span)
     batches: dict[int, SpanEvent] = {}
     for event in events:
         tickets = event.args.get("tickets")
         for ticket in tickets if isinstance(tickets, list) else ():
             batches.setdefault(ticket, event)
-    now = max((span.end for span in spans), default=0.0)
+    last_time = max((span.end for span in spans), default=0.0)
     lives = []
-    for ticket, own in sorted(parts.items()):
-        last = max(own, key=lambda span: span.end)
+    for ticket, parts in sorted(by_ticket.items()):
+        last = max(parts, key=lambda span: span.end)
+        taken_at = None
+        step = -1
         batch = batches.get(ticket)
-        begin = min(span.begin for span in own)
-        removed = bool(last.args.get("removed"))
-        taken, step = (
-            (None, -1)
-            if batch is None
-            else (max(batch.at, last.end), cast(int, batch.args["step"]))
-        )
+        if batch is not None:
+            taken_at = max(batch.at, last.end)
+            step = cast(int, batch.args["step"])
         lives.append(
             GroupLife(
-                ticket, begin, now, None if last.cut else last.end, taken, step, removed, last.args
+                ticket=ticket,
+                start=min(span.begin for span in parts),
+                last_time=last_time,
+                generated_at=None if last.cut else last.end,
+                taken_at=taken_at,
+                step=step,
+                removed=bool(last.args.get("removed")),
+                args=last.args,
             )
         )
     return lives
@@ -172,12 +190,12 @@ class ChromeTrace:
         self._flows = 0
 
     def complete(
-        self, on: str, name: str, begin: float, end: float, args: dict[str, Value]
+        self, on: str, name: str, start: float, end: float, args: dict[str, Value]
     ) -> None:
         """Add a span on `process/thread`. Spans of one thread must be nested or
         disjoint.
         """
-        self.add("X", on, name, begin, dur=self._us(end) - self._us(begin), args=args)
+        self.add("X", on, name, start, dur=self._us(end) - self._us(start), args=args)
 
     def counter(self, process: str, name: str, at: float, values: dict[str, float]) -> None:
         """Set a counter from this time on; several values are drawn stacked."""
@@ -191,40 +209,39 @@ class ChromeTrace:
         self.add("s", start[0], name, start[1], cat="group", id=self._flows)
         self.add("f", end[0], name, end[1], cat="group", id=self._flows, bp="e")
 
-    def tree(self, shown: JsonObject) -> JsonObject:
-        """Return the file's content: metadata, then events by time. shown: the run's
+    def tree(self, about: JsonObject) -> JsonObject:
+        """Return the file's content: metadata, then events by time. about: the run's
         path, its steps, the time that is 0.
         """
-        named = [("process", process, pid, 0) for process, pid in self._processes.items()]
-        named += [
-            ("thread", thread, self._processes[process], tid)
-            for (process, thread), tid in self._threads.items()
-        ]
-        metadata = [
-            {
-                "name": f"{kind}_{key}",
-                "ph": "M",
-                "pid": pid,
-                "tid": tid,
-                "ts": 0,
-                "args": {key: value},
-            }
-            for kind, name, pid, tid in named
-            for key, value in (("name", name), ("sort_index", tid or pid))
-        ]
-        events = sorted(self._events, key=lambda e: (e["ts"], -e.get("dur", 0)))
-        return {"displayTimeUnit": "ms", "otherData": shown, "traceEvents": [*metadata, *events]}
+        metadata: list[JsonObject] = []
+        for process, pid in self._processes.items():
+            metadata += _metadata("process", process, pid, 0)
+        for (process, thread), tid in self._threads.items():
+            metadata += _metadata("thread", thread, self._processes[process], tid)
+        events = sorted(self._events, key=lambda event: (event["ts"], -event.get("dur", 0)))
+        return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": [*metadata, *events]}
 
-    def add(self, phase: str, on: str, name: str, at: float, **more: object) -> None:
+    def add(self, phase: str, on: str, name: str, at: float, **fields: object) -> None:
+        """Add an event of this phase on `process` or `process/thread`."""
         process, _, thread = on.partition("/")
         pid = self._processes.setdefault(process, len(self._processes) + 1)
-        tid = self._threads.setdefault((process, thread), len(self._threads) + 1) if thread else 0
-        self._events.append(
-            {"ph": phase, "name": name, "pid": pid, "tid": tid, "ts": self._us(at)} | more
-        )
+        tid = 0
+        if thread:
+            tid = self._threads.setdefault((process, thread), len(self._threads) + 1)
+        event = {"ph": phase, "name": name, "pid": pid, "tid": tid, "ts": self._us(at)}
+        self._events.append(event | fields)
 
     def _us(self, seconds: float) -> int:
         return round((seconds - self._base) * 1e6)
+
+
+def _metadata(kind: str, name: str, pid: int, tid: int) -> list[JsonObject]:
+    """Return the events that name a process or thread, and set its place."""
+    place = {"ph": "M", "pid": pid, "tid": tid, "ts": 0}
+    return [
+        {"name": f"{kind}_name", **place, "args": {"name": name}},
+        {"name": f"{kind}_sort_index", **place, "args": {"sort_index": tid or pid}},
+    ]
 
 
 LEARNER = "learner/rank 0"
@@ -234,24 +251,27 @@ MARGIN_S = 1e-6  # arrows begin and end this far inside their spans
 
 
 def main(run: Path, steps: int, output: Path | None) -> int:
+    """Write the trace of the last `steps` steps, and print where it is."""
     rundir = RunDir.opened(run)
     trace = trace_of(rundir, steps)
     path = output or rundir.path / "trace.json.gz"
-    written = (
-        path.write_bytes if output else partial(write_atomically, path)
-    )  # which replaces a link
     data = json.dumps(trace, separators=(",", ":"), allow_nan=False).encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data, 6)
     try:
-        written(gzip.compress(data, 6) if path.suffix == ".gz" else data)
+        if output:
+            output.write_bytes(data)
+        else:
+            write_atomically(path, data)  # which replaces a link
     except OSError as error:
         raise MegarlError(
             f"{path}: cannot be written: {error.strerror}; name another file with --output"
         ) from None
-    shown = trace["otherData"]["steps"]
-    what = f"steps {shown[0]} to {shown[-1]}" if shown else "no step is complete yet"
+    numbers = trace["otherData"]["steps"]
+    content = f"steps {numbers[0]} to {numbers[-1]}" if numbers else "no step is complete yet"
     terminal.say(
-        f"{path}: {what}, {len(trace['traceEvents'])} events; open it at https://ui.perfetto.dev or"
-        " chrome://tracing"
+        f"{path}: {content}, {len(trace['traceEvents'])} events; open it at"
+        " https://ui.perfetto.dev or chrome://tracing"
     )
     return 0
 
@@ -265,39 +285,44 @@ def trace_of(rundir: RunDir, steps: int) -> JsonObject:
         raise MegarlError(
             f"{rundir.trace}: nothing is recorded there yet; try again once the run samples"
         )
-    done = [s for s in spans if s.on == LEARNER and s.name == f"step {s.args.get('step')}"][-steps:]
-    since = done[0].begin if done else spans[0].begin
+    complete = [span for span in spans if _is_step(span)][-steps:]
+    since = complete[0].begin if complete else spans[0].begin
     rows = _places(spans)
     lives = group_lives(spans, events)
-    seen = [life for life in lives if life.end > since]
-    first = min(
-        [
-            *(s.begin for row in rows.values() for s in row if s.end > since),
-            *(g.begin for g in seen),
-        ]
-    )
+    drawn_lives = [life for life in lives if life.end > since]
+    drawn: dict[str, list[Span]] = {}
+    starts = [life.start for life in drawn_lives]
+    for place, row in rows.items():
+        drawn[place] = [span for span in row if span.end > since]
+        starts += [span.begin for span in drawn[place]]
+    first = min(starts)
     trace = ChromeTrace(first)
     for place in sorted(rows, key=_order):
-        shown = [span for span in rows[place] if span.end > since]
-        _draw(trace, place, nested(shown) if place == LEARNER else [[span] for span in shown])
-    _draw_groups(trace, seen, rows[LEARNER])
+        units = [[span] for span in drawn[place]]
+        _draw(trace, place, nested(drawn[place]) if place == LEARNER else units)
+    _draw_groups(trace, drawn_lives, rows[LEARNER])
     _count(trace, rows, lives, since)
-    metrics = {row["step"]: row for row in latest_rows(rundir.metrics)}
-    for span in done:  # at its end, how old its tokens were
-        for name in ("lag_mean", "lag_max"):
-            lag = metrics.get(cast(int, span.args["step"]), {}).get(name, math.nan)
-            if math.isfinite(lag):
-                trace.counter("learner", name, span.end, {"steps": lag})
+    _draw_lags(trace, rundir, complete)
     for event in events:
         if event.at > since:
             trace.add("i", event.on, event.name, event.at, s="t", args=event.args)
-    return trace.tree(
-        {
-            "run": str(rundir.path),
-            "steps": [cast(int, s.args["step"]) for s in done],
-            "begin": first,
-        }
-    )
+    numbers = [cast(int, span.args["step"]) for span in complete]
+    return trace.tree({"run": str(rundir.path), "steps": numbers, "begin": first})
+
+
+def _is_step(span: Span) -> bool:
+    return span.on == LEARNER and span.name == f"step {span.args.get('step')}"
+
+
+def _draw_lags(trace: ChromeTrace, rundir: RunDir, steps: Iterable[Span]) -> None:
+    """Draw at the end of each step how old its tokens were."""
+    metrics = {row["step"]: row for row in latest_rows(rundir.metrics)}
+    for span in steps:
+        row = metrics.get(cast(int, span.args["step"]), {})
+        for name in ("lag_mean", "lag_max"):
+            lag = row.get(name, math.nan)
+            if math.isfinite(lag):
+                trace.counter("learner", name, span.end, {"steps": lag})
 
 
 def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
@@ -308,9 +333,9 @@ def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
     for span in spans:
         if span.on != TICKETS:
             rows[span.on].append(span)
-    for place in [p for p in rows if p.endswith(REQUESTS)]:
+    for place in [place for place in rows if place.endswith(REQUESTS)]:
         busy = place.removesuffix(REQUESTS) + BUSY
-        rows[busy] = [Span(busy, "busy", begin, end) for begin, end in union(rows[place])]
+        rows[busy] = [Span(busy, "busy", start, end) for start, end in union(rows[place])]
     return rows
 
 
@@ -323,37 +348,36 @@ def _order(place: str) -> tuple[int, int, str]:
 
 
 def _draw(trace: ChromeTrace, place: str, units: Sequence[SpanTree]) -> dict[int, str]:
-    """Draw units on as many lanes as needed; return the lane of each span, by its id()."""
+    """Draw units on as many lanes as needed; return the lane of each span by its
+    id().
+    """
     lanes = packed(units)
-    where = {}
+    lane_of = {}
     for number, lane in enumerate(lanes, 1):
-        on = place if len(lanes) == 1 else f"{place} {number}"
+        name = place if len(lanes) == 1 else f"{place} {number}"
         for span in lane:
-            trace.complete(
-                on,
-                span.name,
-                span.begin,
-                span.end,
-                span.args | ({"unfinished": True} if span.cut else {}),
-            )
-            where[id(span)] = on
-    return where
+            args = span.args
+            if span.cut:
+                args = args | {"unfinished": True}
+            trace.complete(name, span.name, span.begin, span.end, args)
+            lane_of[id(span)] = name
+    return lane_of
 
 
-def _draw_groups(trace: ChromeTrace, seen: Sequence[GroupLife], learner: Sequence[Span]) -> None:
+def _draw_groups(trace: ChromeTrace, groups: Sequence[GroupLife], learner: Sequence[Span]) -> None:
     """Draw groups; if a group was taken, an arrow leads to the training of its step."""
-    units = [group.unit() for group in seen]
-    where = _draw(trace, TICKETS, units)
+    units = [group.unit() for group in groups]
+    lane_of = _draw(trace, TICKETS, units)
     training = [span for span in learner if span.name == "train"]
-    for group, unit in zip(seen, units, strict=True):
-        step = next(
-            (s for s in training if s.args["step"] == group.step and s.end > group.end), None
-        )
-        if group.taken is not None and step is not None:
-            into = min(step.begin + MARGIN_S, step.end)  # it may have begun just now
-            trace.arrow(
-                f"step {group.step}", (where[id(unit[0])], group.end - MARGIN_S), (LEARNER, into)
-            )
+    for group, unit in zip(groups, units, strict=True):
+        if group.taken_at is None:
+            continue
+        for span in training:
+            if span.args["step"] == group.step and span.end > group.end:
+                into = min(span.begin + MARGIN_S, span.end)  # it may have begun just now
+                start = (lane_of[id(unit[0])], group.end - MARGIN_S)
+                trace.arrow(f"step {group.step}", start, (LEARNER, into))
+                break
 
 
 def _count(
@@ -362,27 +386,39 @@ def _count(
     """Draw counters from `since` on: requests on each server, tickets being generated,
     and tickets that wait for their step.
     """
-    generating = changes((g.begin, g.now if g.generated is None else g.generated) for g in lives)
-    waiting = changes((g.generated, g.end) for g in lives if g.generated is not None)
-    counters = [
-        (
-            place.removesuffix(REQUESTS),
-            "running requests",
-            "requests",
-            changes((s.begin, s.end) for s in rows[place]),
-        )
-        for place in sorted(rows)
-        if place.endswith(REQUESTS)
-    ]
-    counters.append(("groups", "tickets being generated", "tickets", generating))
-    counters.append(("groups", "tickets waiting for their step", "tickets", waiting))
-    for process, name, what, counts in counters:
-        before = [count for at, count in counts if at <= since]
-        for at, count in [
-            (since, before[-1] if before else 0),
-            *(c for c in counts if c[0] > since),
-        ]:
-            trace.counter(process, name, at, {what: count})
+    for place in sorted(rows):
+        if place.endswith(REQUESTS):
+            requests = changes((span.begin, span.end) for span in rows[place])
+            process = place.removesuffix(REQUESTS)
+            _draw_counter(trace, process, "running requests", "requests", requests, since)
+    generating = []
+    waiting = []
+    for life in lives:
+        if life.generated_at is None:
+            generating.append((life.start, life.last_time))
+        else:
+            generating.append((life.start, life.generated_at))
+            waiting.append((life.generated_at, life.end))
+    name = "tickets being generated"
+    _draw_counter(trace, "groups", name, "tickets", changes(generating), since)
+    name = "tickets waiting for their step"
+    _draw_counter(trace, "groups", name, "tickets", changes(waiting), since)
+
+
+def _draw_counter(
+    trace: ChromeTrace,
+    process: str,
+    name: str,
+    unit: str,
+    counts: Sequence[tuple[float, int]],
+    since: float,
+) -> None:
+    """Draw a counter's value at `since`, and each later change."""
+    earlier = [count for time, count in counts if time <= since]
+    trace.counter(process, name, since, {unit: earlier[-1] if earlier else 0})
+    for time, count in counts:
+        if time > since:
+            trace.counter(process, name, time, {unit: count})
 
 
 _decode = msgspec.json.Decoder(TraceRow).decode
@@ -393,51 +429,60 @@ def read(folder: Path) -> tuple[list[Span], list[SpanEvent]]:
     open end at the last known time.
     """
     rows: dict[str, list[TraceRow]] = defaultdict(list)
-    for path in sorted(
-        folder.glob("*.jsonl")
-    ):  # ROLE.1.jsonl, the earlier part, comes before ROLE.jsonl
+    # ROLE.1.jsonl, the earlier part, comes before ROLE.jsonl.
+    for path in sorted(folder.glob("*.jsonl")):
         rows[path.name.removesuffix(".jsonl").removesuffix(".1")] += _rows(path)
     roles = [_role(of_role) for of_role in rows.values()]
-    now = max((last for *_, last in roles), default=0.0)
-    spans = [span for ended, begun, _, _ in roles for span in (*ended, *_cut(begun.values(), now))]
-    events = [event for _, _, events, _ in roles for event in events]
-    return sorted(spans, key=lambda s: (s.begin, -s.end)), sorted(events, key=lambda e: e.at)
-
-
-Begun = dict[tuple[str, str, float], Open]
-
-
-def _role(rows: Iterable[TraceRow]) -> tuple[list[Span], Begun, list[SpanEvent], float]:
-    """Return for one role the spans that have ended, those still open, the events, and
-    the last known time.
-    """
-    ended: list[Span] = []
-    begun: Begun = {}
+    last_time = max((role.last_time for role in roles), default=0.0)
+    spans: list[Span] = []
     events: list[SpanEvent] = []
+    for role in roles:
+        spans += role.spans
+        spans += _cut(role.open.values(), last_time)
+        events += role.events
+    return sorted(spans, key=_by_begin), sorted(events, key=lambda event: event.at)
+
+
+@dataclass
+class _Role:
+    """What is known of one role: spans that have ended, those still open, events."""
+
+    spans: list[Span] = field(default_factory=list)
+    open: dict[tuple[str, str, float], Open] = field(default_factory=dict)
+    events: list[SpanEvent] = field(default_factory=list)
+    last_time: float = 0.0
+
+
+def _role(rows: Iterable[TraceRow]) -> _Role:
+    """Collect a role's spans and events. A new life cuts those still open."""
+    role = _Role()
     life = None
-    last = 0.0
     for row in rows:
         match row:
             case Life():
                 if row != life:
-                    ended += _cut(begun.values(), last)
-                    begun.clear()
+                    role.spans += _cut(role.open.values(), role.last_time)
+                    role.open.clear()
                 life = row
             case Open():
-                begun[row.on, row.name, row.begin] = row
-                last = max(last, row.begin)
+                role.open[row.on, row.name, row.begin] = row
+                role.last_time = max(role.last_time, row.begin)
             case Span():
-                begun.pop((row.on, row.name, row.begin), None)
-                ended.append(row)
-                last = max(last, row.end)
+                role.open.pop((row.on, row.name, row.begin), None)
+                role.spans.append(row)
+                role.last_time = max(role.last_time, row.end)
             case SpanEvent():
-                events.append(row)
-                last = max(last, row.at)
-    return ended, begun, events, last
+                role.events.append(row)
+                role.last_time = max(role.last_time, row.at)
+    return role
 
 
-def _cut(begun: Iterable[Open], at: float) -> list[Span]:
-    return [Span(o.on, o.name, o.begin, max(at, o.begin), o.args, cut=True) for o in begun]
+def _cut(spans: Iterable[Open], at: float) -> list[Span]:
+    """Return spans that did not end as cut off at this time."""
+    return [
+        Span(span.on, span.name, span.begin, max(at, span.begin), span.args, cut=True)
+        for span in spans
+    ]
 
 
 def _rows(path: Path) -> Iterator[TraceRow]:

@@ -1,11 +1,13 @@
 """Predictions from evaluations: what a run will reach, and with how much compute. Never
 imports torch.
 
-    RUN/, a table    ──► points.py ──► Curve ──► fit.py ──► Fit ──► extrapolate.py     score at H hours, hours to a score
-                                                    │         ├───► compare.py         which run has the higher ceiling
-    published.yaml ──► published.py                 │         └───► plot.py            pictures and a page of fits
-    (the fits of ScaleRL's paper)                   │
-                            forms.py, posterior.py  ┘   the curve, and how certain it is
+    RUN/, a table  ──► points.py ──► Curve ──► fit.py ──► Fit ──► extrapolate.py
+    published.yaml ──► published.py              │         ├───► compare.py
+                         forms.py, posterior.py  ┘         └───► plot.py
+
+    points.py      compute and scores        extrapolate.py  score at H hours, and back
+    published.py   fits of ScaleRL's paper   compare.py      who has the higher ceiling
+    posterior.py   how certain the law is    plot.py         pictures, a page of fits
 
 `table_files.py` reads tables of points. `slices.py` makes such curves for parts of a
 run, from its answers: by task, difficulty, objective, pass@n. `overoptimisation.py`

@@ -1,6 +1,7 @@
 """Compares runs: ceilings, speed, and at how much compute which run is ahead.
 
-    {name: curves} ──► a fit each ──► all refitted at one A ──► each against the first ──► table, verdict
+    {name: curves} ──► a fit each ──► all refitted at one A
+                                  ──► each against the first ──► table, verdict
 
 Exponents B of two fits are comparable only at one ceiling. ScaleRL compares those of
 all arms at one fixed A (section 4; .605) if the arms' A agree within 0.02, the
@@ -22,6 +23,12 @@ from megarl.lab.scaling.points import Curve, amount, unit_name
 
 SAME_CEILING = 0.02
 
+Runs = Mapping[str, Sequence[Curve]]
+Overtakes = tuple[tuple[str, float], ...]
+"""(name, hours) at which a run takes the lead, in order; the first entry is the run
+that leads at the start.
+"""
+
 
 class RunFit(NamedTuple):
     """One run in the table. fit: None if there is none; `problem` then says why."""
@@ -31,16 +38,20 @@ class RunFit(NamedTuple):
     problem: str = ""
 
 
+class NamedFit(NamedTuple):
+    """A run that was fitted."""
+
+    name: str
+    fit: Fit
+
+
 class Pair(NamedTuple):
-    """The reference and another run."""
+    """The reference and another run. text: what the verdict says of them."""
 
     reference: str
-    other: str
+    challenger: str
     same_ceiling: bool
-    overtakes: tuple[tuple[str, float], ...]
-    """(name, hours) at which a run takes the lead, in order; the first entry is the run
-    that leads at the start.
-    """
+    overtakes: Overtakes
     text: str
 
 
@@ -57,22 +68,21 @@ class RunComparison(NamedTuple):
     @property
     def comparable(self) -> dict[str, Fit]:
         """Those of `at_ceiling` whose own A is near that ceiling."""
-        own = {entry.name: entry.fit.A for entry in self.entries if entry.fit}
+        own_ceilings = {entry.name: entry.fit.A for entry in self.entries if entry.fit}
         return {
             name: fit
             for name, fit in self.at_ceiling.items()
-            if abs(own[name] - self.ceiling) <= SAME_CEILING
+            if abs(own_ceilings[name] - self.ceiling) <= SAME_CEILING
         }
 
     @property
     def verdict(self) -> str:
         """The comparison in plain words, one group of sentences per pair."""
-        failed = [
-            f"{entry.name} was not fitted: {entry.problem}"
-            for entry in self.entries
-            if entry.fit is None
-        ]
-        return "\n".join([*(pair.text for pair in self.pairs), *failed])
+        sentences = [pair.text for pair in self.pairs]
+        for entry in self.entries:
+            if entry.fit is None:
+                sentences.append(f"{entry.name} was not fitted: {entry.problem}")
+        return "\n".join(sentences)
 
     def rows(self) -> list[dict[str, object]]:
         """Return the table as records: a run's name, its fit, and its B, with an
@@ -81,63 +91,85 @@ class RunComparison(NamedTuple):
         records = []
         for entry in self.entries:
             row: dict[str, object] = {"name": entry.name}
-            row |= {"problem": entry.problem} if entry.fit is None else entry.fit.record()
+            if entry.fit is None:
+                row["problem"] = entry.problem
+            else:
+                row |= entry.fit.record()
             if refitted := self.at_ceiling.get(entry.name):
-                row |= {
-                    "A_common": self.ceiling,
-                    "B_at_A_common": refitted.B,
-                    "C_mid_at_A_common": refitted.C_mid,
-                }
+                row["A_common"] = self.ceiling
+                row["B_at_A_common"] = refitted.B
+                row["C_mid_at_A_common"] = refitted.C_mid
                 row["B_at_A_common_interval"] = list(refitted.B_interval)
             records.append(row)
         return records
 
 
-def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) -> RunComparison:
+def compare(runs: Runs, **options: Unpack[FitOptions]) -> RunComparison:
     """Compare all runs with the first that can be fitted. options: of `fit`; ceiling:
     the common A, by default their mean.
     """
-    if len(units := {unit_name(curve.unit) for curves in runs.values() for curve in curves}) > 1:
+    units = {unit_name(curve.unit) for curves in runs.values() for curve in curves}
+    if len(units) > 1:
         raise MegarlError(
             f"runs whose compute is in {' and in '.join(sorted(units))} cannot be compared by it"
         )
+    entries = _fit_each(runs, options)
+    fitted = [NamedFit(entry.name, entry.fit) for entry in entries if entry.fit]
+    fixed_ceiling = options.get("ceiling")
+    if fixed_ceiling:
+        _refuse_passed_ceiling(fixed_ceiling, fitted)
+    ceiling = fixed_ceiling or _mean_ceiling(run.fit for run in fitted)
+    at_ceiling: dict[str, Fit] = {}
+    if len(fitted) > 1:
+        at_ceiling = _refitted(runs, fitted, options, ceiling)
+    pairs = []
+    for challenger in fitted[1:]:
+        reference = fitted[0]
+        same_ceiling = abs(reference.fit.A - challenger.fit.A) <= SAME_CEILING
+        if same_ceiling:
+            both = [reference, challenger]
+            common = at_ceiling
+            distances = [abs(run.fit.A - ceiling) for run in both]
+            if not fixed_ceiling and max(distances) > SAME_CEILING:
+                their_ceiling = _mean_ceiling(run.fit for run in both)
+                common = _refitted(runs, both, options, their_ceiling)
+            text = _exponents(reference, challenger, common)
+        else:
+            text = _ceiling(reference, challenger)
+        changes = overtakes(*reference, *challenger)
+        text = f"{text} {_speed(reference, challenger)} {_lead(changes, reference, challenger)}"
+        pairs.append(Pair(reference.name, challenger.name, same_ceiling, changes, text))
+    return RunComparison(tuple(entries), tuple(pairs), ceiling, at_ceiling)
+
+
+def _fit_each(runs: Runs, options: FitOptions) -> list[RunFit]:
+    """Fit each run with a ceiling of its own."""
+    free: FitOptions = {**options, "ceiling": None}
     entries = []
-    fits = {}
-    alone: FitOptions = {**options, "ceiling": None}
     for name, curves in runs.items():
         try:
-            fits[name] = fit(curves, **alone)
-            entries.append(RunFit(name, fits[name]))
+            entries.append(RunFit(name, fit(curves, **free)))
         except MegarlError as error:
             entries.append(RunFit(name, None, str(error).removeprefix(f"{name}: ")))
-    if given := options.get("ceiling"):
-        for name, found in fits.items():
-            if (reached := float(found(found.hours[-1:])[0])) > given + SAME_CEILING:
-                advice = "give one that no run has passed"
-                raise MegarlError(
-                    f"--ceiling is {given:g}, and {name} has reached {reached:.3f}; {advice}"
-                )
-    ceiling = given or _mean_ceiling(fits.values())
+    return entries
+
+
+def _refitted(
+    runs: Runs, fitted: Sequence[NamedFit], options: FitOptions, ceiling: float
+) -> dict[str, Fit]:
+    """Fit these runs with this A."""
     common: FitOptions = {**options, "ceiling": ceiling}
-    at_ceiling = {name: fit(runs[name], **common) for name in fits} if len(fits) > 1 else {}
-    pairs = []
-    for other, second in list(fits.items())[1:]:
-        reference, first = next(iter(fits.items()))
-        named = (reference, first, other, second)
-        same = abs(first.A - second.A) <= SAME_CEILING
-        ahead = overtakes(*named)
-        both = {name: at_ceiling[name] for name in (reference, other)}
-        if (
-            same
-            and not given
-            and max(abs(one.A - ceiling) for one in (first, second)) > SAME_CEILING
-        ):
-            at: FitOptions = {**options, "ceiling": _mean_ceiling((first, second))}
-            both = {name: fit(runs[name], **at) for name in both}
-        said = _exponents(*named, both) if same else _ceiling(*named)
-        text = f"{said} {_speed(*named)} {_lead(ahead, first, second)}"
-        pairs.append(Pair(reference, other, same, ahead, text))
-    return RunComparison(tuple(entries), tuple(pairs), ceiling, at_ceiling)
+    return {run.name: fit(runs[run.name], **common) for run in fitted}
+
+
+def _refuse_passed_ceiling(ceiling: float, fitted: Sequence[NamedFit]) -> None:
+    for name, run_fit in fitted:
+        last_score = float(run_fit(run_fit.hours[-1:])[0])
+        if last_score > ceiling + SAME_CEILING:
+            raise MegarlError(
+                f"--ceiling is {ceiling:g}, and {name} has reached {last_score:.3f}; give one that"
+                " no run has passed"
+            )
 
 
 def _mean_ceiling(fits: Iterable[Fit]) -> float:
@@ -146,22 +178,22 @@ def _mean_ceiling(fits: Iterable[Fit]) -> float:
     return float(np.mean(ceilings)) if ceilings else 0.0
 
 
-def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, float], ...]:
+def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> Overtakes:
     """Return (name, hours) for each change of lead, up to ten times the compute seen;
     differences below noise do not count.
     """
     hours = np.geomspace(max(a.window[0], b.window[0]), 10 * max(a.window[1], b.window[1]), 2000)
     difference = a(hours) - b(hours)
     clear = np.flatnonzero(np.abs(difference) > max(a.rmse, b.rmse, 1e-3))
-    ahead: list[tuple[str, float]] = []
+    changes: list[tuple[str, float]] = []
     for n in clear:
         leader = name_a if difference[n] > 0 else name_b
-        if not ahead:
-            ahead.append((leader, float(hours[n])))
-        elif ahead[-1][0] != leader:
-            before = np.flatnonzero(np.sign(difference[: n + 1]) != np.sign(difference[n]))
-            ahead.append((leader, float(hours[before[-1]])))
-    return tuple(ahead)
+        if not changes:
+            changes.append((leader, float(hours[n])))
+        elif changes[-1][0] != leader:
+            opposite = np.flatnonzero(np.sign(difference[: n + 1]) != np.sign(difference[n]))
+            changes.append((leader, float(hours[opposite[-1]])))
+    return tuple(changes)
 
 
 def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -174,67 +206,70 @@ def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.n
     return np.log10(hours[inside]), log_f
 
 
-def _exponents(name_a: str, a: Fit, name_b: str, b: Fit, at_ceiling: Mapping[str, Fit]) -> str:
-    x = at_ceiling[name_a]
-    y = at_ceiling[name_b]
-    apart = x.B_interval[1] < y.B_interval[0] or y.B_interval[1] < x.B_interval[0]
-    says, against = ("B differs", "against") if apart else ("B does not differ measurably", "and")
-    wide = [
-        (n, f.A_interval)
-        for n, f in ((name_a, a), (name_b, b))
-        if np.ptp(f.A_interval) > WIDE_INTERVAL
-    ]
-    unsure = "".join(
-        f" But A of {n} may be anywhere in {low:.3f} … {high:.3f}." for n, (low, high) in wide
-    )
-    same = (
-        f"{name_a} and {name_b} have the same ceiling within {SAME_CEILING} (A {a.A:.3f} and"
-        f" {b.A:.3f})"
-    )
+def _exponents(a: NamedFit, b: NamedFit, common: Mapping[str, Fit]) -> str:
+    """Return sentences on the exponents of two runs of one ceiling. common: their fits
+    at that ceiling.
+    """
+    fit_a = common[a.name]
+    fit_b = common[b.name]
+    differs = "B does not differ measurably"
+    conjunction = "and"
+    if fit_a.B_interval[1] < fit_b.B_interval[0] or fit_b.B_interval[1] < fit_a.B_interval[0]:
+        differs = "B differs"
+        conjunction = "against"
+    uncertain = ""
+    for run in (a, b):
+        low, high = run.fit.A_interval
+        if high - low > WIDE_INTERVAL:
+            uncertain += f" But A of {run.name} may be anywhere in {low:.3f} … {high:.3f}."
     return (
-        f"{same}; with both at {x.A:.3f}, {says}: {x.B:.2f} ({name_a}) {against} {y.B:.2f}"
-        f" ({name_b}).{unsure}"
+        f"{a.name} and {b.name} have the same ceiling within {SAME_CEILING} (A {a.fit.A:.3f} and"
+        f" {b.fit.A:.3f}); with both at {fit_a.A:.3f}, {differs}: {fit_a.B:.2f} ({a.name})"
+        f" {conjunction} {fit_b.B:.2f} ({b.name}).{uncertain}"
     )
 
 
-def _ceiling(name_a: str, a: Fit, name_b: str, b: Fit) -> str:
-    (low_name, low), (high_name, high) = sorted(
-        ((name_a, a), (name_b, b)), key=lambda pair: pair[1].A
-    )
-    sure = (
-        ""
-        if low.A_interval[1] < high.A_interval[0]
-        else "; their 95 % intervals overlap, so this is not certain"
-    )
+def _ceiling(a: NamedFit, b: NamedFit) -> str:
+    """Return a sentence on which run has the higher ceiling."""
+    lower, higher = sorted((a, b), key=lambda run: run.fit.A)
+    uncertain = ""
+    if lower.fit.A_interval[1] >= higher.fit.A_interval[0]:
+        uncertain = "; their 95 % intervals overlap, so this is not certain"
     return (
-        f"{high_name} has the higher ceiling: A {high.A:.3f} against {low.A:.3f} of"
-        f" {low_name}{sure}."
+        f"{higher.name} has the higher ceiling: A {higher.fit.A:.3f} against {lower.fit.A:.3f} of"
+        f" {lower.name}{uncertain}."
     )
 
 
-def _speed(name_a: str, a: Fit, name_b: str, b: Fit) -> str:
+def _speed(a: NamedFit, b: NamedFit) -> str:
     """Return a sentence on which run needs less compute for half of the gain that both
     can make.
     """
-    r0 = max(a.R_0, b.R_0)
-    halfway = (r0 + min(a.A, b.A)) / 2
-    hours_a = hours_of(a, halfway)
-    hours_b = hours_of(b, halfway)
+    r0 = max(a.fit.R_0, b.fit.R_0)
+    halfway = (r0 + min(a.fit.A, b.fit.A)) / 2
+    hours_a = hours_of(a.fit, halfway)
+    hours_b = hours_of(b.fit, halfway)
     if halfway <= r0 or abs(hours_a - hours_b) <= 0.03 * max(hours_a, hours_b):
         return "Neither is quicker to half of the gain both can make."
-    name, few, many = (
-        (name_a, hours_a, hours_b) if hours_a < hours_b else (name_b, hours_b, hours_a)
+    quicker = a.name if hours_a < hours_b else b.name
+    fewer = amount(min(hours_a, hours_b), a.fit.unit)
+    more_hours = amount(max(hours_a, hours_b))
+    return (
+        f"{quicker} is quicker: {halfway:.3f}, half of the gain both can make, after {fewer}"
+        f" instead of {more_hours}."
     )
-    half = f"{halfway:.3f}, half of the gain both can make,"
-    return f"{name} is quicker: {half} after {amount(few, a.unit)} instead of {amount(many)}."
 
 
-def _lead(ahead: tuple[tuple[str, float], ...], a: Fit, b: Fit) -> str:
-    if not ahead:
+def _lead(changes: Overtakes, a: NamedFit, b: NamedFit) -> str:
+    """Return a sentence on which run is ahead, and from how much compute on."""
+    if not changes:
         return "Their curves stay within the noise of the fits."
-    seen = min(a.window[1], b.window[1])
-    said = [f"{ahead[0][0]} is ahead {'at first' if len(ahead) > 1 else 'throughout'}"]
-    for name, hours in ahead[1:]:
-        beyond = f" (extrapolated: the points end at {amount(seen)})" if hours > seen else ""
-        said.append(f"{name} overtakes at {amount(hours, a.unit)}{beyond}")
-    return "; ".join(said) + "."
+    measured_until = min(a.fit.window[1], b.fit.window[1])
+    period = "at first" if len(changes) > 1 else "throughout"
+    clauses = [f"{changes[0][0]} is ahead {period}"]
+    for name, hours in changes[1:]:
+        clause = f"{name} overtakes at {amount(hours, a.fit.unit)}"
+        if hours > measured_until:
+            clause += f" (extrapolated: the points end at {amount(measured_until)})"
+        clauses.append(clause)
+    return "; ".join(clauses) + "."

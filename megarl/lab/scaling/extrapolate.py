@@ -26,8 +26,6 @@ from megarl.lab.scaling.posterior import INTERVAL
 # how many times less compute than that of the first point is the earliest at which a
 # score is looked for
 BEFORE = 10.0
-
-
 # points at which the band is computed, with effort in their cube; in between it is
 # interpolated
 MOST_LATER = 200
@@ -75,9 +73,9 @@ def hours_to(fit: Fit, score: float) -> Reached:
     """Return the compute at which the curve passes `score`."""
     grid = np.geomspace(fit.hours[0] / BEFORE, fit.window[1] * 1000, 240)
     band = predict(fit, grid)
-    hours, earliest, latest = (
-        _first(grid, scores, score) for scores in (band.pass_rate, band.high, band.low)
-    )
+    hours = _first(grid, band.pass_rate, score)
+    earliest = _first(grid, band.high, score)
+    latest = _first(grid, band.low, score)
     return Reached(hours, (earliest, latest))
 
 
@@ -90,10 +88,13 @@ FAR = 10.0
 
 def doubts(fit: Fit, hours: float | None) -> Iterator[str]:
     """Yield one sentence if a prediction at `hours` is far beyond the points."""
-    if hours is not None and (ahead := hours / fit.window[1]) > FAR:
+    if hours is None:
+        return
+    multiple = hours / fit.window[1]
+    if multiple > FAR:
         yield (
-            f"that is {ahead:,.0f} times the compute of the last point; intervals were tested up to"
-            f" {TESTED:g} times"
+            f"that is {multiple:,.0f} times the compute of the last point; intervals were tested up"
+            f" to {TESTED:g} times"
         )
 
 
@@ -101,24 +102,38 @@ def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
     """Compare the fit with points at more compute than its window; None if there are
     none.
     """
-    hours = np.concatenate([c.hours for c in curves])
-    rates = np.concatenate([c.pass_rate for c in curves])
-    behind = hours > fit.window[1]
-    if not behind.any():
+    all_hours = np.concatenate([curve.hours for curve in curves])
+    all_rates = np.concatenate([curve.pass_rate for curve in curves])
+    is_later = all_hours > fit.window[1]
+    if not is_later.any():
         return None
-    hours = hours[behind]
-    rates = rates[behind]
-    at = np.unique(hours)
-    if len(at) > MOST_LATER:
-        at = np.geomspace(at[0], at[-1], MOST_LATER)
-    band = Prediction(hours, *(np.interp(hours, at, part) for part in predict(fit, at)[1:]))
-    errors = rates - band.pass_rate
+    hours = all_hours[is_later]
+    band = _interpolated_band(fit, hours)
+    errors = all_rates[is_later] - band.pass_rate
     noise = 1.96 * math.sqrt(fit.sse / max(1, fit.n - len(fit.theta)))
-    low = np.hypot(band.pass_rate - band.low, noise)
-    high = np.hypot(band.high - band.pass_rate, noise)
-    inside = int(((errors >= -low) & (errors <= high)).sum())
-    worst = float(errors[np.abs(errors).argmax()])
-    return Later(len(hours), float(hours.max()), float(errors.mean()), worst, inside)
+    below = np.hypot(band.pass_rate - band.low, noise)
+    above = np.hypot(band.high - band.pass_rate, noise)
+    return Later(
+        n=len(hours),
+        until=float(hours.max()),
+        mean_error=float(errors.mean()),
+        largest_error=float(errors[np.abs(errors).argmax()]),
+        inside=int(((errors >= -below) & (errors <= above)).sum()),
+    )
+
+
+def _interpolated_band(fit: Fit, hours: np.ndarray) -> Prediction:
+    """Return the prediction at `hours`, computed at no more than MOST_LATER of them."""
+    grid = np.unique(hours)
+    if len(grid) > MOST_LATER:
+        grid = np.geomspace(grid[0], grid[-1], MOST_LATER)
+    band = predict(fit, grid)
+    return Prediction(
+        hours,
+        np.interp(hours, grid, band.pass_rate),
+        np.interp(hours, grid, band.low),
+        np.interp(hours, grid, band.high),
+    )
 
 
 def forecast(
@@ -138,58 +153,63 @@ def forecast(
     last = evaluations[-1]
     if not last["step"]:
         return {}
-    if (
-        last.get("compute_unit") == "gpu"
-    ):  # later epochs do not matter, and of a long run there are gigabytes
+    if last.get("compute_unit") == "gpu":
+        # Later epochs do not matter, and of a long run there are gigabytes.
         metrics = takewhile(lambda row: row.get("compute_hours", 0.0) <= EARLY_HOURS, metrics)
+    columns = PointColumns(score=score)
     try:
-        fitted = fit_curves(
-            [curve_of_run("run", evaluations, metrics, "the run", PointColumns(score=score))]
-        )
+        fit = fit_curves([curve_of_run("run", evaluations, metrics, "the run", columns)])
     except MegarlError:
         return {}
-    now = last["compute_hours"]
-    budget = now * max(1.0, steps / last["step"])
-    at = np.array([now, now + FURTHER_HOURS[fitted.unit], budget])
-    here, after, end = fitted.posterior.scores(FORMS[fitted.form].x(at, fitted.scale)).T
-    middle, low, high = np.quantile(end, INTERVAL)
-    least = np.minimum(here, end)
-    most = np.maximum(here, end)
+    hours = last["compute_hours"]
+    budget = hours * max(1.0, steps / last["step"])
+    at = np.array([hours, hours + FURTHER_HOURS[fit.unit], budget])
+    draws = fit.posterior.scores(FORMS[fit.form].x(at, fit.scale))  # [draws, 3]
+    present, further, final = draws.T
+    middle, low, high = np.quantile(final, INTERVAL)
+    lower = np.minimum(present, final)
+    higher = np.maximum(present, final)
     return {
         "predicted_score": score,
         "predicted_hours": budget,
-        "predicted_asymptote": fitted.A,
+        "predicted_asymptote": fit.A,
         "predicted_final": float(middle),
         "predicted_final_low": float(low),
         "predicted_final_high": float(high),
-        "predicted_gain": float(np.median(after - here)),
-        "predicted_rest_high": float(max(0.0, np.quantile(end - here, INTERVAL[2]))),
-        "predicted_least": float(np.median(least)),
-        "predicted_least_low": float(np.quantile(least, INTERVAL[1])),
-        "predicted_most": float(np.median(most)),
-        "predicted_most_high": float(np.quantile(most, INTERVAL[2])),
+        "predicted_gain": float(np.median(further - present)),
+        "predicted_rest_high": float(max(0.0, np.quantile(final - present, INTERVAL[2]))),
+        "predicted_least": float(np.median(lower)),
+        "predicted_least_low": float(np.quantile(lower, INTERVAL[1])),
+        "predicted_most": float(np.median(higher)),
+        "predicted_most_high": float(np.quantile(higher, INTERVAL[2])),
     }
 
 
 def inverse(fit: Fit, score: float) -> float:
-    share = (score - fit.R_0) / (fit.A - fit.R_0) if fit.A != fit.R_0 else math.inf
+    """Return the compute at which the fitted curve passes `score`: 0 if it begins
+    above, infinite if it ends below.
+    """
+    share = math.inf
+    if fit.A != fit.R_0:
+        share = (score - fit.R_0) / (fit.A - fit.R_0)
     if share >= 1:
         return math.inf
     if share <= 0:
         return 0.0
-    (_, u, w, _) = fit.theta
+    _, u, w, _ = fit.theta
     form = FORMS[fit.form]
-    return max(0.0, form.hours(float(u + form.inverse(share) / math.exp(w)), fit.scale))
+    x = float(u + form.inverse(share) / math.exp(w))
+    return max(0.0, form.hours(x, fit.scale))
 
 
 def _first(hours: np.ndarray, scores: np.ndarray, score: float) -> float:
     """Return the compute at which the score is first reached, interpolated; 0 if below
     the grid, infinite if never.
     """
-    found = np.flatnonzero(scores >= score)
-    if not len(found):
+    above = np.flatnonzero(scores >= score)
+    if not len(above):
         return math.inf
-    n = int(found[0])
+    n = int(above[0])
     if n == 0:
         return 0.0
     share = (score - scores[n - 1]) / (scores[n] - scores[n - 1])

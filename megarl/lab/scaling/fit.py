@@ -1,7 +1,8 @@
 """ScaleRL's fit of a learning curve, and how certain its parameters are (arXiv
 2510.13786, section 2 and appendix A).
 
-    Curves ──► `windowed`: without early points ──► posterior.py: A, B, C_mid, R_0, their intervals ──► `doubts` ──► Fit
+    Curves ──► `windowed`: without early points
+           ──► posterior.py: A, B, C_mid, R_0, their intervals ──► `doubts` ──► Fit
 
 The paper tries A = 0.450, 0.455 … 0.800 and values of C_mid, and fits B for each pair;
 the smallest sum of squares wins (`grid="paper"`). By default the parameters are the
@@ -23,14 +24,22 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.forms import FORMS, Array, Form
 from megarl.lab.scaling.points import Curve, amount, binomial_noise
-from megarl.lab.scaling.posterior import EXACT, FLAT, CurvePoints, Normal, Posterior, Prior
+from megarl.lab.scaling.posterior import (
+    EXACT,
+    FLAT,
+    CurvePoints,
+    Normal,
+    Posterior,
+    Prior,
+    all_pairs,
+)
 
 Grid = Literal["paper", "free"]
 R0From = Literal["evaluation", "given", "estimate"]
@@ -104,17 +113,21 @@ class Fit:
         return r0 + (a - r0) * form.share(np.exp(w) * (form.x(hours, self.scale) - u))
 
     def record(self) -> dict[str, object]:
-        values = {key: getattr(self, key) for key in RECORDED}
-        return {
-            key: list(value) if isinstance(value, tuple) else value for key, value in values.items()
-        }
+        """Return what is printed and written of a fit, by name, for JSON."""
+        record: dict[str, object] = {}
+        for key in RECORDED:
+            value = getattr(self, key)
+            record[key] = list(value) if isinstance(value, tuple) else value
+        return record
 
     @property
     def scale(self) -> float:
+        """The compute of the last point, the unit of `theta`."""
         return self.window[1]
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
+        """Remarks on the window, and what the points do not support."""
         return (*self.remarks, *doubts(self))
 
 
@@ -167,102 +180,156 @@ def fit(
     """
     if not curves:
         raise MegarlError("nothing to fit: no curve was given")
-    if (chosen := FORMS.get(form)) is None:
+    chosen = FORMS.get(form)
+    if chosen is None:
         raise MegarlError(f"no form {form!r}; there are {', '.join(FORMS)}")
-    hours, scores, number, noise, remarks = windowed(curves, start, end)
-    known, r0_from = before_training(curves, r0)
-    _refuse(curves[0].name, chosen, hours, scores, known, ceiling)
-    scale = float(hours[-1])
-    x = chosen.x(hours, scale)
+    points = windowed(curves, start, end)
+    score_before, r0_from = before_training(curves, r0)
+    _refuse(curves[0].name, chosen, points, score_before, ceiling)
+
+    scale = float(points.hours[-1])
+    x = chosen.x(points.hours, scale)
     earliest = float(min(curve.pass_rate[0] for curve in curves if len(curve.pass_rate)))
-    start_prior = Normal(0.7 * earliest, 0.5 * earliest + 0.05)
-    if known is not None:  # the power law cannot tell R_0 from C_mid
-        start_prior = Normal(
-            known, EXACT if r0_from == "given" or form == "power" else BEFORE_TRAINING
-        )
-    prior = replace(
-        PRIOR if form == "sigmoid" else replace(PRIOR, w=None, beyond=None),
-        noises=UNKNOWN_NOISE if noise is None else PRIOR.noises,
-        r0=start_prior,
-        a=PRIOR.a if ceiling is None else Normal(ceiling, EXACT),
-    )
-    posterior = Posterior(chosen, CurvePoints(x, scores, number, noise), prior)
-    ceilings = (
-        np.array([ceiling])
-        if ceiling is not None
-        else CEILINGS
-        if grid == "paper"
-        else np.array([0.0, 1.0])
-    )
+    r0_prior = _r0_prior(chosen, earliest, score_before, r0_from)
+    prior = _prior(chosen, r0_prior, ceiling, noise_known=points.noise is not None)
+    curve_points = CurvePoints(x, points.scores, points.curve, points.noise)
+    posterior = Posterior(chosen, curve_points, prior)
+    ceilings = _ceilings(grid, ceiling)
     if grid == "paper":
-        theta = least_squares(
-            chosen, x, scores, ceilings, (0.0, earliest) if known is None else (known, known)
-        )
+        r0_bounds = (0.0, earliest) if score_before is None else (score_before, score_before)
+        theta = least_squares(chosen, x, points.scores, ceilings, r0_bounds)
     else:
         theta = posterior.mode()
-    a, u, w, r_0 = theta.tolist()
-    low, high = np.quantile(posterior.theta, (0.025, 0.975), axis=0)
-    low = np.minimum(low, theta).tolist()
-    high = np.maximum(high, theta).tolist()
-    fitted = r_0 + (a - r_0) * chosen.share(np.exp(w) * (x - u))
-    sse = float(((scores - fitted) ** 2).sum())
-    spread = float(((scores - scores.mean()) ** 2).sum())
-    return Fit(
-        form=form,
-        A=a,
-        B=chosen.b(w, scale),
-        C_mid=chosen.hours(u, scale),
-        R_0=r_0,
-        sse=sse,
-        rmse=math.sqrt(sse / len(hours)),
-        r2=1 - sse / spread,
-        n=len(hours),
-        window=(float(hours[0]), scale),
-        A_interval=(low[0], high[0]),
-        B_interval=(chosen.b(low[2], scale), chosen.b(high[2], scale)),
-        C_mid_interval=(chosen.hours(low[1], scale), chosen.hours(high[1], scale)),
-        remarks=remarks,
+    return _described(
+        chosen,
+        points,
+        theta,
+        posterior,
         unit=curves[0].unit,
         r0_from=r0_from,
-        score_before=known,
-        theta=theta,
-        posterior=posterior,
-        hours=hours,
-        pass_rate=scores,
+        score_before=score_before,
         ceilings=(float(ceilings[0]), float(ceilings[-1])),
     )
 
 
-def before_training(curves: Sequence[Curve], given: float | None) -> tuple[float | None, R0From]:
+def _r0_prior(form: Form, earliest: float, score_before: float | None, r0_from: R0From) -> Normal:
+    """Return the prior of R_0. earliest: the lowest first score of the curves."""
+    if score_before is None:
+        return Normal(0.7 * earliest, 0.5 * earliest + 0.05)
+    if r0_from == "given" or form.name == "power":  # the power law cannot tell R_0 from C_mid
+        return Normal(score_before, EXACT)
+    return Normal(score_before, BEFORE_TRAINING)
+
+
+def _prior(form: Form, r0: Normal, ceiling: float | None, *, noise_known: bool) -> Prior:
+    prior = replace(PRIOR, r0=r0)
+    if form.name != "sigmoid":
+        prior = replace(prior, w=None, beyond=None)
+    if not noise_known:
+        prior = replace(prior, noises=UNKNOWN_NOISE)
+    if ceiling is not None:
+        prior = replace(prior, a=Normal(ceiling, EXACT))
+    return prior
+
+
+def _ceilings(grid: Grid, ceiling: float | None) -> Array:
+    """Return the values of A to try or, for a free grid, the ends of their range."""
+    if ceiling is not None:
+        return np.array([ceiling])
+    if grid == "paper":
+        return CEILINGS
+    return np.array([0.0, 1.0])
+
+
+def _described(
+    form: Form,
+    points: "WindowedPoints",
+    theta: Array,
+    posterior: Posterior,
+    *,
+    unit: str,
+    r0_from: R0From,
+    score_before: float | None,
+    ceilings: Interval,
+) -> Fit:
+    """Return the fit with these parameters, its errors and its intervals."""
+    scale = float(points.hours[-1])
+    x = form.x(points.hours, scale)
+    scores = points.scores
+    a, u, w, r0 = theta.tolist()
+    low, high = np.quantile(posterior.theta, (0.025, 0.975), axis=0)
+    low = np.minimum(low, theta).tolist()
+    high = np.maximum(high, theta).tolist()
+    fitted = r0 + (a - r0) * form.share(np.exp(w) * (x - u))
+    sse = float(((scores - fitted) ** 2).sum())
+    spread = float(((scores - scores.mean()) ** 2).sum())
+    return Fit(
+        form=form.name,
+        A=a,
+        B=form.b(w, scale),
+        C_mid=form.hours(u, scale),
+        R_0=r0,
+        sse=sse,
+        rmse=math.sqrt(sse / len(scores)),
+        r2=1 - sse / spread,
+        n=len(scores),
+        window=(float(points.hours[0]), scale),
+        A_interval=(low[0], high[0]),
+        B_interval=(form.b(low[2], scale), form.b(high[2], scale)),
+        C_mid_interval=(form.hours(low[1], scale), form.hours(high[1], scale)),
+        remarks=points.remarks,
+        unit=unit,
+        r0_from=r0_from,
+        score_before=score_before,
+        theta=theta,
+        posterior=posterior,
+        hours=points.hours,
+        pass_rate=scores,
+        ceilings=ceilings,
+    )
+
+
+def before_training(curves: Sequence[Curve], r0: float | None) -> tuple[float | None, R0From]:
     """Return the score before training (None: to be estimated) and its origin. Seeds
-    begin with equal weights: their mean.
+    begin with equal weights: their mean. r0: the score, if the user states it.
     """
-    if given is not None:
-        if not 0 <= given < 1:
+    if r0 is not None:
+        if not 0 <= r0 < 1:
             raise MegarlError(
-                f"R_0 is {given:g}; it is the pass rate before training, between 0 and 1"
+                f"R_0 is {r0:g}; it is the pass rate before training, between 0 and 1"
             )
-        return given, "given"
+        return r0, "given"
     measured = [curve.r0 for curve in curves if curve.r0 is not None]
-    return (sum(measured) / len(measured), "evaluation") if measured else (None, "estimate")
+    if not measured:
+        return None, "estimate"
+    return sum(measured) / len(measured), "evaluation"
 
 
 def _refuse(
-    name: str, form: Form, hours: Array, scores: Array, r0: float | None, ceiling: float | None
+    name: str, form: Form, points: "WindowedPoints", r0: float | None, ceiling: float | None
 ) -> None:
     """Raise MegarlError if no curve can be fitted to these points."""
-    parameters = 2 + (r0 is None) + (ceiling is None)
-    if len(hours) <= parameters:
+    parameters = 2
+    give_r0 = ""
+    if r0 is None:
+        parameters += 1
+        give_r0 = ", or give the score before training (--r0)"
+    if ceiling is None:
+        parameters += 1
+    count = len(points.hours)
+    if count <= parameters:
+        plural = "" if count == 1 else "s"
         raise MegarlError(
-            f"{name}: {len(hours)} point{'s' * (len(hours) != 1)} in the window; a curve of"
+            f"{name}: {count} point{plural} in the window; a curve of"
             f" {parameters} parameters needs at least {parameters + 1}. Wait for more evaluations,"
-            " widen the window (--from, --until)"
-            + (", or give the score before training (--r0)" if r0 is None else "")
+            f" widen the window (--from, --until){give_r0}"
         )
-    if (amounts := np.unique(hours).size) <= parameters:
+    amounts = np.unique(points.hours).size
+    if amounts <= parameters:
         raise MegarlError(
             f"{name}: only {amounts} different amounts of compute; nothing can be fitted to that"
         )
+    scores = points.scores
     if np.ptp(scores) < 1e-9:  # also for scores whose squares are less than floats can represent
         raise ConstantScores(name, len(scores), float(scores[0]))
     if form.name == "power" and r0 is None:
@@ -287,33 +354,33 @@ def least_squares(
     a free R_0 in closed form; then finer grids around the best (u, w) of each A.
     """
     span = np.log(1000.0) if form.log else form.above
-    (low, high) = form.w_bounds
-    u = np.union1d(
+    low, high = form.w_bounds
+    u_axis = np.union1d(
         np.linspace(x.min() - span, x.max() + span, GRID[0]), np.linspace(x.min(), x.max(), INSIDE)
     )
-    w = np.linspace(low, high, GRID[1])
-    us, ws = (part.ravel() for part in np.meshgrid(u, w, indexing="ij"))
-    errors, _ = _errors(
-        form, x, y, ceilings[:, None], us[None], ws[None], r0_bounds
-    )  # [ceilings, cells]
-    best = errors.argmin(1)
-    at_u = us[best]
-    at_w = ws[best]
-    wide = 1.0
-    steps_u, steps_w = (
-        part.ravel() for part in np.meshgrid(*[np.linspace(-1, 1, FINER)] * 2, indexing="ij")
-    )
+    w_axis = np.linspace(low, high, GRID[1])
+    grid_u, grid_w = all_pairs(u_axis, w_axis)
+    a = ceilings[:, None]
+    errors, _ = _errors(form, x, y, a, grid_u[None], grid_w[None], r0_bounds)
+    best_cell = errors.argmin(1)  # [ceilings]
+    best_u = grid_u[best_cell]
+    best_w = grid_w[best_cell]
+
+    radius = 1.0  # of the finer grid, in steps of the first one
+    unit_axis = np.linspace(-1, 1, FINER)
+    steps_u, steps_w = all_pairs(unit_axis, unit_axis)
     rows = np.arange(len(ceilings))
     for _ in range(ROUNDS):
-        near_u = at_u[:, None] + wide * np.diff(u).max() * steps_u
-        near_w = np.clip(at_w[:, None] + wide * (w[1] - w[0]) * steps_w, low, high)
-        errors, r0 = _errors(form, x, y, ceilings[:, None], near_u, near_w, r0_bounds)
-        best = errors.argmin(1)
-        at_u = near_u[rows, best]
-        at_w = near_w[rows, best]
-        wide = wide * 0.6
-    n = int(errors[rows, best].argmin())
-    return np.array([ceilings[n], at_u[n], at_w[n], r0[n, best[n]]])
+        finer_u = best_u[:, None] + radius * np.diff(u_axis).max() * steps_u
+        finer_w = best_w[:, None] + radius * (w_axis[1] - w_axis[0]) * steps_w
+        finer_w = np.clip(finer_w, low, high)
+        errors, r0 = _errors(form, x, y, a, finer_u, finer_w, r0_bounds)
+        best_cell = errors.argmin(1)
+        best_u = finer_u[rows, best_cell]
+        best_w = finer_w[rows, best_cell]
+        radius = radius * 0.6
+    best = int(errors[rows, best_cell].argmin())
+    return np.array([ceilings[best], best_u[best], best_w[best], r0[best, best_cell[best]]])
 
 
 def _errors(
@@ -330,72 +397,82 @@ def _errors(
     ys = s @ y
     yq = q @ y
     r0 = np.clip((yq - a * sq) / np.maximum(qq, 1e-300), *r0_bounds)
-    return float(y @ y) - 2 * r0 * yq - 2 * a * ys + r0 * r0 * qq + 2 * a * r0 * sq + a * a * ss, r0
+    errors = float(y @ y) - 2 * r0 * yq - 2 * a * ys + r0 * r0 * qq + 2 * a * r0 * sq + a * a * ss
+    return errors, r0
 
 
 EARLY_HOURS = 1500.0  # GPU-hours that the paper leaves out
 ENOUGH = 8  # points that must remain for the default window to leave any out
 
 
-def windowed(
-    curves: Sequence[Curve], start: float | None, end: float | None
-) -> tuple[Array, Array, Array, Array | None, tuple[str, ...]]:
-    """Return hours, scores, curve numbers and noise of the points in the window, by
-    ascending hours, and remarks on the window. The noise is None if that of any curve
-    is unknown.
-    """
+class WindowedPoints(NamedTuple):
+    """The points in the window, by ascending hours, [points] each."""
+
+    hours: Array
+    scores: Array
+    curve: Array  # the number of each point's curve
+    noise: Array | None  # None if that of any curve is unknown
+    remarks: tuple[str, ...]  # on the window
+
+
+def windowed(curves: Sequence[Curve], start: float | None, end: float | None) -> WindowedPoints:
+    """Return the points of all curves in the window, with remarks on it."""
     if len({curve.unit for curve in curves}) > 1:
         raise MegarlError("core-hours and GPU-hours cannot be fitted together")
     if start is not None and end is not None and start >= end:
         raise MegarlError(f"the window is empty: from {start:g} until {end:g} hours")
     remarks: list[str] = []
-    kept = []
+    hours = []
+    scores = []
+    numbers = []
+    noises = []
     for number, curve in enumerate(curves):
-        low = start if start is not None else _default(curve, end, remarks)
-        inside = (curve.hours >= low) & (curve.hours <= (math.inf if end is None else end))
-        noise = (
-            binomial_noise(curve.pass_rate, curve.answers or math.nan)
-            if curve.noise is None
-            else curve.noise
-        )
-        kept.append(
-            [
-                part[inside]
-                for part in (curve.hours, curve.pass_rate, np.full(len(inside), number), noise)
-            ]
-        )
-    columns = [np.concatenate(part) for part in zip(*kept, strict=True)]
-    hours, scores, numbers, noise = (
-        column[np.argsort(columns[0], kind="stable")] for column in columns
-    )
-    return (
-        hours,
-        scores,
-        numbers,
+        low = _default_start(curve, end, remarks) if start is None else start
+        high = math.inf if end is None else end
+        inside = (curve.hours >= low) & (curve.hours <= high)
+        hours.append(curve.hours[inside])
+        scores.append(curve.pass_rate[inside])
+        numbers.append(np.full(len(inside), number)[inside])
+        noises.append(_noise(curve)[inside])
+    all_hours = np.concatenate(hours)
+    order = np.argsort(all_hours, kind="stable")
+    noise = np.concatenate(noises)[order]
+    return WindowedPoints(
+        all_hours[order],
+        np.concatenate(scores)[order],
+        np.concatenate(numbers)[order],
         noise if np.isfinite(noise).all() else None,
         tuple(dict.fromkeys(remarks)),
     )
 
 
-def _default(curve: Curve, end: float | None, remarks: list[str]) -> float:
+def _noise(curve: Curve) -> Array:
+    """Return the standard error of each score [points]; NaN if it is unknown."""
+    if curve.noise is not None:
+        return curve.noise
+    return binomial_noise(curve.pass_rate, curve.answers or math.nan)
+
+
+def _default_start(curve: Curve, end: float | None, remarks: list[str]) -> float:
     """Return the hours before which points are left out by default; add a remark if
     none can be.
     """
     epoch = math.inf if curve.first_epoch is None else curve.first_epoch
-    early = (
-        min(epoch, EARLY_HOURS)
-        if curve.unit == "gpu"
-        else 0.0
-        if curve.first_epoch is None
-        else epoch
-    )
-    rest = curve.hours if end is None else curve.hours[curve.hours <= end]
-    if (rest >= early).sum() >= ENOUGH or not (rest < early).any():
+    if curve.unit == "gpu":
+        early = min(epoch, EARLY_HOURS)
+    elif curve.first_epoch is None:
+        early = 0.0
+    else:
+        early = epoch
+    hours = curve.hours if end is None else curve.hours[curve.hours <= end]
+    later = (hours >= early).sum()
+    if later >= ENOUGH or not (hours < early).any():
         return early if math.isfinite(early) else 0.0
-    what = "the first epoch" if early == epoch else f"the first {EARLY_HOURS:,.0f} GPU-hours"
-    later = f"{(rest >= early).sum()} of {len(rest)} points are later"
-    why = "early points, where the law does not hold yet, are in the fit"
-    remarks.append(f"{what} could not be left out ({later}): {why}")
+    period = "the first epoch" if early == epoch else f"the first {EARLY_HOURS:,.0f} GPU-hours"
+    remarks.append(
+        f"{period} could not be left out ({later} of {len(hours)} points are later): early points,"
+        " where the law does not hold yet, are in the fit"
+    )
     return 0.0
 
 
@@ -408,8 +485,8 @@ STREAKS = 2.6
 
 def doubts(fit: Fit) -> Iterator[str]:
     """Yield one sentence for each thing that the fit's points do not support."""
-    (low, high) = fit.ceilings
-    (a_low, a_high) = fit.A_interval
+    low, high = fit.ceilings
+    a_low, a_high = fit.A_interval
     if fit.r0_from == "estimate":
         yield (
             f"R_0 = {fit.R_0:.3f} is an estimate: no score before training is known (--r0 gives"
@@ -421,11 +498,10 @@ def doubts(fit: Fit) -> Iterator[str]:
             " its B and C_mid"
         )
     elif fit.form != "power" and fit.window[1] < fit.C_mid:
-        ends = (
+        yield (
             f"the window ends at {amount(fit.window[1], fit.unit)}, before C_mid ="
-            f" {amount(fit.C_mid)}"
+            f" {amount(fit.C_mid)}: the half of the curve that shows the ceiling has not been seen"
         )
-        yield f"{ends}: the half of the curve that shows the ceiling has not been seen"
     if fit.n < FEW_POINTS:
         yield f"only {fit.n} points; even {FEW_POINTS} are few"
     if low < high and min(fit.A - low, high - fit.A) < 1e-6:
@@ -433,7 +509,8 @@ def doubts(fit: Fit) -> Iterator[str]:
             f"A = {fit.A:.3f} is at the edge of its range {low:g} … {high:g}: the points do not"
             " determine it"
         )
-    if (fall := _fall(fit.pass_rate)) > 0:
+    fall = _fall(fit.pass_rate)
+    if fall > 0:
         yield (
             f"scores are not monotone: the last ones are {fall:.3f} below earlier ones, and the law"
             " can only rise"
@@ -453,7 +530,8 @@ def _fall(scores: np.ndarray) -> float:
     means = np.convolve(scores, np.ones(width) / width, mode="valid")
     noise = math.sqrt(float((np.diff(scores) ** 2).mean()) / 2)
     fall = float(means.max() - means[-1])
-    return fall if fall > 3 * noise * math.sqrt(2 / width) else 0.0
+    explained_by_noise = 3 * noise * math.sqrt(2 / width)
+    return fall if fall > explained_by_noise else 0.0
 
 
 def _in_streaks(fit: Fit) -> bool:
@@ -463,5 +541,6 @@ def _in_streaks(fit: Fit) -> bool:
     residual = fit.pass_rate - fit(fit.hours)
     if fit.n < FEW_POINTS or fit.rmse < 5e-4:
         return False
-    together = float((residual[1:] * residual[:-1]).sum()) / float((residual**2).sum())
-    return together * math.sqrt(fit.n) > STREAKS
+    products = float((residual[1:] * residual[:-1]).sum())
+    autocorrelation = products / float((residual**2).sum())
+    return autocorrelation * math.sqrt(fit.n) > STREAKS

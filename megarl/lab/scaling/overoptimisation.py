@@ -1,7 +1,8 @@
 """Detects over-optimisation: the trusted score of held-out prompts has passed its peak
 while the trained reward still rises.
 
-    RUN/evaluations/step-N/TASK/result.json ─► reward (the proxy) and trusted score of each prompt ─► judge ─► eval.jsonl
+    RUN/evaluations/step-N/TASK/result.json
+        ─► reward (the proxy) and trusted score of each prompt ─► judge ─► eval.jsonl
 
 Gao, Schulman and Hilton (arXiv 2210.10760) find R = d (α − β ln d) for the trusted
 score in RL, where d² is the KL divergence from the initial policy: the score rises to a
@@ -16,8 +17,9 @@ evaluation to the next.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -65,14 +67,15 @@ def judge(steps: np.ndarray, proxy: np.ndarray, trusted: np.ndarray) -> PassedPe
     # shares sum to 1. Each of the at most n lines that end there gets an n-th of that
     # share.
     limit = float(stdtrit(prompts - 1, 1 - FALSE_ALARMS / (number**2 * (number + 1))))
-    strays = (straying(trusted), straying(proxy))
-    found = []
+    trusted_strays = straying(trusted)
+    proxy_strays = straying(proxy)
+    alarms = []
     for since in range(number + 2 - LEAST):
-        fall, fallen = trend(steps, -trusted, strays[0], since)
-        rise, risen = trend(steps, proxy, strays[1], since)
-        if fallen > limit and risen > RISES:
-            found.append(PassedPeak(int(steps[since]), fall, rise, fallen))
-    return max(found, key=lambda one: one.errors, default=None)
+        fall, fall_errors = trend(steps, -trusted, trusted_strays, since)
+        rise, rise_errors = trend(steps, proxy, proxy_strays, since)
+        if fall_errors > limit and rise_errors > RISES:
+            alarms.append(PassedPeak(int(steps[since]), fall, rise, fall_errors))
+    return max(alarms, key=lambda alarm: alarm.errors, default=None)
 
 
 def trend(
@@ -85,12 +88,14 @@ def trend(
     x = np.log1p(steps / steps[1])[since:]
     line = x - x.mean()
     weights = line * (x[-1] - x[0]) / (line @ line)
-    each = weights @ scores[since:]
-    error = max(each.std(ddof=1) / math.sqrt(len(each)), strays * float(np.linalg.norm(weights)))
+    changes = weights @ scores[since:]  # [prompts]
+    change = float(changes.mean())
+    over_prompts = changes.std(ddof=1) / math.sqrt(len(changes))
+    error = max(over_prompts, strays * float(np.linalg.norm(weights)))
     rounding = 1e-9 * float(np.abs(scores).max())
-    return float(each.mean()), (
-        float(each.mean() / max(error, rounding)) if error + rounding > 0 else 0.0
-    )
+    if error + rounding <= 0:
+        return change, 0.0
+    return change, float(changes.mean() / max(error, rounding))
 
 
 def straying(scores: np.ndarray) -> float:
@@ -105,8 +110,8 @@ def straying(scores: np.ndarray) -> float:
     """
     bends = np.diff(scores.mean(1), 2)
     bound = STRAYS * float(scores.std(1, ddof=1).mean())
-    found = min(float(np.median(np.abs(bends))) / (0.6745 * math.sqrt(6)), bound)
-    return math.sqrt((len(bends) * found**2 + PRIOR * bound**2) / (len(bends) + PRIOR))
+    estimate = min(float(np.median(np.abs(bends))) / (0.6745 * math.sqrt(6)), bound)
+    return math.sqrt((len(bends) * estimate**2 + PRIOR * bound**2) / (len(bends) + PRIOR))
 
 
 def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
@@ -114,36 +119,36 @@ def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
     results must be on disk. Tasks without a trusted grader have none. With several
     tasks the columns end in `/TASK`.
     """
-    known = [
-        path
-        for path in sorted(rundir.evaluations.glob("step-*"))
-        if CHECKPOINT.fullmatch(path.name)
-    ]
-    folders = {step_of(path): path for path in known if step_of(path) <= version}
+    folders: dict[int, Path] = {}
+    for path in sorted(rundir.evaluations.glob("step-*")):
+        if CHECKPOINT.fullmatch(path.name) and step_of(path) <= version:
+            folders[step_of(path)] = path
     row: Row = {}
     for name in tasks:
         if version not in folders or not _scores(SuiteDir(folders[version], name)):
             continue  # without a read of all earlier results
-        scores = {
-            step: found
-            for step, folder in folders.items()
-            if (found := _scores(SuiteDir(folder, name)))
-        }
-        same = sorted(set.intersection(*(set(each) for each in scores.values())))
-        both = np.array([[each[id] for id in same] for each in scores.values()]).reshape(
-            len(scores), len(same), 2
-        )
-        proxy, trusted = both.transpose(2, 0, 1)
-        passed = judge(np.array(list(scores)), proxy, trusted)
-        end = f"/{name}" if len(tasks) > 1 else ""
-        row[f"warning_overoptimisation{end}"] = float(passed is not None)
+        passed = _judged(name, folders)
+        suffix = f"/{name}" if len(tasks) > 1 else ""
+        row[f"warning_overoptimisation{suffix}"] = float(passed is not None)
         if passed:
-            row |= {
-                f"trusted_peak_step{end}": passed.step,
-                f"trusted_fall{end}": passed.trusted_fall,
-            }
-            row |= {f"proxy_rise{end}": passed.proxy_rise}
+            row[f"trusted_peak_step{suffix}"] = passed.step
+            row[f"trusted_fall{suffix}"] = passed.trusted_fall
+            row[f"proxy_rise{suffix}"] = passed.proxy_rise
     return row
+
+
+def _judged(task: str, folders: Mapping[int, Path]) -> PassedPeak | None:
+    """Judge a task from the results of its evaluations. folders: by step."""
+    by_step = {}
+    for step, folder in folders.items():
+        if scores := _scores(SuiteDir(folder, task)):
+            by_step[step] = scores
+    common = set.intersection(*(set(scores) for scores in by_step.values()))
+    prompts = sorted(common)  # in every evaluation
+    pairs = [scores[prompt] for scores in by_step.values() for prompt in prompts]
+    both = np.array(pairs).reshape(len(by_step), len(prompts), 2)
+    proxy, trusted = both.transpose(2, 0, 1)
+    return judge(np.array(list(by_step)), proxy, trusted)
 
 
 def _scores(place: SuiteDir) -> dict[str, tuple[float, float]]:
@@ -151,6 +156,7 @@ def _scores(place: SuiteDir) -> dict[str, tuple[float, float]]:
     used no trusted grader.
     """
     with suppress(OSError, MegarlError):  # not written, or damaged
-        if (scores := place.read_result().proxy_and_trusted) is not UNSET:
+        scores = place.read_result().proxy_and_trusted
+        if scores is not UNSET:
             return scores
     return {}

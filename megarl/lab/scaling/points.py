@@ -1,8 +1,8 @@
 """Reads points of a learning curve (compute, held-out pass rate) from a run directory,
 a CSV or a JSONL file.
 
-    RUN/eval.jsonl (+ epochs of metrics.jsonl)   ─┐
-    a table: gpu_hours, pass_rate[, seed, …]      ├─► Curve, one per seed: checked, sorted by compute, R_0 separate
+    RUN/eval.jsonl (+ epochs of metrics.jsonl)   ─┐   Curve, one per seed: checked,
+    a table: gpu_hours, pass_rate[, seed, …]      ├─► sorted by compute, R_0 separate
     (table_files.py)                             ─┘
 
 The score of the weights before training (at step 0, or without compute) is R_0, not a
@@ -13,6 +13,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -35,9 +36,10 @@ class Curve:
     """
 
     name: str
-    hours: (
-        np.ndarray
-    )  # cumulative compute of all roles together, [points] float64, above 0, ascending
+    hours: np.ndarray
+    """Cumulative compute of all roles together, [points] float64, above 0,
+    ascending.
+    """
     pass_rate: np.ndarray  # [points] float64, from 0 to 1
     r0: float | None = None  # pass rate before training, if it was measured
     unit: str = "gpu"  # a key of HOURS, or the name of a column that has no hours, such as flops
@@ -59,20 +61,22 @@ class Curve:
 class PointColumns:
     """Column names in a file or in eval.jsonl."""
 
-    hours: str | None = None  # None: `gpu_hours` if there is such a column, else `compute_hours`
-    score: str | None = (
-        None  # None: `pass_rate` or, for a run directory, the column that its recipe forecasts
-    )
+    hours: str | None = None
+    """None: `gpu_hours` if there is such a column, else `compute_hours`."""
+    score: str | None = None
+    """None: `pass_rate` or, for a run directory, the column that its recipe
+    forecasts.
+    """
 
 
 class _Point(NamedTuple):
-    """A score. before: whether it is that of the weights before training; answers: of
+    """A score. is_start: whether it is that of the weights before training; answers: of
     which it is the mean, None: unknown.
     """
 
     hours: float
     rate: float
-    before: bool
+    is_start: bool
     answers: int | None
 
 
@@ -80,10 +84,9 @@ def binomial_noise(rates: np.ndarray, answers: float | np.ndarray) -> np.ndarray
     """Return the standard error of scores [points], each the mean of this many answers,
     right or wrong.
     """
-    least = 1 / np.maximum(
-        answers, 2
-    )  # a perfect score is not without noise, nor is a single answer
-    rates = np.clip(rates, least, 1 - least)
+    # A perfect score is not without noise, nor is a single answer.
+    lowest = 1 / np.maximum(answers, 2)
+    rates = np.clip(rates, lowest, 1 - lowest)
     return np.asarray(np.sqrt(rates * (1 - rates) / answers))
 
 
@@ -112,32 +115,37 @@ def read_points(source: str | Path, columns: PointColumns | None = None) -> list
 
 
 def curve_of_run(
-    name: str, scores: Sequence[Row], steps: Iterable[Row], where: str, columns: PointColumns
+    name: str, scores: Sequence[Row], steps: Iterable[Row], place: str, columns: PointColumns
 ) -> Curve:
     """Build a curve from rows of eval.jsonl (`scores`) and metrics.jsonl (`steps`), the
-    latest row of each step; also of a live run. where: the place, for errors.
+    latest row of each step; also of a live run. place: where they stand, for errors.
     """
-    rows = [(f"{where}, step {row['step']}", row) for row in scores]
-    (curve,) = curves_of_rows(name, rows, columns, where)
+    rows = [(f"{place}, step {row['step']}", row) for row in scores]
+    (curve,) = curves_of_rows(name, rows, columns, place)
     column = columns.hours or "compute_hours"
-    unit = (
-        curve.unit if "hours" in column else column
-    )  # the rows' compute_unit is that of their hours
-    epochs = (
-        (row["epoch"], row[column])
-        for row in steps
-        if row.get("epoch") is not None and column in row
-    )
-    if (first := next(epochs, None)) is None:
-        return replace(curve, unit=unit)
-    return replace(
-        curve,
-        unit=unit,
-        first_epoch=next((at for epoch, at in epochs if epoch > first[0]), math.inf),
-    )
+    # The rows' compute_unit is that of their hours.
+    unit = curve.unit if "hours" in column else column
+    return replace(curve, unit=unit, first_epoch=_first_epoch(steps, column))
+
+
+def _first_epoch(steps: Iterable[Row], column: str) -> float | None:
+    """Return the compute at the first step of a second epoch: infinite if there is
+    none, None if no step has an epoch.
+    """
+    first_epoch = None
+    for row in steps:
+        epoch = row.get("epoch")
+        if epoch is None or column not in row:
+            continue
+        if first_epoch is None:
+            first_epoch = epoch
+        elif epoch > first_epoch:
+            return row[column]
+    return None if first_epoch is None else math.inf
 
 
 def _run(path: Path, columns: PointColumns) -> Curve:
+    """Read the curve of a run directory."""
     run = RunDir(path)
     if not run.eval.exists():
         raise MegarlError(
@@ -162,40 +170,40 @@ def _forecast_column(path: Path) -> str:
     if not path.exists():
         return "pass_rate"
     recipe = load(str(path))
-    if not recipe.forecast_column:
-        tasks = list(recipe.data.tasks)
-        if not tasks:
-            raise MegarlError(
-                f"{path}: no task in it, so it is unknown which score to fit; give --score-column"
-            )
-        several = f"several tasks ({', '.join(tasks)}), each with its own law; say which to fit"
-        which = (
-            f"--score-column pass_rate/{tasks[0]}, or evaluation.forecast={tasks[0]} in the recipe"
-        )
+    if recipe.forecast_column:
+        return recipe.forecast_column
+    tasks = list(recipe.data.tasks)
+    if not tasks:
         raise MegarlError(
-            f"{path}: {several}: {which} (--score-column pass_rate: all prompts together)"
+            f"{path}: no task in it, so it is unknown which score to fit; give --score-column"
         )
-    return recipe.forecast_column
+    raise MegarlError(
+        f"{path}: several tasks ({', '.join(tasks)}), each with its own law; say which to fit:"
+        f" --score-column pass_rate/{tasks[0]}, or evaluation.forecast={tasks[0]} in the recipe"
+        " (--score-column pass_rate: all prompts together)"
+    )
 
 
 def curves_of_rows(
-    name: str, rows: Sequence[Placed], columns: PointColumns, where: str
+    name: str, rows: Sequence[Placed], columns: PointColumns, place: str
 ) -> list[Curve]:
     """Build one curve per value of `seed`. If a step has several rows, the last one
     counts.
     """
     if not rows:
-        raise MegarlError(f"{where}: no points in it")
-    hours, score = _columns(rows, columns, where)
-    scored = _with_a_score([(at, row) for at, row in rows if score in row], score, where)
+        raise MegarlError(f"{place}: no points in it")
+    hours, score = _columns(rows, columns, place)
+    with_column = [(row_place, row) for row_place, row in rows if score in row]
+    scored = _with_a_score(with_column, score, place)
     seeds: dict[int | None, dict[float, _Point]] = {}
-    for n, (at, row) in enumerate(scored):
-        seed = _integer(at, row, "seed")
-        step = _step(at, row)
-        point = _point(at, row, hours, score, step)
-        seeds.setdefault(seed, {})[step if step is not None else -1 - n] = point
-    unit = _unit(where, rows, hours)
-    return [_curve(name, seed, points, unit, hours, where) for seed, points in seeds.items()]
+    for n, (row_place, row) in enumerate(scored):
+        seed = _integer(row_place, row, "seed")
+        step = _step(row_place, row)
+        point = _point(row_place, row, hours, score, step)
+        key = -1 - n if step is None else step
+        seeds.setdefault(seed, {})[key] = point
+    unit = _unit(place, rows, hours)
+    return [_curve(name, seed, points, unit, hours, place) for seed, points in seeds.items()]
 
 
 TENSORBOARD = {"Wall time", "Step", "Value"}
@@ -204,57 +212,73 @@ STEPS = ("step", "Step", "_step", "global_step")
 """Names of a step: ours, wandb's and TensorBoard's, wandb's in its history, other
 trainers'.
 """
-MOST_SHOWN = 12
+MOST_LISTED = 12
 """Columns named in a message; wandb exports thousands."""
 
 
-def _columns(rows: Sequence[Placed], columns: PointColumns, where: str) -> tuple[str, str]:
+def _columns(rows: Sequence[Placed], columns: PointColumns, place: str) -> tuple[str, str]:
     """Return the columns of compute and of the score. MegarlError if there is none, or
     several.
     """
-    known = list(dict.fromkeys(name for _, row in rows for name in row))
-    if known and set(known) <= TENSORBOARD and not (columns.hours and columns.score):
-        fix = "to fit over steps, give --hours-column Step --score-column Value"
-        raise MegarlError(f"{where}: a file of TensorBoard, which has steps and no compute; {fix}")
-    shown = ", ".join(known[:MOST_SHOWN])
-    if len(known) > MOST_SHOWN:
-        shown += f" and {len(known) - MOST_SHOWN} more"
-    defaults = (columns.hours,) if columns.hours else ("gpu_hours", "compute_hours")
-    hours = next(filter(None, (_column(known, name, where) for name in defaults)), None)
-    if hours is None:
-        wanted = repr(columns.hours) if columns.hours else " or ".join(defaults)
-        step = next((name for name in STEPS if name in known and not columns.hours), "")
-        over_steps = f"; --hours-column {step} fits over steps" if step else ""
+    names = list(dict.fromkeys(name for _, row in rows for name in row))
+    if names and set(names) <= TENSORBOARD and not (columns.hours and columns.score):
         raise MegarlError(
-            f"{where}: no column {wanted} (it has {shown}); name yours with"
-            f" --hours-column{over_steps}"
+            f"{place}: a file of TensorBoard, which has steps and no compute; to fit over steps,"
+            " give --hours-column Step --score-column Value"
         )
-    wanted = columns.score or "pass_rate"
-    score = _column(known, wanted, where)
+    hours = _hours_column(names, columns, place)
+    wanted_score = columns.score or "pass_rate"
+    score = _column(names, wanted_score, place)
     if score is None:
         raise MegarlError(
-            f"{where}: no column {wanted!r} (it has {shown}); name yours with --score-column"
+            f"{place}: no column {wanted_score!r} (it has {_listed(names)}); name yours with"
+            " --score-column"
         )
     return hours, score
 
 
-def _column(known: Sequence[str], name: str, where: str) -> str | None:
+def _hours_column(names: Sequence[str], columns: PointColumns, place: str) -> str:
+    candidates = (columns.hours,) if columns.hours else ("gpu_hours", "compute_hours")
+    for candidate in candidates:
+        hours = _column(names, candidate, place)
+        if hours is not None:
+            return hours
+    over_steps = ""
+    missing = repr(columns.hours)
+    if not columns.hours:
+        missing = " or ".join(candidates)
+        step = next((name for name in STEPS if name in names), None)
+        if step:
+            over_steps = f"; --hours-column {step} fits over steps"
+    raise MegarlError(
+        f"{place}: no column {missing} (it has {_listed(names)}); name yours with"
+        f" --hours-column{over_steps}"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    text = ", ".join(names[:MOST_LISTED])
+    if len(names) > MOST_LISTED:
+        text += f" and {len(names) - MOST_LISTED} more"
+    return text
+
+
+def _column(names: Sequence[str], name: str, place: str) -> str | None:
     """Return the column of this name, or the one that wandb wrote for it: `run -
     eval/pass_rate`. Its `…__MIN` and `…__MAX` are not meant. MegarlError if several
     runs have one.
     """
-    if name in known:
+    if name in names:
         return name
-    metrics = {column: column.rpartition(" - ")[2] for column in known}
-    exported = [
-        column
-        for column, metric in metrics.items()
-        if metric == name or metric.endswith(f"/{name}")
-    ]
+    exported = []
+    for column in names:
+        metric = column.rpartition(" - ")[2]
+        if metric == name or metric.endswith(f"/{name}"):
+            exported.append(column)
     if len(exported) > 1:
-        several = " and ".join(map(repr, exported[:MOST_SHOWN]))
+        several = " and ".join(map(repr, exported[:MOST_LISTED]))
         raise MegarlError(
-            f"{where}: any of {several} may be meant by {name}; choose one with --score-column"
+            f"{place}: any of {several} may be meant by {name}; choose one with --score-column"
         )
     return exported[0] if exported else None
 
@@ -269,45 +293,50 @@ def _is_missing(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _with_a_score(rows: Sequence[Placed], score: str, where: str) -> list[Placed]:
+def _with_a_score(rows: Sequence[Placed], score: str, place: str) -> list[Placed]:
     """Return the rows that have a score; say how many have none. MegarlError if all
     have none.
     """
-    scored = [(at, row) for at, row in rows if not _is_missing(row[score])]
+    scored = [(row_place, row) for row_place, row in rows if not _is_missing(row[score])]
     left_out = len(rows) - len(scored)
     if not scored:
-        raise MegarlError(f"{where}: {score} is empty in each of its {left_out} rows")
+        raise MegarlError(f"{place}: {score} is empty in each of its {left_out} rows")
     if left_out:
         log.warning(
-            "%s: %d of %d rows have no %s and are left out", where, left_out, len(rows), score
+            "%s: %d of %d rows have no %s and are left out", place, left_out, len(rows), score
         )
     return scored
 
 
-def _step(where: str, row: Row) -> float | None:
+def _step(place: str, row: Row) -> float | None:
     """Return the row's step, if it has one."""
-    column = next((name for name in STEPS if not _is_missing(row.get(name))), None)
-    return None if column is None else _number(where, row, column)
+    for column in STEPS:
+        if not _is_missing(row.get(column)):
+            return _number(place, row, column)
+    return None
 
 
-def _integer(where: str, row: Row, column: str) -> int | None:
-    return None if _is_missing(row.get(column)) else int(_number(where, row, column))
+def _integer(place: str, row: Row, column: str) -> int | None:
+    return None if _is_missing(row.get(column)) else int(_number(place, row, column))
 
 
-def _unit(where: str, rows: Sequence[tuple[str, Row]], hours: str) -> str:
+def _unit(place: str, rows: Sequence[Placed], hours: str) -> str:
     """Return the unit of compute that the rows state; if none does, GPU-hours, or the
     column's own name if it has no hours.
     """
-    stated = {
-        str(row["compute_unit"]) for _, row in rows if not _is_missing(row.get("compute_unit"))
-    }
+    values = [row.get("compute_unit") for _, row in rows]
+    stated = {str(value) for value in values if not _is_missing(value)}
     if len(stated) > 1 or not stated <= HOURS.keys():
-        advice = "it is gpu or core, the same in all rows"
-        raise MegarlError(f"{where}: compute_unit is {', '.join(sorted(stated))}; {advice}")
-    return next(iter(stated), "gpu" if "hour" in hours.lower() else hours)
+        raise MegarlError(
+            f"{place}: compute_unit is {', '.join(sorted(stated))}; it is gpu or core, the same in"
+            " all rows"
+        )
+    if stated:
+        return stated.pop()
+    return "gpu" if "hour" in hours.lower() else hours
 
 
-def _answers(where: str, row: Row, score: str) -> int | None:
+def _answers(place: str, row: Row, score: str) -> int | None:
     """Return the number of answers per score, from one row: the column `answers`, or
     prompts times samples in eval.jsonl.
     """
@@ -315,83 +344,111 @@ def _answers(where: str, row: Row, score: str) -> int | None:
     prompts = f"n_prompts{suffix}"
     samples = f"samples{suffix}" if f"samples{suffix}" in row else "samples"
     if all(row.get(name) and not _is_missing(row[name]) for name in (prompts, samples)):
-        answers = _number(where, row, prompts) * _number(where, row, samples)
+        answers = _number(place, row, prompts) * _number(place, row, samples)
     elif _is_missing(row.get("answers")):
         return None
     else:
-        answers = _number(where, row, "answers")
+        answers = _number(place, row, "answers")
     if answers < 1:
         raise MegarlError(
-            f"{where}: answers is {answers:g}; it is how many each score is the mean of"
+            f"{place}: answers is {answers:g}; it is how many each score is the mean of"
         )
     return int(answers)
 
 
-def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> _Point:
-    compute = _number(where, row, hours)
-    rate = _number(where, row, score)
+def _point(place: str, row: Row, hours: str, score: str, step: float | None) -> _Point:
+    compute = _number(place, row, hours)
+    rate = _number(place, row, score)
     if not 0 <= rate <= 1:
         hint = "; if it is in percent, write 54.2% or divide by 100" if 1 < rate <= 100 else ""
-        raise MegarlError(f"{where}: {score} is {rate:g}, not a pass rate between 0 and 1{hint}")
+        raise MegarlError(f"{place}: {score} is {rate:g}, not a pass rate between 0 and 1{hint}")
     if compute < 0:
         raise MegarlError(
-            f"{where}: {hours} is {compute:g}; compute is cumulative and cannot be negative"
+            f"{place}: {hours} is {compute:g}; compute is cumulative and cannot be negative"
         )
-    before = step == 0 or (step is None and compute == 0)
-    if compute == 0 and not before:
-        why = f"no compute at step {step:g}; only the score before training (step 0) has none"
-        raise MegarlError(f"{where}: {why}. Is {hours} cumulative hours of all devices?")
-    return _Point(compute, rate, before, _answers(where, row, score))
+    is_start = step == 0 or (step is None and compute == 0)
+    if compute == 0 and not is_start:
+        raise MegarlError(
+            f"{place}: no compute at step {step:g}; only the score before training (step 0) has"
+            f" none. Is {hours} cumulative hours of all devices?"
+        )
+    return _Point(compute, rate, is_start, _answers(place, row, score))
 
 
 FALLS = 0.99  # a restart's clock may be a little behind
 
 
 def _curve(
-    name: str, seed: int | None, points: Mapping[float, _Point], unit: str, hours: str, where: str
+    name: str, seed: int | None, points: Mapping[float, _Point], unit: str, hours: str, place: str
 ) -> Curve:
     """Build a curve from points by step; those without a step have negative keys."""
-    first = {point.rate for point in points.values() if point.before}
-    if len(first) > 1:
-        several = (
-            f"different scores before training ({', '.join(f'{rate:g}' for rate in sorted(first))})"
-        )
-        raise MegarlError(f"{where}: {len(first)} {several}; several runs need a column `seed`")
-    for (step, one), (later, other) in pairwise(
-        sorted((step, point) for step, point in points.items() if step >= 0)
-    ):
-        if other.hours < FALLS * one.hours:
-            fell = (
-                f"{hours} falls from {one.hours:g} at step {step:g} to {other.hours:g} at step"
-                f" {later:g}"
-            )
-            raise MegarlError(f"{where}: {fell}; it is cumulative, also over restarts")
-    trained = sorted(point for point in points.values() if not point.before)
-    without_step = Counter(
-        point.hours for step, point in points.items() if step < 0 and not point.before
-    )
-    if repeated := [at for at, count in without_step.items() if count > 1]:
-        several = f"several scores at {hours} {', '.join(f'{at:g}' for at in repeated[:3])}"
-        log.warning(
-            "%s: %s count as those of one run; several runs need a column `seed`", where, several
-        )
-    compute, rates = np.array([point[:2] for point in trained], dtype=np.float64).reshape(-1, 2).T
-    answers = [point.answers for point in trained] or [point.answers for point in points.values()]
-    known = answers[-1] if None not in answers else None
-    noise = binomial_noise(rates, np.array(answers)) if known and len({*answers}) > 1 else None
-    called = name if seed is None else f"{name} seed {seed}"
+    r0 = _start_score(points, place)
+    _refuse_falling_compute(points, hours, place)
+    _warn_of_several_runs(points, hours, place)
+    trained = sorted(point for point in points.values() if not point.is_start)
+    answers = [point.answers for point in trained or points.values()]
+    last_answers = None if None in answers else answers[-1]
+    pass_rate = np.array([point.rate for point in trained], dtype=np.float64)
+    noise = None
+    if last_answers and len(set(answers)) > 1:
+        noise = binomial_noise(pass_rate, np.array(answers))
     return Curve(
-        called, compute, rates, next(iter(first), None), unit, seed, answers=known, noise=noise
+        name if seed is None else f"{name} seed {seed}",
+        np.array([point.hours for point in trained], dtype=np.float64),
+        pass_rate,
+        r0,
+        unit,
+        seed,
+        answers=last_answers,
+        noise=noise,
     )
 
 
-def _number(where: str, row: Row, column: str) -> float:
+def _start_score(points: Mapping[float, _Point], place: str) -> float | None:
+    """Return the score before training. MegarlError if there are several."""
+    rates = sorted({point.rate for point in points.values() if point.is_start})
+    if len(rates) > 1:
+        listed = ", ".join(f"{rate:g}" for rate in rates)
+        raise MegarlError(
+            f"{place}: {len(rates)} different scores before training ({listed}); several runs need"
+            " a column `seed`"
+        )
+    return rates[0] if rates else None
+
+
+def _refuse_falling_compute(points: Mapping[float, _Point], hours: str, place: str) -> None:
+    by_step = sorted((step, point) for step, point in points.items() if step >= 0)
+    for (step, point), (next_step, next_point) in pairwise(by_step):
+        if next_point.hours < FALLS * point.hours:
+            raise MegarlError(
+                f"{place}: {hours} falls from {point.hours:g} at step {step:g} to"
+                f" {next_point.hours:g} at step {next_step:g}; it is cumulative, also over restarts"
+            )
+
+
+def _warn_of_several_runs(points: Mapping[float, _Point], hours: str, place: str) -> None:
+    """Warn if points without a step have the same compute."""
+    without_step = Counter(
+        point.hours for step, point in points.items() if step < 0 and not point.is_start
+    )
+    repeated = [f"{compute:g}" for compute, count in without_step.items() if count > 1]
+    if repeated:
+        log.warning(
+            "%s: several scores at %s %s count as those of one run; several runs need a column"
+            " `seed`",
+            place,
+            hours,
+            ", ".join(repeated[:3]),
+        )
+
+
+def _number(place: str, row: Row, column: str) -> float:
     value = row.get(column)
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
+    number = math.nan
+    if not isinstance(value, bool):
+        with suppress(TypeError, ValueError, OverflowError):
+            number = float(value)  # type: ignore[arg-type]
     if not math.isfinite(number):
         hint = "; is the comma a decimal mark?" if isinstance(value, str) and "," in value else ""
-        raise MegarlError(f"{where}: {column} is {value!r}, not a number{hint}")
+        raise MegarlError(f"{place}: {column} is {value!r}, not a number{hint}")
     return number

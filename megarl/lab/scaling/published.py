@@ -29,9 +29,10 @@ class Law(msgspec.Struct, frozen=True, kw_only=True):
     fitted: float | None = None  # GPU-hours up to which the paper fitted it; the rest is its test
     hours: float | None = None  # GPU-hours of the run
     mark: str = ""
-    r0: float = (
-        0.0  # read off the paper's figure 1 and used for all rows, as the paper does not state it
-    )
+    r0: float = 0.0
+    """Read off the paper's figure 1 and used for all rows, as the paper does not state
+    it.
+    """
 
     def __call__(self, hours: np.ndarray) -> np.ndarray:
         """Return pass rates [points] at `hours` GPU-hours. MegarlError if no C_mid is
@@ -55,6 +56,7 @@ def published() -> tuple[Law, ...]:
 
 
 def law_named(name: str) -> Law:
+    """Return the row of this name. MegarlError if there is none."""
     for law in published():
         if law.name == name:
             return law
@@ -74,9 +76,12 @@ def csv_of(curves: list[Curve], about: str) -> str:
     """Return a CSV that `read_points` can read, with `about` as a comment, and a column
     `seed` if there are several curves.
     """
-    several = len(curves) > 1
-    lines = [f"# {about}", "gpu_hours,pass_rate" + ",seed" * several]
+    header = "gpu_hours,pass_rate"
+    if len(curves) > 1:
+        header += ",seed"
+    lines = [f"# {about}", header]
     for seed, curve in enumerate(curves):
-        rows = [(0.0, curve.r0), *zip(curve.hours, curve.pass_rate, strict=True)]
-        lines += [f"{c:g},{r:.5f}" + f",{seed}" * several for c, r in rows]
+        seed_field = f",{seed}" if len(curves) > 1 else ""
+        for hours, rate in [(0.0, curve.r0), *zip(curve.hours, curve.pass_rate, strict=True)]:
+            lines.append(f"{hours:g},{rate:.5f}{seed_field}")
     return "\n".join(lines) + "\n"

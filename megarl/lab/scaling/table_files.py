@@ -1,8 +1,11 @@
 """Reads tables as other programs export them, into rows by column name.
 
-    CSV, TSV      wandb, TensorBoard, pandas, spreadsheets: , or ; or tab, quotes, UTF-8 or UTF-16
-    JSON          an array of objects, an object a line, or pandas' columns
-    Parquet                                                            each of them also as .gz
+    CSV, TSV    wandb, TensorBoard, pandas, spreadsheets: , or ; or tab, quotes, UTF-8
+                or UTF-16
+    JSON        an array of objects, an object a line, or pandas' columns
+    Parquet
+
+Each of them also as .gz.
 
 The first bytes say what a file is, rather than its name. Numbers may have thousands
 separators, decimal commas and percent signs: whether a comma is a decimal mark, the
@@ -18,7 +21,7 @@ import logging
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
@@ -56,7 +59,7 @@ def read_table(path: Path) -> list[Placed]:
 
 
 def _bytes(path: Path) -> bytes:
-    """Return a file's contents. A pipe is read, too: a shell makes one of `<(command)`."""
+    """Return a file's contents, also of a pipe, such as a shell's `<(command)`."""
     if not path.is_fifo():
         return contents(path)
     with path.open("rb") as pipe:
@@ -111,23 +114,27 @@ def _parquet(path: Path, data: bytes) -> list[Placed]:
 
 def _delimited(path: Path, text: str) -> list[Placed]:
     """Read rows of text with separators. A line that begins with # is a remark."""
-    every = io.StringIO(text, newline="")
-    lines = [line for line in every if line.strip() and not line.startswith("#")]
+    all_lines = io.StringIO(text, newline="")
+    lines = [line for line in all_lines if line.strip() and not line.startswith("#")]
     separator = ""
     if lines and re.fullmatch(r"sep=.\s*", lines[0]):  # of Excel
         separator = lines.pop(0)[len("sep=")]
     try:
-        separator = separator or max(SEPARATORS, key=lambda mark: len(_fields(lines[:1], mark)))
-        header, *rows = list(csv.reader(lines, delimiter=separator, skipinitialspace=True)) or [[]]
+        if not separator:
+            separator = max(SEPARATORS, key=lambda mark: len(_fields(lines[:1], mark)))
+        rows = list(csv.reader(lines, delimiter=separator, skipinitialspace=True))
     except csv.Error as error:
         raise MegarlError(f"{path}: not a CSV file ({error})") from None
+    header = rows[0] if rows else []
     names = [name.strip() for name in header]
     _refuse_header(path, names)
-    placed = [
-        (f"{path}, row {n}", _named(f"{path}, row {n}", names, row))
-        for n, row in enumerate(rows, 1)
-    ]
-    return _with_plain_numbers([(where, row) for where, row in placed if any(row.values())])
+    placed = []
+    for n, fields in enumerate(rows[1:], 1):
+        place = f"{path}, row {n}"
+        row = _named(place, names, fields)
+        if any(row.values()):
+            placed.append((place, row))
+    return _with_plain_numbers(placed)
 
 
 def _fields(lines: Sequence[str], separator: str) -> list[str]:
@@ -143,24 +150,26 @@ def _refuse_header(path: Path, names: Sequence[str]) -> None:
         )
 
 
-def _refuse_repeated(where: str, names: Sequence[str]) -> None:
+def _refuse_repeated(place: str, names: Sequence[str]) -> None:
     """Raise MegarlError if two columns have one name. Several may have none."""
     repeated = [name for name, count in Counter(names).items() if name and count > 1]
     if repeated:
         columns = [str(n) for n, name in enumerate(names, 1) if name == repeated[0]]
-        which = f"columns {' and '.join(columns)} are both called {repeated[0]!r}"
-        raise MegarlError(f"{where}: {which}; rename or remove one")
+        raise MegarlError(
+            f"{place}: columns {' and '.join(columns)} are both called {repeated[0]!r}; rename or"
+            " remove one"
+        )
 
 
-def _named(where: str, names: Sequence[str], fields: Sequence[str]) -> Row:
+def _named(place: str, names: Sequence[str], fields: Sequence[str]) -> Row:
     """Return the fields by name, without those of columns that have none, such as
     pandas' index.
     """
-    beyond = fields[len(names) :]
-    blank = not any(field.strip() for field in fields)
-    if not blank and (len(fields) < len(names) or any(field.strip() for field in beyond)):
+    surplus = fields[len(names) :]
+    is_blank = not any(field.strip() for field in fields)
+    if not is_blank and (len(fields) < len(names) or any(field.strip() for field in surplus)):
         raise MegarlError(
-            f"{where}: {len(names)} headers, but another number of fields ({len(fields)})"
+            f"{place}: {len(names)} headers, but another number of fields ({len(fields)})"
         )
     return {name: field.strip() for name, field in zip(names, fields, strict=False) if name}
 
@@ -183,8 +192,8 @@ def _number_of(text: str, mark: str) -> str | None:
     digits = GROUPS.sub("", text.removesuffix("%").rstrip())
     if not MARKS[mark].fullmatch(digits) or not any(character.isdigit() for character in digits):
         return None
-    other = "," if mark == "." else "."
-    plain = digits.replace(other, "").replace(mark, ".")
+    thousands_mark = "," if mark == "." else "."
+    plain = digits.replace(thousands_mark, "").replace(mark, ".")
     return repr(float(plain) / 100) if is_share else plain
 
 
@@ -192,16 +201,19 @@ def _with_plain_numbers(rows: Sequence[Placed]) -> list[Placed]:
     """Return the rows with all numbers as Python writes them. A column that tells no
     mark has that of the others.
     """
-    telling: dict[str, set[str]] = {}
+    telling_marks: dict[str, set[str]] = {}
     for _, row in rows:
         for name, text in row.items():
-            telling.setdefault(name, set()).update(_telling_mark(text))
-    of_file = _only(set().union(*telling.values()))
-    marks = {name: _only(marks) if marks else of_file for name, marks in telling.items()}
-    return [
-        (where, {name: _plain(text, marks[name]) for name, text in row.items()})
-        for where, row in rows
-    ]
+            telling_marks.setdefault(name, set()).update(_telling_mark(text))
+    mark_of_file = _only(set().union(*telling_marks.values()))
+    marks = {}
+    for name, marks_of_column in telling_marks.items():
+        marks[name] = _only(marks_of_column) if marks_of_column else mark_of_file
+    plain_rows = []
+    for place, row in rows:
+        plain_row = {name: _plain(text, marks[name]) for name, text in row.items()}
+        plain_rows.append((place, plain_row))
+    return plain_rows
 
 
 def _telling_mark(text: str) -> str:
@@ -242,14 +254,17 @@ def _json(path: Path, text: str) -> list[Placed]:
     except RecursionError:
         raise MegarlError(f"{path}: brackets are nested too deep for a table") from None
     if isinstance(document, list):
-        return [
-            (f"{path}, row {n}", _object(f"{path}, row {n}", row))
-            for n, row in enumerate(document, 1)
-        ]
-    rows = _rows_of_columns(path, document) if isinstance(document, dict) else None
-    if rows is not None:
-        return [(f"{path}, row {n}", row) for n, row in enumerate(rows, 1)]
+        return _objects(path, document)
+    if isinstance(document, dict):
+        rows = _rows_of_columns(path, document)
+        if rows is not None:
+            return [(f"{path}, row {n}", row) for n, row in enumerate(rows, 1)]
     return [(f"{path}, line 1", _object(f"{path}, line 1", document))]
+
+
+def _objects(path: Path, rows: Sequence[object]) -> list[Placed]:
+    """Return the rows of an array, all of which must be objects."""
+    return [(f"{path}, row {n}", _object(f"{path}, row {n}", row)) for n, row in enumerate(rows, 1)]
 
 
 def _json_lines(path: Path, text: str) -> Iterator[Placed]:
@@ -258,21 +273,21 @@ def _json_lines(path: Path, text: str) -> Iterator[Placed]:
     """
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
-        where = f"{path}, line {number}"
+        place = f"{path}, line {number}"
         if not line.strip():
             continue
         try:
             row = _parsed(line)
         except (ValueError, RecursionError) as error:
             if number == len(lines) > 1:
-                log.warning("%s: cut off, and left out", where)
+                log.warning("%s: cut off, and left out", place)
                 return
-            raise MegarlError(f"{where}: cannot be read as JSON ({error})") from None
-        yield where, _object(where, row)
+            raise MegarlError(f"{place}: cannot be read as JSON ({error})") from None
+        yield place, _object(place, row)
 
 
 def _parsed(text: str) -> object:
-    """Parse JSON. ValueError if it is none, or if an object has two values of one name."""
+    """Parse JSON. ValueError if it is none, or if an object has a name twice."""
     return json.loads(text, object_pairs_hook=_without_repetition)
 
 
@@ -284,14 +299,14 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> Row:
     return dict(pairs)
 
 
-def _object(where: str, row: object) -> Row:
+def _object(place: str, row: object) -> Row:
     if isinstance(row, list):
         raise MegarlError(
-            f"{where}: not a JSON object but a list without names, as in TensorBoard's JSON; save"
+            f"{place}: not a JSON object but a list without names, as in TensorBoard's JSON; save"
             " its CSV"
         )
     if not isinstance(row, dict):
-        raise MegarlError(f"{where}: not a JSON object")
+        raise MegarlError(f"{place}: not a JSON object")
     return row
 
 
@@ -299,15 +314,12 @@ def _rows_of_columns(path: Path, document: Row) -> list[Row] | None:
     """Return the rows of an object that has them by column, as pandas writes them
     (orient: columns, split or table), as lists, or by index; None for another object.
     """
-    if isinstance(document.get("data"), list):
+    data = document.get("data")
+    if isinstance(data, list):
         names = document.get("columns")
         if isinstance(names, list):
-            names = [str(name) for name in names]
-            _refuse_repeated(str(path), names)
-            if not all(isinstance(values, list) for values in document["data"]):
-                raise MegarlError(f"{path}: `data` beside `columns` is not a list of rows")
-            return [dict(zip(names, values, strict=False)) for values in document["data"]]
-        return [_object(f"{path}, row {n}", row) for n, row in enumerate(document["data"], 1)]
+            return _split_rows(path, [str(name) for name in names], data)
+        return [row for _, row in _objects(path, data)]
     values = list(document.values())
     if values and all(isinstance(value, list) for value in values):
         if len({len(value) for value in values}) > 1:
@@ -317,5 +329,25 @@ def _rows_of_columns(path: Path, document: Row) -> list[Row] | None:
     if values and all(isinstance(value, dict) for value in values):
         if all(name.isdecimal() for name in document):
             return values
-        return [{name: document[name].get(index) for name in document} for index in values[0]]
+        return _indexed_rows(document)
     return None
+
+
+def _split_rows(path: Path, names: Sequence[str], data: Sequence[object]) -> list[Row]:
+    """Return rows that are lists beside a list of the columns' names."""
+    _refuse_repeated(str(path), names)
+    rows = []
+    for values in data:
+        if not isinstance(values, list):
+            raise MegarlError(f"{path}: `data` beside `columns` is not a list of rows")
+        rows.append(dict(zip(names, values, strict=False)))
+    return rows
+
+
+def _indexed_rows(columns: Mapping[str, Row]) -> list[Row]:
+    """Return the rows of columns that have their values by index."""
+    first_column = next(iter(columns.values()))
+    rows = []
+    for index in first_column:
+        rows.append({name: column.get(index) for name, column in columns.items()})
+    return rows
