@@ -521,8 +521,8 @@ def _lines(comparison: SideBySide) -> list[list[str | int]]:
     """
     texts = [answer.prompt.split() for answer in comparison.a.firsts(comparison.prompts)]
     start = 0
-    for index, words in enumerate(zip(*texts, strict=False)):
-        if len(set(words)) > 1:
+    for index, column in enumerate(zip(*texts, strict=False)):
+        if len(set(column)) > 1:
             start = index
             break
     lines: list[list[str | int]] = []

@@ -36,6 +36,7 @@ from megarl.core.base.errors import MegarlError, first_of
 from megarl.core.base.files import contents
 from megarl.core.base.rundir import RunDir, write_atomically
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
+from megarl.core.base.types import JsonObject
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir
 from megarl.core.evaluation.metrics import Outcome, read_outcomes, result_of, settings_of
 from megarl.core.evaluation.score import score
@@ -53,7 +54,7 @@ class LoadedSuite(NamedTuple):
     """A suite with its earlier answers, and the settings of all its answers."""
 
     questions: SuiteQuestions
-    settings: Mapping[str, object]
+    settings: JsonObject
 
 
 def main(

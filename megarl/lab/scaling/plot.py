@@ -242,14 +242,14 @@ def _page_series(line: _Line) -> dict[str, object]:
         in_window = used(curve, line.fit)
         for hours, rate, inside in zip(curve.hours, curve.pass_rate, in_window, strict=True):
             points.append([float(hours), float(rate), bool(inside), curve.name])
-    curve: list[list[float]] = []
+    band: list[list[float]] = []
     if line.band is not None:
-        curve = _rows(line.band.hours, line.band.pass_rate, line.band.low, line.band.high)
+        band = _rows(line.band.hours, line.band.pass_rate, line.band.low, line.band.high)
     return {
         "name": line.name,
         "color": line.color,
         "fit": None if line.fit is None else line.fit.record(),
-        "curve": curve,
+        "curve": band,
         "points": points,
     }
 

@@ -172,10 +172,10 @@ def transferred(
     lines = [f"{size:.3g} parameters, by a power law in them (95 %):"]
     names = ("A", "B", f"C_mid, {unit_name(unit)}", "R_0")
     for name, interval in zip(names, prediction.intervals.T, strict=True):
-        formatted = "{:.3g}".format
         if name.startswith("C_mid"):
-            formatted = amount
-        middle, low, high = map(formatted, interval)
+            middle, low, high = (amount(value) for value in interval)
+        else:
+            middle, low, high = (f"{value:.3g}" for value in interval)
         lines.append(f"  {name:<18} {middle} ({low} to {high})")
     for at, (middle, low, high) in zip(hours, scores.T, strict=True):
         lines.append(
