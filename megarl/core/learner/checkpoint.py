@@ -281,7 +281,7 @@ class Checkpoints:
             _restore(trainer.critic, loaded["critic"])
         trainer.moments = Moments(**loaded["moments"])
         for name in COUNTS:
-            setattr(trainer, name, loaded.get(name, 0))  # early checkpoints lack the last one
+            setattr(trainer, name, loaded[name])
 
 
 def resumed(recipe: Recipe, folder: Path, record: Path | None, offload: Offload) -> Checkpoints:

@@ -21,10 +21,14 @@ from pydantic_core import ErrorDetails
 
 from megarl.core.base.errors import MegarlError, listed
 from megarl.core.base.files import opened
-from megarl.core.recipe.removed import KeyFault, drop_removed
+from megarl.core.base.schema import check_schema
 from megarl.core.recipe.rules import impossible
 from megarl.core.recipe.tree import Recipe, RecipeTree
 
+type KeyFault = tuple[tuple[str, ...], str]
+"""A key of a recipe, and what is wrong with it."""
+SCHEMA_VERSION = 1
+"""Version of RUN/recipe.yaml, in its key `schema`. A recipe written by hand needs none."""
 SUITES = ("evaluation", "suites")
 Origin = dict[tuple[str, ...], str]
 """The `file:line` or the override that set each key. Under the empty key: the source of
@@ -429,10 +433,12 @@ def _apply(tree: RecipeTree, override: str, origin: Origin) -> None:
 
 
 def _validated(tree: RecipeTree, origin: Origin) -> Recipe:
-    """Return the recipe. MegarlError if it is invalid, with a line for each fault:
-    `file:line: key: what is wrong`.
+    """Return the recipe. MegarlError if its file has another schema or if it is
+    invalid, with a line for each fault: `file:line: key: what is wrong`.
     """
-    faults = drop_removed(tree)
+    written_by = origin.get(("schema",), origin[()])
+    check_schema(written_by, tree.pop("schema", SCHEMA_VERSION), SCHEMA_VERSION)
+    faults: list[KeyFault] = []
     try:
         recipe = Recipe.model_validate(_adapted(tree, Recipe))
         for key, _, message in (problem.partition(": ") for problem in impossible(recipe)):
@@ -469,9 +475,11 @@ def _adapted(tree: Any, kind: Any) -> Any:
 
 
 def dump(recipe: Recipe) -> str:
+    """Return the recipe as YAML that `load` reads, with the number of its schema."""
+    tree = {"schema": SCHEMA_VERSION, **recipe.model_dump(mode="json")}
     # Only ASCII: PyYAML cannot read back some of the other characters that it writes
     # literally, such as U+0085.
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, width=120)
+    return yaml.safe_dump(tree, sort_keys=False, width=120)
 
 
 def describe(recipe: Recipe) -> str:
