@@ -127,10 +127,6 @@ class RunDir:
         self.weights = path / "weights"  # that servers read with weights.transport=disk
         self.evaluations = path / "evaluations"
 
-    @property
-    def parent(self) -> "RunDir":
-        return RunDir(self.path / "parent")
-
     @staticmethod
     def opened(path: Path) -> "RunDir":
         """Open the directory of a run that has begun; MegarlError if there is none."""

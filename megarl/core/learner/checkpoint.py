@@ -21,8 +21,6 @@ same at every layout (optimizer.py corrects how they are gathered). The only oth
 of an optimiser is Adam's step count; the rest are settings.
 """
 
-import gc
-import json
 import logging
 import os
 import shutil
@@ -32,7 +30,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import StateDict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
@@ -40,12 +37,10 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.core.algorithm.advantages import Moments
-from megarl.core.base.errors import Interrupted, MegarlError
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import from_rank_0, gathered
 from megarl.core.base.retention import Milestone, milestone_checkpoints, scored_checkpoints
-from megarl.core.base.rundir import RunDir, complete, rows_in_order, step_folder
-from megarl.core.base.types import Batch
-from megarl.core.journal.journal import JournalReader
+from megarl.core.base.rundir import step_folder
 from megarl.core.learner import microbatch_size
 from megarl.core.learner.network import out_of_memory_named
 from megarl.core.learner.optimizer import written_in_place
@@ -53,7 +48,7 @@ from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import checkpoint
 from megarl.core.models.hf import everywhere
-from megarl.core.recipe import Recipe, load
+from megarl.core.recipe import Recipe
 from megarl.core.weights.offload import Offload
 
 log = logging.getLogger(__name__)
@@ -302,49 +297,6 @@ def resumed(recipe: Recipe, folder: Path, record: Path | None, offload: Offload)
         trainer, longest, longest * rollouts, record, within=offload.released(trainer.step)
     )
     return checkpoints
-
-
-def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
-    """Write the first checkpoint of a run that was forked between two checkpoints of
-    its parent (megarl/run/fork.py), unless it has one: replay the parent's batches
-    since its checkpoint with its recipe. COLLECTIVE. Interrupted if told to stop: the
-    steps so far are then in a checkpoint of RUN/parent, from which the next call goes
-    on.
-    """
-    if from_rank_0(bool(complete(rundir.checkpoints))):
-        return
-    # the same, as its fingerprint says, though it may have moved
-    model = f"model.path={json.dumps(recipe.model.path)}"
-    before = load(str(rundir.parent.recipe), [model])
-    (_, step) = recipe.run.forked
-    journal = JournalReader(rundir.parent.rollouts)
-    trainer = resumed(before, rundir.parent.checkpoints, None, offload).trainer
-    admission = journal.fold().admission
-    rates = {row["step"]: row["lr"] for row in rows_in_order(rundir.metrics) if "lr" in row}
-    # Every rank reads the journal for itself: these batches no longer change.
-    while trainer.step < step and not from_rank_0(rundir.stop_asked()):
-        log.info("step %d is replayed, to fork from %s", trainer.step, recipe.run.fork)
-        batch = Batch(step=trainer.step, groups=journal.groups(admission.batch(trainer.step) or ()))
-        with offload.released(trainer.step):
-            metrics = trainer.train_step(trainer.sequences(batch))
-        then = rates.get(batch.step)
-        now = metrics.get("lr")
-        if then is not None and now is not None and then != now:
-            raise MegarlError(
-                f"run.fork: step {batch.step} was trained with a learning rate of {then:g}, but the"
-                f" parent's recipe now has {now:g}: a replay would give other weights; fork at one"
-                " of the parent's checkpoints"
-            )
-    folder = (rundir if trainer.step == step else rundir.parent).checkpoints
-    checkpoints = Checkpoints(folder, recipe.checkpoint.keep, trainer, Path(before.model.path))
-    checkpoints.save()
-    checkpoints.finish()
-    if trainer.step < step:
-        raise Interrupted(f"told to stop at step {trainer.step} of the replay up to step {step}")
-    del trainer, checkpoints  # two trainers may not fit on a GPU
-    for _ in range(2):  # the first leaves networks in fp32, such as a critic
-        gc.collect()
-    torch.cuda.empty_cache()
 
 
 def _put_aside(corrupt: list[Path]) -> None:

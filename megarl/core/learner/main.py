@@ -40,7 +40,7 @@ from megarl.core.base.ranks import bytes_from_rank_0, from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, rows_in_order, write_atomically
 from megarl.core.base.torchrun import is_rank
 from megarl.core.base.types import decode, encode
-from megarl.core.learner.checkpoint import replay_parent, resumed
+from megarl.core.learner.checkpoint import resumed
 from megarl.core.learner.clock import StepClock
 from megarl.core.learner.network import OutOfMemory
 from megarl.core.learner.trainer import MOST_SKIPPED
@@ -147,8 +147,6 @@ class LearnerRank:
         )
         self.incarnation: str = from_rank_0(uuid.uuid4().hex)
         self.offload = Offload(recipe, endpoints)
-        if recipe.run.fork:
-            replay_parent(recipe, rundir, self.offload)
         self.checkpoints = resumed(recipe, rundir.checkpoints, rundir.microbatch, self.offload)
         self.trainer = self.checkpoints.trainer
         first = self.trainer.step

@@ -288,8 +288,8 @@ class Run(Section):
         "",
         pattern=r"^$|^.+@0*[1-9][0-9]*$",
         description=(
-            "RUN@STEP: start with that run's weights, optimiser, draws and compute after STEP"
-            " steps; empty: afresh"
+            "RUN@STEP: start with that run's weights, optimiser, draws and compute at its"
+            " checkpoint of STEP; empty: afresh"
         ),
     )
     interface: str = Field(
