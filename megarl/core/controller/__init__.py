@@ -8,7 +8,7 @@ servers.py       which servers are up, and which version each has
 pipeline.py      admits tickets, has them generated, settles them, schedules evaluations; the simulator runs it too
 window.py        how far ahead of the learner to draw, from the durations of batches and steps
 tickets.py       how a ticket becomes a group: drawn, sampled, scored by the teacher if there is one, graded
-teacher.py       log-probs from the teacher's servers
+teacher.py       log-probs from the teacher's endpoint
 draw.py          which task and which prompt is drawn next (pure)
 evaluations.py   which versions are evaluated, on servers that are held for it
 parity.py        which rollouts both learner and servers score, when, and what follows from the scores

@@ -24,7 +24,7 @@ from megarl.core.base.types import Group, Prompt, Rollout
 from megarl.core.controller.draw import Mixture
 from megarl.core.controller.parity import Candidate, Parity, compared
 from megarl.core.controller.pipeline import settled
-from megarl.core.controller.teacher import TeacherServers
+from megarl.core.controller.teacher import TeacherEndpoint
 from megarl.core.journal.records import Admitted, Finished, Removed
 from megarl.core.recipe import Length, Recipe
 from megarl.core.sampling import length_control
@@ -67,7 +67,7 @@ class Tickets:
         graders: Graders,
         parity: Parity,
         salt: str,
-        teacher: TeacherServers | None = None,
+        teacher: TeacherEndpoint | None = None,
     ) -> None:
         self._recipe = recipe
         self._salt = salt
@@ -191,7 +191,7 @@ class Tickets:
         scores = None
         if self._teacher is not None and done.segments:
             with spans.timed("controller/teacher", name):
-                scores = await self._teacher.logprobs(ticket, prompt.tokens, done.segments)
+                scores = await self._teacher.logprobs(prompt.tokens, done.segments)
         with spans.timed("controller/grading", name):
             try:
                 if done.down is not None:

@@ -43,6 +43,7 @@ from megarl.core.recipe.tree import (
     Service,
     Suite,
     Task,
+    Teacher,
 )
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "Service",
     "Suite",
     "Task",
+    "Teacher",
     "base_of",
     "describe",
     "differences",

@@ -36,18 +36,10 @@ def main(
     """Search and show; return 0 if a layout fits and may run.
 
     drawn: steps to simulate and the picture's path; price: of a GPU-hour."""
-    if (
-        posed.gpus < 2 + (taught := posed.recipe.teacher_gpus)
-        and not posed.recipe.resources.colocate
-    ):
-        unless = "unless they share it (resources.colocate, as in scalerl-1gpu)"
-        if taught:
-            unless = (
-                f"besides the teacher's {taught} (resources.teacher_servers x"
-                " teacher_tensor_parallel)"
-            )
+    if posed.gpus < 2 and not posed.recipe.resources.colocate:
         raise MegarlError(
-            f"--gpus: {posed.gpus} is too few: at least one generates and one trains, {unless}"
+            f"--gpus: {posed.gpus} is too few: at least one generates and one trains, unless they"
+            " share it (resources.colocate, as in scalerl-1gpu)"
         )
     written = as_written(posed)
     found = search(posed)

@@ -4,7 +4,6 @@ others are impossible.
     learner GPUs L ─► TP x PP x CP x EP ─► megarl's own rules ─► memory ─► seconds of training ─► the fastest for this L  ┐
     server TP      ─► memory, KV        ─► rate of a server ──────────────────────────────────────────────────────────┤
                                                                   (N - T - L) / TP servers: seconds of a step ◄────────┘
-T: GPUs of the recipe's teacher, if it has one.
 
 A step is estimated to take as long as the slower of its two halves; `megarl plan
 --simulate` simulates the best layouts.
@@ -63,9 +62,7 @@ class LearnerChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One division of the GPUs, with its expected performance. gpus: their number,
-    including those of a teacher.
-    """
+    """One division of the GPUs, with its expected performance. gpus: their number."""
 
     recipe: Recipe
     gpus: int
@@ -163,7 +160,7 @@ def _search(problem: PlanningProblem, refused: Counter[str]) -> list[Plan]:
     tried = {ranks: server_of(problem, ranks) for ranks in SERVER_TENSOR}
     refused.update(reason for reason in tried.values() if isinstance(reason, str))
     plans = []
-    gpus = problem.gpus - problem.recipe.teacher_gpus
+    gpus = problem.gpus
     step = 1 << max(0, (gpus // SPLITS).bit_length() - 1)
     for learner_gpus in range(step, gpus, step):
         if learner_gpus > (node := problem.gpu.node_gpus) and learner_gpus % node:
@@ -378,7 +375,6 @@ def evaluate(
     shared = recipe.resources.colocate
     gpus = learner_gpus if shared else servers * ranks + learner_gpus
     published = speed.publication(recipe, problem.shape, problem.gpu, gpus)
-    gpus += recipe.teacher_gpus
     decoder = Decoder(recipe, problem.shape, problem.gpu, server.kv_token)
     most_tokens = float(work.sample.max())
     # A batch is complete when its longest rollout is, and only the window's batches are

@@ -247,11 +247,6 @@ def _figures(plan: Plan) -> dict[str, str]:
 def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     evaluation = plan.recipe.evaluation
     recipe = plan.recipe
-    if taught := recipe.teacher_gpus:
-        yield (
-            f"note: {taught} GPUs are the teacher's (resources.teacher_*); whether it fits and"
-            " keeps up is not estimated"
-        )
     if recipe.has_critic:
         size = memory.critic_state(recipe, problem.shape) / GB
         what = (
@@ -307,7 +302,6 @@ def as_json(
     """Return as JSON what `tables` prints, unrounded."""
     return {
         "gpus": problem.gpus,
-        "teacher_gpus": problem.recipe.teacher_gpus,
         "gpu": problem.gpu.name,
         "parameters": problem.shape.parameters,
         "active_parameters": problem.shape.active_parameters,
