@@ -184,9 +184,20 @@ DEEPEST = 32
 
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """Load the recipe of this name or file, with dotted overrides
-    (`model.tensor_parallel=2`).
+    (`model.tensor_parallel=2`). `base=NAME` among them replaces the recipe's base.
     """
-    return _overridden(*_read(_find(name_or_path)), overrides)
+    path = _find(name_or_path)
+    base = ""
+    keys = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "base":
+            base = value
+        else:
+            keys.append(override)
+    if base and _find(base) == path:
+        base = ""  # a study's recipes side by side, of which one is the others' base
+    return _overridden(*_read(path, base=base), keys)
 
 
 def base_of(name_or_path: str) -> tuple[str, Recipe]:
@@ -247,10 +258,36 @@ def _find(name_or_path: str) -> Path:
     )
 
 
-def _read(path: Path, derived: tuple[Path, ...] = ()) -> tuple[RecipeTree, Origin]:
-    """Return a recipe file's tree merged over its `base`, and each key's `file:line`.
-    derived: the files that led here.
+def _read(path: Path, derived: tuple[Path, ...] = (), base: str = "") -> tuple[RecipeTree, Origin]:
+    """Return a recipe file's tree merged over its base, and each key's `file:line`.
+    derived: the files that led here. base: replaces the file's `base`.
     """
+    tree, origin = _read_file(path)
+    named = str(tree.pop("base", ""))
+    by_base = tree.pop("with_base", {})
+    if base and not named:
+        raise MegarlError(f"base={base}: {path} has no base to be replaced; leave it out")
+    if not named:
+        return tree, origin
+    place = "override base" if base else origin["base",]
+    try:
+        under = _find(base or named)
+    except MegarlError as error:
+        raise MegarlError(f"{place}: base: {error}") from None
+    if under in (path, *derived):
+        raise MegarlError(
+            f"{place}: base: {under} is itself derived from this recipe; give another"
+        )
+    of_this_base = by_base.get(under.stem, {}) if isinstance(by_base, dict) else {}
+    for key, line in list(origin.items()):
+        if key[:2] == ("with_base", under.stem):
+            origin[key[2:] or ("with_base",)] = line
+    under_tree, lines = _read(under, (path, *derived))
+    return _merged(_merged(under_tree, tree), of_this_base), lines | origin
+
+
+def _read_file(path: Path) -> tuple[RecipeTree, Origin]:
+    """Return a recipe file's tree, and each key's `file:line`."""
     try:
         tree, node = _parsed(_text(path))
     except yaml.MarkedYAMLError as error:
@@ -266,19 +303,7 @@ def _read(path: Path, derived: tuple[Path, ...] = ()) -> tuple[RecipeTree, Origi
         raise MegarlError(
             f"{path}:1: a recipe is a mapping of sections; this is a {type(tree).__name__}"
         )
-    origin = {(): str(path)} | _lines(node, path)
-    if "base" not in tree:
-        return tree, origin
-    try:
-        base = _find(str(tree.pop("base")))
-    except MegarlError as error:
-        raise MegarlError(f"{origin['base',]}: base: {error}") from None
-    if base in (path, *derived):
-        raise MegarlError(
-            f"{origin['base',]}: base: {base} is itself derived from this recipe; give another"
-        )
-    under, lines = _read(base, (path, *derived))
-    return _merged(under, tree), lines | origin
+    return tree, {(): str(path)} | _lines(node, path)
 
 
 def _text(path: Path) -> str:
