@@ -1,10 +1,10 @@
 """A run that begins at a checkpoint of another, its parent: `run.fork=PARENT@STEP`,
 with another loss, batch, or other keys.
 
-    PARENT/recipe.yaml                      ──compared──────► RUN/recipe.yaml
-    its checkpoint of STEP                  ──hard links────► RUN/checkpoints
-    metrics.jsonl, eval.jsonl               ──rows to STEP──► the same files of RUN
-    the draws of the batches before STEP    ──snapshot──────► RUN/rollouts/000000.journal, written last
+    PARENT/recipe.yaml        ──compared────► RUN/recipe.yaml
+    its checkpoint of STEP    ──hard links──► RUN/checkpoints
+    metrics.jsonl, eval.jsonl ─rows to STEP─► the same files of RUN
+    the draws before STEP     ──snapshot────► RUN/rollouts/000000.journal, written last
 
 Hard links survive the parent's pruning. With the snapshot, the run resumes like any
 other; nothing else knows of forks.
@@ -42,12 +42,12 @@ def check(recipe: Recipe) -> None:
     path, step = recipe.run.forked
     parent = RunDir.opened(path)
     _check_steps(recipe, parent, step)
-    before = load(str(parent.recipe))
-    if recipe.has_critic and not before.has_critic:
+    of_parent = load(str(parent.recipe))
+    if recipe.has_critic and not of_parent.has_critic:
         raise MegarlError(
             f"batch.centring: critic, and {path} has none; keep its centring, or start a new run"
         )
-    for key, old, new in differences(before, recipe):
+    for key, old, new in differences(of_parent, recipe):
         if key in ("run.seed", "model.dtype") or (key, new) == THAWED:
             raise MegarlError(
                 f"{key}: {old!r} in {parent.recipe}, {new!r} now; a fork keeps it, so undo the"
@@ -57,13 +57,13 @@ def check(recipe: Recipe) -> None:
 
 
 def _check_steps(recipe: Recipe, parent: RunDir, step: int) -> None:
-    """Raise MegarlError unless the parent has a checkpoint of the step, and the run goes
-    beyond it.
+    """Raise MegarlError unless the parent has a checkpoint of the step, and the run
+    goes beyond it.
     """
-    made = {row["step"] for row in latest_rows(parent.metrics)}
-    if step - 1 not in made:
+    steps_made = {row["step"] for row in latest_rows(parent.metrics)}
+    if step - 1 not in steps_made:
         raise MegarlError(
-            f"run.fork: {parent.path} has made {max(made, default=-1) + 1} steps, not {step}; give"
+            f"run.fork: {parent.path} has made {max(steps_made, default=-1) + 1} steps, not {step}; give"
             " one that it made"
         )
     if step >= recipe.run.steps:

@@ -201,12 +201,14 @@ def _check_directory(vocabulary: dict[str, int], info: Any) -> None:
     if not differences:
         return
     text, token = differences[0]
-    owner, other = "teacher", "policy"
+    owner = "teacher"
+    stranger = "policy"
     if vocabulary.get(text) == token:
-        owner, other = "policy", "teacher"
+        owner = "policy"
+        stranger = "teacher"
     raise MegarlError(
         f"teacher.url: its tokens are not those of model.path: {token} is {text!r} for the {owner}"
-        f" and not for the {other} ({len(differences)} such differences in tokenizer.json); only a"
+        f" and not for the {stranger} ({len(differences)} such differences in tokenizer.json); only a"
         " teacher with the same vocabulary can score its tokens"
     )
 

@@ -264,26 +264,39 @@ def _read(path: Path, derived: tuple[Path, ...] = (), base: str = "") -> tuple[R
     """
     tree, origin = _read_file(path)
     named = str(tree.pop("base", ""))
-    by_base = tree.pop("with_base", {})
+    by_base = _by_base(tree.pop("with_base", {}), origin)
     if base and not named:
         raise MegarlError(f"base={base}: {path} has no base to be replaced; leave it out")
     if not named:
         return tree, origin
     place = "override base" if base else origin["base",]
     try:
-        under = _find(base or named)
+        under_path = _find(base or named)
     except MegarlError as error:
         raise MegarlError(f"{place}: base: {error}") from None
-    if under in (path, *derived):
+    if under_path in (path, *derived):
         raise MegarlError(
-            f"{place}: base: {under} is itself derived from this recipe; give another"
+            f"{place}: base: {under_path} is itself derived from this recipe; give another"
         )
-    of_this_base = by_base.get(under.stem, {}) if isinstance(by_base, dict) else {}
+    name = under_path.stem
     for key, line in list(origin.items()):
-        if key[:2] == ("with_base", under.stem):
-            origin[key[2:] or ("with_base",)] = line
-    under_tree, lines = _read(under, (path, *derived))
-    return _merged(_merged(under_tree, tree), of_this_base), lines | origin
+        if key[:2] == ("with_base", name):
+            origin[key[2:] or key] = line
+    under, lines = _read(under_path, (path, *derived))
+    return _merged(_merged(under, tree), by_base.get(name, {})), lines | origin
+
+
+def _by_base(section: Any, origin: Origin) -> dict[str, RecipeTree]:
+    """Return what a recipe sets for each base only, by the base's name. MegarlError if
+    a name is not a shipped recipe's.
+    """
+    if not isinstance(section, dict):
+        raise MegarlError(f"{origin['with_base',]}: with_base: give sections by their base's name")
+    for name, keys in section.items():
+        if name not in shipped() or not isinstance(keys, dict):
+            place = origin["with_base", str(name)]
+            raise MegarlError(f"{place}: with_base.{name}: give a shipped recipe's name, and keys")
+    return section
 
 
 def _read_file(path: Path) -> tuple[RecipeTree, Origin]:

@@ -544,3 +544,30 @@ def test_the_recipe_of_a_run_has_the_number_of_its_schema(file: Path) -> None:
         match=r"mine.yaml:1: written in schema version 99, this version of megarl reads 1; use",
     ):
         load(str(file))
+
+
+def test_a_base_on_the_command_line_brings_what_is_said_for_it(file: Path) -> None:
+    file.write_text(
+        "base: scalerl-8b\nbatch: {prompts: 7}\n"
+        "with_base: {quickstart: {batch: {prompts: 9}, run: {seed: 4}}}\n"
+    )
+    assert (load(str(file)).batch.prompts, load(str(file)).run.seed) == (7, 0)
+    small = load(str(file), ["base=quickstart", "run.steps=3"])
+    assert (small.batch.prompts, small.run.seed, small.run.steps) == (9, 4, 3)
+    assert small.model == load("quickstart").model
+    assert load("quickstart", ["base=quickstart"]) == load("quickstart")
+
+
+@pytest.mark.parametrize(
+    ("text", "base", "said"),
+    [
+        ("run: {seed: 1}\n", "quickstart", "base=quickstart: .* has no base to be replaced"),
+        ("base: quickstart\n", "quikstart", "no recipe 'quikstart'"),
+        ("base: quickstart\nwith_base: {quikstart: {}}\n", "", "mine.yaml:2: with_base.quikstart:"),
+        ("base: quickstart\nwith_base: 3\n", "", "mine.yaml:2: with_base: give sections"),
+    ],
+)
+def test_bases_that_are_none(file: Path, text: str, base: str, said: str) -> None:
+    file.write_text(text)
+    with pytest.raises(MegarlError, match=said):
+        load(str(file), [f"base={base}"] if base else [])
