@@ -181,6 +181,8 @@ def _check_texts(policy: Tokenizer, tokens: list[int], scores: list[_TokenScore]
     for token, score in zip(tokens, scores, strict=True):
         if score.text is None:
             return  # a server without a tokenizer, as `megarl serve` starts
+        if score.token != token:
+            continue  # the vocabulary's last id
         text = policy.decode(np.array([token], np.int32))
         if text.strip() != score.text.strip():
             raise MegarlError(
@@ -248,7 +250,10 @@ async def _scores(
         raise _Lost("it aborted a request")
     # The entry of the position before `first` has no log-prob.
     scores = meta.input_token_logprobs[1:]
-    if [score.token for score in scores] != tokens[first:]:
+    # SGLang reports the vocabulary's last id as 0.
+    if len(scores) != len(tokens) - first or any(
+        score.token not in (token, 0) for score, token in zip(scores, tokens[first:], strict=True)
+    ):
         raise _Refused("it returns log-probs of other tokens than those given")
     return scores
 
