@@ -548,10 +548,10 @@ def test_the_recipe_of_a_run_has_the_number_of_its_schema(file: Path) -> None:
 
 def test_a_base_on_the_command_line_brings_what_is_said_for_it(file: Path) -> None:
     file.write_text(
-        "base: scalerl-8b\nbatch: {prompts: 7}\n"
+        "base: scalerl-8b\nbatch: {prompts: 24}\n"
         "with_base: {quickstart: {batch: {prompts: 9}, run: {seed: 4}}}\n"
     )
-    assert (load(str(file)).batch.prompts, load(str(file)).run.seed) == (7, 0)
+    assert (load(str(file)).batch.prompts, load(str(file)).run.seed) == (24, 0)
     small = load(str(file), ["base=quickstart", "run.steps=3"])
     assert (small.batch.prompts, small.run.seed, small.run.steps) == (9, 4, 3)
     assert small.model == load("quickstart").model
