@@ -11,7 +11,7 @@ each:
     rope-3,rope,3,1.1,60,kernels kernels_median RoPE        step: the first that the fault affects
     clean-0,clean,0,,,                                      named: alarms, or words of a cause, that name the fault
 
-Records of clean runs (`megarl study corpus`) are judged as well. Steps before a fault
+Records of clean runs (`python -m benchmarks.corpus`) are judged as well. Steps before a fault
 count as clean steps, too. A forked run may have a column `fork`, its own first step:
 earlier steps set its norm, but are not counted a second time.
 
@@ -36,9 +36,9 @@ from typing import Any, NamedTuple
 
 from scipy.stats import chi2
 
+from benchmarks.corpus import read
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores
-from megarl.lab.study.corpus import read
 from megarl.run.health import Alarm, Health
 
 COLUMNS = ("name", "kind", "seed", "dose", "step", "named")

@@ -16,7 +16,7 @@ interruption; the interrupted run begins anew. With
 --seconds no run begins after that time. --at-once: the number of concurrent runs. The exit status is 0 once all runs are done,
 else 1.
 
-The policy has 0.3 million parameters (as in `megarl study corpus`); with experts, it is
+The policy has 0.3 million parameters (as in `python -m benchmarks.corpus`); with experts, it is
 that of the shipped quickstart-moe. Each seed has a precision: 0 fp32, 1 bf16, 2 fp16.
 """
 
@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import alarm
+from benchmarks.corpus import SIZES
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.process import SUPERVISOR
 from megarl.core.base.rundir import RunDir, latest_rows, latest_scores, write_jsonl
-from megarl.lab.study.corpus import SIZES
 from megarl.tasks.data import arithmetic
 from megarl.tasks.data.arithmetic_models import save_model
 

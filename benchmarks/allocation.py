@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
+from benchmarks import corpus
 from benchmarks.forecasts import part_of
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import Recipe
 from megarl.lab.planning.allocate import BatchSize, choose, measured
 from megarl.lab.scaling.cells import CellLaw, CellRun
 from megarl.lab.scaling.points import Curve
-from megarl.lab.study import corpus, plan
+from megarl.lab.study import plan
 from megarl.lab.study.main import CommandLines, StudyHooks, run
 from megarl.lab.study.plan import StudyTask
 

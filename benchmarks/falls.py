@@ -24,10 +24,10 @@ from math import ceil, sqrt
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.corpus import read
 from megarl.core.base.rundir import Row
 from megarl.core.evaluation.departure import lasting_departure
 from megarl.lab.scaling.extrapolate import forecast
-from megarl.lab.study.corpus import read
 
 MOST_POINTS = 30
 LEAST_FALL = 0.06

@@ -4,7 +4,7 @@ times as much.
     python -m benchmarks.forecasts DIR/records [--part open | held-out] [--out
     FILE.json]
 
-DIR is made by `megarl study corpus`. A run is cut where it has made .3 to .8 of its
+DIR is made by `python -m benchmarks.corpus`. A run is cut where it has made .3 to .8 of its
 final gain, and its own score at twice and four times the compute of the cut (within a
 tenth) is predicted. megarl's fit is compared with
 
@@ -32,11 +32,11 @@ from typing import NamedTuple
 import numpy as np
 from scipy import optimize, stats
 
+from benchmarks.corpus import CorpusRun, read
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.extrapolate import predict
 from megarl.lab.scaling.fit import fit
 from megarl.lab.scaling.points import Curve
-from megarl.lab.study.corpus import CorpusRun, read
 
 GAIN = (0.3, 0.8)
 AHEAD = (2.0, 4.0)

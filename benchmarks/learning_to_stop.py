@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.corpus import read
 from megarl.core.base.rundir import Row, RunDir, latest_rows
-from megarl.lab.study.corpus import read
 from megarl.run import health
 
 BEGIN = 90

@@ -3,7 +3,7 @@ what would it have forgone?
 
     python -m benchmarks.stopping DIR/records [--part open | held-out] [--out FILE.json]
 
-DIR is made by `megarl study corpus`. After each evaluation of a run the forecast is
+DIR is made by `python -m benchmarks.corpus`. After each evaluation of a run the forecast is
 made from the data until then, and the rule is applied as in the controller. A price is
 a gain in pass rate per whole budget of the run, so `.02` means: stop if the rest brings
 less than .02 times its share of the budget. megarl's rule, with the upper end of the
@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.corpus import CorpusRun
 from benchmarks.forecasts import arguments, noise, part_of
 from megarl.core.evaluation.forecast import not_worth_it
 from megarl.lab.scaling.extrapolate import forecast
 from megarl.lab.scaling.fit import fit
-from megarl.lab.study.corpus import CorpusRun
 
 PRICES = (0.02, 0.05, 0.1, 0.2)
 

@@ -3,7 +3,7 @@ recipe in the corpus, from the others.
 
     python -m benchmarks.transfer DIR/records [--part open | all] [--out FILE.json]
 
-DIR is made by `megarl study corpus`; without --part all, held-out runs are neither
+DIR is made by `python -m benchmarks.corpus`; without --part all, held-out runs are neither
 fitted nor predicted. Runs of a size are fitted together, whatever their dtype and seed.
 Predicted are each score of the largest size in the second half of its compute, and A
 and C_mid of its own fit. The power law is compared with the next smaller size's fit,
@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.corpus import KINDS, SIZES, CorpusRun
 from benchmarks.forecasts import arguments, noise
 from megarl.lab.scaling.fit import fit
 from megarl.lab.scaling.points import Curve
 from megarl.lab.scaling.transfer import transfer
-from megarl.lab.study.corpus import KINDS, SIZES, CorpusRun
 
 Row = dict[str, Any]
 LEAST = 3  # fewest sizes of a recipe: two to fit, and the largest

@@ -84,9 +84,9 @@ RULES = (
         "a model of the same family, of 0.2 million parameters",
     ),
     Rule(
-        "teacher.path",
-        lambda r, old: old and f"models/{family_of(r)}",
-        "the model itself, which has its tokens",
+        "teacher.url",
+        lambda r, old: old and "http://127.0.0.1:30000",
+        "the model itself, served beside the run: it has its tokens",
     ),
     Rule(
         "data.tasks.*.train",
@@ -110,8 +110,6 @@ RULES = (
         " is a process",
     ),
     Rule("resources.server_tensor_parallel", at_most(2), "several ranks are two"),
-    Rule("resources.teacher_servers", fixed(1), "one process"),
-    Rule("resources.teacher_tensor_parallel", fixed(1), "one process"),
     Rule("resources.threads", fixed(1), "two cores for all roles"),
     Rule("resources.colocate", fixed(False), "NOT KEPT: there is no GPU to share"),
     Rule(
@@ -157,7 +155,7 @@ RULES = (
         "the quickstart's: a rate for billions of parameters moves none of these",
     ),
     Rule("critic.warmup_steps", at_most(2), "of so few steps"),
-    Rule("critic.optimizer.lr", fixed(3e-4), "as above: that of ppo-critic-tiny"),
+    Rule("critic.optimizer.lr", fixed(3e-4), "as above: that of ppo-critic with base=quickstart"),
     # Limits
     Rule("serving.kv_tokens", fixed(32768), "what fits is not known on a CPU"),
     Rule("serving.memory_fraction", fixed(None), "a GPU's"),

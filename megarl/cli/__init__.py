@@ -7,6 +7,7 @@ scaling.py     `megarl scaling`
 """
 
 import errno
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -402,7 +403,7 @@ def health(run: p.RunDirectory) -> int:
 def logs(
     run: p.RunDirectory,
     role: Annotated[
-        str, Option(help="server, server-3, teacher, learner, learner-0, controller or supervisor")
+        str, Option(help="server, server-3, learner, learner-0, controller or supervisor")
     ] = "learner-0",
     lines: Annotated[int, Option("-n", min=1, metavar="LINES", help="lines of each file")] = 20,
     follow: Annotated[
@@ -524,7 +525,14 @@ def serve(
         int | None, Option(min=0, help="which of the recipe's servers this is, from 0")
     ] = None,
     port: Annotated[int | None, Option(min=1, max=65_535)] = None,
-    teacher: Annotated[bool, Option("--teacher", help="serve the recipe's teacher")] = False,
+    model: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="instead: serve this model by itself, to anyone with the key"),
+    ] = None,
+    host: Annotated[str, Option(help="with --model: address to listen on")] = "127.0.0.1",
+    api_key: Annotated[
+        str, Option(metavar="env:VARIABLE", help="with --model: where its key is; or file:PATH")
+    ] = "",
     join: Annotated[
         Path | None, Option(metavar="RUN", help="instead: be one more server of this run")
     ] = None,
@@ -533,17 +541,24 @@ def serve(
     ] = "",
 ) -> int:
     """Role: one SGLang server. With --join: one more for a run that is under way, until
-    SIGTERM or the run's end.
+    SIGTERM or the run's end. With --model: one by itself, such as a teacher.
     """
     from megarl.core.server.launch import main
+
+    if model is not None:
+        if join is not None or index is not None or interface or port is None:
+            raise MegarlError(
+                "--model serves a model by itself: give --port N, --api-key env:VARIABLE and, if"
+                " need be, --host, a recipe and key=value"
+            )
+        return _serve_model(recipe, overrides, model, host, port, api_key)
 
     if join is not None:
         from megarl.run import join as joining
 
-        if recipe is not None or teacher:
+        if recipe is not None:
             raise MegarlError(
-                "--join takes the run's recipe and serves its policy; leave out"
-                f" {recipe or '--teacher'}"
+                f"--join takes the run's recipe and serves its policy; leave out {recipe}"
             )
         if index is None or port is None:
             return joining.main(join, interface)
@@ -553,15 +568,37 @@ def serve(
     if recipe is None or index is None or port is None or interface:
         raise MegarlError("give --join RUN [--interface NAME], or RECIPE --index N --port N")
     loaded = _load(recipe, overrides)
-    last = (loaded.teachers if teacher else loaded.resources.servers) - 1
+    last = loaded.resources.servers - 1
     if index > last:
-        numbers = (
-            "the recipe has no teacher"
-            if last < 0
-            else f"the recipe's servers are numbered from 0 to {last}"
+        raise MegarlError(
+            f"--index: {index}, and the recipe's servers are numbered from 0 to {last}"
         )
-        raise MegarlError(f"--index: {index}, and {numbers}")
-    main(loaded, index, port, teacher=teacher)
+    main(loaded, index, port)
+    return 0
+
+
+def _serve_model(
+    recipe: str | None, overrides: Sequence[str], model: Path, host: str, port: int, api_key: str
+) -> int:
+    """Serve a model without a run. recipe: whose other keys apply; None: the defaults."""
+    from megarl.core.base.api_key import check_key_place, read_api_key
+    from megarl.core.recipe import from_tree, load
+    from megarl.core.server.launch import serve_model
+
+    try:
+        key = read_api_key("--api-key", check_key_place(api_key))
+    except ValueError as error:
+        raise MegarlError(f"--api-key: {error}") from None
+    if not key:
+        raise MegarlError("--api-key: the server answers only to a key; give env:VARIABLE")
+    overrides = [*overrides, f"model.path={json.dumps(str(model))}", "resources.colocate=false"]
+    overrides.append("weights.transport=process_group")  # it gets no weights
+    if recipe is not None and "=" in recipe:
+        overrides.insert(0, recipe)
+        recipe = None
+    loaded = from_tree({}, overrides) if recipe is None else load(recipe, overrides)
+    terminal.say(f"http://{host}:{port} will serve {model}", flush=True)
+    serve_model(loaded, host, port, key)
     return 0
 
 
@@ -763,20 +800,6 @@ def search_recipes(
     overrides = [word for word in words if "=" in word]
     options = StudyOptions(seeds, directory, task, dry_run, overrides)
     return search(recipes, options, SearchOptions(vary, rungs, branch))
-
-
-@study.command()
-def corpus(
-    overrides: p.Overrides,
-    seeds: p.Seeds = "0,1,2",
-    directory: p.StudyDirectory = "",
-    task: p.TaskIndex = None,
-    dry_run: p.DryRun = False,
-) -> int:
-    """Make many small runs to judge forecasts by, in hours of two cores."""
-    from megarl.lab.study.main import StudyOptions, corpus
-
-    return corpus(StudyOptions(seeds, directory, task, dry_run, overrides))
 
 
 @study.command("results")

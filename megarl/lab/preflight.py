@@ -51,7 +51,8 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
     """Check that all inputs that the recipe names exist and can be read; return their
     fingerprints.
     """
-    from megarl.tasks.agents.registry import TaskAgents  # these import aiohttp
+    from megarl.core.controller.teacher import check_endpoint  # these import aiohttp
+    from megarl.tasks.agents.registry import TaskAgents
     from megarl.tasks.environments.registry import TaskEnvironments
     from megarl.tasks.graders.grader import check_graders
 
@@ -85,8 +86,8 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
         made(recipe, tokenizer)
     if recipe.loss.kind not in LOSSES:
         check_own_loss(recipe)
-    if recipe.teachers:
-        check_teacher(recipe)
+    if recipe.teacher.weight:
+        check_endpoint(recipe)
     wandb_writer.check()
     return read_inputs(recipe)
 
@@ -205,26 +206,6 @@ def _or_else(key: str, source: str) -> str:
     return f"; a task that comes from a base recipe is left out by data.tasks.{task}=null"
 
 
-def check_teacher(recipe: Recipe) -> None:
-    """Check that the teacher exists, and that each token id stands for the same text as
-    in the policy's vocabulary.
-    """
-    _check_model("teacher.path", recipe.teacher.path)
-    of_policy, of_teacher = (
-        load_tokenizer(p).backend.get_vocab() for p in (recipe.model.path, recipe.teacher.path)
-    )
-    if other := sorted(of_policy.items() ^ of_teacher.items(), key=lambda token: token[1]):
-        text, number = other[0]
-        has, lacks = (
-            ("policy", "teacher") if of_policy.get(text) == number else ("teacher", "policy")
-        )
-        raise MegarlError(
-            f"teacher.path: its tokens are not those of model.path: {number} is {text!r} for the"
-            f" {has} and not for the {lacks} ({len(other)} such differences in tokenizer.json);"
-            " only a teacher with the same vocabulary can score its tokens"
-        )
-
-
 def check_own_loss(recipe: Recipe) -> None:
     """Check that a user's loss is usable, in another process, since this needs torch,
     and importing may do anything.
@@ -250,11 +231,6 @@ def read_inputs(recipe: Recipe) -> Fingerprints:
     fingerprints = {"model.path: tokenizer": _hash_files(path / name for name in TOKENIZER)}
     fingerprints["model.path: config.json"] = _hash_files([path / "config.json"])
     fingerprints["model.path: weights"] = _hash_files([*weight_files(path), path / INDEX])
-    if recipe.teachers:
-        teacher = Path(recipe.teacher.path)
-        architecture.read(recipe.teacher.path)
-        files = [teacher / "config.json", *weight_files(teacher), teacher / INDEX]
-        fingerprints["teacher.path: weights"] = _hash_files(files)
     tasks = load_tasks(recipe, tokenizer)
     for name, prompts in tasks.items():
         difficulties(recipe, name, prompts)

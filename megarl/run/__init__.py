@@ -3,7 +3,7 @@ task or the lab.
 
 train.py      starts and watches the roles, restarts them, ends the run with an exit status
 checks.py     validates where and how a run starts                   prepare.py   writes the files that the roles read first
-fork.py       a run that begins at a step of another                 join.py      an additional server for a running run
+fork.py       a run that begins at a checkpoint of another   join.py      an additional server for a running run
 nodes.py      a node's address, GPUs and free ports                  devices.py   finds the GPUs
 placement.py  assigns roles to nodes and GPUs (pure)
 launcher.py   starts, watches and ends a role: the interface, and local processes

@@ -63,7 +63,7 @@ HISTORY = (
     "batch",
     "loss",
     "reference",
-    "teacher",
+    "teacher.weight",
     "learner.epochs",
     "critic.dtype",
     "critic.lam",
@@ -107,10 +107,11 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: HostByte
         check_placed(recipe, placed, host_bytes)
         with_gpus = bool(placed[Role("learner")].gpus)
     gpus = devices.needed(recipe) if with_gpus else 0
-    counts = {"server": recipe.resources.servers} | (
-        {"teacher": recipe.teachers} if recipe.teachers else {}
-    )
-    counts |= {"rank": recipe.resources.learner_ranks, "GPU": gpus}
+    counts = {
+        "server": recipe.resources.servers,
+        "rank": recipe.resources.learner_ranks,
+        "GPU": gpus,
+    }
     return ", ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items())
 
 
@@ -187,8 +188,6 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostB
         nodes = {node.name: node.cores for where in placed.values() for node in where.nodes}
         server_ranks = resources.servers * resources.server_tensor_parallel
         processes = {"server processes": server_ranks, "learner ranks": resources.learner_ranks}
-        if recipe.teachers:
-            processes["teacher processes"] = recipe.teacher_gpus
         check_cpu(recipe, recipe.model.path, processes, sum(nodes.values()))
         missing = "a GPU, but this machine has none"
         if recipe.learner.microbatch_tokens == "auto":
@@ -244,10 +243,9 @@ def check_allocator(recipe: Recipe) -> None:
 def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
     """Raise MegarlError if the servers cannot serve the model with these lengths."""
     gpus = placed[Role("server", 0)].gpus
-    for served in (recipe, recipe.teacher_recipe) if recipe.teachers else (recipe,):
-        check_server(served, cuda=bool(gpus))
-        if gpus:
-            check_gpus(served, devices.capabilities())
+    check_server(recipe, cuda=bool(gpus))
+    if gpus:
+        check_gpus(recipe, devices.capabilities())
     if gpus and STEP_COMMAND not in os.environ:  # otherwise the roles have another Python
         check_kernels()
 

@@ -109,7 +109,7 @@ def needed(recipe: Recipe) -> int:
     """Return the number of GPUs that the recipe divides among its roles."""
     resources = recipe.resources
     servers = 0 if resources.colocate else resources.servers * resources.server_tensor_parallel
-    return servers + recipe.teacher_gpus + resources.learner_ranks
+    return servers + resources.learner_ranks
 
 
 CACHES = (

@@ -1,11 +1,10 @@
-"""A run that begins at a step of another, its parent: `run.fork=PARENT@STEP`, with
-another loss, batch, or other keys.
+"""A run that begins at a checkpoint of another, its parent: `run.fork=PARENT@STEP`,
+with another loss, batch, or other keys.
 
-    PARENT/recipe.yaml                      ──copy──────────► RUN/parent/recipe.yaml
-    its newest checkpoint up to STEP        ──hard links────► RUN/checkpoints if it is STEP's, else RUN/parent/checkpoints,
-    rollouts/, unless it is STEP's          ──hard links────► RUN/parent/rollouts, which the learner replays (checkpoint.py)
-    metrics.jsonl, eval.jsonl               ──rows to STEP──► the same files of RUN
-    the draws of the batches before STEP    ──snapshot──────► RUN/rollouts/000000.journal, written last
+    PARENT/recipe.yaml        ──compared────► RUN/recipe.yaml
+    its checkpoint of STEP    ──hard links──► RUN/checkpoints
+    metrics.jsonl, eval.jsonl ─rows to STEP─► the same files of RUN
+    the draws before STEP     ──snapshot────► RUN/rollouts/000000.journal, written last
 
 Hard links survive the parent's pruning. With the snapshot, the run resumes like any
 other; nothing else knows of forks.
@@ -42,47 +41,48 @@ def check(recipe: Recipe) -> None:
     """Raise MegarlError if the run cannot begin at the step in `run.fork`."""
     path, step = recipe.run.forked
     parent = RunDir.opened(path)
-    made = {row["step"] for row in latest_rows(RunDir(path).metrics)}
-    if step - 1 not in made:
-        advice = "give one that it made"
+    _check_steps(recipe, parent, step)
+    of_parent = load(str(parent.recipe))
+    if recipe.has_critic and not of_parent.has_critic:
         raise MegarlError(
-            f"run.fork: {path} has made {max(made, default=-1) + 1} steps, not {step}; {advice}"
+            f"batch.centring: critic, and {path} has none; keep its centring, or start a new run"
+        )
+    for key, old, new in differences(of_parent, recipe):
+        if key in ("run.seed", "model.dtype") or (key, new) == THAWED:
+            raise MegarlError(
+                f"{key}: {old!r} in {parent.recipe}, {new!r} now; a fork keeps it, so undo the"
+                " change"
+            )
+    JournalReader(parent.rollouts).state_before(step)
+
+
+def _check_steps(recipe: Recipe, parent: RunDir, step: int) -> None:
+    """Raise MegarlError unless the parent has a checkpoint of the step, and the run
+    goes beyond it.
+    """
+    steps_made = {row["step"] for row in latest_rows(parent.metrics)}
+    if step - 1 not in steps_made:
+        raise MegarlError(
+            f"run.fork: {parent.path} has made {max(steps_made, default=-1) + 1} steps, not {step}; give"
+            " one that it made"
         )
     if step >= recipe.run.steps:
         raise MegarlError(
             f"run.steps: {recipe.run.steps}, and the fork begins after step {step}; give it more"
             " steps"
         )
-    before = load(str(parent.recipe))
-    start = _start(parent, step)
-    reader = JournalReader(parent.rollouts)
-    if recipe.has_critic and not before.has_critic:
+    steps = [step_of(checkpoint) for checkpoint in complete(parent.checkpoints)]
+    if not steps:
         raise MegarlError(
-            f"batch.centring: critic, and {path} has none; keep its centring, or start a new run"
+            f"run.fork: {parent.path} has no checkpoint; a fork begins at one, so wait until it"
+            " has written one (checkpoint.every)"
         )
-    there = ", ".join(str(step_of(kept)) for kept in complete(parent.checkpoints)) or "none"
-    replays = (
-        f"steps {start} to {step - 1} have to be replayed; undo that, or fork at a checkpoint"
-        f" (there: {there})"
-    )
-    for key, old, new in differences(before, recipe):
-        if key in ("run.seed", "model.dtype") or (key, new) == THAWED:
-            raise MegarlError(
-                f"{key}: {old!r} in {parent.recipe}, {new!r} now; a fork keeps it, so undo the"
-                " change"
-            )
-        of_layout = key == "resources.learner_ranks" or key.endswith("_parallel")
-        if start < step and of_layout:
-            raise MegarlError(f"{key}: {old!r} in {parent.recipe}, {new!r} now, and {replays}")
-    reader.state_before(step)
-    if start < step:
-        law = reader.fold().admission
-        oldest = max(start, law.forgotten // law.prompts_per_batch)
-        needed = {ticket for s in range(oldest, step) for ticket in law.batch(s) or ()}
-        if start < oldest or needed.difference(reader.finished()):
-            raise MegarlError(
-                f"run.fork: {parent.rollouts} no longer has all the groups needed, and {replays}"
-            )
+    if step not in steps:
+        nearest = min(steps, key=lambda candidate: abs(candidate - step))
+        raise MegarlError(
+            f"run.fork: {parent.path} has no checkpoint of step {step}; the nearest is of step"
+            f" {nearest}: give {parent.path}@{nearest}"
+        )
 
 
 def begin(recipe: Recipe, rundir: RunDir) -> None:
@@ -95,20 +95,12 @@ def begin(recipe: Recipe, rundir: RunDir) -> None:
     ):
         return
     parent = RunDir(path)
-    start = _start(parent, step)
     rows = {row["step"]: row for row in latest_rows(parent.metrics)}
-    shutil.rmtree(rundir.parent.path, ignore_errors=True)
-    rundir.parent.checkpoints.mkdir(parents=True)
-    shutil.copy(parent.recipe, rundir.parent.recipe)
-    if start:
-        where = (rundir if start == step else rundir.parent).checkpoints
-        _link(step_folder(parent.checkpoints, start), step_folder(where, start))
-        if not complete(where):
-            raise MegarlError(
-                f"run.fork: the checkpoint of step {start} was removed meanwhile; start again"
-            )
-    if start < step:
-        _link(parent.rollouts, rundir.parent.rollouts)
+    _link(step_folder(parent.checkpoints, step), step_folder(rundir.checkpoints, step))
+    if not complete(rundir.checkpoints):
+        raise MegarlError(
+            f"run.fork: the checkpoint of step {step} was removed meanwhile; start again"
+        )
     for source, target, end in (
         (parent.metrics, rundir.metrics, step),
         (parent.eval, rundir.eval, step + 1),
@@ -150,15 +142,6 @@ def _forked(state: State, recipe: Recipe, last: Row) -> State:
         startup_hours=last["startup_hours"],
         evaluation_hours=last["evaluation_hours"],
         window=0,
-    )
-
-
-def _start(parent: RunDir, step: int) -> int:
-    """Return the step of the newest checkpoint up to `step`; 0 if there is none, which
-    means the initial model.
-    """
-    return max(
-        (kept for kept in map(step_of, complete(parent.checkpoints)) if kept <= step), default=0
     )
 
 

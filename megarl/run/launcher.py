@@ -67,7 +67,7 @@ EXPANDABLE = "expandable_segments"
 fit: no two have the same size. It is not set with weights.transport=cuda_ipc, which
 cannot share such memory (checks.py).
 """
-COMMANDS = {"server": "serve", "teacher": "serve", "controller": "rollout", "learner": "learn"}
+COMMANDS = {"server": "serve", "controller": "rollout", "learner": "learn"}
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,6 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
     arguments = ["-m", "megarl", COMMANDS[role.kind], str(rundir.recipe)]
     if role.serves:
         arguments += ["--index", str(role.index), "--port", str(port)]
-    if role.kind == "teacher":
-        arguments.append("--teacher")
     threads = "1" if role.kind == "controller" else str(recipe.resources.threads)
     environment: dict[str, str | None] = {
         **{name: os.environ.get(name, value) for name, value in alike(place.nodes).items()},

@@ -1,6 +1,6 @@
 """`megarl logs RUN --role …`: print the end of a role's logs, and follow them.
 
-server, teacher, learner, controller: all of that kind      server-3, learner-0: one      supervisor: starts, ends and restarts
+server, learner, controller: all of that kind      server-3, learner-0: one      supervisor: starts, ends and restarts
 """
 
 import json
@@ -13,7 +13,7 @@ from megarl.core.base.rundir import RunDir
 from megarl.run.observe import TAIL_BYTES, Tail, last_lines
 
 LOOK_S = 0.5
-KINDS = ("server", "teacher", "learner", "controller")
+KINDS = ("server", "learner", "controller")
 
 
 def main(run: Path, role: str, count: int, follow: bool) -> int:

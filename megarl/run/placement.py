@@ -1,7 +1,7 @@
 """Which role runs where, and on which GPUs. Pure.
 
     node 1    server-0  server-1 … server-7      controller
-    node 2    server-8  …                        servers from the first node on; then the teacher's
+    node 2    server-8  …                        servers from the first node on
     …
     node 9    learner ranks 0 … 7                the learner on the last GPUs: part of a node, or whole nodes
     node 10   learner ranks 8 … 15
@@ -23,7 +23,7 @@ from megarl.core.recipe import Recipe
 from megarl.core.server.membership import listed
 from megarl.run.devices import needed
 from megarl.run.nodes import Node
-from megarl.run.restart import Role, RoleKind
+from megarl.run.restart import Role
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,6 @@ def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
             placed | _colocated(recipe, learner) | {Role("controller"): Place((learner.nodes[0],))}
         )
     placed |= _servers(recipe, nodes, slots, free)
-    if recipe.teachers:
-        placed |= _servers(recipe.teacher_recipe, nodes, slots, free, "teacher")
     return placed | {Role("controller"): Place((nodes[0],))}
 
 
@@ -108,7 +106,6 @@ def _servers(
     nodes: Sequence[Node],
     slots: list[list[str]],
     free: list[list[str]],
-    kind: RoleKind = "server",
 ) -> dict[Role, Place]:
     """Place servers on the first free GPUs of all `slots`, and remove these from
     `free`.
@@ -116,7 +113,7 @@ def _servers(
     servers = recipe.resources.servers
     width = recipe.resources.server_tensor_parallel
     size = max(map(len, slots))
-    key = f"resources.{kind}_tensor_parallel"
+    key = "resources.server_tensor_parallel"
     count = max(1, width // size)
     placed = {}
     if width > size and width % size:
@@ -129,7 +126,7 @@ def _servers(
             found = [n for n in found if free[n] == free[found[0]]]
         if len(found) < count:
             raise MegarlError(
-                f"resources: {kind} {i} of {servers} finds no"
+                f"resources: server {i} of {servers} finds no"
                 f" {'node' if count == 1 else f'{count} nodes'} with {width // count} free GPUs"
                 f" (free: {_counts(nodes, free)}); it lies within a node or on whole ones: choose"
                 f" {key} so that it divides a node's GPUs, or ask for more nodes"
@@ -137,7 +134,7 @@ def _servers(
         gpus = free[found[0]][: width // count]
         for n in found[:count]:
             del free[n][: len(gpus)]
-        placed[Role(kind, i)] = Place(tuple(nodes[n] for n in found[:count]), _named(gpus))
+        placed[Role("server", i)] = Place(tuple(nodes[n] for n in found[:count]), _named(gpus))
     return placed
 
 
@@ -173,8 +170,6 @@ def _too_few(recipe: Recipe, nodes: Sequence[Node], free: Sequence[Sequence[str]
         if resources.colocate
         else f"{resources.servers} servers x {resources.server_tensor_parallel} GPUs + "
     )
-    if recipe.teachers:
-        servers += f"{recipe.teachers} teachers x {resources.teacher_tensor_parallel} GPUs + "
     need = (
         f"resources: {servers}{resources.learner_ranks} learner ranks need {needed(recipe)} GPUs,"
         " and "

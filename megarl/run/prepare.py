@@ -98,7 +98,6 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
         servers=tuple(
             f"http://{address(Role('server', i))}" for i in range(recipe.resources.servers)
         ),
-        teachers=tuple(f"http://{address(Role('teacher', i))}" for i in range(recipe.teachers)),
         meetings={
             role.name: meeting(role)
             for role, of in placed.items()
@@ -130,10 +129,6 @@ def write_targets(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
         *(
             (urlsplit(url).netloc, {"role": "server", "server": str(n)})
             for n, url in enumerate(endpoints.servers)
-        ),
-        *(
-            (urlsplit(url).netloc, {"role": "teacher", "server": str(n)})
-            for n, url in enumerate(endpoints.teachers)
         ),
     ]
     targets = [

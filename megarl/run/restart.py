@@ -2,7 +2,6 @@
 
     server died      ──► restart that server        the controller finds it lost, the learner publishes to it again
     controller died  ──► restart the controller     it rebuilds its state from the journal; the learner asks again
-    teacher died     ──► restart it                 rollouts wait for its log-probs
     learner died     ──► restart all its ranks      it loads its checkpoint and replays the steps after it
     learner left (0) ──► the run ends
     learner or controller left RUN/failure (train.py) ──► the run ends as failed
@@ -40,7 +39,7 @@ NodeState = Literal["up", "silent", "down"]
 """State of a dead role's node. silent: the role was started there and nothing was heard
 from it.
 """
-RoleKind = Literal["server", "teacher", "controller", "learner"]
+RoleKind = Literal["server", "controller", "learner"]
 
 
 @dataclass(frozen=True, order=True)
@@ -58,7 +57,7 @@ class Role:
 
     @property
     def serves(self) -> bool:
-        return self.kind in ("server", "teacher")
+        return self.kind == "server"
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ MOMENT_S = 30.0
 """How long writing to the run directory may fail when a role is to be started; after
 that, the disk must be full or gone.
 """
-START_ORDER = ("server", "teacher", "controller", "learner")
+START_ORDER = ("server", "controller", "learner")
 """Servers take longest to start."""
 LEAVE_LIMIT_S = 10.0
 """How long the controller may take to exit once all other roles have ended."""
@@ -92,7 +92,7 @@ def main(
         checks.check_disk(recipe, rundir, rundir.path)
         changes = differences(load(str(rundir.recipe)), recipe) if resumed else []
         launcher = chosen(recipe, rundir)
-        nodes = launcher.survey(PORTS_A_ROLE * (4 + recipe.resources.servers + recipe.teachers))
+        nodes = launcher.survey(PORTS_A_ROLE * (4 + recipe.resources.servers))
         placed = place(recipe, nodes)
         checks.check_placed(recipe, placed, host_bytes)
         endpoints = prepare(recipe, rundir, placed, fingerprints, resumed)
@@ -212,8 +212,9 @@ class Supervisor:
             self.observer.forget_status()
         self.watch.forget(role, time.monotonic())
         self.begins |= log_sizes(self.rundir, role)
-        urls = {"server": self.endpoints.servers, "teacher": self.endpoints.teachers}.get(role.kind)
-        port = int(urls[role.index].rpartition(":")[2]) if urls else 0
+        port = 0
+        if role.kind == "server":
+            port = int(self.endpoints.servers[role.index].rpartition(":")[2])
         self.running[role] = self.launcher.start(
             task(self.recipe, self.rundir, role, port, self.placed[role])
         )

@@ -151,9 +151,8 @@ class LiveRun:
     def ports(self) -> list[int]:
         """Ports the run's endpoints name."""
         endpoints = self.rundir.endpoints()
-        served = (*endpoints.servers, *endpoints.teachers)
         metrics = (endpoints.controller_metrics, endpoints.learner_metrics)
-        urls = (endpoints.controller, *served, *metrics)
+        urls = (endpoints.controller, *endpoints.servers, *metrics)
         return [int(url.rsplit(":", 1)[1]) for url in urls if url]
 
     def scraped(self) -> dict[str, str]:

@@ -51,10 +51,10 @@ TESTED_ELSEWHERE = {
     "megarl plan scalerl-8b --gpus 80 --gpu h100 --model-config llama-3.1-8b --mean-tokens 8000 --simulate --out plan.png": (
         "minutes of simulation; tests/unit/lab/planning/test_plan.py simulates a smaller one"
     ),
-    "megarl study loo quickstart --with grpo-tiny,dapo-tiny --seeds 0,1,2 run.steps=80": (
+    "megarl study loo quickstart --with grpo,dapo --seeds 0,1,2 base=quickstart run.steps=80": (
         "tests/e2e/test_study.py"
     ),
-    "megarl study compare quickstart grpo-tiny dapo-tiny --seeds 0,1 run.steps=80": "the same",
+    "megarl study compare quickstart grpo dapo --seeds 0,1 base=quickstart run.steps=80": "the same",
     "megarl study results runs/studies/loo-quickstart": (
         "tests/unit/lab/study/test_study_results.py"
     ),

@@ -26,7 +26,8 @@ def test_study(workplace: Path) -> None:
         "study",
         "compare",
         "quickstart",
-        "grpo-tiny",
+        "grpo",
+        "base=quickstart",
         "--seeds",
         "0",
         "--dir",
@@ -54,8 +55,8 @@ def test_study(workplace: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2/2 done" in done.stdout
     table = (study / "table.md").read_text().splitlines()
-    assert [line.split("|")[1].strip() for line in table[2:4]] == ["quickstart", "grpo-tiny"]
-    for name in ("quickstart-seed0", "grpo-tiny-seed0"):
+    assert [line.split("|")[1].strip() for line in table[2:4]] == ["quickstart", "grpo"]
+    for name in ("quickstart-seed0", "grpo-seed0"):
         with (study / "points" / f"{name}.csv").open() as file:
             points = list(csv.DictReader(file))
         # A score that is lost with the interruption is made up for by the next

@@ -1,17 +1,16 @@
-"""The teacher's scores, by a real server: transformers' log-probs, also if one is lost;
-a rollout without scores is void.
+"""The teacher's scores, by a real server: transformers' log-probs; a rollout without
+scores is void.
 """
 
 import time
 
-import msgspec
 import numpy as np
 import pytest
 
 from megarl.core.algorithm.advantages import with_advantages
 from megarl.core.algorithm.batch import sequences_in_loss
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment
-from megarl.core.controller.teacher import TeacherServers
+from megarl.core.controller.teacher import TeacherEndpoint
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.sampler import Void
 from megarl.run.process import free_ports
@@ -39,14 +38,16 @@ def rollout(random: np.random.Generator) -> tuple[Segment, ...]:
     return segment(random, 40), segment(random, 6, trained=False), segment(random, 3)
 
 
-def teachers(stack: Stack, recipe: Recipe, *urls: str) -> TeacherServers:
-    return TeacherServers(recipe, msgspec.structs.replace(stack.endpoints, teachers=urls))
+@pytest.fixture(autouse=True)
+def teacher_key(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHER_KEY", stack.endpoints.api_key)
 
 
-def distilled(stack: Stack, weight: float = 0.5, timeout_s: float = 20.0) -> Recipe:
+def distilled(stack: Stack, weight: float = 0.5, timeout_s: float = 20.0, url: str = "") -> Recipe:
+    url = url or stack.server.address.url
     return stack_recipe(
         stack.directory,
-        teacher={"path": "a", "weight": weight},
+        teacher={"url": url, "api_key": "env:TEACHER_KEY", "weight": weight},
         batch={"zero_variance": "keep", "prompts": 1},
         sampling={"generations": 2},
         weights={"timeout_s": timeout_s},
@@ -57,14 +58,12 @@ def distilled(stack: Stack, weight: float = 0.5, timeout_s: float = 20.0) -> Rec
 async def test_advantages_are_transformers_log_probs_less_the_recorded_ones(
     stack: Stack, weight: float
 ) -> None:
-    """One of two teachers is not there: its tickets are scored by the other."""
-    (dead,) = free_ports(1)
     recipe = distilled(stack, weight)
     random = np.random.default_rng(0)
-    asked = teachers(stack, recipe, f"http://127.0.0.1:{dead}", stack.server.address.url)
+    asked = TeacherEndpoint(recipe)
     try:
         each = [rollout(random) for _ in range(2)]
-        given = [await asked.logprobs(0, PROMPT, segments) for segments in each]
+        given = [await asked.logprobs(PROMPT, segments) for segments in each]
     finally:
         await asked.close()
     rollouts = tuple(
@@ -95,7 +94,7 @@ async def test_without_a_teacher_that_answers_a_rollout_is_void_within_the_limit
 ) -> None:
     monkeypatch.setattr("megarl.core.recipe.tree.START_S", 0.0)
     (dead,) = free_ports(1)
-    asked = teachers(stack, distilled(stack, timeout_s=1.0), f"http://127.0.0.1:{dead}")
+    asked = TeacherEndpoint(distilled(stack, timeout_s=1.0, url=f"http://127.0.0.1:{dead}"))
     began = time.monotonic()
     try:
         with pytest.raises(
@@ -105,19 +104,19 @@ async def test_without_a_teacher_that_answers_a_rollout_is_void_within_the_limit
                 r" s\): "
             ),
         ):
-            await asked.logprobs(0, PROMPT, rollout(np.random.default_rng(0)))
+            await asked.logprobs(PROMPT, rollout(np.random.default_rng(0)))
     finally:
         await asked.close()
     assert 0.5 < time.monotonic() - began < 10
 
 
 async def test_a_token_that_the_teacher_has_not_is_refused_at_once(stack: Stack) -> None:
-    asked = teachers(stack, distilled(stack), stack.server.address.url)
+    asked = TeacherEndpoint(distilled(stack))
     beyond = Segment(
         tokens=np.array([10**6], np.int32), logprobs=np.zeros(1, np.float32), weight_version=0
     )
     try:
         with pytest.raises(Void, match="the teacher refuses a rollout"):
-            await asked.logprobs(0, PROMPT, (beyond,))
+            await asked.logprobs(PROMPT, (beyond,))
     finally:
         await asked.close()

@@ -75,7 +75,6 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str
     admin_key: str
     link: LinkKeys
-    teachers: tuple[str, ...] = ()  # like servers
     meetings: dict[str, Meeting] = {}  # of servers that span nodes, by role, such as server-0
     rendezvous_port: int  # for the learner's ranks, on its first node
     rendezvous_host: str = "127.0.0.1"
@@ -95,9 +94,7 @@ class SupervisorEvent(msgspec.Struct, frozen=True):
     time: float
     session: str
     event: str
-    role: Annotated[
-        str, msgspec.Meta(pattern=r"^((server|teacher|controller|learner)-[0-9]{1,9})?$")
-    ] = ""
+    role: Annotated[str, msgspec.Meta(pattern=r"^((server|controller|learner)-[0-9]{1,9})?$")] = ""
     nodes: tuple[str, ...] = ()
 
 
@@ -131,11 +128,6 @@ class RunDir:
         self.prometheus = path / "prometheus"  # scrape targets
         self.weights = path / "weights"  # that servers read with weights.transport=disk
         self.evaluations = path / "evaluations"
-
-    @property
-    def parent(self) -> "RunDir":
-        """The run that this one was forked from."""
-        return RunDir(self.path / "parent")
 
     @staticmethod
     def opened(path: Path) -> "RunDir":

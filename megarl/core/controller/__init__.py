@@ -9,7 +9,7 @@ pipeline.py      admits tickets, has them generated, settles them, schedules
                  evaluations; the simulator runs it too
 window.py        how far ahead of the learner to draw, from measured durations
 tickets.py       how a ticket becomes a group: drawn, sampled, scored, graded
-teacher.py       log-probs from the teacher's servers
+teacher.py       log-probs from the teacher's endpoint
 draw.py          which task and which prompt is drawn next (pure)
 evaluations.py   which versions are evaluated, on servers that are pinned for it
 parity.py        which rollouts both learner and servers score, and when

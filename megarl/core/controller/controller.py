@@ -54,7 +54,7 @@ from megarl.core.controller.metrics import ComputeClock, Meter, Spent, session_o
 from megarl.core.controller.parity import Parity
 from megarl.core.controller.pipeline import Pipeline
 from megarl.core.controller.servers import Servers
-from megarl.core.controller.teacher import TeacherServers
+from megarl.core.controller.teacher import TeacherEndpoint
 from megarl.core.controller.tickets import Tickets
 from megarl.core.evaluation.forecast import Forecast, TrustedWatch
 from megarl.core.evaluation.score import Asker, Questions
@@ -138,7 +138,7 @@ class Controller:
         self.sampler = Sampler(
             recipe, tokenizer, self.servers, self.environments, self.agents, positions(recipe)
         )
-        self.teacher = TeacherServers(recipe, endpoints) if recipe.teachers else None
+        self.teacher = TeacherEndpoint(recipe) if recipe.teacher.weight else None
         model = in_directory(recipe.model.path)
         self.parity = Parity(recipe, tokenizer.end, model, self.servers, changed, self._fail, salt)
         mixture = mixture_of(recipe, tasks.prompts, journal.state)

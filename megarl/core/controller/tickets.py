@@ -23,7 +23,7 @@ from megarl.core.base.types import Group, Prompt, Rollout
 from megarl.core.controller.draw import Mixture
 from megarl.core.controller.parity import Candidate, Parity, compared
 from megarl.core.controller.pipeline import settled
-from megarl.core.controller.teacher import TeacherServers
+from megarl.core.controller.teacher import TeacherEndpoint
 from megarl.core.journal.records import Admitted, Finished, Removed
 from megarl.core.recipe import Length, Recipe
 from megarl.core.sampling import length_control
@@ -75,7 +75,7 @@ class Tickets:
         graders: Graders,
         parity: Parity,
         salt: str,
-        teacher: TeacherServers | None = None,
+        teacher: TeacherEndpoint | None = None,
     ) -> None:
         self._recipe = recipe
         self._salt = salt
@@ -185,9 +185,7 @@ class Tickets:
         teacher_logprobs = None
         if self._teacher is not None and completion.segments:
             with spans.timed("controller/teacher", name):
-                teacher_logprobs = await self._teacher.logprobs(
-                    ticket, prompt.tokens, completion.segments
-                )
+                teacher_logprobs = await self._teacher.logprobs(prompt.tokens, completion.segments)
         with spans.timed("controller/grading", name):
             grade = await self._grade(prompt, completion, ungraded)
         routing = None

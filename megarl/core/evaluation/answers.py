@@ -21,6 +21,7 @@ from msgspec import UNSET, UnsetType
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.files import contents, lines_of
 from megarl.core.base.rundir import line_of, opened_jsonl, write_atomically, writing
+from megarl.core.base.schema import check_schema
 from megarl.core.base.types import JsonObject
 
 SCHEMA_VERSION = 1
@@ -171,9 +172,5 @@ def _decoded[T: (Answer, Result)](path: Path, number: int, data: bytes, kind: ty
         raise MegarlError(f"{path}:{number}: not written by an evaluation: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    if result.schema_version != SCHEMA_VERSION:
-        raise MegarlError(
-            f"{path}:{number}: written in schema version {result.schema_version}, this version of"
-            f" megarl reads {SCHEMA_VERSION}"
-        )
+    check_schema(f"{path}:{number}", result.schema_version, SCHEMA_VERSION)
     return result

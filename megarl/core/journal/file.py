@@ -20,6 +20,7 @@ import msgspec
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.files import opened
 from megarl.core.base.rundir import write_atomically, writing
+from megarl.core.base.schema import check_schema
 from megarl.core.base.types import SCHEMA_VERSION, decode, encode
 from megarl.core.journal.records import Finished, JournalRecord, Snapshot, State
 
@@ -129,11 +130,7 @@ def _check_header(path: Path, header: bytes) -> None:
     if len(header) < FILE_HEADER.size or FILE_HEADER.unpack(header)[0] != MAGIC:
         raise MegarlError(f"{path}: not a rollout journal (offset 0); move it away or restore it")
     version = FILE_HEADER.unpack(header)[1]
-    if version != SCHEMA_VERSION:
-        raise MegarlError(
-            f"{path}: written in schema version {version}, this version of megarl reads"
-            f" {SCHEMA_VERSION}; continue with the version that began the run"
-        )
+    check_schema(path, version, SCHEMA_VERSION)
 
 
 def _check_tail(path: Path, file: BinaryIO, offset: int, size: int) -> None:

@@ -144,9 +144,7 @@ class StateTotals(msgspec.Struct, kw_only=True):
     evaluation_hours: float = 0.0
     joined_hours: float = 0.0
     session_published: bool = False  # whether weights were published in this life of the supervisor
-    earlier_sessions: tuple[
-        str, ...
-    ] = ()  # names, except of sessions before a snapshot by an older version
+    earlier_sessions: tuple[str, ...] = ()  # names
     window: int = 0  # tickets, from the last publication; 0 before the first
     drawn_before: dict[str, int] = {}  # by task: draws under the shares of a fork's parent
 

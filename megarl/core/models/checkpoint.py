@@ -60,6 +60,7 @@ from megarl.core.base.hf_files import read_config
 from megarl.core.base.process import environment
 from megarl.core.base.retention import named_checkpoint, split_name
 from megarl.core.base.rundir import CHECKPOINT, META, complete, write_atomically
+from megarl.core.base.schema import check_schema
 from megarl.core.models.hf import copy_description, everywhere, partial_of, prepared_partial
 
 log = logging.getLogger(__name__)
@@ -289,11 +290,7 @@ def read_meta(path: Path) -> CheckpointMeta:
         meta = msgspec.json.decode((path / META).read_bytes(), type=CheckpointMeta)
     except msgspec.DecodeError as error:
         raise CorruptCheckpoint(f"{path / META}: unreadable: {error}") from None
-    if meta.schema != SCHEMA_VERSION:
-        raise MegarlError(
-            f"{path / META}: schema {meta.schema}, this version of megarl reads {SCHEMA_VERSION};"
-            " use the one that wrote it"
-        )
+    check_schema(path / META, meta.schema, SCHEMA_VERSION)
     if meta.checksum != _own_checksum(meta):
         raise CorruptCheckpoint(
             f"{path / META}: not as it was written; the checkpoint is damaged, use an older one"

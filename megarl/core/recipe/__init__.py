@@ -4,8 +4,6 @@
 
     tree.py     the tree, its defaults and what each key means      rules.py  which combinations are impossible
     loading.py  YAML, bases, overrides ──► Recipe ──► YAML; one clear line per fault
-    removed.py  keys of earlier versions, and the values with which a recipe may still
-    have them
 
 Unknown keys, wrong types and impossible combinations raise one `MegarlError` that names
 the key, file, line and, for a misspelt key, the nearest known one.
@@ -45,6 +43,7 @@ from megarl.core.recipe.tree import (
     Service,
     Suite,
     Task,
+    Teacher,
 )
 
 __all__ = [
@@ -67,6 +66,7 @@ __all__ = [
     "Service",
     "Suite",
     "Task",
+    "Teacher",
     "base_of",
     "describe",
     "differences",

@@ -21,10 +21,14 @@ from pydantic_core import ErrorDetails
 
 from megarl.core.base.errors import MegarlError, listed
 from megarl.core.base.files import opened
-from megarl.core.recipe.removed import KeyFault, drop_removed
+from megarl.core.base.schema import check_schema
 from megarl.core.recipe.rules import impossible
 from megarl.core.recipe.tree import Recipe, RecipeTree
 
+type KeyFault = tuple[tuple[str, ...], str]
+"""A key of a recipe, and what is wrong with it."""
+SCHEMA_VERSION = 1
+"""Version of RUN/recipe.yaml, in its key `schema`. A recipe written by hand needs none."""
 SUITES = ("evaluation", "suites")
 Origin = dict[tuple[str, ...], str]
 """The `file:line` or the override that set each key. Under the empty key: the source of
@@ -180,9 +184,20 @@ DEEPEST = 32
 
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """Load the recipe of this name or file, with dotted overrides
-    (`model.tensor_parallel=2`).
+    (`model.tensor_parallel=2`). `base=NAME` among them replaces the recipe's base.
     """
-    return _overridden(*_read(_find(name_or_path)), overrides)
+    path = _find(name_or_path)
+    base = ""
+    keys = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "base":
+            base = value
+        else:
+            keys.append(override)
+    if base and _find(base) == path:
+        base = ""  # a study's recipes side by side, of which one is the others' base
+    return _overridden(*_read(path, base=base), keys)
 
 
 def base_of(name_or_path: str) -> tuple[str, Recipe]:
@@ -243,10 +258,49 @@ def _find(name_or_path: str) -> Path:
     )
 
 
-def _read(path: Path, derived: tuple[Path, ...] = ()) -> tuple[RecipeTree, Origin]:
-    """Return a recipe file's tree merged over its `base`, and each key's `file:line`.
-    derived: the files that led here.
+def _read(path: Path, derived: tuple[Path, ...] = (), base: str = "") -> tuple[RecipeTree, Origin]:
+    """Return a recipe file's tree merged over its base, and each key's `file:line`.
+    derived: the files that led here. base: replaces the file's `base`.
     """
+    tree, origin = _read_file(path)
+    named = str(tree.pop("base", ""))
+    by_base = _by_base(tree.pop("with_base", {}), origin)
+    if base and not named:
+        raise MegarlError(f"base={base}: {path} has no base to be replaced; leave it out")
+    if not named:
+        return tree, origin
+    place = "override base" if base else origin["base",]
+    try:
+        under_path = _find(base or named)
+    except MegarlError as error:
+        raise MegarlError(f"{place}: base: {error}") from None
+    if under_path in (path, *derived):
+        raise MegarlError(
+            f"{place}: base: {under_path} is itself derived from this recipe; give another"
+        )
+    name = under_path.stem
+    for key, line in list(origin.items()):
+        if key[:2] == ("with_base", name):
+            origin[key[2:] or key] = line
+    under, lines = _read(under_path, (path, *derived))
+    return _merged(_merged(under, tree), by_base.get(name, {})), lines | origin
+
+
+def _by_base(section: Any, origin: Origin) -> dict[str, RecipeTree]:
+    """Return what a recipe sets for each base only, by the base's name. MegarlError if
+    a name is not a shipped recipe's.
+    """
+    if not isinstance(section, dict):
+        raise MegarlError(f"{origin['with_base',]}: with_base: give sections by their base's name")
+    for name, keys in section.items():
+        if name not in shipped() or not isinstance(keys, dict):
+            place = origin["with_base", str(name)]
+            raise MegarlError(f"{place}: with_base.{name}: give a shipped recipe's name, and keys")
+    return section
+
+
+def _read_file(path: Path) -> tuple[RecipeTree, Origin]:
+    """Return a recipe file's tree, and each key's `file:line`."""
     try:
         tree, node = _parsed(_text(path))
     except yaml.MarkedYAMLError as error:
@@ -262,19 +316,7 @@ def _read(path: Path, derived: tuple[Path, ...] = ()) -> tuple[RecipeTree, Origi
         raise MegarlError(
             f"{path}:1: a recipe is a mapping of sections; this is a {type(tree).__name__}"
         )
-    origin = {(): str(path)} | _lines(node, path)
-    if "base" not in tree:
-        return tree, origin
-    try:
-        base = _find(str(tree.pop("base")))
-    except MegarlError as error:
-        raise MegarlError(f"{origin['base',]}: base: {error}") from None
-    if base in (path, *derived):
-        raise MegarlError(
-            f"{origin['base',]}: base: {base} is itself derived from this recipe; give another"
-        )
-    under, lines = _read(base, (path, *derived))
-    return _merged(under, tree), lines | origin
+    return tree, {(): str(path)} | _lines(node, path)
 
 
 def _text(path: Path) -> str:
@@ -429,10 +471,12 @@ def _apply(tree: RecipeTree, override: str, origin: Origin) -> None:
 
 
 def _validated(tree: RecipeTree, origin: Origin) -> Recipe:
-    """Return the recipe. MegarlError if it is invalid, with a line for each fault:
-    `file:line: key: what is wrong`.
+    """Return the recipe. MegarlError if its file has another schema or if it is
+    invalid, with a line for each fault: `file:line: key: what is wrong`.
     """
-    faults = drop_removed(tree)
+    written_by = origin.get(("schema",), origin[()])
+    check_schema(written_by, tree.pop("schema", SCHEMA_VERSION), SCHEMA_VERSION)
+    faults: list[KeyFault] = []
     try:
         recipe = Recipe.model_validate(_adapted(tree, Recipe))
         for key, _, message in (problem.partition(": ") for problem in impossible(recipe)):
@@ -469,9 +513,11 @@ def _adapted(tree: Any, kind: Any) -> Any:
 
 
 def dump(recipe: Recipe) -> str:
+    """Return the recipe as YAML that `load` reads, with the number of its schema."""
+    tree = {"schema": SCHEMA_VERSION, **recipe.model_dump(mode="json")}
     # Only ASCII: PyYAML cannot read back some of the other characters that it writes
     # literally, such as U+0085.
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, width=120)
+    return yaml.safe_dump(tree, sort_keys=False, width=120)
 
 
 def describe(recipe: Recipe) -> str:

@@ -22,12 +22,10 @@ OF_USERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 LOSSES = ("cispo", "clip", "dppo", "gmpo", "gspo", "reinforce")
 """Built-in losses; others are functions."""
 ALGORITHMS = {
-    "grpo": "GRPO's loss is clip; the recipes grpo-8b and grpo-tiny have the rest of it",
-    "dapo": "DAPO's loss is clip; the recipes dapo-8b and dapo-tiny have the rest of it",
-    "dr-grpo": (
-        "Dr. GRPO's loss is clip; the recipes dr-grpo-8b and dr-grpo-tiny have the rest of it"
-    ),
-    "ppo": "PPO's loss is clip; the recipes ppo-critic-8b and ppo-critic-tiny have the rest of it",
+    "grpo": "GRPO's loss is clip; the recipe grpo has the rest of it",
+    "dapo": "DAPO's loss is clip; the recipe dapo has the rest of it",
+    "dr-grpo": "Dr. GRPO's loss is clip; the recipe dr-grpo has the rest of it",
+    "ppo": "PPO's loss is clip; the recipe ppo-critic has the rest of it",
     "rloo": "RLOO's loss is reinforce, with batch.centring: leave_one_out",
 }
 """Algorithms that people give as a loss, and what to write."""
@@ -198,10 +196,10 @@ def _losses(r: Recipe) -> Iterator[str]:
 def _teacher(r: Recipe) -> Iterator[str]:
     if not r.teacher.weight:
         return
-    if not r.teacher.path:
+    if not r.teacher.url:
         yield (
-            "teacher.path: teacher.weight above 0 needs a teacher; give its directory, or set"
-            " teacher.weight=0"
+            "teacher.url: teacher.weight above 0 needs a teacher; give an SGLang server's address"
+            " (`megarl serve --model DIR` starts one), or set teacher.weight=0"
         )
     yield from _keeps_all_groups(r, "a teacher")
     if r.has_critic:
@@ -218,11 +216,6 @@ def _teacher(r: Recipe) -> Iterator[str]:
         yield (
             "sampling.temperature: the teacher scores at temperature 1, but rollouts are sampled"
             f" at {r.sampling.temperature:g}; set 1"
-        )
-    if r.resources.colocate:
-        yield (
-            "resources.colocate: the teacher's servers need GPUs of their own; set"
-            " resources.colocate=false"
         )
 
 
@@ -480,7 +473,7 @@ def _agents(r: Recipe) -> Iterator[str]:
                 f"{key}.agent: experts are not recorded for an agent's paths; set"
                 " model.moe.routing_replay=false"
             )
-        if r.teachers:
+        if r.teacher.weight:
             yield f"{key}.agent: a teacher cannot score an agent's paths; set teacher.weight=0"
         if r.agent.credit == "turn" and r.has_critic:
             yield (

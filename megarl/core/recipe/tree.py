@@ -2,12 +2,13 @@
 the paper gives no number for it.
 """
 
-import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+
+from megarl.core.base.api_key import check_key_place
 
 type RecipeTree = dict[str, Any]
 """The contents of a recipe file, or a part of them, not checked yet."""
@@ -45,6 +46,8 @@ class Curriculum(Section):
     )
 
 
+KeyPlace = Annotated[str, AfterValidator(check_key_place)]
+"""Where a key is: env:VARIABLE or file:PATH."""
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 """The name of a task or reward; it becomes part of metric names."""
 
@@ -53,19 +56,10 @@ class Service(Section):
     """A reward service, asked over HTTP."""
 
     url: str = Field(pattern=r"^https?://[^@\s]+$", description="requests are POSTed to it")
-    api_key: str = Field(
+    api_key: KeyPlace = Field(
         "", description="where its key is: env:VARIABLE or file:PATH; empty: it has none"
     )
     timeout_s: float = Field(60.0, gt=0, description="limit of a request, in seconds")
-
-    @field_validator("api_key")
-    @classmethod
-    def a_place_not_the_key(cls, api_key: str) -> str:
-        if api_key and not re.fullmatch(r"(env|file):.+", api_key):
-            raise ValueError(
-                "should be env:VARIABLE or file:PATH, which hold the key, not the key itself"
-            )
-        return api_key
 
 
 class Reward(Section):
@@ -287,8 +281,8 @@ class Run(Section):
         "",
         pattern=r"^$|^.+@0*[1-9][0-9]*$",
         description=(
-            "RUN@STEP: start with that run's weights, optimiser, draws and compute after STEP"
-            " steps; empty: afresh"
+            "RUN@STEP: start with that run's weights, optimiser, draws and compute at its"
+            " checkpoint of STEP; empty: afresh"
         ),
     )
     interface: str = Field(
@@ -419,10 +413,6 @@ class Resources(Section):
         ),
     )
     threads: int = Field(1, ge=1, description="CPU threads per learner rank or server")
-    teacher_servers: int = Field(
-        1, ge=1, description="servers of the teacher, if there is one (teacher.weight)"
-    )
-    teacher_tensor_parallel: int = Field(1, ge=1, description="GPUs per server of the teacher")
 
 
 class Stage(Section):
@@ -687,12 +677,17 @@ class Reference(Section):
 
 
 class Teacher(Section):
-    """On-policy distillation: a frozen model, on servers of its own, scores what the
-    policy samples. Not part of ScaleRL.
+    """On-policy distillation: a frozen model, behind any SGLang endpoint, scores what
+    the policy samples. Not part of ScaleRL.
     """
 
-    path: str = Field(
-        "", description="Hugging Face directory of the teacher, with the policy's tokens"
+    url: str = Field(
+        "",
+        pattern=r"^$|^https?://[^@\s]+$",
+        description="an SGLang server's address, whose model has the policy's tokens",
+    )
+    api_key: KeyPlace = Field(
+        "", description="where its key is: env:VARIABLE or file:PATH; empty: it has none"
     )
     weight: float = Field(
         0.0,
@@ -700,7 +695,7 @@ class Teacher(Section):
         le=1,
         description=(
             "weight of log pi_teacher - log mu in a token's advantage; the reward has the rest; 1:"
-            " only distillation; 0: no teacher is served"
+            " only distillation; 0: no teacher is asked"
         ),
     )
 
@@ -1087,35 +1082,6 @@ class Recipe(Section):
         quarter of all; the others go on.
         """
         return -(-self.resources.servers // 4)
-
-    @property
-    def teachers(self) -> int:
-        """Number of servers of the teacher; 0 without one."""
-        return self.resources.teacher_servers if self.teacher.weight else 0
-
-    @property
-    def teacher_gpus(self) -> int:
-        """GPUs, or processes, of all the teacher's servers."""
-        return self.teachers * self.resources.teacher_tensor_parallel
-
-    @property
-    def teacher_recipe(self) -> "Recipe":
-        """The recipe for the teacher's servers: its model, at the learner's precision
-        and the policy's lengths. It has no learner that corrects what FP8 changes in
-        its scores, and need not have experts.
-        """
-        plain = {"quantization": "none", "kv_cache_dtype": "auto", "expert_parallel": False}
-        resources = {
-            "servers": self.teachers,
-            "server_tensor_parallel": self.resources.teacher_tensor_parallel,
-        }
-        return self.model_copy(
-            update={
-                "model": self.model.model_copy(update={"path": self.teacher.path}),
-                "resources": self.resources.model_copy(update=resources),
-                "serving": self.serving.model_copy(update=plain),
-            }
-        )
 
     @property
     def forecast_column(self) -> str:

@@ -42,10 +42,7 @@ def check(recipe: Recipe, cuda: bool) -> None:
     if what := undivided(model, ranks, whole_experts):  # every rank would end with an assertion
         most = next(n for n in range(ranks - 1, 0, -1) if not undivided(model, n, whole_experts))
         why = f"SGLang cannot divide the {what} of {path} among a server's {ranks} GPUs"
-        advice = (
-            f"use {most} or another divisor (for a teacher's servers,"
-            " resources.teacher_tensor_parallel)"
-        )
+        advice = f"use {most} or another divisor"
         raise MegarlError(f"resources.server_tensor_parallel: {why}; {advice}")
     check_fp8(recipe, model, ranks, cuda)
     if model.sinks and cuda and recipe.model.dtype != "bf16":

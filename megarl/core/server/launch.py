@@ -1,5 +1,5 @@
-"""`megarl serve`: start one SGLang server of the policy, or of the teacher, from the
-recipe.
+"""`megarl serve`: start one SGLang server of the policy from the recipe, or of any
+model for others, such as a teacher.
 
     recipe + RUN/endpoints.json ──► checks (one MegarlError) ──► environment() + engine_arguments() ──► SGLang, in this process
 
@@ -18,6 +18,7 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -40,7 +41,7 @@ from megarl.core.base.process import (
     start_logging,
     without_proxy,
 )
-from megarl.core.base.rundir import Endpoints, Meeting, RunDir
+from megarl.core.base.rundir import Endpoints, LinkKeys, Meeting, RunDir
 from megarl.core.recipe import Recipe
 from megarl.core.server import memory_saver, workers
 from megarl.core.server.checks import OWN_EVERYWHERE, check, check_gpus, check_kernels
@@ -57,19 +58,35 @@ MODELS = "megarl.core.server.sglang_models"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = False) -> None:
-    """Serve until killed. The server is killed when its parent dies, and its child
-    processes with it. host: the address to listen on; empty: the one in the endpoints.
-    teacher: serve the recipe's teacher.
+def serve_model(recipe: Recipe, host: str, port: int, api_key: str) -> None:
+    """Serve the recipe's model to whoever has the key, without a run, until killed."""
+    endpoints = Endpoints(
+        session="serve",
+        controller="",
+        servers=(f"http://{host}:{port}",),
+        api_key=api_key,
+        admin_key=secrets.token_hex(16),
+        link=LinkKeys.new(),
+        rendezvous_port=0,
+    )
+    serve(recipe, 0, port, host, endpoints)
+
+
+def main(recipe: Recipe, index: int, port: int, host: str = "") -> None:
+    """Serve as a role of the recipe's run until killed. The server is killed when its
+    parent dies. host: the address to listen on; empty: the one in the endpoints.
     """
     die_with_parent()
-    os.umask(0o077)  # SGLang's processes trust what they receive over sockets in the file system
-    start_logging(f"{'teacher' if teacher else 'server'} {index}")
     endpoints = RunDir(recipe.run.path).endpoints()
-    urls, recipe = (
-        (endpoints.teachers, recipe.teacher_recipe) if teacher else (endpoints.servers, recipe)
-    )
-    meeting = endpoints.meetings.get(f"{'teacher' if teacher else 'server'}-{index}", Meeting(1, 0))
+    host = host or str(urlsplit(endpoints.servers[index]).hostname)
+    serve(recipe, index, port, host, endpoints)
+
+
+def serve(recipe: Recipe, index: int, port: int, host: str, endpoints: Endpoints) -> None:
+    """Serve until killed; the server's child processes die with it."""
+    os.umask(0o077)  # SGLang's processes trust what they receive over sockets in the file system
+    start_logging(f"server {index}")
+    meeting = endpoints.meetings.get(f"server-{index}", Meeting(1, 0))
     node = int(os.environ[NODE_RANK]) if meeting.nodes > 1 else 0
     os.environ["OMP_NUM_THREADS"] = str(recipe.resources.threads)  # before torch is imported
     with importing():
@@ -78,7 +95,6 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
         from megarl.shims import fp16_on_cpu, sglang_cpu
 
         cuda = torch.cuda.is_available()
-        host = host or str(urlsplit(urls[index]).hostname)
         check(recipe, cuda)
         open_served_model(Path(recipe.model.path))
         if cuda:

@@ -56,19 +56,11 @@ def main(
 
 
 def _refuse_too_few(posed: PlanningProblem) -> None:
-    recipe = posed.recipe
-    teacher_gpus = recipe.teacher_gpus
-    if posed.gpus >= 2 + teacher_gpus or recipe.resources.colocate:
-        return
-    unless = "unless they share it (resources.colocate, as in scalerl-1gpu)"
-    if teacher_gpus:
-        unless = (
-            f"besides the teacher's {teacher_gpus} (resources.teacher_servers x"
-            " teacher_tensor_parallel)"
+    if posed.gpus < 2 and not posed.recipe.resources.colocate:
+        raise MegarlError(
+            f"--gpus: {posed.gpus} is too few: at least one generates and one trains, unless they"
+            " share it (resources.colocate, as in scalerl-1gpu)"
         )
-    raise MegarlError(
-        f"--gpus: {posed.gpus} is too few: at least one generates and one trains, {unless}"
-    )
 
 
 def problem(

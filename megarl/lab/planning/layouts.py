@@ -4,9 +4,7 @@ others are impossible.
     learner GPUs L ─► TP x PP x CP x EP ─► megarl's own rules ─► memory
                    ─► seconds of training ─► the fastest for this L   ┐
     server TP      ─► memory, KV ─► rate of a server ─────────────────┤
-           seconds of a step with (N - T - L) / TP servers ◄──────────┘
-
-T: GPUs of the recipe's teacher, if it has one.
+           seconds of a step with (N - L) / TP     servers ◄──────────┘
 
 A step is estimated to take as long as the slower of its two halves; `megarl plan
 --simulate` simulates the best layouts.
@@ -66,9 +64,7 @@ class LearnerChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One division of the GPUs, with its expected performance. gpus: their number,
-    including those of a teacher.
-    """
+    """One division of the GPUs, with its expected performance. gpus: their number."""
 
     recipe: Recipe
     gpus: int
@@ -187,7 +183,7 @@ def _search(problem: PlanningProblem, refused: Counter[str]) -> list[Plan]:
         else:
             servers[ranks] = server
     plans = []
-    gpus = problem.gpus - problem.recipe.teacher_gpus
+    gpus = problem.gpus
     node = problem.gpu.node_gpus
     step = 1 << max(0, (gpus // SPLITS).bit_length() - 1)
     for learner_gpus in range(step, gpus, step):
@@ -443,7 +439,7 @@ def evaluate(
         halves = _alternating(recipe, work, decoder, limit, busy)
     return Plan(
         recipe=recipe,
-        gpus=gpus + recipe.teacher_gpus,
+        gpus=gpus,
         learner=learner.memory,
         server=server,
         decoder=decoder,

@@ -277,12 +277,6 @@ def _figures(plan: Plan) -> dict[str, str]:
 def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     recipe = plan.recipe
     evaluation = recipe.evaluation
-    teacher_gpus = recipe.teacher_gpus
-    if teacher_gpus:
-        yield (
-            f"note: {teacher_gpus} GPUs are the teacher's (resources.teacher_*); whether it fits"
-            " and keeps up is not estimated"
-        )
     if recipe.has_critic:
         size = memory.critic_state(recipe, problem.shape) / GB
         yield (
@@ -347,7 +341,6 @@ def as_json(
     """Return as JSON what `tables` prints, unrounded."""
     return {
         "gpus": problem.gpus,
-        "teacher_gpus": problem.recipe.teacher_gpus,
         "gpu": problem.gpu.name,
         "parameters": problem.shape.parameters,
         "active_parameters": problem.shape.active_parameters,

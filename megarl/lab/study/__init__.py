@@ -7,6 +7,5 @@ curves of their runs.
 
 `megarl study loo RECIPE` is `megarl study run loo RECIPE`. `megarl study search` drops
 half of the variants at each rung (search.py), by the asymptotes predicted from their
-scores. `megarl study corpus` makes many small runs in the same way and keeps a record
-of each (corpus.py), to test forecasts with.
+scores.
 """

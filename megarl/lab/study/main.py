@@ -1,5 +1,4 @@
-"""`megarl study loo | run | compare | corpus | results`: runs a study's tasks in turn,
-or in a Slurm array one per job.
+"""`megarl study loo | run | compare | results`: runs a study's tasks in turn, or in a Slurm array one per job.
 
     waiting or begun ─► `megarl train STUDY/recipes/NAME.yaml` ─► done | failed        (a begun run resumes from its checkpoint)
 
@@ -58,24 +57,12 @@ def run_variants(study: str, recipe: str, beside: Sequence[str], options: StudyO
     others = side_by_side(beside, options.overrides)
     if twice := recipes.keys() & others.keys():
         raise MegarlError(f"--with: {', '.join(sorted(twice))} is in the study already")
-    return _study(f"{Path(study).stem}-{Path(recipe).stem}", recipes | others, options)
+    return run_study(f"{Path(study).stem}-{Path(recipe).stem}", recipes | others, options)
 
 
 def compare(names: Sequence[str], options: StudyOptions) -> int:
     recipes = side_by_side(names, options.overrides)
-    return _study("-".join(["compare", *recipes]), recipes, options)
-
-
-def corpus(options: StudyOptions) -> int:
-    """Run the corpus, or one task of it, and record each run as it ends."""
-    from megarl.lab.study import corpus as kinds  # imports transformers, so only when needed
-
-    path = Path(options.directory or "runs/studies/corpus")
-    recipes = kinds.recipes(path, tuple(options.overrides))
-    hooks = StudyHooks(
-        kinds.before, lambda task: kinds.record_of(task).exists(), kinds.record, lambda _: 0
-    )
-    return _study("corpus", recipes, options, hooks)
+    return run_study("-".join(["compare", *recipes]), recipes, options)
 
 
 def table_and_plots(path: Path) -> int:
@@ -114,9 +101,10 @@ class StudyHooks(NamedTuple):
 USUAL = StudyHooks()
 
 
-def _study(
+def run_study(
     kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, hooks: StudyHooks = USUAL
 ) -> int:
+    """Run a study's tasks, or the one that the options name; return the exit status."""
     if (study := prepared(kind, recipes, options)) is None:
         return 0
     if options.task is None:

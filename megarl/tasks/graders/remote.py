@@ -20,15 +20,13 @@ import asyncio
 import json
 import logging
 import math
-import os
-from pathlib import Path
 
 import aiohttp
 import msgspec
 from yarl import URL
 
+from megarl.core.base.api_key import read_api_key
 from megarl.core.base.contracts import GraderDown, Verdict
-from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Service
 from megarl.tasks.graders.answer import Submission
 
@@ -180,23 +178,7 @@ def headers(name: str, service: Service) -> dict[str, str]:
     """Return the headers of a request to the service; MegarlError if its key is
     unavailable.
     """
-    key = ""
-    kind, _, place = service.api_key.partition(":")
-    if kind == "env":
-        key = os.environ.get(place, "").strip()
-        if not key:
-            raise MegarlError(f"data.services.{name}.api_key: {place} is not set; export it")
-    elif kind == "file":
-        try:
-            key = Path(place).read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise MegarlError(f"data.services.{name}.api_key: {place}: {error}") from None
-        if not key:
-            raise MegarlError(f"data.services.{name}.api_key: {place} is empty")
-    if len(key.split()) > 1:
-        raise MegarlError(
-            f"data.services.{name}.api_key: {place} has white space in it; give it the key alone"
-        )
+    key = read_api_key(f"data.services.{name}.api_key", service.api_key)
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if key:
         headers["Authorization"] = f"Bearer {key}"

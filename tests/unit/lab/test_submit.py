@@ -24,11 +24,12 @@ CONFIGS = {
     "scalerl-8b": "llama-3.1-8b",
 }
 """The model's config, by how a recipe's name begins; the others have a small one."""
+BASELINES = ("dapo", "dr-grpo", "grpo", "gspo", "magistral", "minimax-m1", "ppo-critic")
 NOT_ON_BLACKWELL = {"scalerl-17bx16", "scalerl-17bx16-h100"}
 
 
 def config_of(name: str) -> str:
-    if name.endswith("-8b"):
+    if name in BASELINES:
         return "llama-3.1-8b"
     return next((c for start, c in CONFIGS.items() if name.startswith(start)), "qwen3-0.6b")
 

@@ -100,36 +100,6 @@ def test_missing_model(tree: Tree) -> None:
         preflight.check_inputs(changed(tree, model={"path": "/nowhere"}, sft={"init": ""}))
 
 
-def test_a_teacher_has_the_policys_tokens(tree: Tree, tmp_path: Path) -> None:
-    """If two tokens have changed places, the first is named; without a weight nobody
-    looks.
-    """
-    teacher = tmp_path / "teacher"
-    shutil.copytree(tree["model"]["path"], teacher)
-    sections: dict[str, Tree] = {
-        "teacher": {"path": str(teacher), "weight": 0.1},
-        "batch": {"zero_variance": "keep"},
-    }
-    same = preflight.check_inputs(changed(tree, **sections))
-    file = teacher / "tokenizer.json"
-    tokens = json.loads(file.read_text())
-    vocabulary = tokens["model"]["vocab"]
-    (one, a), (other, b), *_ = sorted(vocabulary.items(), key=lambda item: item[1])[5:]
-    vocabulary |= {one: b, other: a}
-    file.write_text(json.dumps(tokens))
-    said = rf"teacher\.path: its tokens are not those of model.path: {a} is .*4 such differences"
-    with pytest.raises(MegarlError, match=said):
-        preflight.check_inputs(changed(tree, **sections))
-    without = preflight.check_inputs(changed(tree, teacher={"path": str(teacher)}))
-    assert same.keys() - without.keys() == {"teacher.path: weights"}
-    with pytest.raises(
-        MegarlError, match=r"teacher\.path: '/nowhere' is not a Hugging Face model directory"
-    ):
-        preflight.check_inputs(
-            changed(tree, teacher={"path": "/nowhere", "weight": 0.1}, batch=sections["batch"])
-        )
-
-
 def test_prompts_in_which_the_template_has_closed_the_thinking(tree: Tree) -> None:
     """As Qwen3's without thinking: no completion would have an end of thinking, and
     each count as wrong.

@@ -232,18 +232,6 @@ def test_a_fork_at_a_checkpoint(
     )
 
 
-def test_between_checkpoints_it_keeps_what_is_replayed(tmp_path: Path, parent: RunDir) -> None:
-    rundir = begun(recipe_of(tmp_path, fork_at=5))
-    assert not list(rundir.checkpoints.iterdir())
-    assert [path.name for path in rundir.parent.checkpoints.iterdir()] == ["step-0000004"]
-    kept = JournalReader(rundir.parent.rollouts)
-    tickets = kept.fold().admission.batch(4)
-    assert tickets is not None
-    assert [g.ticket for g in kept.groups(tickets)] == list(tickets)
-    before = begun(recipe_of(tmp_path, name="early", fork_at=2))
-    assert not list(before.parent.checkpoints.iterdir()), "from the model as it came, by replay"
-
-
 def test_a_fork_of_a_fork(tmp_path: Path, parent: RunDir) -> None:
     """Its parent has nothing from before the step at which it forked itself, be it
     draws or batches.
@@ -258,6 +246,7 @@ def test_a_fork_of_a_fork(tmp_path: Path, parent: RunDir) -> None:
         journal.append(drawn, Finished(group=group(ticket, f"n{ticket}", False), time=5.0))
     journal.close()
     lines = [{"step": s, "compute_hours": 9.0} for s in (4, 5)]
+    shutil.copytree(first.checkpoints / "step-0000004", first.checkpoints / "step-0000005")
     first.metrics.write_text(
         first.metrics.read_text() + "".join(json.dumps(line) + "\n" for line in lines)
     )
@@ -271,17 +260,12 @@ def test_a_fork_of_a_fork(tmp_path: Path, parent: RunDir) -> None:
         JournalReader(first.rollouts).state_before(5).admission.next_ticket
         == admission.next_ticket - PROMPTS
     )
+    shutil.copytree(first.checkpoints / "step-0000004", first.checkpoints / "step-0000003")
     early = recipe_of(
         tmp_path, run={"fork": f"{first.path}@3", "name": "early", "dir": str(tmp_path)}
     )
     with pytest.raises(MegarlError, match="what was drawn before step 3 is gone"):
         fork.check(early)
-    shutil.rmtree(first.checkpoints / "step-0000004")
-    with pytest.raises(
-        MegarlError,
-        match=r"no longer has all the groups needed, and steps 0 to 4 have to be replayed",
-    ):
-        fork.check(second)
 
 
 @pytest.mark.parametrize(
@@ -340,6 +324,10 @@ def no_recipe(parent: RunDir) -> None:
     parent.recipe.unlink()
 
 
+def no_checkpoint(parent: RunDir) -> None:
+    shutil.rmtree(parent.checkpoints)
+
+
 def nothing(parent: RunDir) -> None:
     pass
 
@@ -368,12 +356,8 @@ CRITIC = {"centring": "critic", "zero_variance": "keep", "positive_threshold": N
         ),
         (frozen, 4, {}, "freeze_router: True in .*, False now; a fork keeps it"),
         (nothing, 4, {"batch": CRITIC}, "batch.centring: critic, and .* has none"),
-        (
-            nothing,
-            5,
-            {"resources": {"learner_ranks": 3}},
-            r"learner_ranks: 1 in .*, 3 now, and steps 4 to 4 .* \(there: 4\)",
-        ),
+        (nothing, 5, {}, r"no checkpoint of step 5; the nearest is of step 4: give .*parent@4$"),
+        (no_checkpoint, 4, {}, "run.fork: .*parent has no checkpoint; a fork begins at one"),
         (gone, 4, {}, "what was drawn before step 4 is gone"),
     ],
 )

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.corpus import CorpusRun, read
 from megarl.core.telemetry.names import NAMES
-from megarl.lab.study.corpus import CorpusRun, read
 from megarl.run.health import FEWEST, GAP, MEMORY, QUIET, RELEARN, SIGNALS, Health
 from megarl.run.scores import overoptimised
 

@@ -127,42 +127,11 @@ def test_a_server_wider_than_a_node_takes_whole_nodes() -> None:
         "n4: server 1",
         "n5: learner ranks 0-3",
     ]
-    taught = from_tree(
-        {
-            "resources": {"servers": 1, "teacher_tensor_parallel": 16, "learner_ranks": 8},
-            "batch": {"prompts": 8, "zero_variance": "keep"},
-            "teacher": {"weight": 1.0, "path": "teacher"},
-        }
-    )
-    placed = place(taught, nodes(4))
-    assert [node.name for node in placed[Role("teacher")].nodes] == ["n2", "n3"]
-    part = taught.model_copy(
-        update={"resources": taught.resources.model_copy(update={"learner_ranks": 7})}
-    )
-    with pytest.raises(
-        MegarlError,
-        match=r"teacher 0 of 1 finds no 2 nodes with 8 free GPUs \(free: n1 7, n2 8, n3 1\)",
-    ):
-        place(part, nodes(3))
     threads = place(recipe(1, 2, 1, threads=2), nodes(3, gpus=0))
     assert [node.name for node in threads[Role("server")].nodes] == ["n1", "n2"]
     assert len(place(recipe(1, 4, 1), nodes(1, gpus=0))[Role("server")].nodes) == 1, (
         "one machine without GPUs"
     )
-
-
-def test_the_teacher_has_gpus_of_its_own() -> None:
-    placed = place(load("qwen3-8b-distill"), nodes(2))
-    assert placed[Role("teacher", 0)].nodes[0].name == "n2"
-    assert [placed[Role("teacher", i)].gpus for i in (0, 1)] == [("0", "1"), ("2", "3")]
-    assert placed[Role("learner")].gpus == ("4", "5", "6", "7")
-    assert described(placed, nodes(2))[1] == "n2: learner ranks 0-3, teacher-0, teacher-1"
-    with pytest.raises(
-        MegarlError,
-        match=r"1 servers x 8 GPUs \+ 2 teachers x 2 GPUs \+ 4 learner ranks need 16 GPUs",
-    ):
-        place(load("qwen3-8b-distill"), nodes(1))
-    assert Role("teacher", 0) not in place(load("qwen3-8b-distill", ["teacher.weight=0"]), nodes(2))
 
 
 def test_without_gpus() -> None:

@@ -177,15 +177,3 @@ def test_a_silent_node_is_tried_before_it_is_given_up() -> None:
     role = Role("server", 1)
     decisions = [policy.died(role, 1, 10.0 * n, 1, "silent") for n in range(4)]
     assert [type(decision) for decision in decisions] == [Restart, Restart, Restart, Drop]
-
-
-def test_a_teacher_is_restarted_and_never_dropped() -> None:
-    policy = RestartPolicy(2, most_deaths=2)
-    teacher = Role("teacher", 0)
-    assert policy.died(teacher, -9, 0.0, 1) == Restart(teacher, 0.0)
-    assert isinstance(policy.died(teacher, 0, 1.0, 1), Restart), "it has no reason to leave"
-    assert isinstance(policy.died(teacher, -9, 2.0, 1), GiveUp)
-    assert RestartPolicy(2).died(teacher, MESSAGE_STATUS, 0.0, 0) == GiveUp(
-        teacher, "teacher-0 could not start"
-    )
-    assert isinstance(RestartPolicy(2).died(teacher, -9, 0.0, 1, "down"), Elsewhere)

@@ -233,7 +233,7 @@ def test_logs(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no log of learner yet" in capsys.readouterr().err
     assert main(["logs", run, "--role", "judge-1"]) == 2
     assert (
-        "--role: 'judge-1' is none of server, teacher, learner, controller, supervisor"
+        "--role: 'judge-1' is none of server, learner, controller, supervisor"
         in capsys.readouterr().err
     )
 

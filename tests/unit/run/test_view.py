@@ -356,7 +356,7 @@ def test_warnings(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     assert "truncation (0.12 on average" in text(frame(recipe, rundir))
     append_jsonl(rundir.metrics, {"step": 60, "skipped": 1.0, "groups_in_loss": 0.0})
     assert "nothing was learnt" in " ".join(warnings(frame(recipe, rundir)))
-    taught = recipe.model_copy(update={"teacher": Teacher(path="t", weight=1.0)})
+    taught = recipe.model_copy(update={"teacher": Teacher(url="http://t", weight=1.0)})
     assert "nothing was learnt" not in " ".join(warnings(frame(taught, rundir))), (
         "its scores are lessons all the same"
     )

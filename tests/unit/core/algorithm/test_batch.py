@@ -374,7 +374,7 @@ def scored(batch: Batch) -> Batch:
 
 def made(batch: Batch, weight: float) -> list[TrainSequence]:
     recipe = from_tree(
-        {"teacher": {"path": "t", "weight": weight}, "batch": {"zero_variance": "keep"}}
+        {"teacher": {"url": "http://t", "weight": weight}, "batch": {"zero_variance": "keep"}}
     )
     return with_advantages(sequences_in_loss(batch, recipe), batch, recipe)[0]
 

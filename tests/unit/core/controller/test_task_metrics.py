@@ -70,7 +70,7 @@ def test_of_each_task() -> None:
         ({"batch": {"zero_variance": "keep", "centring": "none"}}, 1),
         ({"batch": {"zero_variance": "drop", "centring": "none"}}, 0),
         ({"batch": {"zero_variance": "keep", "centring": "critic"}}, 1),
-        ({"batch": {"zero_variance": "keep"}, "teacher": {"path": "t", "weight": 1.0}}, 1),
+        ({"batch": {"zero_variance": "keep"}, "teacher": {"url": "http://t", "weight": 1.0}}, 1),
     ],
 )
 def test_a_group_of_equal_rewards_counts_where_it_has_a_gradient(

@@ -173,7 +173,7 @@ def test_a_checkpoint_of_another_schema_is_left(
     monkeypatch.setattr("megarl.core.learner.checkpoint.AGAIN_S", ())
     with pytest.raises(
         MegarlError,
-        match=r"step-0000002/megarl.json: schema 4, this version of megarl reads 5; use the one",
+        match=r"step-0000002/megarl.json: written in schema version 4, this version of megarl reads 5; use",
     ):
         checkpoints.load_latest()
     assert names(checkpoints) == ["step-0000001", "step-0000002"]

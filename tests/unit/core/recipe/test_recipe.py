@@ -1,7 +1,6 @@
 """Recipes: every error names key, file and line; what is dumped loads again."""
 
 import gzip
-import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -530,218 +529,45 @@ def test_most_of_many_errors_are_counted(file: Path) -> None:
     assert said.count("\n") < 20
 
 
-@pytest.mark.parametrize(
-    ("tree", "said"),
-    [
-        (
-            {"data": {"on_exhausted": "stop"}},
-            "data.on_exhausted: is no longer a key: when too few prompts are left, all",
-        ),
-        (
-            {"data": {"curriculum": {"kind": "linear", "steps": 8}}},
-            (
-                "data.curriculum.steps: is no longer a key: all prompts are in play once as many"
-                " have been drawn as the task has"
-            ),
-        ),
-        (
-            {"length": {"control": "overlong_penalty", "overlong_tokens": 4096}},
-            "length.overlong_tokens: is no longer a key: it is length.answer_tokens",
-        ),
-        (
-            {"reference": {"coefficient": 0.1, "estimator": "k3", "where": "reward"}},
-            (
-                "reference.where: is no longer a key: with reference.estimator=k1 it is the reward,"
-                " with k2 and k3 the loss"
-            ),
-        ),
-        (
-            {"reference": {"coefficient": 0.1, "where": "loss"}},
-            "reference.where: is no longer a key: with reference.estimator=k1 it is the reward",
-        ),
-        (
-            {"teacher": {"path": "t", "coefficient": 1.0, "reward": 0.0}},
-            "teacher.coefficient: is no longer a key: set teacher.weight, from 0 to 1",
-        ),
-        (
-            {"teacher": {"path": "t", "weight": 0.5, "coefficient": 0.5, "reward": 1.0}},
-            "teacher.reward: is no longer a key: it is 1 - teacher.weight",
-        ),
-        (
-            {"learner": {"packing": False}},
-            "learner.packing: is no longer a key: sequences share the row of a micro-batch",
-        ),
-        (
-            {"sft": {"max_length": 4096}},
-            "sft.max_length: is no longer a key: traces have at most 12288 tokens",
-        ),
-        (
-            {"monitor": {"wandb": {"project": "mine"}}},
-            "monitor.wandb.project: is no longer a key: export WANDB_PROJECT",
-        ),
-        (
-            {"monitor": {"wandb": {"entity": "us"}}},
-            "monitor.wandb.entity: is no longer a key: export WANDB_ENTITY",
-        ),
-        (
-            {"sft": {"optimizer": {"eps": 1e-8}}},
-            "sft.optimizer.eps: is no longer a key: AdamW has ScaleRL's",
-        ),
-        (
-            {"sampling": {"top_p": 0.95}},
-            "sampling.top_p: is no longer a key: training samples from the whole vocabulary",
-        ),
-        (
-            {"weights": {"pause": "retract"}},
-            "weights.pause: is no longer a key: requests continue across a publication",
-        ),
-        (
-            {"monitor": {"profile": {"start": 5, "steps": 2}}},
-            "monitor.profile: is no longer a key: set monitor.profile_steps",
-        ),
-        (
-            {"learner": {"optimizer": {"weight_decay": 0.1}}},
-            "learner.optimizer.weight_decay: is no longer a key: AdamW has ScaleRL's, 0.01",
-        ),
-        (
-            {"evaluation": {"suites": {"mine": {"data": "a.jsonl", "choices": "arc"}}}},
-            "evaluation.suites.mine.choices: is no longer a key: it is the suite's mapping",
-        ),
-        (
-            {"run": {"launcher": "srun"}},
-            "run.launcher: is no longer a key: export MEGARL_LAUNCHER=local or srun",
-        ),
-        (
-            {"data": {"services": {"s": {"url": "http://x", "api_key_env": "KEY"}}}},
-            "data.services.s.api_key_env: is no longer a key: set api_key to env:VARIABLE",
-        ),
-        (
-            {"evaluation": {"suites": {"mine": {"data": "a.jsonl", "reply_timeout_s": 5}}}},
-            (
-                "evaluation.suites.mine.reply_timeout_s: is no longer a key: an environment has 600"
-                " s for a reply"
-            ),
-        ),
-        (
-            {"loss": {"kind": "clip", "correction": "mask", "correction_cap": 2.0}},
-            "loss.correction_cap: is no longer a key: with loss.correction it is loss.cap",
-        ),
-        (
-            {"batch": {"centring": "critic"}, "critic": {"optimizer": {"schedule": "cosine"}}},
-            "critic.optimizer.schedule: is no longer a key: it is learner.optimizer.schedule",
-        ),
-        (
-            {
-                "batch": {"centring": "critic"},
-                "critic": {"warmup_steps": 50, "optimizer": {"warmup_steps": 10}},
-            },
-            "critic.optimizer.warmup_steps: is no longer a key: it is critic.warmup_steps",
-        ),
-    ],
-)
-def test_a_removed_key_with_another_value_is_refused_by_name(
-    tree: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(MegarlError, match=re.escape(said)):
-        from_tree(tree)
-
-
-def test_a_removed_key_below_a_name_that_is_a_number() -> None:
-    """YAML reads `1:` as one."""
-    with pytest.raises(
-        MegarlError, match=r"data\.services\.1\.retries: is no longer a key: a request is repeated"
-    ):
-        from_tree({"data": {"services": {1: {"url": "http://x", "retries": 9}}}})
-
-
-def test_removed_keys_are_said_with_all_other_faults(file: Path) -> None:
-    said = refused(
-        file, "run:\n  launcher: srun\n  sede: 1\nsampling:\n  top_p: 0.9\n"
-    ).splitlines()
-    assert [line.split(": ")[1] for line in said] == ["run.launcher", "sampling.top_p", "run.sede"]
-    assert ["mine.yaml:2" in said[0], "mine.yaml:5" in said[1], "mine.yaml:3" in said[2]] == [
-        True
-    ] * 3
-
-
 def test_overrides_leave_the_given_tree_as_it_is() -> None:
     tree: Tree = {"run": {"steps": 5}}
     assert from_tree(tree, ["run.seed=3"]).run.seed == 3
     assert tree == {"run": {"steps": 5}}
 
 
-def test_a_removed_key_with_the_value_that_is_now_fixed_is_read() -> None:
-    """As in the run directory of an earlier version, whose recipe.yaml has every key."""
-    old = {
-        "description": "Arithmetic",
-        "length": {"overlong_tokens": 4096},
-        "reference": {"path": "", "coefficient": 0.0, "estimator": "k1", "where": "loss"},
-        "teacher": {"path": "", "coefficient": 0.0, "reward": 1.0},
-        "evaluation": {"servers": 1},
-        "model": {
-            "overlap_p2p": False,
-            "moe": {"load_balancing": "none", "aux_loss_coefficient": 1e-3},
-        },
-        "batch": {"running_decay": 1.0},
-        "loss": {"lower": 0.0, "correction": "none", "correction_cap": 2.0},
-        "run": {"launcher": "auto"},
-        "resources": {"large_on_cpu": True},
-        "sampling": {"top_p": 1.0},
-        "data": {
-            "on_exhausted": "reset",
-            "curriculum": {"start": 0.2, "kind": "none", "steps": 1000},
-            "services": {
-                "s": {"url": "http://x", "api_key_env": "", "api_key_file": "", "retries": 4}
-            },
-            "tasks": {"t": {"train": "a", "heldout": "b", "reply_timeout_s": 600.0}},
-        },
-        "learner": {"packing": True, "optimizer": {"final_lr_ratio": 0.0, "schedule": "cosine"}},
-        "critic": {
-            "path": "",
-            "gamma": 1.0,
-            "value_clip": 0.2,
-            "optimizer": {"schedule": "constant", "betas": [0.9, 0.95]},
-        },  # not in use
-        "monitor": {
-            "wandb": {"project": "", "entity": "", "mode": "online"},
-            "prometheus_port": None,
-            "profile": {"start": 1, "steps": 0, "memory": True},
-        },
-        "serving": {
-            "max_retries": 5,
-            "port": None,
-            "stream_interval": 16,
-            "request_timeout_s": 300.0,
-            "start_timeout_s": 300.0,
-        },
-        "weights": {"pause": "in_place", "parity_rollouts": 8},
-        "sft": {
-            "max_length": 128,
-            "checkpoint_every": 250,
-            "output": "",
-            "optimizer": {"betas": [0.9, 0.95], "eps": 1e-15},
-        },
-    }
-    recipe = from_tree(old)
-    data = {"services": {"s": {"url": "http://x"}}, "tasks": {"t": {"train": "a", "heldout": "b"}}}
-    assert recipe == from_tree({"data": data, "learner": {"optimizer": {"schedule": "cosine"}}})
-    assert recipe.model.moe.aux_loss == 0
-    from_tree({"length": {"control": "overlong_penalty", "answer_tokens": 8, "overlong_tokens": 8}})
-    for estimator, where in (("k1", "reward"), ("k2", "loss"), ("k3", "loss")):
-        from_tree({"reference": {"coefficient": 0.1, "estimator": estimator, "where": where}})
-    teacher = {"path": "t", "weight": 0.7, "coefficient": 0.7, "reward": 0.3}
-    assert from_tree({"teacher": teacher, "batch": {"zero_variance": "keep"}}).teacher.weight == 0.7
-    trained = {
-        "batch": {"centring": "critic", "zero_variance": "keep"},
-        "critic": {
-            "warmup_steps": 5,
-            "optimizer": {
-                "schedule": "cosine",
-                "betas": [0.9, 0.95],
-                "final_lr_ratio": 0.0,
-                "warmup_steps": 5,
-            },
-        },
-    }
-    same = from_tree(trained | {"learner": {"optimizer": {"schedule": "cosine"}}})
-    assert (same.critic_optimizer.schedule, same.critic_optimizer.warmup_steps) == ("cosine", 5)
+def test_the_recipe_of_a_run_has_the_number_of_its_schema(file: Path) -> None:
+    file.write_text(dump(from_tree({"run": {"steps": 5}})))
+    assert load(str(file)).run.steps == 5
+    file.write_text(file.read_text().replace("schema: 1", "schema: 99"))
+    with pytest.raises(
+        MegarlError,
+        match=r"mine.yaml:1: written in schema version 99, this version of megarl reads 1; use",
+    ):
+        load(str(file))
+
+
+def test_a_base_on_the_command_line_brings_what_is_said_for_it(file: Path) -> None:
+    file.write_text(
+        "base: scalerl-8b\nbatch: {prompts: 24}\n"
+        "with_base: {quickstart: {batch: {prompts: 9}, run: {seed: 4}}}\n"
+    )
+    assert (load(str(file)).batch.prompts, load(str(file)).run.seed) == (24, 0)
+    small = load(str(file), ["base=quickstart", "run.steps=3"])
+    assert (small.batch.prompts, small.run.seed, small.run.steps) == (9, 4, 3)
+    assert small.model == load("quickstart").model
+    assert load("quickstart", ["base=quickstart"]) == load("quickstart")
+
+
+@pytest.mark.parametrize(
+    ("text", "base", "said"),
+    [
+        ("run: {seed: 1}\n", "quickstart", "base=quickstart: .* has no base to be replaced"),
+        ("base: quickstart\n", "quikstart", "no recipe 'quikstart'"),
+        ("base: quickstart\nwith_base: {quikstart: {}}\n", "", "mine.yaml:2: with_base.quikstart:"),
+        ("base: quickstart\nwith_base: 3\n", "", "mine.yaml:2: with_base: give sections"),
+    ],
+)
+def test_bases_that_are_none(file: Path, text: str, base: str, said: str) -> None:
+    file.write_text(text)
+    with pytest.raises(MegarlError, match=said):
+        load(str(file), [f"base={base}"] if base else [])

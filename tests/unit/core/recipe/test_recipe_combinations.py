@@ -35,7 +35,10 @@ def by_agent(**sections: Tree) -> Tree:
 
 def distilled(**sections: Tree) -> Tree:
     """A recipe with a teacher, but for these sections."""
-    return {"teacher": {"path": "t", "weight": 1.0}, "batch": {"zero_variance": "keep"}} | sections
+    return {
+        "teacher": {"url": "http://t", "weight": 1.0},
+        "batch": {"zero_variance": "keep"},
+    } | sections
 
 
 SEVERAL = {"tasks": {name: {"train": "", "heldout": ""} for name in ("math", "code")}}
@@ -115,7 +118,7 @@ IMPOSSIBLE = [
         "loss.lower: needs loss.correction=mask, and a value below loss.cap (2)",
     ),
     ({"loss": {"sequence_mask": [1.0, 1.01]}}, "loss.sequence_mask: give [low, high] around 1"),
-    (distilled(teacher={"weight": 1.0}), "teacher.path: teacher.weight above 0 needs a teacher"),
+    (distilled(teacher={"weight": 1.0}), "teacher.url: teacher.weight above 0 needs a teacher"),
     (
         distilled(batch={}),
         (
@@ -142,10 +145,6 @@ IMPOSSIBLE = [
     (
         distilled(sampling={"temperature": 0.9}),
         "sampling.temperature: the teacher scores at temperature 1",
-    ),
-    (
-        shared(teacher={"path": "t", "weight": 1.0}, batch={"zero_variance": "keep"}),
-        "resources.colocate: the teacher's servers need GPUs of their own",
     ),
     (
         {"run": {"steps": 100}, "learner": {"optimizer": {"schedule": "cosine"}}},
@@ -258,10 +257,7 @@ IMPOSSIBLE = [
     ),
     (
         {"loss": {"kind": "grpo"}},
-        (
-            "loss.kind: 'grpo' is not a loss but an algorithm: GRPO's loss is clip; the recipes"
-            " grpo-8b"
-        ),
+        ("loss.kind: 'grpo' is not a loss but an algorithm: GRPO's loss is clip; the recipe grpo"),
     ),
     ({"loss": {"kind": "mine:loss", "correction": "mask"}}, "loss.correction: your own loss"),
     (
@@ -285,12 +281,10 @@ def test_impossible_combinations(tree: Tree, said: str) -> None:
     assert said in str(error.value)
 
 
-def test_servers_in_fp8_go_with_bf16_and_a_teachers_are_exact() -> None:
-    serving = {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3", "max_running_requests": 7}
-    recipe = from_tree({"serving": serving, "teacher": {"path": "teacher"}})
+def test_servers_in_fp8_go_with_bf16() -> None:
+    serving = {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}
+    recipe = from_tree({"serving": serving})
     assert recipe.serving.fp8_keys == ("serving.quantization", "serving.kv_cache_dtype")
-    assert recipe.teacher_recipe.serving.fp8_keys == ()
-    assert recipe.teacher_recipe.serving.max_running_requests == 7
 
 
 def test_a_teachers_gpus_have_a_part_of_each_expert() -> None:
@@ -341,13 +335,7 @@ def test_neighbours_of_the_impossible_are_possible() -> None:
         assert from_tree(shared(pipeline=pipeline)).lends_memory is lends
     assert not from_tree({"pipeline": {"k": 0}}).lends_memory
     from_tree(shared(weights={"transport": "disk"}))
-    assert from_tree(distilled(resources={"teacher_servers": 3})).teachers == 3
-    assert (
-        from_tree(
-            distilled(teacher={"path": "t"}, batch={}, resources={"teacher_servers": 3})
-        ).teachers
-        == 0
-    )
+    from_tree(distilled(teacher={"url": "http://t"}, batch={}))
     from_tree({"loss": {"kind": "clip", "correction": "mask", "lower": 0.5}})
     from_tree({"loss": {"sequence_mask": [0.99, 1.01]}})
 

@@ -328,31 +328,6 @@ def test_every_plan_obeys_the_rules_and_fits(name: str, config: str, gpu: str) -
     assert [p.step_seconds for p in found.plans] == sorted(p.step_seconds for p in found.plans)
 
 
-def test_a_teacher_has_gpus_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """What is divided is what it leaves, and the written recipe takes its GPUs, too;
-    without a coefficient it has none.
-    """
-    asked = problem("qwen3-8b-distill", "qwen3-8b", "h100", 16, 4000)
-    assert written(asked).gpus == 8 + 4 + 2 * 2 == 16
-    plan = search(asked).plans[0]
-    resources = plan.recipe.resources
-    assert (
-        resources.servers * resources.server_tensor_parallel + resources.learner_ranks + 4
-        == plan.gpus
-        == 16
-    )
-    alone = replace(asked, recipe=load("qwen3-8b-distill", ["teacher.weight=0"]), gpus=12)
-    assert search(alone).plans[0].gpus == 12
-    arguments = "plan qwen3-8b-distill --gpu h100 --model-config qwen3-8b --gpus"
-    assert cli.main([*arguments.split(), "16"]) == 0
-    assert "note: 4 GPUs are the teacher's" in capsys.readouterr().out
-    assert cli.main([*arguments.split(), "5"]) == 2
-    assert (
-        "--gpus: 5 is too few: at least one generates and one trains, besides the teacher's 4"
-        in capsys.readouterr().err
-    )
-
-
 def test_the_layout_of_scout_for_141_gb_does_not_fit_80() -> None:
     assert "does not fit" in str(as_written(problem("scalerl-17bx16", "llama-4-scout", "h100")))
 

@@ -51,13 +51,13 @@ STATED = {
     "scalerl-8b-32k": EIGHT,
     "scalerl-8b-batch-2048": EIGHT,
     "scalerl-8b-math-code": EIGHT,
-    "dapo-8b": EIGHT,
-    "dr-grpo-8b": EIGHT,
-    "grpo-8b": EIGHT,
-    "gspo-8b": EIGHT,
-    "magistral-8b": EIGHT,
-    "minimax-m1-8b": EIGHT,
-    "ppo-critic-8b": EIGHT,
+    "dapo": EIGHT,
+    "dr-grpo": EIGHT,
+    "grpo": EIGHT,
+    "gspo": EIGHT,
+    "magistral": EIGHT,
+    "minimax-m1": EIGHT,
+    "ppo-critic": EIGHT,
     "scalerl-17bx16": Cluster("h200", 80, "llama-4-scout"),
     "scalerl-17bx16-h100": Cluster("h100", 80, "llama-4-scout"),
     "qwen3-8b-2nodes": TWO_NODES,
@@ -65,8 +65,8 @@ STATED = {
     "qwen3-8b-distill": TWO_NODES,
     "qwen3-30b-a3b-2nodes": Cluster("h100", 16, "qwen3-30b-a3b"),
 }
-LIKE_ANOTHER = ("gspo-8b", "scalerl-8b-math-code", "minimax-m1-8b", "qwen3-8b-zero")
-"""Their layout and sizes are those of scalerl-8b, dapo-8b and qwen3-8b-2nodes, which
+LIKE_ANOTHER = ("gspo", "scalerl-8b-math-code", "minimax-m1", "qwen3-8b-zero")
+"""Their layout and sizes are those of scalerl-8b, dapo and qwen3-8b-2nodes, which
 are always checked.
 """
 TENSOR = (1, 2, 4, 8)
@@ -118,7 +118,7 @@ def quickest(problem: PlanningProblem, below: float) -> Plan | None:
     """Return the quickest plan of all layouts whose step takes less than `below`
     seconds; None if none does.
     """
-    free = problem.gpus - problem.recipe.teacher_gpus
+    free = problem.gpus
     machines = nodes(problem)
     width = problem.gpu.node_gpus
     servers = {ranks: server_of(problem, ranks) for ranks in SERVER_TENSOR}

@@ -1,7 +1,6 @@
 """Laws of parts of a run, from files of answers whose laws are known."""
 
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl import cli
-from megarl.core.base.rundir import RunDir, append_jsonl, latest_scores, step_folder
+from megarl.core.base.rundir import RunDir, append_jsonl, step_folder
 from megarl.core.evaluation.answers import Answer, SuiteDir
 from megarl.core.recipe import dump, from_tree
 from megarl.lab.scaling import slices as module
@@ -206,21 +205,6 @@ def test_what_has_no_law_says_why(
     assert cli.main(["scaling", "slices", str(run)]) == 2
     assert "slices are made from answers" in capsys.readouterr().err
     assert cli.main(["scaling", "slices", str(tmp_path)]) == 2
-
-
-def test_a_real_run(tmp_path: Path) -> None:
-    """Six steps of an earlier megarl: the parts are of its scores, and two points are
-    not enough for any law.
-    """
-    with tarfile.open(Path(__file__).parents[3] / "e2e" / "old_run.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    run = tmp_path / "runs" / "old"
-    rows = latest_scores(RunDir(run).eval)
-    task, difficulty = slices(run)
-    assert list(task.ends or ()) == pytest.approx([rows[0]["pass_rate"], rows[-1]["pass_rate"]])
-    assert task.values.shape == (len(rows), rows[0]["n_prompts"])
-    assert task.problem.startswith("2 points in the window")
-    assert difficulty.problem.startswith("1 answer a prompt and no column of difficulty")
 
 
 def test_picture(tmp_path: Path) -> None:

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import forecasts, stopping
+from benchmarks import corpus, forecasts, stopping
 from megarl.core.base.rundir import append_jsonl
-from megarl.lab.study import corpus
 from megarl.lab.study.main import StudyOptions
-from megarl.lab.study.main import corpus as command
 from megarl.lab.study.plan import StudyTask, prepare
 
 
@@ -99,7 +97,7 @@ def test_runs_with_a_record_are_not_made_again(
         (tmp_path / "records" / f"{kind.name}-seed0.jsonl.gz").touch()
     monkeypatch.setattr(corpus, "before", lambda task: [])
     assert (
-        command(StudyOptions("0", str(tmp_path), None, False, ())) == 1
+        corpus.run(StudyOptions("0", str(tmp_path), None, False, ())) == 1
     )  # the stand-in makes no run
     assert made == ["quickstart-0.3m-fp32-seed0"]
 

@@ -191,12 +191,16 @@ def test_arms_branch_from_one_trunk(tmp_path: Path) -> None:
 
 
 def test_arms() -> None:
-    made = arms(["quickstart", "grpo-tiny"], ["run.steps=9"], ["loss.cap=3,5", "batch.prompts=4,8"])
+    made = arms(
+        ["quickstart", "grpo"],
+        ["run.steps=9", "base=quickstart"],
+        ["loss.cap=3,5", "batch.prompts=4,8"],
+    )
     assert list(made) == [
         f"{name}-cap-{cap}-prompts-{prompts}"
         for cap in (3, 5)
         for prompts in (4, 8)
-        for name in ("quickstart", "grpo-tiny")
+        for name in ("quickstart", "grpo")
     ]
     chosen = made["quickstart-cap-5-prompts-4"]
     assert (chosen.loss.cap, chosen.batch.prompts, chosen.run.steps) == (5, 4, 9)

@@ -13,23 +13,25 @@ from megarl.lab.study.plan import Study, opened, prepare
 
 
 def made(path: Path, seeds: tuple[int, ...] = (0, 1), overrides: tuple[str, ...] = ()) -> Study:
-    return prepare(path, side_by_side(["quickstart", "grpo-tiny"], overrides), seeds)
+    return prepare(
+        path, side_by_side(["quickstart", "grpo"], ["base=quickstart", *overrides]), seeds
+    )
 
 
 def test_rounds_of_seeds(tmp_path: Path) -> None:
     study = made(tmp_path)
     assert [t.name for t in study.tasks] == [
         "quickstart-seed0",
-        "grpo-tiny-seed0",
+        "grpo-seed0",
         "quickstart-seed1",
-        "grpo-tiny-seed1",
+        "grpo-seed1",
     ]
     assert opened(tmp_path) == study
     recipe = load(str(study.tasks[3].recipe))
     assert (recipe.run.seed, recipe.run.resume, recipe.run.path) == (
         1,
         "auto",
-        tmp_path / "runs" / "grpo-tiny-seed1",
+        tmp_path / "runs" / "grpo-seed1",
     )
     assert recipe.loss.kind == "clip"
 

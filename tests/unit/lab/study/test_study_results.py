@@ -13,7 +13,7 @@ from megarl.lab.study import results
 from megarl.lab.study.main import side_by_side
 from megarl.lab.study.plan import Study, prepare
 
-TRUTH = {"quickstart": (0.9, 2.0, 0.02), "grpo-tiny": (0.7, 2.0, 0.04)}  # A, B, C_mid
+TRUTH = {"quickstart": (0.9, 2.0, 0.02), "grpo": (0.7, 2.0, 0.04)}  # A, B, C_mid
 R_0 = 0.4
 
 
@@ -24,7 +24,7 @@ def sigmoid(hours: np.ndarray, a: float, b: float, c_mid: float) -> np.ndarray:
 @pytest.fixture
 def study(tmp_path: Path) -> Study:
     """Two recipes, two seeds, whose pass rates lie on known curves."""
-    study = prepare(tmp_path / "study", side_by_side(list(TRUTH), []), (0, 1))
+    study = prepare(tmp_path / "study", side_by_side(list(TRUTH), ["base=quickstart"]), (0, 1))
     for task in study.tasks:
         task.rundir.create()
         rate = 0.01 if task.variant == "quickstart" else 0.008  # hours an evaluation
@@ -76,7 +76,7 @@ def test_table(study: Study) -> None:
     assert f"B with A held at {ceiling:.3f}" in text
     assert (
         "- A is more than 0.02 from that at which B is held, so B is no speed: quickstart,"
-        " grpo-tiny" in text
+        " grpo" in text
     )
     assert all(f" | {fit.B:.2f} [" in text for fit in held.values() if fit is not None)
 
@@ -107,10 +107,10 @@ def test_unfinished_study(study: Study) -> None:
     for task in study.tasks[:3]:
         task.rundir.summary.unlink()
     results.write(study, Console(quiet=True))
-    assert [(row.variant, len(row.runs)) for row in results.collect(study)] == [("grpo-tiny", 1)]
+    assert [(row.variant, len(row.runs)) for row in results.collect(study)] == [("grpo", 1)]
     table = (study.path / "table.md").read_text()
-    assert "- not finished: quickstart-seed0, grpo-tiny-seed0, quickstart-seed1" in table
-    assert [p.name for p in (study.path / "points").iterdir()] == ["grpo-tiny-seed1.csv"]
+    assert "- not finished: quickstart-seed0, grpo-seed0, quickstart-seed1" in table
+    assert [p.name for p in (study.path / "points").iterdir()] == ["grpo-seed1.csv"]
 
 
 def test_nothing_to_show(tmp_path: Path) -> None:

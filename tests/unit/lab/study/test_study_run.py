@@ -42,7 +42,7 @@ with (path.parent.parent / "order").open("a") as order:
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
     monkeypatch.setattr(running, "LOOK_S", 0.02)
-    return prepare(tmp_path, side_by_side(["quickstart", "grpo-tiny"], []), (0, 1))
+    return prepare(tmp_path, side_by_side(["quickstart", "grpo"], ["base=quickstart"]), (0, 1))
 
 
 def train_as(
@@ -65,7 +65,7 @@ def test_all_in_order_and_only_once(
     study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train_as(monkeypatch, tmp_path)
-    names = ["quickstart-seed0", "grpo-tiny-seed0", "quickstart-seed1", "grpo-tiny-seed1"]
+    names = ["quickstart-seed0", "grpo-seed0", "quickstart-seed1", "grpo-seed1"]
     for _ in range(2):  # the second time there is nothing left to do
         assert running.run(study, study.tasks, Console(quiet=True)) == 0
         assert order(study) == [f"{name} finished" for name in names]
@@ -74,12 +74,12 @@ def test_all_in_order_and_only_once(
 def test_a_failure_does_not_stop_the_others(
     study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train_as(monkeypatch, tmp_path, failing=("grpo-tiny-seed0",))
+    train_as(monkeypatch, tmp_path, failing=("grpo-seed0",))
     assert running.run(study, study.tasks, Console(quiet=True)) == 1
-    assert [line for line in order(study) if "failed" in line] == ["grpo-tiny-seed0 failed"]
+    assert [line for line in order(study) if "failed" in line] == ["grpo-seed0 failed"]
     train_as(monkeypatch, tmp_path)
     assert running.run(study, study.tasks, Console(quiet=True)) == 0
-    assert order(study)[4:] == ["grpo-tiny-seed0 finished"]
+    assert order(study)[4:] == ["grpo-seed0 finished"]
 
 
 def test_interruption(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

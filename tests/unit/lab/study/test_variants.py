@@ -37,7 +37,7 @@ def test_variants_that_make_no_difference_are_left_out() -> None:
     assert next(iter(names)) == "quickstart"
 
 
-SHIPPED = {"value-precision": "ppo-critic-8b"} | dict.fromkeys(
+SHIPPED = {"value-precision": "ppo-critic"} | dict.fromkeys(
     ("axes", "curriculum", "forward", "kl"), "scalerl-8b"
 )
 
@@ -116,5 +116,5 @@ def test_a_study_that_is_not_there() -> None:
 
 
 def test_recipes_of_one_name_are_refused() -> None:
-    with pytest.raises(MegarlError, match="'grpo-tiny'"):
-        side_by_side(["grpo-tiny", "dapo-tiny", "grpo-tiny"], [])
+    with pytest.raises(MegarlError, match="'grpo'"):
+        side_by_side(["grpo", "dapo", "grpo"], [])

@@ -1,4 +1,6 @@
-"""`megarl study corpus`: many small, complete runs, to test forecasts with.
+"""Many small, complete runs, to test forecasts with.
+
+    python -m benchmarks.corpus [--dry-run] [--seeds 0,1,2] [--dir DIR] [--task N] [key=value …]
 
     DIR/data ─► DIR/models/SIZE ─`megarl sft`─► DIR/models/SIZE-TASK ─► a study of KINDS ─► DIR/records/NAME.jsonl.gz
 
@@ -12,6 +14,7 @@ steps with all their metrics. Compute is in FLOP, from the generated tokens and 
 active parameters, so that other work on the machine does not shift a point.
 """
 
+import argparse
 import gzip
 import json
 import os
@@ -30,6 +33,7 @@ from megarl.core.base.rundir import Row, latest_rows, latest_scores, write_atomi
 from megarl.core.base.types import JsonObject
 from megarl.core.recipe import Recipe, load
 from megarl.lab.scaling.points import Curve
+from megarl.lab.study.main import StudyHooks, StudyOptions, run_study
 from megarl.lab.study.plan import StudyTask
 from megarl.tasks.data import arithmetic
 from megarl.tasks.data.arithmetic_models import LLAMA, LLAMA4, save_model
@@ -79,7 +83,9 @@ SIZES = {
 
 
 class Kind(NamedTuple):
-    """A kind of run. Runs of one kind differ only in their seed."""
+    """A kind of run. Runs of one kind differ only in their seed. recipe: a quickstart's
+    name, or a baseline's and `-tiny`: with the quickstart as its base.
+    """
 
     recipe: str
     size: str
@@ -136,7 +142,10 @@ RUN = (
 def recipes(directory: Path, overrides: tuple[str, ...] = ()) -> dict[str, Recipe]:
     """Return the recipe of each kind, by its name."""
     return {
-        kind.name: load(kind.recipe, [*_places(directory, kind), *RUN, *overrides])
+        kind.name: load(
+            kind.recipe.removesuffix("-tiny"),
+            ["base=quickstart", *_places(directory, kind), *RUN, *overrides],
+        )
         for kind in KINDS
     }
 
@@ -264,3 +273,26 @@ def read(path: Path) -> CorpusRun:
     first, *rows = (json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines())
     parts = {part: tuple(row[part] for row in rows if part in row) for part in ("score", "step")}
     return CorpusRun(**first | {"scores": parts["score"], "steps": parts["step"]})
+
+
+def run(options: StudyOptions) -> int:
+    """Run the corpus, or one task of it, and record each run as it ends."""
+    path = Path(options.directory)
+    hooks = StudyHooks(before, lambda task: record_of(task).exists(), record, lambda _: 0)
+    return run_study("corpus", recipes(path, tuple(options.overrides)), options, hooks)
+
+
+def main() -> int:
+    """Run what the command line asks for; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.corpus")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--dir", default="runs/studies/corpus")
+    parser.add_argument("--task", type=int, help="number of the only task to run")
+    parser.add_argument("--dry-run", action="store_true")
+    given = parser.parse_args()
+    return run(StudyOptions(given.seeds, given.dir, given.task, given.dry_run, given.overrides))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
