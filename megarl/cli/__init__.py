@@ -340,8 +340,11 @@ def submit(
     ] = "",
     model_config: p.ModelConfig = None,
     time: Annotated[
-        str, Option(help="time limit of the job, after which it is requeued")
-    ] = "24:00:00",
+        str | None,
+        Option(
+            help="limit, after which it is started again; else 24:00:00, with --kubernetes none"
+        ),
+    ] = None,
     partition: str | None = None,
     account: str | None = None,
     container: Literal["none", "pyxis", "apptainer"] = "none",

@@ -20,6 +20,7 @@ from typing import Literal, Protocol
 
 import psutil
 
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.process import NODE, NODE_RANK, SUPERVISOR
 from megarl.core.base.rundir import RunDir, writing
 from megarl.core.recipe import Recipe
@@ -112,6 +113,10 @@ class RunningRole(Protocol):
 
     def node_state(self) -> NodeState:
         """Return the state of the role's nodes, once it has ended."""
+
+
+class UnansweredSurveyError(MegarlError):
+    """The nodes could not be asked for their resources, which another start may mend."""
 
 
 class Launcher(Protocol):

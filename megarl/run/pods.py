@@ -25,7 +25,9 @@ import psutil
 
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
-from megarl.run.restart import NodeState
+from megarl.run.launcher import UnansweredSurveyError
+from megarl.run.nodes import Node
+from megarl.run.restart import NodeState, Role
 from megarl.run.srun import ASK_LIMIT_S, PODS, SURVEY_LIMIT_S, SrunLauncher, SrunStep
 
 JOBSET = "MEGARL_JOBSET"
@@ -44,6 +46,8 @@ other pods.
 POLL_S = 2.0
 STEP_MODULE = "megarl.run.step"
 KILLED = 128 + signal.SIGTERM
+SERVERS_LIMIT_S = 30.0
+"""How long servers stay in a pod that is told to end."""
 LEAVE_S = 8.0
 """Time limit for a command's end in its pod, once it is told to by the end of its
 input. SRUN_LIMIT_S is longer.
@@ -72,6 +76,15 @@ class PodLauncher(SrunLauncher):
                 see = f"see `kubectl describe jobset {os.environ[JOBSET]}`"
                 terminal.say(f"{late}; waiting for the others; {see}", flush=True)
             time.sleep(POLL_S)
+
+    def ask(self, names: Sequence[str], ports: int) -> tuple[Node, ...]:
+        """Ask these pods for their resources. UnansweredSurveyError if one does not
+        answer: it may have been lost since, and JobSet makes all of them again.
+        """
+        try:
+            return super().ask(names, ports)
+        except MegarlError as error:
+            raise UnansweredSurveyError(str(error)) from None
 
     def words(self, names: Sequence[str], step: str, arguments: Sequence[str]) -> list[str]:
         command = ["python", *arguments]
@@ -208,9 +221,11 @@ def _close(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def wait() -> int:
     """Keep this pod alive until it is ended. A role that runs in it then may still
-    save, within the pod's grace period: learner and controller are told to. Return
-    KILLED: with 0, Kubernetes would take a pod that is preempted to have done its work,
-    and nobody would make another.
+    save, within the pod's grace period: learner and controller are told to. Servers
+    have nothing to save: alone they get SERVERS_LIMIT_S, in which `megarl train` hears
+    of its own end and so does not mistake theirs for a lost node. Return KILLED: with
+    0, Kubernetes would take a pod that is preempted to have done its work, and nobody
+    would make another.
     """
     told_to_end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
@@ -218,9 +233,22 @@ def wait() -> int:
     for process in filter(is_step, psutil.process_iter()):
         with suppress(psutil.Error):
             process.send_signal(signal.SIGTERM)  # a server's step goes on
-    while any(map(is_step, psutil.process_iter())):
-        time.sleep(1.0)
+    end_of_servers = time.monotonic() + SERVERS_LIMIT_S
+    while steps := list(filter(is_step, psutil.process_iter())):
+        if time.monotonic() > end_of_servers and all(map(serves, steps)):
+            break
+        time.sleep(min(1.0, SERVERS_LIMIT_S))
     return KILLED
+
+
+def serves(step: psutil.Process) -> bool:
+    """Return whether the role of a step is a server, or the step has ended."""
+    try:
+        words = step.cmdline()
+        task = msgspec.json.decode(words[words.index(STEP_MODULE) + 1])
+        return bool(Role(**task["role"]).serves)
+    except (psutil.Error, ValueError, LookupError, TypeError) as error:
+        return isinstance(error, psutil.Error)
 
 
 def is_step(process: psutil.Process) -> bool:

@@ -173,7 +173,10 @@ class SrunLauncher:
         """Ask every node for its resources. MegarlError, naming the node, if one does
         not answer or cannot take part.
         """
-        names = self.names()
+        return self.ask(self.names(), ports)
+
+    def ask(self, names: Sequence[str], ports: int) -> tuple[Node, ...]:
+        """Ask these nodes; see `survey`."""
         arguments = ("-m", "megarl.run.nodes", str(ports), self._interface, str(self._rundir.path))
         try:
             done = subprocess.run(

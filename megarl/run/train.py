@@ -11,6 +11,7 @@ screen (a pager, a `tee`) ends nothing.
 
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -26,7 +27,7 @@ from megarl.core.evaluation.forecast import not_worth_it
 from megarl.core.recipe import Recipe, differences, load
 from megarl.run import checks
 from megarl.run.closing import Death, RunEnd, WriteReport, closing, how
-from megarl.run.launcher import Launcher, RunningRole, task
+from megarl.run.launcher import Launcher, RunningRole, UnansweredSurveyError, task
 from megarl.run.observe import Observer, last_problem, log_of, log_sizes
 from megarl.run.placement import Place, described, place
 from megarl.run.prepare import prepare
@@ -92,7 +93,11 @@ def main(
         checks.check_disk(recipe, rundir, rundir.path)
         changes = differences(load(str(rundir.recipe)), recipe) if resumed else []
         launcher = chosen(recipe, rundir)
-        nodes = launcher.survey(PORTS_A_ROLE * (4 + recipe.resources.servers + recipe.teachers))
+        try:
+            nodes = launcher.survey(PORTS_A_ROLE * (4 + recipe.resources.servers + recipe.teachers))
+        except UnansweredSurveyError as error:
+            terminal.say(f"megarl: {error}; start it again", file=sys.stderr)
+            return START_ELSEWHERE
         placed = place(recipe, nodes)
         checks.check_placed(recipe, placed, host_bytes)
         endpoints = prepare(recipe, rundir, placed, fingerprints, resumed)
