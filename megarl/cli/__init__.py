@@ -9,7 +9,7 @@ scaling.py     `megarl scaling`
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -33,6 +33,7 @@ from megarl.core.base.process import (
 from megarl.run.process import die_with_supervisor, have_streams
 
 if TYPE_CHECKING:
+    from megarl.checks.making import Finding
     from megarl.core.base.rundir import RunDir
     from megarl.core.recipe import Recipe
 
@@ -150,7 +151,7 @@ def train(
 ) -> int:
     """Train a policy: start, watch and restart all roles."""
     from megarl.lab import preflight
-    from megarl.lab.dry_run import brief, warnings
+    from megarl.lab.dry_run import warnings
     from megarl.run.train import main
 
     if plan is None:
@@ -160,7 +161,7 @@ def train(
 
         loaded = planned(recipe, overrides, plan)
     if dry_run:
-        return _dry_run(recipe, loaded, preflight.check_all, brief)
+        return _dry_run(recipe, loaded)
     inputs = preflight.check_inputs(loaded)
     for warning in warnings(loaded):
         terminal.say(f"warning: {warning}", file=sys.stderr)
@@ -183,7 +184,7 @@ def sft(recipe: p.RecipeName, overrides: p.Overrides, dry_run: p.DryRun = False)
 
     loaded = _load(recipe, overrides)
     if dry_run:
-        return _dry_run(recipe, loaded, preflight.check_sft)
+        return _dry_run_of_sft(recipe, loaded)
     preflight.check_sft(loaded)
     with importing():
         from megarl.lab.sft import main
@@ -197,27 +198,51 @@ def _load(recipe: str, overrides: Sequence[str]) -> "Recipe":
     return load(recipe, overrides)
 
 
-def _dry_run(
-    name: str,
-    recipe: "Recipe",
-    checked: Callable[["Recipe"], str],
-    brief: "Callable[[Recipe, str], Iterator[tuple[str, str]]] | None" = None,
-) -> int:
-    """Show on stdout what would start and what differs from the base, on stderr
-    warnings and that it is ready; return 0. MegarlError if it cannot start. brief:
-    lines on a run of `megarl train`.
+def _dry_run(name: str, recipe: "Recipe") -> int:
+    """Show on stdout what would start and what differs from the base, on stderr the
+    checks, warnings and that it is ready; return 0. MegarlError if it cannot start.
     """
-    from megarl.lab.dry_run import changes, warnings
+    from megarl.checks.table import Command
+    from megarl.lab import preflight
+    from megarl.lab.dry_run import brief, warnings
+    from megarl.run.checks import starts
+
+    facts = preflight.facts_of(recipe)
+    _show_checks(preflight.findings(Command.DRY_RUN, facts))
+    text = starts(facts)
+    lines = [f"{heading:<8} {line}" for heading, line in brief(recipe, text)]
+    _show_plan(name, recipe, lines)
+    for warning in warnings(recipe):
+        terminal.say(f"warning: {warning}", file=sys.stderr)
+    terminal.say(f"ready: {text}", file=sys.stderr)
+    return 0
+
+
+def _dry_run_of_sft(name: str, recipe: "Recipe") -> int:
+    """Show the same of a warm start."""
+    from megarl.checks.table import Command
+    from megarl.lab import preflight
+
+    _show_checks(preflight.findings(Command.SFT, preflight.facts_of(recipe)))
+    _show_plan(name, recipe, [])
+    terminal.say(f"ready: {preflight.sft_starts(recipe)}", file=sys.stderr)
+    return 0
+
+
+def _show_checks(findings: "Iterator[Finding]") -> None:
+    """Make checks and list them on stderr. MegarlError if one fails."""
+    from megarl.checks import making
 
     try:
-        starts = checked(recipe)
+        making.show_all(terminal.console(stderr=True), findings)
     except MegarlError as error:
         raise MegarlError(f"before this can start: {error}") from None
-    lines = (
-        [f"{heading:<8} {text}" for heading, text in brief(recipe, starts)]
-        if brief is not None
-        else []
-    )
+
+
+def _show_plan(name: str, recipe: "Recipe", lines: list[str]) -> None:
+    """Print lines on what would start, and what differs from the recipe's base."""
+    from megarl.lab.dry_run import changes
+
     base, changed = changes(name, recipe)
     lines.append(f"differs from {base}:" if changed else f"as {base}")
     lines += [f"  {change}" for change in changed]
@@ -225,10 +250,6 @@ def _dry_run(
         terminal.say(*lines, sep="\n", flush=True)
     except BrokenPipeError:
         _discard_output()
-    for warning in warnings(recipe) if brief is not None else ():
-        terminal.say(f"warning: {warning}", file=sys.stderr)
-    terminal.say(f"ready: {starts}", file=sys.stderr)
-    return 0
 
 
 @app.command()

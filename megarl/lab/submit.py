@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.checks import making
+from megarl.checks.table import Command, Need
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import write_atomically
@@ -80,8 +82,9 @@ def main(job: JobOptions, out: Path | None, submitted: bool) -> int:
             f"{LIBRARY} is missing: batch scripts need megarl's source, installed by `pip install"
             " -e .`"
         )
-    check_container(job)
-    chosen = choose(load(job.recipe, job.overrides), job)
+    facts: making.Facts = {"recipe": load(job.recipe, job.overrides), "job": job}
+    making.make_and_show(terminal.console(stderr=True), Command.SUBMIT, list(Need), facts)
+    chosen: ChosenLayout = facts["chosen"]
     suffix = "yaml" if job.kubernetes else "sbatch"
     file = out or Path(chosen.recipe.run.dir) / f"{chosen.recipe.run.name}.{suffix}"
     text = kubernetes_manifest(chosen, job) if job.kubernetes else script(chosen, job)

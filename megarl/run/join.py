@@ -43,10 +43,10 @@ from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.base.types import decode
 from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, load
-from megarl.run.closing import how
+from megarl.run.closing import ending_of
 from megarl.run.launcher import LocalLauncher, RoleCommand, RunningRole, task
+from megarl.run.logs import last_problem
 from megarl.run.nodes import LOOPBACK, OF_SLURM, Node, here
-from megarl.run.observe import last_problem
 from megarl.run.placement import Place
 from megarl.run.process import MAKE_ROOM, SIGNALS, StopRequest, adopt_orphans, stop_requests
 from megarl.run.restart import Role
@@ -219,7 +219,7 @@ class Guest:
         if status is not None:
             log = self._role.log()
             raise MegarlError(
-                f"server {self._join.server} {how(status)}: {last_problem(log) or 'see its log'}"
+                f"server {self._join.server} {ending_of(status)}: {last_problem(log) or 'see its log'}"
                 f" ({log})"
             )
 

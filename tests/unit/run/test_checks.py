@@ -410,13 +410,14 @@ def test_the_hosts_memory_holds_what_roles_copy(
     asked: list[Any] = []
     with monkeypatch.context() as patched:
         patched.setattr(checks, "check_gpus", lambda *arguments: asked.append(arguments))
-        checks.check_placed(recipe, placed, HostBytes(25e9, 0))
+        checks.check_served(recipe, placed)
+    checks.check_host(recipe, placed, HostBytes(25e9, 0))
     assert asked == [(recipe, {"10.0"})]
     with pytest.raises(
         MegarlError,
         match=r"^resources: n1 has 100 GB .* ranks for checkpoints, 4 x 26 GB need 104 GB; spread",
     ):
-        checks.check_placed(recipe, placed, HostBytes(26e9, 0))
+        checks.check_host(recipe, placed, HostBytes(26e9, 0))
     with monkeypatch.context() as patched:
         patched.setattr(preflight, "host_bytes", lambda _: HostBytes(1e15, 0))
         with pytest.raises(MegarlError, match=r"4 x 1000000 GB need 4000000 GB"):
