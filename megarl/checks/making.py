@@ -19,8 +19,8 @@ from megarl.checks.table import TABLE, Check, Command, Need
 from megarl.core.base.errors import MegarlError
 
 Facts = dict[str, Any]
-"""What is known, by the names of the parameters of checks: `recipe`, `rundir` and so on.
-A check may add what it finds out (`Check.gives`).
+"""What is known, by the names of the parameters of checks, such as `recipe`. A check
+may add what it finds out (`Check.gives`).
 """
 
 

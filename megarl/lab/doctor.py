@@ -115,7 +115,7 @@ def packages() -> list[Finding]:
 
 
 def package(name: str) -> Finding:
-    """Check that a package is installed in the version for which this code was written."""
+    """Check that a package is installed in the version that this code is for."""
     try:
         version = importlib.metadata.version(name)
         importable = importlib.util.find_spec(MODULES[name]) is not None

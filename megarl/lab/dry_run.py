@@ -64,7 +64,7 @@ def _counted(name: str, task: Task, prompts: TaskPrompts) -> str:
 
 
 def _lengths(recipe: Recipe, tasks: dict[str, TaskPrompts]) -> str:
-    """Return the lengths of prompts beside their limit, and the limits of completions."""
+    """Return the lengths of prompts and their limit, and limits of completions."""
     length = recipe.length
     lengths = [len(prompt.tokens) for prompts in tasks.values() for prompt in prompts.train]
     prompts = f"prompts of {min(lengths):,} to {max(lengths):,} tokens"

@@ -127,7 +127,7 @@ def last_problem(log: Path, start: int = 0) -> str:
 
 
 def last_lines(log: Path, count: int = 25, start: int = 0) -> list[str]:
-    """Return the last lines of a log. start: number of bytes to skip at its beginning."""
+    """Return the last lines of a log. start: bytes to skip at its beginning."""
     if not log.exists():
         return []
     with opened(log) as file:

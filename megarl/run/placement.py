@@ -1,10 +1,10 @@
 """Which role runs where, and on which GPUs. Pure.
 
-    node 1    server-0  server-1 … server-7      controller
-    node 2    server-8  …                        servers from the first node on; then the teacher's
-    …
-    node 9    learner ranks 0 … 7                the learner on the last GPUs: part of a node, or whole nodes
-    node 10   learner ranks 8 … 15
+    node 1    server-0  server-1 … server-7    controller
+    node 2    server-8  …                      servers from the first node on;
+    …                                          then the teacher's
+    node 9    learner ranks 0 … 7              the learner on the last GPUs:
+    node 10   learner ranks 8 … 15             part of a node, or whole nodes
 
 A server lies within a node. If it has more GPUs than a node, it takes whole nodes.
 
@@ -41,7 +41,10 @@ class Place:
         """The compute capabilities of its nodes' GPUs, such as 9.0; empty if they are
         not known.
         """
-        return frozenset(each for node in self.nodes for each in node.capabilities)
+        capabilities: set[str] = set()
+        for node in self.nodes:
+            capabilities.update(node.capabilities)
+        return frozenset(capabilities)
 
 
 def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
@@ -49,26 +52,28 @@ def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
     node. MegarlError if they don't fit.
     """
     resources = recipe.resources
-    some = any(node.gpus for node in nodes)
-    slots = [
-        list(node.gpus) if some else [""] * max(1, node.cores // resources.threads)
-        for node in nodes
-    ]
-    if len(nodes) == 1 and not nodes[0].gpus:
-        slots = [["" for _ in range(needed(recipe))]]
+    slots = _slots(recipe, nodes)
     free = [list(of_node) for of_node in slots]
     if sum(map(len, free)) < needed(recipe):
         raise MegarlError(_too_few(recipe, nodes, free))
     learner = _learner(resources.learner_ranks, nodes, free)
     placed = {Role("learner"): learner}
     if resources.colocate:
-        return (
-            placed | _colocated(recipe, learner) | {Role("controller"): Place((learner.nodes[0],))}
-        )
+        placed |= _colocated(recipe, learner)
+        return placed | {Role("controller"): Place((learner.nodes[0],))}
     placed |= _servers(recipe, nodes, slots, free)
     if recipe.teachers:
         placed |= _servers(recipe.teacher_recipe, nodes, slots, free, "teacher")
     return placed | {Role("controller"): Place((nodes[0],))}
+
+
+def _slots(recipe: Recipe, nodes: Sequence[Node]) -> list[list[str]]:
+    """Return each node's slots: names of GPUs or, without any, empty names."""
+    if any(node.gpus for node in nodes):
+        return [list(node.gpus) for node in nodes]
+    if len(nodes) == 1:
+        return [[""] * needed(recipe)]
+    return [[""] * max(1, node.cores // recipe.resources.threads) for node in nodes]
 
 
 def _colocated(recipe: Recipe, learner: Place) -> dict[Role, Place]:
@@ -120,25 +125,37 @@ def _servers(
     count = max(1, width // size)
     placed = {}
     if width > size and width % size:
-        what = f"such a server takes whole nodes; use a multiple of {size}"
-        raise MegarlError(f"{key}: {width} GPUs are more than the {size} of a node, and {what}")
+        raise MegarlError(
+            f"{key}: {width} GPUs are more than the {size} of a node, and such a server takes whole"
+            f" nodes; use a multiple of {size}"
+        )
     for i in range(servers):
-        found = [n for n, left in enumerate(free) if len(left) >= width]
-        if count > 1:
-            found = [n for n, left in enumerate(free) if len(left) == size and left == slots[n]]
-            found = [n for n in found if free[n] == free[found[0]]]
-        if len(found) < count:
+        candidates = _candidates(width, size, slots, free)
+        if len(candidates) < count:
+            places = "node" if count == 1 else f"{count} nodes"
             raise MegarlError(
-                f"resources: {kind} {i} of {servers} finds no"
-                f" {'node' if count == 1 else f'{count} nodes'} with {width // count} free GPUs"
-                f" (free: {_counts(nodes, free)}); it lies within a node or on whole ones: choose"
-                f" {key} so that it divides a node's GPUs, or ask for more nodes"
+                f"resources: {kind} {i} of {servers} finds no {places} with {width // count} free"
+                f" GPUs (free: {_counts(nodes, free)}); it lies within a node or on whole ones:"
+                f" choose {key} so that it divides a node's GPUs, or ask for more nodes"
             )
-        gpus = free[found[0]][: width // count]
-        for n in found[:count]:
+        taken_nodes = candidates[:count]
+        gpus = free[taken_nodes[0]][: width // count]
+        for n in taken_nodes:
             del free[n][: len(gpus)]
-        placed[Role(kind, i)] = Place(tuple(nodes[n] for n in found[:count]), _named(gpus))
+        placed[Role(kind, i)] = Place(tuple(nodes[n] for n in taken_nodes), _named(gpus))
     return placed
+
+
+def _candidates(
+    width: int, size: int, slots: Sequence[Sequence[str]], free: Sequence[Sequence[str]]
+) -> list[int]:
+    """Return the nodes on which a server of `width` GPUs may be placed. One of more
+    than one node needs whole ones of `size` GPUs, with the same names.
+    """
+    if width < 2 * size:
+        return [n for n, names in enumerate(free) if len(names) >= width]
+    idle = [n for n, names in enumerate(free) if len(names) == size and names == slots[n]]
+    return [n for n in idle if free[n] == free[idle[0]]]
 
 
 def _learner(ranks: int, nodes: Sequence[Node], free: list[list[str]]) -> Place:
@@ -147,8 +164,8 @@ def _learner(ranks: int, nodes: Sequence[Node], free: list[list[str]]) -> Place:
     """
     width = len(free[-1])
     if ranks <= width:
-        taken = [free[-1].pop() for _ in range(ranks)]
-        return Place((nodes[-1],), _named(taken[::-1]), ranks)
+        last = [free[-1].pop() for _ in range(ranks)]
+        return Place((nodes[-1],), _named(last[::-1]), ranks)
     count = ranks // width if width else 0
     if not count or ranks % width or any(slots != free[-1] for slots in free[-count:]):
         raise MegarlError(
@@ -168,17 +185,13 @@ def _named(slots: Sequence[str]) -> tuple[str, ...]:
 
 def _too_few(recipe: Recipe, nodes: Sequence[Node], free: Sequence[Sequence[str]]) -> str:
     resources = recipe.resources
-    servers = (
-        ""
-        if resources.colocate
-        else f"{resources.servers} servers x {resources.server_tensor_parallel} GPUs + "
-    )
+    parts = []
+    if not resources.colocate:
+        parts.append(f"{resources.servers} servers x {resources.server_tensor_parallel} GPUs")
     if recipe.teachers:
-        servers += f"{recipe.teachers} teachers x {resources.teacher_tensor_parallel} GPUs + "
-    need = (
-        f"resources: {servers}{resources.learner_ranks} learner ranks need {needed(recipe)} GPUs,"
-        " and "
-    )
+        parts.append(f"{recipe.teachers} teachers x {resources.teacher_tensor_parallel} GPUs")
+    parts.append(f"{resources.learner_ranks} learner ranks")
+    need = f"resources: {' + '.join(parts)} need {needed(recipe)} GPUs, and "
     lower = "lower resources.servers, resources.server_tensor_parallel or resources.learner_ranks"
     if len(nodes) == 1:
         visible = ",".join(nodes[0].gpus)
@@ -187,12 +200,10 @@ def _too_few(recipe: Recipe, nodes: Sequence[Node], free: Sequence[Sequence[str]
             " (resources.colocate=true weights.transport=cuda_ipc), or set CUDA_VISIBLE_DEVICES="
             " to run a tiny model on the CPU"
         )
-    what = (
-        "GPUs"
-        if any(node.gpus for node in nodes)
-        else f"slots of resources.threads={resources.threads} cores"
-    )
-    has = f"{sum(map(len, free))} {what} ({_counts(nodes, free)})"
+    unit = f"slots of resources.threads={resources.threads} cores"
+    if any(node.gpus for node in nodes):
+        unit = "GPUs"
+    has = f"{sum(map(len, free))} {unit} ({_counts(nodes, free)})"
     return f"{need}the allocation has {has}; ask for more nodes, or {lower}"
 
 
@@ -204,16 +215,16 @@ def described(placed: Mapping[Role, Place], nodes: Sequence[Node]) -> list[str]:
     """Describe the placement in one line per node: `node1: controller, servers 0-7`."""
     lines: dict[str, list[str]] = {node.name: [] for node in nodes}
     servers: dict[str, list[int]] = {node.name: [] for node in nodes}
-    for role, where in sorted(placed.items()):
-        for n, node in enumerate(where.nodes):
+    for role, place in sorted(placed.items()):
+        for n, node in enumerate(place.nodes):
             if role.kind == "server":
                 servers[node.name].append(role.index)
-            elif where.ranks == 1:
+            elif place.ranks == 1:
                 lines[node.name].append(role.name)
             else:
-                lines[node.name].append(
-                    f"learner ranks {n * where.ranks}-{(n + 1) * where.ranks - 1}"
-                )
+                first = n * place.ranks
+                last = first + place.ranks - 1
+                lines[node.name].append(f"learner ranks {first}-{last}")
     for name, indices in servers.items():
         if indices:
             lines[name].append(listed(indices))

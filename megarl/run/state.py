@@ -5,7 +5,7 @@
     RUN/metrics.jsonl (learner)   ─┤
     RUN/eval.jsonl (controller)   ─┼─► Observer.look() ─► RunState   follows the files
     RUN/logs/*/*.log (all roles)  ─┤   read()          ─► RunState   once, with roles
-    RUN/logs/supervisor.jsonl     ─┘   history()       ─► History    all rows of all lives
+    RUN/logs/supervisor.jsonl     ─┘   history()       ─► History    rows of all lives
 
 Lines of logs have no reliable times, so only problems logged while an Observer looks
 count as present ones: the live view of `megarl train` shows the last of them. `read`
@@ -302,7 +302,7 @@ class Observer:
 
 
 def roles_after(events: Iterable[SupervisorEvent]) -> dict[Role, RoleState]:
-    """Return the states of the roles after these events of one life of the supervisor."""
+    """Return the states of the roles after these events of one life."""
     roles: dict[Role, RoleState] = {}
     for event in events:
         if not event.role:
