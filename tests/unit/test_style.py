@@ -20,7 +20,6 @@ VAGUE_NAMES = frozenset(
 LONGEST_FUNCTION = 60
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 NOT_YET = (
-    "megarl/cli",
     "megarl/core",
     "megarl/lab",
     "megarl/run/fork.py",
