@@ -16,7 +16,7 @@ GPUs takes every role regardless.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe
@@ -47,23 +47,74 @@ class Place:
         return frozenset(capabilities)
 
 
+@dataclass
+class Allocation:
+    """Nodes and their slots: names of GPUs, or empty names for cores. free: the slots
+    that no role has yet, by node.
+    """
+
+    nodes: Sequence[Node]
+    slots: list[list[str]]
+    free: list[list[str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free = [list(names) for names in self.slots]
+
+    @property
+    def width(self) -> int:
+        """The slots of the largest node."""
+        return max(map(len, self.slots))
+
+    @property
+    def free_slots(self) -> int:
+        """The number of slots that are free on all nodes together."""
+        return sum(map(len, self.free))
+
+    @property
+    def free_by_node(self) -> str:
+        """A text such as `node1 8, node2 3`."""
+        texts = []
+        for node, names in zip(self.nodes, self.free, strict=True):
+            texts.append(f"{node.name} {len(names)}")
+        return ", ".join(texts)
+
+    def with_free(self, count: int) -> list[int]:
+        """Return the nodes that have this many free slots."""
+        return [n for n, names in enumerate(self.free) if len(names) >= count]
+
+    def idle(self) -> list[int]:
+        """Return the largest nodes that are wholly free and whose slots have the names
+        of the first one's.
+        """
+        width = self.width
+        idle = [
+            n for n, names in enumerate(self.free) if len(names) == width and names == self.slots[n]
+        ]
+        return [n for n in idle if self.free[n] == self.free[idle[0]]]
+
+    def take(self, indices: Sequence[int], count: int) -> Place:
+        """Take the first `count` free slots of each of these nodes."""
+        gpus = _named(self.free[indices[0]][:count])
+        for n in indices:
+            del self.free[n][:count]
+        return Place(tuple(self.nodes[n] for n in indices), gpus)
+
+
 def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
     """Place servers from the front, the learner at the end, the controller on the first
     node. MegarlError if they don't fit.
     """
-    resources = recipe.resources
-    slots = _slots(recipe, nodes)
-    free = [list(of_node) for of_node in slots]
-    if sum(map(len, free)) < needed(recipe):
-        raise MegarlError(_too_few(recipe, nodes, free))
-    learner = _learner(resources.learner_ranks, nodes, free)
+    allocation = Allocation(nodes, _slots(recipe, nodes))
+    if allocation.free_slots < needed(recipe):
+        raise MegarlError(_too_few(recipe, allocation))
+    learner = _learner(recipe.resources.learner_ranks, allocation)
     placed = {Role("learner"): learner}
-    if resources.colocate:
+    if recipe.resources.colocate:
         placed |= _colocated(recipe, learner)
         return placed | {Role("controller"): Place((learner.nodes[0],))}
-    placed |= _servers(recipe, nodes, slots, free)
+    placed |= _servers(recipe, allocation)
     if recipe.teachers:
-        placed |= _servers(recipe.teacher_recipe, nodes, slots, free, "teacher")
+        placed |= _servers(recipe.teacher_recipe, allocation, "teacher")
     return placed | {Role("controller"): Place((nodes[0],))}
 
 
@@ -105,85 +156,66 @@ def place_servers(recipe: Recipe, node: Node) -> dict[Role, Place]:
             " on the CPU"
         )
     slots = list(node.gpus) or [""] * (count * width)
-    return _servers(recipe, [node], [slots], [list(slots)])
+    return _servers(recipe, Allocation([node], [slots]))
 
 
 def _servers(
-    recipe: Recipe,
-    nodes: Sequence[Node],
-    slots: list[list[str]],
-    free: list[list[str]],
-    kind: RoleKind = "server",
+    recipe: Recipe, allocation: Allocation, kind: RoleKind = "server"
 ) -> dict[Role, Place]:
-    """Place servers on the first free GPUs of all `slots`, and remove these from
-    `free`.
-    """
+    """Place servers on the first free slots."""
     servers = recipe.resources.servers
     width = recipe.resources.server_tensor_parallel
-    size = max(map(len, slots))
+    size = allocation.width
     key = f"resources.{kind}_tensor_parallel"
-    count = max(1, width // size)
-    placed = {}
     if width > size and width % size:
         raise MegarlError(
             f"{key}: {width} GPUs are more than the {size} of a node, and such a server takes whole"
             f" nodes; use a multiple of {size}"
         )
+    count = max(1, width // size)
+    placed = {}
     for i in range(servers):
-        candidates = _candidates(width, size, slots, free)
+        candidates = allocation.with_free(width) if count == 1 else allocation.idle()
         if len(candidates) < count:
             places = "node" if count == 1 else f"{count} nodes"
             raise MegarlError(
                 f"resources: {kind} {i} of {servers} finds no {places} with {width // count} free"
-                f" GPUs (free: {_counts(nodes, free)}); it lies within a node or on whole ones:"
+                f" GPUs (free: {allocation.free_by_node}); it lies within a node or on whole ones:"
                 f" choose {key} so that it divides a node's GPUs, or ask for more nodes"
             )
-        taken_nodes = candidates[:count]
-        gpus = free[taken_nodes[0]][: width // count]
-        for n in taken_nodes:
-            del free[n][: len(gpus)]
-        placed[Role(kind, i)] = Place(tuple(nodes[n] for n in taken_nodes), _named(gpus))
+        placed[Role(kind, i)] = allocation.take(candidates[:count], width // count)
     return placed
 
 
-def _candidates(
-    width: int, size: int, slots: Sequence[Sequence[str]], free: Sequence[Sequence[str]]
-) -> list[int]:
-    """Return the nodes on which a server of `width` GPUs may be placed. One of more
-    than one node needs whole ones of `size` GPUs, with the same names.
-    """
-    if width < 2 * size:
-        return [n for n, names in enumerate(free) if len(names) >= width]
-    idle = [n for n, names in enumerate(free) if len(names) == size and names == slots[n]]
-    return [n for n in idle if free[n] == free[idle[0]]]
-
-
-def _learner(ranks: int, nodes: Sequence[Node], free: list[list[str]]) -> Place:
+def _learner(ranks: int, allocation: Allocation) -> Place:
     """Place the learner on the last GPUs of the last node, or on whole nodes from the
     end.
     """
+    free = allocation.free
     width = len(free[-1])
     if ranks <= width:
-        last = [free[-1].pop() for _ in range(ranks)]
-        return Place((nodes[-1],), _named(last[::-1]), ranks)
+        gpus = free[-1][width - ranks :]
+        del free[-1][width - ranks :]
+        return Place((allocation.nodes[-1],), _named(gpus), ranks)
     count = ranks // width if width else 0
-    if not count or ranks % width or any(slots != free[-1] for slots in free[-count:]):
+    if not count or ranks % width or any(names != free[-1] for names in free[-count:]):
         raise MegarlError(
             f"resources.learner_ranks: {ranks} ranks take whole nodes, and the last nodes have"
-            f" {', '.join(str(len(slots)) for slots in free)} GPUs each; use a multiple of a"
+            f" {', '.join(str(len(names)) for names in free)} GPUs each; use a multiple of a"
             " node's, on nodes with equally many"
         )
-    gpus = _named(free[-1])
-    for slots in free[-count:]:
-        slots.clear()
-    return Place(tuple(nodes[-count:]), gpus, width)
+    gpus = list(free[-1])
+    for names in free[-count:]:
+        names.clear()
+    return Place(tuple(allocation.nodes[-count:]), _named(gpus), width)
 
 
 def _named(slots: Sequence[str]) -> tuple[str, ...]:
     return tuple(slot for slot in slots if slot)
 
 
-def _too_few(recipe: Recipe, nodes: Sequence[Node], free: Sequence[Sequence[str]]) -> str:
+def _too_few(recipe: Recipe, allocation: Allocation) -> str:
+    """Return why the run does not fit, and what to do."""
     resources = recipe.resources
     parts = []
     if not resources.colocate:
@@ -193,22 +225,18 @@ def _too_few(recipe: Recipe, nodes: Sequence[Node], free: Sequence[Sequence[str]
     parts.append(f"{resources.learner_ranks} learner ranks")
     need = f"resources: {' + '.join(parts)} need {needed(recipe)} GPUs, and "
     lower = "lower resources.servers, resources.server_tensor_parallel or resources.learner_ranks"
-    if len(nodes) == 1:
-        visible = ",".join(nodes[0].gpus)
+    if len(allocation.nodes) == 1:
+        gpus = allocation.nodes[0].gpus
         return (
-            f"{need}{len(nodes[0].gpus)} are visible ({visible}); {lower}, share them"
+            f"{need}{len(gpus)} are visible ({','.join(gpus)}); {lower}, share them"
             " (resources.colocate=true weights.transport=cuda_ipc), or set CUDA_VISIBLE_DEVICES="
             " to run a tiny model on the CPU"
         )
     unit = f"slots of resources.threads={resources.threads} cores"
-    if any(node.gpus for node in nodes):
+    if any(node.gpus for node in allocation.nodes):
         unit = "GPUs"
-    has = f"{sum(map(len, free))} {unit} ({_counts(nodes, free)})"
+    has = f"{allocation.free_slots} {unit} ({allocation.free_by_node})"
     return f"{need}the allocation has {has}; ask for more nodes, or {lower}"
-
-
-def _counts(nodes: Sequence[Node], free: Sequence[Sequence[str]]) -> str:
-    return ", ".join(f"{node.name} {len(slots)}" for node, slots in zip(nodes, free, strict=True))
 
 
 def described(placed: Mapping[Role, Place], nodes: Sequence[Node]) -> list[str]:
