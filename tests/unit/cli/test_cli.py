@@ -152,7 +152,7 @@ def test_dry_run_starts_nothing_and_shows_what_would(
     assert set(lines[6:]) == changed
     checked = captured.err.splitlines()
     assert checked[-1] == "ready: 1 server, 1 rank, 0 GPUs"
-    assert "✓  recipe" in checked[0]
+    assert checked[0].split() == ["✓", "recipe"]
     assert all(line.startswith("✓") for line in checked[:-1])
     assert not RunDir(recipe.run.path).path.exists()
 
