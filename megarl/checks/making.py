@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from megarl.checks.table import TABLE, Check, Command, Need
+from megarl.checks.table import TABLE, CheckEntry, Command, Need
 from megarl.core.base.errors import MegarlError
 
 Facts = dict[str, Any]
 """What is known, by the names of the parameters of checks, such as `recipe`. A check
-may add what it finds out (`Check.gives`).
+may add what it finds out (`CheckEntry.gives`).
 """
 
 
@@ -37,7 +37,7 @@ class Finding:
 MARKS = {"good": Text("✓", "green"), "note": Text("•", "yellow"), "bad": Text("✗", "red")}
 
 
-def checks_of(command: Command, needs: Collection[Need]) -> list[Check]:
+def checks_of(command: Command, needs: Collection[Need]) -> list[CheckEntry]:
     """Return the checks that a command makes of what it has so far."""
     return [check for check in TABLE if command in check.commands and check.need in needs]
 

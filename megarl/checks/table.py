@@ -36,7 +36,7 @@ class Command(Enum):
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckEntry:
     """A check. name: in the list that a command shows. function: `module:function`.
     gives: the fact that its result is; empty if it has none.
     """
@@ -57,73 +57,73 @@ SERVE = frozenset({Command.SERVE})
 ROLLOUT = frozenset({Command.ROLLOUT})
 LEARN = frozenset({Command.LEARN})
 
-RULES = (Check("recipe", Need.RECIPE, ALL - DOCTOR, "megarl.core.recipe.rules:impossible"),)
+RULES = (CheckEntry("recipe", Need.RECIPE, ALL - DOCTOR, "megarl.core.recipe.rules:impossible"),)
 """Made by `megarl.core.recipe.load`, with the types of all keys."""
 
 INPUTS = "megarl.lab.preflight"
 FILES = (
-    Check("model", Need.FILES, START, f"{INPUTS}:check_model"),
-    Check("tasks", Need.FILES, START, f"{INPUTS}:check_tasks"),
-    Check("sources of prompts", Need.FILES, START, f"{INPUTS}:check_sources"),
-    Check("chat templates", Need.FILES, START, f"{INPUTS}:check_templates"),
-    Check("interruption", Need.FILES, START, f"{INPUTS}:check_interruption"),
-    Check("graders", Need.FILES, START, "megarl.tasks.graders.grader:check_graders"),
-    Check("environments", Need.FILES, START, f"{INPUTS}:check_environments"),
-    Check("agents", Need.FILES, START, f"{INPUTS}:check_agents"),
-    Check("own loss", Need.FILES, START, f"{INPUTS}:check_own_loss"),
-    Check("teacher", Need.FILES, START, f"{INPUTS}:check_teacher"),
-    Check("W&B", Need.FILES, START, "megarl.lab.monitoring.wandb_writer:check"),
-    Check("prompts and answers", Need.FILES, START, f"{INPUTS}:read_inputs", "fingerprints"),
-    Check("model to start from", Need.FILES, SFT, f"{INPUTS}:check_sft_model"),
-    Check("traces", Need.FILES, SFT, f"{INPUTS}:check_sft_data"),
-    Check("model to write", Need.FILES, SFT, f"{INPUTS}:check_sft_output"),
-    Check("same prompts", Need.FILES, ROLLOUT, f"{INPUTS}:check_unchanged"),
+    CheckEntry("model", Need.FILES, START, f"{INPUTS}:check_model"),
+    CheckEntry("tasks", Need.FILES, START, f"{INPUTS}:check_tasks"),
+    CheckEntry("sources of prompts", Need.FILES, START, f"{INPUTS}:check_sources"),
+    CheckEntry("chat templates", Need.FILES, START, f"{INPUTS}:check_templates"),
+    CheckEntry("interruption", Need.FILES, START, f"{INPUTS}:check_interruption"),
+    CheckEntry("graders", Need.FILES, START, "megarl.tasks.graders.grader:check_graders"),
+    CheckEntry("environments", Need.FILES, START, f"{INPUTS}:check_environments"),
+    CheckEntry("agents", Need.FILES, START, f"{INPUTS}:check_agents"),
+    CheckEntry("own loss", Need.FILES, START, f"{INPUTS}:check_own_loss"),
+    CheckEntry("teacher", Need.FILES, START, f"{INPUTS}:check_teacher"),
+    CheckEntry("W&B", Need.FILES, START, "megarl.lab.monitoring.wandb_writer:check"),
+    CheckEntry("prompts and answers", Need.FILES, START, f"{INPUTS}:read_inputs", "fingerprints"),
+    CheckEntry("model to start from", Need.FILES, SFT, f"{INPUTS}:check_sft_model"),
+    CheckEntry("traces", Need.FILES, SFT, f"{INPUTS}:check_sft_data"),
+    CheckEntry("model to write", Need.FILES, SFT, f"{INPUTS}:check_sft_output"),
+    CheckEntry("same prompts", Need.FILES, ROLLOUT, f"{INPUTS}:check_unchanged"),
 )
 
 HERE = "megarl.run.checks"
 MACHINE = (
-    Check("ranks", Need.MACHINE, SFT, f"{INPUTS}:check_sft_ranks"),
-    Check("history", Need.MACHINE, START, f"{HERE}:check_history", "resumed"),
-    Check("run directory", Need.MACHINE, START, f"{HERE}:check_writable", "folder"),
-    Check("disk", Need.MACHINE, START, f"{HERE}:check_disk"),
-    Check("launcher", Need.MACHINE, START, "megarl.run.srun:chosen", "launcher"),
+    CheckEntry("ranks", Need.MACHINE, SFT, f"{INPUTS}:check_sft_ranks"),
+    CheckEntry("history", Need.MACHINE, START, f"{HERE}:check_history", "resumed"),
+    CheckEntry("run directory", Need.MACHINE, START, f"{HERE}:check_writable", "folder"),
+    CheckEntry("disk", Need.MACHINE, START, f"{HERE}:check_disk"),
+    CheckEntry("launcher", Need.MACHINE, START, "megarl.run.srun:chosen", "launcher"),
 )
 
 PLACED = (
-    Check("nodes", Need.CLUSTER, START, f"{HERE}:survey", "nodes"),
-    Check("placement", Need.CLUSTER, START, "megarl.run.placement:place", "placed"),
-    Check("units of compute", Need.CLUSTER, START, f"{HERE}:check_units"),
-    Check("devices", Need.CLUSTER, START, f"{HERE}:check_devices"),
-    Check("host memory", Need.CLUSTER, START, f"{HERE}:check_host"),
-    Check("allocator", Need.CLUSTER, START, f"{HERE}:check_allocator"),
-    Check("servers", Need.CLUSTER, START, f"{HERE}:check_served"),
-    Check("container", Need.CLUSTER, SUBMIT, "megarl.lab.submit:check_container"),
-    Check("layout", Need.CLUSTER, SUBMIT, "megarl.lab.submit:choose", "chosen"),
+    CheckEntry("nodes", Need.CLUSTER, START, f"{HERE}:survey", "nodes"),
+    CheckEntry("placement", Need.CLUSTER, START, "megarl.run.placement:place", "placed"),
+    CheckEntry("units of compute", Need.CLUSTER, START, f"{HERE}:check_units"),
+    CheckEntry("devices", Need.CLUSTER, START, f"{HERE}:check_devices"),
+    CheckEntry("host memory", Need.CLUSTER, START, f"{HERE}:check_host"),
+    CheckEntry("allocator", Need.CLUSTER, START, f"{HERE}:check_allocator"),
+    CheckEntry("servers", Need.CLUSTER, START, f"{HERE}:check_served"),
+    CheckEntry("container", Need.CLUSTER, SUBMIT, "megarl.lab.submit:check_container"),
+    CheckEntry("layout", Need.CLUSTER, SUBMIT, "megarl.lab.submit:choose", "chosen"),
 )
 
 ROLES = (
-    Check("served model", Need.FILES, SERVE, "megarl.core.server.checks:check"),
-    Check("kernels", Need.MACHINE, SERVE, "megarl.core.server.checks:check_kernels"),
-    Check("served on these GPUs", Need.MACHINE, SERVE, "megarl.core.server.checks:check_gpus"),
-    Check("port", Need.MACHINE, SERVE, "megarl.core.base.process:check_free"),
-    Check("room for tokens", Need.MACHINE, SERVE, "megarl.core.server.launch:check_kv"),
-    Check("layers in FP8", Need.MACHINE, LEARN, "megarl.core.models.build:check"),
+    CheckEntry("served model", Need.FILES, SERVE, "megarl.core.server.checks:check"),
+    CheckEntry("kernels", Need.MACHINE, SERVE, "megarl.core.server.checks:check_kernels"),
+    CheckEntry("served on these GPUs", Need.MACHINE, SERVE, "megarl.core.server.checks:check_gpus"),
+    CheckEntry("port", Need.MACHINE, SERVE, "megarl.core.base.process:check_free"),
+    CheckEntry("room for tokens", Need.MACHINE, SERVE, "megarl.core.server.launch:check_kv"),
+    CheckEntry("layers in FP8", Need.MACHINE, LEARN, "megarl.core.models.build:check"),
 )
 """Made by the roles themselves, on their own nodes."""
 
 EXAMINED = "megarl.lab.doctor"
 DOCTORS = (
-    Check("Python", Need.MACHINE, DOCTOR, f"{EXAMINED}:python"),
-    Check("packages", Need.MACHINE, DOCTOR, f"{EXAMINED}:packages"),
-    Check("CUDA", Need.MACHINE, DOCTOR, f"{EXAMINED}:cuda"),
-    Check("SGLang's kernels", Need.MACHINE, DOCTOR, f"{EXAMINED}:kernels"),
-    Check("compilers", Need.MACHINE, DOCTOR, f"{EXAMINED}:compilers"),
-    Check("Transformer Engine", Need.MACHINE, DOCTOR, f"{EXAMINED}:transformer_engine"),
-    Check("bytecode", Need.MACHINE, DOCTOR, f"{EXAMINED}:bytecode"),
-    Check("machine", Need.MACHINE, DOCTOR, f"{EXAMINED}:machine"),
-    Check("networks", Need.MACHINE, DOCTOR, f"{EXAMINED}:fabric"),
-    Check("bubblewrap", Need.MACHINE, DOCTOR, f"{EXAMINED}:sandbox"),
-    Check("templates for agents", Need.FILES, DOCTOR, f"{EXAMINED}:chat_templates"),
+    CheckEntry("Python", Need.MACHINE, DOCTOR, f"{EXAMINED}:python"),
+    CheckEntry("packages", Need.MACHINE, DOCTOR, f"{EXAMINED}:packages"),
+    CheckEntry("CUDA", Need.MACHINE, DOCTOR, f"{EXAMINED}:cuda"),
+    CheckEntry("SGLang's kernels", Need.MACHINE, DOCTOR, f"{EXAMINED}:kernels"),
+    CheckEntry("compilers", Need.MACHINE, DOCTOR, f"{EXAMINED}:compilers"),
+    CheckEntry("Transformer Engine", Need.MACHINE, DOCTOR, f"{EXAMINED}:transformer_engine"),
+    CheckEntry("bytecode", Need.MACHINE, DOCTOR, f"{EXAMINED}:bytecode"),
+    CheckEntry("machine", Need.MACHINE, DOCTOR, f"{EXAMINED}:machine"),
+    CheckEntry("networks", Need.MACHINE, DOCTOR, f"{EXAMINED}:fabric"),
+    CheckEntry("bubblewrap", Need.MACHINE, DOCTOR, f"{EXAMINED}:sandbox"),
+    CheckEntry("templates for agents", Need.FILES, DOCTOR, f"{EXAMINED}:chat_templates"),
 )
 """These return findings instead of raising: a machine may do without most of them."""
 

@@ -179,7 +179,7 @@ def compare(
 
 
 PARAMETERS = ("A", "B", "C_mid", "R_0")
-"""Of a learning curve, in the order of `Transfer.intervals`."""
+"""A learning curve's, in the order of `Transfer.intervals`."""
 
 
 @app.command()

@@ -539,7 +539,7 @@ class _Always:
         """Do nothing: a limit has no norm."""
 
 
-class Value(NamedTuple):
+class SignalValue(NamedTuple):
     """A signal's value in a step, after and before `Signal.scale`."""
 
     scaled: float
@@ -549,7 +549,7 @@ class Value(NamedTuple):
 class Norm(NamedTuple):
     """The median of earlier values, and the robust deviation of their scaled ones."""
 
-    median: Value
+    median: SignalValue
     deviation: float
 
 
@@ -560,8 +560,8 @@ class _Course:
 
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
-        self._past: list[Value] = []
-        self._suspect: list[Value] = []
+        self._past: list[SignalValue] = []
+        self._suspect: list[SignalValue] = []
         self._sum = 0.0
         self._alarmed = False
         self.since = 0
@@ -569,7 +569,7 @@ class _Course:
 
     def add(self, step: int, value: float) -> bool:
         """Add a value and return whether the signal is abnormal now."""
-        new = Value(self._signal.scale(value), value)
+        new = SignalValue(self._signal.scale(value), value)
         norm = self._norm()
         if norm is None:
             self._past.append(new)

@@ -108,7 +108,7 @@ class Nothing:
 Reaction = Restart | GiveUp | Drop | Elsewhere | Done | Nothing
 
 
-class Death(NamedTuple):
+class RoleDeath(NamedTuple):
     """A role's end. at: in seconds; steps: made by then."""
 
     at: float
@@ -126,7 +126,7 @@ class RestartPolicy:
         self.servers = servers
         self.most_deaths = most_deaths
         self.window_s = window_s
-        self._deaths: dict[Role, list[Death]] = {}
+        self._deaths: dict[Role, list[RoleDeath]] = {}
         self._steps_at_message: dict[Role, int] = {}
         self._unable: set[Role] = set()  # servers that sent a message before the first step
         self._guests = 0
@@ -160,7 +160,7 @@ class RestartPolicy:
             for death in self._deaths.get(role, [])
             if at - death.at < self.window_s or death.steps == steps
         ]
-        deaths.append(Death(at, steps))
+        deaths.append(RoleDeath(at, steps))
         self._deaths[role] = deaths
         count = len(deaths)
         if count <= self.most_deaths:

@@ -133,7 +133,7 @@ class RunState:
 
     @property
     def timed_rows(self) -> list[Row]:
-        """Of the newest rows those not replayed after a crash."""
+        """The newest rows without those replayed after a crash."""
         return [row for row in self.rows.values() if not row.get("replay")]
 
     @property
@@ -381,7 +381,7 @@ def history(rundir: RunDir, rows: list[Row] | None = None) -> History:
 
 
 @dataclass(frozen=True)
-class Judged:
+class RunJudgement:
     """The judgement on all rows of a run, its NEWEST rows and its evaluations."""
 
     health: Health
@@ -389,11 +389,11 @@ class Judged:
     evaluations: list[Row]
 
 
-def judged(rundir: RunDir) -> Judged:
+def judged(rundir: RunDir) -> RunJudgement:
     """Judge all rows of a run one after the other; few are in memory at once."""
     health = Health()
     newest: deque[Row] = deque(maxlen=NEWEST)
     for row in rows_in_order(rundir.metrics):
         health.add(row)
         newest.append(row)
-    return Judged(health, list(newest), latest_scores(rundir.eval))
+    return RunJudgement(health, list(newest), latest_scores(rundir.eval))

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from megarl.checks import making, table
 from megarl.checks.making import Finding
-from megarl.checks.table import TABLE, Check, Command, Need
+from megarl.checks.table import TABLE, CheckEntry, Command, Need
 from megarl.core.base.errors import MegarlError
 from megarl.lab import preflight
 from megarl.run import checks
@@ -27,7 +27,7 @@ OF_OTHERS = {"check_cpu", "check_answers", "check_inputs", "check_sft", "check_a
 
 
 @pytest.mark.parametrize("check", TABLE, ids=lambda check: check.function)
-def test_every_function_exists(check: Check) -> None:
+def test_every_function_exists(check: CheckEntry) -> None:
     assert callable(resolve_name(check.function))
 
 
@@ -89,10 +89,10 @@ def test_what_one_check_gives_another_may_ask_for(monkeypatch: pytest.MonkeyPatc
     here = f"{passes.__module__}"
     sft = frozenset({Command.SFT})
     rows = (
-        Check("first", Need.FILES, sft, f"{here}:passes", "result"),
-        Check("second", Need.FILES, sft, f"{here}:sees_the_result"),
-        Check("third", Need.FILES, sft, f"{here}:fails"),
-        Check("fourth", Need.FILES, sft, f"{here}:fails"),
+        CheckEntry("first", Need.FILES, sft, f"{here}:passes", "result"),
+        CheckEntry("second", Need.FILES, sft, f"{here}:sees_the_result"),
+        CheckEntry("third", Need.FILES, sft, f"{here}:fails"),
+        CheckEntry("fourth", Need.FILES, sft, f"{here}:fails"),
     )
     monkeypatch.setattr(making, "TABLE", rows)
     shown, error = text_of(Command.SFT)

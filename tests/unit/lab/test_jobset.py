@@ -114,7 +114,7 @@ def test_a_time_limit_is_as_slurm_writes_it(time: str, seconds: int) -> None:
 def test_pods_are_made_again_at_the_time_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the first job alone: when it fails, JobSet makes all again. Without --time
+    """The first job alone has it: when it fails, JobSet makes all again. Without --time
     there is no limit.
     """
     words = [*WORDS, *CLAIMS, "--out", str(tmp_path / "run.yaml")]
