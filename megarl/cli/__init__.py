@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -34,8 +34,10 @@ from megarl.core.base.process import (
 from megarl.run.process import die_with_supervisor, have_streams
 
 if TYPE_CHECKING:
+    from megarl.checks.making import Finding
     from megarl.core.base.rundir import RunDir
     from megarl.core.recipe import Recipe
+    from megarl.lab.planning.layouts import PlanningProblem
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,15 +66,16 @@ def _misused(error: typer.TyperException) -> str:
     from pydantic import ValidationError
 
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
-    if isinstance(error.__cause__, ValidationError):  # its message leaves out the given value
-        given = repr(error.__cause__.errors()[0]["input"])
-        message += "" if given in message else f", not {given}"
+    if isinstance(error.__cause__, ValidationError):  # its message leaves out the value
+        value = repr(error.__cause__.errors()[0]["input"])
+        if value not in message:
+            message += f", not {value}"
     context: typer.Context | None = getattr(error, "ctx", None)
-    return message + (
-        f"{'' if message.endswith('?') else '.'} See `{context.command_path} --help`"
-        if context
-        else ""
-    )
+    if context is None:
+        return message
+    if not message.endswith("?"):
+        message += "."
+    return f"{message} See `{context.command_path} --help`"
 
 
 LASTING = ("train", "sft", "eval", "serve", "rollout", "learn", "study")
@@ -100,9 +103,8 @@ class _Commands(TyperGroup):
                 return 0
             if error.filename is None:
                 raise
-            raise MegarlError(
-                f"{error.filename}: {error.strerror}"
-            ) from None  # such as a folder of --out that is a file
+            # such as a folder of --out that is a file
+            raise MegarlError(f"{error.filename}: {error.strerror}") from None
 
 
 def _discard_output() -> None:
@@ -124,8 +126,8 @@ for group in (recipes, study, rollouts, data.app, answers, scaling.app):
     app.add_typer(group)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(is_given: bool) -> None:
+    if is_given:
         terminal.say(f"megarl {__version__}")
         raise typer.Exit
 
@@ -151,7 +153,7 @@ def train(
 ) -> int:
     """Train a policy: start, watch and restart all roles."""
     from megarl.lab import preflight
-    from megarl.lab.dry_run import brief, warnings
+    from megarl.lab.dry_run import warnings
     from megarl.run.train import main
 
     if plan is None:
@@ -161,7 +163,7 @@ def train(
 
         loaded = planned(recipe, overrides, plan)
     if dry_run:
-        return _dry_run(recipe, loaded, preflight.check_all, brief)
+        return _dry_run(recipe, loaded)
     inputs = preflight.check_inputs(loaded)
     for warning in warnings(loaded):
         terminal.say(f"warning: {warning}", file=sys.stderr)
@@ -184,7 +186,7 @@ def sft(recipe: p.RecipeName, overrides: p.Overrides, dry_run: p.DryRun = False)
 
     loaded = _load(recipe, overrides)
     if dry_run:
-        return _dry_run(recipe, loaded, preflight.check_sft)
+        return _dry_run_of_sft(recipe, loaded)
     preflight.check_sft(loaded)
     with importing():
         from megarl.lab.sft import main
@@ -198,27 +200,51 @@ def _load(recipe: str, overrides: Sequence[str]) -> "Recipe":
     return load(recipe, overrides)
 
 
-def _dry_run(
-    name: str,
-    recipe: "Recipe",
-    checked: Callable[["Recipe"], str],
-    brief: "Callable[[Recipe, str], Iterator[tuple[str, str]]] | None" = None,
-) -> int:
-    """Show on stdout what would start and what differs from the base, on stderr
-    warnings and that it is ready; return 0. MegarlError if it cannot start. brief:
-    lines on a run of `megarl train`.
+def _dry_run(name: str, recipe: "Recipe") -> int:
+    """Show on stdout what would start and what differs from the base, on stderr the
+    checks, warnings and that it is ready; return 0. MegarlError if it cannot start.
     """
-    from megarl.lab.dry_run import changes, warnings
+    from megarl.checks.table import Command
+    from megarl.lab import preflight
+    from megarl.lab.dry_run import brief, warnings
+    from megarl.run.checks import starts
+
+    facts = preflight.facts_of(recipe)
+    _show_checks(preflight.findings(Command.DRY_RUN, facts))
+    text = starts(facts)
+    lines = [f"{heading:<8} {line}" for heading, line in brief(recipe, text)]
+    _show_plan(name, recipe, lines)
+    for warning in warnings(recipe):
+        terminal.say(f"warning: {warning}", file=sys.stderr)
+    terminal.say(f"ready: {text}", file=sys.stderr)
+    return 0
+
+
+def _dry_run_of_sft(name: str, recipe: "Recipe") -> int:
+    """Show the same of a warm start."""
+    from megarl.checks.table import Command
+    from megarl.lab import preflight
+
+    _show_checks(preflight.findings(Command.SFT, preflight.facts_of(recipe)))
+    _show_plan(name, recipe, [])
+    terminal.say(f"ready: {preflight.sft_starts(recipe)}", file=sys.stderr)
+    return 0
+
+
+def _show_checks(findings: "Iterator[Finding]") -> None:
+    """Make checks and list them on stderr. MegarlError if one fails."""
+    from megarl.checks import making
 
     try:
-        starts = checked(recipe)
+        making.show_all(terminal.console(stderr=True), findings)
     except MegarlError as error:
         raise MegarlError(f"before this can start: {error}") from None
-    lines = (
-        [f"{heading:<8} {text}" for heading, text in brief(recipe, starts)]
-        if brief is not None
-        else []
-    )
+
+
+def _show_plan(name: str, recipe: "Recipe", lines: list[str]) -> None:
+    """Print lines on what would start, and what differs from the recipe's base."""
+    from megarl.lab.dry_run import changes
+
     base, changed = changes(name, recipe)
     lines.append(f"differs from {base}:" if changed else f"as {base}")
     lines += [f"  {change}" for change in changed]
@@ -226,52 +252,28 @@ def _dry_run(
         terminal.say(*lines, sep="\n", flush=True)
     except BrokenPipeError:
         _discard_output()
-    for warning in warnings(recipe) if brief is not None else ():
-        terminal.say(f"warning: {warning}", file=sys.stderr)
-    terminal.say(f"ready: {starts}", file=sys.stderr)
-    return 0
 
 
 @app.command()
 def plan(
     recipe: p.RecipeName,
     overrides: p.Overrides,
-    gpus: Annotated[
-        int | None, Option(min=1, help="how many there are, generators and trainers together")
-    ] = None,
-    gpu: Annotated[
-        str | None, Option(help="which: a name in megarl/lab/planning/hardware.yaml, such as h100")
-    ] = None,
+    gpus: p.PlannedGpus = None,
+    gpu: p.PlannedGpu = None,
     model_config: p.ModelConfig = None,
-    mean_tokens: Annotated[
-        float | None, Option(help="mean length of a completion; else half of the longest")
-    ] = None,
-    spread: Annotated[float, Option(help="standard deviation of the lengths' logarithm")] = 0.5,
-    lengths: Annotated[
-        Path | None, Option(metavar="RUN", help="instead: lengths from this run's journal")
-    ] = None,
-    measured: Annotated[
-        Path | None,
-        Option(metavar="RUN", help="instead of GPUs: the speeds of this run of a few steps"),
-    ] = None,
-    trained_share: Annotated[float, Option(help="share of groups with variance")] = 1.0,
-    simulate: Annotated[
-        bool, Option("--simulate", help="run the pipeline in virtual time, and draw it")
-    ] = False,
-    steps: Annotated[int, Option(min=1, help="steps of --simulate")] = 20,
-    out: Annotated[Path, Option(help="picture of --simulate")] = Path("plan.png"),
+    mean_tokens: p.MeanTokens = None,
+    spread: p.Spread = 0.5,
+    lengths: p.LengthsOf = None,
+    measured: p.MeasuredRun = None,
+    trained_share: p.TrainedShare = 1.0,
+    simulate: p.Simulate = False,
+    steps: p.SimulatedSteps = 20,
+    output: p.SimulationPicture = Path("plan.png"),
     price: p.Price = None,
     as_json: p.Json = False,
-    allocate: Annotated[
-        float | None,
-        Option(metavar="HOURS", help="choose batch and steps for this many device-hours"),
-    ] = None,
-    curves: Annotated[
-        str, Option(metavar="RUN,RUN", help="with --allocate: short runs that differ in batch")
-    ] = "",
-    answers: Annotated[
-        int | None, Option(min=1, help="with --allocate: prompts that the budget also answers")
-    ] = None,
+    allocate: p.AllocatedHours = None,
+    curves: p.AllocationCurves = "",
+    answers: p.AllocationAnswers = None,
 ) -> int:
     """Say what a recipe needs on N GPUs, and how fast it will be; or, from a run of a
     few steps, how long it will take on this machine; or how to spend a budget.
@@ -279,55 +281,68 @@ def plan(
     from megarl.lab.planning.command import main, problem, work
 
     if measured is not None:
-        from megarl.lab.planning.measured import main as by_measurement
-
-        if (
-            gpus is not None
-            or gpu is not None
-            or allocate is not None
-            or simulate
-            or lengths is not None
-        ):
-            raise MegarlError(
-                "--measured takes only --mean-tokens and --json beside it: it has the speeds of"
-                " a run"
-            )
-        return by_measurement(_load(recipe, overrides), measured, mean_tokens, as_json)
+        others = (gpus, gpu, allocate, lengths, simulate or None)
+        return _plan_by_measurement(recipe, overrides, measured, mean_tokens, as_json, others)
     if (gpus is None) != (gpu is None) or (gpus is None and allocate is None):
-        either = "give both --gpus N and --gpu NAME: the GPUs to plan for"
         raise MegarlError(
-            f"{either}; or --measured RUN, a run of a few steps on this machine, with or without"
-            " GPUs"
+            "give both --gpus N and --gpu NAME: the GPUs to plan for; or --measured RUN, a run of a"
+            " few steps on this machine, with or without GPUs"
         )
     loaded = _load(recipe, overrides)
     posed = None
     if gpus is not None and gpu is not None:
-        posed = problem(
-            loaded,
-            gpus,
-            gpu,
-            model_config,
-            work(loaded, mean_tokens, spread, lengths, trained_share),
-        )
+        workload = work(loaded, mean_tokens, spread, lengths, trained_share)
+        posed = problem(loaded, gpus, gpu, model_config, workload)
     if allocate is not None:
-        from megarl.lab.planning import allocate as allocation
-
         if simulate or price is not None:
             raise MegarlError(
                 "--allocate takes neither --simulate nor --price: its budget is in hours"
             )
-        if not curves:
-            raise MegarlError(
-                "--allocate needs --curves RUN,RUN…: short runs of two or more batches, with"
-                " evaluations"
-            )
-        return allocation.main(
-            loaded, allocate, [Path(run) for run in curves.split(",")], answers, posed, as_json
-        )
+        return _allocate(loaded, allocate, curves, answers, posed, as_json)
     if curves or answers:
         raise MegarlError(f"{'--curves' if curves else '--answers'} needs --allocate HOURS")
     assert posed is not None
-    return main(posed, (steps, out) if simulate else None, as_json, price)
+    return main(posed, (steps, output) if simulate else None, as_json, price)
+
+
+def _plan_by_measurement(
+    recipe: str,
+    overrides: Sequence[str],
+    run: Path,
+    mean_tokens: float | None,
+    as_json: bool,
+    others: Sequence[object],
+) -> int:
+    """Plan by the speeds of a run. others: options that do not go with it, None for
+    those that are not given.
+    """
+    from megarl.lab.planning.measured import main
+
+    if any(option is not None for option in others):
+        raise MegarlError(
+            "--measured takes only --mean-tokens and --json beside it: it has the speeds of a run"
+        )
+    return main(_load(recipe, overrides), run, mean_tokens, as_json)
+
+
+def _allocate(
+    recipe: "Recipe",
+    hours: float,
+    curves: str,
+    answers: int | None,
+    posed: "PlanningProblem | None",
+    as_json: bool,
+) -> int:
+    """Choose batch and steps for a budget. curves: runs, separated by commas."""
+    from megarl.lab.planning import allocate
+
+    if not curves:
+        raise MegarlError(
+            "--allocate needs --curves RUN,RUN…: short runs of two or more batches, with"
+            " evaluations"
+        )
+    runs = [Path(run) for run in curves.split(",")]
+    return allocate.main(recipe, hours, runs, answers, posed, as_json)
 
 
 @app.command()
@@ -336,49 +351,39 @@ def submit(
     overrides: p.Overrides,
     nodes: Annotated[int, Option(min=1)],
     gpus_per_node: Annotated[int, Option(min=0, help="0: nodes without GPUs")] = 8,
-    gpu: Annotated[
-        str, Option(help="a name of `megarl plan`: adds its estimates, and its layout if needed")
-    ] = "",
+    gpu: p.SubmittedGpu = "",
     model_config: p.ModelConfig = None,
-    time: Annotated[
-        str, Option(help="time limit of the job, after which it is requeued")
-    ] = "24:00:00",
+    time: p.TimeLimit = None,
     partition: str | None = None,
     account: str | None = None,
     container: Literal["none", "pyxis", "apptainer"] = "none",
     image: Annotated[str, Option(help="image of the container")] = "",
-    mounts: Annotated[
-        str,
-        Option(
-            metavar="A,B", help="folders that the container sees; with --kubernetes CLAIM:/folder"
-        ),
-    ] = "",
-    kubernetes: Annotated[
-        bool, Option("--kubernetes", help="write a JobSet for Kubernetes instead")
-    ] = False,
+    mounts: p.Mounts = "",
+    kubernetes: p.Kubernetes = False,
     price: p.Price = None,
-    out: Annotated[
-        Path | None, Option(help="path of the script; else run.dir/run.name.sbatch")
-    ] = None,
+    output: p.Script = None,
     yes: Annotated[bool, Option("--yes", help="submit it")] = False,
 ) -> int:
-    """Write a Slurm batch script, or a Kubernetes JobSet, for a recipe, and submit it."""
+    """Write a Slurm batch script or a Kubernetes JobSet for a recipe, and submit it."""
     from megarl.lab.submit import JobOptions, main
 
-    slurm = (
-        nodes,
-        gpus_per_node,
-        gpu,
-        model_config,
-        time,
-        partition,
-        account,
-        container,
-        image,
-        mounts,
-        price,
+    job = JobOptions(
+        recipe=recipe,
+        overrides=overrides,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpu=gpu,
+        model_config=model_config,
+        time=time,
+        partition=partition,
+        account=account,
+        container=container,
+        image=image,
+        mounts=mounts,
+        price=price,
+        kubernetes=kubernetes,
     )
-    return main(JobOptions(recipe, overrides, *slurm, kubernetes), out, yes)
+    return main(job, output, yes)
 
 
 @app.command()
@@ -433,7 +438,8 @@ def metrics(
     """Explain the metrics of metrics.jsonl."""
     from megarl.core.telemetry.names import explained
 
-    if not (text := explained(name)):
+    text = explained(name)
+    if not text:
         raise MegarlError(f"no metric's name contains {name!r}")
     terminal.say(text)
     return 0
@@ -496,12 +502,12 @@ def evaluate(
     data: Annotated[
         str | None, Option(help="rows of the one suite, instead of its set on the hub")
     ] = None,
-    out: Annotated[Path | None, Option(help="else runs/evaluations/MODEL")] = None,
+    output: Annotated[Path | None, Option("--out", help="else runs/evaluations/MODEL")] = None,
 ) -> int:
     """Score a model or a run's checkpoint on suites. It starts servers of its own."""
     from megarl.lab.evaluation.main import main
 
-    return main(model, suite, overrides, samples, limit, data, out)
+    return main(model, suite, overrides, samples, limit, data, output)
 
 
 @app.command()
@@ -554,26 +560,28 @@ def serve(
         return _serve_model(recipe, overrides, model, host, port, api_key)
 
     if join is not None:
-        from megarl.run import join as joining
-
         if recipe is not None:
             raise MegarlError(
                 f"--join takes the run's recipe and serves its policy; leave out {recipe}"
             )
-        if index is None or port is None:
-            return joining.main(join, interface)
-        _, loaded, endpoints = joining.opened(join)
-        main(loaded, index, port, joining.listening(loaded, endpoints, interface).address)
-        return 0
+        return _join(join, interface, index, port)
     if recipe is None or index is None or port is None or interface:
         raise MegarlError("give --join RUN [--interface NAME], or RECIPE --index N --port N")
     loaded = _load(recipe, overrides)
-    last = loaded.resources.servers - 1
-    if index > last:
-        raise MegarlError(
-            f"--index: {index}, and the recipe's servers are numbered from 0 to {last}"
-        )
+    _check_index(index, loaded.resources.servers)
     main(loaded, index, port)
+    return 0
+
+
+def _join(run: Path, interface: str, index: int | None, port: int | None) -> int:
+    """Join a run. With an index and a port: be the server that has joined it."""
+    from megarl.core.server.launch import main
+    from megarl.run import join
+
+    if index is None or port is None:
+        return join.main(run, interface)
+    _, loaded, endpoints = join.opened(run)
+    main(loaded, index, port, join.listening(loaded, endpoints, interface).address)
     return 0
 
 
@@ -600,6 +608,15 @@ def _serve_model(
     terminal.say(f"http://{host}:{port} will serve {model}", flush=True)
     serve_model(loaded, host, port, key)
     return 0
+
+
+def _check_index(index: int, count: int) -> None:
+    """Raise MegarlError if the recipe has no server of this number."""
+    if index < count:
+        return
+    raise MegarlError(
+        f"--index: {index}, and the recipe's servers are numbered from 0 to {count - 1}"
+    )
 
 
 @app.command()
@@ -647,9 +664,12 @@ def learn(recipe: p.RecipeName, overrides: p.Overrides) -> int:
 
     loaded = _load(recipe, overrides)
     if loaded.resources.learner_ranks > 1 and not is_rank():
-        at = RunDir(loaded.run.path).endpoints()
+        endpoints = RunDir(loaded.run.path).endpoints()
         become_torchrun(
-            loaded.resources.learner_ranks, at.rendezvous_port, at.rendezvous_host, at.learner_nodes
+            loaded.resources.learner_ranks,
+            endpoints.rendezvous_port,
+            endpoints.rendezvous_host,
+            endpoints.learner_nodes,
         )
     with importing():
         from megarl.core.learner.main import main
@@ -671,10 +691,12 @@ def _recipes(context: typer.Context) -> int:
     name = Column("name", style="bold", no_wrap=True)
     count = Column("GPUs", justify="right", no_wrap=True)
     table = Table(name, count, Column("what", ratio=1), box=None, padding=(0, 1), pad_edge=False)
-    for shown, file in shipped().items():
-        recipe = load(shown)
-        gpus = f"{needed(recipe)}" + (" or 0" if recipe.model.dtype == "fp32" else "")
-        table.add_row(shown, gpus, file.read_text().partition("\n")[0].strip("# ."))
+    for recipe_name, file in shipped().items():
+        recipe = load(recipe_name)
+        gpus = str(needed(recipe))
+        if recipe.model.dtype == "fp32":
+            gpus += " or 0"
+        table.add_row(recipe_name, gpus, file.read_text().partition("\n")[0].strip("# ."))
     terminal.console().print(table)
     return 0
 
@@ -706,28 +728,28 @@ def new_recipe(
     gpus: Annotated[
         int | None, Option(min=1, help="GPUs of 80 GB of another machine; else this machine's")
     ] = None,
-    out: Annotated[
-        Path | None, Option(metavar="FILE", help="write it there; else print it")
+    output: Annotated[
+        Path | None, Option("--out", metavar="FILE", help="write it there; else print it")
     ] = None,
 ) -> int:
     """Write a recipe for your model and your questions on this machine."""
     from megarl.lab.new_recipe import Asked, new
 
-    return new(model, Asked(data, heldout, grader, system, mapping, column), gpus, out)
+    return new(model, Asked(data, heldout, grader, system, mapping, column), gpus, output)
 
 
 @study.command()
 def loo(
     recipe: p.RecipeName,
     overrides: p.Overrides,
-    beside: p.Beside = "",
+    with_recipes: p.Beside = "",
     seeds: p.Seeds = "0,1,2",
     directory: p.StudyDirectory = "",
     task: p.TaskIndex = None,
     dry_run: p.DryRun = False,
 ) -> int:
     """Leave one out: run variants of a recipe that revert one ScaleRL part each."""
-    return run_study("loo", recipe, overrides, beside, seeds, directory, task, dry_run)
+    return run_study("loo", recipe, overrides, with_recipes, seeds, directory, task, dry_run)
 
 
 @study.command("run")
@@ -737,7 +759,7 @@ def run_study(
     ],
     recipe: p.RecipeName,
     overrides: p.Overrides,
-    beside: p.Beside = "",
+    with_recipes: p.Beside = "",
     seeds: p.Seeds = "0,1,2",
     directory: p.StudyDirectory = "",
     task: p.TaskIndex = None,
@@ -748,7 +770,7 @@ def run_study(
     """
     from megarl.lab.study.main import StudyOptions, run_variants
 
-    others = [name for name in beside.split(",") if name]
+    others = [name for name in with_recipes.split(",") if name]
     return run_variants(
         file, recipe, others, StudyOptions(seeds, directory, task, dry_run, overrides)
     )
@@ -832,8 +854,9 @@ def show_rollouts(
 
 @answers.command()
 def curve(
-    out: Annotated[
-        list[Path], Argument(help="output of megarl eval, RUN/evaluations/step-N, or RUN")
+    outputs: Annotated[
+        list[Path],
+        Argument(metavar="out...", help="output of megarl eval, RUN/evaluations/step-N, or RUN"),
     ],
     suite: p.SuiteName = None,
     picture: Annotated[
@@ -843,7 +866,7 @@ def curve(
     """Draw score against tokens generated: best of n by majority, reward, oracle."""
     from megarl.lab.evaluation.curve import main
 
-    return main(out, suite, picture)
+    return main(outputs, suite, picture)
 
 
 @answers.command("compare")

@@ -42,7 +42,7 @@ def prepare(
         str,
         Argument(metavar="SOURCE", help="a file, pattern, folder, or hub:ORG/NAME:CONFIG:SPLIT"),
     ],
-    out: Annotated[
+    output: Annotated[
         Path, Argument(metavar="DIR", help="folder for train, heldout, report.json, removed.jsonl")
     ],
     column: p.Column,
@@ -61,12 +61,12 @@ def prepare(
     from megarl.tasks.data.prepare import prepare
 
     console = terminal.console()
-    done = prepare(source, out, reader(mapping, column), heldout, against, form, console)
-    text = f"{out}: {done.train:,} to train on, {done.heldout:,} held out, of {done.rows:,} rows"
+    done = prepare(source, output, reader(mapping, column), heldout, against, form, console)
+    text = f"{output}: {done.train:,} to train on, {done.heldout:,} held out, of {done.rows:,} rows"
     console.print(text, soft_wrap=True)
     for reason, count in done.left_out.counts.most_common():
-        number, what = done.left_out.first[reason][0]
-        line = f"  {count:,} left out ({reason}), the first: {source}:{number}: {what[:120]}"
+        number, problem = done.left_out.first[reason][0]
+        line = f"  {count:,} left out ({reason}), the first: {source}:{number}: {problem[:120]}"
         console.print(line, markup=False, soft_wrap=True)
     return 0
 

@@ -52,6 +52,59 @@ ModelConfig = Annotated[
     str | None, Option(help="config.json, or a name such as llama-3.1-8b; else that of model.path")
 ]
 
+# For `megarl plan`.
+PlannedGpus = Annotated[
+    int | None, Option(min=1, help="how many there are, generators and trainers together")
+]
+PlannedGpu = Annotated[
+    str | None, Option(help="which: a name in megarl/lab/planning/hardware.yaml, such as h100")
+]
+MeanTokens = Annotated[
+    float | None, Option(help="mean length of a completion; else half of the longest")
+]
+Spread = Annotated[float, Option(help="standard deviation of the lengths' logarithm")]
+LengthsOf = Annotated[
+    Path | None, Option(metavar="RUN", help="instead: lengths from this run's journal")
+]
+MeasuredRun = Annotated[
+    Path | None,
+    Option(metavar="RUN", help="instead of GPUs: the speeds of this run of a few steps"),
+]
+TrainedShare = Annotated[float, Option(help="share of groups with variance")]
+Simulate = Annotated[
+    bool, Option("--simulate", help="run the pipeline in virtual time, and draw it")
+]
+SimulatedSteps = Annotated[int, Option(min=1, help="steps of --simulate")]
+SimulationPicture = Annotated[Path, Option("--out", help="picture of --simulate")]
+AllocatedHours = Annotated[
+    float | None,
+    Option(metavar="HOURS", help="choose batch and steps for this many device-hours"),
+]
+AllocationCurves = Annotated[
+    str, Option(metavar="RUN,RUN", help="with --allocate: short runs that differ in batch")
+]
+AllocationAnswers = Annotated[
+    int | None, Option(min=1, help="with --allocate: prompts that the budget also answers")
+]
+
+# For `megarl submit`.
+SubmittedGpu = Annotated[
+    str, Option(help="a name of `megarl plan`: adds its estimates, and its layout if needed")
+]
+TimeLimit = Annotated[
+    str | None,
+    Option(help="limit, after which it is started again; else 24:00:00, with --kubernetes none"),
+]
+Mounts = Annotated[
+    str,
+    Option(metavar="A,B", help="folders that the container sees; with --kubernetes CLAIM:/folder"),
+]
+Kubernetes = Annotated[bool, Option("--kubernetes", help="write a JobSet for Kubernetes instead")]
+Script = Annotated[
+    Path | None,
+    Option("--out", help="path of the script; else run.dir/run.name.sbatch"),
+]
+
 SUITES = (
     "aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, arc-easy, arc-challenge,"
     " hellaswag, a suite or task of the run, RUN:TASK (held out of that run), lm-eval:TASK, or a YAML"

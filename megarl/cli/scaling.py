@@ -42,17 +42,23 @@ def fit(
     from megarl.lab.scaling import tables
     from megarl.lab.scaling.fit import fit
 
-    how = _how(r0, start, until, form, grid)
+    options = _options(r0, start, until, form, grid)
     curves = _read(points, seed, hours_column, score_column)
-    fitted = fit(curves, **how)
+    fitted = fit(curves, **options)
     if as_json:
         terminal.say(json.dumps(fitted.record(), allow_nan=False))
         return 0
-    each = [fit([curve], **how) for curve in curves] if len(curves) > 1 else []
-    rows = [(f"seed {curve.seed}", one) for curve, one in zip(curves, each, strict=False)]
-    tables.show(tables.fits([("pooled" if each else curves[0].name, fitted), *rows]))
-    tables.show(tables.forms(curves, how))
-    tables.say(fitted, tables.window(fitted) + (f"\n{tables.between_seeds(each)}" if each else ""))
+    text = tables.window(fitted)
+    rows = [(curves[0].name, fitted)]
+    if len(curves) > 1:
+        seed_fits = [fit([curve], **options) for curve in curves]
+        rows = [("pooled", fitted)]
+        for curve, seed_fit in zip(curves, seed_fits, strict=True):
+            rows.append((f"seed {curve.seed}", seed_fit))
+        text += f"\n{tables.between_seeds(seed_fits)}"
+    tables.show(tables.fits(rows))
+    tables.show(tables.forms(curves, options))
+    tables.say(fitted, text)
     return 0
 
 
@@ -89,23 +95,24 @@ def extrapolate(
     if reach is not None and not 0 <= reach <= 1:
         raise MegarlError(f"--reach is {reach:g}; it is a pass rate, from 0 to 1")
     curves = _read(points, seed, hours_column, score_column)
-    fitted = fit(curves, **_how(r0, start, until, form, grid))
+    fitted = fit(curves, **_options(r0, start, until, form, grid))
     record: dict[str, object]
     warnings = [*doubts(fitted, to), *fitted.warnings]
     if to is not None:
-        there = predict(fitted, np.array([to]))
-        score, low, high = (float(part[0]) for part in (there.pass_rate, there.low, there.high))
+        prediction = predict(fitted, np.array([to]))
+        score = float(prediction.pass_rate[0])
+        low = float(prediction.low[0])
+        high = float(prediction.high[0])
         record = {"hours": to, "pass_rate": score, "interval": [low, high]}
-        at = amount(to, fitted.unit)
-        text = (
-            f"At {at} the fit predicts a pass rate of {score:.3f} (95 %: {low:.3f} to {high:.3f})."
-        )
+        text = f"At {amount(to, fitted.unit)} the fit predicts a pass rate of {score:.3f}"
+        text += f" (95 %: {low:.3f} to {high:.3f})."
     elif reach is not None:
         reached = hours_to(fitted, reach)
         hours = [h if math.isfinite(h) else None for h in (reached.hours, *reached.interval)]
         record = {"pass_rate": reach, "hours": hours[0], "interval": hours[1:]}
         text = tables.reached(fitted, reach, reached)
-    if (later := later_points(fitted, curves)) is not None:
+    later = later_points(fitted, curves)
+    if later is not None:
         record["later"] = asdict(later)
         text += "\n" + tables.later(fitted, later)
     if as_json:
@@ -150,7 +157,7 @@ def compare(
     runs = _named(points, seed, hours_column, score_column)
     if len(runs) < 2:
         raise MegarlError("compare needs two runs or more; for one use `megarl scaling fit`")
-    comparison = compare(runs, **_how(r0, start, until, form, grid) | {"ceiling": ceiling})
+    comparison = compare(runs, **_options(r0, start, until, form, grid) | {"ceiling": ceiling})
     if as_json:
         terminal.say(
             json.dumps(
@@ -165,16 +172,14 @@ def compare(
             for warning in entry.fit.warnings if entry.fit else ():
                 terminal.say(f"warning: {entry.name}: {warning}")
     if output:
-        own = {entry.name: entry.fit for entry in comparison.entries if entry.fit}
-        _draw(
-            output,
-            to,
-            published,
-            runs,
-            comparison,
-            own | comparison.comparable if len(own) > 1 else {},
-        )
+        fits = {entry.name: entry.fit for entry in comparison.entries if entry.fit}
+        efficiency = fits | comparison.comparable if len(fits) > 1 else {}
+        _draw(output, to, published, runs, comparison, efficiency)
     return 0
+
+
+PARAMETERS = ("A", "B", "C_mid", "R_0")
+"""A learning curve's, in the order of `Transfer.intervals`."""
 
 
 @app.command()
@@ -207,28 +212,25 @@ def transfer(
         parameters, path = named_size(source)
         curves.setdefault(parameters, []).extend(_read(path, None, hours_column, score_column))
     fits = {n: fit(curves[n], start=start, end=until) for n in sorted(curves)}
-    found = transferred(fits, size, r0)
-    scores = found.scores(np.array(to))
+    prediction = transferred(fits, size, r0)
+    scores = prediction.scores(np.array(to))
     unit = next(iter(fits.values())).unit
-    said = [*doubts(fits, size, r0)]
+    warnings = [*doubts(fits, size, r0)]
     if as_json:
         record: dict[str, object] = {}
-        for key, (middle, low, high) in zip(
-            ("A", "B", "C_mid", "R_0"), found.intervals.T.tolist(), strict=True
-        ):
+        intervals = prediction.intervals.T.tolist()
+        for key, (middle, low, high) in zip(PARAMETERS, intervals, strict=True):
             record |= {key: middle, f"{key}_interval": [low, high]}
-        each = zip(to, scores.T.tolist(), strict=True)
-        later = [{"hours": h, "pass_rate": m, "interval": [a, b]} for h, (m, a, b) in each]
-        terminal.say(
-            json.dumps(record | {"scores": later, "unit": unit, "warnings": said}, allow_nan=False)
-        )
+        later = []
+        for hours, (middle, low, high) in zip(to, scores.T.tolist(), strict=True):
+            later.append({"hours": hours, "pass_rate": middle, "interval": [low, high]})
+        record |= {"scores": later, "unit": unit, "warnings": warnings}
+        terminal.say(json.dumps(record, allow_nan=False))
         return 0
-    tables.show(tables.fits([(f"{n:.3g} parameters", one) for n, one in fits.items()]))
-    terminal.say(
-        tables.transferred(size, found, to, scores, unit),
-        *(f"warning: {text}" for text in said),
-        sep="\n",
-    )
+    tables.show(tables.fits([(f"{n:.3g} parameters", fitted) for n, fitted in fits.items()]))
+    terminal.say(tables.transferred(size, prediction, to, scores, unit))
+    for warning in warnings:
+        terminal.say(f"warning: {warning}")
     return 0
 
 
@@ -252,7 +254,7 @@ def plot(
 
     _check_hours("--to", to)
     runs = _named(points, seed, hours_column, score_column)
-    comparison = compare(runs, **_how(r0, start, until, form, grid))
+    comparison = compare(runs, **_options(r0, start, until, form, grid))
     for entry in comparison.entries:
         if entry.fit is None:
             terminal.say(f"{entry.name}: points without a curve: {entry.problem}", file=sys.stderr)
@@ -334,9 +336,9 @@ def show_published(
     return 0
 
 
-def _check_hours(option: str, *given: float | None) -> None:
+def _check_hours(option: str, *values: float | None) -> None:
     """Raise MegarlError if a value is not a finite amount of compute above 0."""
-    for hours in given:
+    for hours in values:
         if hours is not None and not 0 < hours < math.inf:
             raise MegarlError(f"{option} is {hours:g}; it is compute in hours, finite and above 0")
 
@@ -349,25 +351,27 @@ def _read(
     curves = read_points(source, PointColumns(hours_column, score_column))
     if seed is None:
         return curves
-    if chosen := [curve for curve in curves if curve.seed == seed]:
-        return chosen
+    of_seed = [curve for curve in curves if curve.seed == seed]
+    if of_seed:
+        return of_seed
     raise MegarlError(f"{source}: no seed {seed} in it")
 
 
-def _named(sources: Sequence[Path], *which: Any) -> dict[str, list["Curve"]]:
+def _named(sources: Sequence[Path], *selection: Any) -> dict[str, list["Curve"]]:
     """Read the curves of all sources by name; sources with the same name go by their
-    paths. which: as in `_read`.
+    paths. selection: as in `_read`.
     """
     from megarl.lab.scaling.table_files import name_of
 
     names = [name_of(source) if source.is_file() else source.resolve().name for source in sources]
-    return {
-        name if names.count(name) == 1 else str(source): _read(source, *which)
-        for name, source in zip(names, sources, strict=True)
-    }
+    curves = {}
+    for name, source in zip(names, sources, strict=True):
+        is_unique = names.count(name) == 1
+        curves[name if is_unique else str(source)] = _read(source, *selection)
+    return curves
 
 
-def _how(
+def _options(
     r0: float | None, start: float | None, until: float | None, form: str, grid: "Grid"
 ) -> "FitOptions":
     return {"r0": r0, "start": start, "end": until, "form": form, "grid": grid}

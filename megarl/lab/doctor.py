@@ -1,6 +1,7 @@
 """`megarl doctor`: shows what this machine can run, and how to fix what it cannot.
 
-    questions ──► Finding (good, note, bad) ──► table; exit 0 if a CPU or a GPU run is possible
+    questions (checks/table.py) ──► Finding (good, note, bad) ──► list
+                                                               ──► verdict, exit status
 
 A `note` means a disadvantage, or that runs are limited to the CPU; a `bad` finding
 prevents every run.
@@ -15,15 +16,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import psutil
-from rich.table import Column, Table
-from rich.text import Text
 
+from megarl.checks import making
+from megarl.checks.making import Finding
+from megarl.checks.table import Command, Need
 from megarl.core.base import terminal
 from megarl.core.base.device import cudnn_of_torch
 from megarl.core.base.errors import MegarlError
@@ -52,95 +52,70 @@ MODULES = {
 SETUP = "run `make setup` and use .venv/bin/megarl (with GPUs: docs/install.md)"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The answer to one question. advice: what to do, empty if all is well."""
-
-    what: str
-    grade: Literal["good", "note", "bad"]
-    found: str
-    advice: str = ""
-
-
-def noted(what: str, found: str, advice: str = "") -> Finding:
+def noted(name: str, text: str, advice: str = "") -> Finding:
     """Return a finding with the grade `note` if there is advice, else `good`."""
-    return Finding(what, "note" if advice else "good", found, advice)
+    return Finding(name, "note" if advice else "good", text, advice)
 
 
 def main(models: Sequence[Path] = ()) -> int:
     """Print all findings and the verdict; return 0 if any run is possible. models:
     directories whose chat templates to try.
     """
-    findings = [*examine(), *map(chat_template, models)]
-    columns = [*(Column(no_wrap=True) for _ in range(3)), Column(ratio=1)]
-    table = Table(*columns, box=None, padding=(0, 2), pad_edge=False, show_header=False)
-    marks = {"good": Text("✓", "green"), "note": Text("•", "yellow"), "bad": Text("✗", "red")}
-    for f in findings:
-        table.add_row(marks[f.grade], f.what, f.found, Text(f.advice))
+    findings = examine(models)
     console = terminal.console()
-    console.print(table)
+    making.show(console, findings)
     text, status = verdict(findings, len(gpus()))
     console.print(f"\n{text}", highlight=False)
     return status
 
 
-def examine() -> list[Finding]:
-    stack = (
-        python(),
-        *map(package, PINS),
-        cuda(),
-        kernels(),
-        compilers(),
-        transformer_engine(),
-        bytecode(),
-    )
-    return [*stack, *machine(), *fabric(), sandbox()]
+def examine(models: Sequence[Path] = ()) -> list[Finding]:
+    """Return what all checks of the doctor find."""
+    return list(making.findings(Command.DOCTOR, list(Need), {"models": models}))
 
 
 def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
     """Return a sentence on what can be run, and the exit status."""
-    if bad := [f.what for f in findings if f.grade == "bad"]:
+    bad = [finding.name for finding in findings if finding.grade == "bad"]
+    if bad:
         return f"Nothing can be run here yet: {', '.join(bad)}.", 1
-    good = {f.what for f in findings if f.grade == "good"}
     if gpu_count == 0:
         return (
-            (
-                "Runs on the CPU are possible (tiny models: `make quickstart`). GPU runs need a"
-                " machine with GPUs."
-            ),
-            0,
-        )
-    if missing := [what for what in ("CUDA", KERNELS, COMPILERS) if what not in good]:
+            "Runs on the CPU are possible (tiny models: `make quickstart`). GPU runs need a"
+            " machine with GPUs."
+        ), 0
+    good = {finding.name for finding in findings if finding.grade == "good"}
+    missing = [name for name in ("CUDA", KERNELS, COMPILERS) if name not in good]
+    if missing:
         return (
-            (
-                "CPU runs are possible (CUDA_VISIBLE_DEVICES=); GPU runs are not yet:"
-                f" {', '.join(missing)}."
-            ),
-            0,
-        )
-    slower = (
-        ""
-        if "Transformer Engine" in good
-        else ", without Transformer Engine's fused layers and FP8"
-    )
+            "CPU runs are possible (CUDA_VISIBLE_DEVICES=); GPU runs are not yet:"
+            f" {', '.join(missing)}."
+        ), 0
+    slower = ""
+    if "Transformer Engine" not in good:
+        slower = ", without Transformer Engine's fused layers and FP8"
     return (
-        (
-            f"GPU runs are possible on {gpu_count} GPUs{slower} (`megarl recipes` says what each"
-            " recipe takes)."
-        ),
-        0,
-    )
+        f"GPU runs are possible on {gpu_count} GPUs{slower} (`megarl recipes` says what each"
+        " recipe takes)."
+    ), 0
 
 
 def python() -> Finding:
+    """Check that this Python is the one for which the stack has wheels."""
     version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] == (3, 12):
+        return noted("Python", version)
     advice = "the stack has wheels only for Python 3.12; `make setup` finds or fetches one"
-    good = sys.version_info[:2] == (3, 12)
-    return noted("Python", version) if good else Finding("Python", "bad", version, advice)
+    return Finding("Python", "bad", version, advice)
+
+
+def packages() -> list[Finding]:
+    """Check each of PINS."""
+    return [package(name) for name in PINS]
 
 
 def package(name: str) -> Finding:
-    """Check that a package is installed in the version for which this code was written."""
+    """Check that a package is installed in the version that this code is for."""
     try:
         version = importlib.metadata.version(name)
         importable = importlib.util.find_spec(MODULES[name]) is not None
@@ -148,8 +123,9 @@ def package(name: str) -> Finding:
         return Finding(name, "bad", "not installed", SETUP)
     if not importable:
         return Finding(name, "bad", f"{version}, but it cannot be imported", SETUP)
-    same = version.partition("+")[0] == PINS[name]
-    return noted(name, version, "" if same else f"made and tested with {PINS[name]}; {SETUP}")
+    if version.partition("+")[0] == PINS[name]:
+        return noted(name, version)
+    return noted(name, version, f"made and tested with {PINS[name]}; {SETUP}")
 
 
 def cuda() -> Finding:
@@ -160,12 +136,9 @@ def cuda() -> Finding:
     import torch
 
     if torch.cuda.is_available():
-        names = ", ".join(
-            sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
-        )
-        return noted(
-            "CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} x {names}", old_driver()
-        )
+        devices = range(torch.cuda.device_count())
+        names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in devices}))
+        return noted("CUDA", f"{torch.version.cuda}, {len(devices)} x {names}", old_driver())
     if count:
         build = (
             "replace torch's build by one for CUDA; it is for"
@@ -197,13 +170,11 @@ def kernels() -> Finding:
     try:
         version = importlib.metadata.version("sglang-kernel")
     except importlib.metadata.PackageNotFoundError:
-        return noted(
-            KERNELS,
-            "not installed",
-            "install requirements/gpu.txt (docs/install.md)" if gpus() else "",
-        )
-    advice = "they need libnuma.so.1: install libnuma1 or numactl-libs"
-    return noted(KERNELS, version, "" if loads("libnuma.so.1") else advice)
+        advice = "install requirements/gpu.txt (docs/install.md)" if gpus() else ""
+        return noted(KERNELS, "not installed", advice)
+    if loads("libnuma.so.1"):
+        return noted(KERNELS, version)
+    return noted(KERNELS, version, "they need libnuma.so.1: install libnuma1 or numactl-libs")
 
 
 COMPILERS = "compilers"
@@ -216,27 +187,31 @@ def compilers() -> Finding:
     home = (os.environ | toolkit()).get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     usual = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     nvcc = shutil.which(f"{home}/bin/nvcc") if home else usual
-    found = {
+    runtime = not nvcc or Path(nvcc).parents[1].joinpath("lib64/libcudart.so").exists()
+    parts = {
         "nvcc": nvcc,
-        "lib64/libcudart.so above nvcc": (
-            not nvcc or Path(nvcc).parents[1].joinpath("lib64/libcudart.so").exists()
-        ),
+        "lib64/libcudart.so above nvcc": runtime,
         "a C++ compiler": shutil.which(os.environ.get("CXX", "c++")),
         "ninja": shutil.which("ninja", path=search_path()["PATH"]),
         "Python.h": Path(sysconfig.get_path("include"), "Python.h").is_file(),
     }
-    if missing := ", ".join(name for name, there in found.items() if not there):
+    missing = ", ".join(name for name, part in parts.items() if not part)
+    if missing:
         advice = (
             "install them (docs/install.md), or use the container; CUDA_HOME says where the"
             " toolkit is"
         )
         return noted(COMPILERS, f"no {missing}", advice if gpus() else "")
-    said = subprocess.run(
-        [str(nvcc), "--version"], capture_output=True, text=True, timeout=30
-    ).stdout
-    release = said.partition("release ")[2].partition(",")[0]
-    advice = f"{nvcc} is not of torch's CUDA 13: set CUDA_HOME to a toolkit 13.0"
-    return noted(COMPILERS, f"nvcc {release}", advice if gpus() and release[:3] != "13." else "")
+    release = _printed([str(nvcc), "--version"]).partition("release ")[2].partition(",")[0]
+    advice = ""
+    if gpus() and not release.startswith("13."):
+        advice = f"{nvcc} is not of torch's CUDA 13: set CUDA_HOME to a toolkit 13.0"
+    return noted(COMPILERS, f"nvcc {release}", advice)
+
+
+def _printed(words: Sequence[str]) -> str:
+    """Return what a program prints."""
+    return subprocess.run(words, capture_output=True, text=True, timeout=30).stdout
 
 
 IMPORT_S = 120
@@ -249,28 +224,28 @@ def transformer_engine() -> Finding:
     """Check that the learner's fused GPU layers can be imported. Another process does
     it, since a faulty library may crash.
     """
-    what = "Transformer Engine"
+    name = "Transformer Engine"
     try:
         version = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
         return noted(
-            what, "not installed", "only needed with GPUs: docs/install.md says how to build it"
+            name, "not installed", "only needed with GPUs: docs/install.md says how to build it"
         )
     words = [sys.executable, "-W", "ignore", "-c", "import torch, transformer_engine.pytorch"]
+    environment = os.environ | cudnn_of_torch()  # as for a learner
     try:
-        environment = os.environ | cudnn_of_torch()  # as for a learner
         done = subprocess.run(
             words, env=environment, capture_output=True, text=True, timeout=IMPORT_S
         )
     except subprocess.TimeoutExpired:
-        return noted(what, f"not imported within {IMPORT_S} s", "try again; is its disk slow?")
+        return noted(name, f"not imported within {IMPORT_S} s", "try again; is its disk slow?")
     if done.returncode == 0:
-        return noted(what, version)
-    why = (done.stderr.strip().splitlines() or [f"Python ended with {done.returncode}"])[-1]
+        return noted(name, version)
+    lines = done.stderr.strip().splitlines() or [f"Python ended with {done.returncode}"]
     return noted(
-        what,
+        name,
         "cannot be imported",
-        f"{why}; build it again for this torch, or uninstall it (docs/install.md)",
+        f"{lines[-1]}; build it again for this torch, or uninstall it (docs/install.md)",
     )
 
 
@@ -293,47 +268,65 @@ def machine() -> Iterator[Finding]:
     """Check cores, memory, disk, ports, and /dev/shm, through which a server's
     processes, NCCL and PyTorch pass tensors.
     """
+    yield cores()
+    yield bf16()
+    yield memory()
+    yield shared_memory()
+    yield disk()
+    yield ports()
+
+
+def cores() -> Finding:
+    """Check for a core for each of server and learner."""
     count = len(os.sched_getaffinity(0))
-    has_gpus = bool(gpus())
-    yield noted(
-        "cores",
-        str(count),
-        "server and learner share one core: expect half the speed" if count == 1 else "",
-    )
-    computed = bf16_on_cpu()
-    emulated = (
-        ""
-        if computed or has_gpus
-        else "model.dtype=bf16 is emulated on this CPU; fp32 may be quicker"
-    )
-    yield noted("bf16 on the CPU", computed or "emulated", emulated)
+    advice = "server and learner share one core: expect half the speed" if count == 1 else ""
+    return noted("cores", str(count), advice)
+
+
+def bf16() -> Finding:
+    """Check whether a CPU that has to multiply in bf16 can."""
+    unit = bf16_on_cpu()
+    advice = ""
+    if not unit and not gpus():
+        advice = "model.dtype=bf16 is emulated on this CPU; fp32 may be quicker"
+    return noted("bf16 on the CPU", unit or "emulated", advice)
+
+
+def memory() -> Finding:
+    """Check for the quickstart's memory."""
     free = psutil.virtual_memory().available / GIB
-    advice = (
-        "the quickstart's roles take about 6 GiB together; end other programs" if free < 6 else ""
-    )
-    yield noted("memory", f"{free:.0f} GiB available", advice)
-    if os.access("/dev/shm", os.W_OK):
-        size = shutil.disk_usage("/dev/shm").total / GIB
-        needed = 8 if has_gpus else 1
-        advice = (
-            f"in a container: --shm-size={needed}g or --ipc=host" if size < needed * 0.95 else ""
-        )
-        yield noted(
-            "/dev/shm", f"{size:.1f} GiB" if size >= 1 else f"{size * 1024:.0f} MiB", advice
-        )
-    else:
-        yield Finding("/dev/shm", "bad", "not writable", "mount a tmpfs there")
+    advice = "the quickstart's roles take about 6 GiB together; end other programs"
+    return noted("memory", f"{free:.0f} GiB available", advice if free < 6 else "")
+
+
+def shared_memory() -> Finding:
+    """Check the size of /dev/shm."""
+    if not os.access("/dev/shm", os.W_OK):
+        return Finding("/dev/shm", "bad", "not writable", "mount a tmpfs there")
+    size = shutil.disk_usage("/dev/shm").total / GIB
+    needed = 8 if gpus() else 1
+    text = f"{size:.1f} GiB" if size >= 1 else f"{size * 1024:.0f} MiB"
+    advice = f"in a container: --shm-size={needed}g or --ipc=host"
+    return noted("/dev/shm", text, advice if size < needed * 0.95 else "")
+
+
+def disk() -> Finding:
+    """Check the room in this folder, in which runs are by default."""
     free = shutil.disk_usage(".").free / GIB
     advice = (
         "checkpoints take about 16 bytes a parameter; free some, or set run.dir to another disk"
     )
-    yield noted("disk", f"{free:.0f} GiB free here", advice if free < 10 else "")
+    return noted("disk", f"{free:.0f} GiB free here", advice if free < 10 else "")
+
+
+def ports() -> Finding:
+    """Check that roles can talk over loopback."""
     try:
         free_ports(8)
-        yield noted("ports", "free on 127.0.0.1")
     except OSError as error:
-        why = f"cannot listen on 127.0.0.1: {error.strerror}"
-        yield Finding("ports", "bad", why, "the roles talk over it; allow it")
+        problem = f"cannot listen on 127.0.0.1: {error.strerror}"
+        return Finding("ports", "bad", problem, "the roles talk over it; allow it")
+    return noted("ports", "free on 127.0.0.1")
 
 
 SLOW = 10_000
@@ -345,6 +338,7 @@ DEVICES = Path("/dev/infiniband")
 
 
 def loads(library: str) -> bool:
+    """Return whether a shared library can be loaded."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -354,65 +348,83 @@ def loads(library: str) -> bool:
 
 def fabric() -> Iterator[Finding]:
     """Check the connections between nodes and GPUs: the network that carries batches,
-    InfiniBand, NVLink.
+    InfiniBand, NVLink. What a machine does not have is left out.
     """
-    if speeds := networks():
-        slowest = min(speeds.values())
-        fastest = max(speeds, key=speeds.__getitem__)
-        interfaces = ", ".join(
-            f"{name} {speed / 1000:g} Gb/s" for name, speed in sorted(speeds.items())
-        )
+    speeds = networks()
+    if speeds:
+        yield network(speeds)
+    adapters = sorted(path.name for path in INFINIBAND.glob("*"))
+    if adapters:
+        yield noted("InfiniBand", ", ".join(adapters), infiniband_advice())
+    if len(gpus()) > 1:
+        yield nvlink()
+
+
+def network(speeds: Mapping[str, int]) -> Finding:
+    """Check that no network is slow beside a faster one. speeds: Mb/s by interface."""
+    fastest = max(speeds, key=speeds.__getitem__)
+    interfaces = ", ".join(
+        f"{name} {speed / 1000:g} Gb/s" for name, speed in sorted(speeds.items())
+    )
+    advice = ""
+    if min(speeds.values()) < min(SLOW, speeds[fastest]):
         advice = (
             f"by default batches go over the network that Slurm uses; set run.interface={fastest}"
         )
-        yield noted("network", interfaces, advice if slowest < min(SLOW, speeds[fastest]) else "")
-    if adapters := sorted(path.name for path in INFINIBAND.glob("*")):
-        advice = ""
-        if not any(DEVICES.glob("uverbs*")):
-            advice = (
-                "NCCL cannot use it here, and falls back to TCP; in a container:"
-                " --device=/dev/infiniband"
-            )
-        elif not loads("libibverbs.so.1"):
-            advice = (
-                "NCCL finds no libibverbs, and falls back to TCP; install libibverbs1 and"
-                " ibverbs-providers, or rdma-core"
-            )
-        elif resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
-            advice = (
-                "memory cannot be locked for it; in a container: --ulimit memlock=-1, else `ulimit"
-                " -l unlimited`"
-            )
-        yield noted("InfiniBand", ", ".join(adapters), advice)
-    if len(gpus()) > 1:
-        said = subprocess.run(
-            ["nvidia-smi", "nvlink", "--status"], capture_output=True, text=True, timeout=30
-        ).stdout
-        advice = (
-            ""
-            if "GB/s" in said
-            else "tensor and expert parallelism go over PCIe; keep model.tensor_parallel at 1"
+    return noted("network", interfaces, advice)
+
+
+def infiniband_advice() -> str:
+    """Return what keeps NCCL from using InfiniBand; empty if nothing does."""
+    if not any(DEVICES.glob("uverbs*")):
+        return (
+            "NCCL cannot use it here, and falls back to TCP; in a container:"
+            " --device=/dev/infiniband"
         )
-        yield noted("NVLink", "between the GPUs" if not advice else "none", advice)
+    if not loads("libibverbs.so.1"):
+        return (
+            "NCCL finds no libibverbs, and falls back to TCP; install libibverbs1 and"
+            " ibverbs-providers, or rdma-core"
+        )
+    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
+        return (
+            "memory cannot be locked for it; in a container: --ulimit memlock=-1, else `ulimit"
+            " -l unlimited`"
+        )
+    return ""
+
+
+def nvlink() -> Finding:
+    """Check whether GPUs are connected with each other."""
+    if "GB/s" in _printed(["nvidia-smi", "nvlink", "--status"]):
+        return noted("NVLink", "between the GPUs")
+    advice = "tensor and expert parallelism go over PCIe; keep model.tensor_parallel at 1"
+    return noted("NVLink", "none", advice)
+
+
+def chat_templates(models: Sequence[Path]) -> list[Finding]:
+    """Check each model's chat template."""
+    return [chat_template(model) for model in models]
 
 
 def chat_template(model: Path) -> Finding:
     """Check that a model's chat template suits agents: it must write messages after an
     answer alone as in a conversation.
     """
-    what = f"{model.name}: template"
+    name = f"{model.name}: template"
     try:
         chat = load_chat(model)
         chat.render([{"role": "user", "content": "?"}])  # MegarlError if it loops
         rendering = Rendering(chat, load_tokenizer(model), "sampled")
     except MegarlError as error:
-        return noted(what, "agents cannot use it", str(error))
-    if problem := tail_problem(chat, rendering):
-        return noted(what, "agents can use it, but", problem)
-    advice = (
-        "" if rendering.calls else "its tool calls cannot be read; agents find them in the text"
-    )
-    return noted(what, "agents can use it", advice)
+        return noted(name, "agents cannot use it", str(error))
+    problem = tail_problem(chat, rendering)
+    if problem:
+        return noted(name, "agents can use it, but", problem)
+    advice = ""
+    if not rendering.calls:
+        advice = "its tool calls cannot be read; agents find them in the text"
+    return noted(name, "agents can use it", advice)
 
 
 def sandbox() -> Finding:

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.core.base import weight_files
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
-from megarl.core.base.weight_files import counted, parameters
 from megarl.core.recipe import Recipe, Task, base_of, differences
 from megarl.run import devices
+from megarl.run.checks import counted
 from megarl.tasks.data.chat import template_source
 from megarl.tasks.data.mappings import mapping_of
 from megarl.tasks.data.prompts import load_tasks
@@ -37,16 +38,13 @@ def brief(recipe: Recipe, starts: str) -> Iterator[tuple[str, str]]:
     """
     tokenizer = load_tokenizer(recipe.model.path)
     tasks = load_tasks(recipe, tokenizer)
+    settings = recipe.data.tasks
+    counts = [_counted(name, settings[name], prompts) for name, prompts in tasks.items()]
     yield "model", _model(recipe)
-    yield (
-        "data",
-        "; ".join(
-            _counted(name, recipe.data.tasks[name], prompts) for name, prompts in tasks.items()
-        ),
-    )
+    yield "data", "; ".join(counts)
     for name, prompts in tasks.items():
-        shown = tokenizer.decode(prompts.train[0].tokens)[:SHOWN_PROMPT]
-        yield "prompt", f"{name}, {recipe.data.tasks[name].template}: {shown!r}"
+        text = tokenizer.decode(prompts.train[0].tokens)[:SHOWN_PROMPT]
+        yield "prompt", f"{name}, {settings[name].template}: {text!r}"
     yield "lengths", _lengths(recipe, tasks)
     yield "layout", f"{starts}, {_work(recipe)}"
 
@@ -54,7 +52,8 @@ def brief(recipe: Recipe, starts: str) -> Iterator[tuple[str, str]]:
 def _model(recipe: Recipe) -> str:
     path = Path(recipe.model.path)
     template = "a chat template" if template_source(path) else "no chat template"
-    return f"{path}, {counted(parameters(path))} parameters, {recipe.model.dtype}, {template}"
+    count = weight_files.counted(weight_files.parameters(path))
+    return f"{path}, {count} parameters, {recipe.model.dtype}, {template}"
 
 
 def _counted(name: str, task: Task, prompts: TaskPrompts) -> str:
@@ -65,12 +64,11 @@ def _counted(name: str, task: Task, prompts: TaskPrompts) -> str:
 
 
 def _lengths(recipe: Recipe, tasks: dict[str, TaskPrompts]) -> str:
-    """Return the lengths of prompts beside their limit, and the limits of completions."""
+    """Return the lengths of prompts and their limit, and limits of completions."""
     length = recipe.length
     lengths = [len(prompt.tokens) for prompts in tasks.values() for prompt in prompts.train]
-    prompts = (
-        f"prompts of {min(lengths):,} to {max(lengths):,} tokens (limit {length.prompt_tokens:,})"
-    )
+    prompts = f"prompts of {min(lengths):,} to {max(lengths):,} tokens"
+    prompts += f" (limit {length.prompt_tokens:,})"
     thinking = "no thinking"
     if length.thinking_tokens[1]:
         mark = f" up to {length.end_of_thinking!r}" if length.end_of_thinking else ""
@@ -87,30 +85,27 @@ def _work(recipe: Recipe) -> str:
     steps = f"{recipe.run.steps} steps of {rollouts}; `megarl plan --measured RUN` says how long"
     if devices.gpus():
         return steps
-    threads = recipe.resources.threads
-    return (
-        f"{threads} thread{'s' * (threads != 1)} each on {len(os.sched_getaffinity(0))} cores,"
-        f" {steps}"
-    )
+    threads = counted(recipe.resources.threads, "thread")
+    return f"{threads} each on {len(os.sched_getaffinity(0))} cores, {steps}"
 
 
 def changes(name: str, recipe: Recipe) -> tuple[str, list[str]]:
     """Return the name of the base of a recipe, and a line for each key in which it
     differs; a line for a task or suite that only one of them has.
     """
-    base, under = base_of(name)
+    base, base_recipe = base_of(name)
     lines: dict[str, None] = {}
-    for key, old, new in differences(under, recipe):
-        lines[_change(key, old, new, under, recipe)] = None
+    for key, old, new in differences(base_recipe, recipe):
+        lines[_change(key, old, new, base_recipe, recipe)] = None
     return base, list(lines)
 
 
-def _change(key: str, old: Any, new: Any, under: Recipe, recipe: Recipe) -> str:
+def _change(key: str, old: Any, new: Any, base: Recipe, recipe: Recipe) -> str:
     for section in NAMED_SECTIONS:
         if not key.startswith(f"{section}."):
             continue
         name = key.removeprefix(f"{section}.").partition(".")[0]
-        if name not in _named(under, section):
+        if name not in _named(base, section):
             return f"{section}.{name}: added"
         if name not in _named(recipe, section):
             return f"{section}.{name}: left out"
@@ -120,8 +115,8 @@ def _change(key: str, old: Any, new: Any, under: Recipe, recipe: Recipe) -> str:
 def _named(recipe: Recipe, section: str) -> dict[str, Any]:
     """Return a mapping of names to sections, such as the tasks."""
     outer, inner = section.split(".")
-    found: dict[str, Any] = getattr(getattr(recipe, outer), inner)
-    return found
+    sections: dict[str, Any] = getattr(getattr(recipe, outer), inner)
+    return sections
 
 
 def warnings(recipe: Recipe) -> Iterator[str]:
@@ -133,23 +128,20 @@ def warnings(recipe: Recipe) -> Iterator[str]:
     for name, task in recipe.data.tasks.items():
         is_raw_by_default = task.template == "raw" and "template" not in task.model_fields_set
         if source and is_raw_by_default and not task.agent and not _is_marked(task, tokenizer):
-            what = (
-                f"{recipe.model.path} has a chat template, and the prompts are given without it"
-                " (template: raw)"
-            )
             yield (
-                f"data.tasks.{name}.template: {what}; set template: chat, or template: raw if that"
-                " is meant"
+                f"data.tasks.{name}.template: {recipe.model.path} has a chat template, and the"
+                " prompts are given without it (template: raw); set template: chat, or template:"
+                " raw if that is meant"
             )
     end = recipe.length.end_of_thinking.strip()
     is_token = tokenizer.backend.token_to_id(end) is not None
     if end and end not in source and not is_token and not recipe.sft.data:
-        what = f"neither the chat template nor the vocabulary of {recipe.model.path} has {end!r}"
-        cure = (
-            "if it does not think, set length.end_of_thinking='' length.control=none"
+        yield (
+            "length.end_of_thinking: neither the chat template nor the vocabulary of"
+            f" {recipe.model.path} has {end!r}, so that no answer may ever be found; if it does not"
+            " think, set length.end_of_thinking='' length.control=none"
             " length.thinking_tokens=[0,0]"
         )
-        yield f"length.end_of_thinking: {what}, so that no answer may ever be found; {cure}"
     if not devices.gpus():
         yield from _busy(recipe)
 
@@ -158,15 +150,15 @@ def _is_marked(task: Task, tokenizer: Tokenizer) -> bool:
     """Return whether the first prompt has special tokens in it, such as a chat
     template's.
     """
-    special = {
-        id for id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special
-    }
+    added = tokenizer.backend.get_added_tokens_decoder()
+    special = {number for number, token in added.items() if token.special}
     read = mapping_of(task.mapping, task.columns)
     for _, raw in stream(task.train):
         if isinstance(raw, Unreadable):
             continue
         try:
-            return bool(special & set(tokenizer.ids(read(raw).prompt).tolist()))
+            prompt = tokenizer.ids(read(raw).prompt)
+            return bool(special & set(prompt.tolist()))
         except UnfitError:
             continue
     return False
@@ -180,13 +172,10 @@ def _busy(recipe: Recipe) -> Iterator[str]:
     load = os.getloadavg()[0]
     if load <= BUSY * cores:
         return
-    what = (
-        f"the machine is busy: {load:.0f} processes want its {cores} cores (load average of a"
-        " minute)"
+    remedy = ""
+    if recipe.resources.threads > 1:
+        remedy = "; with other work beside it resources.threads=1 is faster"
+    yield (
+        f"resources: the machine is busy: {load:.0f} processes want its {cores} cores (load average"
+        f" of a minute), so the run will take several times as long{remedy}"
     )
-    cure = (
-        "; with other work beside it resources.threads=1 is faster"
-        if recipe.resources.threads > 1
-        else ""
-    )
-    yield f"resources: {what}, so the run will take several times as long{cure}"

@@ -70,12 +70,17 @@ class Mount:
 @dataclass(frozen=True)
 class PodSettings:
     """What all pods of a run have. mounts: the first one's folder is where commands
-    run.
+    run. cores, memory_gib: what a pod asks for; without a request it could be put on a
+    node that is full, and is the first to be evicted. limit_s: seconds after which the
+    pods are ended and made again; None: no limit.
     """
 
     image: str
     gpus: int
     mounts: tuple[Mount, ...]
+    cores: int
+    memory_gib: int
+    limit_s: int | None = None
 
 
 def read_mounts(text: str) -> tuple[Mount, ...]:
@@ -184,7 +189,8 @@ def _replicated_job(
         # Else our command would be the first process, which SIGTERM does not end before
         # it has a handler for it.
         "shareProcessNamespace": True,
-        "securityContext": {"fsGroup": USER},
+        # Without the policy, the owner of every file of a claim is set at each start.
+        "securityContext": {"fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch"},
         "containers": [_container(settings, command, nodes)],
         "volumes": _volumes(settings.mounts),
     }
@@ -196,6 +202,8 @@ def _replicated_job(
         "template": {"spec": pod},
     }
     if job == FIRST:
+        if settings.limit_s is not None:
+            batch["activeDeadlineSeconds"] = settings.limit_s
         pod["serviceAccountName"] = name
         given_up = {"containerName": CONTAINER, "operator": "In", "values": list(GIVEN_UP)}
         batch["podFailurePolicy"] = {"rules": [{"action": "FailJob", "onExitCodes": given_up}]}
@@ -217,8 +225,10 @@ def _container(settings: PodSettings, command: Sequence[str], nodes: int) -> dic
         "env": [{"name": PODS, "value": str(nodes)}, {"name": JOBSET, "valueFrom": label}],
         "volumeMounts": [{"name": "shm", "mountPath": SHARED_MEMORY}, *mounts],
     }
+    requests = {"cpu": str(settings.cores), "memory": f"{settings.memory_gib}Gi"}
+    container["resources"] = {"requests": requests}
     if settings.gpus:
-        container["resources"] = {"limits": {"nvidia.com/gpu": settings.gpus}}
+        container["resources"]["limits"] = {"nvidia.com/gpu": settings.gpus}
     return container
 
 

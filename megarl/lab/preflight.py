@@ -1,9 +1,9 @@
 """Reads all inputs of `megarl train` and `megarl sft` before anything starts; a
-MegarlError says how to correct a fault.
+MegarlError says how to correct a fault. checks/table.py has the order.
 
-    model.path ──► config.json, tokenizer, weights ──────────────────────────────┐
-    data.tasks ──► prompts as the model sees them, with answers ─────────────────┼─► fingerprints (run/checks.py)
-    evaluation.suites ──► questions, which a resumed run may change
+    model.path ──► config.json, tokenizer, weights ─────────────────────┐
+    data.tasks ──► prompts as the model sees them, with answers ────────┼─► fingerprints
+    evaluation.suites ──► questions, which a resumed run may change     (run/checks.py)
 
 Files of up to WHOLE bytes are hashed completely. Of larger ones (shards of weights)
 only the size and BLOCKS blocks are hashed, spread evenly from the first byte to the
@@ -15,6 +15,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megarl.checks import making
+from megarl.checks.making import Facts
+from megarl.checks.table import Command, Need
 from megarl.core.base import architecture
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.errors import MegarlError
@@ -29,10 +32,10 @@ from megarl.core.evaluation.score import Sampled
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import LOSSES
 from megarl.lab.evaluation import suites
-from megarl.lab.monitoring import wandb_writer
 from megarl.lab.planning import memory
 from megarl.run import checks, devices
 from megarl.run.checks import Fingerprints, HostBytes
+from megarl.run.launcher import LocalLauncher
 from megarl.tasks.data import sources
 from megarl.tasks.data.chat import load_chat
 from megarl.tasks.data.golds import unreadable_in
@@ -47,15 +50,71 @@ BLOCK = 1 << 20
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
+def facts_of(recipe: Recipe) -> Facts:
+    """Return what is known before the first check."""
+    return {"recipe": recipe, "rundir": RunDir(recipe.run.path), "ports": 0}
+
+
 def check_inputs(recipe: Recipe) -> Fingerprints:
     """Check that all inputs that the recipe names exist and can be read; return their
     fingerprints.
     """
-    from megarl.core.controller.teacher import check_endpoint  # these import aiohttp
-    from megarl.tasks.agents.registry import TaskAgents
-    from megarl.tasks.environments.registry import TaskEnvironments
-    from megarl.tasks.graders.grader import check_graders
+    facts = facts_of(recipe)
+    making.make(Command.TRAIN, [Need.FILES], facts)
+    fingerprints: Fingerprints = facts["fingerprints"]
+    return fingerprints
 
+
+def findings(command: Command, facts: Facts) -> Iterator[making.Finding]:
+    """Make all checks of a command, except those on other nodes of a job. MegarlError
+    of the first that fails.
+    """
+    yield from making.findings(command, [Need.RECIPE, Need.FILES], facts)
+    if command is Command.DRY_RUN:
+        facts["host_bytes"] = host_bytes(facts["recipe"])
+    yield from making.findings(command, [Need.MACHINE], facts)
+    if isinstance(facts.get("launcher"), LocalLauncher):  # in a job its nodes are checked then
+        yield from making.findings(command, [Need.CLUSTER], facts)
+
+
+def check_all(recipe: Recipe) -> str:
+    """Run all checks of `megarl train`, except those on other nodes of a Slurm job;
+    return a text on what it would start.
+    """
+    facts = facts_of(recipe)
+    for _ in findings(Command.DRY_RUN, facts):
+        pass
+    return checks.starts(facts)
+
+
+def check_sft(recipe: Recipe) -> str:
+    """Check that the inputs of `megarl sft` exist and that its ranks fit; return a text
+    on what it would start.
+    """
+    for _ in findings(Command.SFT, facts_of(recipe)):
+        pass
+    return sft_starts(recipe)
+
+
+def sft_starts(recipe: Recipe) -> str:
+    """Return a text of what `megarl sft` would start."""
+    ranks = recipe.resources.learner_ranks
+    gpus = min(len(devices.gpus()), ranks)
+    return f"{checks.counted(ranks, 'rank')}, {checks.counted(gpus, 'GPU')}"
+
+
+def host_bytes(recipe: Recipe) -> HostBytes:
+    """Return the host memory that a learner rank and a server on GPUs like this
+    machine's use, according to `megarl plan`.
+    """
+    shape = architecture.read(recipe.model.path)
+    learner = memory.learner(recipe, shape, microbatch_tokens=1, microbatches=1)
+    of_gpu = memory.server(recipe, shape, devices.memory())
+    return HostBytes(learner.host, of_gpu.host * recipe.resources.server_tensor_parallel)
+
+
+def check_model(recipe: Recipe) -> None:
+    """Check the policy's model; see `_check_model`."""
     path = recipe.model.path
     advice = (
         f"download one (`hf download ORG/NAME --local-dir {path or 'DIR'}`) or give the path of one"
@@ -67,87 +126,86 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
             " quickstart` does)"
         )
     _check_model("model.path", path, advice)
+
+
+def check_tasks(recipe: Recipe) -> None:
+    """Check that there is a task."""
     if not recipe.data.tasks:
         raise MegarlError(
             "data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout:"
             " FILE}"
         )
-    _check_sources(recipe)
-    tokenizer = load_tokenizer(path)
+
+
+def check_interruption(recipe: Recipe) -> None:
+    """Check that tokenizer and model have all that the interruption is written with."""
     if recipe.length.control == "interruption":
-        tokenizer.ids(
-            recipe.length.interruption
-        )  # MegarlError if it has what tokenizer or model lacks
-    check_graders(recipe)  # in this process, since the controller inherits its environment
-    for made in (
-        TaskEnvironments,
-        TaskAgents,
-    ):  # they check the user's classes and functions as they are made
-        made(recipe, tokenizer)
-    if recipe.loss.kind not in LOSSES:
-        check_own_loss(recipe)
-    if recipe.teacher.weight:
-        check_endpoint(recipe)
-    wandb_writer.check()
-    return read_inputs(recipe)
+        load_tokenizer(recipe.model.path).ids(recipe.length.interruption)
 
 
-def check_all(recipe: Recipe) -> str:
-    """Run all checks of `megarl train`, except those on other nodes of a Slurm job;
-    return a text on what it would start.
-    """
-    return checks.check_start(recipe, check_inputs(recipe), host_bytes(recipe))
+def check_environments(recipe: Recipe) -> None:
+    """Check the user's environments, which are checked as they are made."""
+    from megarl.tasks.environments.registry import TaskEnvironments  # imports aiohttp
+
+    TaskEnvironments(recipe, load_tokenizer(recipe.model.path))
 
 
-def host_bytes(recipe: Recipe) -> HostBytes:
-    """Return the host memory that a learner rank and a server on GPUs like this
-    machine's use, according to `megarl plan`.
-    """
-    shape = architecture.read(recipe.model.path)
-    ranks = recipe.resources.server_tensor_parallel
-    of_gpu = memory.server(recipe, shape, devices.memory())
-    return HostBytes(
-        memory.learner(recipe, shape, microbatch_tokens=1, microbatches=1).host, of_gpu.host * ranks
+def check_agents(recipe: Recipe) -> None:
+    """Check the user's agents, which are checked as they are made."""
+    from megarl.tasks.agents.registry import TaskAgents  # imports aiohttp
+
+    TaskAgents(recipe, load_tokenizer(recipe.model.path))
+
+
+def check_sft_model(recipe: Recipe) -> None:
+    """Check the model that a warm start begins with; SGLang need not load it."""
+    command = f"`megarl data arithmetic {Path(recipe.sft.init).parent}` makes the quickstart's"
+    _check_model(
+        "sft.init", recipe.sft.init, f"give one to start from ({command})", for_servers=False
     )
 
 
-def check_sft(recipe: Recipe) -> str:
-    """Check that the inputs of `megarl sft` exist and that its ranks fit; return a text
-    on what it would start.
-    """
-    made = f"`megarl data arithmetic {Path(recipe.sft.init).parent}` makes the quickstart's"
-    _check_model("sft.init", recipe.sft.init, f"give one to start from ({made})", served=False)
-    if wrong := sources.problem(recipe.sft.data):
-        raise MegarlError(f"sft.data: {wrong}; give rows of prompt and completion, or of messages")
+def check_sft_data(recipe: Recipe) -> None:
+    """Check that the sources of traces, and those that they must not contain, exist."""
+    problem = sources.problem(recipe.sft.data)
+    if problem:
+        raise MegarlError(
+            f"sft.data: {problem}; give rows of prompt and completion, or of messages"
+        )
     for source in recipe.data.decontaminate:
-        if wrong := sources.problem(source):
-            raise MegarlError(f"data.decontaminate: {wrong}")
+        problem = sources.problem(source)
+        if problem:
+            raise MegarlError(f"data.decontaminate: {problem}")
+
+
+def check_sft_output(recipe: Recipe) -> None:
+    """Check that the recipe says where the trained model is to be written."""
     if not recipe.model.path:
         raise MegarlError("model.path: say where the trained model is to be written")
+
+
+def check_sft_ranks(recipe: Recipe) -> None:
+    """Check that a warm start's ranks fit this machine."""
     ranks = recipe.resources.learner_ranks
-    here = len(devices.gpus())
-    if 0 < here < ranks:
-        why = f"{ranks} ranks, and this machine, on which the warm start runs, has {here} GPUs"
-        raise MegarlError(f"resources.learner_ranks: {why}; set resources.learner_ranks={here}")
-    if not here:
-        checks.check_cpu(
-            recipe, recipe.sft.init, {"learner ranks": ranks}, len(os.sched_getaffinity(0))
-        )
-    return (
-        f"{ranks} rank{'s' * (ranks != 1)}, {min(here, ranks)} GPU{'s' * (min(here, ranks) != 1)}"
-    )
+    gpus = len(devices.gpus())
+    if 0 < gpus < ranks:
+        reason = f"{ranks} ranks, and this machine, on which the warm start runs, has {gpus} GPUs"
+        raise MegarlError(f"resources.learner_ranks: {reason}; set resources.learner_ranks={gpus}")
+    if not gpus:
+        cores = len(os.sched_getaffinity(0))
+        checks.check_cpu(recipe, recipe.sft.init, {"learner ranks": ranks}, cores)
 
 
-def _check_model(key: str, path: str, advice: str = "", served: bool = True) -> None:
+def _check_model(key: str, path: str, advice: str = "", for_servers: bool = True) -> None:
     """Check that a model exists, is what its config.json says, and that its tokenizer
-    can be loaded. served: whether SGLang is to load it, too.
+    can be loaded. for_servers: whether SGLang is to load it, too.
     """
     if not path or not os.path.isfile(Path(path) / "config.json"):
         text = f"{key}: {path!r} is not a Hugging Face model directory (no config.json in it)"
         advice = gguf_advice(Path(path)) or advice
         raise MegarlError(f"{text}; {advice}" if advice else text)
     try:
-        if served:
+        if for_servers:
             open_served_model(Path(path))
         else:
             open_model(Path(path))
@@ -156,44 +214,50 @@ def _check_model(key: str, path: str, advice: str = "", served: bool = True) -> 
         raise MegarlError(f"{key}: {error}") from None
 
 
-def _check_sources(recipe: Recipe) -> None:
-    """Check that the sources of prompts exist, and that the model has a chat template
-    that fits if a task needs one.
-    """
+def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the keys that name a source of prompts, and their sources."""
     tasks = recipe.data.tasks.items()
-    named = [(f"data.tasks.{name}.train", task.train) for name, task in tasks]
-    named += [
-        (f"data.tasks.{name}.heldout", task.heldout)
-        for name, task in tasks
-        if isinstance(task.heldout, str)
-    ]
-    named += [
-        (f"evaluation.suites.{name}.data", suite.data)
-        for name, suite in recipe.evaluation.sampled.items()
-    ]
-    named += [("data.decontaminate", source) for source in recipe.data.decontaminate]
-    for key, source in named:
-        if wrong := sources.problem(source):
-            if is_gym(source):
-                raise MegarlError(f"{key}: {wrong}")
+    for name, task in tasks:
+        yield f"data.tasks.{name}.train", task.train
+    for name, task in tasks:
+        if isinstance(task.heldout, str):
+            yield f"data.tasks.{name}.heldout", task.heldout
+    for name, suite in recipe.evaluation.sampled.items():
+        yield f"evaluation.suites.{name}.data", suite.data
+    for source in recipe.data.decontaminate:
+        yield "data.decontaminate", source
+
+
+def check_sources(recipe: Recipe) -> None:
+    """Check that the sources of prompts exist."""
+    for key, source in _sources(recipe):
+        problem = sources.problem(source)
+        if problem and is_gym(source):
+            raise MegarlError(f"{key}: {problem}")
+        if problem:
             raise MegarlError(
-                f"{key}: {wrong}; give prompts as JSONL, JSON, CSV, Parquet or"
+                f"{key}: {problem}; give prompts as JSONL, JSON, CSV, Parquet or"
                 f" Arrow{_or_else(key, source)}"
             )
+
+
+def check_templates(recipe: Recipe) -> None:
+    """Check that the model has a chat template if a task needs one, and that this does
+    not end the thinking before it begins.
+    """
+    end = recipe.length.end_of_thinking.strip()
+    question: list[Message] = [{"role": "user", "content": "?"}]
     for name, rows in recipe.sampled.items():
-        if rows.template == "chat":
-            chat = load_chat(recipe.model.path, rows.template_options)
-            end = recipe.length.end_of_thinking.strip()
-            asked: list[Message] = [{"role": "user", "content": "?"}]
-            if end and not rows.agent and chat.render(asked).rstrip().endswith(end):
-                key = f"{'data.tasks' if name in recipe.data.tasks else 'evaluation.suites'}.{name}.template_options"
-                what = (
-                    f"the prompts end with {end} already, so that all completions would count as"
-                    " having no answer"
-                )
-                raise MegarlError(
-                    f"{key}: {what}; set length.end_of_thinking='' and length.control=none"
-                )
+        if rows.template != "chat":
+            continue
+        chat = load_chat(recipe.model.path, rows.template_options)
+        if end and not rows.agent and chat.render(question).rstrip().endswith(end):
+            section = "data.tasks" if name in recipe.data.tasks else "evaluation.suites"
+            raise MegarlError(
+                f"{section}.{name}.template_options: the prompts end with {end} already, so that"
+                " all completions would count as having no answer; set length.end_of_thinking=''"
+                " and length.control=none"
+            )
 
 
 def _or_else(key: str, source: str) -> str:
@@ -206,19 +270,30 @@ def _or_else(key: str, source: str) -> str:
     return f"; a task that comes from a base recipe is left out by data.tasks.{task}=null"
 
 
+def check_teacher(recipe: Recipe) -> None:
+    """Check that the teacher's endpoint answers and has the policy's vocabulary."""
+    from megarl.core.controller.teacher import check_endpoint  # imports aiohttp
+
+    if recipe.teacher.weight:
+        check_endpoint(recipe)
+
+
 def check_own_loss(recipe: Recipe) -> None:
     """Check that a user's loss is usable, in another process, since this needs torch,
     and importing may do anything.
     """
+    if recipe.loss.kind in LOSSES:
+        return
     from megarl.tasks.graders.functions import import_problem  # imports aiohttp
 
     code = (
         "import sys; from megarl.core.recipe import Loss; from megarl.core.algorithm.losses.own"
         " import load_loss; load_loss(Loss.model_validate_json(sys.argv[1], strict=False))"
     )
-    if said := import_problem(code, recipe.loss.model_dump_json()):
-        told = said.partition("MegarlError: ")[2]
-        raise MegarlError(told or f"loss.kind: {recipe.loss.kind}: {said}")
+    problem = import_problem(code, recipe.loss.model_dump_json())
+    if problem:
+        message = problem.partition("MegarlError: ")[2]
+        raise MegarlError(message or f"loss.kind: {recipe.loss.kind}: {problem}")
 
 
 def read_inputs(recipe: Recipe) -> Fingerprints:

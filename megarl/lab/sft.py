@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -77,6 +78,8 @@ def main(recipe: Recipe) -> int:
             f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); remove"
             " it to start over, or name another model.path"
         )
+    if not is_rank():
+        bind_symbols_when_used()
     if not is_rank() and devices.gpus():
         os.environ |= kernel_order(recipe, devices.capabilities())
         os.environ |= devices.kernel_caches() | devices.temporary_folder()
@@ -87,6 +90,14 @@ def main(recipe: Recipe) -> int:
         if leader:
             write_atomically(settings_file, json.dumps(settings, indent=1).encode())
         return run(recipe, unfinished)
+
+
+def bind_symbols_when_used() -> None:
+    """Start this process again without LD_BIND_NOW, as a learner is started: the loader
+    has read it already, and Transformer Engine could not be imported.
+    """
+    if os.environ.pop("LD_BIND_NOW", ""):
+        os.execv(sys.executable, [sys.executable, "-m", "megarl", *sys.argv[1:]])
 
 
 def run(recipe: Recipe, unfinished: Path) -> int:

@@ -6,6 +6,8 @@ recipe ─► does it fit N nodes? ──yes──► as written ─┐
                                                                              └─► JobSet (jobset.py) ─► FILE ─► kubectl
 """
 
+import math
+import re
 import shlex
 import subprocess
 import sys
@@ -13,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.checks import making
+from megarl.checks.table import Command, Need
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import write_atomically
@@ -27,12 +31,19 @@ from megarl.run.placement import described, place
 
 LIBRARY = Path(__file__).parents[2] / "launch" / "slurm" / "common.sh"
 SUBMIT_LIMIT_S = 60.0
+SLURM_TIME = "24:00:00"
+"""Time limit of a Slurm job if none is given; a JobSet then has none."""
+MEMORY_GIB = 32
+"""Host memory that a pod asks for: this much for itself and, where no plan says what
+its roles need, for each role. The image's libraries and a server's or a rank's buffers
+take half of it.
+"""
 
 
 class JobOptions(NamedTuple):
     """The options of the command. gpu: the kind of GPU, "" if none is named; mounts:
     separated by commas; price: that of a GPU-hour; kubernetes: a JobSet instead of a
-    Slurm job.
+    Slurm job; time: as Slurm writes it, None if none is given.
     """
 
     recipe: str
@@ -41,7 +52,7 @@ class JobOptions(NamedTuple):
     gpus_per_node: int
     gpu: str
     model_config: str | None
-    time: str
+    time: str | None
     partition: str | None
     account: str | None
     container: str
@@ -53,12 +64,13 @@ class JobOptions(NamedTuple):
 
 class ChosenLayout(NamedTuple):
     """The layout to submit. recipe: with the plan's changes, listed in `overrides`;
-    figures: lines on placement and speed.
+    figures: lines on placement and speed; plan: with --gpu.
     """
 
     recipe: Recipe
     overrides: tuple[str, ...]
     figures: tuple[str, ...]
+    plan: Plan | None = None
 
 
 def main(job: JobOptions, out: Path | None, submitted: bool) -> int:
@@ -70,8 +82,9 @@ def main(job: JobOptions, out: Path | None, submitted: bool) -> int:
             f"{LIBRARY} is missing: batch scripts need megarl's source, installed by `pip install"
             " -e .`"
         )
-    check_container(job)
-    chosen = choose(load(job.recipe, job.overrides), job)
+    facts: making.Facts = {"recipe": load(job.recipe, job.overrides), "job": job}
+    making.make_and_show(terminal.console(stderr=True), Command.SUBMIT, list(Need), facts)
+    chosen: ChosenLayout = facts["chosen"]
     suffix = "yaml" if job.kubernetes else "sbatch"
     file = out or Path(chosen.recipe.run.dir) / f"{chosen.recipe.run.name}.{suffix}"
     text = kubernetes_manifest(chosen, job) if job.kubernetes else script(chosen, job)
@@ -186,7 +199,10 @@ def choose(recipe: Recipe, job: JobOptions) -> ChosenLayout:
         written = as_written(problem)
         if isinstance(written, Plan):
             return ChosenLayout(
-                recipe, (), (*described(placed, nodes), *spare, *_figures(written, job.price))
+                recipe,
+                (),
+                (*described(placed, nodes), *spare, *_figures(written, job.price)),
+                written,
             )
         misfit = written
     for plan in search(problem).plans:
@@ -196,7 +212,7 @@ def choose(recipe: Recipe, job: JobOptions) -> ChosenLayout:
             continue
         why = f"the layout is the plan's; as written it does not fit: {misfit}"
         figures = (why, *described(placed, nodes), *_figures(plan, job.price))
-        return ChosenLayout(plan.recipe, tuple(show.overrides(plan)), figures)
+        return ChosenLayout(plan.recipe, tuple(show.overrides(plan)), figures, plan)
     nothing = (
         f"no layout fits {job.nodes} nodes of {per_node} GPUs; `megarl plan` says why each is"
         " refused"
@@ -230,7 +246,7 @@ def script(chosen: ChosenLayout, job: JobOptions) -> str:
         "gpus-per-node": job.gpus_per_node or None,
         "exclusive": "",
         "mem": "0",
-        "time": job.time,
+        "time": job.time or SLURM_TIME,
         "partition": job.partition,
         "account": job.account,
         "output": "%x-%j.out",
@@ -264,11 +280,58 @@ def kubernetes_manifest(chosen: ChosenLayout, job: JobOptions) -> str:
     """Return the manifest. A recipe that is a file keeps its path, which is one in the
     pods.
     """
-    settings = jobset.PodSettings(job.image, job.gpus_per_node, jobset.read_mounts(job.mounts))
+    roles = roles_of_a_node(chosen.recipe, job)
+    settings = jobset.PodSettings(
+        image=job.image,
+        gpus=job.gpus_per_node,
+        mounts=jobset.read_mounts(job.mounts),
+        cores=1 + roles * chosen.recipe.resources.threads,
+        memory_gib=MEMORY_GIB + math.ceil(roles * memory_of_a_role(chosen.plan)),
+        limit_s=None if job.time is None else seconds_of(job.time),
+    )
     name = jobset.object_name(chosen.recipe.run.name)
     command = ["megarl", *train(job.recipe, jobset.INTERFACE, chosen, job)]
     comments = (written_by(job), *chosen.figures)
     return jobset.manifest(name, job.nodes, settings, command, comments)
+
+
+def roles_of_a_node(recipe: Recipe, job: JobOptions) -> int:
+    """Return how many servers' and learner's ranks a node has: one for each GPU or, on
+    nodes without, an equal share of all.
+    """
+    if job.gpus_per_node:
+        return job.gpus_per_node
+    return math.ceil(needed(recipe) / job.nodes)
+
+
+def memory_of_a_role(plan: Plan | None) -> float:
+    """Return the GiB of host memory that a rank of the learner or of a server takes."""
+    if plan is None:
+        return MEMORY_GIB
+    return max(plan.learner.host, plan.server.host) / (1 << 30)
+
+
+TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
+FORMS = "minutes, minutes:seconds, hours:minutes:seconds or days-hours"
+
+
+def seconds_of(time: str) -> int:
+    """Return the seconds of a time limit in one of Slurm's forms, such as 24:00:00,
+    1-12 and 90, which are minutes. MegarlError for another.
+    """
+    match = TIME.fullmatch(time)
+    if match is None:
+        raise MegarlError(f"--time: {time!r} is not a time limit; give {FORMS}")
+    parts = [int(part) for part in match["clock"].split(":")]
+    if match["days"] is not None:
+        parts = [24 * int(match["days"]) + parts[0], *parts[1:], 0, 0][:3]
+    elif len(parts) < 3:
+        parts = [0, *parts, 0][:3]
+    hours, minutes, seconds = parts
+    total = 3600 * hours + 60 * minutes + seconds
+    if not total:
+        raise MegarlError(f"--time: {time!r} is no time at all; give {FORMS}")
+    return total
 
 
 def train(recipe: str, interface: str, chosen: ChosenLayout, job: JobOptions) -> list[str]:

@@ -1,11 +1,16 @@
 """Checks of where and how a run starts. Each failure is one `MegarlError` that says
-what to do.
+what to do. checks/table.py has their order.
 
-check_start(recipe, …)      history, a writable directory, and that the roles fit; returns what would start
-check_disk(recipe, …)       the disk has room for checkpoints
-check_cpu(recipe, …)        on a machine without a GPU: the run is small enough for its cores
-check_host(recipe, …)       nodes have enough memory for writing checkpoints and for what servers keep there
-check_history(recipe, …)    an existing run may be resumed, with the settings and inputs that it began with
+    check_history     an existing run may be resumed, with the settings and inputs that
+                      it began with
+    check_writable    its directory can be written
+    check_disk        the disk has room for checkpoints
+    check_units       prices and milestones are in the unit in which compute is counted
+    check_devices     without a GPU, the run is small enough and needs none
+    check_host        nodes have enough memory for writing checkpoints and for what
+                      servers keep there
+    check_allocator   torch can share memory as the transport needs it
+    check_served      the servers can serve the model
 
 A resumed run compares fingerprints of its inputs (computed by lab/preflight.py): other
 contents under the same path would lead to other steps.
@@ -16,7 +21,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
@@ -28,10 +33,11 @@ from megarl.core.recipe import Recipe, differences, load
 from megarl.core.server.checks import check as check_server
 from megarl.core.server.checks import check_gpus, check_kernels
 from megarl.run import devices, fork
-from megarl.run.launcher import LocalLauncher
-from megarl.run.placement import Place, place
+from megarl.run.launcher import Launcher
+from megarl.run.nodes import Node
+from megarl.run.placement import Place
 from megarl.run.restart import Role
-from megarl.run.srun import STEP_COMMAND, chosen
+from megarl.run.srun import STEP_COMMAND
 
 THREADS_A_CORE = 8
 """More threads than this per core, without a GPU, must be a mistake, such as a
@@ -86,33 +92,38 @@ class HostBytes(NamedTuple):
     server: float
 
 
-def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: HostBytes) -> str:
-    """Check all that `megarl train` needs, except its inputs and other nodes of a job;
-    return a text of what it would start. host_bytes: see check_host.
+def check_writable(rundir: RunDir) -> Path:
+    """Return the folder that exists of the run's path, and in which we can write."""
+    path = rundir.path
+    folder = next(part for part in (path, *path.absolute().parents) if os.path.exists(part))
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise MegarlError(f"run.dir: cannot write in {folder}; give another run.dir")
+    return folder
+
+
+def survey(launcher: Launcher, ports: int) -> tuple[Node, ...]:
+    """Return the nodes for the run; see `Launcher.survey`."""
+    return launcher.survey(ports)
+
+
+def counted(count: int, word: str) -> str:
+    """Return `1 rank` or `2 ranks`."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def starts(facts: Mapping[str, Any]) -> str:
+    """Return a text of what `megarl train` would start. In a job the nodes report their
+    GPUs when the run starts, and are taken to have them.
     """
-    rundir = RunDir(recipe.run.path)
-    check_history(recipe, rundir, fingerprints)
-    there = next(
-        folder
-        for folder in (rundir.path, *rundir.path.absolute().parents)
-        if os.path.exists(folder)
-    )
-    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
-        raise MegarlError(f"run.dir: cannot write in {there}; give another run.dir")
-    check_disk(recipe, rundir, there)
-    launcher = chosen(recipe, rundir)
-    with_gpus = True  # in a job the nodes report their GPUs when the run starts
-    if isinstance(launcher, LocalLauncher):
-        placed = place(recipe, launcher.survey(0))
-        check_placed(recipe, placed, host_bytes)
-        with_gpus = bool(placed[Role("learner")].gpus)
-    gpus = devices.needed(recipe) if with_gpus else 0
-    counts = {
-        "server": recipe.resources.servers,
-        "rank": recipe.resources.learner_ranks,
-        "GPU": gpus,
-    }
-    return ", ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items())
+    recipe: Recipe = facts["recipe"]
+    placed: Mapping[Role, Place] | None = facts.get("placed")
+    gpus = devices.needed(recipe)
+    if placed is not None and not placed[Role("learner")].gpus:
+        gpus = 0
+    texts = [counted(recipe.resources.servers, "server")]
+    texts.append(counted(recipe.resources.learner_ranks, "rank"))
+    texts.append(counted(gpus, "GPU"))
+    return ", ".join(texts)
 
 
 def check_disk(recipe: Recipe, rundir: RunDir, folder: Path) -> None:
@@ -129,13 +140,14 @@ def check_disk(recipe: Recipe, rundir: RunDir, folder: Path) -> None:
     if settings.keep_best:
         scored = 2  # the best, and one that is evaluated
         written += planned_evaluations(recipe.evaluation, recipe.run.steps)
-    most = min(settings.keep + len(settings.milestones) + scored + 1, written)
-    needed = (most - len(complete(rundir.checkpoints))) * size
+    kept_at_once = settings.keep + len(settings.milestones) + scored + 1
+    checkpoints = min(kept_at_once, written)
+    needed = (checkpoints - len(complete(rundir.checkpoints))) * size
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise MegarlError(
             f"run.dir: {free / 1e9:.1f} GB are free on the disk of {folder}, and checkpoints take"
-            f" {size / 1e9:.1f} GB each, of which up to {most} are there (checkpoint.keep,"
+            f" {size / 1e9:.1f} GB each, of which up to {checkpoints} are there (checkpoint.keep,"
             " milestones, keep_best, and the one being written); free some, or give another"
             " run.dir"
         )
@@ -147,36 +159,36 @@ def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: i
     """
     if os.environ.get(LARGE_ON_CPU) == "1":
         return
-    threads = sum(processes.values()) * recipe.resources.threads
-    counted = " and ".join(f"{count} {kind}" for kind, count in processes.items())
-    told = (
+    advice = (
         "start it where the GPUs are (`megarl submit` writes a Slurm job, docs/cluster.md), take a"
-        " smaller recipe "
+        f" smaller recipe (quickstart), or export {LARGE_ON_CPU}=1"
     )
-    told += f"(quickstart), or export {LARGE_ON_CPU}=1"
+    threads = sum(processes.values()) * recipe.resources.threads
     if threads > THREADS_A_CORE * cores:
-        many = f"{counted} of {recipe.resources.threads} threads are {threads:,} threads"
+        texts = " and ".join(f"{count} {kind}" for kind, count in processes.items())
         raise MegarlError(
-            f"resources: {many}, and this machine has no GPU and {cores} cores; {told}"
+            f"resources: {texts} of {recipe.resources.threads} threads are {threads:,} threads, and"
+            f" this machine has no GPU and {cores} cores; {advice}"
         )
-    if recipe.model.dtype != "fp32" and (count := parameters(Path(model))) > LARGE:
-        large = f"{model}, which has {count / 1e9:.1f}B parameters, and this machine has no GPU"
+    if recipe.model.dtype == "fp32":
+        return
+    count = parameters(Path(model))
+    if count > LARGE:
         raise MegarlError(
-            f"model.dtype: {recipe.model.dtype} for {large}: a step would take hours; {told}"
+            f"model.dtype: {recipe.model.dtype} for {model}, which has {count / 1e9:.1f}B"
+            f" parameters, and this machine has no GPU: a step would take hours; {advice}"
         )
 
 
-def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostBytes) -> None:
-    """Check that settings which need GPUs have them, that servers can serve these
-    lengths, and that nodes have enough memory. host_bytes: see check_host.
+def check_units(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
+    """Check that compute is counted in the unit in which the recipe gives prices and
+    milestones.
     """
-    learner = placed[Role("learner")]
-    resources = recipe.resources
-    unit = "GPU" if learner.gpus else "core"
+    unit = "GPU" if placed[Role("learner")].gpus else "core"
     if recipe.run.stop_when and unit not in recipe.run.stop_when:
-        advice = f"give the price per {unit}-hour"
         raise MegarlError(
-            f"run.stop_when: {recipe.run.stop_when!r}, but this run counts {unit}-hours; {advice}"
+            f"run.stop_when: {recipe.run.stop_when!r}, but this run counts {unit}-hours; give the"
+            f" price per {unit}-hour"
         )
     for milestone in recipe.checkpoint.milestones:
         if isinstance(milestone, str) and unit not in milestone:
@@ -184,21 +196,30 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostB
                 f"checkpoint.milestones: {milestone!r}, but this run counts {unit}-hours; give"
                 " these"
             )
-    if not learner.gpus:
-        nodes = {node.name: node.cores for where in placed.values() for node in where.nodes}
-        server_ranks = resources.servers * resources.server_tensor_parallel
-        processes = {"server processes": server_ranks, "learner ranks": resources.learner_ranks}
-        check_cpu(recipe, recipe.model.path, processes, sum(nodes.values()))
-        missing = "a GPU, but this machine has none"
-        if recipe.learner.microbatch_tokens == "auto":
-            raise MegarlError(
-                f"learner.microbatch_tokens: auto tries sizes on {missing}; give a number"
-            )
-        if recipe.learner.optimizer_offload:
-            raise MegarlError(f"learner.optimizer_offload: moves AdamW off {missing}; set it to 0")
-    check_host(recipe, placed, host_bytes)
-    check_allocator(recipe)
-    check_served(recipe, placed)
+
+
+def check_devices(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
+    """Check that a run without a GPU is small enough for its cores, and that settings
+    which need a GPU have one.
+    """
+    if placed[Role("learner")].gpus:
+        return
+    cores: dict[str, int] = {}
+    for place in placed.values():
+        cores |= {node.name: node.cores for node in place.nodes}
+    resources = recipe.resources
+    processes = {
+        "server processes": resources.servers * resources.server_tensor_parallel,
+        "learner ranks": resources.learner_ranks,
+    }
+    check_cpu(recipe, recipe.model.path, processes, sum(cores.values()))
+    missing = "a GPU, but this machine has none"
+    if recipe.learner.microbatch_tokens == "auto":
+        raise MegarlError(
+            f"learner.microbatch_tokens: auto tries sizes on {missing}; give a number"
+        )
+    if recipe.learner.optimizer_offload:
+        raise MegarlError(f"learner.optimizer_offload: moves AdamW off {missing}; set it to 0")
 
 
 def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostBytes) -> None:
@@ -207,37 +228,43 @@ def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostByt
     that wait for their swap and for the experts of each token of KV.
     """
     learner = placed[Role("learner")]
-    serving = [at for role, at in placed.items() if role.kind == "server" and at.gpus]
-    offloaded = recipe.learner.optimizer_offload > 0
-    for node in {node.name: node for at in placed.values() for node in at.nodes}.values():
+    serving = [place for role, place in placed.items() if role.kind == "server" and place.gpus]
+    nodes = {node.name: node for place in placed.values() for node in place.nodes}
+    for node in nodes.values():
         ranks = learner.ranks if node in learner.nodes else 0
-        servers = sum(1 / len(at.nodes) for at in serving if node in at.nodes)
+        servers = sum(1 / len(place.nodes) for place in serving if node in place.nodes)
         needed = ranks * host_bytes.rank + servers * host_bytes.server
-        if needed > node.memory:
-            of_ranks = f"learner ranks for checkpoints, {ranks} x {host_bytes.rank / 1e9:.0f} GB"
-            of_servers = (
-                f"servers for new weights and tokens' experts, {servers:g} x"
-                f" {host_bytes.server / 1e9:.0f} GB"
-            )
-            parts = (of_ranks, ranks), (of_servers, servers * host_bytes.server)
-            each = " and ".join(text for text, count in parts if count)
-            lower = ", or lower learner.optimizer_offload" if offloaded and ranks else ""
-            has = (
-                f"{node.name} has {node.memory / 1e9:.0f} GB of memory, and {each} need"
-                f" {needed / 1e9:.0f} GB"
-            )
-            raise MegarlError(f"resources: {has}; spread them over more nodes{lower}")
+        if needed <= node.memory:
+            continue
+        parts = []
+        if ranks:
+            size = f"{host_bytes.rank / 1e9:.0f} GB"
+            parts.append(f"learner ranks for checkpoints, {ranks} x {size}")
+        if servers * host_bytes.server:
+            size = f"{host_bytes.server / 1e9:.0f} GB"
+            parts.append(f"servers for new weights and tokens' experts, {servers:g} x {size}")
+        advice = "spread them over more nodes"
+        if ranks and recipe.learner.optimizer_offload > 0:
+            advice += ", or lower learner.optimizer_offload"
+        raise MegarlError(
+            f"resources: {node.name} has {node.memory / 1e9:.0f} GB of memory, and"
+            f" {' and '.join(parts)} need {needed / 1e9:.0f} GB; {advice}"
+        )
 
 
 def check_allocator(recipe: Recipe) -> None:
     """Refuse expandable segments with cuda_ipc: CUDA IPC hands these over as file
     descriptors, which Linux gives only to a process that may trace the learner.
     """
+    if recipe.weights.transport != "cuda_ipc":
+        return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        said = os.environ.get(name, "").replace(" ", "").lower()
-        if recipe.weights.transport == "cuda_ipc" and "expandable_segments:true" in said:
-            why = "expandable_segments:True, whose memory weights.transport=cuda_ipc cannot share"
-            raise MegarlError(f"{name}: {why}; remove it, or set weights.transport=disk")
+        value = os.environ.get(name, "").replace(" ", "").lower()
+        if "expandable_segments:true" in value:
+            raise MegarlError(
+                f"{name}: expandable_segments:True, whose memory weights.transport=cuda_ipc cannot"
+                " share; remove it, or set weights.transport=disk"
+            )
 
 
 def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
@@ -250,52 +277,64 @@ def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
         check_kernels()
 
 
+OTHER_NAME = "give this one another run.name"
+
+
 def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) -> bool:
     """Return whether there is a run to resume. MegarlError if it must not be resumed,
     or would become another run.
     """
-    history = _history(rundir)
-    other = "give this one another run.name"
-    if not history:
+    remains = _history(rundir)
+    if not remains:
         if recipe.run.fork:
             fork.check(recipe)
-            check_inputs(RunDir(recipe.run.forked[0]), fingerprints, other)
+            check_inputs(RunDir(recipe.run.forked[0]), fingerprints, OTHER_NAME)
         return False
     if not os.path.exists(rundir.recipe):
-        missing = "but not the recipe.yaml that the run began with"
         raise MegarlError(
-            f"{rundir.path}: has {history} of a run, {missing}; put it back, or {other}"
+            f"{rundir.path}: has {remains} of a run, but not the recipe.yaml that the run began"
+            f" with; put it back, or {OTHER_NAME}"
         )
     if recipe.run.resume == "never":
         raise MegarlError(
-            f"{rundir.path}: already holds a run; resume it with run.resume=auto, or {other}"
+            f"{rundir.path}: already holds a run; resume it with run.resume=auto, or {OTHER_NAME}"
         )
-    try:
-        before = load(str(rundir.recipe))
-    except MegarlError as error:
-        why = "the recipe this run began with cannot be read by this version"
-        raise MegarlError(f"{why}; {other}\n{error}") from None
-    begun = read_json(rundir.fingerprints) if rundir.fingerprints.exists() else {}
-    compared = {name.partition(": ")[0] for name in begun.keys() & fingerprints.keys()}
-    changed = [
-        f"{key}: {old!r} in {rundir.recipe}, {new!r} now"
-        for key, old, new in differences(before, recipe)
-        if key not in compared
-        and (
-            (key, new) == fork.THAWED
-            or any(key == fixed or key.startswith(f"{fixed}.") for fixed in HISTORY)
+    changes = _changes_of_history(recipe, rundir, fingerprints)
+    if changes:
+        raise MegarlError(
+            "\n".join(changes)
+            + "\nA resumed run must keep these, because its steps are one history; undo the change,"
+            f" or {OTHER_NAME}"
         )
-    ]
-    if changed:
-        keeps = "A resumed run must keep these, because its steps are one history; undo the change"
-        raise MegarlError("\n".join([*changed, f"{keeps}, or {other}"]))
-    check_inputs(rundir, fingerprints, other)
+    check_inputs(rundir, fingerprints, OTHER_NAME)
     return True
 
 
-def check_inputs(rundir: RunDir, fingerprints: Fingerprints, other: str) -> None:
+def _changes_of_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) -> list[str]:
+    """Return the keys of HISTORY that have changed since the run began, as texts. A
+    path whose contents have a fingerprint may change.
+    """
+    try:
+        first_recipe = load(str(rundir.recipe))
+    except MegarlError as error:
+        raise MegarlError(
+            f"the recipe this run began with cannot be read by this version; {OTHER_NAME}\n{error}"
+        ) from None
+    first_inputs = read_json(rundir.fingerprints) if rundir.fingerprints.exists() else {}
+    compared = {name.partition(": ")[0] for name in first_inputs.keys() & fingerprints.keys()}
+    changes = []
+    for key, old, new in differences(first_recipe, recipe):
+        of_history = (key, new) == fork.THAWED or any(
+            key == fixed or key.startswith(f"{fixed}.") for fixed in HISTORY
+        )
+        if of_history and key not in compared:
+            changes.append(f"{key}: {old!r} in {rundir.recipe}, {new!r} now")
+    return changes
+
+
+def check_inputs(rundir: RunDir, fingerprints: Fingerprints, advice: str) -> None:
     """Raise MegarlError if model or prompts are not those that this run began with, or
-    if that is unknown.
+    if that is unknown. advice: what else may be done.
     """
     file = rundir.fingerprints
     if not file.exists():
@@ -303,24 +342,23 @@ def check_inputs(rundir: RunDir, fingerprints: Fingerprints, other: str) -> None
             f"{file}: is gone, so nobody can tell whether model and prompts are those that the run"
             " began with; put it back, or, if you are sure of them, write {} into it"
         )
-    before = read_json(file)
-    changed = [key for key, now in fingerprints.items() if before.get(key, now) != now]
+    first = read_json(file)
+    changed = [key for key, present in fingerprints.items() if first.get(key, present) != present]
     if changed:
-        named = [f"{key}: not what the run began with (see {file})" for key in changed]
-        raise MegarlError("\n".join([*named, f"Put back what was there, or {other}"]))
+        lines = [f"{key}: not what the run began with (see {file})" for key in changed]
+        raise MegarlError("\n".join([*lines, f"Put back what was there, or {advice}"]))
 
 
 def _history(rundir: RunDir) -> str:
     """Return a text of what exists of a run; empty if nothing was ever drawn, trained
     or evaluated there.
     """
-    steps = [
-        path.name
-        for path in (rundir.metrics, rundir.eval)
-        if os.path.exists(path) and path.stat().st_size
-    ]
+    remains = []
+    for path in (rundir.metrics, rundir.eval):
+        if os.path.exists(path) and path.stat().st_size:
+            remains.append(path.name)
     if os.path.isdir(rundir.checkpoints) and any(rundir.checkpoints.glob("step-*")):
-        steps.append("checkpoints")
+        remains.append("checkpoints")
     if JournalReader(rundir.rollouts).has_tickets():
-        steps.append("a journal")
-    return ", ".join(steps)
+        remains.append("a journal")
+    return ", ".join(remains)

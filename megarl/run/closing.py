@@ -23,7 +23,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Row, RunDir, write_atomically
 from megarl.core.recipe import Recipe
 from megarl.run import summary
-from megarl.run.observe import last_lines, log_of
+from megarl.run.logs import last_lines, log_of
 from megarl.run.restart import Role
 
 MOST_DEATHS_SHOWN = 20
@@ -44,14 +44,14 @@ class RunEnd:
 
 @dataclass(frozen=True)
 class Death:
-    """A role's abnormal end. time: since the epoch; problem: the last line of its log
-    that looks like a problem.
+    """A role's abnormal end. time: since the epoch; ending: what it did, as text;
+    problem: the last line of its log that looks like a problem.
     """
 
     role: Role
     nodes: Sequence[str]
     time: float
-    how: str
+    ending: str
     problem: str
 
 
@@ -79,16 +79,13 @@ def closing(
     if write_report is not None:
         with _attempt(rundir.report):
             write_report(rundir)
-    with suppress(
-        OSError, MegarlError
-    ):  # a file that cannot be read must not change the exit status
+    with suppress(OSError, MegarlError):  # an unreadable file must not change the exit status
         if values:
             console.print(summary.render(values, rundir))
         if deaths and outcome.kind in ("failed", "elsewhere"):
             console.print(causes(deaths))
-        if outcome.role and (log := log_of(rundir, outcome.role, begins)):
-            lines = map(terminal.uncoloured, last_lines(log, begin=begins.get(log, 0)))
-            terminal.say(f"\nThe end of {log}:", *lines, sep="\n  ", file=sys.stderr)
+        if outcome.role:
+            _show_log(log_of(rundir, outcome.role, begins), begins)
     if outcome.kind == "failed":
         terminal.say(f"\nmegarl: {outcome.reason}; see {rundir.logs}", file=sys.stderr)
     elif outcome.kind == "elsewhere":
@@ -96,6 +93,13 @@ def closing(
             f"\nmegarl: {outcome.reason}; its checkpoint is kept; start it again on other nodes",
             file=sys.stderr,
         )
+
+
+def _show_log(log: Path | None, begins: Mapping[Path, int]) -> None:
+    """Print the end of the log that says why the run ended, if any."""
+    if log is not None:
+        lines = map(terminal.uncoloured, last_lines(log, start=begins.get(log, 0)))
+        terminal.say(f"\nThe end of {log}:", *lines, sep="\n  ", file=sys.stderr)
 
 
 @contextmanager
@@ -106,35 +110,31 @@ def _attempt(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = error if isinstance(error, MegarlError) else repr(error)
-        terminal.say(f"megarl: {path} was not written: {said}", file=sys.stderr)
+        reason = error if isinstance(error, MegarlError) else repr(error)
+        terminal.say(f"megarl: {path} was not written: {reason}", file=sys.stderr)
 
 
 def causes(deaths: Sequence[Death]) -> Table:
     """Return a table of the roles that died: when, where and how, and the last problem
     in each log.
     """
-    left = len(deaths) - MOST_DEATHS_SHOWN
-    title = (
-        "what died"
-        if left <= 0
-        else f"what died last ({left} before that are in logs/supervisor.jsonl)"
-    )
+    hidden = len(deaths) - MOST_DEATHS_SHOWN
+    title = "what died"
+    if hidden > 0:
+        title = f"what died last ({hidden} before that are in logs/supervisor.jsonl)"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2), pad_edge=False)
     for name in ("when", "role", "node", "how"):
         table.add_column(name, no_wrap=True)
     table.add_column("the last problem in its log", overflow="fold")
     for death in deaths[-MOST_DEATHS_SHOWN:]:
-        when = time.strftime("%m-%d %H:%M:%S", time.localtime(death.time))
-        table.add_row(
-            when, death.role.name, ",".join(death.nodes), death.how, death.problem or "none"
-        )
+        at = time.strftime("%m-%d %H:%M:%S", time.localtime(death.time))
+        nodes = ",".join(death.nodes)
+        table.add_row(at, death.role.name, nodes, death.ending, death.problem or "none")
     return table
 
 
-def how(status: int) -> str:
-    return (
-        f"was killed by {signal.Signals(-status).name}"
-        if status < 0
-        else f"ended with status {status}"
-    )
+def ending_of(status: int) -> str:
+    """Return how a role ended, by its exit status."""
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with status {status}"

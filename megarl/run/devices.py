@@ -33,19 +33,22 @@ def gpus() -> tuple[str, ...]:
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return _asked("index")
-    names = tuple(takewhile(NAME.match, map(str.strip, visible.split(","))))
+        return _query("index")
+    words = [word.strip() for word in visible.split(",")]
+    names = tuple(takewhile(NAME.match, words))
     if not any(name.startswith("GPU-") for name in names):
         return names
-    numbers = dict(zip(_asked("uuid"), _asked("index"), strict=False))
-    return tuple(numbers[name] for name in names) if set(names) <= set(numbers) else names
+    numbers = dict(zip(_query("uuid"), _query("index"), strict=False))
+    if not set(names) <= set(numbers):
+        return names
+    return tuple(numbers[name] for name in names)
 
 
 def driver() -> str:
     """Return the version of NVIDIA's driver, such as 580.65.06; empty where there is
     none.
     """
-    versions = _asked("driver_version")
+    versions = _query("driver_version")
     return versions[0] if versions else ""
 
 
@@ -53,19 +56,20 @@ def capabilities() -> frozenset[str]:
     """Return the compute capabilities of this machine's GPUs, such as 9.0; empty where
     there are none.
     """
-    return frozenset(_asked("compute_cap"))
+    return frozenset(_query("compute_cap"))
 
 
 def kinds() -> tuple[str, ...]:
     """Return the different names of this machine's GPUs, such as NVIDIA GB200; empty
     where there are none.
     """
-    return tuple(sorted(set(_asked("name"))))
+    return tuple(sorted(set(_query("name"))))
 
 
 def memory() -> float:
     """Return the bytes of this machine's smallest GPU; 0 where there is none."""
-    return min((float(size.split()[0]) * 2**20 for size in _asked("memory.total")), default=0.0)
+    sizes = [float(size.split()[0]) * 2**20 for size in _query("memory.total")]
+    return min(sizes, default=0.0)
 
 
 CPU_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm's BF16 instructions"}
@@ -83,26 +87,26 @@ def bf16_on_cpu() -> str:
         lines = CPU_INFO.read_text().splitlines()
     except OSError:
         return ""
-    flags = {
-        word for line in lines if line.startswith(("flags", "Features")) for word in line.split()
-    }
+    flags: set[str] = set()
+    for line in lines:
+        if line.startswith(("flags", "Features")):
+            flags.update(line.split())
     return next((name for flag, name in CPU_FLAGS.items() if flag in flags), "")
 
 
-def _asked(what: str) -> tuple[str, ...]:
+def _query(field: str) -> tuple[str, ...]:
     """Return nvidia-smi's answer for each GPU; empty if it is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return ()
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except subprocess.TimeoutExpired:
         return ()
-    return (
-        tuple(line.strip() for line in listed.stdout.splitlines() if line.strip())
-        if listed.returncode == 0
-        else ()
-    )
+    if listed.returncode != 0:
+        return ()
+    lines = [line.strip() for line in listed.stdout.splitlines()]
+    return tuple(line for line in lines if line)
 
 
 def needed(recipe: Recipe) -> int:
@@ -142,16 +146,17 @@ def kernel_caches() -> dict[str, str]:
     for folder in _kernel_folders():
         with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            stats = folder.lstat()
-            if (
-                stat.S_ISDIR(stats.st_mode)
-                and stats.st_uid == os.getuid()
-                and not stats.st_mode & 0o022
-            ):
-                return {
-                    name: str(folder / name.lower()) for name in CACHES if name not in os.environ
-                }
+            if _is_ours_alone(folder):
+                unset = [name for name in CACHES if name not in os.environ]
+                return {name: str(folder / name.lower()) for name in unset}
     return {}
+
+
+def _is_ours_alone(folder: Path) -> bool:
+    """Return whether this is a folder of ours that nobody else can write."""
+    stats = folder.lstat()
+    is_ours = stats.st_uid == os.getuid()
+    return stat.S_ISDIR(stats.st_mode) and is_ours and not stats.st_mode & 0o022
 
 
 def _kernel_folders() -> Iterator[Path]:
@@ -170,11 +175,8 @@ def search_path() -> dict[str, str]:
     by which SGLang compiles kernels, and megarl may be called by its path, from an
     environment that nobody has activated.
     """
-    return {
-        "PATH": os.pathsep.join(
-            [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
-        )
-    }
+    folders = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
+    return {"PATH": os.pathsep.join(folders)}
 
 
 TOOLKIT = Path("/usr/local/cuda")
@@ -206,24 +208,24 @@ def temporary_folder() -> dict[str, str]:
     """
     if "TMPDIR" not in os.environ:
         return {}
-    usable = (
-        tempfile.gettempdir()
-    )  # the first of TMPDIR, /tmp and others in which a file can be written
-    return {"TMPDIR": usable if len(os.fsencode(usable)) <= LONGEST_TEMPORARY else "/tmp"}
+    # the first of TMPDIR, /tmp and others in which a file can be written
+    usable = tempfile.gettempdir()
+    if len(os.fsencode(usable)) > LONGEST_TEMPORARY:
+        usable = "/tmp"
+    return {"TMPDIR": usable}
 
 
 def networks() -> Mapping[str, int]:
     """Return the known speeds, in Mb/s, of network interfaces that are up and have an
     IPv4 address, except loopback.
     """
-    up = {
-        name: stats.speed
-        for name, stats in psutil.net_if_stats().items()
-        if stats.isup and stats.speed > 0
-    }
     addresses = psutil.net_if_addrs()
-    return {
-        name: speed
-        for name, speed in up.items()
-        if any(a.family == 2 and not a.address.startswith("127.") for a in addresses.get(name, ()))
-    }
+    speeds = {}
+    for name, stats in psutil.net_if_stats().items():
+        is_reachable = any(
+            entry.family == socket.AF_INET and not entry.address.startswith("127.")
+            for entry in addresses.get(name, ())
+        )
+        if stats.isup and stats.speed > 0 and is_reachable:
+            speeds[name] = stats.speed
+    return speeds

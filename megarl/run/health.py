@@ -1,8 +1,10 @@
 """Health: whether a run behaves normally, judged from its rows of metrics alone, and
 what to do if it does not.
 
-    row ─► each signal's value ─┬─ has a limit from theory:  mean of the last RECENT values beyond it ────────────┐
-                                └─ its own past is the norm: robust z ─► CUSUM above THRESHOLD ───────────────────┴─► Alarm
+    row ─► each signal's value ─┬─ has a limit from theory:
+                                │      mean of the last RECENT values beyond it ─► Alarm
+                                └─ its own past is the norm:
+                                       robust z ─► CUSUM above THRESHOLD ────────► Alarm
 
 A CUSUM (Page 1954) adds up the amounts by which z exceeds DRIFT: three steps far off
 raise an alarm, and so do many that are a little off; one or two outliers, as in
@@ -74,12 +76,14 @@ batch. KeyError: not measured there.
 """
 
 
-def log(least: float) -> Callable[[float], float]:
-    return lambda value: math.log(value + least)
+def log(offset: float) -> Callable[[float], float]:
+    """Return the logarithm of a value plus `offset`, which keeps 0 finite."""
+    return lambda value: math.log(value + offset)
 
 
-def logit(least: float) -> Callable[[float], float]:
-    return lambda share: math.log((share + least) / (1 - share + least))
+def logit(offset: float) -> Callable[[float], float]:
+    """Return the logit of a share; `offset` keeps 0 and 1 finite."""
+    return lambda share: math.log((share + offset) / (1 - share + offset))
 
 
 class Signal(NamedTuple):
@@ -126,6 +130,7 @@ class Alarm:
 
 
 def metric(name: str) -> Measure:
+    """Return what measures this metric."""
     return lambda row, task: row[name + task]
 
 
@@ -133,7 +138,9 @@ def _drift(row: Row, _: str) -> float:
     """Return how far the policy moves per step: |learner - behaviour| of a token,
     divided by its lag in steps.
     """
-    return row["trained_logprob_diff"] / row["lag_mean"] if row["lag_mean"] >= 0.5 else math.nan
+    if row["lag_mean"] < 0.5:
+        return math.nan
+    return row["trained_logprob_diff"] / row["lag_mean"]
 
 
 def _surprise(row: Row, _: str) -> float:
@@ -141,7 +148,24 @@ def _surprise(row: Row, _: str) -> float:
     policy sampled them and all are trained. Where most groups have no variance, the few
     that are trained are those with unlikely mistakes: their mean says little.
     """
-    return row["surprise"] / row["entropy"] if row["groups_in_loss"] >= GROUPS else math.nan
+    if row["groups_in_loss"] < GROUPS:
+        return math.nan
+    return row["surprise"] / row["entropy"]
+
+
+def _cut_tokens(row: Row, _: str) -> float:
+    """Return the share of trained tokens cut at the cap, or without a gradient."""
+    return row["capped_share"] if "capped_share" in row else row["clipped_share"]
+
+
+def _void(row: Row, _: str) -> float:
+    """Return the share of groups that were lost."""
+    return row["void_groups"] / (row["void_groups"] + row["groups_in_loss"])
+
+
+def _no_variance(row: Row, _: str) -> float:
+    """Return the share of groups with equal rewards, which a teacher does without."""
+    return math.nan if "kl_teacher" in row else row["zero_variance_share"]
 
 
 def _all_wrong(row: Row, task: str) -> float:
@@ -236,7 +260,7 @@ SIGNALS = (
     ),
     Signal(
         "cut_tokens",
-        lambda row, _: row["capped_share"] if "capped_share" in row else row["clipped_share"],
+        _cut_tokens,
         "most trained tokens are cut at the cap, or have no gradient",
         "lower pipeline.k or the learning rate",
         limit=0.75,
@@ -258,14 +282,14 @@ SIGNALS = (
     ),
     Signal(
         "void",
-        lambda row, _: row["void_groups"] / (row["void_groups"] + row["groups_in_loss"]),
+        _void,
         "groups are lost before training",
         _LOG,
         limit=0.25,
     ),
     Signal(
         "no_variance",
-        lambda row, _: math.nan if "kl_teacher" in row else row["zero_variance_share"],
+        _no_variance,
         "nearly all groups have equal rewards: little is learnt",
         "take harder or easier prompts",
         limit=0.95,
@@ -456,15 +480,17 @@ tests/unit/run/test_health.py compares with this one.
 
 
 class _Limited:
-    """A signal with a limit, judged by the mean of its newest values."""
+    """A signal with a limit, judged by the mean of its newest values. _quiet: how many
+    of these in a row are within the limit.
+    """
 
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
         self._newest: deque[float] = deque(maxlen=RECENT)
         self._off = False
-        self._quiet = 0  # quiet: how many of the newest values in a row are within the limit
+        self._quiet = 0
         self.since = 0
-        self.seen = ""
+        self.text = ""
 
     def add(self, step: int, value: float) -> bool:
         """Add a value and return whether the signal is abnormal now."""
@@ -477,13 +503,14 @@ class _Limited:
         self._newest.append(value)
         mean = math.fsum(self._newest) / len(self._newest)
         self.since = step
-        self.seen = f"{mean:.3g} on average, limit {limit:g}"
+        self.text = f"{mean:.3g} on average, limit {limit:g}"
         self._quiet = 0 if beyond(value) else self._quiet + 1
         raised = len(self._newest) >= FIRST and beyond(mean)
         self._off = raised or (self._off and self._quiet < QUIET)
         return self._off
 
-    def forget(self) -> None: ...
+    def forget(self) -> None:
+        """Do nothing: a limit has no norm."""
 
 
 class _Always:
@@ -496,7 +523,7 @@ class _Always:
         self._values = 0
         self._broken = False  # a value was within the limit
         self.since = 0
-        self.seen = ""
+        self.text = ""
 
     def add(self, step: int, value: float) -> bool:
         """Add a value and return whether the signal is abnormal now."""
@@ -505,68 +532,101 @@ class _Always:
             self.since = step
         self._values += 1
         self._broken = self._broken or value <= self._limit
-        self.seen = f"since step {self.since}"
+        self.text = f"since step {self.since}"
         return self._values >= FIRST and not self._broken
 
-    def forget(self) -> None: ...
+    def forget(self) -> None:
+        """Do nothing: a limit has no norm."""
+
+
+class SignalValue(NamedTuple):
+    """A signal's value in a step, after and before `Signal.scale`."""
+
+    scaled: float
+    measured: float
+
+
+class Norm(NamedTuple):
+    """The median of earlier values, and the robust deviation of their scaled ones."""
+
+    median: SignalValue
+    deviation: float
 
 
 class _Course:
-    """A signal judged against its own past: a CUSUM."""
+    """A signal judged against its own past: a CUSUM. _suspect: values that are not yet
+    among the past, because they add to the sum or an alarm lasts.
+    """
 
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
-        self._past: list[tuple[float, float]] = []  # (scaled, measured)
-        self._held: list[tuple[float, float]] = []  # the same, during an alarm
+        self._past: list[SignalValue] = []
+        self._suspect: list[SignalValue] = []
         self._sum = 0.0
         self._alarmed = False
         self.since = 0
-        self.seen = ""
+        self.text = ""
 
     def add(self, step: int, value: float) -> bool:
         """Add a value and return whether the signal is abnormal now."""
-        signal = self._signal
-        scaled = self._signal.scale(value)
-        if (norm := self._norm()) is None:
-            self._past.append((scaled, value))
+        new = SignalValue(self._signal.scale(value), value)
+        norm = self._norm()
+        if norm is None:
+            self._past.append(new)
             return False
-        usual, centre, deviation = norm
-        z = (scaled - centre) / deviation * (1 if signal.rises else -1)
         if not self._sum:
             self.since = step
-        self._sum = min(max(0.0, self._sum + max(-CLIP, min(z, CLIP)) - DRIFT), 2 * THRESHOLD)
-        alarmed = self._alarmed
-        self._alarmed = self._sum > (0 if self._alarmed else THRESHOLD)
-        if not (self._sum if signal.steady else self._alarmed):
-            kept = [] if alarmed else self._held
-            self._past = [*self._past, *kept, (scaled, value)][-WINDOW - GAP :]
-            self._held = []
+        was_alarmed = self._alarmed
+        self._add_to_sum((new.scaled - norm.median.scaled) / norm.deviation)
+        is_suspect = self._sum > 0 if self._signal.steady else self._alarmed
+        if not is_suspect:
+            cleared = [] if was_alarmed else self._suspect
+            self._past = [*self._past, *cleared, new][-WINDOW - GAP :]
+            self._suspect = []
             return False
-        self.seen = f"{value:.3g} since step {self.since}, {usual:.3g} before"
-        self._held.append((scaled, value))
-        if len(self._held) >= RELEARN:
+        self.text = f"{value:.3g} since step {self.since}, {norm.median.measured:.3g} before"
+        self._suspect.append(new)
+        if len(self._suspect) >= RELEARN:
             self.forget()
         return self._alarmed
 
+    def _add_to_sum(self, z: float) -> None:
+        """Add a distance to the norm to the CUSUM. An alarm begins above THRESHOLD and
+        ends at 0.
+        """
+        if not self._signal.rises:
+            z = -z
+        clipped = max(-CLIP, min(z, CLIP))
+        self._sum = min(max(0.0, self._sum + clipped - DRIFT), 2 * THRESHOLD)
+        self._alarmed = self._sum > (0 if self._alarmed else THRESHOLD)
+
     def forget(self) -> None:
         """Replace the past by the values seen during an alarm."""
-        self._past = self._held[-WINDOW - GAP :]
-        self._held = []
+        self._past = self._suspect[-WINDOW - GAP :]
+        self._suspect = []
         self._sum = 0.0
         self._alarmed = False
 
-    def _norm(self) -> tuple[float, float, float] | None:
-        """Return the usual value, measured and scaled, and the deviation; None while
-        there are too few values.
+    def _norm(self) -> Norm | None:
+        """Return the norm by the values before the newest GAP; None while there are too
+        few. In a normal distribution the median distance to the median is 0.6745
+        deviations, and the ninth decile is at 1.2816.
         """
         signal = self._signal
         earlier = sorted(self._past[:-GAP])
-        if (count := len(earlier)) < FEWEST:
+        count = len(earlier)
+        if count < FEWEST:
             return None
-        centre, usual = earlier[count // 2]
-        near = sorted(abs(scaled - centre) for scaled, _ in earlier)[count // 2] / 0.6745
-        far = abs(earlier[count * 9 // 10 if signal.rises else count // 10][0] - centre) / 1.2816
-        return usual, centre, max(near, far, signal.noise)
+        median = earlier[count // 2]
+        distances = sorted(abs(value.scaled - median.scaled) for value in earlier)
+        of_all = distances[count // 2] / 0.6745
+        decile = earlier[count * 9 // 10] if signal.rises else earlier[count // 10]
+        of_bad_side = abs(decile.scaled - median.scaled) / 1.2816
+        return Norm(median, max(of_all, of_bad_side, signal.noise))
+
+
+OF_PARITY = ("parity", "kernels", "kernels_median")
+"""Signals whose likely cause the comparison of servers and learner names."""
 
 
 class Health:
@@ -579,10 +639,8 @@ class Health:
         self.history: list[Alarm] = []
         self._open: dict[str, int] = {}  # indices in the history, of alarms that last
         self._judges: dict[tuple[str, str], _Always | _Limited | _Course] = {}
-        self._learnt: deque[Row] = deque(
-            maxlen=WINDOW + GAP
-        )  # newest rows, by which `_learns` judges
-        self._before: Row = {}
+        self._newest: deque[Row] = deque(maxlen=WINDOW + GAP)  # by these `_learns` judges
+        self._last: Row = {}
         self._epoch_began = 0
         self._compared: Row = {}
         self._moves: deque[float] = deque(maxlen=MOVES)
@@ -602,41 +660,60 @@ class Health:
         return {"health": float(not self._open)} | {f"alarm/{name}": 1.0 for name in self._open}
 
     def add(self, row: Row) -> None:
+        """Judge the next row."""
         self.step = row["step"]
-        before = self._before
         row = dict(row)
-        if row.get("lr") and before.get("lr"):
-            row["lr_change"] = row["lr"] / before["lr"]
-        if row.get("epoch", 0) > before.get("epoch", 0):
-            if self.step - self._epoch_began >= WINDOW:
-                for (name, _), judge in self._judges.items():
-                    if _BY_NAME[name].prompts:
-                        judge.forget()
-            self._epoch_began = self.step
+        if row.get("lr") and self._last.get("lr"):
+            row["lr_change"] = row["lr"] / self._last["lr"]
+        self._follow_epoch(row)
         if "parity_same_bits" in row:
             self._compared = row
-        moved = row.get("lag_mean", 0) >= 0.5 and row.get("trained_logprob_diff")
-        if moved and math.isfinite(row.get("progress", math.nan)):
-            self._moves.append(row["progress"] / row["trained_logprob_diff"])
-            if len(self._moves) == MOVES and (error := stdev(self._moves) / math.sqrt(MOVES)):
-                row["progress_errors"] = fmean(self._moves) / error
-        self._before = row
-        self._learnt.append(row)
+        self._follow_progress(row)
+        self._last = row
+        self._newest.append(row)
         tasks = [
-            "",
-            *(
-                name.removeprefix("pass_rate_train")
-                for name in row
-                if name.startswith("pass_rate_train/")
-            ),
+            name.removeprefix("pass_rate_train")
+            for name in row
+            if name.startswith("pass_rate_train/")
         ]
         for signal in SIGNALS:
-            for task in tasks if signal.tasks else tasks[:1]:
-                with suppress(
-                    KeyError, ArithmeticError, ValueError
-                ):  # not measured, or not a valid number
-                    if math.isfinite(value := signal.value(row, task)):
-                        self._judge(signal, task, value)
+            self._measure(signal, row, "")
+            if signal.tasks:
+                for task in tasks:
+                    self._measure(signal, row, task)
+
+    def _follow_epoch(self, row: Row) -> None:
+        """Forget norms that hold for the last epoch's prompts, if it was long."""
+        if row.get("epoch", 0) <= self._last.get("epoch", 0):
+            return
+        if self.step - self._epoch_began >= WINDOW:
+            for (name, _), judge in self._judges.items():
+                if _BY_NAME[name].prompts:
+                    judge.forget()
+        self._epoch_began = self.step
+
+    def _follow_progress(self, row: Row) -> None:
+        """Add to the row by how many standard errors the policy moves along its
+        advantages: progress per movement, over the newest MOVES steps.
+        """
+        moved = row.get("lag_mean", 0) >= 0.5 and row.get("trained_logprob_diff")
+        if not moved or not math.isfinite(row.get("progress", math.nan)):
+            return
+        self._moves.append(row["progress"] / row["trained_logprob_diff"])
+        if len(self._moves) < MOVES:
+            return
+        error = stdev(self._moves) / math.sqrt(MOVES)
+        if error:
+            row["progress_errors"] = fmean(self._moves) / error
+
+    def _measure(self, signal: Signal, row: Row, task: str) -> None:
+        """Judge a signal by this row, unless it was not measured there, or is no valid
+        number.
+        """
+        with suppress(KeyError, ArithmeticError, ValueError):
+            value = signal.value(row, task)
+            if math.isfinite(value):
+                self._judge(signal, task, value)
 
     def _learns(self, since: int) -> bool:
         """Return whether more answers are right than before this step, or more end in
@@ -645,8 +722,8 @@ class Health:
         A policy that learns to stop writes shorter answers, and one that learns is
         surer of them.
         """
-        more_right = _risen(self._learnt, "pass_rate_train", since) > LEARNS
-        more_end = _risen(self._learnt, "truncation_rate", since) < -LEARNS
+        more_right = _risen(self._newest, "pass_rate_train", since) > LEARNS
+        more_end = _risen(self._newest, "truncation_rate", since) < -LEARNS
         return more_right or more_end
 
     def _judge(self, signal: Signal, task: str, value: float) -> None:
@@ -655,31 +732,38 @@ class Health:
         if key not in self._judges:
             self._judges[key] = _judge_of(signal)
         judge = self._judges[key]
-        off = judge.add(self.step, value)
-        number = self._open.get(name)
-        if off and number is None and signal.learning and self._learns(judge.since):
+        is_off = judge.add(self.step, value)
+        if name in self._open:
+            if not is_off:
+                number = self._open.pop(name)
+                self.history[number] = replace(self.history[number], until=self.step)
+            return
+        if not is_off:
+            return
+        if signal.learning and self._learns(judge.since):
             judge.forget()
             return
-        if off and number is None:
-            self._open[name] = len(self.history)
-            remedy = signal.remedy or _LOG
-            if signal.name in ("parity", "kernels", "kernels_median") and self._compared:
-                remedy = (
-                    "likely cause:"
-                    f" {parity.named_cause(self._compared, routing='routing' in self._open)}"
-                )
-            if signal.name == "all_wrong":
-                remedy = _why_all_wrong(self._before, task)
-            text = f"{name.replace('_', ' ')} ({judge.seen}): {signal.meaning}; {remedy}"
-            self.history.append(Alarm(name, judge.since, self.step, text))
-        elif not off and number is not None:
-            self.history[self._open.pop(name)] = replace(self.history[number], until=self.step)
+        self._open[name] = len(self.history)
+        remedy = self._remedy(signal, task)
+        text = f"{name.replace('_', ' ')} ({judge.text}): {signal.meaning}; {remedy}"
+        self.history.append(Alarm(name, judge.since, self.step, text))
+
+    def _remedy(self, signal: Signal, task: str) -> str:
+        """Return what to do about a signal that is off now."""
+        if signal.name == "all_wrong":
+            return _why_all_wrong(self._last, task)
+        if signal.name in OF_PARITY and self._compared:
+            cause = parity.named_cause(self._compared, routing="routing" in self._open)
+            return f"likely cause: {cause}"
+        return signal.remedy or _LOG
 
 
 def _judge_of(signal: Signal) -> _Always | _Limited | _Course:
     if signal.always:
         return _Always(signal)
-    return _Course(signal) if signal.limit is None else _Limited(signal)
+    if signal.limit is None:
+        return _Course(signal)
+    return _Limited(signal)
 
 
 def _risen(rows: Iterable[Row], name: str, since: int) -> float:
@@ -689,14 +773,14 @@ def _risen(rows: Iterable[Row], name: str, since: int) -> float:
     It counts only what is more than twice the standard error, from the scatter of all;
     else it is 0.
     """
-    known = [row for row in rows if math.isfinite(row.get(name, math.nan))]
-    newest = [row[name] for row in known if row["step"] >= since][-RECENT:]
-    earlier = [row[name] for row in known if row["step"] < since]
+    measured = [row for row in rows if math.isfinite(row.get(name, math.nan))]
+    newest = [row[name] for row in measured if row["step"] >= since][-RECENT:]
+    earlier = [row[name] for row in measured if row["step"] < since]
     if len(newest) < FIRST or len(earlier) < FIRST:
         return 0.0
     risen = fmean(newest) - fmean(earlier)
-    scatter = math.sqrt((variance(newest) / len(newest)) + variance(earlier) / len(earlier))
-    return risen if abs(risen) > 2 * scatter else 0.0
+    error = math.sqrt(variance(newest) / len(newest) + variance(earlier) / len(earlier))
+    return risen if abs(risen) > 2 * error else 0.0
 
 
 _BY_NAME = {signal.name: signal for signal in SIGNALS}

@@ -1,9 +1,12 @@
 """`megarl serve --join RUN`: an additional server for a run, from another shell, Slurm
 job or machine that sees its directory.
 
-    checks ─► Join ─► Joined(5) ─► `megarl serve --join RUN --index 5 --port P`, a process that dies with this one
-              Join again every BEAT_S ─► Stop, or RUN/summary.json: the run has ended ──► exit 0
-    SIGTERM ─► Leave, repeated ─► Ack: its requests continue elsewhere ────────────────► exit 0, within LEAVE_LIMIT_S anyway
+    checks ─► Join ─► Joined(5)
+           ─► `megarl serve --join RUN --index 5 --port P`, which dies with this process
+           ─► Join again every BEAT_S
+           ─► Stop, or RUN/summary.json: the run has ended ──► exit 0
+    SIGTERM ─► Leave, repeated ─► Ack: its requests continue elsewhere
+            ──► exit 0, within LEAVE_LIMIT_S anyway
 
 If a run was told to stop, or lost a node, the server joins it again once it is resumed,
 wherever that is: its new endpoints and keys are in the run directory.
@@ -43,10 +46,10 @@ from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.base.types import decode
 from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, load
-from megarl.run.closing import how
+from megarl.run.closing import ending_of
 from megarl.run.launcher import LocalLauncher, RoleCommand, RunningRole, task
-from megarl.run.nodes import LOOPBACK, OF_SLURM, Node, here
-from megarl.run.observe import last_problem
+from megarl.run.logs import last_problem
+from megarl.run.nodes import LOOPBACK, OF_SLURM, Node, this_node
 from megarl.run.placement import Place
 from megarl.run.process import MAKE_ROOM, SIGNALS, StopRequest, adopt_orphans, stop_requests
 from megarl.run.restart import Role
@@ -76,40 +79,50 @@ def main(run: Path, interface: str) -> int:
     cannot join.
     """
     adopt_orphans()
-    with stop_requests() as asked:
-        life = serve(run, interface, asked)
-        while not asked.count and resumed(RunDir(run.resolve()), life, asked):
-            life = serve(run, interface, asked)
-    return 128 + asked.signal if asked.signal == signal.SIGUSR1 else 0
+    with stop_requests() as request:
+        life = serve(run, interface, request)
+        while not request.count and resumed(RunDir(run.resolve()), life, request):
+            life = serve(run, interface, request)
+    return 128 + request.signal if request.signal == signal.SIGUSR1 else 0
 
 
-def serve(run: Path, interface: str, asked: StopRequest) -> str:
+def serve(run: Path, interface: str, request: StopRequest) -> str:
     """Join the run and serve it until it ends or this server is asked to end. Return
     the name of the run's present life.
     """
     rundir, recipe, endpoints = opened(run)
     width = recipe.resources.server_tensor_parallel
     node = listening(recipe, endpoints, interface, 1 + len(endpoints.servers))
-    if bool(node.gpus) != bool(endpoints.gpus) or (endpoints.gpus and len(node.gpus) < width):
-        gpus = f"{width} GPUs (resources.server_tensor_parallel)"
-        needs = gpus if endpoints.gpus else "CPUs (CUDA_VISIBLE_DEVICES= hides GPUs)"
-        raise MegarlError(
-            f"a server of this run needs {needs}, and this machine shows {len(node.gpus)} GPUs"
-        )
+    _check_gpus(node, endpoints, width)
     urls = {port: f"http://{node.address}:{port}" for port in node.ports}
-    port = next(
-        port for port, url in urls.items() if url not in endpoints.servers
-    )  # these may be down for a moment
+    # those of the run's servers may be free because these are down for a moment
+    port = next(port for port, url in urls.items() if url not in endpoints.servers)
     role = task(recipe, rundir, Role("server"), port, Place((node,), node.gpus[:width]))
     join = ("-m", "megarl", "serve", "--join", str(rundir.path))
     words = (*join, "--interface", interface, "--port", str(port), "--index")
-    guest = Guest(endpoints, replace(role, arguments=words), urls[port], asked)
+    guest = Guest(endpoints, replace(role, arguments=words), urls[port], request)
     with closing(guest.link):
         guest.stay()
     return endpoints.session
 
 
-def resumed(rundir: RunDir, life: str, asked: StopRequest) -> bool:
+def _check_gpus(node: Node, endpoints: Endpoints, width: int) -> None:
+    """Raise MegarlError unless this machine has GPUs, `width` of them, just if the run
+    has.
+    """
+    if endpoints.gpus:
+        fits = len(node.gpus) >= width and bool(node.gpus)
+        needs = f"{width} GPUs (resources.server_tensor_parallel)"
+    else:
+        fits = not node.gpus
+        needs = "CPUs (CUDA_VISIBLE_DEVICES= hides GPUs)"
+    if not fits:
+        raise MegarlError(
+            f"a server of this run needs {needs}, and this machine shows {len(node.gpus)} GPUs"
+        )
+
+
+def resumed(rundir: RunDir, life: str, request: StopRequest) -> bool:
     """Return True once the run has a new life with a controller; False if it ends for
     good, or after FOLLOW_LIMIT_S.
     """
@@ -119,7 +132,7 @@ def resumed(rundir: RunDir, life: str, asked: StopRequest) -> bool:
         flush=True,
     )
     until = time.monotonic() + FOLLOW_LIMIT_S
-    while not asked.count and time.monotonic() < until:
+    while not request.count and time.monotonic() < until:
         with suppress(OSError, MegarlError):  # a shared file system may be away for a while
             if rundir.summary.exists():
                 by_hand = rundir.stop_asked() and rundir.stop_signal() not in MAKE_ROOM
@@ -146,9 +159,9 @@ def opened(run: Path) -> tuple[RunDir, Recipe, Endpoints]:
     endpoints = rundir.endpoints()
     JournalReader(rundir.rollouts).has_tickets()  # raises for another schema
     if recipe.resources.colocate or recipe.weights.transport == "cuda_ipc":
-        key = (
-            "resources.colocate=true" if recipe.resources.colocate else "weights.transport=cuda_ipc"
-        )
+        key = "weights.transport=cuda_ipc"
+        if recipe.resources.colocate:
+            key = "resources.colocate=true"
         raise MegarlError(
             f"{run}: no server can join a run with {key}, whose servers share the learner's GPUs"
         )
@@ -161,14 +174,14 @@ def opened(run: Path) -> tuple[RunDir, Recipe, Endpoints]:
 
 
 def listening(recipe: Recipe, endpoints: Endpoints, interface: str, ports: int = 0) -> Node:
-    """Return this machine with its address on the run's network, and free ports there."""
+    """Return this machine with its address on the run's network and free ports."""
     controller = str(urlsplit(endpoints.controller).hostname)
     if controller == LOOPBACK and interface not in ("", OF_SLURM):
         raise MegarlError(
             "--interface: the run listens only on loopback; start it with"
             f" run.interface={interface}"
         )
-    return here(ports, interface or recipe.run.interface, controller)
+    return this_node(ports, interface or recipe.run.interface, controller)
 
 
 class Guest:
@@ -177,11 +190,11 @@ class Guest:
     """
 
     def __init__(
-        self, endpoints: Endpoints, role: RoleCommand, url: str, asked: StopRequest
+        self, endpoints: Endpoints, role: RoleCommand, url: str, request: StopRequest
     ) -> None:
         self._began = time.monotonic()
         self._role = role
-        self._asked = asked
+        self._request = request
         self._address = endpoints.controller
         self._endpoints_file = role.rundir.endpoints_file
         self._written = self._endpoints_file.stat().st_mtime_ns
@@ -200,16 +213,11 @@ class Guest:
         """Join, serve, leave. MegarlError if the controller refuses or is silent, or
         the server ends by itself.
         """
-        why = ""
         try:
-            while not why:
-                why = self._beat()
-                until = time.monotonic() + BEAT_S
-                while not (why := why or self._why_end()) and time.monotonic() < until:
-                    time.sleep(TICK_S)
-            terminal.say(f"megarl: leaving: {why}", flush=True)
+            reason = self._stay()
+            terminal.say(f"megarl: leaving: {reason}", flush=True)
             status = self._process.status() if self._process else None
-            if self._process and (self._asked.count or status is not None):
+            if self._process and (self._request.count or status is not None):
                 self._leave()
         finally:
             if self._process:
@@ -218,10 +226,20 @@ class Guest:
                 self._launcher.sweep([])
         if status is not None:
             log = self._role.log()
-            raise MegarlError(
-                f"server {self._join.server} {how(status)}: {last_problem(log) or 'see its log'}"
-                f" ({log})"
-            )
+            problem = last_problem(log) or "see its log"
+            raise MegarlError(f"server {self._join.server} {ending_of(status)}: {problem} ({log})")
+
+    def _stay(self) -> str:
+        """Serve until there is a reason to end; return it."""
+        while True:
+            reason = self._beat()
+            until = time.monotonic() + BEAT_S
+            reason = reason or self._why_end()
+            while not reason and time.monotonic() < until:
+                time.sleep(TICK_S)
+                reason = self._why_end()
+            if reason:
+                return reason
 
     def _beat(self) -> str:
         """Announce the server to the controller, and start it the first time. Return a
@@ -251,11 +269,11 @@ class Guest:
         self._role = replace(self._role, role=Role("server", server), arguments=arguments)
         # Slurm sends SIGTERM to all processes of a step at once, but the server must go
         # on until its requests have left.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._process = self._launcher.start(self._role)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         terminal.say(
             f"megarl: server {server} starts at {self._join.url}; its log: {self._role.log()}",
             flush=True,
@@ -267,9 +285,12 @@ class Guest:
         signal comes, or the run ends.
         """
         until = time.monotonic() + LEAVE_LIMIT_S
-        self.link.interrupted = lambda: (
-            "asked twice" if self._asked.count > 1 or time.monotonic() > until else ""
-        )
+
+        def reason_to_give_up() -> str:
+            is_late = time.monotonic() > until
+            return "asked twice" if self._request.count > 1 or is_late else ""
+
+        self.link.interrupted = reason_to_give_up
         with suppress(MegarlError, Interrupted):
             while not isinstance(self._say(Leave(life=self._join.life)), Ack | Stop):
                 time.sleep(TICK_S)
@@ -280,35 +301,29 @@ class Guest:
 
     def _why_end(self) -> str:
         """Return a reason to end; empty if there is none."""
-        if self._asked.count:
-            return f"{signal.Signals(self._asked.signal).name} came"
+        if self._request.count:
+            return f"{signal.Signals(self._request.signal).name} came"
         if self._process and self._process.status() is not None:
             return "the server has ended"
         with suppress(OSError):  # a shared file system may be away for a while
-            if (
-                self._role.rundir.summary.exists()
-                or self._endpoints_file.stat().st_mtime_ns != self._written
-            ):
+            if self._role.rundir.summary.exists():
+                return "the run has ended"
+            if self._endpoints_file.stat().st_mtime_ns != self._written:
                 return "the run has ended"
         return ""
 
     def _unheard(self) -> str:
         """Return a text that says why the controller has not answered."""
-        at = urlsplit(self._address)
+        parts = urlsplit(self._address)
+        host = str(parts.hostname)
         address = f"{self._address}, named in {self._endpoints_file}"
         try:
-            socket.create_connection(
-                (str(at.hostname), int(at.port or 0)), JOIN_LIMIT_S / 4
-            ).close()
+            socket.create_connection((host, int(parts.port or 0)), JOIN_LIMIT_S / 4).close()
         except ConnectionRefusedError:
-            other = (
-                ", or it is on another machine and has no run.interface"
-                if at.hostname == LOOPBACK
-                else ""
-            )
-            return (
-                f"nobody listens at {address}: the run has ended, or its controller is down{other}"
-            )
+            text = f"nobody listens at {address}: the run has ended, or its controller is down"
+            if host == LOOPBACK:
+                text += ", or it is on another machine and has no run.interface"
+            return text
         except OSError as error:
             return (
                 f"this machine does not reach the run's controller at {address} ({error}): are they"

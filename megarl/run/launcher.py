@@ -20,11 +20,12 @@ from typing import Literal, Protocol
 
 import psutil
 
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.process import NODE, NODE_RANK, SUPERVISOR
 from megarl.core.base.rundir import RunDir, writing
 from megarl.core.recipe import Recipe
 from megarl.run import devices
-from megarl.run.nodes import Node, here
+from megarl.run.nodes import Node, this_node
 from megarl.run.placement import Place
 from megarl.run.process import remove_abandoned_shared_memory, remove_shared_memory
 from megarl.run.restart import NodeState, Role
@@ -91,6 +92,8 @@ class RoleCommand:
 
 
 class RunningRole(Protocol):
+    """A role that was started. pid: of the process that stands for it here."""
+
     pid: int
 
     def status(self) -> int | None:
@@ -114,13 +117,20 @@ class RunningRole(Protocol):
         """Return the state of the role's nodes, once it has ended."""
 
 
+class UnansweredSurveyError(MegarlError):
+    """Nodes could not be asked for their resources; another start may mend that."""
+
+
 class Launcher(Protocol):
+    """Starts roles on the nodes that it has."""
+
     def survey(self, ports: int) -> tuple[Node, ...]:
         """Return the available nodes in the order of the allocation, each with this
         many free ports.
         """
 
-    def start(self, task: RoleCommand) -> RunningRole: ...
+    def start(self, task: RoleCommand) -> RunningRole:
+        """Start the role at its place."""
 
     def sweep(self, running: Sequence[RunningRole]) -> None:
         """Kill processes that dead roles have left, except those that belong to
@@ -135,6 +145,11 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
     arguments = ["-m", "megarl", COMMANDS[role.kind], str(rundir.recipe)]
     if role.serves:
         arguments += ["--index", str(role.index), "--port", str(port)]
+    return RoleCommand(role, tuple(arguments), _environment(recipe, role, place), place, rundir)
+
+
+def _environment(recipe: Recipe, role: Role, place: Place) -> dict[str, str | None]:
+    """Return the variables of a role's processes that differ from ours."""
     threads = "1" if role.kind == "controller" else str(recipe.resources.threads)
     environment: dict[str, str | None] = {
         **{name: os.environ.get(name, value) for name, value in alike(place.nodes).items()},
@@ -147,33 +162,34 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
-        "CUDA_DEVICE_ORDER": os.environ.get(
-            "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
-        ),  # nvidia-smi's, and Slurm's
-        **(
-            _allocator(role.kind == "learner" and recipe.weights.transport != "cuda_ipc")
-            if place.gpus
-            else {}
-        ),
-        **(
-            kernel_order(recipe, place.capabilities)
-            if role.kind == "learner" and place.gpus
-            else {}
-        ),
+        # by default nvidia-smi's, and Slurm's
+        "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
         # Transformer Engine has symbols that only some libraries bring, and could not
         # be imported
         "LD_BIND_NOW": None,
         "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": None,  # else every role compiles all its imports at each start
+        # else every role compiles all its imports at each start
+        "PYTHONDONTWRITEBYTECODE": None,
     }
-    return RoleCommand(role, tuple(arguments), environment, place, rundir)
+    is_learner = role.kind == "learner"
+    if place.gpus:
+        environment |= _allocator(is_learner and recipe.weights.transport != "cuda_ipc")
+    if place.gpus and is_learner:
+        environment |= kernel_order(recipe, place.capabilities)
+    return environment
 
 
 def alike(nodes: Sequence[Node]) -> dict[str, str]:
     """Return NCCL's variables for a role on these nodes."""
-    kinds = {kind for node in nodes for kind in node.kinds or ("",)}
-    in_a_rack = all(any(name in kind for name in RACK) for kind in kinds)
+    kinds: set[str] = set()
+    for node in nodes:
+        kinds.update(node.kinds or ("",))
+    in_a_rack = all(_is_of_a_rack(kind) for kind in kinds)
     return ALIKE_IN_A_RACK if in_a_rack else ALIKE
+
+
+def _is_of_a_rack(kind: str) -> bool:
+    return any(name in kind for name in RACK)
 
 
 def kernel_order(recipe: Recipe, capabilities: Collection[str]) -> dict[str, str]:
@@ -186,18 +202,23 @@ def kernel_order(recipe: Recipe, capabilities: Collection[str]) -> dict[str, str
     """
     exchanges = recipe.model.tensor_parallel > 1 or recipe.model.context_parallel > 1
     majors = [int(capability.partition(".")[0]) for capability in capabilities]
-    before = not majors or min(majors) < NEEDS_NO_ORDER
-    return ORDER if exchanges and before else {}
+    may_need_order = not majors or min(majors) < NEEDS_NO_ORDER
+    return ORDER if exchanges and may_need_order else {}
 
 
 def _allocator(expandable: bool) -> dict[str, str]:
     """Return torch's settings for memory allocation: the user's, and `PINNED` and
     perhaps `EXPANDABLE` if they lack them.
     """
-    said = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    ours = {PINNED: "1"} | ({EXPANDABLE: "True"} if expandable else {})
-    lacking = [f"{key}:{value}" for key, value in ours.items() if key not in said]
-    return {"PYTORCH_ALLOC_CONF": ",".join([*filter(None, [said]), *lacking])}
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    defaults = {PINNED: "1"}
+    if expandable:
+        defaults[EXPANDABLE] = "True"
+    parts = [settings] if settings else []
+    for key, value in defaults.items():
+        if key not in settings:
+            parts.append(f"{key}:{value}")
+    return {"PYTORCH_ALLOC_CONF": ",".join(parts)}
 
 
 class LocalLauncher:
@@ -209,70 +230,79 @@ class LocalLauncher:
         self._interface = interface
 
     def survey(self, ports: int) -> tuple[Node, ...]:
-        return (here(ports, self._interface),)
+        """Return this machine."""
+        return (this_node(ports, self._interface),)
 
     def start(self, task: RoleCommand, n: int = 0) -> "LocalProcess":
         """Start the role here. n: the index of this machine among the role's nodes."""
-        node = task.place.nodes[n]
-        own = {SUPERVISOR: str(os.getpid()), NODE: node.name, NODE_RANK: str(n)}
-        own |= {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": f"={node.interface}"}
-        if task.role.kind != "controller":  # its prompts take a large disk
-            own |= (
-                devices.kernel_caches()
-                | devices.search_path()
-                | devices.toolkit()
-                | devices.temporary_folder()
-            )
         remove_abandoned_shared_memory()
         with writing(task.log(n)):
             task.log(n).parent.mkdir(parents=True, exist_ok=True)
             log = task.log(n).open("ab", buffering=0)
-            log.write(
-                f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(task.arguments)}\n".encode()
-            )
+            time_text = time.strftime("%Y-%m-%d %H:%M:%S")
+            log.write(f"--- {time_text} {' '.join(task.arguments)}\n".encode())
+        variables = {**os.environ, **task.environment, **_variables_on(task, n)}
         with log:
             process = subprocess.Popen(
                 [sys.executable, *task.arguments],
-                env={
-                    k: v
-                    for k, v in {**os.environ, **task.environment, **own}.items()
-                    if v is not None
-                },
+                env={name: value for name, value in variables.items() if value is not None},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return LocalProcess(process, whole=task.role.kind == "learner")
+        return LocalProcess(process, owns_descendants=task.role.kind == "learner")
 
     def sweep(self, running: Sequence[RunningRole]) -> None:
         """Kill processes that left their role's session: orphans become our children
         (`megarl.run.process.adopt_orphans`).
         """
-        mine = [process.pid for process in running]
-        orphans = [child for child in psutil.Process().children() if child.pid not in mine]
-        family = [process for orphan in orphans for process in (orphan, *_descendants(orphan))]
+        roles = [process.pid for process in running]
+        orphans = [child for child in psutil.Process().children() if child.pid not in roles]
+        family: list[psutil.Process] = []
+        for orphan in orphans:
+            family += (orphan, *_descendants(orphan))
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(family, timeout=KILL_LIMIT_S)
 
 
+def _variables_on(task: RoleCommand, n: int) -> dict[str, str]:
+    """Return the variables of a role that only its n-th node knows."""
+    node = task.place.nodes[n]
+    variables = {
+        SUPERVISOR: str(os.getpid()),
+        NODE: node.name,
+        NODE_RANK: str(n),
+        "GLOO_SOCKET_IFNAME": node.interface,
+        "NCCL_SOCKET_IFNAME": f"={node.interface}",
+    }
+    if task.role.kind != "controller":  # its prompts take a large disk
+        variables |= devices.kernel_caches()
+        variables |= devices.search_path()
+        variables |= devices.toolkit()
+        variables |= devices.temporary_folder()
+    return variables
+
+
 class LocalProcess:
-    """A session leader and everything it started. whole: all descendants belong to the
-    role, even in sessions of their own (as torchrun's ranks, unlike a grader's
-    programs).
+    """A session leader and everything it started. owns_descendants: all descendants
+    belong to the role, even in sessions of their own (as torchrun's ranks, unlike a
+    grader's programs).
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], whole: bool) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], owns_descendants: bool) -> None:
         self._process = process
-        self._whole = whole
+        self._owns_descendants = owns_descendants
         self.pid = process.pid
 
     def status(self) -> int | None:
+        """Return None while the leader runs, then its exit status."""
         return self._process.poll()
 
     def terminate(self) -> None:
+        """Send SIGTERM to the leader."""
         self.signal(signal.SIGTERM)
 
     def signal(self, number: int) -> None:
@@ -280,12 +310,12 @@ class LocalProcess:
         self._process.send_signal(number)
 
     def kill(self) -> None:
+        """Kill the group, whose number stays taken while any of its processes lives."""
         with suppress(ProcessLookupError):
-            os.killpg(
-                self.pid, signal.SIGKILL
-            )  # the group's number stays taken while any of its processes lives
+            os.killpg(self.pid, signal.SIGKILL)
 
     def wait_gone(self) -> None:
+        """Wait for the leader, and remove the session's shared memory."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_LIMIT_S)
             remove_shared_memory(self.pid)
@@ -294,15 +324,21 @@ class LocalProcess:
         """Return "stopped" if one of its processes is stopped."""
         with suppress(psutil.NoSuchProcess):
             leader = psutil.Process(self.pid)
-            for process in (leader, *_descendants(leader)):
-                with suppress(psutil.NoSuchProcess, ProcessLookupError):
-                    if process.status() in STOPPED and (
-                        self._whole or os.getsid(process.pid) == self.pid
-                    ):
-                        return "stopped"
+            if any(map(self._is_stopped, (leader, *_descendants(leader)))):
+                return "stopped"
         return None
 
+    def _is_stopped(self, process: psutil.Process) -> bool:
+        """Return whether a process of the role is stopped."""
+        try:
+            if process.status() not in STOPPED:
+                return False
+            return self._owns_descendants or os.getsid(process.pid) == self.pid
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            return False
+
     def node_state(self) -> NodeState:
+        """Return "up": this is the role's node."""
         return "up"
 
 

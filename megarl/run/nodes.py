@@ -1,8 +1,9 @@
 """A node's resources for a run: address, GPUs, cores, memory and free ports, determined
 on the node itself.
 
-one machine        here(…)
-a Slurm job        `python -m megarl.run.nodes …` in a step over all nodes ─► lines of JSON ─► Nodes
+one machine        this_node(…)
+a Slurm job        `python -m megarl.run.nodes …` in a step over all nodes
+                       ─► lines of JSON ─► Nodes
 """
 
 import os
@@ -50,7 +51,7 @@ class Node:
     capabilities: tuple[str, ...] = ()
 
 
-def here(ports: int, interface: str, peer: str = "") -> Node:
+def this_node(ports: int, interface: str, peer: str = "") -> Node:
     """Describe this machine. interface, peer: see `address_of`."""
     address = address_of(interface, peer)
     host = socket.gethostname().split(".")[0]
@@ -58,11 +59,7 @@ def here(ports: int, interface: str, peer: str = "") -> Node:
         name=os.environ.get("SLURMD_NODENAME", host),
         host=host,
         address=address,
-        interface=next(
-            n
-            for n, known in psutil.net_if_addrs().items()
-            if any(a.address == address for a in known)
-        ),
+        interface=_interface_of(address),
         gpus=devices.gpus(),
         cores=len(os.sched_getaffinity(0)),
         memory=memory(),
@@ -70,6 +67,14 @@ def here(ports: int, interface: str, peer: str = "") -> Node:
         kinds=devices.kinds(),
         capabilities=tuple(sorted(devices.capabilities())),
     )
+
+
+def _interface_of(address: str) -> str:
+    """Return the network interface that has this address."""
+    for name, entries in psutil.net_if_addrs().items():
+        if address in [entry.address for entry in entries]:
+            return name
+    raise LookupError(f"no network interface has the address {address}")
 
 
 CGROUP = Path("/proc/self/cgroup")
@@ -85,11 +90,13 @@ def memory() -> int:
     with suppress(OSError):
         for line in CGROUP.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            group, name = (
-                ("memory", "memory.limit_in_bytes") if controllers else (".", "memory.max")
-            )
+            group = "."
+            name = "memory.max"
+            if controllers:  # cgroups of version 1
+                if "memory" not in controllers.split(","):
+                    continue
+                group = "memory"
+                name = "memory.limit_in_bytes"
             ours = CGROUPS / group / path.lstrip("/")
             for folder in (ours, *ours.parents):
                 with suppress(OSError, ValueError):  # not there, or "max"
@@ -111,17 +118,18 @@ def address_of(interface: str, peer: str = "") -> str:
             try:
                 s.connect((supervisor, DISCARD))  # sends nothing: the kernel chooses the route
             except OSError as error:
-                advice = "name an IPv4 interface (`ip -4 address` lists them)"
-                why = f"no IPv4 route to {supervisor} ({error.strerror})"
-                raise MegarlError(f"run.interface: slurm: {why}; {advice}") from None
+                raise MegarlError(
+                    f"run.interface: slurm: no IPv4 route to {supervisor} ({error.strerror}); name"
+                    " an IPv4 interface (`ip -4 address` lists them)"
+                ) from None
             return str(s.getsockname()[0])
-    known = psutil.net_if_addrs()
-    for entry in known.get(interface, []):
+    interfaces = psutil.net_if_addrs()
+    for entry in interfaces.get(interface, []):
         if entry.family == socket.AF_INET:
             return entry.address
-    what = f"not a network interface with an IPv4 address of {socket.gethostname()}"
     raise MegarlError(
-        f"run.interface: {interface!r} is {what}, which has {', '.join(sorted(known))}"
+        f"run.interface: {interface!r} is not a network interface with an IPv4 address of"
+        f" {socket.gethostname()}, which has {', '.join(sorted(interfaces))}"
     )
 
 
@@ -132,7 +140,7 @@ interleaves longer lines of several nodes.
 """
 
 
-def told(node: Node) -> Iterator[bytes]:
+def encoded_lines(node: Node) -> Iterator[bytes]:
     """Encode a node as lines for `gathered`, each with a part of its GPUs or ports."""
     bare = replace(node, gpus=(), ports=())
     gpus = (replace(bare, gpus=part) for part in batched(node.gpus, GPUS_A_LINE))
@@ -149,9 +157,9 @@ def gathered(lines: Iterable[str]) -> dict[str, Node]:
     for line in lines:
         with suppress(msgspec.MsgspecError):
             part = msgspec.json.decode(line, type=Node)
-            known = nodes.setdefault(part.name, replace(part, gpus=(), ports=()))
+            node = nodes.setdefault(part.name, replace(part, gpus=(), ports=()))
             nodes[part.name] = replace(
-                known, gpus=known.gpus + part.gpus, ports=known.ports + part.ports
+                node, gpus=node.gpus + part.gpus, ports=node.ports + part.ports
             )
     return nodes
 
@@ -163,17 +171,17 @@ def main(arguments: list[str]) -> int:
     count, interface, run = arguments
     try:
         if not (Path(run) / ".lock").exists():
-            advice = "run.dir must be on a file system that all nodes share"
-            raise MegarlError(f"{Path(run).absolute()} is not there; {advice}")
-        node = here(int(count), interface)
-        for line in told(node):
+            raise MegarlError(
+                f"{Path(run).absolute()} is not there; run.dir must be on a file system that all"
+                " nodes share"
+            )
+        node = this_node(int(count), interface)
+        for line in encoded_lines(node):
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()  # each in one write: lines of nodes do not mix
     except MegarlError as error:
-        terminal.say(
-            f"megarl: node {os.environ.get('SLURMD_NODENAME', socket.gethostname())}: {error}",
-            file=sys.stderr,
-        )
+        name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        terminal.say(f"megarl: node {name}: {error}", file=sys.stderr)
         return 2
     return 0
 

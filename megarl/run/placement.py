@@ -1,10 +1,10 @@
 """Which role runs where, and on which GPUs. Pure.
 
-    node 1    server-0  server-1 … server-7      controller
-    node 2    server-8  …                        servers from the first node on
+    node 1    server-0  server-1 … server-7    controller
+    node 2    server-8  …                      servers from the first node on;
     …
-    node 9    learner ranks 0 … 7                the learner on the last GPUs: part of a node, or whole nodes
-    node 10   learner ranks 8 … 15
+    node 9    learner ranks 0 … 7              the learner on the last GPUs:
+    node 10   learner ranks 8 … 15             part of a node, or whole nodes
 
 A server lies within a node. If it has more GPUs than a node, it takes whole nodes.
 
@@ -16,7 +16,7 @@ GPUs takes every role regardless.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe
@@ -41,32 +41,88 @@ class Place:
         """The compute capabilities of its nodes' GPUs, such as 9.0; empty if they are
         not known.
         """
-        return frozenset(each for node in self.nodes for each in node.capabilities)
+        capabilities: set[str] = set()
+        for node in self.nodes:
+            capabilities.update(node.capabilities)
+        return frozenset(capabilities)
+
+
+@dataclass
+class Allocation:
+    """Nodes and their slots: names of GPUs, or empty names for cores. free: the slots
+    that no role has yet, by node.
+    """
+
+    nodes: Sequence[Node]
+    slots: list[list[str]]
+    free: list[list[str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free = [list(names) for names in self.slots]
+
+    @property
+    def width(self) -> int:
+        """The slots of the largest node."""
+        return max(map(len, self.slots))
+
+    @property
+    def free_slots(self) -> int:
+        """The number of slots that are free on all nodes together."""
+        return sum(map(len, self.free))
+
+    @property
+    def free_by_node(self) -> str:
+        """A text such as `node1 8, node2 3`."""
+        texts = []
+        for node, names in zip(self.nodes, self.free, strict=True):
+            texts.append(f"{node.name} {len(names)}")
+        return ", ".join(texts)
+
+    def with_free(self, count: int) -> list[int]:
+        """Return the nodes that have this many free slots."""
+        return [n for n, names in enumerate(self.free) if len(names) >= count]
+
+    def idle(self) -> list[int]:
+        """Return the largest nodes that are wholly free and whose slots have the names
+        of the first one's.
+        """
+        width = self.width
+        idle = [
+            n for n, names in enumerate(self.free) if len(names) == width and names == self.slots[n]
+        ]
+        return [n for n in idle if self.free[n] == self.free[idle[0]]]
+
+    def take(self, indices: Sequence[int], count: int) -> Place:
+        """Take the first `count` free slots of each of these nodes."""
+        gpus = _named(self.free[indices[0]][:count])
+        for n in indices:
+            del self.free[n][:count]
+        return Place(tuple(self.nodes[n] for n in indices), gpus)
 
 
 def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
     """Place servers from the front, the learner at the end, the controller on the first
     node. MegarlError if they don't fit.
     """
-    resources = recipe.resources
-    some = any(node.gpus for node in nodes)
-    slots = [
-        list(node.gpus) if some else [""] * max(1, node.cores // resources.threads)
-        for node in nodes
-    ]
-    if len(nodes) == 1 and not nodes[0].gpus:
-        slots = [["" for _ in range(needed(recipe))]]
-    free = [list(of_node) for of_node in slots]
-    if sum(map(len, free)) < needed(recipe):
-        raise MegarlError(_too_few(recipe, nodes, free))
-    learner = _learner(resources.learner_ranks, nodes, free)
+    allocation = Allocation(nodes, _slots(recipe, nodes))
+    if allocation.free_slots < needed(recipe):
+        raise MegarlError(_too_few(recipe, allocation))
+    learner = _learner(recipe.resources.learner_ranks, allocation)
     placed = {Role("learner"): learner}
-    if resources.colocate:
-        return (
-            placed | _colocated(recipe, learner) | {Role("controller"): Place((learner.nodes[0],))}
-        )
-    placed |= _servers(recipe, nodes, slots, free)
+    if recipe.resources.colocate:
+        placed |= _colocated(recipe, learner)
+        return placed | {Role("controller"): Place((learner.nodes[0],))}
+    placed |= _servers(recipe, allocation)
     return placed | {Role("controller"): Place((nodes[0],))}
+
+
+def _slots(recipe: Recipe, nodes: Sequence[Node]) -> list[list[str]]:
+    """Return each node's slots: names of GPUs or, without any, empty names."""
+    if any(node.gpus for node in nodes):
+        return [list(node.gpus) for node in nodes]
+    if len(nodes) == 1:
+        return [[""] * needed(recipe)]
+    return [[""] * max(1, node.cores // recipe.resources.threads) for node in nodes]
 
 
 def _colocated(recipe: Recipe, learner: Place) -> dict[Role, Place]:
@@ -98,117 +154,99 @@ def place_servers(recipe: Recipe, node: Node) -> dict[Role, Place]:
             " on the CPU"
         )
     slots = list(node.gpus) or [""] * (count * width)
-    return _servers(recipe, [node], [slots], [list(slots)])
+    return _servers(recipe, Allocation([node], [slots]))
 
 
-def _servers(
-    recipe: Recipe,
-    nodes: Sequence[Node],
-    slots: list[list[str]],
-    free: list[list[str]],
-) -> dict[Role, Place]:
-    """Place servers on the first free GPUs of all `slots`, and remove these from
-    `free`.
-    """
+def _servers(recipe: Recipe, allocation: Allocation) -> dict[Role, Place]:
+    """Place servers on the first free slots."""
     servers = recipe.resources.servers
     width = recipe.resources.server_tensor_parallel
-    size = max(map(len, slots))
+    size = allocation.width
     key = "resources.server_tensor_parallel"
+    if width > size and width % size:
+        raise MegarlError(
+            f"{key}: {width} GPUs are more than the {size} of a node, and such a server takes whole"
+            f" nodes; use a multiple of {size}"
+        )
     count = max(1, width // size)
     placed = {}
-    if width > size and width % size:
-        what = f"such a server takes whole nodes; use a multiple of {size}"
-        raise MegarlError(f"{key}: {width} GPUs are more than the {size} of a node, and {what}")
     for i in range(servers):
-        found = [n for n, left in enumerate(free) if len(left) >= width]
-        if count > 1:
-            found = [n for n, left in enumerate(free) if len(left) == size and left == slots[n]]
-            found = [n for n in found if free[n] == free[found[0]]]
-        if len(found) < count:
+        candidates = allocation.with_free(width) if count == 1 else allocation.idle()
+        if len(candidates) < count:
+            places = "node" if count == 1 else f"{count} nodes"
             raise MegarlError(
-                f"resources: server {i} of {servers} finds no"
-                f" {'node' if count == 1 else f'{count} nodes'} with {width // count} free GPUs"
-                f" (free: {_counts(nodes, free)}); it lies within a node or on whole ones: choose"
-                f" {key} so that it divides a node's GPUs, or ask for more nodes"
+                f"resources: server {i} of {servers} finds no {places} with {width // count} free"
+                f" GPUs (free: {allocation.free_by_node}); it lies within a node or on whole ones:"
+                f" choose {key} so that it divides a node's GPUs, or ask for more nodes"
             )
-        gpus = free[found[0]][: width // count]
-        for n in found[:count]:
-            del free[n][: len(gpus)]
-        placed[Role("server", i)] = Place(tuple(nodes[n] for n in found[:count]), _named(gpus))
+        placed[Role("server", i)] = allocation.take(candidates[:count], width // count)
     return placed
 
 
-def _learner(ranks: int, nodes: Sequence[Node], free: list[list[str]]) -> Place:
+def _learner(ranks: int, allocation: Allocation) -> Place:
     """Place the learner on the last GPUs of the last node, or on whole nodes from the
     end.
     """
+    free = allocation.free
     width = len(free[-1])
     if ranks <= width:
-        taken = [free[-1].pop() for _ in range(ranks)]
-        return Place((nodes[-1],), _named(taken[::-1]), ranks)
+        gpus = free[-1][width - ranks :]
+        del free[-1][width - ranks :]
+        return Place((allocation.nodes[-1],), _named(gpus), ranks)
     count = ranks // width if width else 0
-    if not count or ranks % width or any(slots != free[-1] for slots in free[-count:]):
+    if not count or ranks % width or any(names != free[-1] for names in free[-count:]):
         raise MegarlError(
             f"resources.learner_ranks: {ranks} ranks take whole nodes, and the last nodes have"
-            f" {', '.join(str(len(slots)) for slots in free)} GPUs each; use a multiple of a"
+            f" {', '.join(str(len(names)) for names in free)} GPUs each; use a multiple of a"
             " node's, on nodes with equally many"
         )
-    gpus = _named(free[-1])
-    for slots in free[-count:]:
-        slots.clear()
-    return Place(tuple(nodes[-count:]), gpus, width)
+    gpus = list(free[-1])
+    for names in free[-count:]:
+        names.clear()
+    return Place(tuple(allocation.nodes[-count:]), _named(gpus), width)
 
 
 def _named(slots: Sequence[str]) -> tuple[str, ...]:
     return tuple(slot for slot in slots if slot)
 
 
-def _too_few(recipe: Recipe, nodes: Sequence[Node], free: Sequence[Sequence[str]]) -> str:
+def _too_few(recipe: Recipe, allocation: Allocation) -> str:
+    """Return why the run does not fit, and what to do."""
     resources = recipe.resources
-    servers = (
-        ""
-        if resources.colocate
-        else f"{resources.servers} servers x {resources.server_tensor_parallel} GPUs + "
-    )
-    need = (
-        f"resources: {servers}{resources.learner_ranks} learner ranks need {needed(recipe)} GPUs,"
-        " and "
-    )
+    parts = []
+    if not resources.colocate:
+        parts.append(f"{resources.servers} servers x {resources.server_tensor_parallel} GPUs")
+    parts.append(f"{resources.learner_ranks} learner ranks")
+    need = f"resources: {' + '.join(parts)} need {needed(recipe)} GPUs, and "
     lower = "lower resources.servers, resources.server_tensor_parallel or resources.learner_ranks"
-    if len(nodes) == 1:
-        visible = ",".join(nodes[0].gpus)
+    if len(allocation.nodes) == 1:
+        gpus = allocation.nodes[0].gpus
         return (
-            f"{need}{len(nodes[0].gpus)} are visible ({visible}); {lower}, share them"
+            f"{need}{len(gpus)} are visible ({','.join(gpus)}); {lower}, share them"
             " (resources.colocate=true weights.transport=cuda_ipc), or set CUDA_VISIBLE_DEVICES="
             " to run a tiny model on the CPU"
         )
-    what = (
-        "GPUs"
-        if any(node.gpus for node in nodes)
-        else f"slots of resources.threads={resources.threads} cores"
-    )
-    has = f"{sum(map(len, free))} {what} ({_counts(nodes, free)})"
+    unit = f"slots of resources.threads={resources.threads} cores"
+    if any(node.gpus for node in allocation.nodes):
+        unit = "GPUs"
+    has = f"{allocation.free_slots} {unit} ({allocation.free_by_node})"
     return f"{need}the allocation has {has}; ask for more nodes, or {lower}"
-
-
-def _counts(nodes: Sequence[Node], free: Sequence[Sequence[str]]) -> str:
-    return ", ".join(f"{node.name} {len(slots)}" for node, slots in zip(nodes, free, strict=True))
 
 
 def described(placed: Mapping[Role, Place], nodes: Sequence[Node]) -> list[str]:
     """Describe the placement in one line per node: `node1: controller, servers 0-7`."""
     lines: dict[str, list[str]] = {node.name: [] for node in nodes}
     servers: dict[str, list[int]] = {node.name: [] for node in nodes}
-    for role, where in sorted(placed.items()):
-        for n, node in enumerate(where.nodes):
+    for role, place in sorted(placed.items()):
+        for n, node in enumerate(place.nodes):
             if role.kind == "server":
                 servers[node.name].append(role.index)
-            elif where.ranks == 1:
+            elif place.ranks == 1:
                 lines[node.name].append(role.name)
             else:
-                lines[node.name].append(
-                    f"learner ranks {n * where.ranks}-{(n + 1) * where.ranks - 1}"
-                )
+                first = n * place.ranks
+                last = first + place.ranks - 1
+                lines[node.name].append(f"learner ranks {first}-{last}")
     for name, indices in servers.items():
         if indices:
             lines[name].append(listed(indices))

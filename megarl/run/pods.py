@@ -1,9 +1,11 @@
 """Roles in the pods of a Kubernetes JobSet: steps as in a Slurm job (srun.py), by
 `kubectl exec`.
 
-    first pod   megarl train ─► python -m megarl.run.pods step POD … -- COMMAND      acts as srun
-                                       └─► kubectl exec -i POD -- env … COMMAND      one for each pod
-    other pods  python -m megarl.run.pods wait                                       until it is ended
+    first pod   megarl train ─► python -m megarl.run.pods step POD … -- COMMAND
+                                   acts as srun
+                                       └─► kubectl exec -i POD -- env … COMMAND
+                                               one for each pod
+    other pods  python -m megarl.run.pods wait     until it is ended
 
 `megarl submit --kubernetes` writes the JobSet (lab/jobset.py), which sets PODS and
 JOBSET. A pod is a node, and has its name. COMMAND is step.py, which ends by itself when
@@ -25,7 +27,9 @@ import psutil
 
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
-from megarl.run.restart import NodeState
+from megarl.run.launcher import UnansweredSurveyError
+from megarl.run.nodes import Node
+from megarl.run.restart import NodeState, Role
 from megarl.run.srun import ASK_LIMIT_S, PODS, SURVEY_LIMIT_S, SrunLauncher, SrunStep
 
 JOBSET = "MEGARL_JOBSET"
@@ -44,6 +48,8 @@ other pods.
 POLL_S = 2.0
 STEP_MODULE = "megarl.run.step"
 KILLED = 128 + signal.SIGTERM
+SERVERS_LIMIT_S = 30.0
+"""How long servers stay in a pod that is told to end."""
 LEAVE_S = 8.0
 """Time limit for a command's end in its pod, once it is told to by the end of its
 input. SRUN_LIMIT_S is longer.
@@ -58,26 +64,40 @@ class PodLauncher(SrunLauncher):
         no time limit, since after a preemption nodes may be free hours later; every
         SURVEY_LIMIT_S it says what it waits for.
         """
-        wanted = int(os.environ[PODS])
+        count = int(os.environ[PODS])
+        jobset = os.environ[JOBSET]
         began = time.monotonic()
-        said = began
+        last_message = began
         while True:
-            running = [pod for pod in pods_of(os.environ[JOBSET]) if runs(pod)]
-            if len(running) == wanted:
+            running = [pod for pod in pods_of(jobset) if runs(pod)]
+            if len(running) == count:
                 return [pod["metadata"]["name"] for pod in sorted(running, key=order)]
-            now = time.monotonic()
-            if now - said > SURVEY_LIMIT_S:
-                said = now
-                late = f"{len(running)} of {wanted} pods run after {now - began:.0f} s"
-                see = f"see `kubectl describe jobset {os.environ[JOBSET]}`"
-                terminal.say(f"{late}; waiting for the others; {see}", flush=True)
+            at = time.monotonic()
+            if at - last_message > SURVEY_LIMIT_S:
+                last_message = at
+                terminal.say(
+                    f"{len(running)} of {count} pods run after {at - began:.0f} s; waiting for the"
+                    f" others; see `kubectl describe jobset {jobset}`",
+                    flush=True,
+                )
             time.sleep(POLL_S)
 
+    def ask(self, names: Sequence[str], ports: int) -> tuple[Node, ...]:
+        """Ask these pods for their resources. UnansweredSurveyError if one does not
+        answer: it may have been lost since, and JobSet makes all of them again.
+        """
+        try:
+            return super().ask(names, ports)
+        except MegarlError as error:
+            raise UnansweredSurveyError(str(error)) from None
+
     def words(self, names: Sequence[str], step: str, arguments: Sequence[str]) -> list[str]:
+        """Return the command that runs `python ARGUMENTS` in these pods."""
         command = ["python", *arguments]
         return [sys.executable, "-m", "megarl.run.pods", "step", *names, "--", *command]
 
     def step(self, process: subprocess.Popen[bytes], names: Sequence[str]) -> "PodStep":
+        """Return the step of a process that runs in these pods."""
         return PodStep(process, names)
 
 
@@ -96,9 +116,9 @@ class PodStep(SrunStep):
         reported. We are in a pod, so an answer without any is none: Kubernetes could
         not be asked.
         """
-        known = pods_of(os.environ[JOBSET])
-        running = {pod["metadata"]["name"] for pod in known if runs(pod)}
-        if known and not set(self.names) <= running:
+        pods = pods_of(os.environ[JOBSET])
+        running = {pod["metadata"]["name"] for pod in pods if runs(pod)}
+        if pods and not set(self.names) <= running:
             return "down"
         return "up" if self.answered else "silent"
 
@@ -124,7 +144,7 @@ def runs(pod: Mapping[str, Any]) -> bool:
 
 
 def order(pod: Mapping[str, Any]) -> tuple[bool, int]:
-    """Return a pod's place: the first pod, then the others by their index in their job."""
+    """Return a pod's place: the first, then the others by their index in their job."""
     labels = pod["metadata"]["labels"]
     return labels[REPLICATED_JOB] != FIRST, int(labels.get(INDEX, "0"))
 
@@ -137,9 +157,11 @@ def run_in_pods(names: Sequence[str], command: Sequence[str]) -> int:
     processes = [_started(name, command) for name in names]
     told_to_end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
-    passing = [threading.Thread(target=_pass_lines_on, args=(each,)) for each in processes]
-    for thread in passing:
+    threads = []
+    for process in processes:
+        thread = threading.Thread(target=_pass_lines_on, args=(process,))
         thread.start()
+        threads.append(thread)
     threading.Thread(target=_pass_input_on, args=(processes,), daemon=True).start()
     status = _first_bad_status(processes, told_to_end)
     _close(processes)
@@ -149,13 +171,13 @@ def run_in_pods(names: Sequence[str], command: Sequence[str]) -> int:
             process.wait(max(0.0, end - time.monotonic()))
         if process.poll() is None:
             process.terminate()
-    for thread in passing:
+    for thread in threads:
         thread.join()
     return status
 
 
 def _started(name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start the command in one pod, which is told its name as Slurm would tell a node."""
+    """Start the command in one pod, which learns its name as a node of Slurm does."""
     words = ["kubectl", "exec", "--stdin", name, f"--container={CONTAINER}", "--"]
     words += ["env", f"SLURMD_NODENAME={name}", *command]
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -189,11 +211,11 @@ def _pass_lines_on(process: subprocess.Popen[bytes]) -> None:
 
 def _pass_input_on(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Write what we are told to all processes, and close their input when ours ends."""
-    while said := os.read(0, 1024):
+    while data := os.read(0, 1024):
         for process in processes:
             assert process.stdin is not None
             with suppress(BrokenPipeError, ValueError):  # it has ended, and its status says so
-                process.stdin.write(said)
+                process.stdin.write(data)
                 process.stdin.flush()
     _close(processes)
 
@@ -208,9 +230,11 @@ def _close(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def wait() -> int:
     """Keep this pod alive until it is ended. A role that runs in it then may still
-    save, within the pod's grace period: learner and controller are told to. Return
-    KILLED: with 0, Kubernetes would take a pod that is preempted to have done its work,
-    and nobody would make another.
+    save, within the pod's grace period: learner and controller are told to. Servers
+    have nothing to save: alone they get SERVERS_LIMIT_S, in which `megarl train` hears
+    of its own end and so does not mistake theirs for a lost node. Return KILLED: with
+    0, Kubernetes would take a pod that is preempted to have done its work, and nobody
+    would make another.
     """
     told_to_end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
@@ -218,9 +242,25 @@ def wait() -> int:
     for process in filter(is_step, psutil.process_iter()):
         with suppress(psutil.Error):
             process.send_signal(signal.SIGTERM)  # a server's step goes on
-    while any(map(is_step, psutil.process_iter())):
-        time.sleep(1.0)
+    end_of_servers = time.monotonic() + SERVERS_LIMIT_S
+    while steps := list(filter(is_step, psutil.process_iter())):
+        if time.monotonic() > end_of_servers and all(map(serves, steps)):
+            break
+        time.sleep(min(1.0, SERVERS_LIMIT_S))
     return KILLED
+
+
+def serves(step: psutil.Process) -> bool:
+    """Return whether the role of a step is a server, or the step has ended."""
+    try:
+        words = step.cmdline()
+    except psutil.Error:
+        return True
+    try:
+        task = msgspec.json.decode(words[words.index(STEP_MODULE) + 1])
+        return Role(**task["role"]).serves
+    except (ValueError, LookupError, TypeError):
+        return False  # not a step of ours, and so to be waited for
 
 
 def is_step(process: psutil.Process) -> bool:
@@ -234,7 +274,7 @@ def is_step(process: psutil.Process) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """arguments: `wait`, or `step POD … -- COMMAND`."""
+    """Run `wait`, or `step POD … -- COMMAND`; return the exit status."""
     if arguments[0] == "wait":
         return wait()
     end = arguments.index("--")

@@ -1,9 +1,11 @@
 """Writes the files that the roles read first: RUN/recipe.yaml, RUN/endpoints.json and,
 for Prometheus, RUN/prometheus/:
 
-    targets.json     file_sd: the addresses of controller, learner and servers, with labels `run`, `role` and `server`
+    targets.json     file_sd: the addresses of controller, learner and servers, with
+                     labels `run`, `role` and `server`
     key              the key that these expect (mode 0600), new at each start
-    prometheus.yml   a configuration that uses both: `prometheus --config.file=RUN/prometheus/prometheus.yml`
+    prometheus.yml   a configuration that uses both:
+                     `prometheus --config.file=RUN/prometheus/prometheus.yml`
 
 Prometheus rereads the first two by itself, so it follows a resumed run to its new
 ports.
@@ -53,9 +55,10 @@ def prepare(
     spent = _spent(rundir) if resumed else 0.0
     for file in (rundir.stop_file, rundir.failure_file, rundir.status, rundir.summary):
         file.unlink(missing_ok=True)
-    again = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
+    run = recipe.run.model_copy(update={"resume": "auto"})
+    resuming_recipe = recipe.model_copy(update={"run": run})
     write_atomically(rundir.fingerprints, json.dumps(dict(fingerprints), indent=2).encode() + b"\n")
-    write_atomically(rundir.recipe, dump(again).encode())
+    write_atomically(rundir.recipe, dump(resuming_recipe).encode())
     if recipe.run.fork:
         fork.begin(recipe, rundir)
     endpoints = replace(endpoints_of(recipe, placed), spent=spent)
@@ -78,31 +81,25 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
     """Choose the addresses on which roles listen, with ports that were free on their
     nodes, and new keys.
     """
-    free = {node.name: iter(node.ports) for where in placed.values() for node in where.nodes}
-
+    ports = {node.name: iter(node.ports) for place in placed.values() for node in place.nodes}
     controller = Role("controller")
     learner = Role("learner")
 
     def address(role: Role) -> str:
         node = placed[role].nodes[0]
-        return f"{node.address}:{next(free[node.name])}"
+        return f"{node.address}:{next(ports[node.name])}"
 
     def meeting(role: Role) -> Meeting:
         return Meeting(len(placed[role].nodes), int(address(role).rpartition(":")[2]))
 
-    exports = recipe.monitor.prometheus
     rendezvous_host, _, rendezvous_port = address(learner).rpartition(":")
-    return Endpoints(
+    servers = [Role("server", i) for i in range(recipe.resources.servers)]
+    spanning = [role for role in placed if role.serves and len(placed[role].nodes) > 1]
+    endpoints = Endpoints(
         session=uuid.uuid4().hex,
         controller=f"tcp://{address(controller)}",
-        servers=tuple(
-            f"http://{address(Role('server', i))}" for i in range(recipe.resources.servers)
-        ),
-        meetings={
-            role.name: meeting(role)
-            for role, of in placed.items()
-            if role.serves and len(of.nodes) > 1
-        },
+        servers=tuple(f"http://{address(role)}" for role in servers),
+        meetings={role.name: meeting(role) for role in spanning},
         api_key=secrets.token_hex(16),
         admin_key=secrets.token_hex(16),
         link=LinkKeys.new(),
@@ -110,9 +107,14 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
         rendezvous_port=int(rendezvous_port),
         learner_nodes=len(placed[learner].nodes),
         gpus=devices.needed(recipe) if placed[learner].gpus else 0,
-        controller_metrics=address(controller) if exports else "",
-        learner_metrics=address(learner) if exports else "",
-        metrics_key=secrets.token_hex(16) if exports else "",
+    )
+    if not recipe.monitor.prometheus:
+        return endpoints
+    return replace(
+        endpoints,
+        controller_metrics=address(controller),
+        learner_metrics=address(learner),
+        metrics_key=secrets.token_hex(16),
     )
 
 
@@ -126,14 +128,11 @@ def write_targets(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
     labelled = [
         (endpoints.controller_metrics, {"role": "controller"}),
         (endpoints.learner_metrics, {"role": "learner"}),
-        *(
-            (urlsplit(url).netloc, {"role": "server", "server": str(n)})
-            for n, url in enumerate(endpoints.servers)
-        ),
     ]
-    targets = [
-        {"targets": [at], "labels": {"run": recipe.run.name} | labels} for at, labels in labelled
-    ]
+    for server, url in enumerate(endpoints.servers):
+        labelled.append((urlsplit(url).netloc, {"role": "server", "server": str(server)}))
+    run = {"run": recipe.run.name}
+    targets = [{"targets": [address], "labels": run | labels} for address, labels in labelled]
     rundir.prometheus.mkdir(exist_ok=True)
     write_atomically(rundir.prometheus / "key", endpoints.metrics_key.encode(), mode=0o600)
     write_atomically(rundir.prometheus / "targets.json", json.dumps(targets, indent=1).encode())

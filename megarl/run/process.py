@@ -43,9 +43,8 @@ def die_with_supervisor() -> None:
     """Make a role or rank die with its supervisor or torchrun, even if that is dead
     already. Call it before anything slow.
     """
-    supervisor = os.environ.pop(
-        SUPERVISOR, None
-    )  # not for its own children: their parent is this process
+    # not for its own children: their parent is this process
+    supervisor = os.environ.pop(SUPERVISOR, None)
     if supervisor is not None:
         die_with_parent()
         if os.getppid() != int(supervisor):
@@ -83,12 +82,11 @@ def outlive_screen() -> None:
             continue  # it is captured, or goes to /dev/null
         stream.flush()
         buffer = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
+        # write_through (PYTHONUNBUFFERED) would stop at our buffer
+        line_buffering = stream.line_buffering or stream.write_through
         lasting = io.TextIOWrapper(
-            buffer,
-            stream.encoding,
-            "replace",
-            line_buffering=stream.line_buffering or stream.write_through,
-        )  # write_through (PYTHONUNBUFFERED) would stop at our buffer
+            buffer, stream.encoding, "replace", line_buffering=line_buffering
+        )
         setattr(sys, name, lasting)
         setattr(sys, f"__{name}__", lasting)
 
@@ -120,11 +118,10 @@ def remove_abandoned_shared_memory() -> None:
     for pid in psutil.pids():
         with suppress(ProcessLookupError):
             alive.add(os.getsid(pid))
-    named = re.compile(shared_memory_mark(r"(\d+)"))
-    found = {
-        int(match[1]) for path in Path("/dev/shm").iterdir() if (match := named.search(path.name))
-    }
-    for session in found - alive:
+    mark = re.compile(shared_memory_mark(r"(\d+)"))
+    matches = [mark.search(path.name) for path in Path("/dev/shm").iterdir()]
+    sessions = {int(match[1]) for match in matches if match is not None}
+    for session in sessions - alive:
         with suppress(PermissionError):  # another user's
             remove_shared_memory(session)
 
@@ -147,9 +144,8 @@ def lock(folder: Path, command: str, key: str) -> Iterator[None]:
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.fdopen(
-            open_lock_file(path), "rb+", buffering=0
-        )  # unbuffered, so that closing it writes nothing
+        # unbuffered, so that closing it writes nothing
+        file = os.fdopen(open_lock_file(path), "rb+", buffering=0)
     except OSError as error:
         raise MegarlError(f"{key}: cannot write in {folder}: {error.strerror}") from None
     with file:
@@ -159,30 +155,31 @@ def lock(folder: Path, command: str, key: str) -> Iterator[None]:
             if elsewhere and _beats(path):
                 raise BlockingIOError
         except BlockingIOError:
-            known = holder(file.fileno())
-            if not known:
-                raise MegarlError(
-                    f"{folder}: {unknown_holder(path)}, or give another {key}"
-                ) from None
-            what = f"another `{command}` ({known}) is at work there; end it, or give another {key}"
-            raise MegarlError(f"{folder}: {what}") from None
+            process = holder(file.fileno())
+            if process:
+                problem = f"another `{command}` ({process}) is at work there; end it"
+            else:
+                problem = unknown_holder(path)
+            raise MegarlError(f"{folder}: {problem}, or give another {key}") from None
         except OSError as error:
-            advice = "the file system must support flock (Lustre: mount -o flock)"
-            raise MegarlError(f"{folder}: cannot be locked: {error.strerror}; {advice}") from None
+            raise MegarlError(
+                f"{folder}: cannot be locked: {error.strerror}; the file system must support flock"
+                " (Lustre: mount -o flock)"
+            ) from None
         with writing(path):
             name_holder(file.fileno())
-        over = threading.Event()
-        threading.Thread(target=_beat, args=(path, over), daemon=True).start()
+        released = threading.Event()
+        threading.Thread(target=_beat, args=(path, released), daemon=True).start()
         try:
             yield
         finally:
-            over.set()
+            released.set()
             with suppress(OSError):
                 file.truncate(0)  # a successor on another node need not wait
 
 
-def _beat(path: Path, over: threading.Event) -> None:
-    while not over.wait(BEAT_S):
+def _beat(path: Path, released: threading.Event) -> None:
+    while not released.wait(BEAT_S):
         with suppress(OSError):
             os.utime(path)
 
@@ -192,7 +189,9 @@ def _beats(path: Path) -> bool:
     nodes' clocks hardly matter.
     """
     first = path.stat().st_mtime
-    end = time.monotonic() + (3 * BEAT_S if time.time() - first < LONG_AGO_S else 0)
+    if time.time() - first >= LONG_AGO_S:
+        return False
+    end = time.monotonic() + 3 * BEAT_S
     while time.monotonic() < end:
         time.sleep(BEAT_S / 5)
         with path.open("rb") as file:  # NFS asks its server when a file is opened
@@ -213,15 +212,15 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     last = first_outgoing if first_outgoing > LOWEST_PORT + PORTS_WANTED else 65_536
-    found: list[int] = []
+    ports: list[int] = []
     for port in random.SystemRandom().sample(range(LOWEST_PORT, last), last - LOWEST_PORT):
-        if len(found) == count:
-            return found
+        if len(ports) == count:
+            return ports
         with socket.socket() as s, suppress(OSError):
             s.bind((host, port))
-            found.append(port)
+            ports.append(port)
     raise MegarlError(
-        f"{host}: of the ports {LOWEST_PORT} to {last} only {len(found)} are free; {count} are"
+        f"{host}: of the ports {LOWEST_PORT} to {last} only {len(ports)} are free; {count} are"
         " needed"
     )
 
@@ -242,6 +241,7 @@ class StopRequest:
         self.signal = 0
 
     def heard(self, number: int, _frame: FrameType | None) -> None:
+        """Count a signal: the first, and each Ctrl-C."""
         if number == signal.SIGINT or not self.count:
             self.count += 1
             self.signal = self.signal or number
@@ -255,9 +255,9 @@ def stop_requests() -> Iterator[StopRequest]:
     request = StopRequest()
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     numbers = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
-    before = {number: signal.signal(number, request.heard) for number in numbers}
+    earlier = {number: signal.signal(number, request.heard) for number in numbers}
     try:
         yield request
     finally:
-        for number, handler in before.items():
+        for number, handler in earlier.items():
             signal.signal(number, handler)

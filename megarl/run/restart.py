@@ -1,19 +1,22 @@
 """What to do when a role dies. Pure: no clock, no processes.
 
-    server died      ──► restart that server        the controller finds it lost, the learner publishes to it again
-    controller died  ──► restart the controller     it rebuilds its state from the journal; the learner asks again
-    learner died     ──► restart all its ranks      it loads its checkpoint and replays the steps after it
+    server died ──► restart that server
+        the controller finds it lost, the learner publishes to it again
+    controller died ──► restart the controller
+        it rebuilds its state from the journal; the learner asks again
+    learner died ──► restart all its ranks
+        it loads its checkpoint and replays the steps after it
     learner left (0) ──► the run ends
     learner or controller left RUN/failure (train.py) ──► the run ends as failed
-    too many deaths  ──► the run ends as failed     too many within minutes, or without a step between them; a server is
-                         dropped instead while there are others, once a step was made or
-                         if servers have joined
-    a message        ──► before the first step the run fails (for servers: once all have sent one); later, at the second
-                         message; but while there are other servers, that server is
-                         dropped instead
-    node is down     ──► its servers are dropped, and the run goes on with the others; without its last server, the learner or
-                         the controller it cannot go on: the run ends, to be started
-                         again on other nodes
+    too many deaths ──► the run ends as failed
+        too many within minutes, or without a step between them; a server is dropped
+        instead while there are others, once a step was made or if servers have joined
+    a message ──► before the first step the run fails; later, at the second message
+        for servers: once all have sent one; but while there are other servers, that
+        server is dropped instead
+    node is down ──► its servers are dropped, and the run goes on with the others
+        without its last server, the learner or the controller it cannot go on: the run
+        ends, to be started again on other nodes
 
 A role's exit statuses: 0 for an orderly exit; 2 for one error message to the user
 (`MegarlError`); anything else is a crash. A second try after a message is worthwhile
@@ -23,7 +26,7 @@ fault (a port, a file, a full GPU).
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 MESSAGE_STATUS = 2
 """Exit status of a role that ended with a `MegarlError`."""
@@ -53,10 +56,12 @@ class Role:
 
     @property
     def name(self) -> str:
+        """Such as server-3."""
         return f"{self.kind}-{self.index}"
 
     @property
     def serves(self) -> bool:
+        """Whether it is an SGLang server."""
         return self.kind == "server"
 
 
@@ -101,6 +106,13 @@ class Nothing:
 Reaction = Restart | GiveUp | Drop | Elsewhere | Done | Nothing
 
 
+class RoleDeath(NamedTuple):
+    """A role's end. at: in seconds; steps: made by then."""
+
+    at: float
+    steps: int
+
+
 class RestartPolicy:
     """Tracks deaths by role and the number of servers left, and decides how to react to
     each death.
@@ -112,12 +124,10 @@ class RestartPolicy:
         self.servers = servers
         self.most_deaths = most_deaths
         self.window_s = window_s
-        self._deaths: dict[
-            Role, list[tuple[float, int]]
-        ] = {}  # time, and number of steps made by then
+        self._deaths: dict[Role, list[RoleDeath]] = {}
         self._steps_at_message: dict[Role, int] = {}
         self._unable: set[Role] = set()  # servers that sent a message before the first step
-        self._joined = 0
+        self._guests = 0
 
     def died(
         self,
@@ -126,47 +136,52 @@ class RestartPolicy:
         at: float,
         steps: int,
         node: NodeState = "up",
-        joined: int = 0,
+        guests: int = 0,
     ) -> Reaction:
         """Decide after `role` ended with `status` (negative: a signal) at `at` seconds,
-        `steps` steps after the start. joined: number of working servers that this run
+        `steps` steps after the start. guests: number of working servers that this run
         did not start.
         """
-        self._joined = joined
+        self._guests = guests
         if status == 0 and role.kind == "learner":
             return Done()
         if status == 0 and role.kind == "controller":
             return Nothing()
         if node == "down":
             return self._without_node(role)
-        if status == MESSAGE_STATUS and (decision := self._message(role, steps)):
-            return decision
-        earlier = [
-            (t, s) for t, s in self._deaths.get(role, []) if at - t < self.window_s or s == steps
+        if status == MESSAGE_STATUS:
+            decision = self._message(role, steps)
+            if decision is not None:
+                return decision
+        deaths = [
+            death
+            for death in self._deaths.get(role, [])
+            if at - death.at < self.window_s or death.steps == steps
         ]
-        self._deaths[role] = [*earlier, (at, steps)]
-        count = len(earlier) + 1
+        deaths.append(RoleDeath(at, steps))
+        self._deaths[role] = deaths
+        count = len(deaths)
         if count <= self.most_deaths:
-            return Restart(role, 0.0 if count == 1 else min(2.0 ** (count - 1), LONGEST_DELAY_S))
+            delay_s = min(2.0 ** (count - 1), LONGEST_DELAY_S)
+            return Restart(role, 0.0 if count == 1 else delay_s)
         if node == "silent":
             return self._without_node(role)
-        if (steps or joined) and self._can_drop(role):
+        if (steps or guests) and self._can_drop(role):
             return Drop(role, "it keeps dying")
-        return GiveUp(
-            role, f"{role.name} died {count} times within {(at - earlier[0][0]) / 60:.0f} minutes"
-        )
+        minutes = (at - deaths[0].at) / 60
+        return GiveUp(role, f"{role.name} died {count} times within {minutes:.0f} minutes")
 
     def _message(self, role: Role, steps: int) -> Reaction | None:
         """Decide after an exit with an error message. Return None if a second try is
         worthwhile.
         """
-        again = self._steps_at_message.get(role) == steps
+        made_no_step = self._steps_at_message.get(role) == steps
         self._steps_at_message[role] = steps
         if role.kind == "server" and not steps:
             self._unable.add(role)
         if not steps and (role.kind != "server" or len(self._unable) == self.servers):
             return GiveUp(role, f"{role.name} could not start")
-        if not again:
+        if not made_no_step:
             return None
         if self._can_drop(role):
             return Drop(role, "could not go on" if steps else "could not start")
@@ -174,7 +189,7 @@ class RestartPolicy:
 
     def _can_drop(self, role: Role) -> bool:
         """Return whether this server can be dropped and, if so, count it as dropped."""
-        if role.kind != "server" or self.servers + self._joined == 1:
+        if role.kind != "server" or self.servers + self._guests == 1:
             return False
         self.servers -= 1
         self._unable.discard(role)

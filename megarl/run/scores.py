@@ -1,7 +1,8 @@
 """What a run's held-out scores say: the best and the last, and what they warn of.
 
-rows of eval.jsonl ──────────────► a fall, a score outside its forecast, over-optimisation ─► ScoreWarning
-newest rows of metrics.jsonl ────► what the metrics show beside a fall ──────────────────────────┘
+rows of eval.jsonl ──► a fall, a score outside its forecast, ──┬─► ScoreWarning
+                       over-optimisation                       │
+newest rows of metrics.jsonl ──► what they show beside a fall ─┘
 """
 
 import math
@@ -66,10 +67,8 @@ def score_warnings(
     signs = signs_beside(steps[-NEWEST:], grad_clip)
     for name in newest:
         if name.startswith(fall.WARNING) and newest[name]:
-            task = name.removeprefix(fall.WARNING)
-            warnings.append(
-                ScoreWarning("fall of the held-out score", _fall_text(evaluations, task, signs))
-            )
+            text = _fall_text(evaluations, name.removeprefix(fall.WARNING), signs)
+            warnings.append(ScoreWarning("fall of the held-out score", text))
     departure = lasting_departure(evaluations)
     if departure is not None and departure.below:
         warnings.append(ScoreWarning("fall below the forecast", _below_text(departure)))
@@ -88,10 +87,10 @@ def signs_beside(steps: Sequence[Row], grad_clip: float) -> str:
     that names none if they show none.
     """
     signs = list(_signs(steps, grad_clip))
-    where = newest_words(len(steps))
+    period = newest_words(len(steps))
     if not signs:
-        return f"The metrics of the {where} show no usual cause"
-    return f"Beside it, in the {where}: {'; '.join(signs)}"
+        return f"The metrics of the {period} show no usual cause"
+    return f"Beside it, in the {period}: {'; '.join(signs)}"
 
 
 def _signs(steps: Sequence[Row], grad_clip: float) -> Iterator[str]:
@@ -105,12 +104,14 @@ def _signs(steps: Sequence[Row], grad_clip: float) -> Iterator[str]:
     sample_size = _mean(steps, "effective_sample_size")
     if sample_size < SMALL_SAMPLE:
         yield f"a small effective sample size ({sample_size:.2f})"
-    clipped = [float(norm > grad_clip) for norm in _finite(steps, "grad_norm")]
-    if clipped and fmean(clipped) > OFTEN_CLIPPED:
-        norm = _mean(steps, "grad_norm")
+    norms = _finite(steps, "grad_norm")
+    if not norms:
+        return
+    clipped_share = fmean(float(norm > grad_clip) for norm in norms)
+    if clipped_share > OFTEN_CLIPPED:
         yield (
-            f"gradients clipped in {fmean(clipped):.0%} of the steps (norm {norm:.1f} on average,"
-            f" clipped at {grad_clip:g})"
+            f"gradients clipped in {clipped_share:.0%} of the steps (norm {fmean(norms):.1f} on"
+            f" average, clipped at {grad_clip:g})"
         )
 
 
@@ -175,8 +176,9 @@ def overoptimised(evaluation: Row) -> list[str]:
 
 def _overoptimised(row: Row, warning: str) -> str:
     task = warning.removeprefix(OVER)  # "/NAME" if there are several
-    names = "trusted_fall", "proxy_rise", "trusted_peak_step"
-    fallen, rise, step = (row.get(name + task, math.nan) for name in names)
+    fallen = row.get(f"trusted_fall{task}", math.nan)
+    rise = row.get(f"proxy_rise{task}", math.nan)
+    step = row.get(f"trusted_peak_step{task}", math.nan)
     return (
         f"{task[1:] or 'held out'}: the trusted score has fallen by {fallen:.3f} since step"
         f" {step:g} while the reward rose by {rise:.3f}: the policy exploits the reward. Stop, keep"

@@ -1,9 +1,12 @@
 """Steps of a Slurm job: one per role, on the role's nodes. Steps overlap: placement.py,
 not Slurm, assigns the GPUs.
 
-    srun --nodelist=node3 … python -m megarl.run.step TASK         step.py, which starts the role on the node
-      stdin   held open by the supervisor: it closes when the supervisor dies, however it dies, and then the step ends
-      stdout  reports, each of which is acknowledged        stderr  srun's own messages, to the role's log
+    srun --nodelist=node3 … python -m megarl.run.step TASK
+      step.py, which starts the role on the node
+      stdin   held open by the supervisor: it closes when the supervisor dies, however
+              it dies, and then the step ends
+      stdout  reports, each of which is acknowledged
+      stderr  srun's own messages, to the role's log
 
 MEGARL_STEP_OPTIONS has further options for srun (`--container-image=…`),
 MEGARL_STEP_COMMAND the words before `-m` (`apptainer exec … python`; default: this
@@ -101,43 +104,43 @@ PODS = "MEGARL_PODS"
 """
 
 
+PROGRAMS = ("srun", "scontrol", "squeue", "sinfo")
+
+
 def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
     """Return the launcher that MEGARL_LAUNCHER asks for. MegarlError if it asks for a
     Slurm job and there is none.
     """
     kind = os.environ.get(LAUNCHER, "auto")
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "0"))
     if kind not in ("auto", "local", "srun"):
         raise MegarlError(f"{LAUNCHER}: {kind!r} is not a launcher; set auto, local or srun")
     if kind == "auto" and PODS in os.environ:
         from megarl.run.pods import PodLauncher
 
         return PodLauncher(rundir, recipe.run.interface)
-    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "0"))
-    if (parts := int(os.environ.get("SLURM_HET_SIZE", "1"))) > 1 and kind != "local":
+    parts = int(os.environ.get("SLURM_HET_SIZE", "1"))
+    if parts > 1 and kind != "local":
         log.warning(
             "this Slurm job has %d parts (--het-group): the run uses the nodes of one part alone",
             parts,
         )
     if kind == "srun" and not nodes:
-        advice = "see launch/slurm/ and `megarl submit`, or set local"
         raise MegarlError(
-            f"{LAUNCHER}: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here);"
-            f" {advice}"
+            f"{LAUNCHER}: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here); see"
+            " launch/slurm/ and `megarl submit`, or set local"
         )
-    if kind == "srun" or (kind == "auto" and nodes and (nodes > 1 or STEP_COMMAND in os.environ)):
-        if missing := [
-            program
-            for program in ("srun", "scontrol", "squeue", "sinfo")
-            if shutil.which(program) is None
-        ]:
-            where = (
-                "`megarl train` runs on the host, the roles in the container"
-                " (launch/slurm/common.sh)"
-            )
-            lacks = f"{', '.join(missing)} cannot be found, which steps of a Slurm job need"
-            raise MegarlError(f"{LAUNCHER}: {lacks}; {where}")
-        return SrunLauncher(rundir, recipe.run.interface)
-    return LocalLauncher(recipe.run.interface)
+    several_hosts = nodes > 1 or (nodes > 0 and STEP_COMMAND in os.environ)
+    if kind == "local" or (kind == "auto" and not several_hosts):
+        return LocalLauncher(recipe.run.interface)
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        raise MegarlError(
+            f"{LAUNCHER}: {', '.join(missing)} cannot be found, which steps of a Slurm job need;"
+            " `megarl train` runs on the host, the roles in the container"
+            " (launch/slurm/common.sh)"
+        )
+    return SrunLauncher(rundir, recipe.run.interface)
 
 
 class SrunLauncher:
@@ -157,10 +160,10 @@ class SrunLauncher:
                 " down?"
             )
         if len(names) > 1 and not self._interface:
-            need = "roles on several nodes need the network on which they trust each other"
-            named = f"its name (`ip -4 address` on a node lists them), or {OF_SLURM!r}"
             raise MegarlError(
-                f"run.interface: {need}: {named} for the one by which Slurm reaches the nodes"
+                "run.interface: roles on several nodes need the network on which they trust each"
+                " other: its name (`ip -4 address` on a node lists them), or"
+                f" {OF_SLURM!r} for the one by which Slurm reaches the nodes"
             )
         self._gpus = gpus_of_a_node()
         return names
@@ -173,7 +176,10 @@ class SrunLauncher:
         """Ask every node for its resources. MegarlError, naming the node, if one does
         not answer or cannot take part.
         """
-        names = self.names()
+        return self.ask(self.names(), ports)
+
+    def ask(self, names: Sequence[str], ports: int) -> tuple[Node, ...]:
+        """Ask these nodes; see `survey`."""
         arguments = ("-m", "megarl.run.nodes", str(ports), self._interface, str(self._rundir.path))
         try:
             done = subprocess.run(
@@ -185,18 +191,23 @@ class SrunLauncher:
                 env=environment(),
             )
         except subprocess.TimeoutExpired:
-            late = f"did not all answer within {SURVEY_LIMIT_S:g} s; see `scontrol show node`"
-            raise MegarlError(f"the nodes {', '.join(names)} {late}") from None
+            raise MegarlError(
+                f"the nodes {', '.join(names)} did not all answer within {SURVEY_LIMIT_S:g} s; see"
+                " `scontrol show node`"
+            ) from None
         answers = gathered(done.stdout.splitlines())
         missing = [
             name for name in names if name not in answers or len(answers[name].ports) < ports
         ]
         if done.returncode or missing:
-            said = f"no complete answer from {', '.join(missing) or 'none'}:\n{done.stderr.strip()}"
-            raise MegarlError(f"a step over the job's nodes failed; {said}")
+            raise MegarlError(
+                "a step over the job's nodes failed; no complete answer from"
+                f" {', '.join(missing) or 'none'}:\n{done.stderr.strip()}"
+            )
         return checked([answers[name] for name in names])
 
     def start(self, task: RoleCommand) -> "SrunStep":
+        """Start the role as a step on its nodes."""
         names = [node.name for node in task.place.nodes]
         with writing(task.log()):
             task.log().parent.mkdir(parents=True, exist_ok=True)
@@ -217,6 +228,7 @@ class SrunLauncher:
         return self.step(process, names)
 
     def step(self, process: subprocess.Popen[bytes], names: Sequence[str]) -> "SrunStep":
+        """Return the step of a process that runs on these nodes."""
         return SrunStep(process, names)
 
     def sweep(self, running: Sequence[RunningRole]) -> None:
@@ -268,25 +280,27 @@ class SrunStep:
         self._reader.join(1.0)
         self._over = min(self._over, time.monotonic())
         reports = list(self._reports.values())
-        reported = [r.status for _, r in reports if r.status is not None]
+        reported = [report.status for _, report in reports if report.status is not None]
         if MESSAGE_STATUS in reported:
             return MESSAGE_STATUS  # the others died because this one ended
         if any(reported) or len(reported) == len(self.names):
             return next((status for status in reported if status), 0)
-        heard = (
-            max((at for at, r in reports if r.status is None), default=self._over)
-            if self.answered
-            else self._over
-        )
-        if (self.is_lost_at(code) or not self.answered) and time.monotonic() - heard < DESERTED_S:
+        last_report = self._over
+        if self.answered:
+            times = [at for at, report in reports if report.status is None]
+            last_report = max(times, default=self._over)
+        may_go_on = self.is_lost_at(code) or not self.answered
+        if may_go_on and time.monotonic() - last_report < DESERTED_S:
             return None
-        return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code or UNKNOWN_STATUS
+        if 128 < code <= 128 + signal.SIGRTMAX:
+            return 128 - code
+        return code or UNKNOWN_STATUS
 
     def still(self) -> Still | None:
         """Return "stopped" if a process is stopped anywhere, "unheard" if a node has
         been silent for too long.
         """
-        now = time.monotonic()
+        present = time.monotonic()
         if self._process.poll() is not None:
             return None  # `status` waits for its end
         alive = [
@@ -294,10 +308,12 @@ class SrunStep:
         ]
         if any(report.stopped for _, report in alive):
             return "stopped"
-        late = not self.answered and now - self._started > START_LIMIT_S
-        return "unheard" if late or any(now - at > SILENT_S for at, _ in alive) else None
+        is_late = not self.answered and present - self._started > START_LIMIT_S
+        is_silent = any(present - at > SILENT_S for at, _ in alive)
+        return "unheard" if is_late or is_silent else None
 
     def terminate(self) -> None:
+        """Have every node of the step send SIGTERM to its part of the role."""
         self._tell(TERMINATE)
 
     def _tell(self, word: bytes) -> None:
@@ -332,8 +348,8 @@ class SrunStep:
         once; until then it is silent. Even if it is up again by now, it is no longer
         ours.
         """
-        held = _output(["squeue", "-h", "-j", our_job(), "-o", "%N"]).strip()
-        ours = hosts(held) if held else self.names
+        listed = _output(["squeue", "-h", "-j", our_job(), "-o", "%N"]).strip()
+        ours = hosts(listed) if listed else self.names
         states = _output(["sinfo", "-h", "-n", ",".join(self.names), "-o", "%T"]).splitlines()
         if any(map(is_broken, states)) or not set(self.names) <= set(ours):
             return "down"
@@ -345,19 +361,20 @@ def gpus_of_a_node() -> list[str]:
     together (`sbatch --gpus`), since a step would ask for as many by default. Each node
     is taken to have as many as the first one.
     """
-    here = os.environ.get("SLURM_GPUS_ON_NODE")
-    if not here or not re.search(
-        r"TresPerJob=\S*gpu", _output(["scontrol", "show", "job", our_job()])
-    ):
+    count = os.environ.get("SLURM_GPUS_ON_NODE")
+    if not count:
         return []
-    return [f"--gpus-per-node={here}"]
+    job = _output(["scontrol", "show", "job", our_job()])
+    if re.search(r"TresPerJob=\S*gpu", job) is None:
+        return []
+    return [f"--gpus-per-node={count}"]
 
 
 def command(
-    names: Sequence[str], step: str, arguments: Sequence[str], more: Sequence[str] = ()
+    names: Sequence[str], step: str, arguments: Sequence[str], options: Sequence[str] = ()
 ) -> list[str]:
     """Build the srun command: a task per node, shared with other steps, whatever the
-    batch script says. more: options.
+    batch script says.
     """
     python = shlex.split(os.environ.get(STEP_COMMAND, "")) or [sys.executable]
     return [
@@ -373,7 +390,7 @@ def command(
         "--export=ALL",
         "--input=all",
         "--kill-on-bad-exit=1",  # for the learner's nodes; a step on one node has no other task
-        *more,
+        *options,
         *shlex.split(os.environ.get(STEP_OPTIONS, "")),
         *python,
         *arguments,
@@ -392,17 +409,16 @@ def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
     if len({node.host for node in nodes}) > 1:
         for node in nodes:
             if node.address.startswith("127."):
-                advice = (
-                    "name the network interface with run.interface (`ip -4 address` on a node lists"
-                    " them)"
+                raise MegarlError(
+                    f"node {node.name}: its address is {node.address}, which no other node can"
+                    " reach; name the network interface with run.interface (`ip -4 address` on a"
+                    " node lists them)"
                 )
-                why = f"its address is {node.address}, which no other node can reach"
-                raise MegarlError(f"node {node.name}: {why}; {advice}")
-    taken: set[tuple[str, int]] = set()
+    used: set[tuple[str, int]] = set()
     distinct = []
     for node in nodes:  # nodes on one machine may have found the same ports
-        ports = tuple(port for port in node.ports if (node.address, port) not in taken)
-        taken |= {(node.address, port) for port in ports}
+        ports = tuple(port for port in node.ports if (node.address, port) not in used)
+        used |= {(node.address, port) for port in ports}
         distinct.append(replace(node, ports=ports))
     return tuple(distinct)
 

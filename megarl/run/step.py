@@ -1,8 +1,10 @@
 """Runs in a step of a Slurm job: starts the role with the local launcher, and acts for
 the supervisor on the node.
 
-    supervisor ── stdin ──► srun ──► "terminate" ──► SIGTERM to the role; "heard": a report has arrived
-    supervisor ◄─ stdout ── srun ◄── Report, a line of JSON: every BEAT_S, and when the role has ended
+    supervisor ── stdin ──► srun ──► "terminate" ──► SIGTERM to the role
+                                     "heard": a report has arrived
+    supervisor ◄─ stdout ── srun ◄── Report, a line of JSON: every BEAT_S, and when the
+                                     role has ended
 
 The whole role is killed when stdin ends (the supervisor has died), or after UNANSWERED
 unacknowledged reports in a row: srun, slurmd or the network between them is gone, and
@@ -75,15 +77,17 @@ class Orders(threading.Thread):
         self.unanswered = 0
 
     @property
-    def gone(self) -> bool:
+    def are_over(self) -> bool:
+        """Whether the supervisor has ended, or nobody answers."""
         return self._ended or self.unanswered >= UNANSWERED
 
     def run(self) -> None:
-        rest = b""
-        while said := os.read(
-            STDIN, 1024
-        ):  # a thread blocked in a file object would keep Python from exiting
-            *words, rest = (rest + said).split(b"\n")
+        """Read until stdin ends. It is read by its number: a thread blocked in a file
+        object would keep Python from exiting.
+        """
+        unfinished = b""
+        while data := os.read(STDIN, 1024):
+            *words, unfinished = (unfinished + data).split(b"\n")
             self.unanswered = 0
             if TERMINATE in words:
                 self._process.terminate()
@@ -95,9 +99,8 @@ def main(argument: str) -> int:
     a shell's form.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(
-            number, lambda *_: None
-        )  # ignores Slurm's signals; the role would inherit SIG_IGN
+        # ignores Slurm's signals; the role would inherit SIG_IGN
+        signal.signal(number, lambda *_: None)
     task = msgspec.json.decode(
         argument, type=RoleCommand, dec_hook=lambda _, path: RunDir(Path(path))
     )
@@ -110,18 +113,20 @@ def main(argument: str) -> int:
             signal.signal(number, lambda number, _: process.signal(number))
     orders = Orders(process)
     orders.start()
-    due = 0.0
-    while (status := process.status()) is None and not orders.gone:
-        if time.monotonic() >= due:
-            due = time.monotonic() + BEAT_S
+    node = task.place.nodes[n].name
+    next_report = 0.0
+    while (status := process.status()) is None and not orders.are_over:
+        if time.monotonic() >= next_report:
+            next_report = time.monotonic() + BEAT_S
             orders.unanswered += 1
-            _say(Report(node=task.place.nodes[n].name, stopped=process.still() is not None))
+            _say(Report(node=node, stopped=process.still() is not None))
         time.sleep(TICK_S)
     process.kill()
     process.wait_gone()
     launcher.sweep([])
-    status = -signal.SIGKILL if status is None else status
-    _say(Report(node=task.place.nodes[n].name, status=status))
+    if status is None:
+        status = -signal.SIGKILL
+    _say(Report(node=node, status=status))
     return 128 - status if status < 0 else status
 
 

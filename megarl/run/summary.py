@@ -1,7 +1,8 @@
 """The results of a run: RUN/summary.json, and the closing summary in the terminal. Also
 works for an unfinished run.
 
-metrics.jsonl, eval.jsonl, logs/supervisor.jsonl ──► summarise() ──► dict ──► render()
+    History (state.py) ──► summarise() ──► dict ──► RUN/summary.json
+                                            └─────► render()
 """
 
 import bisect
@@ -15,57 +16,41 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.core.base.retention import best_checkpoint
-from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores
+from megarl.core.base.rundir import Row, RunDir, SupervisorEvent
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
 from megarl.run.health import MEMORY, Health
 from megarl.run.scores import NEWEST, best_of, newest_words, score_warnings
+from megarl.run.state import History, history
+
+PUBLICATION = ("publish", "pause", "transfer", "resume")
+"""The parts of a publication that are timed; the first is the whole of it."""
+RATES = (
+    ("truncated", "truncation_rate"),
+    ("interrupted", "interruption_rate"),
+    ("malformed", "format_error_rate"),
+)
+"""What may be wrong with answers, and its metric."""
 
 
 def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> Row:
     """Compute figures over all lives of the run; None for those not measured. rows: of
     metrics.jsonl, if they are known.
     """
-    rows = latest_rows(rundir.metrics) if rows is None else rows
-    evaluations = latest_scores(rundir.eval)
-    lived = steady(rows, rundir)
-    events = [event.event for event in rundir.events()]
-    first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
-    best = best_of(evaluations)
-    seconds = _total(lived, "step_seconds")
-    known = [
-        row for row in lived if _finite([row], "server_busy_share")
-    ]  # a step counts by its time
-    busy_seconds = math.fsum(row["server_busy_share"] * row["step_seconds"] for row in known)
-    busy = _ratio(busy_seconds, _total(known, "step_seconds"))
-    publishing = [row for row in lived if "transfer_seconds" in row]
+    past = history(rundir, rows)
+    rows = past.rows
+    events = [event.event for event in past.events]
     return {
         "run": recipe.run.name,
         "steps": len(rows),
         "steps_planned": recipe.run.steps,
-        "compute_hours": _largest([*rows, *evaluations], "compute_hours"),
+        "compute_hours": _largest([*rows, *past.evaluations], "compute_hours"),
         "compute_unit": rows[-1].get("compute_unit") if rows else None,
-        "pass_rate_before": first.get("pass_rate"),
-        "pass_rate_before_step": first.get("step"),
-        "pass_rate_best": best.get("pass_rate"),
-        "pass_rate_best_step": best.get("step"),
-        "pass_rate_after": last.get("pass_rate"),
-        "pass_rate_after_step": last.get("step"),
-        "predicted": words(last),
+        **_score_figures(past.evaluations),
         "newest_steps": min(NEWEST, len(rows)),
         "pass_rate_train": mean(rows[-NEWEST:], "pass_rate_train"),
         "generated_tokens": _total(rows, "generated_tokens"),
-        "tokens_per_second": _ratio(_total(lived, "generated_tokens"), seconds),
-        "step_seconds": _ratio(seconds, float(len(lived))),
-        "learner_idle_share": _ratio(_total(lived, "wait_seconds"), seconds),
-        "server_idle_share": (
-            None if busy is None else max(0.0, 1.0 - busy)
-        ),  # a measured share can be a hair above one
-        "publications": len(publishing),
-        **{
-            f"{part}_seconds": mean(publishing, f"{part}_seconds")
-            for part in ("publish", "pause", "transfer", "resume")
-        },
+        **_speed_figures(_steady(rows, past.events)),
         "lag_mean": mean(rows, "lag_mean"),
         "lag_max": _largest(rows, "lag_max"),
         "lag_limit": recipe.pipeline.lag_limit,
@@ -73,21 +58,59 @@ def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> 
         "parity_mean_max": _largest(rows, "parity_mean/kernels"),
         "parity_publications": sum("parity_mean/kernels" in row for row in rows),
         "versions_per_rollout": mean(rows, "versions_per_rollout"),
-        **{
-            name: mean(rows[-NEWEST:], name)
-            for name in ("truncation_rate", "interruption_rate", "format_error_rate")
-        },
+        **{name: mean(rows[-NEWEST:], name) for _, name in RATES},
         "void_groups": _total(rows, "void_groups"),
-        "warnings": [
-            *(alarm.text for alarm in Health(rows[-MEMORY:]).alarms),
-            *(
-                warning.text
-                for warning in score_warnings(evaluations, rows, recipe.learner.optimizer.grad_clip)
-            ),
-        ],
+        "warnings": _warnings(recipe, past),
         "restarts": events.count("restart"),
-        "tasks": _by_task(recipe, rows, evaluations),
+        "tasks": _by_task(recipe, rows, past.evaluations),
     }
+
+
+def _score_figures(evaluations: list[Row]) -> Row:
+    """Return the first, the best and the last score, with their steps."""
+    first = evaluations[0] if evaluations else {}
+    last = evaluations[-1] if evaluations else {}
+    best = best_of(evaluations)
+    return {
+        "pass_rate_before": first.get("pass_rate"),
+        "pass_rate_before_step": first.get("step"),
+        "pass_rate_best": best.get("pass_rate"),
+        "pass_rate_best_step": best.get("step"),
+        "pass_rate_after": last.get("pass_rate"),
+        "pass_rate_after_step": last.get("step"),
+        "predicted": words(last),
+    }
+
+
+def _speed_figures(rows: list[Row]) -> Row:
+    """Return speeds, idle shares and the times of publications over `steady` rows. A
+    server's busy share counts by the time of its step; a measured one can be a hair
+    above one.
+    """
+    seconds = _total(rows, "step_seconds")
+    with_busy = [row for row in rows if _finite([row], "server_busy_share")]
+    busy_seconds = math.fsum(row["server_busy_share"] * row["step_seconds"] for row in with_busy)
+    busy = _ratio(busy_seconds, _total(with_busy, "step_seconds"))
+    publishing = [row for row in rows if "transfer_seconds" in row]
+    figures = {
+        "tokens_per_second": _ratio(_total(rows, "generated_tokens"), seconds),
+        "step_seconds": _ratio(seconds, float(len(rows))),
+        "learner_idle_share": _ratio(_total(rows, "wait_seconds"), seconds),
+        "server_idle_share": None if busy is None else max(0.0, 1.0 - busy),
+        "publications": len(publishing),
+    }
+    for part in PUBLICATION:
+        figures[f"{part}_seconds"] = mean(publishing, f"{part}_seconds")
+    return figures
+
+
+def _warnings(recipe: Recipe, past: History) -> list[str]:
+    """Return the texts of alarms that last, and of warnings by scores."""
+    grad_clip = recipe.learner.optimizer.grad_clip
+    texts = [alarm.text for alarm in Health(past.rows[-MEMORY:]).alarms]
+    for warning in score_warnings(past.evaluations, past.rows, grad_clip):
+        texts.append(warning.text)
+    return texts
 
 
 def _by_task(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> dict[str, Row]:
@@ -96,30 +119,43 @@ def _by_task(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> dict[st
         return {}
     first = evaluations[0] if evaluations else {}
     last = evaluations[-1] if evaluations else {}
-    return {
-        task: {
-            "pass_rate_before": first.get(f"pass_rate/{task}"),
-            "pass_rate_best": best_of(evaluations, f"pass_rate/{task}").get(f"pass_rate/{task}"),
-            "pass_rate_after": last.get(f"pass_rate/{task}"),
-            "pass_rate_train": mean(rows[-NEWEST:], f"pass_rate_train/{task}"),
-            "truncation_rate": mean(rows[-NEWEST:], f"truncation_rate/{task}"),
-            "completion_tokens": mean(rows[-NEWEST:], f"completion_tokens_mean/{task}"),
+    newest = rows[-NEWEST:]
+    figures = {}
+    for task in recipe.data.tasks:
+        score = f"pass_rate/{task}"
+        figures[task] = {
+            "pass_rate_before": first.get(score),
+            "pass_rate_best": best_of(evaluations, score).get(score),
+            "pass_rate_after": last.get(score),
+            "pass_rate_train": mean(newest, f"pass_rate_train/{task}"),
+            "truncation_rate": mean(newest, f"truncation_rate/{task}"),
+            "completion_tokens": mean(newest, f"completion_tokens_mean/{task}"),
         }
-        for task in recipe.data.tasks
-    }
+    return figures
 
 
 def steady(rows: list[Row], rundir: RunDir) -> list[Row]:
     """Return the rows of normally timed steps: neither replayed nor the first in a
     learner's life, which includes its start.
     """
-    starts = [e.time for e in rundir.events() if e.event == "started" and e.role == "learner-0"]
+    return _steady(rows, list(rundir.events()))
+
+
+def _steady(rows: list[Row], events: list[SupervisorEvent]) -> list[Row]:
+    starts = [
+        event.time for event in events if event.event == "started" and event.role == "learner-0"
+    ]
     times = sorted(_finite(rows, "time"))
-    first = {times[i] for start in starts if (i := bisect.bisect(times, start)) < len(times)}
-    return [row for row in rows if not row.get("replay") and row.get("time") not in first]
+    first_times = set()
+    for start in starts:
+        index = bisect.bisect(times, start)
+        if index < len(times):
+            first_times.add(times[index])
+    return [row for row in rows if not row.get("replay") and row.get("time") not in first_times]
 
 
 def render(values: Row, rundir: RunDir) -> RenderableType:
+    """Return the closing summary. values: of RUN/summary.json."""
     style = {"finished": "green", "failed": "red"}.get(values["outcome"], "yellow")
     outcome = Text(f"{values['outcome']}: {values['reason']}", style=f"bold {style}")
     parts = Group(outcome, Text(), grid(lines(values)), Text(), grid(_places(values, rundir)))
@@ -136,104 +172,97 @@ def grid(pairs: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def lines(v: Row) -> Iterable[tuple[str, str]]:
+def lines(values: Row) -> Iterable[tuple[str, str]]:
     """Yield names and texts of the figures, what needs attention first."""
-    for warning in v.get("warnings", ()):  # a run of an older version has none
+    for warning in values.get("warnings", ()):  # a run of an older version has none
         yield "look at", warning
-    hours = v["compute_hours"]
-    unit = v["compute_unit"]
-    compute = f" · {hours:.3f} {unit} hours" if hours and unit else ""
-    wall = f" · {v['wall_seconds'] / 60:.1f} min this time" if "wall_seconds" in v else ""
-    yield "steps", f"{v['steps']} of {v['steps_planned']}{compute}{wall}"
-    if v["pass_rate_before"] is not None:
-        yield "pass rate, held out", _scores(v)
-    for task, t in v["tasks"].items():
-        scores = [t["pass_rate_before"], t["pass_rate_after"]]
-        heldout = " → ".join(show(score, ".3f") for score in scores)
-        best = t.get("pass_rate_best")
-        if best is not None and best != t["pass_rate_after"]:
-            heldout += f" (best {best:.3f})"
-        trained = (
-            f"training {show(t['pass_rate_train'], '.3f')} · {show(t['completion_tokens'], ',.0f')}"
-            " tokens"
-        )
-        yield f"  {task}", f"{heldout} · {trained} · truncated {show(t['truncation_rate'], '.1%')}"
-    if v["predicted"]:
-        yield "predicted", v["predicted"]
-    if not v["steps"]:
-        return
-    averaged = newest_words(v.get("newest_steps", NEWEST))
-    yield "pass rate, training", f"{show(v['pass_rate_train'], '.3f')} ({averaged})"
-    yield (
-        "speed",
-        (
-            f"{show(v['tokens_per_second'], ',.0f')} tokens/s · {show(v['step_seconds'], '.2f')} s"
-            " a step"
-        ),
-    )
-    yield (
-        "idle",
-        (
-            f"servers {show(v['server_idle_share'], '.0%')} · learner"
-            f" {show(v['learner_idle_share'], '.0%')}"
-        ),
-    )
-    parts = " · ".join(
-        f"{part} {show(v[f'{part}_seconds'], '.3f')}" for part in ("pause", "transfer", "resume")
-    )
-    yield (
-        "publication",
-        f"{show(v['publish_seconds'], '.3f')} s each of {v.get('publications', '–')} ({parts})",
-    )
-    yield (
-        "lag",
-        (
-            f"largest {show(v['lag_max'], '.0f')} of {v['lag_limit']} · mean"
-            f" {show(v['lag_mean'], '.2f')}"
-        ),
-    )
-    yield "servers vs learner", _parity(v)
-    rates = (
-        ("truncated", "truncation_rate"),
-        ("interrupted", "interruption_rate"),
-        ("malformed", "format_error_rate"),
-    )
-    yield (
-        "answers",
-        " · ".join(f"{word} {show(v[key], '.1%')}" for word, key in rates) + f" ({averaged})",
-    )
-    if v["restarts"] or v["void_groups"]:
-        yield (
-            "mishaps",
-            f"{v['restarts']} restarts of a role · {show(v['void_groups'], '.0f')} void groups",
-        )
+    yield "steps", _steps(values)
+    if values["pass_rate_before"] is not None:
+        yield "pass rate, held out", _scores(values)
+    for task, figures in values["tasks"].items():
+        yield f"  {task}", _task(figures)
+    if values["predicted"]:
+        yield "predicted", values["predicted"]
+    if values["steps"]:
+        yield from _step_lines(values)
 
 
-def _scores(v: Row) -> str:
+def _steps(values: Row) -> str:
+    text = f"{values['steps']} of {values['steps_planned']}"
+    hours = values["compute_hours"]
+    unit = values["compute_unit"]
+    if hours and unit:
+        text += f" · {hours:.3f} {unit} hours"
+    if "wall_seconds" in values:
+        text += f" · {values['wall_seconds'] / 60:.1f} min this time"
+    return text
+
+
+def _task(figures: Row) -> str:
+    """Return a task's scores, and how it trains."""
+    first = figures["pass_rate_before"]
+    last = figures["pass_rate_after"]
+    best = figures.get("pass_rate_best")
+    text = f"{show(first, '.3f')} → {show(last, '.3f')}"
+    if best is not None and best != last:
+        text += f" (best {best:.3f})"
+    rate = show(figures["pass_rate_train"], ".3f")
+    tokens = show(figures["completion_tokens"], ",.0f")
+    truncated = show(figures["truncation_rate"], ".1%")
+    return f"{text} · training {rate} · {tokens} tokens · truncated {truncated}"
+
+
+def _step_lines(values: Row) -> Iterable[tuple[str, str]]:
+    """Yield the figures that a run has after its first step."""
+    averaged = newest_words(values.get("newest_steps", NEWEST))
+    yield "pass rate, training", f"{show(values['pass_rate_train'], '.3f')} ({averaged})"
+    speed = show(values["tokens_per_second"], ",.0f")
+    yield "speed", f"{speed} tokens/s · {show(values['step_seconds'], '.2f')} s a step"
+    servers = show(values["server_idle_share"], ".0%")
+    yield "idle", f"servers {servers} · learner {show(values['learner_idle_share'], '.0%')}"
+    yield "publication", _publication(values)
+    largest = show(values["lag_max"], ".0f")
+    lag = show(values["lag_mean"], ".2f")
+    yield "lag", f"largest {largest} of {values['lag_limit']} · mean {lag}"
+    yield "servers vs learner", _parity(values)
+    rates = " · ".join(f"{word} {show(values[key], '.1%')}" for word, key in RATES)
+    yield "answers", f"{rates} ({averaged})"
+    if values["restarts"] or values["void_groups"]:
+        void = show(values["void_groups"], ".0f")
+        yield "mishaps", f"{values['restarts']} restarts of a role · {void} void groups"
+
+
+def _publication(values: Row) -> str:
+    texts = [f"{part} {show(values[f'{part}_seconds'], '.3f')}" for part in PUBLICATION[1:]]
+    seconds = show(values["publish_seconds"], ".3f")
+    return f"{seconds} s each of {values.get('publications', '–')} ({' · '.join(texts)})"
+
+
+def _scores(values: Row) -> str:
     """Return the first score, the best if a later one is lower, and the last."""
-    told = [f"{show(v['pass_rate_before'], '.3f')} (step {v['pass_rate_before_step']})"]
-    if v["pass_rate_before_step"] == v["pass_rate_after_step"]:
-        return f"{told[0]}, not scored since"
-    if v.get("pass_rate_best_step") not in (
-        None,
-        v["pass_rate_before_step"],
-        v["pass_rate_after_step"],
-    ):
-        told.append(f"best {v['pass_rate_best']:.3f} (step {v['pass_rate_best_step']})")
-    told.append(f"{show(v['pass_rate_after'], '.3f')} (step {v['pass_rate_after_step']})")
-    return " → ".join(told)
+    first = values["pass_rate_before_step"]
+    last = values["pass_rate_after_step"]
+    best = values.get("pass_rate_best_step")
+    texts = [f"{show(values['pass_rate_before'], '.3f')} (step {first})"]
+    if first == last:
+        return f"{texts[0]}, not scored since"
+    if best not in (None, first, last):
+        texts.append(f"best {values['pass_rate_best']:.3f} (step {best})")
+    texts.append(f"{show(values['pass_rate_after'], '.3f')} (step {last})")
+    return " → ".join(texts)
 
 
-def _parity(v: Row) -> str:
+def _parity(values: Row) -> str:
     """Return the difference between servers and learner as text."""
-    if not v["parity_publications"]:
+    publications = values["parity_publications"]
+    largest = values["parity_mean_max"]
+    if not publications:
         return "not compared"
-    if v["parity_mean_max"] == 0:
-        return f"same bits at {v['parity_publications']} publications"
-    differ = f"log-probs differ by {show(v['parity_mean'], '.1e')} on average"
+    if largest == 0:
+        return f"same bits at {publications} publications"
     return (
-        f"{differ}, {show(v['parity_mean_max'], '.1e')} at the worst of {v['parity_publications']}"
-        " publications"
+        f"log-probs differ by {show(values['parity_mean'], '.1e')} on average,"
+        f" {show(largest, '.1e')} at the worst of {publications} publications"
     )
 
 
@@ -243,10 +272,8 @@ def _places(values: Row, rundir: RunDir) -> Iterable[tuple[str, str]]:
     """
     if rundir.report.exists():
         yield "report", f"{rundir.report}  (one file, opens offline; picture {rundir.picture.name})"
-    run, tensorboard, export = (
-        quote(str(path)) for path in (rundir.path, rundir.tensorboard, rundir.path / "hf")
-    )
-    yield "TensorBoard", f"tensorboard --logdir {tensorboard}"
+    run = quote(str(rundir.path))
+    yield "TensorBoard", f"tensorboard --logdir {quote(str(rundir.tensorboard))}"
     yield "metrics", f"{rundir.metrics}, {rundir.eval.name}, {rundir.summary.name}"
     yield "rollouts", f"megarl rollouts show {run}"
     newest = max(rundir.checkpoints.glob("step-*"), default=None)
@@ -255,7 +282,7 @@ def _places(values: Row, rundir: RunDir) -> Iterable[tuple[str, str]]:
         best = best_checkpoint(rundir.checkpoints)
         if best is not None and best != newest:
             yield "best", f"{best}  ({run}@best names it)"
-        yield "export", f"megarl export {run} {export}"
+        yield "export", f"megarl export {run} {quote(str(rundir.path / 'hf'))}"
     yield "continue", _continuing(values, rundir)
 
 
@@ -270,7 +297,8 @@ def _continuing(values: Row, rundir: RunDir) -> str:
 
 
 def _finite(rows: Sequence[Row], name: str) -> list[float]:
-    return [row[name] for row in rows if row.get(name) is not None and math.isfinite(row[name])]
+    values = [row.get(name) for row in rows]
+    return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def _total(rows: list[Row], name: str) -> float:
@@ -278,6 +306,7 @@ def _total(rows: list[Row], name: str) -> float:
 
 
 def mean(rows: Sequence[Row], name: str) -> float | None:
+    """Return a metric's mean over the rows that have it; None if none has."""
     values = _finite(rows, name)
     return math.fsum(values) / len(values) if values else None
 
@@ -291,4 +320,7 @@ def _ratio(value: float, by: float) -> float | None:
 
 
 def show(value: float | None, form: str = ",.0f") -> str:
-    return "–" if value is None or not math.isfinite(value) else format(value, form)
+    """Format a figure; a dash for one that was not measured."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return format(value, form)

@@ -1,8 +1,11 @@
 """`megarl train`: start the roles, watch them, restart what dies, end the run.
 
-    checks ─► RUN/recipe.yaml, RUN/endpoints.json ─► servers, controller, learner start at once (they wait for each other)
-           ─► every tick: roles that died (restart.py), roles that hang (watch.py), the run's files (observe.py ─► view.py)
-           ─► the learner has exited: controller and servers are ended, summary and report written
+    checks (checks/table.py) ─► RUN/recipe.yaml, RUN/endpoints.json (prepare.py)
+        ─► servers, controller, learner start at once (they wait for each other)
+        ─► every tick: roles that died (restart.py), roles that hang (watch.py),
+                       the run's files (state.py ─► view.py)
+        ─► the learner has exited: controller and servers are ended,
+                       summary and report written (closing.py)
 
 Ctrl-C or SIGTERM, even if sent to controller or learner, writes RUN/stop: the learner
 saves and exits. Another Ctrl-C kills. Every role dies with this process. Losing the
@@ -11,24 +14,29 @@ screen (a pager, a `tee`) ends nothing.
 
 import math
 import signal
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
+from megarl.checks import making
+from megarl.checks.table import Command, Need
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Endpoints, Row, RunDir, SupervisorEvent, append_jsonl
 from megarl.core.evaluation.forecast import not_worth_it
 from megarl.core.recipe import Recipe, differences, load
-from megarl.run import checks
-from megarl.run.closing import Death, RunEnd, WriteReport, closing, how
-from megarl.run.launcher import Launcher, RunningRole, task
-from megarl.run.observe import Observer, last_problem, log_of, log_sizes
-from megarl.run.placement import Place, described, place
+from megarl.run.checks import Fingerprints, HostBytes
+from megarl.run.closing import Death, RunEnd, WriteReport, closing, ending_of
+from megarl.run.launcher import Launcher, RunningRole, Still, UnansweredSurveyError, task
+from megarl.run.logs import last_problem, log_of, log_sizes
+from megarl.run.nodes import Node
+from megarl.run.placement import Place, described
 from megarl.run.prepare import prepare
 from megarl.run.process import (
     MAKE_ROOM,
@@ -38,9 +46,19 @@ from megarl.run.process import (
     outlive_screen,
     stop_requests,
 )
-from megarl.run.restart import Done, Drop, Elsewhere, GiveUp, Nothing, Restart, RestartPolicy, Role
-from megarl.run.srun import chosen
-from megarl.run.view import Frame, Screen, ending, roles_after
+from megarl.run.restart import (
+    Done,
+    Drop,
+    Elsewhere,
+    GiveUp,
+    Nothing,
+    Reaction,
+    Restart,
+    RestartPolicy,
+    Role,
+)
+from megarl.run.state import Observer, roles_after
+from megarl.run.view import Frame, Screen, ending
 from megarl.run.watch import Watch
 
 TICK_S = 0.1
@@ -77,8 +95,8 @@ a new step, it fails.
 
 def main(
     recipe: Recipe,
-    fingerprints: checks.Fingerprints,
-    host_bytes: checks.HostBytes,
+    fingerprints: Fingerprints,
+    host_bytes: HostBytes,
     write_report: WriteReport,
 ) -> int:
     """Run to the end. Return 0: all steps done, or stopped without a signal; 1: failed;
@@ -87,50 +105,81 @@ def main(
     write_report: called when the run is over, unless its job must end soon.
     """
     rundir = RunDir(recipe.run.path)
+    facts: making.Facts = {
+        "recipe": recipe,
+        "rundir": rundir,
+        "fingerprints": fingerprints,
+        "host_bytes": host_bytes,
+        "ports": PORTS_A_ROLE * (4 + recipe.resources.servers),
+    }
     with lock(rundir.path, "megarl train", "run.name"):
-        resumed = checks.check_history(recipe, rundir, fingerprints)
-        checks.check_disk(recipe, rundir, rundir.path)
-        changes = differences(load(str(rundir.recipe)), recipe) if resumed else []
-        launcher = chosen(recipe, rundir)
-        nodes = launcher.survey(PORTS_A_ROLE * (4 + recipe.resources.servers))
-        placed = place(recipe, nodes)
-        checks.check_placed(recipe, placed, host_bytes)
-        endpoints = prepare(recipe, rundir, placed, fingerprints, resumed)
+        try:
+            making.make(Command.TRAIN, [Need.MACHINE, Need.CLUSTER], facts)
+        except UnansweredSurveyError as error:
+            terminal.say(f"megarl: {error}; start it again", file=sys.stderr)
+            return START_ELSEWHERE
+        changes: list[tuple[str, object, object]] = []
+        if facts["resumed"]:
+            changes = differences(load(str(rundir.recipe)), recipe)
+        placed: Mapping[Role, Place] = facts["placed"]
+        endpoints = prepare(recipe, rundir, placed, fingerprints, facts["resumed"])
         adopt_orphans()
         outlive_screen()
         console = terminal.console()
-        if resumed:
-            said = [
-                f"resuming {rundir.path}",
-                *(f"  {key}: {old!r} before, {new!r} now" for key, old, new in changes),
-            ]
-            console.print("\n".join(said), highlight=False, markup=False, soft_wrap=True)
+        if facts["resumed"]:
+            _say_resumed(console, rundir, changes)
+        nodes: Sequence[Node] = facts["nodes"]
         if len(nodes) > 1:
             terminal.say(*described(placed, nodes), sep="\n", flush=True)
         with stop_requests() as stop_request:
-            supervisor = Supervisor(recipe, rundir, endpoints, launcher, placed, stop_request)
+            supervisor = Supervisor(
+                recipe, rundir, endpoints, facts["launcher"], placed, stop_request
+            )
             screen = Screen(console)
             with screen.live or nullcontext():
                 outcome = supervisor.run(screen)
-        asked = stop_request.signal or rundir.stop_signal()
-        if outcome.kind == "stopped" and asked == signal.SIGUSR1:
-            outcome = (
-                supervisor.given_up("told to stop by SIGUSR1, as ahead of a time limit (--time)")
-                or outcome
-            )
-        report = None if outcome.kind == "stopped" and asked in MAKE_ROOM else write_report
-        wall_s = time.monotonic() - supervisor.began
-        closing(
-            console, recipe, rundir, outcome, supervisor.deaths, supervisor.begins, wall_s, report
-        )
+        return _close(supervisor, outcome, console, write_report)
+
+
+def _say_resumed(
+    console: Console, rundir: RunDir, changes: Sequence[tuple[str, object, object]]
+) -> None:
+    """Say that a run is resumed, and with which changes of its recipe."""
+    lines = [f"resuming {rundir.path}"]
+    for key, old, new in changes:
+        lines.append(f"  {key}: {old!r} before, {new!r} now")
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def _close(
+    supervisor: "Supervisor", outcome: RunEnd, console: Console, write_report: WriteReport
+) -> int:
+    """Write and show what the run ends with; return the exit status."""
+    signal_number = supervisor.stop_request.signal or supervisor.rundir.stop_signal()
+    if outcome.kind == "stopped" and signal_number == signal.SIGUSR1:
+        reason = "told to stop by SIGUSR1, as ahead of a time limit (--time)"
+        outcome = supervisor.given_up(reason) or outcome
+    must_end_soon = outcome.kind == "stopped" and signal_number in MAKE_ROOM
+    closing(
+        console,
+        supervisor.recipe,
+        supervisor.rundir,
+        outcome,
+        supervisor.deaths,
+        supervisor.begins,
+        time.monotonic() - supervisor.began,
+        None if must_end_soon else write_report,
+    )
     if outcome.kind == "stopped":
-        return 128 + asked if asked else 0
+        return 128 + signal_number if signal_number else 0
     return {"finished": 0, "elsewhere": START_ELSEWHERE, "failed": 1}[outcome.kind]
 
 
 @dataclass
 class Supervisor:
-    """The roles of one life of a run."""
+    """The roles of one life of a run. restarts_at: when roles that died are started
+    again. begins: the offset in each log at which its role's last life begins.
+    """
 
     recipe: Recipe
     rundir: RunDir
@@ -141,129 +190,149 @@ class Supervisor:
     deaths: list[Death] = field(default_factory=list)
     events: list[SupervisorEvent] = field(default_factory=list)
     running: dict[Role, RunningRole] = field(default_factory=dict)
-    due: dict[Role, float] = field(default_factory=dict)
-    begins: dict[Path, int] = field(
-        default_factory=dict
-    )  # offset in each log at which its role's last life begins
+    restarts_at: dict[Role, float] = field(default_factory=dict)
+    begins: dict[Path, int] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
     stopping_since: float | None = None
     _looked: float = 0.0
     _watched: float = 0.0
-    _unwritten: list[Row] = field(default_factory=list)  # events that are not in the file yet
-    _failing_since: dict[object, float] = field(
-        default_factory=dict
-    )  # since when each kind of work has failed
+    _unwritten: list[Row] = field(default_factory=list)
+    """Events that are not in the file yet."""
+    _failing_since: dict[object, float] = field(default_factory=dict)
+    """Since when each kind of work has failed."""
 
     def __post_init__(self) -> None:
         self.policy = RestartPolicy(self.recipe.resources.servers)
-        self.watch, self.observer = Watch(self.recipe.start_limit_s), Observer(self.rundir)
+        self.watch = Watch(self.recipe.start_limit_s)
+        self.observer = Observer(self.rundir)
 
     def run(self, screen: Screen) -> RunEnd:
         """Supervise until the end of the run; no process is left afterwards."""
         self.screen = screen
         try:
-            for role in sorted(
-                self.placed, key=lambda role: (START_ORDER.index(role.kind), role.index)
-            ):
+            order = {kind: place for place, kind in enumerate(START_ORDER)}
+            for role in sorted(self.placed, key=lambda role: (order[role.kind], role.index)):
                 self._start(role)
-            while (outcome := self._tick()) is None:
+            while True:
+                outcome = self._tick()
+                if outcome is not None:
+                    return outcome
                 time.sleep(TICK_S)
-            return outcome
         finally:
             self._end_all()
             self.observer.look()
 
     def frame(self) -> Frame:
-        now = time.monotonic()
+        """Return what the live view shows at this moment."""
+        at = time.monotonic()
+        state = self.observer.state
+        state.roles = roles_after(self.events)
         stopping = ""
         if self.stopping_since is not None:
-            seconds = now - self.stopping_since
-            stopping = (
-                f"stopping: {ending(self.observer.status)} ({seconds:.0f} s); Ctrl-C again kills"
-            )
-        roles = roles_after(self.events)
-        return Frame(
-            self.recipe, self.observer, now - self.began, roles, stopping, self.observer.problem
-        )
+            seconds = at - self.stopping_since
+            stopping = f"stopping: {ending(state.status)} ({seconds:.0f} s); Ctrl-C again kills"
+        return Frame(self.recipe, state, at - self.began, stopping)
 
     def _tick(self) -> RunEnd | None:
-        now = time.monotonic()
-        if now - self._looked >= LOOK_S:
-            self._looked = now
+        at = time.monotonic()
+        if at - self._looked >= LOOK_S:
+            self._looked = at
             self.observer.look()
             self.screen.show(self.frame())
-            if self.stopping_since is None and self._asked_to_stop():
-                asked = self.stop_request
-                if not asked.count or self._tried(
-                    self.rundir.stop, asked.signal
-                ):  # else at the next look
-                    self.stopping_since = now
-                    self._note("stopping", None, signal=self.rundir.stop_signal())
-        if now - self._watched >= WATCH_S and self.stopping_since is None:
-            self._watched = now
-            self._end_hung(now)
-        for role in [role for role, at in self.due.items() if at <= now]:
+            self._pass_on_request(at)
+        if at - self._watched >= WATCH_S and self.stopping_since is None:
+            self._watched = at
+            self._end_hung(at)
+        for role in [role for role, start_at in self.restarts_at.items() if start_at <= at]:
             if self._tried(self._start, role, limit_s=MOMENT_S):  # else at the next tick
-                del self.due[role]
-        return self._deaths(now) or self._second_request(now)
+                del self.restarts_at[role]
+        return self._deaths(at) or self._second_request(at)
+
+    def _pass_on_request(self, at: float) -> None:
+        """Write a request to stop into the run's directory, where the roles read it. If
+        that fails, it is written at the next look.
+        """
+        if self.stopping_since is not None or not self._is_to_stop():
+            return
+        request = self.stop_request
+        if request.count and not self._tried(self.rundir.stop, request.signal):
+            return
+        self.stopping_since = at
+        self._note("stopping", None, signal=self.rundir.stop_signal())
 
     def _start(self, role: Role) -> None:
         if role.kind == "controller":
             self.observer.forget_status()
         self.watch.forget(role, time.monotonic())
         self.begins |= log_sizes(self.rundir, role)
-        port = 0
-        if role.kind == "server":
-            port = int(self.endpoints.servers[role.index].rpartition(":")[2])
-        self.running[role] = self.launcher.start(
-            task(self.recipe, self.rundir, role, port, self.placed[role])
-        )
+        command = task(self.recipe, self.rundir, role, self._port(role), self.placed[role])
+        self.running[role] = self.launcher.start(command)
         self._note("started", role, pid=self.running[role].pid, nodes=self._nodes(role))
 
-    def _deaths(self, now: float) -> RunEnd | None:
+    def _port(self, role: Role) -> int:
+        """Return the port on which a role serves; 0 if it does not."""
+        if not role.serves:
+            return 0
+        return int(self.endpoints.servers[role.index].rpartition(":")[2])
+
+    def _deaths(self, at: float) -> RunEnd | None:
         """Handle every role that has ended since the last tick, the learner first,
         because the run ends with it.
         """
-        ended = [(role, s) for role, p in self.running.items() if (s := p.status()) is not None]
-        for role, status in sorted(ended, reverse=True, key=lambda e: e[0].kind == "learner"):
+        statuses = {role: process.status() for role, process in self.running.items()}
+        ended = [(role, status) for role, status in statuses.items() if status is not None]
+        ended.sort(key=lambda pair: pair[0].kind == "learner", reverse=True)
+        for role, status in ended:
             process = self.running.pop(role)
             process.kill()  # to end what it left behind
             process.wait_gone()
             self._note("ended", role, status=status)
             self.observer.look()
-            if outcome := self._after(role, process, status, now):
+            outcome = self._death(role, process, status, at)
+            if outcome is not None:
                 return outcome
         if ended:
             self.launcher.sweep(list(self.running.values()))
         return None
 
-    def _after(self, role: Role, process: RunningRole, status: int, now: float) -> RunEnd | None:
-        if not role.serves and (failure := self.rundir.failure()):
-            return self._failed(role, failure, now)
-        if self.stopping_since is not None and not (role.kind == "learner" and status == 0):
+    def _death(self, role: Role, process: RunningRole, status: int, at: float) -> RunEnd | None:
+        """Handle a role's end; return the run's, if it ends with it."""
+        failure = "" if role.serves else self.rundir.failure()
+        if failure:
+            return self._failed(role, failure, at)
+        if self.stopping_since is not None and (role.kind != "learner" or status != 0):
             if role.kind != "learner":
                 return None  # no longer needed: the learner saves by itself
-            return self._unsaved(f"{role.name} {how(status)} before it had saved", now)
-        said = how(status)
-        if role.kind == "learner" and status == 0 and (why := self._unfinished()):
+            return self._unsaved(f"{role.name} {ending_of(status)} before it had saved", at)
+        text = ending_of(status)
+        early = self._unfinished() if role.kind == "learner" and status == 0 else ""
+        if early:
             status = EARLY_STATUS
-            said = f"left {why}"
+            text = f"left {early}"
         if status or role.serves:
-            problem = ""
-            with suppress(OSError):
-                log = log_of(self.rundir, role, self.begins)
-                problem = last_problem(log, self.begins.get(log, 0)) if log is not None else ""
-            self.deaths.append(Death(role, self._nodes(role), time.time(), said, problem))
+            self.deaths.append(
+                Death(role, self._nodes(role), time.time(), text, self._problem(role))
+            )
         node = process.node_state() if status else "up"
-        joined = len(self.observer.joined(self.recipe.resources.servers))
-        match self.policy.died(role, status, now, self.observer.steps_made, node, joined):
+        guests = len(self.observer.state.guests(self.recipe.resources.servers))
+        reaction = self.policy.died(role, status, at, self.observer.state.steps_made, node, guests)
+        return self._react(reaction, text, guests, at)
+
+    def _problem(self, role: Role) -> str:
+        """Return the last problem in the log that says why a role ended."""
+        with suppress(OSError):
+            log = log_of(self.rundir, role, self.begins)
+            if log is not None:
+                return last_problem(log, self.begins.get(log, 0))
+        return ""
+
+    def _react(self, reaction: Reaction, text: str, guests: int, at: float) -> RunEnd | None:
+        """Do what the policy has decided after a role's end; return the run's, if it
+        ends with it. text: what the role did. guests: how many servers have joined.
+        """
+        match reaction:
             case Done():
-                if self._asked_to_stop():
-                    return RunEnd("stopped", "as asked")
-                why = self._not_worth_it()
-                return RunEnd(
-                    "finished", f"as run.stop_when says: {why}" if why else "all steps done"
-                )
+                return self._done()
             case Nothing():
                 return None
             case GiveUp(culprit, reason):
@@ -271,35 +340,48 @@ class Supervisor:
             case Elsewhere(culprit, reason):
                 return self.given_up(reason, culprit) or RunEnd("elsewhere", reason, culprit)
             case Drop(culprit, reason):
-                self._note("dropped", culprit, nodes=self._nodes(culprit))
+                nodes = self._nodes(culprit)
+                self._note("dropped", culprit, nodes=nodes)
                 self.screen.say(
-                    f"{culprit.name} on {', '.join(self._nodes(culprit))} {said}; {reason}: the run"
-                    f" goes on with the other {self.policy.servers + joined} servers"
+                    f"{culprit.name} on {', '.join(nodes)} {text}; {reason}: the run goes on with"
+                    f" the other {self.policy.servers + guests} servers"
                 )
             case Restart(culprit, delay):
-                self.due[culprit] = now + delay
-                if culprit.kind == "learner" and Role("controller") not in self.running:
-                    self.due.setdefault(
-                        Role("controller"), now
-                    )  # it had exited, taking the run to be over
-                self._note("restart", culprit, delay_s=delay)
-                self.screen.say(
-                    f"{culprit.name} {said}; starting it again{f' in {delay:g} s' if delay else ''}"
-                )
+                self._restart(culprit, delay, text, at)
         return None
+
+    def _done(self) -> RunEnd:
+        """Return the end of a run whose learner has saved and exited."""
+        if self._is_to_stop():
+            return RunEnd("stopped", "as asked")
+        reason = self._not_worth_it()
+        return RunEnd(
+            "finished", f"as run.stop_when says: {reason}" if reason else "all steps done"
+        )
+
+    def _restart(self, role: Role, delay_s: float, text: str, at: float) -> None:
+        """Start a role again after `delay_s`; with the learner also a controller that
+        had exited, taking the run to be over.
+        """
+        self.restarts_at[role] = at + delay_s
+        if role.kind == "learner" and Role("controller") not in self.running:
+            self.restarts_at.setdefault(Role("controller"), at)
+        self._note("restart", role, delay_s=delay_s)
+        delay = f" in {delay_s:g} s" if delay_s else ""
+        self.screen.say(f"{role.name} {text}; starting it again{delay}")
 
     def given_up(self, reason: str, culprit: Role | None = None) -> RunEnd | None:
         """Return the outcome of a run that was started again too often without a new
         step, now for `reason`; else None.
         """
-        if self.observer.steps_made:
+        if self.observer.state.steps_made:
             return None  # whatever the clocks of the learner's nodes and of ours say
-        newest = self.observer.latest.get("time", 0.0)
-        began: dict[str, float] = {}
+        newest = self.observer.state.latest.get("time", 0.0)
+        lives: dict[str, float] = {}  # when each began
         with suppress(OSError):
             for event in self.rundir.events():
-                began.setdefault(event.session, event.time)
-        starts = sum(time > newest for time in began.values())
+                lives.setdefault(event.session, event.time)
+        starts = sum(began > newest for began in lives.values())
         if starts <= MOST_FRUITLESS_STARTS:
             return None
         return RunEnd(
@@ -308,38 +390,34 @@ class Supervisor:
             culprit,
         )
 
-    def _failed(self, role: Role, reason: str, now: float) -> RunEnd | None:
+    def _failed(self, role: Role, reason: str, at: float) -> RunEnd | None:
         """Handle a failure reported by controller or learner: the run ends once the
         learner, if alive, has saved and exited.
         """
-        if (
-            role.kind == "controller"
-            and Role("learner") in self.running
-            and self._tried(self.rundir.stop)
-        ):
-            self.stopping_since = self.stopping_since or now
+        learner_lives = role.kind == "controller" and Role("learner") in self.running
+        if learner_lives and self._tried(self.rundir.stop):
+            self.stopping_since = self.stopping_since or at
             return None
-        return RunEnd(
-            "failed", reason, role if Role("controller") in self.running else Role("controller")
-        )
+        controller = Role("controller")
+        return RunEnd("failed", reason, role if controller in self.running else controller)
 
-    def _asked_to_stop(self) -> bool:
+    def _is_to_stop(self) -> bool:
         return self.stop_request.count > 0 or self.rundir.stop_asked()
 
     def _not_worth_it(self) -> str:
-        return not_worth_it(self.observer.scored, self.recipe.run.stop_when)
+        return not_worth_it(self.observer.state.latest_score, self.recipe.run.stop_when)
 
     def _unfinished(self) -> str:
         """Return at which step the learner left, if it was not asked to leave and steps
         remain; else an empty string.
         """
-        made = self.observer.latest.get("step", -1) + 1
+        steps = self.observer.state.latest.get("step", -1) + 1
         planned = self.recipe.run.steps
-        if made >= planned or self._asked_to_stop() or self._not_worth_it():
+        if steps >= planned or self._is_to_stop() or self._not_worth_it():
             return ""
-        return f"after step {made} of {planned}, with status 0"
+        return f"after step {steps} of {planned}, with status 0"
 
-    def _second_request(self, now: float) -> RunEnd | None:
+    def _second_request(self, at: float) -> RunEnd | None:
         if self.stop_request.count > 1:
             return RunEnd("stopped", "killed as asked; the last checkpoint is kept")
         if self.stopping_since is None:
@@ -348,36 +426,36 @@ class Supervisor:
             return RunEnd(
                 "stopped", "stopped while the learner was not running; its last checkpoint is kept"
             )
-        if now - self.stopping_since > SAVE_LIMIT_S:
+        if at - self.stopping_since > SAVE_LIMIT_S:
             return self._unsaved(
-                f"the learner did not save and leave within {SAVE_LIMIT_S:g} s", now
+                f"the learner did not save and leave within {SAVE_LIMIT_S:g} s", at
             )
         return None
 
-    def _unsaved(self, why: str, now: float) -> RunEnd | None:
+    def _unsaved(self, reason: str, at: float) -> RunEnd | None:
         """Return the outcome when the final checkpoint is lost; a job that must end
         soon resumes from the previous one.
         """
         learner = Role("learner")
-        if failure := self.rundir.failure():
-            return self._failed(learner, failure, now)
+        failure = self.rundir.failure()
+        if failure:
+            return self._failed(learner, failure, at)
         if self.rundir.stop_signal() in MAKE_ROOM:
-            return RunEnd("stopped", f"{why}; the last checkpoint is kept", learner)
-        return RunEnd("failed", why, learner)
+            return RunEnd("stopped", f"{reason}; the last checkpoint is kept", learner)
+        return RunEnd("failed", reason, learner)
 
-    def _end_hung(self, now: float) -> None:
+    def _end_hung(self, at: float) -> None:
         """Kill roles that are stuck; the next tick handles their deaths."""
-        still = {
-            role: reason
-            for role, process in self.running.items()
-            if (reason := process.still()) is not None
-        }
-        hung = self.watch.hung(
-            still, self.observer.status, self.observer.status_age, set(self.running), now
-        )
-        for role, why in hung.items():
-            self.screen.say(f"{role.name} {why}; killing it")
-            self._note("hung", role, why=why)
+        still: dict[Role, Still] = {}
+        for role, process in self.running.items():
+            reason = process.still()
+            if reason is not None:
+                still[role] = reason
+        status = self.observer.state.status
+        hung = self.watch.hung(still, status, self.observer.status_age, set(self.running), at)
+        for role, complaint in hung.items():
+            self.screen.say(f"{role.name} {complaint}; killing it")
+            self._note("hung", role, why=complaint)
             self.running[role].kill()
         for role in hung:
             self.running[role].wait_gone()
@@ -386,12 +464,11 @@ class Supervisor:
         """End every role: servers and learner at once, the controller after it had time
         to close its journal.
         """
-        others = [
-            self.running.pop(role) for role in list(self.running) if role.kind != "controller"
-        ]
-        for process in others:
+        roles = [role for role in self.running if role.kind != "controller"]
+        processes = [self.running.pop(role) for role in roles]
+        for process in processes:
             process.kill()
-        for process in others:
+        for process in processes:
             process.wait_gone()
         for process in self.running.values():
             process.terminate()
@@ -406,10 +483,12 @@ class Supervisor:
     def _nodes(self, role: Role) -> list[str]:
         return [node.name for node in self.placed[role].nodes]
 
-    def _note(self, event: str, role: Role | None, **more: object) -> None:
+    def _note(self, event: str, role: Role | None, **details: object) -> None:
         """Write an event, after those that could not be written before."""
-        row = {"time": time.time(), "session": self.endpoints.session, "event": event}
-        row |= ({"role": role.name} if role else {}) | more
+        row: Row = {"time": time.time(), "session": self.endpoints.session, "event": event}
+        if role is not None:
+            row["role"] = role.name
+        row |= details
         self.events.append(msgspec.convert(row, SupervisorEvent))
         self._unwritten.append(row)
         file = self.rundir.supervisor
@@ -417,22 +496,21 @@ class Supervisor:
             del self._unwritten[0]
 
     def _tried(
-        self, what: Callable[..., None], *arguments: object, limit_s: float = math.inf
+        self, work: Callable[..., None], *arguments: object, limit_s: float = math.inf
     ) -> bool:
-        """Call `what`, which needs the run directory, and return whether it succeeded.
-        A failure is shown once; it is raised only if failures last longer than
-        `limit_s`.
+        """Do `work`, which needs the run directory, and return whether it succeeded. A
+        failure is shown once; it is raised only if failures last longer than `limit_s`.
         """
-        now = time.monotonic()
-        work = (what, *arguments[:1])
+        at = time.monotonic()
+        kind = (work, *arguments[:1])
         try:
-            what(*arguments)
+            work(*arguments)
         except (MegarlError, OSError) as error:
-            if work not in self._failing_since:
-                self._failing_since[work] = now
+            if kind not in self._failing_since:
+                self._failing_since[kind] = at
                 self.screen.say(f"{error}; going on, and trying again")
-            if now - self._failing_since[work] > limit_s:
+            if at - self._failing_since[kind] > limit_s:
                 raise
             return False
-        self._failing_since.pop(work, None)
+        self._failing_since.pop(kind, None)
         return True

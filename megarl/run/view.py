@@ -1,5 +1,4 @@
-"""The live view: renders the state from `Observer` and supervisor, as a rich renderable
-or as one plain line for logs.
+"""The live view: a run's state as a rich renderable, or as one plain line for logs.
 
 `render` and `line` are pure: they turn a `Frame` into text, and neither read nor
 remember anything. `Screen` shows frames: as a live picture in a terminal, otherwise as
@@ -8,10 +7,8 @@ plain lines.
 
 import math
 import os
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,13 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.core.base import terminal
-from megarl.core.base.rundir import Row, SupervisorEvent
+from megarl.core.base.rundir import Row
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
 from megarl.core.weights import parity
-from megarl.run.observe import Observer, ServerStatus, Status
-from megarl.run.restart import Role, RoleKind
+from megarl.run.restart import Role
 from megarl.run.scores import best_of, newest_words, score_warnings
+from megarl.run.state import RoleState, RunState, ServerStatus, Status
 from megarl.run.summary import grid, mean, show
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -38,90 +35,70 @@ STYLES = {
     "starting": "yellow",
     "unknown": "yellow",
 }
-
-
-@dataclass(frozen=True)
-class RoleView:
-    """The state of a role to show. state: running, restarting, dropped or ended.
-    seconds: since it started. nodes: where.
-    """
-
-    state: str
-    seconds: float
-    restarts: int = 0
-    nodes: Sequence[str] = ()
-
-
-def roles_after(events: Iterable[SupervisorEvent]) -> dict[Role, RoleView]:
-    """Return the states of the roles after these events of one life of the supervisor."""
-    roles: dict[Role, RoleView] = {}
-    for event in events:
-        if event.role:
-            kind, _, index = event.role.partition("-")
-            role = Role(cast(RoleKind, kind), int(index))
-            before = roles.get(role, RoleView("", 0.0))
-            state = {"started": "running", "restart": "restarting"}.get(event.event, event.event)
-            seconds = time.time() - event.time if state == "running" else 0.0
-            restarts = before.restarts + (event.event == "restart")
-            roles[role] = RoleView(state, seconds, restarts, event.nodes or before.nodes)
-    return roles
+SHARES = (
+    ("train_seconds", "trains"),
+    ("wait_seconds", "waits"),
+    ("publish_seconds", "publishes"),
+)
+"""The parts of the learner's step, and what it does in them."""
+CAUSES = (("decode", "decode"), ("stale_kv", "stale KV"), ("staleness", "staleness"))
+"""Causes of a difference in log-probs besides kernels, and their names in the view."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Everything that one picture shows. stopping: progress of ending the run, if it is
-    ending. problem: the last one.
+    """Everything that one picture shows. elapsed_s: since this life began. stopping:
+    progress of ending the run, if it is ending. foot: a line below the picture.
     """
 
     recipe: Recipe
-    observer: Observer
+    state: RunState
     elapsed_s: float
-    roles: dict[Role, RoleView] = field(default_factory=dict)
     stopping: str = ""
-    problem: str = ""
     foot: str = "Ctrl-C saves and stops; run.resume=auto resumes"
 
 
 def render(frame: Frame) -> RenderableType:
-    parts: list[RenderableType] = [Text(f"! {w}", style="yellow") for w in warnings(frame)]
+    """Return the picture of a run."""
+    state = frame.state
+    parts: list[RenderableType] = [
+        Text(f"! {warning}", style="yellow") for warning in warnings(frame)
+    ]
     parts.append(_progress(frame))
-    if frame.observer.rows or frame.observer.evaluations:
+    if state.rows or state.evaluations:
         parts += [Text(), grid(_numbers(frame))]
     parts += [Text(), _processes(frame)]
-    if frame.problem:
-        parts.append(
-            Text(f"last problem: {frame.problem}", style="red", overflow="ellipsis", no_wrap=True)
-        )
-    foot = Text(frame.stopping or frame.foot, style="bold yellow" if frame.stopping else "dim")
-    return Panel(
-        Group(*parts),
-        title=Text(f"megarl · {frame.recipe.run.path}"),
-        subtitle=foot,
-        width=100,
-        padding=(0, 1),
-    )
+    if state.problem:
+        problem = f"last problem: {state.problem}"
+        parts.append(Text(problem, style="red", overflow="ellipsis", no_wrap=True))
+    foot = Text(frame.foot, style="dim")
+    if frame.stopping:
+        foot = Text(frame.stopping, style="bold yellow")
+    title = Text(f"megarl · {frame.recipe.run.path}")
+    return Panel(Group(*parts), title=title, subtitle=foot, width=100, padding=(0, 1))
 
 
 def line(frame: Frame) -> str:
     """Return the one-line form for non-interactive output."""
-    row = frame.observer.latest
-    observer = frame.observer
+    state = frame.state
+    row = state.latest
     parts = [f"[{clock(frame.elapsed_s)}]", frame.stopping or phase(frame)]
-    if observer.rows:
+    if state.rows:
+        rate = show(recent(state, "pass_rate_train"), ",.2f")
         parts.append(f"step {row['step'] + 1}/{frame.recipe.run.steps}")
-        parts.append(
-            f"train {show(recent(observer, 'pass_rate_train'), ',.2f')} ({_averaged(observer)})"
-        )
-    if observer.evaluations:
-        parts.append(f"held-out {_held_out(observer)}")
-    if dropped := sum(view.state == "dropped" for view in frame.roles.values()):
-        parts.append(f"{dropped} servers dropped")
-    if joined := len(observer.joined(frame.recipe.resources.servers)):
-        parts.append(f"{joined} servers joined")
-    if observer.rows:
-        parts.append(f"{show(recent(observer, 'tokens_per_second'))} tok/s")
+        parts.append(f"train {rate} ({_averaged(state)})")
+    if state.evaluations:
+        parts.append(f"held-out {_held_out(state)}")
+    dropped = [role for role, view in state.roles.items() if view.state == "dropped"]
+    if dropped:
+        parts.append(f"{len(dropped)} servers dropped")
+    guests = state.guests(frame.recipe.resources.servers)
+    if guests:
+        parts.append(f"{len(guests)} servers joined")
+    if state.rows:
+        parts.append(f"{show(recent(state, 'tokens_per_second'))} tok/s")
         parts.append(f"lag {show(row.get('lag_mean'), ',.1f')}/{show(row.get('lag_max'))}")
-        parts.append(f"parity {parity.shown(observer.compared)}")
+        parts.append(f"parity {parity.shown(state.compared)}")
     return "  ".join(parts)
 
 
@@ -129,16 +106,17 @@ def phase(frame: Frame) -> str:
     """Return what the run is doing: starting (and what it waits for), replaying, or the
     learner's last command.
     """
-    status = frame.observer.status
-    restarting = [role.name for role, view in frame.roles.items() if view.state == "restarting"]
+    state = frame.state
+    status = state.status
+    restarting = [role.name for role, view in state.roles.items() if view.state == "restarting"]
     if restarting:
         return f"restarting {', '.join(restarting)}"
     if status is None:
-        return "starting the controller" if frame.observer.steps_made else "starting all roles"
-    starting = [f"server-{s.id}" for s in status.servers if s.state == "starting"]
-    if not frame.observer.steps_made and starting and len(starting) == len(status.servers):
+        return "starting the controller" if state.steps_made else "starting all roles"
+    starting = [f"server-{server.id}" for server in status.servers if server.state == "starting"]
+    if not state.steps_made and starting and len(starting) == len(status.servers):
         return f"starting {', '.join(starting)}"
-    doing = {
+    phases = {
         "starting": "starting the learner",
         "train": f"training step {status.step}",
         "replay": f"replaying step {status.step} from the journal",
@@ -147,12 +125,10 @@ def phase(frame: Frame) -> str:
         "wait": f"the learner waits at step {status.step}",
         "stop": "the learner saves and exits",
     }
-    evaluating = (
-        f" · evaluating version {', '.join(map(str, status.evaluating))}"
-        if status.evaluating
-        else ""
-    )
-    return doing.get(status.phase, status.phase) + evaluating
+    text = phases.get(status.phase, status.phase)
+    if status.evaluating:
+        text += f" · evaluating version {', '.join(map(str, status.evaluating))}"
+    return text
 
 
 def ending(status: Status | None) -> str:
@@ -166,15 +142,16 @@ def ending(status: Status | None) -> str:
 
 def warnings(frame: Frame) -> list[str]:
     """Return the warnings that the user should see."""
-    observer = frame.observer
-    messages = [alarm.text for alarm in observer.health.alarms]
-    newest = [observer.rows[step] for step in sorted(observer.rows)]
-    found = score_warnings(observer.scores, newest, frame.recipe.learner.optimizer.grad_clip)
-    messages += [warning.text for warning in found]
-    if observer.status is not None and observer.status.parity:
-        messages.append(observer.status.parity)
-    if observer.latest.get("groups_in_loss") == 0 and not frame.recipe.all_groups_teach:
-        complete = ", of which one is complete" if frame.recipe.batch.truncated == "drop" else ""
+    state = frame.state
+    recipe = frame.recipe
+    grad_clip = recipe.learner.optimizer.grad_clip
+    messages = [alarm.text for alarm in state.health.alarms]
+    for warning in score_warnings(state.scores, state.newest_rows, grad_clip):
+        messages.append(warning.text)
+    if state.status is not None and state.status.parity:
+        messages.append(state.status.parity)
+    if state.latest.get("groups_in_loss") == 0 and not recipe.all_groups_teach:
+        complete = ", of which one is complete" if recipe.batch.truncated == "drop" else ""
         messages.append(
             f"no group of the last step had right and wrong answers{complete}: nothing was learnt"
             " from it"
@@ -182,26 +159,26 @@ def warnings(frame: Frame) -> list[str]:
     return messages
 
 
-def _averaged(observer: Observer) -> str:
+def _averaged(state: RunState) -> str:
     """Return over which steps `recent` averages, as text."""
-    return newest_words(sum(not row.get("replay") for row in observer.rows.values()))
+    return newest_words(len(state.timed_rows))
 
 
-def _held_out(observer: Observer) -> str:
+def _held_out(state: RunState) -> str:
     """Return the last score and, if it was higher before, the best one, for a line."""
-    last = observer.scored
-    best = best_of(observer.scores)
-    higher = (
-        f" (best {best['pass_rate']:.2f} at {best['step']})" if best["step"] != last["step"] else ""
-    )
-    return f"{last['pass_rate']:.2f} at {last['step']}{higher}"
+    last = state.latest_score
+    best = best_of(state.scores)
+    text = f"{last['pass_rate']:.2f} at {last['step']}"
+    if best["step"] != last["step"]:
+        text += f" (best {best['pass_rate']:.2f} at {best['step']})"
+    return text
 
 
-def recent(observer: Observer, name: str) -> float | None:
-    """Return a metric's mean over the last `observe.RECENT` steps that have it, without
+def recent(state: RunState, name: str) -> float | None:
+    """Return a metric's mean over the last `state.RECENT` steps that have it, without
     those replayed after a crash.
     """
-    return mean([row for row in observer.rows.values() if not row.get("replay")], name)
+    return mean(state.timed_rows, name)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -226,66 +203,79 @@ def clock(seconds: float) -> str:
 
 def _progress(frame: Frame) -> RenderableType:
     total = frame.recipe.run.steps
-    done = max(frame.observer.rows, default=-1) + 1
+    done = max(frame.state.rows, default=-1) + 1
     bar = Table.grid(padding=(0, 2), expand=True)
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)
     bar.add_column(no_wrap=True, justify="right")
-    seconds = recent(frame.observer, "step_seconds")
-    left = (
-        f"{seconds:.1f} s a step · {clock(seconds * (total - done))} left · "
-        if seconds and done < total
-        else ""
-    )
+    seconds = recent(frame.state, "step_seconds")
+    remaining = ""
+    if seconds and done < total:
+        remaining = f"{seconds:.1f} s a step · {clock(seconds * (total - done))} left · "
     bar.add_row(
         Text(f"step {done}/{total}", style="bold"),
         ProgressBar(total=total, completed=done),
-        Text(f"{left}{clock(frame.elapsed_s)}"),
+        Text(f"{remaining}{clock(frame.elapsed_s)}"),
     )
     return Group(bar, Text(phase(frame), style="cyan", overflow="ellipsis", no_wrap=True))
 
 
 def _numbers(frame: Frame) -> Iterator[tuple[str, str]]:
-    row = frame.observer.latest
-    observer = frame.observer
-    rates = [rate for _, rate in sorted(observer.pass_rates.items())]
-    trained = show(recent(observer, "pass_rate_train"), ",.3f")
-    yield "pass rate, training", f"{trained} ({_averaged(observer)})  {sparkline(rates, 40)}"
-    if observer.evaluations:
-        yield "pass rate, held out", _scores(observer.scores)
-        if outlook := words(observer.scored):
+    """Yield names and texts of the figures."""
+    state = frame.state
+    rates = [rate for _, rate in sorted(state.pass_rates.items())]
+    trained = show(recent(state, "pass_rate_train"), ",.3f")
+    yield "pass rate, training", f"{trained} ({_averaged(state)})  {sparkline(rates, 40)}"
+    if state.evaluations:
+        yield "pass rate, held out", _scores(state.scores)
+        if outlook := words(state.latest_score):
             yield "predicted", outlook
     tasks = list(frame.recipe.data.tasks)
-    for task in tasks if len(tasks) > 1 else ():
-        yield f"  {task}", _task(observer, task)
-    if not observer.rows:
-        return
-    step = recent(observer, "step_seconds") or math.nan
-    shares = [
-        f"{word} {show(value / step, '.0%')}"
-        for name, word in (
-            ("train_seconds", "trains"),
-            ("wait_seconds", "waits"),
-            ("publish_seconds", "publishes"),
-        )
-        if (value := recent(observer, name)) is not None
-    ]
-    yield "tokens/s", show(recent(observer, "tokens_per_second"))
+    if len(tasks) > 1:
+        for task in tasks:
+            yield f"  {task}", _task(state, task)
+    if state.rows:
+        yield from _step(frame)
+    if state.rows and state.status is not None:
+        yield from _counts(state.status)
+
+
+def _step(frame: Frame) -> Iterator[tuple[str, str]]:
+    """Yield the figures of the newest steps."""
+    state = frame.state
+    row = state.latest
+    yield "tokens/s", show(recent(state, "tokens_per_second"))
     lag = f"mean {show(row.get('lag_mean'), ',.2f')} · max {show(row.get('lag_max'))}"
     window = f"window {show(row.get('window'), ',.1f')}"
     yield "lag, steps", f"{lag} · limit {frame.recipe.pipeline.lag_limit} · {window}"
-    yield "learner", " · ".join(shares) or "–"
+    yield "learner", " · ".join(_shares(state)) or "–"
     yield "publication", f"{show(row.get('publish_seconds'), ',.2f')} s"
-    yield "server − learner", _parity(observer.compared)
-    yield (
-        "entropy · grad norm",
-        f"{show(row.get('entropy'), ',.3f')} · {show(row.get('grad_norm'), ',.3f')}",
-    )
-    if observer.status is not None:
-        t = observer.status.tickets
-        text = f"{t.running} being generated · {t.window} of {t.window_limit} in the window"
-        yield "tickets", text + (f" · {t.void} void" if t.void else "")
-        yield "compute", f"{observer.status.compute_hours:.3f} {observer.status.compute_unit} hours"
+    yield "server − learner", _parity(state.compared)
+    entropy = show(row.get("entropy"), ",.3f")
+    norm = show(row.get("grad_norm"), ",.3f")
+    yield "entropy · grad norm", f"{entropy} · {norm}"
+
+
+def _shares(state: RunState) -> list[str]:
+    """Return which share of a step the learner spends on each of its parts."""
+    step = recent(state, "step_seconds") or math.nan
+    shares = []
+    for name, verb in SHARES:
+        seconds = recent(state, name)
+        if seconds is not None:
+            shares.append(f"{verb} {show(seconds / step, '.0%')}")
+    return shares
+
+
+def _counts(status: Status) -> Iterator[tuple[str, str]]:
+    """Yield what the controller counts."""
+    tickets = status.tickets
+    text = f"{tickets.running} being generated · {tickets.window} of {tickets.window_limit}"
+    text += " in the window"
+    if tickets.void:
+        text += f" · {tickets.void} void"
+    yield "tickets", text
+    yield "compute", f"{status.compute_hours:.3f} {status.compute_unit} hours"
 
 
 def _scores(evaluations: Sequence[Row]) -> str:
@@ -293,13 +283,13 @@ def _scores(evaluations: Sequence[Row]) -> str:
     last = evaluations[-1]
     best = best_of(evaluations)
     first = evaluations[0]
-    told = [f"{last['pass_rate']:.3f} at step {last['step']}"]
+    texts = [f"{last['pass_rate']:.3f} at step {last['step']}"]
     if best["step"] != last["step"]:
-        told.append(f"best {best['pass_rate']:.3f} at step {best['step']}")
+        texts.append(f"best {best['pass_rate']:.3f} at step {best['step']}")
     if first["step"] not in (last["step"], best["step"]):
-        told.append(f"first {first['pass_rate']:.3f}")
+        texts.append(f"first {first['pass_rate']:.3f}")
     bars = sparkline([row["pass_rate"] for row in evaluations], 20)
-    return f"{' · '.join(told)}  {bars}"
+    return f"{' · '.join(texts)}  {bars}"
 
 
 def _parity(row: Row) -> str:
@@ -308,75 +298,97 @@ def _parity(row: Row) -> str:
     """
     if row.get("parity_mean/kernels") is None:
         return "–"
-    tail = (
-        f" (99 %: {show(row.get('parity_p99/kernels'), '.1e')})"
-        if row["parity_mean/kernels"]
-        else ""
-    )
-    causes = ("decode", "stale_kv", "staleness")
-    means = {
-        cause: mean for cause in causes if (mean := row.get(f"parity_mean/{cause}")) is not None
-    }
-    others = [f"{cause.replace('_kv', ' KV')} {show(mean, '.1e')}" for cause, mean in means.items()]
+    text = parity.shown(row)
+    if row["parity_mean/kernels"]:
+        text += f" (99 %: {show(row.get('parity_p99/kernels'), '.1e')})"
+    texts = [text]
+    for cause, name in CAUSES:
+        difference = row.get(f"parity_mean/{cause}")
+        if difference is not None:
+            texts.append(f"{name} {show(difference, '.1e')}")
     if row.get("parity_routing") is not None:
-        others.append(f"experts {row['parity_routing']:.1%}")
-    return " · ".join([f"{parity.shown(row)}{tail}", *others])
+        texts.append(f"experts {row['parity_routing']:.1%}")
+    return " · ".join(texts)
 
 
-def _task(observer: Observer, task: str) -> str:
+def _task(state: RunState, task: str) -> str:
     """Return the task's pass rates, in training and held out, as text."""
-    trained = f"training {show(recent(observer, f'pass_rate_train/{task}'), ',.3f')}"
-    scores = [row for _, row in sorted(observer.evaluations.items()) if f"pass_rate/{task}" in row]
-    if not scores:
+    name = f"pass_rate/{task}"
+    trained = f"training {show(recent(state, f'pass_rate_train/{task}'), ',.3f')}"
+    values = [row[name] for row in state.scores if name in row]
+    if not values:
         return trained
-    values = [row[f"pass_rate/{task}"] for row in scores]
     return f"{trained} · held out {values[-1]:.3f}  {sparkline(values, 30)}"
 
 
 def _processes(frame: Frame) -> RenderableType:
-    several = len({node for view in frame.roles.values() for node in view.nodes}) > 1
+    """Return a table of the roles."""
+    state = frame.state
+    nodes = {node for view in state.roles.values() for node in view.nodes}
+    with_nodes = len(nodes) > 1
     table = Table(
-        box=None, padding=(0, 1), collapse_padding=several, header_style="dim", pad_edge=False
+        box=None, padding=(0, 1), collapse_padding=with_nodes, header_style="dim", pad_edge=False
     )
-    where = ("node",) if several else ()
-    for name in ("role", *where, "state", "weights", "requests", "tok/s", "busy", "up", "restarts"):
-        table.add_column(
-            name, justify="left" if name in ("role", "node", "state") else "right", no_wrap=True
-        )
-    status = frame.observer.status
-    servers = {s.id: s for s in status.servers} if status else {}
-    others = (Role("server", i) for i in servers if i >= frame.recipe.resources.servers)
-    joined = {role: RoleView("running", 0.0) for role in others if role not in frame.roles}
-    for role, view in sorted((joined | frame.roles).items()):
-        state = view.state
-        cells = [""] * 4
-        if view.state == "running" and role.kind == "server":
-            server = servers.get(role.index, ServerStatus(id=role.index))
-            state = server.state
-            if not state.startswith("starting"):
-                version = str(server.version) if server.version >= 0 else "–"
-                cells = [
-                    version,
-                    str(server.running),
-                    show(server.tokens_per_second),
-                    show(server.busy_share, ".0%"),
-                ]
-        elif view.state == "running":
-            state = (
-                "up"
-                if status and (role.kind == "controller" or status.phase != "starting")
-                else "starting"
-            )
-        style = STYLES.get(state.split("(")[0], "")
-        table.add_row(
-            f"{role.name} (joined)" if role in joined else role.name,
-            *([" … ".join(dict.fromkeys((*view.nodes[:1], *view.nodes[-1:])))] if several else []),
-            Text(state, style=style),
-            *cells,
-            "" if role in joined else clock(view.seconds),
-            str(view.restarts) if view.restarts else "",
-        )
+    left_columns = ["role", "node", "state"] if with_nodes else ["role", "state"]
+    for name in left_columns:
+        table.add_column(name, no_wrap=True)
+    for name in ("weights", "requests", "tok/s", "busy", "up", "restarts"):
+        table.add_column(name, justify="right", no_wrap=True)
+    roles = state.roles | _guest_roles(frame)
+    for role, view in sorted(roles.items()):
+        is_guest = role not in state.roles
+        table.add_row(*_cells(role, view, state, is_guest, with_nodes))
     return table
+
+
+def _guest_roles(frame: Frame) -> dict[Role, RoleState]:
+    """Return the servers that have joined, which the supervisor has not started."""
+    run_servers = frame.recipe.resources.servers
+    roles = [Role("server", i) for i in frame.state.servers if i >= run_servers]
+    return {role: RoleState("running", 0.0) for role in roles if role not in frame.state.roles}
+
+
+def _cells(
+    role: Role, view: RoleState, state: RunState, is_guest: bool, with_nodes: bool
+) -> list[Text | str]:
+    """Return a role's row of the table."""
+    text = view.state
+    figures = [""] * 4
+    if view.state == "running" and role.kind == "server":
+        server = state.servers.get(role.index, ServerStatus(id=role.index))
+        text = server.state
+        figures = _server_figures(server)
+    elif view.state == "running":
+        text = "up" if _is_up(role, state.status) else "starting"
+    cells: list[Text | str] = [f"{role.name} (joined)" if is_guest else role.name]
+    if with_nodes:
+        ends = (*view.nodes[:1], *view.nodes[-1:])
+        cells.append(" … ".join(dict.fromkeys(ends)))
+    cells.append(Text(text, style=STYLES.get(text.split("(")[0], "")))
+    cells += figures
+    cells.append("" if is_guest else clock(view.seconds))
+    cells.append(str(view.restarts) if view.restarts else "")
+    return cells
+
+
+def _server_figures(server: ServerStatus) -> list[str]:
+    """Return a server's version, requests, speed and busy share; nothing while it
+    starts.
+    """
+    if server.state.startswith("starting"):
+        return [""] * 4
+    version = str(server.version) if server.version >= 0 else "–"
+    speed = show(server.tokens_per_second)
+    return [version, str(server.running), speed, show(server.busy_share, ".0%")]
+
+
+def _is_up(role: Role, status: Status | None) -> bool:
+    """Return whether a role that runs, no server, has started: the controller with its
+    first status, the others once the learner has asked for something.
+    """
+    if status is None:
+        return False
+    return role.kind == "controller" or status.phase != "starting"
 
 
 LINE_S = 10.0
@@ -396,23 +408,29 @@ class Screen:
         self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._every = JOB_LINE_S if "SLURM_JOB_ID" in os.environ else LINE_S
         self._last = -self._every
-        self._stopping = ""
+        self._was_stopping = False
         self._warned: set[str] = set()
 
     def show(self, frame: Frame) -> None:
+        """Show a frame, or print its line when the next one is due."""
         if self.live:
             self.live.update(render(frame), refresh=True)
-        elif frame.elapsed_s - self._last >= self._every or bool(frame.stopping) != bool(
-            self._stopping
-        ):
+            return
+        is_stopping = bool(frame.stopping)
+        is_due = frame.elapsed_s - self._last >= self._every
+        if is_due or is_stopping != self._was_stopping:
             self._last = frame.elapsed_s
-            self._stopping = frame.stopping
+            self._was_stopping = is_stopping
             terminal.say(line(frame), flush=True)
-            for warning in warnings(frame):
-                kind = warning.lstrip("0123456789.%")
-                if kind not in self._warned:
-                    self._warned.add(kind)
-                    terminal.say(f"! {warning}", flush=True)
+            self._warn(frame)
+
+    def _warn(self, frame: Frame) -> None:
+        """Print the warnings that were not printed before, with other numbers."""
+        for warning in warnings(frame):
+            kind = warning.lstrip("0123456789.%")
+            if kind not in self._warned:
+                self._warned.add(kind)
+                terminal.say(f"! {warning}", flush=True)
 
     def say(self, text: str) -> None:
         """Print one line above the picture, where it stays."""

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from megarl.run.launcher import Still
-from megarl.run.observe import Status
 from megarl.run.restart import Role
+from megarl.run.state import Status
 
 STOPPED_S = 30.0
 SILENT_S = 120.0
@@ -56,7 +56,7 @@ class Watch:
         self._limits |= dict.fromkeys(("stopped", "unheard"), stopped_s)
         self._since: dict[tuple[Role, str], float] = {}
         self._started: dict[Role, float] = {}
-        self._seen: dict[Role, Literal["away", "there"]] = {}  # the server's state since its start
+        self._presence: dict[Role, Literal["away", "there"]] = {}  # of servers since their start
 
     def hung(
         self,
@@ -73,10 +73,9 @@ class Watch:
         if status is not None and status_age > OLD_S:
             complaints.add((Role("controller"), "silent"))
         elif status is not None:
-            away = self._look(status, at)
-            complaints |= {
-                (role, "lost" if self._seen[role] == "there" else "starting") for role in away
-            }
+            for role in self._look(status, at):
+                came_up = self._presence[role] == "there"
+                complaints.add((role, "lost" if came_up else "starting"))
         complaints = {c for c in complaints if c[0] in running}
         self._since = {c: self._since.get(c, at) for c in complaints}
         return {
@@ -89,7 +88,7 @@ class Watch:
         """Forget complaints about a role that is started again."""
         self._since = {c: since for c, since in self._since.items() if c[0] != role}
         self._started[role] = at
-        self._seen.pop(role, None)
+        self._presence.pop(role, None)
 
     def _look(self, status: Status, at: float) -> list[Role]:
         """Return the servers that are away. A restarted one seems present at first,
@@ -101,7 +100,7 @@ class Watch:
             noticed = at - self._started.get(role, at) > MISSED_S
             if server.state.startswith(AWAY):
                 away.append(role)
-                self._seen.setdefault(role, "away")
-            elif role in self._seen or (server.state.startswith("clean") and noticed):
-                self._seen[role] = "there"
+                self._presence.setdefault(role, "away")
+            elif role in self._presence or (server.state.startswith("clean") and noticed):
+                self._presence[role] = "there"
         return away

@@ -37,7 +37,7 @@ from megarl.core.models.checkpoint import find
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import ServerClient
 from megarl.lab.evaluation.servers import wait_ready
-from megarl.run.observe import PROBLEM
+from megarl.run.logs import PROBLEM
 from megarl.run.process import free_ports
 from tests import trace_format
 from tests.e2e import runs

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe, load
-from megarl.run import checks, train
+from megarl.run import checks, srun, train
 from megarl.run.launcher import RoleCommand
 from megarl.run.srun import SrunLauncher, SrunStep
 from megarl.run.watch import Watch
@@ -33,12 +33,12 @@ class StandInLauncher(SrunLauncher):
 
 
 if __name__ == "__main__":
-    train.chosen = StandInLauncher
+    srun.chosen = StandInLauncher
     train.Watch = lambda start_s: Watch(start_s, stopped_s=1.0)
     train.WATCH_S = 0.5
     # There is no model and no data; a report takes seconds of matplotlib.
     checks.check_served = lambda recipe, placed: None
-    checks.check_disk = lambda recipe, rundir, there: None
+    checks.check_disk = lambda recipe, rundir: None
     sys.exit(
         train.main(load(sys.argv[2], sys.argv[3:]), {}, checks.HostBytes(0, 0), lambda rundir: None)
     )

@@ -27,9 +27,10 @@ BELOW = {
 MAY = BELOW | {
     "shims": [],
     "tasks": ["core.base", "core.recipe"],
-    "run": ["core"],
-    "lab": ["core", "tasks", "run"],
-    "cli": ["core", "tasks", "run", "lab"],
+    "checks": ["core"],
+    "run": ["core", "checks"],
+    "lab": ["core", "checks", "tasks", "run"],
+    "cli": ["core", "checks", "tasks", "run", "lab"],
 }
 MAY = {
     part: [*others, *(["shims"] if part.startswith("core") else [])] for part, others in MAY.items()

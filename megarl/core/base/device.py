@@ -3,6 +3,7 @@ memory, and which NCCL cannot group.
 """
 
 import os
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -48,7 +49,8 @@ def bind_to_gpu() -> None:
     """Keep this thread, and the threads that it starts from now on, on the cores that
     are nearest to the GPU it computes on. A core's memory is then near, too: Linux
     takes a page from the node of the core that first writes it. Without a GPU nothing
-    changes.
+    changes, nor where fewer cores are near than `fair_share`: far memory costs less
+    than a learner whose threads share a core.
     """
     from torch import cuda
 
@@ -56,9 +58,31 @@ def bind_to_gpu() -> None:
         return
     gpu = cuda.get_device_properties(cuda.current_device())
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    nearest = cores_near(address) & os.sched_getaffinity(0)
-    if nearest:
+    allowed = os.sched_getaffinity(0)
+    nearest = cores_near(address) & allowed
+    if len(nearest) >= fair_share(len(allowed), cuda.device_count()):
         os.sched_setaffinity(0, nearest)
+
+
+FEWEST_CORES = 2
+"""A rank's threads and its backward pass want a core each."""
+NVIDIA = "0x10de"
+DISPLAY = "0x03"
+"""How the kernel names the vendor of a GPU, and its class of PCI devices begins."""
+
+
+def fair_share(cores: int, visible_gpus: int) -> int:
+    """Return how many of `cores` a rank has if the machine's GPUs share them, at least
+    FEWEST_CORES. The machine may have more GPUs than this process sees.
+    """
+    gpus = 0
+    for device in (SYS / "bus/pci/devices").glob("*"):
+        with suppress(OSError):  # it has no such file, as in a sandbox
+            vendor = (device / "vendor").read_text().strip()
+            kind = (device / "class").read_text()
+            if vendor == NVIDIA and kind.startswith(DISPLAY):
+                gpus += 1
+    return max(FEWEST_CORES, cores // max(gpus, visible_gpus, 1))
 
 
 def cores_near(address: str) -> set[int]:

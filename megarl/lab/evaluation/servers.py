@@ -27,7 +27,7 @@ from megarl.core.server.client import ServerClient
 from megarl.core.server.membership import Membership
 from megarl.run.checks import check_cpu
 from megarl.run.launcher import LocalLauncher, LocalProcess, task
-from megarl.run.observe import last_lines, log_of
+from megarl.run.logs import last_lines, log_of
 from megarl.run.placement import place_servers
 from megarl.run.restart import Role
 from megarl.tasks.agents.registry import TaskAgents

@@ -37,7 +37,7 @@ from megarl.lab.monitoring import wandb_writer
 from megarl.lab.monitoring.prometheus import LearnerMetrics, serve
 from megarl.lab.monitoring.wandb_writer import WandbWriter
 from megarl.run.health import MEMORY, Health
-from megarl.run.observe import Tail
+from megarl.run.logs import Tail
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import errno
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -149,7 +150,10 @@ def test_dry_run_starts_nothing_and_shows_what_would(
     assert lines[5] == f"differs from {tmp_path / 'base.yaml'}:"
     changed = {"  pipeline.k: 8 → 3", "  data.tasks.math: left out", "  data.tasks.sums: added"}
     assert set(lines[6:]) == changed
-    assert captured.err == "ready: 1 server, 1 rank, 0 GPUs\n"
+    checked = captured.err.splitlines()
+    assert checked[-1] == "ready: 1 server, 1 rank, 0 GPUs"
+    assert checked[0].split() == ["✓", "recipe"]
+    assert all(line.startswith("✓") for line in checked[:-1])
     assert not RunDir(recipe.run.path).path.exists()
 
 
@@ -162,6 +166,7 @@ def test_dry_run_says_what_is_missing(
     captured = capsys.readouterr()
     assert not captured.out
     assert "before this can start: model.path" in captured.err
+    assert re.match(r"✓ +recipe *\n✗ +model *\n", captured.err)
 
 
 def test_a_likely_mistake_is_warned_of_and_no_other(

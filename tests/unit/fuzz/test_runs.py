@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megarl import cli
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe, dump
-from megarl.run.observe import Observer
+from megarl.run.state import Observer
 from tests.unit.conftest import evaluation_row, metrics_row
 from tests.unit.core.journal.test_journal import written
 from tests.unit.fuzz.hostile import changed, lines, rows_like

@@ -51,8 +51,8 @@ def test_what_bf16_runs_on(
     if info is not None:
         (tmp_path / "cpuinfo").write_text(info)
     monkeypatch.setattr(devices, "CPU_INFO", tmp_path / "cpuinfo")
-    (finding,) = (f for f in doctor.machine() if f.what == "bf16 on the CPU")
-    assert (finding.found, finding.grade) == (found, grade)
+    (finding,) = (f for f in doctor.machine() if f.name == "bf16 on the CPU")
+    assert (finding.text, finding.grade) == (found, grade)
 
 
 def test_a_template_that_loops_is_named(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,9 +61,9 @@ def test_a_template_that_loops_is_named(recipe: Recipe, monkeypatch: pytest.Monk
     ends = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     loops = "{% for a in range(99) %}{% for b in range(99) %}{% endfor %}{% endfor %}"
     (model / "chat_template.jinja").write_text(ends)
-    assert doctor.chat_template(model).found.startswith("agents can use it")
+    assert doctor.chat_template(model).text.startswith("agents can use it")
     (model / "chat_template.jinja").write_text(loops + ends)
-    assert doctor.chat_template(model).found == "agents cannot use it"
+    assert doctor.chat_template(model).text == "agents cannot use it"
     assert "steps" in doctor.chat_template(model).advice
 
 
@@ -74,7 +74,7 @@ def test_every_shortcoming_has_advice() -> None:
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(doctor.PINS, "no-such-package", "1.0")
     found = doctor.package("no-such-package")
-    assert (found.grade, found.found) == ("bad", "not installed")
+    assert (found.grade, found.text) == ("bad", "not installed")
     assert "make setup" in found.advice
 
 
@@ -101,7 +101,7 @@ def engine(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> Finding:
 
 def test_a_whole_transformer_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = engine(tmp_path, "", monkeypatch)
-    assert (found.grade, found.found) == ("good", "2.20.2")
+    assert (found.grade, found.text) == ("good", "2.20.2")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_broken_transformer_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, said: str
 ) -> None:
     found = engine(tmp_path, code, monkeypatch)
-    assert (found.grade, found.found) == ("note", "cannot be imported")
+    assert (found.grade, found.text) == ("note", "cannot be imported")
     assert found.advice.startswith(said)
 
 
@@ -132,7 +132,7 @@ def test_a_transformer_engine_that_does_not_answer(
 ) -> None:
     monkeypatch.setattr(doctor, "IMPORT_S", 0.1)
     found = engine(tmp_path, "import time; time.sleep(9)", monkeypatch)
-    assert (found.grade, found.found) == ("note", "not imported within 0.1 s")
+    assert (found.grade, found.text) == ("note", "not imported within 0.1 s")
 
 
 def test_what_compiles_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -155,19 +155,19 @@ def test_what_compiles_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "env" / "python"))
     monkeypatch.setattr(doctor.sysconfig, "get_path", lambda _: tmp_path)
     found = doctor.compilers()
-    assert (found.grade, found.found) == ("note", "no nvcc")
+    assert (found.grade, found.text) == ("note", "no nvcc")
     assert "CUDA_HOME" in found.advice
     program(tmp_path / "cuda" / "bin" / "nvcc", "'Cuda compilation tools, release 12.4, V12.4.131'")
-    assert doctor.compilers().found == "no lib64/libcudart.so above nvcc"
+    assert doctor.compilers().text == "no lib64/libcudart.so above nvcc"
     (tmp_path / "cuda" / "lib64").mkdir()
     (tmp_path / "cuda" / "lib64" / "libcudart.so").touch()
     assert "set CUDA_HOME to a toolkit 13.0" in doctor.compilers().advice
     program(tmp_path / "cuda" / "bin" / "nvcc", "'Cuda compilation tools, release 13.0, V13.0.88'")
     found = doctor.compilers()
-    assert (found.grade, found.found) == ("good", "nvcc 13.0")
+    assert (found.grade, found.text) == ("good", "nvcc 13.0")
     (tmp_path / "env" / "ninja").unlink()
     (tmp_path / "Python.h").unlink()
-    assert doctor.compilers().found == "no ninja, Python.h"
+    assert doctor.compilers().text == "no ninja, Python.h"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert doctor.compilers().grade == "good"
 
@@ -212,7 +212,7 @@ def test_verdict(findings: list[Finding], gpus: int, status: int, said: str) -> 
 def test_a_slow_network_beside_a_fast_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(speeds: dict[str, int]) -> Finding:
         monkeypatch.setattr(doctor, "networks", lambda: speeds)
-        return next(finding for finding in doctor.fabric() if finding.what == "network")
+        return next(finding for finding in doctor.fabric() if finding.name == "network")
 
     assert found({"eth0": 1000, "ib0": 200_000}).advice.endswith("set run.interface=ib0")
     assert found({"eth0": 25_000, "ib0": 200_000}).grade == "good"
@@ -223,7 +223,7 @@ def test_infiniband_that_a_container_does_not_see(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def found() -> list[Finding]:
-        return [finding for finding in doctor.fabric() if finding.what == "InfiniBand"]
+        return [finding for finding in doctor.fabric() if finding.name == "InfiniBand"]
 
     monkeypatch.setattr(doctor, "INFINIBAND", tmp_path / "class")
     monkeypatch.setattr(doctor, "DEVICES", tmp_path / "dev")
@@ -240,7 +240,7 @@ def test_infiniband_that_a_container_does_not_see(
     monkeypatch.setattr(
         doctor.resource, "getrlimit", lambda _: (doctor.resource.RLIM_INFINITY,) * 2
     )
-    assert (found()[0].grade, found()[0].found) == ("good", "mlx5_0")
+    assert (found()[0].grade, found()[0].text) == ("good", "mlx5_0")
 
 
 def test_a_library_loads_or_not() -> None:
@@ -260,7 +260,7 @@ def test_a_driver_before_cuda_13(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # which torch cannot use
     finding = doctor.cuda()
-    assert finding.found == "2 GPUs that torch cannot use"
+    assert finding.text == "2 GPUs that torch cannot use"
     assert finding.advice.startswith(
         f"the driver is {version}; update it to 580" if old else "replace torch's build"
     )
@@ -277,6 +277,6 @@ def test_gpus_without_nvlink(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    (finding,) = [finding for finding in doctor.fabric() if finding.what == "NVLink"]
-    assert finding.found == found
+    (finding,) = [finding for finding in doctor.fabric() if finding.name == "NVLink"]
+    assert finding.text == found
     assert bool(finding.advice) == (found == "none")

@@ -12,14 +12,16 @@ import yaml
 
 from megarl.cli import main
 from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import load
 from megarl.lab import jobset
 from megarl.lab.jobset import Mount, PodSettings, manifest, object_name, read_mounts
+from megarl.lab.submit import seconds_of
 
 SCHEMA = json.loads(Path(__file__).with_name("jobset.schema.json").read_text())
 WORDS = ["submit", "scalerl-8b", "--nodes", "10", "--kubernetes", "--image", "team/megarl:1"]
 CLAIMS = ["--mounts", "shared:/shared, data:/data"]
 PLAN = ["--gpu", "h100", "--model-config", "llama-3.1-8b"]
-SETTINGS = PodSettings("team/megarl:1", 8, (Mount("shared", "/shared"),))
+SETTINGS = PodSettings("team/megarl:1", 8, (Mount("shared", "/shared"),), 9, 64)
 
 
 def documents(text: str) -> dict[str, Any]:
@@ -56,7 +58,8 @@ def test_submit_writes_a_jobset(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {key: container[key] for key in ("image", "env", "volumeMounts", "resources")} == {
         key: waiting[key] for key in ("image", "env", "volumeMounts", "resources")
     }
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert first["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
     assert {"name": "MEGARL_PODS", "value": "10"} in container["env"]
     seen = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert seen == {"/dev/shm", "/shared", "/data"}
@@ -74,6 +77,54 @@ def test_submit_writes_a_jobset(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "Role"
     ]["rules"]
     assert made["RoleBinding"]["subjects"][0]["name"] == first["serviceAccountName"]
+
+
+@pytest.mark.parametrize("plan", [PLAN, []])
+def test_pods_ask_for_what_the_plan_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], plan: list[str]
+) -> None:
+    """Or for what is stated where there is no plan."""
+    assert main([*WORDS, *CLAIMS, *plan, "--out", str(tmp_path / "run.yaml")]) == 0
+    (container,) = pods(documents(capsys.readouterr().out)["JobSet"])["first"]["containers"]
+    requests = container["resources"]["requests"]
+    threads = load("scalerl-8b").resources.threads
+    assert int(requests["cpu"]) == 1 + 8 * threads
+    memory = int(requests["memory"].removesuffix("Gi"))
+    if plan:
+        assert 32 < memory < 32 + 8 * 200
+    else:
+        assert memory == 32 + 8 * 32
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("1:30:00", 5400),
+        ("1-12", 129_600),
+        ("1-12:30", 131_400),
+        ("1-12:30:05", 131_405),
+    ],
+)
+def test_a_time_limit_is_as_slurm_writes_it(time: str, seconds: int) -> None:
+    assert seconds_of(time) == seconds
+
+
+def test_pods_are_made_again_at_the_time_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first job alone has it: when it fails, JobSet makes all again. Without --time
+    there is no limit.
+    """
+    words = [*WORDS, *CLAIMS, "--out", str(tmp_path / "run.yaml")]
+    for more, limits in ([], [None, None]), (["--time", "2:00:00"], [7200, None]):
+        assert main([*words, *more]) == 0
+        written = documents(capsys.readouterr().out)["JobSet"]
+        jsonschema.validate(written, SCHEMA)
+        jobs = written["spec"]["replicatedJobs"]
+        found = [job["template"]["spec"].get("activeDeadlineSeconds") for job in jobs]
+        assert found == limits
 
 
 def test_a_run_that_gave_up_is_not_made_again() -> None:
@@ -119,7 +170,7 @@ def test_mounts_at_a_place_that_is_taken_are_refused(text: str) -> None:
 
 def test_what_is_text_stays_text() -> None:
     """Also for a reader to whom 1e3 is a number and y is yes."""
-    settings = PodSettings("team/megarl:1", 8, (Mount("1e3", "/shared"),))
+    settings = PodSettings("team/megarl:1", 8, (Mount("1e3", "/shared"),), 9, 64)
     text = manifest("y", 1, settings, ["megarl"], [])
     assert "claimName: '1e3'\n" in text
     assert "name: 'y'\n" in text
@@ -145,6 +196,8 @@ def test_a_name_that_no_object_can_have_is_refused(run: str) -> None:
         (["--container", "pyxis"], "--container is Slurm's"),
         (["--partition", "a"], "--partition is Slurm's"),
         (["--image", ""], "--kubernetes needs --image"),
+        (["--time", "a day"], "--time: 'a day' is not a time limit"),
+        (["--time", "0"], "--time: '0' is no time at all"),
         (["--mounts", ""], "--kubernetes needs the PersistentVolumeClaim"),
     ],
 )
@@ -153,8 +206,8 @@ def test_options_that_do_not_go_together_are_refused(
 ) -> None:
     file = tmp_path / "run.yaml"
     assert main([*WORDS, *CLAIMS, "--out", str(file), *more]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"megarl: {said}")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith(f"megarl: {said}")
     assert not file.exists()
 
 

@@ -37,6 +37,18 @@ def test_batches_keep_to_the_budget_but_for_one_long_trace() -> None:
         assert all(s.loss_weight[:2].sum() == 0 for s in batch)
 
 
+def test_symbols_are_bound_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a learner, which is started without LD_BIND_NOW."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
+    monkeypatch.setattr(sys, "argv", ["megarl", "sft", "quickstart"])
+    monkeypatch.setenv("LD_BIND_NOW", "1")
+    sft.bind_symbols_when_used()
+    assert "LD_BIND_NOW" not in os.environ
+    sft.bind_symbols_when_used()
+    assert started == [[sys.executable, "-m", "megarl", "sft", "quickstart"]]
+
+
 def test_a_warm_start_does_not_go_on_with_other_traces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from megarl.core.recipe import Recipe, dump, from_tree, load
 from megarl.lab import preflight
 from megarl.run import checks, devices, train
 from megarl.run.checks import HostBytes
-from megarl.run.nodes import here
+from megarl.run.nodes import this_node
 from megarl.run.placement import place
 from megarl.run.prepare import endpoints_of, prepare
 
@@ -311,7 +311,9 @@ def test_a_warm_start_on_more_ranks_than_the_machine_has_gpus(
 def test_metrics_have_addresses_and_a_key_if_they_are_wanted(tree: Tree) -> None:
     def endpoints(**monitor: Any) -> Endpoints:
         recipe = changed(tree, monitor=monitor)
-        return endpoints_of(recipe, place(recipe, (here(2 * (4 + recipe.resources.servers), ""),)))
+        return endpoints_of(
+            recipe, place(recipe, (this_node(2 * (4 + recipe.resources.servers), ""),))
+        )
 
     without = endpoints()
     assert (without.controller_metrics, without.learner_metrics, without.metrics_key) == (
@@ -329,7 +331,7 @@ def test_metrics_have_addresses_and_a_key_if_they_are_wanted(tree: Tree) -> None
 def test_the_ranks_of_a_server_on_several_nodes_meet_at_a_port_of_the_first(tree: Tree) -> None:
     recipe = changed(tree, resources={"servers": 2, "server_tensor_parallel": 8})
     nodes = [
-        replace(here(20, ""), name=f"n{n}", address=f"10.0.0.{n}", gpus=tuple("0123"))
+        replace(this_node(20, ""), name=f"n{n}", address=f"10.0.0.{n}", gpus=tuple("0123"))
         for n in range(5)
     ]
     found = endpoints_of(recipe, place(recipe, nodes))
@@ -372,7 +374,7 @@ def test_the_hosts_memory_holds_what_roles_copy(
     resources = {"learner_ranks": 4, "servers": 1, "server_tensor_parallel": 1}
     recipe = changed(tree, resources=resources, model={"dtype": "bf16"})
     nodes = [
-        replace(here(20, ""), name=f"n{i}", gpus=tuple("0123"), memory=100 * 10**9)
+        replace(this_node(20, ""), name=f"n{i}", gpus=tuple("0123"), memory=100 * 10**9)
         for i in range(2)
     ]
     placed = place(recipe, nodes)
@@ -380,13 +382,14 @@ def test_the_hosts_memory_holds_what_roles_copy(
     asked: list[Any] = []
     with monkeypatch.context() as patched:
         patched.setattr(checks, "check_gpus", lambda *arguments: asked.append(arguments))
-        checks.check_placed(recipe, placed, HostBytes(25e9, 0))
+        checks.check_served(recipe, placed)
+    checks.check_host(recipe, placed, HostBytes(25e9, 0))
     assert asked == [(recipe, {"10.0"})]
     with pytest.raises(
         MegarlError,
         match=r"^resources: n1 has 100 GB .* ranks for checkpoints, 4 x 26 GB need 104 GB; spread",
     ):
-        checks.check_placed(recipe, placed, HostBytes(26e9, 0))
+        checks.check_host(recipe, placed, HostBytes(26e9, 0))
     with monkeypatch.context() as patched:
         patched.setattr(preflight, "host_bytes", lambda _: HostBytes(1e15, 0))
         with pytest.raises(MegarlError, match=r"4 x 1000000 GB need 4000000 GB"):
@@ -579,7 +582,7 @@ def test_a_start_that_came_to_nothing_is_no_history(
     rundir.eval.unlink()
     Journal.open(rundir.rollouts, prompts_per_batch=7, max_lag=1).close()
     assert not checks.check_history(recipe, rundir, {"model.path: weights": "others"})
-    placed = place(recipe, (here(2 * (4 + recipe.resources.servers), ""),))
+    placed = place(recipe, (this_node(2 * (4 + recipe.resources.servers), ""),))
     prepare(recipe, rundir, placed, {"model.path: weights": "others"}, resumed=False)
     Journal.open(rundir.rollouts, prompts_per_batch=8, max_lag=1).close()
     begin_journal(rundir, prompts_per_batch=8)
@@ -670,7 +673,7 @@ def test_a_new_life_knows_the_hours_in_the_status_of_the_last(
     left none keeps what it began with.
     """
     rundir = write_run(1)
-    placed = place(recipe, (here(2 * (4 + recipe.resources.servers), ""),))
+    placed = place(recipe, (this_node(2 * (4 + recipe.resources.servers), ""),))
     for left in ('{"compute_hours": 12.5}', "", "{", "[]"):
         rundir.status.write_text(left) if left else rundir.status.unlink(missing_ok=True)
         prepare(recipe, rundir, placed, {}, resumed=True)

@@ -38,7 +38,7 @@ from megarl.core.server import membership
 from megarl.core.server.client import ServerLost
 from megarl.run import join
 from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand
-from megarl.run.nodes import here
+from megarl.run.nodes import this_node
 from megarl.run.placement import Place
 from megarl.run.process import StopRequest, free_ports
 from megarl.run.restart import Role
@@ -223,7 +223,7 @@ def stays(
     endpoints = run.endpoints()
     asked = StopRequest()
     controller = Answering(endpoints, to_join)
-    role = RoleCommand(Role("server"), ("-c", code), {}, Place((here(1, ""),)), run)
+    role = RoleCommand(Role("server"), ("-c", code), {}, Place((this_node(1, ""),)), run)
     guest = join.Guest(endpoints, role, "http://127.0.0.1:9", asked)
     over = threading.Event()
 

@@ -23,7 +23,7 @@ from megarl.core.recipe import Recipe
 from megarl.lab.planning.hardware import GPUS
 from megarl.run import devices
 from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand, alike, task
-from megarl.run.nodes import here
+from megarl.run.nodes import this_node
 from megarl.run.placement import Place
 from megarl.run.restart import Role, RoleKind
 from tests.processes import alive, wait_until_gone
@@ -41,7 +41,7 @@ ROLE = (
 )
 
 
-HERE = Place((here(0, ""),))
+HERE = Place((this_node(0, ""),))
 
 
 def start(
@@ -147,10 +147,10 @@ import sys, time
 from pathlib import Path
 from megarl.core.base.rundir import RunDir
 from megarl.run.launcher import LocalLauncher, RoleCommand
-from megarl.run.nodes import here
+from megarl.run.nodes import this_node
 from megarl.run.placement import Place
 from megarl.run.restart import Role
-task = RoleCommand(Role("server"), ("-u", "-c", {role!r}), {{}}, Place((here(0, ""),)), RunDir(Path({str(tmp_path)!r})))
+task = RoleCommand(Role("server"), ("-u", "-c", {role!r}), {{}}, Place((this_node(0, ""),)), RunDir(Path({str(tmp_path)!r})))
 LocalLauncher().start(task)
 time.sleep(600)
 """
@@ -492,7 +492,7 @@ case "$1" in *=name) printf 'NVIDIA GB200\nNVIDIA GB200\n' ;; *=compute_cap) pri
 """)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    node = here(0, "")
+    node = this_node(0, "")
     assert (node.kinds, node.capabilities) == (("NVIDIA GB200",), ("10.0",))
 
 

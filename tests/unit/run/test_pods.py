@@ -20,7 +20,9 @@ import pytest
 from megarl.core.base import terminal
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
-from megarl.run import pods, srun
+from megarl.lab import jobset
+from megarl.run import pods, srun, train
+from megarl.run.checks import HostBytes
 from megarl.run.launcher import RoleCommand
 from megarl.run.nodes import Node
 from megarl.run.placement import Place
@@ -85,6 +87,20 @@ def test_pods_are_nodes(recipe: Recipe, tmp_path: Path, cluster: Callable[..., N
     nodes = launcher(recipe, tmp_path).survey(3)
     assert [node.name for node in nodes] == ["run-first-0-0-a", "run-others-0-0-b"]
     assert [len(set(node.ports)) for node in nodes] == [3, 3]
+
+
+def test_a_survey_that_fails_is_made_again(
+    recipe: Recipe,
+    tmp_path: Path,
+    cluster: Callable[..., None],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """With a status for which JobSet makes all pods again: 2 would end it for good."""
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.write_text(kubectl.read_text().replace('exec "$@"', "exit 1"))
+    assert train.main(recipe, {}, HostBytes(0, 0), lambda _: None) == train.START_ELSEWHERE
+    assert "a step over the job's nodes failed" in capfd.readouterr().err
+    assert train.START_ELSEWHERE not in jobset.GIVEN_UP
 
 
 def test_pods_that_do_not_run_are_waited_for(
@@ -194,14 +210,20 @@ def test_a_step_has_ended_in_all_pods_when_its_command_returns(
     assert ended.exists()
 
 
+def caught(status: Path) -> int:
+    """Return the signals that a process handles, as bits."""
+    match = re.search(r"SigCgt:\s*([0-9a-f]+)", status.read_text())
+    assert match is not None
+    return int(match[1], 16)
+
+
 def waiting_pod(jobset: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", "megarl.run.pods", "wait"],
         env=os.environ | {"MEGARL_JOBSET": jobset},
     )
     status = Path(f"/proc/{process.pid}/status")
-    caught = re.compile(r"SigCgt:\s*([0-9a-f]+)")
-    until(lambda: int(caught.search(status.read_text())[1], 16) >> (signal.SIGTERM - 1) & 1)  # type: ignore[index]
+    until(lambda: caught(status) >> (signal.SIGTERM - 1) & 1)
     assert process.poll() is None
     return process
 
@@ -227,3 +249,30 @@ def test_a_role_in_a_pod_that_is_told_to_end_is_told_too(tmp_path: Path) -> None
         process.terminate()
         assert step.wait(30) == 5
     assert process.wait(30) == 143
+
+
+@pytest.mark.parametrize(("kind", "lingers"), [("server", False), ("learner", True)])
+def test_a_pod_with_servers_alone_ends_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, lingers: bool
+) -> None:
+    """A server goes on when it is told to end, for as long as its pod is there."""
+    monkeypatch.setenv("MEGARL_JOBSET", str(tmp_path))
+    code = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
+    task = json.dumps({"role": {"kind": kind, "index": 0}})
+    words = [sys.executable, "-c", code, "megarl.run.step", task]
+    waiting = (
+        "import sys; from megarl.run import pods; pods.SERVERS_LIMIT_S = 0.2; sys.exit(pods.wait())"
+    )
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as step:
+        assert step.stdout is not None
+        step.stdout.readline()
+        pod = subprocess.Popen([sys.executable, "-c", waiting])
+        status = Path(f"/proc/{pod.pid}/status")
+        until(lambda: caught(status) >> (signal.SIGTERM - 1) & 1)
+        pod.terminate()
+        if lingers:
+            with pytest.raises(subprocess.TimeoutExpired):
+                pod.wait(3)
+            step.kill()
+        assert pod.wait(30) == 143
+        step.kill()

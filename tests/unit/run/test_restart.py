@@ -35,19 +35,19 @@ def test_the_last_server_is_dropped_only_while_others_have_joined() -> None:
     for joined in (0, 1):
         policy = RestartPolicy(1, most_deaths=2)
         server = Role("server", 0)
-        assert isinstance(policy.died(server, -9, 0.0, 10, joined=joined), Restart)
-        assert isinstance(policy.died(server, -9, 1.0, 10, joined=joined), Restart)
+        assert isinstance(policy.died(server, -9, 0.0, 10, guests=joined), Restart)
+        assert isinstance(policy.died(server, -9, 1.0, 10, guests=joined), Restart)
         assert isinstance(
-            policy.died(server, -9, 2.0, 10, joined=joined), Drop if joined else GiveUp
+            policy.died(server, -9, 2.0, 10, guests=joined), Drop if joined else GiveUp
         )
         policy = RestartPolicy(1)
         assert isinstance(
-            policy.died(server, -9, 0.0, 10, "down", joined=joined), Drop if joined else Elsewhere
+            policy.died(server, -9, 0.0, 10, "down", guests=joined), Drop if joined else Elsewhere
         )
         policy = RestartPolicy(1)
-        assert isinstance(policy.died(server, MESSAGE_STATUS, 0.0, 10, joined=joined), Restart)
+        assert isinstance(policy.died(server, MESSAGE_STATUS, 0.0, 10, guests=joined), Restart)
         assert isinstance(
-            policy.died(server, MESSAGE_STATUS, 1.0, 10, joined=joined), Drop if joined else GiveUp
+            policy.died(server, MESSAGE_STATUS, 1.0, 10, guests=joined), Drop if joined else GiveUp
         )
 
 

@@ -18,7 +18,7 @@ from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
 from megarl.run import nodes, srun
 from megarl.run.launcher import LocalLauncher, RoleCommand
-from megarl.run.nodes import Node, here
+from megarl.run.nodes import Node, this_node
 from megarl.run.placement import Place
 from megarl.run.restart import Role
 from megarl.run.srun import OF_THE_JOB, SrunLauncher, SrunStep, checked, chosen, command, is_broken
@@ -114,24 +114,24 @@ def test_srun_is_not_told_the_options_of_the_job(
 def test_this_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    node = here(3, "")
+    node = this_node(3, "")
     assert (node.address, node.interface, node.gpus) == ("127.0.0.1", "lo", ())
     assert len(set(node.ports)) == 3
-    assert here(0, "lo").address == "127.0.0.1"
+    assert this_node(0, "lo").address == "127.0.0.1"
     monkeypatch.delenv("SLURM_LAUNCH_NODE_IPADDR", raising=False)
-    assert here(0, "slurm") == here(0, "")
+    assert this_node(0, "slurm") == this_node(0, "")
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
-    assert (here(0, "slurm").address, here(0, "slurm").interface) == ("127.0.0.1", "lo")
+    assert (this_node(0, "slurm").address, this_node(0, "slurm").interface) == ("127.0.0.1", "lo")
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "fd00::1")
     with pytest.raises(
         MegarlError,
         match=r"run\.interface: slurm: no IPv4 route to fd00::1.* name an IPv4 interface",
     ):
-        here(0, "slurm")
+        this_node(0, "slurm")
     with pytest.raises(
         MegarlError, match=r"run\.interface: 'ib7' is not a network interface .* which has .*lo"
     ):
-        here(0, "ib7")
+        this_node(0, "ib7")
     assert nodes.gathered(["welcome to node 1"]) == {}
     assert nodes.main(["2", "", str(tmp_path)]) == 2
     assert (
@@ -178,7 +178,7 @@ def test_nodes_of_many_gpus_and_ports_say_so_in_short_lines() -> None:
         tuple(range(50_000, 52_000)),
     )
     other = replace(one, name="other", gpus=("0", "1"), ports=())
-    lines = [list(nodes.told(node)) for node in (one, other)]
+    lines = [list(nodes.encoded_lines(node)) for node in (one, other)]
     assert max(map(len, lines[0])) < 1024
     mixed = [
         line.decode() for pair in zip_longest(*lines, fillvalue=b"a prologue") for line in pair
@@ -190,7 +190,9 @@ def test_a_node_whose_answer_is_not_whole_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = Node("n1", "vm", "127.0.0.1", "lo", (), 2, 0, (1, 2, 3))
-    said = b"".join([*nodes.told(node), *nodes.told(replace(node, name="n2", ports=(1, 2)))])
+    said = b"".join(
+        [*nodes.encoded_lines(node), *nodes.encoded_lines(replace(node, name="n2", ports=(1, 2)))]
+    )
     (tmp_path / "said").write_bytes(said)
     asked: list[str] = []
 

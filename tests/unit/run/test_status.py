@@ -17,11 +17,10 @@ from megarl.cli import main
 from megarl.core.base import terminal
 from megarl.core.base.rundir import META, RunDir, append_jsonl
 from megarl.core.recipe import Recipe, dump
-from megarl.run import status, summary
+from megarl.run import state, summary
 from megarl.run.closing import Death, causes
-from megarl.run.observe import last_lines
+from megarl.run.logs import last_lines
 from megarl.run.restart import Role
-from megarl.run.status import roles_of
 
 Write = Callable[[int], RunDir]
 
@@ -56,7 +55,7 @@ def live(rundir: RunDir) -> None:
 def test_roles(write_run: Write) -> None:
     rundir = write_run(3)
     live(rundir)
-    roles, _ = roles_of(rundir)
+    roles = state.read(rundir).roles
     assert {role.name: view.state for role, view in roles.items()} == {
         "server-0": "running",
         "server-1": "dropped",
@@ -145,9 +144,9 @@ def test_logs_older_than_the_last_problem_are_not_read(
         "2026-03-03 14:05:05,789 server 0 WARNING megarl.core: before that",
     )
     monkeypatch.setattr(
-        status, "last_lines", lambda log, count: read.append(log.stem) or last_lines(log, count)
+        state, "last_lines", lambda log, count: read.append(log.stem) or last_lines(log, count)
     )
-    assert status.problem_of(rundir) == "2026-03-03 14:05:06 learner 0 life 2"
+    assert state.dated_problem(rundir) == "2026-03-03 14:05:06 learner 0 life 2"
     assert read == ["n2.0", "n2.0"]
 
 

@@ -600,7 +600,7 @@ def test_a_role_that_cannot_start_ends_the_run_though_other_files_can_be_written
 
     supervisor = idle_supervisor(recipe, write_run(2), StopRequest())
     monkeypatch.setattr(supervisor, "_start", refused)
-    supervisor.due[Role("learner")] = 0.0
+    supervisor.restarts_at[Role("learner")] = 0.0
     supervisor._tick()
     monkeypatch.setattr(train, "MOMENT_S", 0.0)
     supervisor._note("beside it", None)

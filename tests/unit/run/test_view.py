@@ -7,7 +7,6 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from rich.console import Console
 from megarl.core.base.rundir import FORECAST, RunDir, append_jsonl, read_jsonl
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.tree import Teacher
-from megarl.run import observe
-from megarl.run.observe import Observer, Status, last_lines, last_problem, log_of, log_sizes
+from megarl.run import state
+from megarl.run.logs import last_lines, last_problem, log_of, log_sizes
 from megarl.run.restart import MESSAGE_STATUS, GiveUp, Restart, RestartPolicy, Role
+from megarl.run.state import Observer, RoleState, Status
 from megarl.run.view import (
     Frame,
-    RoleView,
     clock,
     ending,
     line,
@@ -33,14 +32,18 @@ from megarl.run.view import (
     warnings,
 )
 
-ROLES = {Role("server", 0): RoleView("running", 60), Role("server", 1): RoleView("running", 60, 2)}
-ROLES |= {Role("controller"): RoleView("running", 60), Role("learner"): RoleView("running", 60)}
+ROLES = {
+    Role("server", 0): RoleState("running", 60),
+    Role("server", 1): RoleState("running", 60, 2),
+}
+ROLES |= {Role("controller"): RoleState("running", 60), Role("learner"): RoleState("running", 60)}
 
 
 def frame(recipe: Recipe, rundir: RunDir, stopping: str = "") -> Frame:
     observer = Observer(rundir)
     observer.look()
-    return Frame(recipe, observer, 135.0, ROLES, stopping)
+    observer.state.roles = ROLES
+    return Frame(recipe, observer.state, 135.0, stopping)
 
 
 def text(shown: Frame) -> str:
@@ -116,9 +119,9 @@ def test_rows_supersede_by_step(recipe: Recipe, write_run: Callable[[int], RunDi
     observer = Observer(rundir)
     append_jsonl(rundir.metrics, {"step": 9, "pass_rate_train": 0.123})
     observer.look()
-    assert len(observer.rows) == 10
-    assert observer.latest == {"step": 9, "pass_rate_train": 0.123}
-    assert observer.steps_made == 0
+    assert len(observer.state.rows) == 10
+    assert observer.state.latest == {"step": 9, "pass_rate_train": 0.123}
+    assert observer.state.steps_made == 0
 
 
 def test_rows_that_could_not_be_read_at_first_come_with_the_next_look(
@@ -129,11 +132,11 @@ def test_rows_that_could_not_be_read_at_first_come_with_the_next_look(
 
     rundir = write_run(10)
     with monkeypatch.context() as patch:
-        patch.setattr(observe, "rows_in_order", failing)
+        patch.setattr(state, "rows_in_order", failing)
         observer = Observer(rundir)
-    assert not observer.rows
+    assert not observer.state.rows
     observer.look()
-    assert (len(observer.rows), observer.health.step) == (10, 9)
+    assert (len(observer.state.rows), observer.state.health.step) == (10, 9)
 
 
 def test_only_what_is_shown_is_kept_of_the_rows(
@@ -150,11 +153,15 @@ def test_only_what_is_shown_is_kept_of_the_rows(
         rundir.metrics, {"step": 12, "pass_rate_train": 0.5, "parity_rollouts": 3.0}
     )  # of a replay
     observer.look()
-    assert sorted(observer.rows) == list(range(40, 60))
-    assert sorted(observer.pass_rates) == list(range(60))
-    assert (observer.pass_rates[12], observer.pass_rates[59]) == (0.5, 59 / 60)
-    assert (observer.compared["step"], observer.health.step, observer.steps_made) == (30, 59, 29)
-    assert recent(observer, "pass_rate_train") == pytest.approx(sum(range(40, 60)) / 20 / 60)
+    assert sorted(observer.state.rows) == list(range(40, 60))
+    assert sorted(observer.state.pass_rates) == list(range(60))
+    assert (observer.state.pass_rates[12], observer.state.pass_rates[59]) == (0.5, 59 / 60)
+    assert (
+        observer.state.compared["step"],
+        observer.state.health.step,
+        observer.state.steps_made,
+    ) == (30, 59, 29)
+    assert recent(observer.state, "pass_rate_train") == pytest.approx(sum(range(40, 60)) / 20 / 60)
 
 
 def test_replayed_steps_are_no_progress(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
@@ -169,9 +176,9 @@ def test_replayed_steps_are_no_progress(recipe: Recipe, write_run: Callable[[int
         for step in range(5, 11):
             append_jsonl(rundir.metrics, {"step": step})
             observer.look()
-        assert observer.steps_made == 1
+        assert observer.state.steps_made == 1
         decisions.append(
-            policy.died(Role("learner"), MESSAGE_STATUS, 300.0 * life, observer.steps_made)
+            policy.died(Role("learner"), MESSAGE_STATUS, 300.0 * life, observer.state.steps_made)
         )
     assert [type(decision) for decision in decisions] == [Restart, GiveUp]
 
@@ -182,11 +189,11 @@ def test_torn_status_keeps_the_last(recipe: Recipe, write_run: Callable[[int], R
     observer.look()
     rundir.status.write_text('{"time": 1.0, "st')
     observer.look()
-    assert observer.status is not None
-    assert observer.status.step == 3
+    assert observer.state.status is not None
+    assert observer.state.status.step == 3
     observer.forget_status()
     observer.look()
-    assert observer.status is None
+    assert observer.state.status is None
 
 
 @pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
@@ -221,9 +228,9 @@ def test_a_file_system_that_fails_for_a_moment_delays_what_is_known(
         patched.setattr("io.open", evicted)
         patched.setattr("os.scandir", evicted)
         observer.look()
-        assert observer.steps_made == 0
+        assert observer.state.steps_made == 0
     observer.look()
-    assert observer.steps_made == 1
+    assert observer.state.steps_made == 1
 
 
 def test_problems_of_this_life_are_shown(
@@ -235,14 +242,14 @@ def test_problems_of_this_life_are_shown(
     log.write_text("12:00 server 0 ERROR old: of the last life\n")
     observer = Observer(rundir)
     observer.look()
-    assert observer.problem == ""
+    assert observer.state.problem == ""
     with log.open("a") as file:
         file.write(
             "12:01 server 0 INFO all is well\nRuntimeError: the disk is full\n12:02 ERROR but"
             " this li"
         )
     observer.look()
-    assert observer.problem == "server node1.0: RuntimeError: the disk is full"
+    assert observer.state.problem == "server node1.0: RuntimeError: the disk is full"
 
 
 def test_logs_of_earlier_lives_are_not_read(
@@ -275,8 +282,8 @@ def test_a_problem_goes_when_its_role_is_well_again(
         log.write_text("RuntimeError: once\n")
         observer.look()
         said = f"{role} node1.{rank}: RuntimeError: once"
-        assert observer.problem == said
-        step = max(observer.rows) + 1
+        assert observer.state.problem == said
+        step = max(observer.state.rows) + 1
         append_jsonl(rundir.metrics, {"step": step})
         if role == "server":
             for at, state in (
@@ -287,11 +294,11 @@ def test_a_problem_goes_when_its_role_is_well_again(
                 servers = [{"id": 0, "state": "clean"}, {"id": 1, "state": state}]
                 rundir.status.write_text(json.dumps({"time": time.time() + at, "servers": servers}))
                 observer.look()
-                assert observer.problem == said, (at, state)
+                assert observer.state.problem == said, (at, state)
             servers[1]["state"] = "clean"
             rundir.status.write_text(json.dumps({"time": time.time() + 60, "servers": servers}))
         observer.look()
-        assert observer.problem == ""
+        assert observer.state.problem == ""
 
 
 FALLEN = {
@@ -423,11 +430,11 @@ def test_nodes_are_shown_where_there_are_several(
     shown = frame(recipe, write_run(3))
     assert " node " not in text(shown)
     roles = {
-        Role("server", 0): RoleView("running", 60, 0, ["n1"]),
-        Role("server", 1): RoleView("dropped", 0, 0, ["n2"]),
-        Role("learner"): RoleView("running", 60, 0, ["n3", "n4"]),
+        Role("server", 0): RoleState("running", 60, 0, ["n1"]),
+        Role("server", 1): RoleState("dropped", 0, 0, ["n2"]),
+        Role("learner"): RoleState("running", 60, 0, ["n3", "n4"]),
     }
-    shown = replace(shown, roles=roles)
+    shown.state.roles = roles
     lines = [line.strip("│ ").split() for line in text(shown).splitlines()]
     assert ["server-1", "n2", "dropped"] in [line[:3] for line in lines]
     assert "n3 … n4" in text(shown)
@@ -435,13 +442,11 @@ def test_nodes_are_shown_where_there_are_several(
 
 
 def test_joined_servers_are_shown(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
-    shown = replace(
-        frame(recipe, write_run(3)),
-        roles={
-            Role("server", 0): RoleView("running", 60),
-            Role("learner"): RoleView("running", 60),
-        },
-    )
+    shown = frame(recipe, write_run(3))
+    shown.state.roles = {
+        Role("server", 0): RoleState("running", 60),
+        Role("learner"): RoleState("running", 60),
+    }
     lines = [words.strip("│ ").split() for words in text(shown).splitlines()]
     assert ["server-1", "(joined)", "publishing"] in [words[:3] for words in lines]
     assert ["server-0", "clean"] in [words[:2] for words in lines]
@@ -524,7 +529,7 @@ def test_what_an_earlier_life_said_is_no_cause(
         file.write("INFO step 41\n")
     assert log_of(rundir, learner, begins) == again
     assert last_problem(again, begins[again]) == ""
-    assert last_lines(again, begin=begins[again]) == ["INFO step 41"]
+    assert last_lines(again, start=begins[again]) == ["INFO step 41"]
     new = rundir.log("learner", "node9", 0)
     new.write_text("RuntimeError: out of luck\n")
     assert log_of(rundir, learner, begins) == new

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megarl.run.observe import ServerStatus, Status
 from megarl.run.restart import Role
+from megarl.run.state import ServerStatus, Status
 from megarl.run.watch import Watch
 
 CONTROLLER = Role("controller")

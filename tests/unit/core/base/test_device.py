@@ -15,11 +15,14 @@ FAR = "0001:af:00.0"
 
 @pytest.fixture
 def sys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two NUMA nodes with a GPU each, and a device whose node the kernel does not know."""
+    """Two NUMA nodes with a GPU each, and devices whose node the kernel does not know."""
     for address, node in ((NEAR, "0"), (FAR, "1"), ("0000:00:05.0", "-1"), ("0000:00:06.0", "2")):
         folder = tmp_path / "bus/pci/devices" / address
         folder.mkdir(parents=True)
         (folder / "numa_node").write_text(f"{node}\n")
+        is_gpu = address in (NEAR, FAR)
+        (folder / "vendor").write_text("0x10de\n" if is_gpu else "0x8086\n")
+        (folder / "class").write_text("0x030200\n" if is_gpu else "0x020000\n")
     for node, cores in (("0", "0-3,8-11\n"), ("1", "4,5,12\n")):
         folder = tmp_path / f"devices/system/node/node{node}"
         folder.mkdir(parents=True)
@@ -43,15 +46,26 @@ def test_cores_of_a_device(sys: Path, address: str, cores: set[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("allowed", "bound"), [({2, 3, 4, 5}, {4, 5}), ({0, 1}, None), (set(range(16)), {4, 5, 12})]
+    ("allowed", "bound"),
+    [
+        ({2, 3, 4, 5}, {4, 5}),
+        ({0, 1}, None),
+        (set(range(6)), None),
+        ({2, 4, 5, 9, 12}, {4, 5, 12}),
+        ({4, 8}, None),
+        (set(range(16)), None),
+    ],
 )
 def test_a_rank_stays_near_its_gpu_within_what_it_may_use(
     sys: Path, monkeypatch: pytest.MonkeyPatch, allowed: set[int], bound: set[int] | None
 ) -> None:
-    """Slurm may have given the job no core there: then its cores stay as they are."""
+    """Slurm may have given the job no core there, one, or fewer than the rank's share:
+    then its cores stay as they are.
+    """
     gpu = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xAF, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     chosen = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)

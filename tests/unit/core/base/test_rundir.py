@@ -24,8 +24,8 @@ from megarl.core.evaluation.answers import SuiteDir
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted
 from megarl.core.telemetry.spans import Spans
-from megarl.run.observe import Observer
 from megarl.run.process import lock
+from megarl.run.state import Observer
 from tests.full_disk import files_no_larger_than
 
 
@@ -139,7 +139,7 @@ def test_lines_that_are_not_ours_spoil_only_themselves(tmp_path: Path) -> None:
     append_jsonl(path, {"step": 1})
     assert [row["step"] for row in latest_rows(path)] == [0, 1, 2]
     observer = Observer(RunDir(tmp_path))
-    assert sorted(observer.rows) == [0, 1, 2]
+    assert sorted(observer.state.rows) == [0, 1, 2]
 
 
 def test_rows_come_in_order_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

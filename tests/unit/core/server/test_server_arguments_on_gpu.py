@@ -13,7 +13,7 @@ import pytest
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
 from megarl.run.launcher import ALIKE, task
-from megarl.run.nodes import here
+from megarl.run.nodes import this_node
 from megarl.run.placement import Place
 from megarl.run.restart import Role, RoleKind
 from tests import stand_in_gpu
@@ -39,7 +39,7 @@ def test_sglang_keeps_what_it_is_told(tmp_path: Path, recipe: Recipe) -> None:
     """And all that megarl leaves to it becomes what the GPU can do; NCCL's variables
     stay as the launcher sets them.
     """
-    place = Place((here(0, ""),), ("0",))
+    place = Place((this_node(0, ""),), ("0",))
     kinds: tuple[RoleKind, ...] = ("learner", "server")
     learner, server = (
         task(recipe, RunDir(tmp_path), Role(kind), 1, place).environment for kind in kinds

@@ -18,7 +18,8 @@ from megarl.core.telemetry.names import tag
 from megarl.lab.monitoring import metrics
 from megarl.lab.monitoring.metrics import MetricsWriter
 from megarl.run import status
-from megarl.run.observe import Observer, Tail
+from megarl.run.logs import Tail
+from megarl.run.state import Observer
 
 ENDPOINTS = Endpoints(
     session="s",
@@ -177,7 +178,7 @@ def test_alarms_are_the_same_live_after_a_restart_and_afterwards(
     assert 33 == ill[0] < 45 < ill[-1] < 59, (
         "the third step far off raises it; it goes when the signal has come back"
     )
-    (alarm,) = observer.health.history
+    (alarm,) = observer.state.health.history
     assert (alarm.since, alarm.raised, alarm.until) == (31, 33, ill[-1] + 1)
     assert board(rundir)["health/health"][33] == (33, 0)
     assert status.health(rundir.path) == 0
