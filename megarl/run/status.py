@@ -19,7 +19,7 @@ from megarl.core.recipe import load
 from megarl.run import state, summary
 from megarl.run.scores import score_warnings
 from megarl.run.state import RunState
-from megarl.run.view import Frame, clock, render
+from megarl.run.view import ViewFrame, clock, render
 
 DEAD_S = 60.0
 """A live controller writes its status each second, and its restart takes less than
@@ -35,7 +35,7 @@ def main(run: Path) -> int:
     else:
         present = state.read(rundir)
         elapsed_s = max(0.0, time.time() - present.began)
-        frame = Frame(load(str(rundir.recipe)), present, elapsed_s, foot=_foot(present))
+        frame = ViewFrame(load(str(rundir.recipe)), present, elapsed_s, foot=_foot(present))
         terminal.console().print(render(frame))
     _show_kept(rundir)
     return 0

@@ -58,7 +58,7 @@ from megarl.run.restart import (
     Role,
 )
 from megarl.run.state import Observer, roles_after
-from megarl.run.view import Frame, Screen, ending
+from megarl.run.view import ViewFrame, Screen, ending
 from megarl.run.watch import Watch
 
 TICK_S = 0.1
@@ -222,7 +222,7 @@ class Supervisor:
             self._end_all()
             self.observer.look()
 
-    def frame(self) -> Frame:
+    def frame(self) -> ViewFrame:
         """Return what the live view shows at this moment."""
         at = time.monotonic()
         state = self.observer.state
@@ -231,7 +231,7 @@ class Supervisor:
         if self.stopping_since is not None:
             seconds = at - self.stopping_since
             stopping = f"stopping: {ending(state.status)} ({seconds:.0f} s); Ctrl-C again kills"
-        return Frame(self.recipe, state, at - self.began, stopping)
+        return ViewFrame(self.recipe, state, at - self.began, stopping)
 
     def _tick(self) -> RunEnd | None:
         at = time.monotonic()

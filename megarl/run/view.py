@@ -1,6 +1,6 @@
 """The live view: a run's state as a rich renderable, or as one plain line for logs.
 
-`render` and `line` are pure: they turn a `Frame` into text, and neither read nor
+`render` and `line` are pure: they turn a `ViewFrame` into text, and neither read nor
 remember anything. `Screen` shows frames: as a live picture in a terminal, otherwise as
 plain lines.
 """
@@ -46,7 +46,7 @@ CAUSES = (("decode", "decode"), ("stale_kv", "stale KV"), ("staleness", "stalene
 
 
 @dataclass(frozen=True)
-class Frame:
+class ViewFrame:
     """Everything that one picture shows. elapsed_s: since this life began. stopping:
     progress of ending the run, if it is ending. foot: a line below the picture.
     """
@@ -58,7 +58,7 @@ class Frame:
     foot: str = "Ctrl-C saves and stops; run.resume=auto resumes"
 
 
-def render(frame: Frame) -> RenderableType:
+def render(frame: ViewFrame) -> RenderableType:
     """Return the picture of a run."""
     state = frame.state
     parts: list[RenderableType] = [
@@ -78,7 +78,7 @@ def render(frame: Frame) -> RenderableType:
     return Panel(Group(*parts), title=title, subtitle=foot, width=100, padding=(0, 1))
 
 
-def line(frame: Frame) -> str:
+def line(frame: ViewFrame) -> str:
     """Return the one-line form for non-interactive output."""
     state = frame.state
     row = state.latest
@@ -102,7 +102,7 @@ def line(frame: Frame) -> str:
     return "  ".join(parts)
 
 
-def phase(frame: Frame) -> str:
+def phase(frame: ViewFrame) -> str:
     """Return what the run is doing: starting (and what it waits for), replaying, or the
     learner's last command.
     """
@@ -140,7 +140,7 @@ def ending(status: Status | None) -> str:
     return "the learner finishes its step and saves"
 
 
-def warnings(frame: Frame) -> list[str]:
+def warnings(frame: ViewFrame) -> list[str]:
     """Return the warnings that the user should see."""
     state = frame.state
     recipe = frame.recipe
@@ -201,7 +201,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
-def _progress(frame: Frame) -> RenderableType:
+def _progress(frame: ViewFrame) -> RenderableType:
     total = frame.recipe.run.steps
     done = max(frame.state.rows, default=-1) + 1
     bar = Table.grid(padding=(0, 2), expand=True)
@@ -220,7 +220,7 @@ def _progress(frame: Frame) -> RenderableType:
     return Group(bar, Text(phase(frame), style="cyan", overflow="ellipsis", no_wrap=True))
 
 
-def _numbers(frame: Frame) -> Iterator[tuple[str, str]]:
+def _numbers(frame: ViewFrame) -> Iterator[tuple[str, str]]:
     """Yield names and texts of the figures."""
     state = frame.state
     rates = [rate for _, rate in sorted(state.pass_rates.items())]
@@ -240,7 +240,7 @@ def _numbers(frame: Frame) -> Iterator[tuple[str, str]]:
         yield from _counts(state.status)
 
 
-def _step(frame: Frame) -> Iterator[tuple[str, str]]:
+def _step(frame: ViewFrame) -> Iterator[tuple[str, str]]:
     """Yield the figures of the newest steps."""
     state = frame.state
     row = state.latest
@@ -321,7 +321,7 @@ def _task(state: RunState, task: str) -> str:
     return f"{trained} · held out {values[-1]:.3f}  {sparkline(values, 30)}"
 
 
-def _processes(frame: Frame) -> RenderableType:
+def _processes(frame: ViewFrame) -> RenderableType:
     """Return a table of the roles."""
     state = frame.state
     nodes = {node for view in state.roles.values() for node in view.nodes}
@@ -341,7 +341,7 @@ def _processes(frame: Frame) -> RenderableType:
     return table
 
 
-def _guest_roles(frame: Frame) -> dict[Role, RoleState]:
+def _guest_roles(frame: ViewFrame) -> dict[Role, RoleState]:
     """Return the servers that have joined, which the supervisor has not started."""
     run_servers = frame.recipe.resources.servers
     roles = [Role("server", i) for i in frame.state.servers if i >= run_servers]
@@ -411,7 +411,7 @@ class Screen:
         self._was_stopping = False
         self._warned: set[str] = set()
 
-    def show(self, frame: Frame) -> None:
+    def show(self, frame: ViewFrame) -> None:
         """Show a frame, or print its line when the next one is due."""
         if self.live:
             self.live.update(render(frame), refresh=True)
@@ -424,7 +424,7 @@ class Screen:
             terminal.say(line(frame), flush=True)
             self._warn(frame)
 
-    def _warn(self, frame: Frame) -> None:
+    def _warn(self, frame: ViewFrame) -> None:
         """Print the warnings that were not printed before, with other numbers."""
         for warning in warnings(frame):
             kind = warning.lstrip("0123456789.%")

@@ -7,6 +7,8 @@ contracts.py     what tasks implement: graders, environments
 rundir.py        the run directory
 errors.py        MegarlError
 files.py         regular files, read up to a limit
+api_key.py       where a key of a service is: never the key itself
+schema.py        the number that says how a file is to be read
 terminal.py      what a terminal shows
 process.py       a process: its parent, its log
 link.py          the client side of requests to the controller

@@ -95,7 +95,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _PackedRow:
     """Where sequences are in one row, and the filler after them."""
 
     boundaries: np.ndarray  # [sequences and filler sequences + 1]
@@ -200,7 +200,7 @@ def assemble(
     )
 
 
-def _row(lengths: np.ndarray, length: int, layout: RowLayout) -> _Row:
+def _row(lengths: np.ndarray, length: int, layout: RowLayout) -> _PackedRow:
     """Put sequences of these lengths end to end in a row of at least `length` tokens.
     The rest is filler: sequences of FILLER tokens, or of as many as the longest has.
     """
@@ -213,16 +213,16 @@ def _row(lengths: np.ndarray, length: int, layout: RowLayout) -> _Row:
     filler = _up(max(FILLER, int(padded.max(initial=0))), multiple)
     filler_ends = np.arange(starts[-1], size, filler) + filler
     boundaries = np.concatenate([starts, np.minimum(filler_ends, size)])
-    return _Row(boundaries, np.repeat(starts[:-1], lengths) + within_sequence)
+    return _PackedRow(boundaries, np.repeat(starts[:-1], lengths) + within_sequence)
 
 
-def _trained(weight: np.ndarray, lengths: np.ndarray, row: _Row) -> _Trained:
+def _trained(weight: np.ndarray, lengths: np.ndarray, row: _PackedRow) -> _Trained:
     source = np.flatnonzero(weight)
     sequence = np.repeat(np.arange(len(lengths)), lengths)[source]
     return _Trained(source, sequence, row.places[source] - 1)
 
 
-def _positions_on_rank(row: _Row, layout: RowLayout) -> np.ndarray:
+def _positions_on_rank(row: _PackedRow, layout: RowLayout) -> np.ndarray:
     """Return whether this context-parallel rank has each position, [row.size] bool."""
     ranks = layout.model.context_parallel
     on_rank = np.zeros(row.size, dtype=np.bool_)
@@ -244,7 +244,7 @@ def _trained_on_rank(trained: _Trained, on_rank: np.ndarray) -> _Trained:
 
 
 def _experts(
-    sequences: Sequence[TrainSequence], lengths: np.ndarray, row: _Row
+    sequences: Sequence[TrainSequence], lengths: np.ndarray, row: _PackedRow
 ) -> np.ndarray | None:
     """Return the recorded choices at the places of their tokens, -1 elsewhere; None if
     nothing was recorded.

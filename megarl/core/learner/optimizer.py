@@ -342,7 +342,7 @@ def written_in_place(optimizer: MegatronOptimizer) -> bool:
     return in_host_memory() and any(part.data_parallel_group.size() == 1 for part in parts)
 
 
-type Place = tuple[int, int]
+type TensorPlace = tuple[int, int]
 """First number, and the one after the last, of a parameter in the gathered state."""
 
 
@@ -351,7 +351,7 @@ class _Lent:
     which megatron would cut it.
     """
 
-    def __init__(self, tensors: dict[Place, Tensor]) -> None:
+    def __init__(self, tensors: dict[TensorPlace, Tensor]) -> None:
         self._tensors = tensors
 
     def __getitem__(self, place: slice) -> Tensor:
@@ -384,7 +384,7 @@ def _state_of_one_rank(
 
 def _states_by_place(
     optimizer: DistributedOptimizer, buffer: Any
-) -> dict[Place, dict[str, Tensor]]:
+) -> dict[TensorPlace, dict[str, Tensor]]:
     """Return the FP32 weight and the moments of each parameter of megatron's buffer."""
     states = {}
     for parameter, (start, end, _) in buffer.param_index_map.items():
@@ -392,7 +392,7 @@ def _states_by_place(
     return states
 
 
-def _gathered(numbers: int, tensors: dict[Place, Tensor]) -> Tensor:
+def _gathered(numbers: int, tensors: dict[TensorPlace, Tensor]) -> Tensor:
     """Return one tensor [numbers] in the host's memory, with a copy of each of these at
     its place.
     """

@@ -61,7 +61,7 @@ class MetricNames:
     loss_scale: str
 
 
-class NonFinite(NamedTuple):
+class NonFiniteStep(NamedTuple):
     """Which tokens of a micro-batch have a loss that is not finite. On the device; read
     only if the step is broken.
     """
@@ -144,7 +144,7 @@ class TrainedNetwork(Network):
             chunks, settings, recipe, offload, gathers_late
         )
         self._offload = offload
-        self._nonfinite: list[NonFinite] = []
+        self._nonfinite: list[NonFiniteStep] = []
 
     def loss(self, micro: MicroBatch, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of a micro-batch's trained tokens, [n]."""
@@ -166,7 +166,7 @@ class TrainedNetwork(Network):
             totals.add(loss, micro.counted, metrics)
             with torch.no_grad():
                 nonfinite = (micro.counted > 0) & ~torch.isfinite(losses)
-            self._nonfinite.append(NonFinite(members, micro.local_lengths, nonfinite))
+            self._nonfinite.append(NonFiniteStep(members, micro.local_lengths, nonfinite))
             return loss
 
         microbatches = self.run(self.ddp, sequences, self.head, weighted_loss, forward_only=False)

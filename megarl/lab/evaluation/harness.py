@@ -3,7 +3,7 @@ NaturalQuestions and all its others, asked of our servers.
 
     lm-eval:TASK ─[load_documents]─► Document: a row with the harness's requests
                                      ─► Documents, asked by score.py
-                 ─[Model]──────────► log p(continuation | context), or a text
+                 ─[AskedModel]──────────► log p(continuation | context), or a text
                  ─[answered]───────► the harness's metrics of the row ─► Answer
 
 Prompts, examples, filters and metrics are the harness's. Only what its class `LM` does
@@ -168,7 +168,7 @@ def _requests(task: Any, number: int, row: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Model:
+class AskedModel:
     """What the harness asks of a model (its class `LM`), by requests to one server.
 
     longest: tokens that fit in the context window. salt: unique to a row, an evaluation
@@ -328,7 +328,7 @@ class Documents(Questions[Document]):
         for tries in range(1, MAX_RETRIES + 2):
             server, _ = await servers.places.take(order, asker.may_use)
             life = servers.life(server)
-            model = Model(servers.clients[server], asker.tokenizer, longest, salt)
+            model = AskedModel(servers.clients[server], asker.tokenizer, longest, salt)
             try:
                 return answered(document, self.name, await model.respond(document))
             except ServerLost as loss:

@@ -35,7 +35,7 @@ CONTEXT = 16_384
 prompt.
 """
 ENDS_OF_THINKING = ("</think>", "<|channel|>final<|message|>")
-"""Of gpt-oss the answer is in its last channel."""
+"""The answer of gpt-oss is in its last channel."""
 KV_TOKENS = 65_536
 """KV tokens of a server without a GPU, which needs a number; at least the longest
 sequence.

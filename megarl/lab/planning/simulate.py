@@ -99,7 +99,7 @@ class _Ticket:
 
 
 @dataclass
-class _StepSeconds:
+class _SpentSeconds:
     """What the learner has spent in the present step."""
 
     wait: float = 0.0
@@ -224,7 +224,7 @@ class _SimulatedRun:
     async def _learn(self, tasks: asyncio.TaskGroup) -> None:
         schedule = self.pipeline.evaluations
         step = 0
-        seconds = _StepSeconds()
+        seconds = _SpentSeconds()
         while True:
             self.changed.clear()
             if schedule.is_due(step) and (servers := schedule.pin_servers(step)):
@@ -241,7 +241,7 @@ class _SimulatedRun:
                     seconds.train += _time() - start
                     self._close_step(step, tickets, seconds)
                     step = step + 1
-                    seconds = _StepSeconds()
+                    seconds = _SpentSeconds()
                 case Publish():
                     await self._publish(decision)
                     seconds.publish += _time() - start
@@ -261,7 +261,7 @@ class _SimulatedRun:
                 lengths += [length + self.work.prompt_tokens for length in ticket.lengths]
         return lengths
 
-    def _close_step(self, step: int, tickets: tuple[int, ...], seconds: "_StepSeconds") -> None:
+    def _close_step(self, step: int, tickets: tuple[int, ...], seconds: "_SpentSeconds") -> None:
         lags: Counter[int] = Counter()
         for number in tickets:
             for version, count in self.tickets.pop(number).versions.items():

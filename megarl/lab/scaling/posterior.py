@@ -149,7 +149,7 @@ class _Draws(NamedTuple):
 
 
 class _Continuation(NamedTuple):
-    """Of the scores at x, given the points, for one misfit and noise: the matrix
+    """For the scores at x, given the points, for one misfit and noise: the matrix
     [points, x] that projects the points' residuals, and a root of the covariance.
     """
 

@@ -116,7 +116,7 @@ class Slice:
         }
 
 
-class _Evaluation(NamedTuple):
+class _EvaluatedPoint(NamedTuple):
     """A row of eval.jsonl and the folder with its answers."""
 
     row: Row
@@ -141,14 +141,14 @@ def slices(run: Path, hours: str | None = None, **options: Unpack[FitOptions]) -
     return fitted
 
 
-def _evaluations(rundir: RunDir) -> list[_Evaluation]:
+def _evaluations(rundir: RunDir) -> list[_EvaluatedPoint]:
     """Return the evaluations whose answers are there. MegarlError if there is none."""
     evaluations = []
     missing = []
     for row in latest_scores(rundir.eval):
         folder = step_folder(rundir.evaluations, row["step"])
         if suites_in(folder):
-            evaluations.append(_Evaluation(row, folder))
+            evaluations.append(_EvaluatedPoint(row, folder))
         else:
             missing.append(str(row["step"]))
     if missing:
@@ -165,7 +165,7 @@ def _evaluations(rundir: RunDir) -> list[_Evaluation]:
 
 
 def _answers_of(
-    name: str, evaluations: Sequence[_Evaluation]
+    name: str, evaluations: Sequence[_EvaluatedPoint]
 ) -> tuple[list[Row], list[dict[str, AnswersTo]]]:
     """Return the evaluations of a task or suite: their rows, and answers by prompt."""
     rows = []

@@ -86,7 +86,7 @@ class Exercise(NamedTuple):
 
     @property
     def difficulty(self) -> int:
-        """Of a product the digits of both factors, minus 3; else those of the longer
+        """For a product: the digits of both factors, minus 3; else those of the longer
         operand.
         """
         if self.sign == "*":

@@ -259,30 +259,30 @@ def _row(
     return row
 
 
-class _Fault(NamedTuple):
+class _RowFault(NamedTuple):
     """A reason for which a row is left out, and what is wrong with this row."""
 
     reason: str
     text: str
 
 
-def _fault(row: PromptRow, largest: float) -> _Fault | None:
+def _fault(row: PromptRow, largest: float) -> _RowFault | None:
     """Return what is wrong with a row by itself, if anything is."""
     if not row.prompt.strip():
-        return _Fault(EMPTY_PROMPT, f"the prompt of {row.id!r} is empty")
+        return _RowFault(EMPTY_PROMPT, f"the prompt of {row.id!r} is empty")
     if not row.answer.strip():
-        return _Fault(EMPTY_ANSWER, f"the answer of {row.id!r} is empty")
+        return _RowFault(EMPTY_ANSWER, f"the answer of {row.id!r} is empty")
     if max(map(len, row.answers)) > largest:
-        return _Fault(LARGE_ANSWER, f"the answer of {row.id!r} is too large")
+        return _RowFault(LARGE_ANSWER, f"the answer of {row.id!r} is too large")
     if row.answer.strip().casefold() in NO_ANSWERS:
-        return _Fault(
+        return _RowFault(
             NO_ANSWER,
             f"the answer of {row.id!r} is {row.answer!r}, which NuminaMath writes where there is"
             " none",
         )
     damage = _damage(row)
     if damage:
-        return _Fault(
+        return _RowFault(
             MALFORMED, f"{row.id!r} has {damage!r}; in JSON a command of LaTeX has two backslashes"
         )
     return None

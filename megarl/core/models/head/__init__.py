@@ -130,7 +130,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         return of_hidden.to(hidden.dtype), dropped, None, None
 
 
-class _Totals(NamedTuple):
+class _HeadTotals(NamedTuple):
     """What all columns of a row give, each [n]. log_total and label are relative to the
     highest logit and divided by the temperature.
     """
@@ -141,7 +141,7 @@ class _Totals(NamedTuple):
     label: Tensor  # the label's logit
 
 
-def _over_ranks(statistics: Tensor, has_label: Tensor, settings: _Settings) -> _Totals:
+def _over_ranks(statistics: Tensor, has_label: Tensor, settings: _Settings) -> _HeadTotals:
     """Combine the statistics [4, n] of all ranks' columns. has_label [n]: whether the
     label is among this rank's columns.
     """
@@ -157,7 +157,7 @@ def _over_ranks(statistics: Tensor, has_label: Tensor, settings: _Settings) -> _
         dist.all_reduce(parts, group=settings.group)
     total, spread, label = parts
     log_total = total.log()
-    return _Totals(top, log_total, log_total - spread / total, label)
+    return _HeadTotals(top, log_total, log_total - spread / total, label)
 
 
 def logprobs_and_entropy(

@@ -107,7 +107,7 @@ def test_experts_may_come_in_any_order() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_rank_has_its_share_of_the_experts(ranks: int) -> None:
-    """Of what else is sent, a rank holds a part or the whole, and nothing is said."""
+    """Nothing is said of what else is sent: a rank holds a part of it, or the whole."""
     model = replace(PLAIN, experts=4)
     rows = 32 * ranks
     gate_up = torch.randn(4, 2 * rows, 4)

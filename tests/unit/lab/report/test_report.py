@@ -235,7 +235,7 @@ def test_an_exploited_reward_is_shown_wherever_warnings_are(
     assert status.health(rundir.path) == 1
     for shown in (
         capsys.readouterr().out,
-        words(view.render(view.Frame(recipe, observer.state, 1.0))),
+        words(view.render(view.ViewFrame(recipe, observer.state, 1.0))),
         words(summary.render(values, rundir)),
         page,
     ):
@@ -337,7 +337,7 @@ def test_every_reader_survives_any_row_of_eval_jsonl(
     charts.reward_png(recipe, latest_rows(rundir.metrics), latest_scores(rundir.eval))
     observer = Observer(rundir)
     observer.look()
-    shown = view.Frame(recipe, observer.state, 1.0)
+    shown = view.ViewFrame(recipe, observer.state, 1.0)
     assert "held-out" in view.line(shown)
     assert "pass rate, held out" in words(view.render(shown))
 
