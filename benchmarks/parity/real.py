@@ -234,7 +234,7 @@ def gather(options: argparse.Namespace) -> None:
     with served(recipe) as server, options.gathered.open("a") as file:
         learner = ScoringLearner(recipe, server)
         weights = PerturbedWeights(learner.parameters, options.seed)
-        gathering = Gathering(
+        gathering = RealGathering(
             server, learner, AutoTokenizer.from_pretrained(options.model), options
         )
         for state in range(options.states + 1):
@@ -248,7 +248,7 @@ def gather(options: argparse.Namespace) -> None:
         parallel.stop()
 
 
-class Gathering:
+class RealGathering:
     """The rollouts of the newest state of the weights, and their comparison at the
     next.
     """

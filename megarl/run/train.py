@@ -58,7 +58,7 @@ from megarl.run.restart import (
     Role,
 )
 from megarl.run.state import Observer, roles_after
-from megarl.run.view import ViewFrame, Screen, ending
+from megarl.run.view import Screen, ViewFrame, ending
 from megarl.run.watch import Watch
 
 TICK_S = 0.1

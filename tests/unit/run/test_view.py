@@ -21,7 +21,7 @@ from megarl.run.logs import last_lines, last_problem, log_of, log_sizes
 from megarl.run.restart import MESSAGE_STATUS, GiveUp, Restart, RestartPolicy, Role
 from megarl.run.state import Observer, RoleState, Status
 from megarl.run.view import (
-    Frame,
+    ViewFrame,
     clock,
     ending,
     line,
@@ -39,14 +39,14 @@ ROLES = {
 ROLES |= {Role("controller"): RoleState("running", 60), Role("learner"): RoleState("running", 60)}
 
 
-def frame(recipe: Recipe, rundir: RunDir, stopping: str = "") -> Frame:
+def frame(recipe: Recipe, rundir: RunDir, stopping: str = "") -> ViewFrame:
     observer = Observer(rundir)
     observer.look()
     observer.state.roles = ROLES
-    return Frame(recipe, observer.state, 135.0, stopping)
+    return ViewFrame(recipe, observer.state, 135.0, stopping)
 
 
-def text(shown: Frame) -> str:
+def text(shown: ViewFrame) -> str:
     console = Console(width=100, file=io.StringIO(), record=True, force_terminal=True)
     console.print(render(shown))
     return console.export_text()
