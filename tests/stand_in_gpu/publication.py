@@ -29,7 +29,7 @@ from megarl.core.base.messages import Publish, ServerAddress
 from megarl.core.base.rundir import Endpoints, LinkKeys
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import parallel
-from megarl.core.server.client import ServerClient
+from megarl.core.server.client import HeldChecksums, ServerClient
 from megarl.core.server.fleet import Fleet
 from megarl.core.server.served import as_held, place
 from megarl.core.weights import cuda_ipc, publisher
@@ -83,7 +83,7 @@ class Server(ServerClient):
                     tensor.zero_()
             self._parts[served][start] = tensor
 
-    async def checksums(self) -> tuple[str, dict[str, str] | None]:
+    async def checksums(self) -> HeldChecksums:
         with stand_in_gpu.on_stand_in_gpu():  # a mode is its thread's
             whole = {
                 name: torch.cat([parts[at].flatten() for at in sorted(parts)])
@@ -94,7 +94,7 @@ class Server(ServerClient):
             sums = {name: written(int(checksum(tensor))) for name, tensor in whole.items()}
             on_cpu = {name: written(int(checksum(tensor.cpu()))) for name, tensor in whole.items()}
         assert sums == on_cpu
-        return "whole", sums
+        return HeldChecksums("whole", (sums,))
 
 
 def errors(directory: Path, name: str) -> tuple[int, list[str]]:

@@ -419,7 +419,10 @@ def test_checkpoint_of_which_a_file_is_gone_or_that_is_of_another_schema(
         "schema": 3,
     }
     (path / checkpoint.META).write_text(json.dumps(without_checksums))
-    with pytest.raises(MegarlError, match=r"megarl.json: schema 3, this version of megarl reads 4"):
+    with pytest.raises(
+        MegarlError,
+        match=r"megarl.json: written in schema version 3, this version of megarl reads 4",
+    ):
         checkpoint.load_model(path, chunks)
 
 

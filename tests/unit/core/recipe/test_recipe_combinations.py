@@ -287,17 +287,6 @@ def test_servers_in_fp8_go_with_bf16() -> None:
     assert recipe.serving.fp8_keys == ("serving.quantization", "serving.kv_cache_dtype")
 
 
-def test_a_teachers_gpus_have_a_part_of_each_expert() -> None:
-    recipe = from_tree(
-        {
-            "serving": {"expert_parallel": True},
-            "resources": {"server_tensor_parallel": 4, "teacher_tensor_parallel": 2},
-            "teacher": {"path": "teacher"},
-        }
-    )
-    assert (recipe.expert_ranks, recipe.teacher_recipe.expert_ranks) == (4, 1)
-
-
 def test_all_impossible_combinations_are_said_at_once() -> None:
     with pytest.raises(MegarlError) as error:
         from_tree({"loss": {"kind": "cispp"}, "model": {"tensor_parallel": 2}})

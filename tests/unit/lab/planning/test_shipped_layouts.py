@@ -62,7 +62,8 @@ STATED = {
     "scalerl-17bx16-h100": Cluster("h100", 80, "llama-4-scout"),
     "qwen3-8b-2nodes": TWO_NODES,
     "qwen3-8b-zero": TWO_NODES,
-    "qwen3-8b-distill": TWO_NODES,
+    # The teacher has the other four of its sixteen.
+    "qwen3-8b-distill": TWO_NODES._replace(gpus=12),
     "qwen3-30b-a3b-2nodes": Cluster("h100", 16, "qwen3-30b-a3b"),
 }
 LIKE_ANOTHER = ("gspo", "scalerl-8b-math-code", "minimax-m1", "qwen3-8b-zero")
