@@ -121,7 +121,7 @@ def line(frame: Frame) -> str:
     if observer.rows:
         parts.append(f"{show(recent(observer, 'tokens_per_second'))} tok/s")
         parts.append(f"lag {show(row.get('lag_mean'), ',.1f')}/{show(row.get('lag_max'))}")
-        parts.append(f"parity {parity.shown(observer.compared)}")
+        parts.append(f"parity {parity.kernels_text(observer.compared)}")
     return "  ".join(parts)
 
 
@@ -320,7 +320,7 @@ def _parity(row: Row) -> str:
     others = [f"{cause.replace('_kv', ' KV')} {show(mean, '.1e')}" for cause, mean in means.items()]
     if row.get("parity_routing") is not None:
         others.append(f"experts {row['parity_routing']:.1%}")
-    return " · ".join([f"{parity.shown(row)}{tail}", *others])
+    return " · ".join([f"{parity.kernels_text(row)}{tail}", *others])
 
 
 def _task(observer: Observer, task: str) -> str:

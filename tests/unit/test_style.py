@@ -25,7 +25,6 @@ NOT_YET = (
     "megarl/core/journal/records.py",
     "megarl/core/recipe",
     "megarl/core/server",
-    "megarl/core/weights",
     "megarl/lab/doctor.py",
     "megarl/lab/dry_run.py",
     "megarl/lab/jobset.py",

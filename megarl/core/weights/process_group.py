@@ -209,7 +209,7 @@ class ProcessGroupTransport:
                 return Sent(
                     errors, attempt.checksums, attempt.bytes, attempt.unchecked, attempt.experts
                 )
-            if attempt.unmade and self._last.whole:
+            if attempt.unmade and self._last.sends_all:
                 reason = f"the learner could not make what it sends: {attempt.unmade}"
                 errors |= dict.fromkeys(alive, f"publishing version {version}: {reason}")
                 self._leave(fleet)
@@ -218,7 +218,7 @@ class ProcessGroupTransport:
             reason = "; ".join(server_errors.values()) or attempt.broken
             log.warning("sending version %d again: %s", version, reason)
             self._leave(fleet)
-            self._last.whole = True  # it is unknown which deltas a server has added
+            self._last.sends_all = True  # it is unknown which deltas a server has added
         errors |= dict.fromkeys(
             alive, f"publishing version {version}: its process groups broke in every attempt"
         )

@@ -89,7 +89,7 @@ log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """One learner rank's part in publication; `publish` is collective over all ranks."""
+    """One rank's part in publication; `publish` is collective over all ranks."""
 
     def __init__(
         self, recipe: Recipe, endpoints: Endpoints, chunks: Sequence[Module], family: Family
@@ -134,7 +134,7 @@ class Publisher:
         checksums: dict[int, str] = {}
         sent: Sent | None = None
         started = time.monotonic()
-        self._last.whole = from_rank_0(leader and self._needs_whole(fleet))
+        self._last.sends_all = from_rank_0(leader and self._needs_whole(fleet))
 
         def send() -> Sent:
             sent = self._transport.send(fleet, _without(fleet.servers, errors), command.version)

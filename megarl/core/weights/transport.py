@@ -51,6 +51,24 @@ class Sent:
     experts: dict[RankParameter, str] = field(default_factory=dict)
 
 
+def merged(results: Iterable[Sent]) -> Sent:
+    """Return what several ranks have sent, to different servers or in different parts,
+    as one result. Bytes are those of the rank that sent most.
+    """
+    errors: dict[int, str] = {}
+    checksums: dict[str, str] = {}
+    experts: dict[RankParameter, str] = {}
+    size = 0
+    unchecked = ""
+    for sent in results:
+        errors |= sent.errors
+        checksums |= sent.checksums
+        experts |= sent.experts
+        size = max(size, sent.bytes)
+        unchecked = unchecked or sent.unchecked
+    return Sent(errors, checksums, size, unchecked, experts)
+
+
 class Transport(Protocol):
     """Sends weights from a learner rank to servers. staged: into a copy
     (server/staging.py), to be swapped in.
