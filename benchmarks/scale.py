@@ -91,7 +91,7 @@ def routing(servers: int) -> float:
     async def work() -> float:
         membership = Membership([ServerAddress(i, "") for i in range(servers)])
         for i in range(servers):
-            membership.seen(i)
+            membership.answered(i)
         membership.publish(range(servers), 0, "learner")
         for i in range(servers):
             membership.published(i, 0, "learner", "")

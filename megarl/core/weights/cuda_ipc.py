@@ -88,7 +88,7 @@ class CudaIpcTransport:
             alive = [i for i in mine if i not in errors]
             errors |= self._hand_over(fleet, alive, bucket, fleet.version if is_last else None)
         alive = [i for i in mine if i not in errors]
-        errors |= fleet.each(alive, lambda server: server.end())[1]
+        errors |= fleet.each(alive, lambda server: server.end_update())[1]
         expected = checksums.expected()
         expected_experts = checksums.expected_experts()
         return Sent(errors, expected, size, checksums.failed, expected_experts)
@@ -167,4 +167,4 @@ async def _check_and_begin(server: ServerClient) -> None:
             f"it is not on the learner's {missing}; set resources.colocate=true, or"
             " weights.transport=process_group",
         )
-    await server.begin()
+    await server.begin_update()

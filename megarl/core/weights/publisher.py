@@ -190,7 +190,7 @@ class Publisher:
         if expected is None:
             return True
         answers, failed = fleet.each(fleet.servers, lambda server: server.checksums())
-        wrong = [i for i, answer in answers.items() if answer.whole != expected[i]]
+        wrong = [i for i, answer in answers.items() if answer.combined != expected[i]]
         if wrong:
             log.warning(
                 "%s: not the weights that were sent; sending all values of version %d",
@@ -233,7 +233,7 @@ class Publisher:
                 if wrong:
                     problems[i] = f"{len(wrong)} differ, such as {wrong[0]}"
                 else:
-                    checksums[i] = answer.whole
+                    checksums[i] = answer.combined
             problems |= _minority(checksums)
         for i, problem in problems.items():
             errors[i] = f"publishing version {fleet.version} to server {i}: checksum: {problem}"
