@@ -328,7 +328,7 @@ def publication(url: str, servers: int) -> float:
     begin = time.process_time()
     with closing(Fleet(clients, 0)) as fleet:
         for call in calls:
-            results, errors = fleet.each(fleet.servers, call)
+            results, errors = fleet.call_each(fleet.servers, call)
             assert len(results) == servers, next(iter(errors.values()))
         return time.process_time() - begin
 

@@ -250,7 +250,7 @@ def _run_step(staging: Any, updater: Any, request: Any, limit_s: float) -> Any:
     arguments = msgspec.json.decode(request.names[0])
     groups = updater._model_update_group
     steps: dict[str, Callable[[], Any]] = {
-        BEGIN: lambda: staging.begin(live, get_serving().weight_version, **arguments),
+        BEGIN: lambda: staging.open_version(live, get_serving().weight_version, **arguments),
         JOIN: lambda: _join_group(updater, limit_s, **arguments),
         RECEIVE: lambda: staging.receive(groups[arguments["group"]]),
         CHECKSUMS: staging.checksums,

@@ -76,7 +76,7 @@ class CudaIpcTransport:
         if not mine:
             deque(self._weights.gathered(), maxlen=0)
             return Sent({}, {}, 0)
-        errors = fleet.each(mine, _check_and_begin)[1]
+        errors = fleet.call_each(mine, _check_and_begin)[1]
         expert_ranks = self._weights.expert_ranks
         checksums = SentChecksums(self._weights.family.architecture, expert_ranks)
         tensors = self._weights.tensors()
@@ -88,7 +88,7 @@ class CudaIpcTransport:
             alive = [i for i in mine if i not in errors]
             errors |= self._hand_over(fleet, alive, bucket, fleet.version if is_last else None)
         alive = [i for i in mine if i not in errors]
-        errors |= fleet.each(alive, lambda server: server.end_update())[1]
+        errors |= fleet.call_each(alive, lambda server: server.end_update())[1]
         expected = checksums.expected()
         expected_experts = checksums.expected_experts()
         return Sent(errors, expected, size, checksums.failed, expected_experts)
@@ -107,7 +107,7 @@ class CudaIpcTransport:
             # gets its own.
             ranks = fleet.servers[i].address.tensor_parallel
             handles[i] = [handle(bucket) for _ in range(ranks)]
-        errors = fleet.each(ids, lambda s: s.take(handles[s.address.id], complete))[1]
+        errors = fleet.call_each(ids, lambda s: s.take(handles[s.address.id], complete))[1]
         if bucket.flat.is_cuda:
             torch.cuda.ipc_collect()
         return errors

@@ -58,7 +58,9 @@ class DiskTransport:
         total = merged(gathered(self._write(fleet, ids, path)))
         errors: dict[int, str] = {}
         if dist.get_rank() == 0:
-            errors = fleet.each(ids, lambda server: server.load(str(path.resolve()), version))[1]
+            errors = fleet.call_each(ids, lambda server: server.load(str(path.resolve()), version))[
+                1
+            ]
             self._remove_old(path)
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         return replace(total, errors=from_rank_0(errors), bytes=size)

@@ -97,7 +97,7 @@ class Offload:
         """Call these servers; return the ids of those for which the call succeeded."""
         servers = [ServerAddress(id=i, url=self._endpoints.servers[i]) for i in ids]
         with closing(open_fleet(servers, self._endpoints, self._limit_s, version)) as fleet:
-            done, failed = fleet.each(fleet.servers, call)
+            done, failed = fleet.call_each(fleet.servers, call)
         for error in failed.values():
             log.warning("memory: %s", error)
         return list(done)

@@ -230,9 +230,9 @@ class ProcessGroupTransport:
         version reveals.
         """
         untold = {i: self._untold.pop(i) for i in ids if i in self._untold}
-        fleet.each(untold, lambda server: server.leave_group(untold[server.address.id]))
+        fleet.call_each(untold, lambda server: server.leave_group(untold[server.address.id]))
         if self._source and self._group is not None and self._members == ids:
-            versions, failed = fleet.each(ids, lambda server: server.served_version())
+            versions, failed = fleet.call_each(ids, lambda server: server.served_version())
             if failed or versions != self._versions:
                 self._leave(fleet)
 
@@ -242,7 +242,7 @@ class ProcessGroupTransport:
         """
         errors: dict[int, str] = {}
         if dist.get_rank() == 0:
-            errors = fleet.each(ids, lambda server: server.stage(version, self._last.base))[1]
+            errors = fleet.call_each(ids, lambda server: server.stage(version, self._last.base))[1]
         return from_rank_0(errors)
 
     def _send_all(self, fleet: Fleet, ids: tuple[int, ...]) -> _Attempt:
@@ -280,9 +280,9 @@ class ProcessGroupTransport:
             self._group = None
             raise
         try:
-            calls.over.result(self._limit_s)
+            calls.end.result(self._limit_s)
         except TimeoutError:
-            calls.over.cancel()
+            calls.end.cancel()
             for i in set(ids) - calls.results.keys() - calls.errors.keys():
                 error = fleet.servers[i].error(
                     "receive", f"no answer within {self._limit_s:g} s (weights.timeout_s)"
@@ -411,7 +411,7 @@ class ProcessGroupTransport:
         absent = [i for i in self._members if i not in fleet.servers]
         present = [i for i in self._members if i in fleet.servers]
         self._untold |= dict.fromkeys(absent, group.name)
-        fleet.each(present, lambda server: server.leave_group(group.name))
+        fleet.call_each(present, lambda server: server.leave_group(group.name))
 
 
 def _own_address(server: ServerClient) -> str:

@@ -154,12 +154,12 @@ class Publisher:
             arrived = time.monotonic()
             if self._transport.staged and leader:
                 complete = _without(fleet.servers, errors)
-                errors |= fleet.each(complete, lambda server: server.swap(command.version))[1]
+                errors |= fleet.call_each(complete, lambda server: server.swap(command.version))[1]
         finally:
             if leader:
                 dirty = [i for i in fleet.servers if sent is None or i in errors]
-                fleet.each(dirty, lambda server: server.abort_all())
-                errors = fleet.each(fleet.servers, lambda server: server.resume())[1] | errors
+                fleet.call_each(dirty, lambda server: server.abort_all())
+                errors = fleet.call_each(fleet.servers, lambda server: server.resume())[1] | errors
         resumed = time.monotonic()
         if not leader:
             return None
@@ -189,7 +189,7 @@ class Publisher:
         expected = self._last.expected(fleet.servers)
         if expected is None:
             return True
-        answers, failed = fleet.each(fleet.servers, lambda server: server.checksums())
+        answers, failed = fleet.call_each(fleet.servers, lambda server: server.checksums())
         wrong = [i for i, answer in answers.items() if answer.combined != expected[i]]
         if wrong:
             log.warning(
@@ -203,7 +203,7 @@ class Publisher:
         """Pause these servers; return errors by server id. COLLECTIVE."""
         errors: dict[int, str] = {}
         if dist.get_rank() == 0:
-            errors = fleet.each(ids, self._stop)[1]
+            errors = fleet.call_each(ids, self._stop)[1]
         return from_rank_0(errors)
 
     async def _stop(self, server: ServerClient) -> None:
@@ -226,7 +226,7 @@ class Publisher:
             problem = f"the learner could not compute what to expect: {sent.unchecked}"
             problems = dict.fromkeys(receivers, problem)
         else:
-            answers, failed = fleet.each(receivers, self._received_checksums)
+            answers, failed = fleet.call_each(receivers, self._received_checksums)
             errors |= failed
             for i, answer in answers.items():
                 wrong = _wrong_parameters(sent, answer)
