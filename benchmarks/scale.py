@@ -91,7 +91,7 @@ def routing(servers: int) -> float:
     async def work() -> float:
         membership = Membership([ServerAddress(i, "") for i in range(servers)])
         for i in range(servers):
-            membership.seen(i)
+            membership.answered(i)
         membership.publish(range(servers), 0, "learner")
         for i in range(servers):
             membership.published(i, 0, "learner", "")
@@ -328,7 +328,7 @@ def publication(url: str, servers: int) -> float:
     begin = time.process_time()
     with closing(Fleet(clients, 0)) as fleet:
         for call in calls:
-            results, errors = fleet.each(fleet.servers, call)
+            results, errors = fleet.call_each(fleet.servers, call)
             assert len(results) == servers, next(iter(errors.values()))
         return time.process_time() - begin
 

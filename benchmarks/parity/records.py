@@ -63,7 +63,7 @@ class ComparedRollout:
         return RolloutScores(
             behaviour=np.float32(self.behaviour),
             sampled_at=np.float32(self.sampled_at),
-            served=np.float32(self.served),
+            rescored=np.float32(self.served),
             learner=np.float32(self.learner),
             lag=np.ones(count, np.int64),
             position=self.first + np.arange(count),
@@ -149,7 +149,7 @@ class KeptRollout:
         return RolloutScores(
             behaviour=logprob - apart["decode"],
             sampled_at=logprob,
-            served=logprob - apart["kernels"],
+            rescored=logprob - apart["kernels"],
             learner=logprob,
             lag=np.ones(count, np.int64),
             position=self.first + np.arange(count),
@@ -262,7 +262,7 @@ def measurements(rollouts: Sequence[ComparedRollout], server: int = 0) -> list[M
     """Return the rollouts as a run's comparisons, PARITY_ROLLOUTS each."""
     found = []
     for at in range(0, len(rollouts) - PARITY_ROLLOUTS + 1, PARITY_ROLLOUTS):
-        scores = RolloutScores.joined(
+        scores = RolloutScores.concatenate(
             [each.scores(server) for each in rollouts[at : at + PARITY_ROLLOUTS]]
         )
         found.append(Measurement(len(found) + 1, scores, PARITY_ROLLOUTS))

@@ -98,7 +98,7 @@ def line(frame: ViewFrame) -> str:
     if state.rows:
         parts.append(f"{show(recent(state, 'tokens_per_second'))} tok/s")
         parts.append(f"lag {show(row.get('lag_mean'), ',.1f')}/{show(row.get('lag_max'))}")
-        parts.append(f"parity {parity.shown(state.compared)}")
+        parts.append(f"parity {parity.kernels_text(state.compared)}")
     return "  ".join(parts)
 
 
@@ -298,7 +298,7 @@ def _parity(row: Row) -> str:
     """
     if row.get("parity_mean/kernels") is None:
         return "–"
-    text = parity.shown(row)
+    text = parity.kernels_text(row)
     if row["parity_mean/kernels"]:
         text += f" (99 %: {show(row.get('parity_p99/kernels'), '.1e')})"
     texts = [text]

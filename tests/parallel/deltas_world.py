@@ -109,7 +109,7 @@ class StandInFleet:
         self.servers = servers
         self.version = version
 
-    def each(
+    def call_each(
         self, ids: Iterable[int], call: Callable[[Any], Coroutine[Any, Any, Any]]
     ) -> tuple[dict[int, Any], dict[int, str]]:
         results = {}

@@ -200,7 +200,7 @@ async def test_an_update_left_open_by_a_lost_learner_does_not_hinder_the_next(
 ) -> None:
     async with stack.client() as client:
         await client.pause("in_place")
-        await client.begin()
+        await client.begin_update()
         assert_good(await asyncio.to_thread(publish, stack, learner, "a", 31))
         assert (await client.generate(PROMPT, 5)).spans[0].version == 31
 

@@ -24,7 +24,6 @@ NOT_YET = (
     "megarl/core/journal/records.py",
     "megarl/core/recipe",
     "megarl/core/server",
-    "megarl/core/weights",
     "megarl/lab/jobset.py",
     "megarl/lab/study",
     "megarl/lab/submit.py",

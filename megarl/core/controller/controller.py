@@ -441,7 +441,7 @@ class Controller:
         """Count the GPUs, or on CPUs the machines, of the servers that have joined."""
         own_machine = urlsplit(self._address).hostname
         devices = 0
-        for member in self.servers.membership.joined().values():
+        for member in self.servers.membership.joined_servers().values():
             machine = urlsplit(member.address.url).hostname
             # All cores of the controller's own machine are counted already.
             if self.compute.unit == "gpu" or machine != own_machine:

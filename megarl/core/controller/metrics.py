@@ -78,7 +78,7 @@ class Meter:
         growth = list(self._last_step.growth(earlier).values())
         limits = [use.limit for use in self._places.use.values()]
         clean = self._places.membership.clean()
-        joined_servers = self._places.membership.joined()
+        joined_servers = self._places.membership.joined_servers()
         metrics = {
             "servers": float(len(clean)),
             "servers_joined": float(len(clean.keys() & joined_servers.keys())),

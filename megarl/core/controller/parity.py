@@ -264,7 +264,7 @@ class Parity:
                 serving.result(), result.logprobs, result.against, strict=True
             )
         ]
-        scores = RolloutScores.joined(by_rollout)
+        scores = RolloutScores.concatenate(by_rollout)
         measurement = Measurement(
             result.version, scores, len(by_rollout), result.choices, result.differing
         )
@@ -339,7 +339,7 @@ def rollout_scores(
     return RolloutScores(
         behaviour=behaviour[trained],
         sampled_at=sampled_at[trained],
-        served=_finite_or_never(served_scores.logprobs[trained]),
+        rescored=_finite_or_never(served_scores.logprobs[trained]),
         learner=_finite_or_never(learner[trained]),
         lag=version - versions[trained],
         position=positions[trained],

@@ -118,7 +118,7 @@ class Servers:
         if life == self._lives[server]:
             log.warning("server %d is lost: %s", server, reason)
             self._lives[server] += 1
-            self.membership.lost(server)
+            self.membership.lose(server)
             spans.event(f"server {server}/busy", "lost", reason=reason)
             self._changed()
 
@@ -181,7 +181,7 @@ class Servers:
         while True:
             await asyncio.sleep(LOAD_S)
             clients = dict(self.clients)  # a copy: servers may leave while they are asked
-            fan = Fan[ServerLoad](clients, set(), self.membership.joined())
+            fan = Fan[ServerLoad](clients, set(), self.membership.joined_servers())
             await fan.run(self.membership.clean(), lambda client: client.current_load())
             # Some may have left in between.
             for server in fan.results.keys() & self.clients.keys():
@@ -198,7 +198,7 @@ class Servers:
         has_left = member is None or not member.away
         if not aborted or has_left:
             return
-        self.membership.seen(server)
+        self.membership.answered(server)
         spans.event(f"server {server}/busy", "up")
         log.info("server %d at %s is up", server, self.clients[server].address.url)
         self._changed()
@@ -247,7 +247,7 @@ class Servers:
         """Answer a server that leaves: Ack once it is forgotten, before that Wait, so
         that it asks again.
         """
-        members = self.membership.joined().items()
+        members = self.membership.joined_servers().items()
         leaving = [server for server, member in members if member.life == message.life]
         if not leaving:
             return Ack()

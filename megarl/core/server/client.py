@@ -49,9 +49,11 @@ from megarl.core.server.relay import (
     ServerQuestion,
 )
 
-BEGIN, JOIN, RECEIVE, CHECKSUMS, SWAP = (
-    f"staged_{step}" for step in ("begin", "join", "receive", "checksums", "swap")
-)
+BEGIN = "staged_begin"
+JOIN = "staged_join"
+RECEIVE = "staged_receive"
+CHECKSUMS = "staged_checksums"
+SWAP = "staged_swap"
 """Steps in which a server gets weights (staging.py)."""
 RUNNING = "running"
 """The scheduler's reply if a step has not ended yet; the call is then repeated."""
@@ -98,14 +100,18 @@ class VersionSpan(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """A finished request."""
+    """A finished request. tokens: [n] int32, with the stop token. logprobs: [n]
+    float32. spans: cover 0 … n in order. routing: the chosen experts
+    (Architecture.routed_experts) if they were asked for. cached: tokens of the input
+    that the server had in its cache.
+    """
 
-    tokens: np.ndarray  # [n] int32, with the stop token
-    logprobs: np.ndarray  # [n] float32
-    spans: tuple[VersionSpan, ...]  # cover 0 … n in order
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    spans: tuple[VersionSpan, ...]
     finish: Literal["stop", "length"]
-    routing: str = ""  # the chosen experts (Architecture.routed_experts) if they were asked for
-    cached: int = 0  # tokens of the input that the server had in its cache
+    routing: str = ""
+    cached: int = 0
 
 
 class Prefill(NamedTuple):
@@ -121,27 +127,27 @@ class Prefill(NamedTuple):
 
 
 class HeldChecksums(NamedTuple):
-    """A server's weights. whole: one checksum over all its ranks. by_rank: the checksum
-    of each rank's parameters, by name.
+    """A server's weights. combined: one checksum over all its ranks. by_rank: the
+    checksum of each rank's parameters, by name.
     """
 
-    whole: str
+    combined: str
     by_rank: tuple[dict[str, str], ...]
 
 
 class ServerLost(MegarlError):
     """The server went away, timed out or aborted the request. tokens, logprobs: what
-    had been received before. alone: the server ended this request for a reason of its
-    own (SGLang gives such a status), and serves the others.
+    had been received before. only_this: the server ended this request for a reason of
+    its own (SGLang gives such a status), and serves the others.
     """
 
     def __init__(
-        self, reason: str, tokens: np.ndarray, logprobs: np.ndarray, alone: bool = False
+        self, reason: str, tokens: np.ndarray, logprobs: np.ndarray, only_this: bool = False
     ) -> None:
         super().__init__(reason)
         self.tokens = tokens
         self.logprobs = logprobs
-        self.alone = alone
+        self.only_this = only_this
 
 
 class ServerRefused(MegarlError):
@@ -199,15 +205,14 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """
     parts = [b""]
     async for piece in pieces:
-        ends = _END in piece or (piece.startswith(b"\n") and parts[-1].endswith(b"\n"))
+        has_end = _END in piece or (piece.startswith(b"\n") and parts[-1].endswith(b"\n"))
         parts.append(piece)
-        if (
-            not ends
-        ):  # a long event, of the chosen experts, comes in a thousand pieces: join them once
+        # A long event, of the chosen experts, comes in many pieces: join them once.
+        if not has_end:
             continue
-        *whole, rest = b"".join(parts).split(_END)
-        parts = [rest]
-        for event in whole:
+        *complete, partial_event = b"".join(parts).split(_END)
+        parts = [partial_event]
+        for event in complete:
             body = event.removeprefix(_PREFIX)
             if body == _DONE:
                 return
@@ -221,9 +226,11 @@ class _TokenRequest:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._tokens, self._logprobs = [int32(())], [float32(())]
+        self._tokens = [int32(())]
+        self._logprobs = [float32(())]
 
     def add(self, chunk: _Chunk) -> None:
+        """Add the tokens of one event."""
         logprobs = chunk.meta_info.output_token_sampling_logprobs
         if logprobs is None:
             logprobs = [entry[0] for entry in chunk.meta_info.output_token_logprobs]
@@ -239,15 +246,18 @@ class _TokenRequest:
         n = min(len(tokens), len(logprobs))
         return tokens[:n], logprobs[:n]
 
-    def lost(self, reason: str) -> ServerLost:
+    def loss(self, reason: str) -> ServerLost:
+        """Return the error of a lost server, with what was received."""
         return ServerLost(f"{self._url} {reason}", *self.received())
 
     def failed(self, status: int, text: str) -> MegarlError:
+        """Return the error of a reply with this status."""
         if status in REFUSALS:
             return ServerRefused(f"{self._url} refused a request ({status}): {text[:500]}")
-        return self.lost(f"answered with status {status}: {text[:500]}")
+        return self.loss(f"answered with status {status}: {text[:500]}")
 
     def aborted(self, finish: _Finish) -> MegarlError:
+        """Return the error of a request that the server aborted."""
         if finish.status_code in REFUSALS:
             return ServerRefused(
                 f"{self._url} refused a request ({finish.status_code}): {finish.message}"
@@ -256,8 +266,8 @@ class _TokenRequest:
         # weights that may be half replaced.
         tokens, logprobs = self.received()
         reason = f"{self._url} aborted a request: {finish.message}"
-        alone = finish.status_code is not None
-        return ServerLost(reason, tokens[:-1], logprobs[:-1], alone)
+        only_this = finish.status_code is not None
+        return ServerLost(reason, tokens[:-1], logprobs[:-1], only_this)
 
 
 class ServerClient:
@@ -325,16 +335,17 @@ class ServerClient:
         `input_ids` on. started: called whenever tokens arrive; the server's cache then
         has the input.
         """
+        sampling = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": _top_k(top_p),
+            "stop_token_ids": list(stop_token_ids),
+            "ignore_eos": ignore_eos,
+        }
         body = {
             "input_ids": np.asarray(input_ids).tolist(),
-            "sampling_params": {
-                "max_new_tokens": max_new_tokens,
-                "temperature": temperature,
-                "top_p": top_p,
-                "top_k": TOP_K_WITH_TOP_P if top_p < 1.0 else -1,
-                "stop_token_ids": list(stop_token_ids),
-                "ignore_eos": ignore_eos,
-            },
+            "sampling_params": sampling,
             "return_logprob": True,
             "return_sampling_mask": top_p < 1.0,
             "return_routed_experts": routing_from is not None,
@@ -342,6 +353,9 @@ class ServerClient:
             "cache_salt": cache_salt,
             "stream": True,
         }
+        return await self._generate(body, started)
+
+    async def _generate(self, body: dict[str, object], started: Callable[[], None]) -> Generation:
         request = _TokenRequest(self.address.url)
         retractions = 0
         async with self._replying(request, body) as reply:
@@ -355,17 +369,9 @@ class ServerClient:
                 meta = chunk.meta_info
                 self.retractions += meta.num_retractions - retractions
                 retractions = meta.num_retractions
-                if (finish := meta.finish_reason) is None:
-                    continue
-                if finish.type == "abort":
-                    raise request.aborted(finish)
-                spans = tuple(
-                    VersionSpan(int(s.version), s.start, s.end) for s in meta.weight_versions
-                )
-                return Generation(
-                    *request.received(), spans, finish.type, meta.routed_experts, meta.cached_tokens
-                )
-        raise request.lost("ended a stream before its last token")
+                if meta.finish_reason is not None:
+                    return _generation(request, meta, meta.finish_reason)
+        raise request.loss("ended a stream before its last token")
 
     async def score(
         self,
@@ -394,7 +400,7 @@ class ServerClient:
         }
         request = _TokenRequest(self.address.url)
         async with self._replying(request, body) as reply:
-            metas = [each["meta_info"] for each in msgspec.json.decode(await reply.read())]
+            metas = [item["meta_info"] for item in msgspec.json.decode(await reply.read())]
         for meta in metas:
             if meta["finish_reason"]["type"] == "abort":
                 raise request.aborted(msgspec.convert(meta["finish_reason"], _Finish))
@@ -423,9 +429,9 @@ class ServerClient:
                 finally:
                     self._replies.discard(reply)
         except TimeoutError:
-            raise request.lost(f"sent nothing for a request for {self._timeout_s:g} s") from None
+            raise request.loss(f"sent nothing for a request for {self._timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-            raise request.lost(_why_lost(error)) from None
+            raise request.loss(_reason_of_loss(error)) from None
 
     async def health(self) -> bool:
         """Return whether the server replies within HEALTH_LIMIT_S that it accepts
@@ -442,17 +448,11 @@ class ServerClient:
         nucleus compiles kernels, for a minute or two in which a server answers nothing
         and would count as lost.
         """
-        narrow = top_p < 1.0
-        sampling = {
-            "max_new_tokens": 1,
-            "top_p": top_p,
-            "top_k": TOP_K_WITH_TOP_P if narrow else -1,
-        }
         body = {
             "input_ids": [0],
-            "sampling_params": sampling,
+            "sampling_params": {"max_new_tokens": 1, "top_p": top_p, "top_k": _top_k(top_p)},
             "return_logprob": True,
-            "return_sampling_mask": narrow,
+            "return_sampling_mask": top_p < 1.0,
         }
         await self._call("generate a token", "/generate", body, self._timeout_s, self._api_key)
 
@@ -461,6 +461,7 @@ class ServerClient:
         await self._call("pause", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
+        """Continue the requests of a paused server."""
         await self._call("continue", "/continue_generation", {"torch_empty_cache": False})
 
     async def abort_all(self) -> None:
@@ -471,29 +472,30 @@ class ServerClient:
         """Return the version that the server labels tokens with; -1 if nothing was
         published to this process.
         """
-        said = await self._call("ask for its version", "/model_info", key=self._api_key)
-        return int(said["weight_version"])
+        reply = await self._call("ask for its version", "/model_info", key=self._api_key)
+        return int(reply["weight_version"])
 
     async def current_load(self) -> ServerLoad:
         """Return how busy the server is, as its scheduler last reported."""
-        said = await self._call("ask for its load", "/v1/loads", key=self._api_key)
+        reply = await self._call("ask for its load", "/v1/loads", key=self._api_key)
         try:
-            (of_all,) = said["loads"]
-            return ServerLoad(float(of_all["token_usage"]), int(of_all["num_waiting_reqs"]))
+            (load,) = reply["loads"]
+            return ServerLoad(float(load["token_usage"]), int(load["num_waiting_reqs"]))
         except (KeyError, TypeError, ValueError):
-            raise self.error("ask for its load", f"an answer without it: {said}") from None
+            raise self.error("ask for its load", f"an answer without it: {reply}") from None
 
-    async def begin(self) -> None:
-        """Open an update of weights, after closing one that a lost learner left open."""
+    async def begin_update(self) -> None:
+        """Open an update of weights; first close one that a lost learner left open."""
         try:
             await self._call("begin", "/begin_weight_update", {})
         except ServerSaid as error:
             if "already open" not in str(error):
                 raise
-            await self.end()
+            await self.end_update()
             await self._call("begin", "/begin_weight_update", {})
 
-    async def end(self) -> None:
+    async def end_update(self) -> None:
+        """Close the update of weights."""
         await self._call("end", "/end_weight_update", {}, self._timeout_s)
 
     async def stage(self, version: int, base: int | None = None) -> None:
@@ -520,6 +522,7 @@ class ServerClient:
         await self._staging("form a process group", JOIN, arguments, self._timeout_s, once=True)
 
     async def leave_group(self, name: str) -> None:
+        """Make the server's ranks leave a process group, if they are in it."""
         await self._call(
             "leave a process group", "/destroy_weights_update_group", {"group_name": name}
         )
@@ -532,9 +535,8 @@ class ServerClient:
 
     async def staged_checksums(self) -> HeldChecksums:
         """Return what `checksums` will return after the swap."""
-        return _of_all_ranks(
-            _decoded(await self._staging("checksum", CHECKSUMS, {}, self._timeout_s))
-        )
+        reply = await self._staging("checksum", CHECKSUMS, {}, self._timeout_s)
+        return _of_all_ranks(_decoded(reply))
 
     async def swap(self, version: int) -> None:
         """Replace the paused server's weights by the staged ones, and label tokens with
@@ -544,7 +546,7 @@ class ServerClient:
 
     async def _staging(
         self,
-        what: str,
+        task: str,
         step: str,
         arguments: object,
         limit_s: float,
@@ -552,18 +554,20 @@ class ServerClient:
         once: bool = False,
         version: str | None = None,
     ) -> str:
-        """Call a step of staging and return the reply of the server's ranks, in JSON."""
-        names = [msgspec.json.encode(arguments).decode()]
+        """Call a step of staging and return the reply of the server's ranks, in JSON.
+        task: the name of the step in errors.
+        """
         body = {
-            "names": names,
+            "names": [msgspec.json.encode(arguments).decode()],
             "dtypes": [],
             "shapes": [],
             "load_format": step,
             "weight_version": version,
+            "flush_cache": False,
         }
         path = "/update_weights_from_distributed"
-        said = await self._call(what, path, body | {"flush_cache": False}, limit_s, once=once)
-        return str(said["message"])
+        reply = await self._call(task, path, body, limit_s, once=once)
+        return str(reply["message"])
 
     async def take(self, handles: list[str], complete: int | None) -> None:
         """Copy a bucket from the learner's memory, with one handle per server rank.
@@ -584,15 +588,14 @@ class ServerClient:
 
     async def checksums(self) -> HeldChecksums:
         """Return the checksums of the weights that the server computes with."""
-        said = await self._call(
-            "checksum", "/weights_checker", {"action": "checksum"}, self._timeout_s
-        )
-        return _of_all_ranks(said["ranks"])
+        body = {"action": "checksum"}
+        reply = await self._call("checksum", "/weights_checker", body, self._timeout_s)
+        return _of_all_ranks(reply["ranks"])
 
     async def device_identity(self) -> DeviceIdentity:
-        return msgspec.convert(
-            await self._call("ask for its devices", "/device_identity"), DeviceIdentity
-        )
+        """Return the server's machine and GPUs."""
+        reply = await self._call("ask for its devices", "/device_identity")
+        return msgspec.convert(reply, DeviceIdentity)
 
     async def release_memory(self) -> None:
         """Release the KV memory of a server that was paused with its requests
@@ -606,8 +609,9 @@ class ServerClient:
         """
         await self._call("resume memory", "/resume_memory_occupation", {"tags": ["kv_cache"]})
 
-    def error(self, step: str, what: str, kind: type[MegarlError] = MegarlError) -> MegarlError:
-        return kind(f"server {self.address.id} ({self.address.url}): {step}: {what}")
+    def error(self, step: str, reason: str, kind: type[MegarlError] = MegarlError) -> MegarlError:
+        """Return an error that names this server and the step."""
+        return kind(f"server {self.address.id} ({self.address.url}): {step}: {reason}")
 
     async def _call(
         self,
@@ -621,36 +625,36 @@ class ServerClient:
         """Return the reply's JSON, None if it has none. Without a body this is a GET.
         key: default the admin key.
         """
-        limit_s = min(self._timeout_s, CONTROL_LIMIT_S) if limit_s is None else limit_s
+        if limit_s is None:
+            limit_s = min(self._timeout_s, CONTROL_LIMIT_S)
+        if key is None:
+            key = self._admin_key
         data = b"" if body is None else msgspec.json.encode(body)
-        key = self._admin_key if key is None else key
         status, text = await self._ask(ServerQuestion(path, data, key, limit_s, once))
         if status == relay.RELAY_LOST:
             raise self.error(step, text, RelayLost)
+        if status == relay.SILENT and limit_s == self._timeout_s:
+            raise self.error(step, f"{text} (weights.timeout_s)")
         if status in (relay.SILENT, relay.UNREACHABLE):
-            setting = (
-                " (weights.timeout_s)"
-                if status == relay.SILENT and limit_s == self._timeout_s
-                else ""
-            )
-            raise self.error(step, text + setting)
-        said = _decoded(text)
+            raise self.error(step, text)
+        reply = _decoded(text)
         if status != relay.OK:
-            fields = said if isinstance(said, dict) else {}
+            fields = reply if isinstance(reply, dict) else {}
             message = str(fields.get("message") or fields.get("error") or text)
             raise self.error(step, f"{status}: {message[:500]}", ServerSaid)
-        return said
+        return reply
 
     @cached_property
     def asking(self) -> "ServerClient":
         """The same client, except that its calls send their questions to the Fan
         (fleet.py) that drives them.
         """
-        other = copy(self)
-        other._ask = relay.ask
-        return other
+        client = copy(self)
+        client._ask = relay.ask
+        return client
 
     async def exchange(self, question: ServerQuestion) -> ServerAnswer:
+        """Ask the server directly. Failures are answers, too."""
         return await relay.exchange(self._connections(), self.address.url, question)
 
     async def relay(
@@ -667,16 +671,18 @@ class ServerClient:
             async with self._connections().post(
                 url, data=data, headers=headers, timeout=limit
             ) as reply:
-                rest = b""
+                if reply.status != relay.OK:
+                    await reply.read()
+                    return
+                partial_line = b""
                 async for piece in reply.content.iter_any():
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in lines if reply.status == relay.OK else ():
+                    *lines, partial_line = (partial_line + piece).split(b"\n")
+                    for line in lines:
                         await heard(msgspec.json.decode(line, type=RelayedAnswer))
 
     def _connections(self) -> aiohttp.ClientSession:
-        if (
-            self._session is None
-        ):  # it belongs to the running event loop, so it is made at the first request
+        # It belongs to the running event loop, so it is made at the first request.
+        if self._session is None:
             connector = aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=relay.KEEP_ALIVE_S, socket_factory=_socket
             )
@@ -688,21 +694,38 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
     """Make a socket whose connection ends soon after the other machine is gone; by
     default Linux takes a quarter of an hour.
     """
-    made = socket.socket(*address[:3])
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, SYN_RETRIES)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNACKNOWLEDGED_S))
-    return made
+    family, kind, protocol, *_ = address
+    client_socket = socket.socket(family, kind, protocol)
+    client_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, SYN_RETRIES)
+    client_socket.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNACKNOWLEDGED_S)
+    )
+    return client_socket
 
 
-def _why_lost(error: Exception) -> str:
+def _top_k(top_p: float) -> int:
+    """Return SGLang's top_k for requests with this top_p; -1 for no limit."""
+    return TOP_K_WITH_TOP_P if top_p < 1.0 else -1
+
+
+def _generation(request: _TokenRequest, meta: _Meta, finish: _Finish) -> Generation:
+    """Return the finished request, or raise the error of an aborted one."""
+    if finish.type == "abort":
+        raise request.aborted(finish)
+    spans = tuple(
+        VersionSpan(int(span.version), span.start, span.end) for span in meta.weight_versions
+    )
+    tokens, logprobs = request.received()
+    return Generation(tokens, logprobs, spans, finish.type, meta.routed_experts, meta.cached_tokens)
+
+
+def _reason_of_loss(error: Exception) -> str:
     """Return what happened to a request. JSON has no NaN: SGLang writes null in its
     place.
     """
-    if (
-        isinstance(error, msgspec.ValidationError)
-        and "got `null`" in str(error)
-        and "logprobs" in str(error)
-    ):
+    text = str(error)
+    is_invalid = isinstance(error, msgspec.ValidationError)
+    if is_invalid and "got `null`" in text and "logprobs" in text:
         cause = "its weights or activations are NaN or infinite"
         advice = "compare the model with `python -m checkpoints_tools verify DIR DIR`"
         return (
@@ -724,17 +747,19 @@ def _decoded(text: str) -> Any:
 
 def _of_all_ranks(ranks: list[JsonObject]) -> HeldChecksums:
     """Read the ranks' answers, in the order of their numbers."""
-    whole = hashlib.sha256("".join(rank["per_gpu_checksum"] for rank in ranks).encode()).hexdigest()
-    return HeldChecksums(whole, tuple(rank["checksums"] for rank in ranks))
+    texts = "".join(rank["per_gpu_checksum"] for rank in ranks)
+    combined = hashlib.sha256(texts.encode()).hexdigest()
+    return HeldChecksums(combined, tuple(rank["checksums"] for rank in ranks))
 
 
 def _prefill(meta: JsonObject) -> Prefill:
     """Read scores from a reply's meta_info. The first entry has no log-prob, because
     nothing precedes it.
     """
-    logprobs = np.array(
-        [entry[0] for entry in meta["input_token_logprobs"][1:]], np.float32
-    )  # None becomes nan
-    others = [entry[0][0] for entry in meta.get("input_token_ids_logprobs", ())[1:]]
-    against = np.array(others, np.float32) if others else np.full_like(logprobs, np.nan)
+    scores = [entry[0] for entry in meta["input_token_logprobs"][1:]]
+    logprobs = np.array(scores, np.float32)  # None becomes nan
+    against = np.full_like(logprobs, np.nan)
+    scores_against = [entry[0][0] for entry in meta.get("input_token_ids_logprobs", ())[1:]]
+    if scores_against:
+        against = np.array(scores_against, np.float32)
     return Prefill(logprobs, against, int(meta["weight_version"]), meta.get("routed_experts", ""))

@@ -14,6 +14,7 @@ it is unknown whether those servers got it.
 """
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Container, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
@@ -36,28 +37,38 @@ type Call[T] = Callable[[ServerClient], Coroutine[Any, Any, T]]
 """A coroutine for one server. It may await only questions to that server."""
 
 
+class _Group(NamedTuple):
+    """Servers that are asked the same by one call. The first one relays it, if there
+    are several.
+    """
+
+    question: ServerQuestion
+    ids: list[int]
+
+
 class Fan[T]:
     """Calls of one kind to several servers. clients, results and errors so far: by
     server id. direct: the set of groups whose relay was lost; it outlives the Fan.
-    joined: ids of the servers that the run did not start. context: begins each error.
+    joined_ids: the servers that the run did not start. context: begins each error.
     """
 
     def __init__(
         self,
         clients: Mapping[int, ServerClient],
         direct: set[int],
-        joined: Container[int] = (),
+        joined_ids: Container[int] = (),
         context: str = "",
     ) -> None:
         self._clients = clients
         self._direct = direct
-        self._joined = joined
+        self._joined_ids = joined_ids
         self._context = context
         self.results: dict[int, T] = {}
         self.errors: dict[int, MegarlError] = {}
         self._running: dict[int, Coroutine[Any, ServerAnswer | None, T]] = {}
 
     async def run(self, ids: Iterable[int], call: Call[T]) -> None:
+        """Make the call to each of these servers; return when all have ended."""
         self._running = {i: call(self._clients[i].asking) for i in ids}
         try:
             await self._ask(self._proceed(self._running, None))
@@ -71,10 +82,10 @@ class Fan[T]:
         """Resume these servers' calls with the answer. Return the questions that they
         ask next, by server id.
         """
-        asked = {}
+        questions = {}
         for i in list(ids):
             try:
-                asked[i] = self._running[i].send(answer)
+                questions[i] = self._running[i].send(answer)
                 continue
             except StopIteration as end:
                 self.results[i] = end.value
@@ -82,22 +93,19 @@ class Fan[T]:
                 error.args = (f"{self._context}{error}",)
                 self.errors[i] = error
             del self._running[i]
-        return asked
+        return questions
 
-    async def _ask(self, asked: Mapping[int, ServerQuestion]) -> None:
-        """Ask all these questions at once, and then those that follow from the answers."""
-        same: list[tuple[ServerQuestion, list[int]]] = []
-        for i, question in asked.items():
-            if not same or question != same[-1][0]:
-                same.append((question, []))
-            same[-1][1].append(i)
-        groups = [(question, group) for question, ids in same for group in self._grouped(ids)]
+    async def _ask(self, questions: Mapping[int, ServerQuestion]) -> None:
+        """Ask all these questions at once, then those that follow from the answers."""
+        groups: list[_Group] = []
+        for question, equal in itertools.groupby(questions, key=lambda i: questions[i]):
+            groups += [_Group(question, ids) for ids in self._grouped(list(equal))]
         if len(groups) == 1:
-            await self._ask_group(*groups[0])
+            await self._ask_group(groups[0])
         elif groups:
             async with asyncio.TaskGroup() as tasks:
-                for question, group in groups:
-                    tasks.create_task(self._ask_group(question, group))
+                for group in groups:
+                    tasks.create_task(self._ask_group(group))
 
     def _grouped(self, ids: list[int]) -> list[list[int]]:
         """Return these servers in groups. The first of a group is its relay; a group of
@@ -105,34 +113,41 @@ class Fan[T]:
         """
         if len(self._clients) <= DIRECT:
             return [[i] for i in ids]
+        single: list[list[int]] = []
         groups: dict[int, list[int]] = {}
         for i in ids:
-            alone = i in self._joined or i // GROUP in self._direct
-            groups.setdefault(-1 - i if alone else i // GROUP, []).append(i)
-        return list(groups.values())
+            number = i // GROUP
+            if i in self._joined_ids or number in self._direct:
+                single.append([i])
+            else:
+                groups.setdefault(number, []).append(i)
+        return [*groups.values(), *single]
 
-    async def _ask_group(self, question: ServerQuestion, ids: list[int]) -> None:
+    async def _ask_group(self, group: "_Group") -> None:
+        question, ids = group
+        relay_id = ids[0]
         if len(ids) == 1:
-            return await self._ask(
-                self._proceed(ids, await self._clients[ids[0]].exchange(question))
-            )
-        left = set(ids)
+            answer = await self._clients[relay_id].exchange(question)
+            await self._ask(self._proceed(ids, answer))
+            return
+        unanswered = set(ids)
         urls = [self._clients[i].address.url for i in ids]
         call = RelayedCall(question.path, question.body.decode(), urls, question.limit_s)
 
-        async def heard(said: RelayedAnswer) -> None:
-            some = [ids[p] for p in said.positions]
-            left.difference_update(some)
-            await self._ask(self._proceed(some, ServerAnswer(said.status, said.text)))
+        async def pass_on(answer: RelayedAnswer) -> None:
+            answering = [ids[position] for position in answer.positions]
+            unanswered.difference_update(answering)
+            await self._ask(self._proceed(answering, ServerAnswer(answer.status, answer.text)))
 
-        await self._clients[ids[0]].relay(call, question.key, heard)
-        if left:
-            self._direct.add(ids[0] // GROUP)
-            if question.once:
-                lost = ServerAnswer(RELAY_LOST, f"the relay, server {ids[0]}, was lost")
-                await self._ask(self._proceed(sorted(left), lost))
-            else:
-                await self._ask(dict.fromkeys(sorted(left), question))
+        await self._clients[relay_id].relay(call, question.key, pass_on)
+        if not unanswered:
+            return
+        self._direct.add(relay_id // GROUP)
+        if question.once:
+            loss = ServerAnswer(RELAY_LOST, f"the relay, server {relay_id}, was lost")
+            await self._ask(self._proceed(sorted(unanswered), loss))
+        else:
+            await self._ask(dict.fromkeys(sorted(unanswered), question))
 
 
 class Calls[T](NamedTuple):
@@ -140,37 +155,38 @@ class Calls[T](NamedTuple):
 
     results: dict[int, T]
     errors: dict[int, MegarlError]
-    over: Future[None]
+    end: Future[None]
 
 
 class Fleet:
     """Synchronous calls to several servers at once, to bring them to weights of
     `version`, by an event loop in its own thread. `close` ends it before any later
-    fork; a process that ends without `close` does not wait for it. joined: as in Fan.
+    fork; a process that ends without `close` does not wait for it. joined_ids: as in
+    Fan.
     """
 
     def __init__(
-        self, servers: Iterable[ServerClient], version: int, joined: Container[int] = ()
+        self, servers: Iterable[ServerClient], version: int, joined_ids: Container[int] = ()
     ) -> None:
         self.servers = {s.address.id: s for s in servers}
         self.version = version
-        self._joined = joined
+        self._joined_ids = joined_ids
         self._direct: set[int] = set()
-        self._loop, self._over = asyncio.new_event_loop(), asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="publish", daemon=True)
         self._thread.start()
 
     def start[T](self, ids: Iterable[int], call: Call[T]) -> Calls[T]:
-        fan = Fan[T](
-            self.servers, self._direct, self._joined, f"publishing version {self.version} to "
-        )
-        return Calls(
-            fan.results,
-            fan.errors,
-            asyncio.run_coroutine_threadsafe(fan.run(ids, call), self._loop),
-        )
+        """Start the call to each of these servers."""
+        context = f"publishing version {self.version} to "
+        fan = Fan[T](self.servers, self._direct, self._joined_ids, context)
+        end = asyncio.run_coroutine_threadsafe(fan.run(ids, call), self._loop)
+        return Calls(fan.results, fan.errors, end)
 
-    def each[T](self, ids: Iterable[int], call: Call[T]) -> tuple[dict[int, T], dict[int, str]]:
+    def call_each[T](
+        self, ids: Iterable[int], call: Call[T]
+    ) -> tuple[dict[int, T], dict[int, str]]:
         """Call each of these servers and wait. Return results and texts of errors, by
         server id.
         """
@@ -179,12 +195,12 @@ class Fleet:
 
     def close(self) -> None:
         """Close all connections and drop the calls that use them."""
-        self._loop.call_soon_threadsafe(self._over.set)
+        self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(CLOSE_LIMIT_S)
 
     def _run(self) -> None:
         async def until_closed() -> None:
-            await self._over.wait()
+            await self._closing.wait()
             for server in self.servers.values():
                 await server.close()
 
@@ -195,5 +211,5 @@ def collect[T](calls: Calls[T]) -> tuple[dict[int, T], dict[int, MegarlError]]:
     """Wait for all calls and return their results and errors. Each call has its own
     time limit.
     """
-    calls.over.result()
+    calls.end.result()
     return calls.results, calls.errors

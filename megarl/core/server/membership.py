@@ -1,12 +1,12 @@
 """The servers of a run: which weights each has, and which may be sent requests. Pure:
 no clock, no I/O.
 
-                 seen                 publish                 published
-    starting ───────────► unknown ───────────► publishing ──────────────► clean(v) ──► publishing …
-                             ▲  ▲                   │ error, or a new learner
-       lost ─────────────────┘  └───────────────────┘
-        ▲  seen (it may have restarted: its weights are unknown)
-        └──────── lost, from any state
+              answered            publish               published
+    starting ─────────► unknown ─────────► publishing ────────────► clean(v) ──► …
+                           ▲  ▲                │ error, or a new learner
+       lost ───────────────┘  └────────────────┘
+        ▲  answered (it may have restarted: its weights are unknown)
+        └──────── lose, from any state
 
 Clean servers get requests, and so do publishing ones whose new weights are staged: they
 serve the old ones until the swap. A pinned server (kept at its version by an
@@ -14,13 +14,14 @@ evaluation) is not published to. A clean server whose weights came from an earli
 learner stays in use until the new learner publishes to it. The run's own servers are
 members for ever. Others join and leave:
 
-    join ──► starting ─► … ─► leave, from any state ──► leaving ──► forgotten, once it has no requests and gets no weights
+    join ──► starting ─► … ─► leave, from any state ──► leaving ──► forgotten
                  └ it does not answer, and sends no sign of life for FORGET_S ─► leaving
+
+A leaving server is forgotten once it has no requests and gets no weights.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
 from typing import Literal, NamedTuple
 
 from megarl.core.base.messages import ServerAddress
@@ -59,10 +60,13 @@ def sending_copies(copies: int, stages: int, links: int) -> int:
 def listed(servers: Collection[int]) -> str:
     """Return ids as `servers 0-15, 40`, or `server 3`."""
     ids = set(servers)
-    first = sorted(s for s in ids if s - 1 not in ids)
-    last = sorted(s for s in ids if s + 1 not in ids)
-    runs = ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(first, last, strict=True))
-    return f"server{'s' * (len(ids) > 1)} {runs}"
+    starts = sorted(i for i in ids if i - 1 not in ids)
+    ends = sorted(i for i in ids if i + 1 not in ids)
+    ranges = []
+    for start, end in zip(starts, ends, strict=True):
+        ranges.append(f"{start}-{end}" if start < end else f"{start}")
+    noun = "servers" if len(ids) > 1 else "server"
+    return f"{noun} {', '.join(ranges)}"
 
 
 class ServerLoad(NamedTuple):
@@ -76,24 +80,30 @@ class ServerLoad(NamedTuple):
 
 @dataclass
 class Member:
-    """One server. version: that of a clean server's weights, or the target of a
-    publishing one.
+    """One server.
+
+    version: that of a clean server's weights, or the target of a publishing one.
+    incarnation: the learner that published, or is publishing. failures: publications
+    that failed in a row; failed_version: the version of the last failed one. life:
+    names the process of a joined server; empty: one of the run's own. heard: time in
+    seconds of that process's last sign of life. away_since: time since when the server
+    has been away. receives: it is leaving while the learner still sends it weights.
+    keeps: the version that a publishing server serves until its swap, if weights are
+    staged.
     """
 
     address: ServerAddress
     state: ServerState = "starting"
     version: int = -1
-    incarnation: str = ""  # the learner that published, or is publishing
+    incarnation: str = ""
     pinned: bool = False
-    failures: int = 0  # publications that failed in a row
-    failed_version: int = -1  # the version of the last failed one
-    life: str = ""  # names the process of a joined server; empty: one of the run's own
-    heard: float = 0.0  # time in seconds of that process's last sign of life
-    away_since: float = 0.0  # time since when the server has been away
-    receives: bool = False  # it is leaving while the learner still sends it weights
-    keeps: int | None = (
-        None  # the version that a publishing server serves until its swap, if weights are staged
-    )
+    failures: int = 0
+    failed_version: int = -1
+    life: str = ""
+    heard: float = 0.0
+    away_since: float = 0.0
+    receives: bool = False
+    keeps: int | None = None
 
     @property
     def away(self) -> bool:
@@ -122,14 +132,15 @@ class Membership:
 
     # Events.
 
-    def seen(self, server: int) -> None:
+    def answered(self, server: int) -> None:
+        """Note that the server answers; if it did not before, its weights are unknown."""
         member = self.members[server]
         if member.away:
             member.state = "unknown"
             member.failures = 0
 
-    def lost(self, server: int) -> None:
-        """Note that the server does not answer: its weights and requests count as lost."""
+    def lose(self, server: int) -> None:
+        """Note that the server does not answer: its weights and requests are lost."""
         member = self.members[server]
         if member.state not in ("starting", "leaving"):
             member.state = "lost"
@@ -151,7 +162,9 @@ class Membership:
                     " back"
                 )
             if member.state != "publishing":
-                member.keeps = member.version if self._staged and member.state == "clean" else None
+                member.keeps = None
+                if self._staged and member.state == "clean":
+                    member.keeps = member.version
             member.state = "publishing"
             member.version = version
             member.incarnation = incarnation
@@ -161,17 +174,17 @@ class Membership:
         whether the server is now clean.
         """
         member = self.members.get(server)
-        if member is not None and member.state == "leaving":
+        if member is None:
+            return False
+        if member.state == "leaving":
             member.receives = False
-        if member is None or (member.state, member.version, member.incarnation) != (
-            "publishing",
-            version,
-            incarnation,
-        ):
+        if member.state != "publishing":
+            return False
+        if (member.version, member.incarnation) != (version, incarnation):
             return False
         if error:
             member.state = "unknown"
-            member.failures = member.failures + 1
+            member.failures += 1
             member.failed_version = version
             return False
         member.state = "clean"
@@ -190,6 +203,7 @@ class Membership:
         return broken
 
     def pin(self, server: int) -> None:
+        """Keep a clean server at its version. ValueError if it is not clean."""
         if self.members[server].state != "clean":
             raise ValueError(
                 f"server {server} is {self.describe(server)}: only a clean one can be pinned"
@@ -197,41 +211,47 @@ class Membership:
         self.members[server].pinned = True
 
     def unpin(self, server: int) -> None:
+        """Let the server be published to again."""
         self.members[server].pinned = False
 
     # Servers that the run did not start.
 
-    def join(self, url: str, life: str, wanted: int, tensor_parallel: int, at: float) -> int:
+    def join(self, url: str, life: str, previous_id: int, tensor_parallel: int, at: float) -> int:
         """Note, at time `at` in seconds, a server's sign of life and return its id: the
-        one it had before (`wanted`) if free. A new life at a known address is that
+        one it had before (`previous_id`) if free. A new life at a known address is that
         server, restarted. ValueError if the address belongs to one of the run's own
         servers, or to one that is still leaving.
         """
-        member = self.members.get(wanted)  # avoids a search of all servers for each sign of life
+        # This avoids a search of all servers for each sign of life.
+        member = self.members.get(previous_id)
         if member is None or member.address.url != url:
             member = next((m for m in self.members.values() if m.address.url == url), None)
         if member is None:
-            free = next(
-                s
-                for s in chain([wanted], count(self._own))
-                if s >= self._own and s not in self.members
+            address = ServerAddress(
+                id=self._free_id(previous_id), url=url, tensor_parallel=tensor_parallel
             )
-            member = Member(
-                ServerAddress(id=free, url=url, tensor_parallel=tensor_parallel),
-                life=life,
-                away_since=at,
-            )
-            self.members[free] = member
+            member = Member(address, life=life, away_since=at)
+            self.members[address.id] = member
         server = member.address.id
-        if not member.life or member.state == "leaving":
-            whose = "leaves" if member.life else "is the run's own"
-            raise ValueError(f"server {server} at {url} {whose}")
+        if not member.life:
+            raise ValueError(f"server {server} at {url} is the run's own")
+        if member.state == "leaving":
+            raise ValueError(f"server {server} at {url} leaves")
         if member.life != life:
-            self.lost(server)
+            self.lose(server)
             member.life = life
             member.away_since = at
         member.heard = at
         return server
+
+    def _free_id(self, preferred: int) -> int:
+        """Return an unused id above those of the run's own servers."""
+        if preferred >= self._own and preferred not in self.members:
+            return preferred
+        free = self._own
+        while free in self.members:
+            free += 1
+        return free
 
     def leave(self, server: int) -> None:
         """Note that a joined server is leaving: it gets no more requests or
@@ -243,6 +263,7 @@ class Membership:
         member.pinned = False
 
     def forget(self, server: int) -> None:
+        """Remove a server that has left. ValueError if it has not."""
         member = self.members[server]
         if member.state != "leaving" or member.receives:
             raise ValueError(
@@ -254,39 +275,55 @@ class Membership:
         """Return the joined servers that do not answer and have sent no sign of life
         for FORGET_S.
         """
-        return [s for s, m in self.joined().items() if m.away and at - m.heard > FORGET_S]
+        members = self.joined_servers().items()
+        return [s for s, m in members if m.away and at - m.heard > FORGET_S]
 
     def stuck(self, at: float, limit_s: float) -> list[int]:
         """Return the joined servers that have not answered for `limit_s`. Call this
         regularly: it records which ones answer.
         """
-        for member in self.joined().values():
-            member.away_since = member.away_since if member.away else at
-        return [s for s, m in self.joined().items() if m.away and at - m.away_since > limit_s]
+        stuck = []
+        for server, member in self.joined_servers().items():
+            if not member.away:
+                member.away_since = at
+            elif at - member.away_since > limit_s:
+                stuck.append(server)
+        return stuck
 
-    def joined(self) -> dict[int, Member]:
+    def joined_servers(self) -> dict[int, Member]:
+        """Return the servers that the run did not start."""
         return {s: m for s, m in self.members.items() if m.life}
 
     def leaves(self, server: int) -> bool:
+        """Return whether the server is leaving."""
         return self.members[server].state == "leaving"
 
     # Conclusions.
 
     def clean(self) -> dict[int, int]:
+        """Return the version of each clean server."""
         return {s: m.version for s, m in self.members.items() if m.state == "clean"}
 
     def serving(self) -> dict[int, int]:
         """Return the version of each server that may be sent requests."""
-        return {s: version for s, m in self.members.items() if (version := m.serves) is not None}
+        versions = {}
+        for server, member in self.members.items():
+            version = member.serves
+            if version is not None:
+                versions[server] = version
+        return versions
 
     def serving_version(self, server: int | None) -> int | None:
         """Return this server's version if it may be sent requests, else None. Fast, as
         every request calls this.
         """
-        member = self.members.get(server) if server is not None else None
+        if server is None:
+            return None
+        member = self.members.get(server)
         return None if member is None else member.serves
 
     def healthy(self) -> list[int]:
+        """Return the servers that answer and are not leaving."""
         return [s for s, m in self.members.items() if not m.away and m.state != "leaving"]
 
     def wanting(self, version: int, incarnation: str) -> tuple[ServerAddress, ...]:
@@ -295,22 +332,25 @@ class Membership:
         skipped until the next, unless there is no other server.
         """
         others = bool(self.clean())
-        return tuple(
-            m.address
-            for m in self.members.values()
-            if not m.pinned
-            and (
-                m.state == "publishing"
-                or (
-                    m.state == "unknown"
-                    and not (others and m.failures and m.failed_version == version)
-                )
-                or (m.state == "clean" and (m.version < version or m.incarnation != incarnation))
-            )
-        )
+
+        def wants(member: Member) -> bool:
+            if member.pinned:
+                return False
+            if member.state == "unknown":
+                has_failed = member.failures > 0 and member.failed_version == version
+                return not (others and has_failed)
+            if member.state == "clean":
+                return member.version < version or member.incarnation != incarnation
+            return member.state == "publishing"
+
+        return tuple(member.address for member in self.members.values() if wants(member))
 
     def describe(self, server: int) -> str:
         """Return `clean(7)`, `publishing(8)`, `lost`, …, with `pinned` if it is."""
         member = self.members[server]
-        version = f"({member.version})" if member.state in ("clean", "publishing") else ""
-        return member.state + version + " pinned" * member.pinned
+        text: str = member.state
+        if member.state in ("clean", "publishing"):
+            text += f"({member.version})"
+        if member.pinned:
+            text += " pinned"
+        return text

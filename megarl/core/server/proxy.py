@@ -3,11 +3,15 @@ itself gets no keys.
 
     GET  /health                                      anybody
     POST /generate, GET /model_info, GET /v1/loads    the user key
-    GET  /metrics                                     the metrics key, if monitor.prometheus is on
+    GET  /metrics                                     the metrics key, if
+                                                      monitor.prometheus is on
     calls that pause, continue or replace weights     the admin key
-    POST /update_weights_from_tensor                  the admin key, from this machine, with weights.transport: cuda_ipc
-    POST /relay                                       the key of the call to pass on, to servers of the run (relay.py)
-    POST /freeze_gc                                   this machine, once: SGLang calls itself at the end of its start
+    POST /update_weights_from_tensor                  the admin key, from this machine,
+                                                      with weights.transport: cuda_ipc
+    POST /relay                                       the key of the call to pass on, to
+                                                      servers of the run (relay.py)
+    POST /freeze_gc                                   this machine, once: SGLang calls
+                                                      itself at the end of its start
     everything else                                   nobody
 
 Token ids of /generate are checked: an id outside the vocabulary would crash SGLang's
@@ -18,10 +22,10 @@ are useless on other machines.
 
 `OwnReplies` replies in place of SGLang:
 
-    GET  /device_identity                                       its machine and GPUs
-    GET  /health                                                success, while it is paused
-    POST /release_memory_occupation, /resume_memory_occupation  nothing to do, if
-    already done
+    GET  /device_identity             its machine and GPUs
+    GET  /health                      success, while it is paused
+    POST /release_memory_occupation,
+         /resume_memory_occupation    nothing to do, if already done
 
 SGLang's /health generates a token, which a paused server cannot, so a server that waits
 for its learner would seem lost. SGLang also dies if memory is released or resumed
@@ -51,22 +55,22 @@ RELAY = ("POST", "/relay")
 USER = frozenset({GENERATE, ("GET", "/model_info"), ("GET", "/v1/loads")})
 METRICS = frozenset({("GET", "/metrics")})
 ADMIN = frozenset(
-    ("POST", path)
-    for path in (
-        "/pause_generation",
-        "/continue_generation",
-        "/abort_request",
-        "/flush_cache",
-        "/begin_weight_update",
-        "/end_weight_update",
-        "/destroy_weights_update_group",
-        "/update_weights_from_distributed",
-        "/update_weights_from_disk",
-        "/weights_checker",
-        "/release_memory_occupation",
-        "/resume_memory_occupation",
-    )
-) | {("GET", "/device_identity")}
+    {
+        ("GET", "/device_identity"),
+        ("POST", "/pause_generation"),
+        ("POST", "/continue_generation"),
+        ("POST", "/abort_request"),
+        ("POST", "/flush_cache"),
+        ("POST", "/begin_weight_update"),
+        ("POST", "/end_weight_update"),
+        ("POST", "/destroy_weights_update_group"),
+        ("POST", "/update_weights_from_distributed"),
+        ("POST", "/update_weights_from_disk"),
+        ("POST", "/weights_checker"),
+        ("POST", "/release_memory_occupation"),
+        ("POST", "/resume_memory_occupation"),
+    }
+)
 LOCAL = frozenset({("POST", "/update_weights_from_tensor")})
 FREEZE = ("POST", "/freeze_gc")
 """Hides the objects made at the start from the garbage collector. SGLang makes this
@@ -83,16 +87,21 @@ def status(
     call = (method, path)
     if call in OPEN:
         return 200
-    local = LOCAL if handles else frozenset()
-    keys = (
-        (USER, endpoints.api_key),
-        (ADMIN | local, endpoints.admin_key),
-        (METRICS, endpoints.metrics_key),
-    )
-    for calls, key in keys:
-        if call in calls and key:
-            return 200 if secrets.compare_digest(authorization, f"Bearer {key}".encode()) else 401
-    return 404
+    key = ""
+    if call in USER:
+        key = endpoints.api_key
+    elif call in ADMIN or (handles and call in LOCAL):
+        key = endpoints.admin_key
+    elif call in METRICS:
+        key = endpoints.metrics_key
+    if not key:
+        return 404
+    return 200 if has_key(authorization, key) else 401
+
+
+def has_key(authorization: bytes, key: str) -> bool:
+    """Return whether a call is authorized by this key. Takes the same time for each."""
+    return secrets.compare_digest(authorization, f"Bearer {key}".encode())
 
 
 type Ids = list[int | list[int] | None] | None
@@ -118,25 +127,40 @@ def nonsense(body: bytes, vocabulary: int) -> str:
     is none.
     """
     try:
-        asked = msgspec.json.decode(body, type=Generate)
+        request = msgspec.json.decode(body, type=Generate)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return str(error)
-    sampling = asked.sampling_params or []
-    named = [("input_ids", asked.input_ids), ("token_ids_logprob", asked.token_ids_logprob)]
-    for each in sampling if isinstance(sampling, list) else [sampling]:
-        biased = [int(text[:20]) if text.isdecimal() else -1 for text in each.logit_bias or ()]
-        named += [("stop_token_ids", each.stop_token_ids), ("logit_bias", [*biased])]
-    for name, ids in named:
-        lists = [each for each in ids or () if not isinstance(each, int)]
-        if lists and len(lists) != len(ids or ()):
-            return f"{name} has both tokens and lists of tokens"
-        rows: list[Any] = lists or [ids]
-        for row in filter(None, rows):
-            if not 0 <= min(row) <= max(row) < vocabulary:
-                return (
-                    f"{name} has ids {min(row)} to {max(row)}, but the vocabulary only 0 to"
-                    f" {vocabulary - 1}"
-                )
+    fields = [("input_ids", request.input_ids), ("token_ids_logprob", request.token_ids_logprob)]
+    sampling = request.sampling_params or []
+    if isinstance(sampling, SamplingFields):
+        sampling = [sampling]
+    for parameters in sampling:
+        fields.append(("stop_token_ids", parameters.stop_token_ids))
+        fields.append(("logit_bias", [_token(text) for text in parameters.logit_bias or ()]))
+    for name, ids in fields:
+        if fault := _fault_of_ids(name, ids or [], vocabulary):
+            return fault
+    return ""
+
+
+def _token(text: str) -> int:
+    """Return the token id that a key of logit_bias names; -1 if none."""
+    return int(text[:20]) if text.isdecimal() else -1
+
+
+def _fault_of_ids(name: str, ids: list[Any], vocabulary: int) -> str:
+    """Return the fault in a field's token ids, one list or several; empty if none."""
+    rows = [row for row in ids if not isinstance(row, int)]
+    if not rows:
+        rows = [ids]
+    elif len(rows) != len(ids):
+        return f"{name} has both tokens and lists of tokens"
+    for row in rows:
+        if row and not 0 <= min(row) <= max(row) < vocabulary:
+            return (
+                f"{name} has ids {min(row)} to {max(row)}, but the vocabulary only 0 to"
+                f" {vocabulary - 1}"
+            )
     return ""
 
 
@@ -156,6 +180,7 @@ class Gate:
         self._session: aiohttp.ClientSession | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a call on, or refuse it."""
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
@@ -172,17 +197,16 @@ class Gate:
             self._frozen = True
             code = 200
         if code != 200:
-            return await self._refuse(
-                code, "Unauthorized" if code == 401 else "Not Found", scope, receive, send
-            )
+            reason = "Unauthorized" if code == 401 else "Not Found"
+            return await self._refuse(code, reason, scope, receive, send)
         if call == GENERATE:
             try:
                 body = await Request(scope, receive).body()
             except ClientDisconnect:
                 return None
-            receive = _again(body, receive)
-            if why := nonsense(body, self._vocabulary):
-                return await self._refuse(400, why, scope, receive, send)
+            receive = _repeating(body, receive)
+            if fault := nonsense(body, self._vocabulary):
+                return await self._refuse(400, fault, scope, receive, send)
         await self._app(scope, receive, send)
 
     async def _relay(
@@ -192,7 +216,7 @@ class Gate:
         key.
         """
         keys = (self._endpoints.api_key, self._endpoints.admin_key)
-        if not any(secrets.compare_digest(authorization, f"Bearer {key}".encode()) for key in keys):
+        if not any(has_key(authorization, key) for key in keys):
             return await self._refuse(401, "Unauthorized", scope, receive, send)
         try:
             call = msgspec.json.decode(await Request(scope, receive).body(), type=RelayedCall)
@@ -200,14 +224,14 @@ class Gate:
             return None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return await self._refuse(400, str(error), scope, receive, send)
-        inner = "POST" if call.body else "GET", call.path
-        code = status(*inner, authorization, self._endpoints, handles=False)
-        if inner == GENERATE or not set(call.urls) <= set(self._endpoints.servers):
+        method = "POST" if call.body else "GET"
+        code = status(method, call.path, authorization, self._endpoints, handles=False)
+        is_generation = (method, call.path) == GENERATE
+        if is_generation or not set(call.urls) <= set(self._endpoints.servers):
             code = 404
         if code != 200:
-            return await self._refuse(
-                code, f"{call.path!r:.100} is not relayed", scope, receive, send
-            )
+            reason = f"{call.path!r:.100} is not relayed"
+            return await self._refuse(code, reason, scope, receive, send)
         if self._session is None:  # it belongs to the running event loop
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector)
@@ -215,32 +239,31 @@ class Gate:
         await StreamingResponse(relayed(self._session, call, key))(scope, receive, send)
 
     async def _refuse(
-        self, code: int, why: str, scope: Scope, receive: Receive, send: Send
+        self, code: int, reason: str, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        self._count(f"{scope['method']} {scope['path']!r:.100}: {code}: {why}", scope)
-        await JSONResponse({"error": why}, code)(scope, receive, send)
+        self._count(f"{scope['method']} {scope['path']!r:.100}: {code}: {reason}", scope)
+        await JSONResponse({"error": reason}, code)(scope, receive, send)
 
-    def _count(self, what: str, scope: Scope) -> None:
+    def _count(self, request: str, scope: Scope) -> None:
         self.refused += 1
-        if (
-            self.refused & (self.refused - 1) == 0
-        ):  # only powers of two, so that attempts cannot fill the log
+        # Only powers of two, so that attempts cannot fill the log.
+        if self.refused.bit_count() == 1:
             client = (scope.get("client") or "?")[0]
             log.warning(
-                "requests refused so far: %d, this one from %s: %s", self.refused, client, what
+                "requests refused so far: %d, this one from %s: %s", self.refused, client, request
             )
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
+def _repeating(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that delivers an already read body again, then the messages
     after it.
     """
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def again() -> Message:
+    async def receive_again() -> Message:
         return first.pop() if first else await receive()
 
-    return again
+    return receive_again
 
 
 PAUSED = {"/pause_generation": True, "/continue_generation": False}
@@ -255,10 +278,12 @@ class OwnReplies:
     def __init__(self, app: ASGIApp, place: DeviceIdentity) -> None:
         self._app = app
         self._place = Response(msgspec.json.encode(place), media_type="application/json")
-        self._paused = self._released = False
+        self._paused = False
+        self._released = False
         self._one_at_a_time = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Reply to a call, or pass it on."""
         path = scope.get("path", "")
         if path == "/device_identity":
             return await self._place(scope, receive, send)
@@ -269,13 +294,13 @@ class OwnReplies:
         if path not in RELEASED:
             return await self._app(scope, receive, send)
         async with self._one_at_a_time:
-            wanted = RELEASED[path]
-            if wanted == self._released:
+            releases = RELEASED[path]
+            if releases == self._released:
                 return await JSONResponse(None)(scope, receive, send)
 
             async def watch(message: Message) -> None:
                 if message["type"] == "http.response.start" and message["status"] == 200:
-                    self._released = wanted
+                    self._released = releases
                 await send(message)
 
             await self._app(scope, receive, watch)

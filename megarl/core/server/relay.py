@@ -1,8 +1,10 @@
 """Calls to many servers, passed on by some of them, so that calling a thousand costs
 the caller about as much as twenty.
 
-    caller ── POST /relay: the call, 64 addresses ──► gate of server 0 ── the call ──► gates of servers 0 … 63
-           ◄── errors at once, the rest together ◄──                  ◄── an answer each ◄──
+    caller ── POST /relay: the call, 64 addresses ──► gate of server 0
+                                                         ── the call ──► gates 0 … 63
+                                                         ◄── an answer each ──
+           ◄── errors at once, the rest together ────
 
 The caller's side is fleet.py. `relayed` is the gate's side (proxy.py): it passes a call
 on with the same key, which each gate checks itself. No gate passes a call on to a
@@ -111,13 +113,14 @@ async def relayed(
     question = ServerQuestion(call.path, call.body.encode(), key, call.limit_s)
     good: dict[str, list[int]] = {}
 
-    async def one(position: int, url: str) -> RelayedAnswer:
-        return RelayedAnswer([position], *await exchange(session, url, question))
+    async def ask_server(position: int, url: str) -> RelayedAnswer:
+        status, text = await exchange(session, url, question)
+        return RelayedAnswer([position], status, text)
 
-    calls = [asyncio.create_task(one(position, url)) for position, url in enumerate(call.urls)]
+    tasks = [asyncio.create_task(ask_server(i, url)) for i, url in enumerate(call.urls)]
     try:
-        for done in asyncio.as_completed(calls):
-            answer = await done
+        for finished in asyncio.as_completed(tasks):
+            answer = await finished
             if answer.status == OK:
                 good.setdefault(answer.text, []).extend(answer.positions)
             else:
@@ -125,7 +128,7 @@ async def relayed(
         for text, positions in good.items():
             yield msgspec.json.encode(RelayedAnswer(positions, OK, text)) + b"\n"
     finally:
-        for task in calls:
+        for task in tasks:
             task.cancel()
 
 

@@ -1,11 +1,15 @@
 """How an SGLang server stores Hugging Face tensors: joined along rows, a layer's
 experts in one parameter, some reordered.
 
-q_proj, k_proj, v_proj                              ►  qkv_proj           Llama 4: rows of q and k in rotary order
-gate_proj, up_proj                                  ►  gate_up_proj
-experts.0.gate_proj, experts.0.up_proj, …1…         ►  experts.w13_weight     gpt-oss: gate_up_proj; w13_weight_bias
-q_a_proj, kv_a_proj_with_mqa                        ►  fused_qkv_a_proj_with_mqa     DeepSeek-V3 with compressed q
-embed_tokens, lm_head                               ►  the same, with zero rows up to a multiple of 64
+q_proj, k_proj, v_proj                       ►  qkv_proj
+gate_proj, up_proj                           ►  gate_up_proj
+experts.0.gate_proj, experts.0.up_proj, …1…  ►  experts.w13_weight
+q_a_proj, kv_a_proj_with_mqa                 ►  fused_qkv_a_proj_with_mqa
+embed_tokens, lm_head                        ►  the same, with zero rows up to a
+                                                multiple of 64
+
+Llama 4 has the rows of q and k in rotary order; gpt-oss has gate_up_proj for each
+expert, and w13_weight_bias; q_a_proj is in DeepSeek-V3 with compressed q.
 
 In FP8 (base/block_fp8.py) the scales of these weights are joined in the same way:
 qkv_proj.weight_scale_inv, …
@@ -49,29 +53,38 @@ class ServedPart(NamedTuple):
 
 def place(name: str, tensor: Tensor, model: Architecture) -> ServedPart:
     """Return where the server stores this Hugging Face tensor."""
-    if low := model.latent:
-        if (match := _LATENT.search(name)) and low.query is not None:
-            rows = 0 if match[1] == "q_a_proj" else low.query
-            return ServedPart(
-                _LATENT.sub(".fused_qkv_a_proj_with_mqa.weight", name), rows * tensor[0].nbytes
-            )
+    if model.latent:
+        match = _LATENT.search(name)
+        if match and model.latent.query is not None:
+            rows = 0 if match[1] == "q_a_proj" else model.latent.query
+            fused_name = _LATENT.sub(".fused_qkv_a_proj_with_mqa.weight", name)
+            return ServedPart(fused_name, rows * tensor[0].nbytes)
     elif match := _ATTENTION.search(name):
-        rows = {"q": 0, "k": model.query, "v": model.query + model.key}[match[1]]
+        first_row = {"q": 0, "k": model.query, "v": model.query + model.key}
+        rows = first_row[match[1]]
         if match[2] == SCALES:
             rows //= BLOCK
         return ServedPart(_ATTENTION.sub(r".qkv_proj.\2", name), rows * tensor[0].nbytes)
     if match := _EXPERT.search(name):
-        expert = int(match[1])
-        ending = _ENDINGS[match[3]]
-        if match[2] == "down":
-            return ServedPart(
-                _EXPERT.sub(f".experts.w2_weight{ending}", name), expert * tensor.nbytes
-            )
-        before = expert if match[2] == "gate_up" else 2 * expert + (match[2] == "up")
-        return ServedPart(_EXPERT.sub(f".experts.w13_weight{ending}", name), before * tensor.nbytes)
+        return _place_in_stack(name, tensor, match)
     if match := _GATED.search(name):
-        return ServedPart(_GATED.sub(r".gate_up_proj.\2", name), (match[1] == "up") * tensor.nbytes)
+        start = tensor.nbytes if match[1] == "up" else 0
+        return ServedPart(_GATED.sub(r".gate_up_proj.\2", name), start)
     return ServedPart(name)
+
+
+def _place_in_stack(name: str, tensor: Tensor, match: re.Match[str]) -> ServedPart:
+    """Return where an expert's tensor is in its layer's stack. match: of _EXPERT."""
+    preceding = int(match[1])  # tensors of this size, from earlier experts and this one
+    ending = _ENDINGS[match[3]]
+    stack = "w13_weight"
+    if match[2] == "down":
+        stack = "w2_weight"
+    elif match[2] == "gate":
+        preceding *= 2
+    elif match[2] == "up":
+        preceding = 2 * preceding + 1
+    return ServedPart(_EXPERT.sub(f".experts.{stack}{ending}", name), preceding * tensor.nbytes)
 
 
 class RankParameter(NamedTuple):
@@ -107,24 +120,26 @@ def as_held(name: str, tensor: Tensor, model: Architecture) -> Tensor:
     """Return the tensor with its rows as the server stores them: in rotary order, or
     padded with zeros.
     """
-    if (
-        model.rope_interleaved
-        and not model.latent
-        and name.endswith((".q_proj.weight", ".k_proj.weight"))
-    ):
+    is_reordered = model.rope_interleaved and not model.latent
+    if is_reordered and name.endswith((".q_proj.weight", ".k_proj.weight")):
         return rotary_order(tensor, model.head_dim)
-    missing = -len(tensor) % VOCABULARY_MULTIPLE if name.endswith(PADDED) else 0
-    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+    if name.endswith(PADDED):
+        missing_rows = -len(tensor) % VOCABULARY_MULTIPLE
+        if missing_rows:
+            return torch.cat([tensor, tensor.new_zeros(missing_rows, *tensor.shape[1:])])
+    return tensor
 
 
-def is_padded_inside(name: str, held: Tensor, ranks: int = 1) -> bool:
+def is_padded_inside(name: str, tensor: Tensor, ranks: int = 1) -> bool:
     """Return whether a server of `ranks` ranks, if it is on a CPU, pads this tensor
     [.., rows, columns] of an MLP.
     """
     multiple = INNER_MULTIPLE * ranks
     if name.endswith("down_proj.weight"):
-        return held.shape[-1] % multiple != 0
-    return name.endswith(("gate_proj.weight", "up_proj.weight")) and held.shape[-2] % multiple != 0
+        return tensor.shape[-1] % multiple != 0
+    if name.endswith(("gate_proj.weight", "up_proj.weight")):
+        return tensor.shape[-2] % multiple != 0
+    return False
 
 
 def rotary_order(weight: Tensor, head_dim: int) -> Tensor:

@@ -3,7 +3,8 @@ which is swapped in at the end.
 
     learner ──group──► bucket ──SGLang's load_weights──► the copy ──checksums──► learner
                        threads of the scheduler process     │
-                       the scheduler, in a pause            └──swap──► the parameters, labelled with the version
+                       the scheduler, in a pause            └──swap──► the parameters,
+                                                             labelled with the version
 
 SGLang's own session (begin_weight_update, end_weight_update) does not suffice: it loads
 each bucket into the live parameters, on the scheduler's thread, so nothing is generated
@@ -11,7 +12,7 @@ in that time, and loaded buckets cannot be undone.
 
 The copy is in the host's memory (pinned if there is a GPU) and has this rank's part of
 the model, with the same names, shapes and types. A copy that is not swapped in (a
-broken group, a wrong checksum, a lost learner) is dropped by the next `begin`. Until a
+broken group, a wrong checksum, a lost learner) is dropped by the next `open_version`. Until a
 swap the server keeps its complete old version.
 """
 
@@ -52,9 +53,9 @@ class Staging:
     """The copy of one scheduler process. All steps but `swap` run in threads (`job`)."""
 
     def __init__(self) -> None:
-        self._version = ""  # the version being received, or the last one received
-        self._held = ""  # the version that the copy has completely; "" while one is received
-        self._summed = False  # whether checksums were taken since the last bucket
+        self._version = ""  # being received, or the last one received
+        self._complete_version = ""  # of the copy; "" while one is received
+        self._has_checksums = False  # whether they were taken since the last bucket
         self._model: Module | None = None
         self._turns = LaunchOrder()  # of the publication whose tensors are loaded
         self._loading = threading.Lock()
@@ -65,13 +66,14 @@ class Staging:
         `ended` forgets it.
         """
         if step not in self._jobs:
-            self._jobs[step] = in_thread(lambda: _beside(act))
+            self._jobs[step] = in_thread(lambda: _run_on_own_stream(act))
         return self._jobs[step]
 
     def ended(self, step: str) -> None:
+        """Forget the step, which has ended on all ranks."""
         self._jobs.pop(step, None)
 
-    def begin(self, live: Module, serves: str, version: str, base: str = "") -> None:
+    def open_version(self, live: Module, serves: str, version: str, base: str = "") -> None:
         """Drop what was staged before and open `version`. base: the tensors to come are
         deltas from this version. RuntimeError if the server `serves` another one, or if
         it computes with weights that SGLang derived when the model was loaded and that
@@ -87,11 +89,11 @@ class Staging:
             if self._model is None:
                 check_derived(live)
                 self._model = copy_of(live)
-            elif base and self._held != base:
+            elif base and self._complete_version != base:
                 _copy(live, self._model)
             self._version = version
-            self._held = ""
-            self._summed = False
+            self._complete_version = ""
+            self._has_checksums = False
 
     def receive(self, group: BroadcastGroup) -> None:
         """Load all buckets of one pipeline stage into the copy, each while the next one
@@ -103,7 +105,9 @@ class Staging:
         try:
             while (bucket := group.receive(turns)) is not None:
                 loading.result()
-                loading = in_thread(partial(_beside, partial(self._load, turns, *bucket)))
+                loading = in_thread(
+                    partial(_run_on_own_stream, partial(self._load, turns, *bucket))
+                )
             loading.result()
         except Exception as error:
             turns.broken = str(error)
@@ -120,7 +124,7 @@ class Staging:
             if turns is not self._turns:
                 raise RuntimeError("another publication has begun")
             assert self._model is not None
-            self._summed = False
+            self._has_checksums = False
             try:
                 self._model.load_weights(bucket.reconstruct_tensors())
             except Exception as error:
@@ -132,19 +136,20 @@ class Staging:
         """
         from sglang.srt.utils.weight_checker import WeightChecker
 
-        sums = WeightChecker(get_model=lambda: self._model).handle("checksum", role="target")
-        self._summed = True
-        return sums
+        checksums = WeightChecker(get_model=lambda: self._model).handle("checksum", role="target")
+        self._has_checksums = True
+        return checksums
 
     def swap(self, live: Module, version: str) -> None:
         """Write the copy, whose checksums were taken, to the parameters. Only in a
         pause, on the scheduler's thread.
         """
         with self._loading:
-            if self._model is None or version != self._version or not self._summed:
+            is_checked = version == self._version and self._has_checksums
+            if self._model is None or not is_checked:
                 raise RuntimeError(f"version {version} is not staged with its checksums")
             _copy(self._model, live)
-            self._held = version
+            self._complete_version = version
 
 
 def check_derived(model: Module) -> None:
@@ -165,60 +170,81 @@ def copy_of(model: Module) -> Module:
     values, in host memory. All else is shared: SGLang's loaders, which belong to the
     layers, write to the parameter that they are given.
     """
-    made: dict[int, Any] = {}
+    return _Copier().module(model)
 
-    def once(what: Any, make: Callable[[Any], Any]) -> Any:
-        if what is not None and id(what) not in made:
-            made[id(what)] = make(what)
-        return made.get(id(what))
 
-    def tensor(there: torch.Tensor) -> torch.Tensor:
-        here = torch.empty_like(
-            there, device="cpu", pin_memory=there.is_cuda, requires_grad=False
-        ).copy_(there)
-        if isinstance(there, torch.nn.Parameter):
-            here = torch.Tensor._make_subclass(type(there), here, False)
-        here.__dict__.update(vars(there))
-        return here
+class _Copier:
+    """Copies each module and tensor of a model once, however often it occurs there."""
 
-    def module(there: Module) -> Module:
-        here = there.__class__.__new__(there.__class__)
-        here.__dict__.update(vars(there))
-        passing = there._non_persistent_buffers_set
-        here.__dict__["_parameters"] = {n: once(p, tensor) for n, p in there._parameters.items()}
-        here.__dict__["_buffers"] = {
-            n: b if n in passing else once(b, tensor) for n, b in there._buffers.items()
+    def __init__(self) -> None:
+        self._copies: dict[int, Any] = {}  # by id of the original
+
+    def module(self, original: Module) -> Module:
+        """Return the copy of a module. Non-persistent buffers are shared."""
+        if id(original) in self._copies:
+            return self._copies[id(original)]
+        copy = original.__class__.__new__(original.__class__)
+        content = copy.__dict__
+        content.update(vars(original))
+        content["_parameters"] = {
+            name: self._tensor(tensor) for name, tensor in original._parameters.items()
         }
+        content["_buffers"] = dict(original._buffers)
+        for name in original._buffers.keys() - original._non_persistent_buffers_set:
+            content["_buffers"][name] = self._tensor(original._buffers[name])
         for name in DERIVED:
-            if isinstance(derived := vars(there).get(name), torch.Tensor):
-                here.__dict__[name] = once(derived, tensor)
-        here.__dict__["_modules"] = {n: once(m, module) for n, m in there._modules.items()}
-        return here
+            if isinstance(vars(original).get(name), torch.Tensor):
+                content[name] = self._tensor(vars(original)[name])
+        content["_modules"] = {
+            name: module if module is None else self.module(module)
+            for name, module in original._modules.items()
+        }
+        self._copies[id(original)] = copy
+        return copy
 
-    return module(model)
+    def _tensor(self, original: torch.Tensor | None) -> torch.Tensor | None:
+        if original is None:
+            return None
+        if id(original) not in self._copies:
+            self._copies[id(original)] = _copy_of_tensor(original)
+        return self._copies[id(original)]
+
+
+def _copy_of_tensor(original: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory, of the same class and with the same attributes."""
+    copy = torch.empty_like(
+        original, device="cpu", pin_memory=original.is_cuda, requires_grad=False
+    )
+    copy.copy_(original)
+    if isinstance(original, torch.nn.Parameter):
+        copy = torch.Tensor._make_subclass(type(original), copy, False)
+    copy.__dict__.update(vars(original))
+    return copy
 
 
 def _copy(source: Module, destination: Module) -> None:
     """Copy parameters, buffers and derived tensors, except shared ones."""
-    there = _tensors(destination)
+    targets = _tensors(destination)
     for name, tensor in _tensors(source).items():
-        if tensor is not there[name]:
-            there[name].data.copy_(tensor.data, non_blocking=True)
+        target = targets[name]
+        if tensor is not target:
+            target.data.copy_(tensor.data, non_blocking=True)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def _tensors(model: Module) -> dict[str, torch.Tensor]:
-    derived = {
-        f"{path}.{name}": vars(module).get(name)
-        for path, module in model.named_modules()
-        for name in DERIVED
-    }
-    named = dict(model.named_parameters()) | dict(model.named_buffers()) | derived
-    return {name: tensor for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
+    """Return parameters, buffers and derived tensors by name."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for path, module in model.named_modules():
+        for name in DERIVED:
+            derived = vars(module).get(name)
+            if isinstance(derived, torch.Tensor):
+                tensors[f"{path}.{name}"] = derived
+    return tensors
 
 
-def _beside(act: Callable[[], Any]) -> Any:
+def _run_on_own_stream(act: Callable[[], Any]) -> Any:
     """Run `act` beside the scheduler: without gradients and, on a GPU, on a stream that
     nothing else uses at that time.
     """

@@ -108,22 +108,20 @@ def own_labels() -> None:
             torch.cuda.synchronize()
 
     def change_after_what_is_queued(self: Any, new_version: str | None) -> None:
-        before = get_serving().weight_version
+        old_version = get_serving().weight_version
         change(self, new_version)
-        if get_serving().weight_version == before:
+        if get_serving().weight_version == old_version:
             return
         for batch, _ in getattr(self, "result_queue", ()):
             for request in batch.reqs:
-                if (
-                    request.finished() or request.inflight_middle_chunks > 0
-                ):  # chunks of a prompt yield no token
+                # Chunks of a prompt yield no token.
+                if request.finished() or request.inflight_middle_chunks > 0:
                     continue
                 if request.output_ids:
                     request.weight_version_events.pop()
                 tokens = len(request.output_ids) + 1
-                request.weight_version_events.append(
-                    WeightVersionEvent(old_version=before, num_output_tokens=tokens)
-                )
+                event = WeightVersionEvent(old_version=old_version, num_output_tokens=tokens)
+                request.weight_version_events.append(event)
 
     Scheduler.pause_generation = pause_and_wait
     Scheduler.record_weight_version_change = change_after_what_is_queued
@@ -142,29 +140,31 @@ def own_batches() -> None:
     drop = ScheduleBatch.filter_batch
 
     def drop_and_forget(self: Any, *args: Any, **kwargs: Any) -> None:
-        before = len(self.reqs)
+        size_before = len(self.reqs)
         drop(self, *args, **kwargs)
-        if 0 < len(self.reqs) < before:
+        if 0 < len(self.reqs) < size_before:
             forget(self.sampling_info, [request.sampling_params for request in self.reqs])
 
     ScheduleBatch.filter_batch = drop_and_forget
 
 
-def forget(batch: Any, asked: list[Any]) -> None:
+def forget(batch: Any, sampling: list[Any]) -> None:
     """Set what a batch needs to what its requests ask for. batch: SamplingBatchInfo.
-    asked: their SamplingParams; not empty.
+    sampling: their SamplingParams; not empty.
     """
     from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
-    top_ks = [each.top_k for each in asked]
-    batch.is_all_greedy = max(top_ks) <= 1
-    batch.is_any_greedy = min(top_ks) <= 1
-    batch.need_top_k_sampling = min(top_ks) != TOP_K_ALL
-    batch.need_top_p_sampling = any(each.top_p != 1.0 for each in asked)
-    batch.need_min_p_sampling = any(each.min_p > 0 for each in asked)
-    batch.max_top_k = max(top_ks) if max(top_ks) < TOP_K_ALL else None
-    batch.npu_top_k_top_p_eligible = max(top_ks) <= 1024
-    if all(each.logit_bias is None for each in asked):
+    top_ks = [parameters.top_k for parameters in sampling]
+    largest = max(top_ks)
+    smallest = min(top_ks)
+    batch.is_all_greedy = largest <= 1
+    batch.is_any_greedy = smallest <= 1
+    batch.need_top_k_sampling = smallest != TOP_K_ALL
+    batch.need_top_p_sampling = any(parameters.top_p != 1.0 for parameters in sampling)
+    batch.need_min_p_sampling = any(parameters.min_p > 0 for parameters in sampling)
+    batch.max_top_k = largest if largest < TOP_K_ALL else None
+    batch.npu_top_k_top_p_eligible = largest <= 1024
+    if all(parameters.logit_bias is None for parameters in sampling):
         batch.logit_bias = None
 
 
@@ -195,62 +195,34 @@ def own_staging(limit_s: float) -> None:
         SchedulerWeightUpdaterManager,
     )
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-    from sglang.srt.runtime_context import get_serving
 
-    from megarl.core.base.broadcast import BroadcastGroup
-    from megarl.core.server.client import BEGIN, CHECKSUMS, JOIN, LET_DOWN, RECEIVE, RUNNING, SWAP
-    from megarl.core.server.staging import Staging, Unloadable
+    from megarl.core.server.client import RUNNING, SWAP
+    from megarl.core.server.staging import Staging
 
     staging = Staging()
 
-    def join(
-        updater: Any, name: str, master: str, port: int, first: int, world: int, backend: str
-    ) -> None:
-        groups = updater._model_update_group
-        rank = first + updater.tp_rank
-        leave_lost_learners(groups, name)
-        groups[name] = BroadcastGroup(name, rank, world, backend, (master, port), limit_s)
-
     def step(self: Any, request: Any) -> Any:
         updater = self.tp_worker.model_runner.weight_updater
-        which = request.load_format
-        live = updater.get_model()
-        groups = updater._model_update_group
-        arguments = msgspec.json.decode(request.names[0])
-        acts: dict[str, Callable[[], Any]] = {
-            BEGIN: lambda: staging.begin(live, get_serving().weight_version, **arguments),
-            JOIN: lambda: join(updater, **arguments),
-            RECEIVE: lambda: staging.receive(groups[arguments["group"]]),
-            CHECKSUMS: staging.checksums,
-        }
-        job = f"{which} {request.names[0]}"
+        error = ""
+        result = None
         try:
-            if which == SWAP:
-                updater.begin_weight_update()
-                staging.swap(live, request.weight_version)
-                updater.end_weight_update(run_post_load=False)
-                said = None
-            else:
-                future = staging.job(job, acts[which])
-                said = future.result() if future.done() else RUNNING
-            error = ""
-        except Exception as failed:
-            said = None
-            error = (
-                f"{which if isinstance(failed, Unloadable) else LET_DOWN.get(which, which)}:"
-                f" {failed}"
-            )
+            result = _run_step(staging, updater, request, limit_s)
+        except Exception as failure:
+            error = _step_error(request.load_format, failure)
             logging.getLogger(__name__).error("%s", error)
         ranks: list[Any] = [None] * dist.get_world_size(self.tp_cpu_group)
-        dist.all_gather_object(ranks, (said, error), self.tp_cpu_group)
+        dist.all_gather_object(ranks, (result, error), self.tp_cpu_group)
+        results = [result for result, _ in ranks]
         errors = [error for _, error in ranks if error]
-        if not errors and any(said == RUNNING for said, _ in ranks):
+        if not errors and RUNNING in results:
             return UpdateWeightsFromDistributedReqOutput(success=True, message=RUNNING)
-        staging.ended(job)
-        if not errors and which == SWAP:
+        staging.ended(_job_name(request))
+        if errors:
+            return UpdateWeightsFromDistributedReqOutput(success=False, message=errors[0])
+        if request.load_format == SWAP:
             self.record_weight_version_after_update(request.weight_version)
-        message = errors[0] if errors else msgspec.json.encode([said for said, _ in ranks]).decode()
-        return UpdateWeightsFromDistributedReqOutput(success=not errors, message=message)
+        message = msgspec.json.encode(results).decode()
+        return UpdateWeightsFromDistributedReqOutput(success=True, message=message)
 
     def leave(self: Any, group_name: str) -> tuple[bool, str]:
         if group := self._model_update_group.pop(group_name, None):
@@ -261,6 +233,66 @@ def own_staging(limit_s: float) -> None:
     WeightUpdater.destroy_weights_update_group = leave
 
 
+def _run_step(staging: Any, updater: Any, request: Any, limit_s: float) -> Any:
+    """Swap, or start another step unless it is under way. Return its result; RUNNING
+    while it has none.
+    """
+    from sglang.srt.runtime_context import get_serving
+
+    from megarl.core.server.client import BEGIN, CHECKSUMS, JOIN, RECEIVE, RUNNING, SWAP
+
+    live = updater.get_model()
+    if request.load_format == SWAP:
+        updater.begin_weight_update()
+        staging.swap(live, request.weight_version)
+        updater.end_weight_update(run_post_load=False)
+        return None
+    arguments = msgspec.json.decode(request.names[0])
+    groups = updater._model_update_group
+    steps: dict[str, Callable[[], Any]] = {
+        BEGIN: lambda: staging.open_version(live, get_serving().weight_version, **arguments),
+        JOIN: lambda: _join_group(updater, limit_s, **arguments),
+        RECEIVE: lambda: staging.receive(groups[arguments["group"]]),
+        CHECKSUMS: staging.checksums,
+    }
+    future = staging.job(_job_name(request), steps[request.load_format])
+    return future.result() if future.done() else RUNNING
+
+
+def _job_name(request: Any) -> str:
+    """Return the name of a step with these arguments."""
+    return f"{request.load_format} {request.names[0]}"
+
+
+def _step_error(step: str, failure: Exception) -> str:
+    """Return the text of an error. A learner tells by it whether the group failed."""
+    from megarl.core.server.client import LET_DOWN
+    from megarl.core.server.staging import Unloadable
+
+    if not isinstance(failure, Unloadable):
+        step = LET_DOWN.get(step, step)
+    return f"{step}: {failure}"
+
+
+def _join_group(
+    updater: Any,
+    limit_s: float,
+    name: str,
+    master: str,
+    port: int,
+    first: int,
+    world: int,
+    backend: str,
+) -> None:
+    """Make this rank rank `first` + its own number of a process group."""
+    from megarl.core.base.broadcast import BroadcastGroup
+
+    groups = updater._model_update_group
+    rank = first + updater.tp_rank
+    leave_lost_learners(groups, name)
+    groups[name] = BroadcastGroup(name, rank, world, backend, (master, port), limit_s)
+
+
 def leave_lost_learners(groups: dict[str, Any], joining: str) -> None:
     """Leave all groups but those of the learner that forms the group `joining`. A
     learner that was killed has told nobody, and each of its groups would keep a
@@ -269,10 +301,10 @@ def leave_lost_learners(groups: dict[str, Any], joining: str) -> None:
     from megarl.core.base.broadcast import in_thread
 
     learner = joining.rpartition("-")[0]
-    for name in [name for name in groups if name.rpartition("-")[0] != learner]:
-        in_thread(
-            partial(groups.pop(name).close, "its learner is gone")
-        )  # which a machine that is gone may hold up
+    for name in list(groups):
+        if name.rpartition("-")[0] != learner:
+            # In a thread, since a machine that is gone may hold it up.
+            in_thread(partial(groups.pop(name).close, "its learner is gone"))
 
 
 def own_requests() -> None:
@@ -286,9 +318,9 @@ def own_requests() -> None:
 
     paused = TokenizerControlMixin.update_weights_from_distributed
 
-    async def step(self: Any, request: Any, *more: object) -> tuple[bool, str]:
+    async def step(self: Any, request: Any, *arguments: object) -> tuple[bool, str]:
         if request.load_format == SWAP:
-            return await paused(self, request, *more)
+            return await paused(self, request, *arguments)
         self.auto_create_handle_loop()
         while True:
             success, message = FanOutCommunicator.merge_results(
@@ -338,14 +370,14 @@ def own_loading() -> None:
 
     make = loader._initialize_model
 
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def make_and_wrap(*args: Any, **kwargs: Any) -> Any:
         model = make(*args, **kwargs)
         kind = type(model)
-        loader_of = type(model).load_weights
+        loader_of = kind.load_weights
         kind.load_weights = lambda self, tensors: load(self, partial(loader_of, self), tensors)
         return model
 
-    loader._initialize_model = made
+    loader._initialize_model = make_and_wrap
 
 
 def own_quantising() -> None:
@@ -359,24 +391,25 @@ def own_quantising() -> None:
     make = loader._initialize_model
     finish = loader.DefaultModelLoader.postprocess_weights
 
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def make_and_wrap(*args: Any, **kwargs: Any) -> Any:
         model = make(*args, **kwargs)
         kind = type(model)
-        loader_of = type(model).load_weights
+        loader_of = kind.load_weights
         kind.load_weights = lambda self, tensors: loader_of(
             self, quantised_on(device_of(self), tensors)
         )
         return model
 
-    def finished_and_checked(model: Any, target_device: Any) -> None:
+    def finish_and_check(model: Any, target_device: Any) -> None:
         finish(model, target_device)
         check_fp8(model)
 
-    loader._initialize_model = made
-    loader.DefaultModelLoader.postprocess_weights = staticmethod(finished_and_checked)
+    loader._initialize_model = make_and_wrap
+    loader.DefaultModelLoader.postprocess_weights = staticmethod(finish_and_check)
 
 
 def device_of(model: Any) -> Any:
+    """Return the device of a model's parameters."""
     return next(model.parameters()).device
 
 
@@ -388,8 +421,9 @@ def quantised_on(device: Any, tensors: Iterable[tuple[str, Any]]) -> Iterator[tu
 
     def moved() -> Iterator[tuple[str, Any]]:
         for name, tensor in tensors:
-            exact = is_quantised(name) and tensor.dtype != VALUES
-            yield name, tensor.to(device) if exact else tensor
+            if is_quantised(name) and tensor.dtype != VALUES:
+                tensor = tensor.to(device)
+            yield name, tensor
 
     return quantised(moved())
 
@@ -410,14 +444,16 @@ def check_fp8(model: Any) -> None:
         raise RuntimeError("serving.quantization: fp8: SGLang has made no weight in FP8")
     for name in names:
         *experts, rows, columns = parameters[name].shape
-        wanted = [*experts, -(-rows // BLOCK), -(-columns // BLOCK)]
+        shape = [*experts, -(-rows // BLOCK), -(-columns // BLOCK)]
         scales = parameters.get(scales_name(name))
-        if scales is None or scales.dtype != torch.float32 or list(scales.shape) != wanted:
-            found = "none" if scales is None else f"{list(scales.shape)} {scales.dtype}"
-            raise RuntimeError(
-                f"serving.quantization: fp8: scales of {name} should be {wanted} FP32, and are"
-                f" {found}"
-            )
+        actual = "none"
+        if scales is not None:
+            if scales.dtype == torch.float32 and list(scales.shape) == shape:
+                continue
+            actual = f"{list(scales.shape)} {scales.dtype}"
+        raise RuntimeError(
+            f"serving.quantization: fp8: scales of {name} should be {shape} FP32, and are {actual}"
+        )
 
 
 def own_routing(experts: int) -> None:
@@ -442,18 +478,19 @@ def own_routing(experts: int) -> None:
     collect = SchedulerBatchResultProcessor._maybe_collect_routed_experts
     kind = torch.uint8 if experts < 256 else torch.int16
 
-    def put_aside_and_release(*, req: Any, req_to_token_pool: Any, **more: Any) -> bool:
+    def put_aside_and_release(*, req: Any, req_to_token_pool: Any, **options: Any) -> bool:
         capturer = get_global_experts_capturer()
         if capturer is not None and req.return_routed_experts and req.output_ids:
             earlier = vars(req).get("experts_put_aside", ())
             start = req.routed_experts_start_len + len(earlier)
             length = len(req.origin_input_ids) + len(req.output_ids)
             if start < length - 1:  # else the request has no new token since
-                new = capturer.get_topk(req.kv.req_pool_idx, length, req_to_token_pool, start).to(
-                    kind
-                )
-                req.experts_put_aside = torch.cat([earlier, new]) if len(earlier) else new
-        return bool(release(req=req, req_to_token_pool=req_to_token_pool, **more))
+                pool_index = req.kv.req_pool_idx
+                chosen = capturer.get_topk(pool_index, length, req_to_token_pool, start).to(kind)
+                if len(earlier):
+                    chosen = torch.cat([earlier, chosen])
+                req.experts_put_aside = chosen
+        return bool(release(req=req, req_to_token_pool=req_to_token_pool, **options))
 
     def collect_with_those_put_aside(self: Any, req: Any) -> None:
         collect(self, req)
@@ -483,13 +520,13 @@ def own_ports() -> None:
     """
     from sglang.srt.server_args import PortArgs
 
-    made = PortArgs.init_new
+    make = PortArgs.init_new
 
-    def named(*args: object, **kwargs: object) -> PortArgs:
-        ports = made(*args, **kwargs)
+    def make_and_name(*args: object, **kwargs: object) -> PortArgs:
+        ports = make(*args, **kwargs)
         return replace(ports, instance_id=f"{shared_memory_mark(os.getsid(0))}{ports.instance_id}")
 
-    PortArgs.init_new = staticmethod(named)
+    PortArgs.init_new = staticmethod(make_and_name)
 
 
 def own_further_nodes() -> None:

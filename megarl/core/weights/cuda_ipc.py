@@ -1,8 +1,11 @@
 """Transport: the learner's buckets stay where they are, and the servers on the same GPU
 read them there.
 
-    GPU 0   rank 0  bucket ──handle (CUDA IPC)──► server 0       only the handle, a few hundred bytes, goes over HTTP
-    GPU 1   rank 1  bucket ──handle────────────► server 1        the rank on a server's first GPU sends to it
+    GPU 0   rank 0  bucket ──handle (CUDA IPC)──► server 0
+    GPU 1   rank 1  bucket ──handle────────────► server 1
+
+Only the handle, a few hundred bytes, goes over HTTP. The rank on a server's first GPU
+sends to it.
 
 All ranks take part in gathering weights; those with a server divide them into buckets.
 A server has read a bucket when it replies; until then the bucket is kept, and the next
@@ -36,6 +39,7 @@ from megarl.core.weights.transport import (
     SentChecksums,
     buckets,
     holds_whole_parameters,
+    merged,
     with_last,
 )
 
@@ -62,35 +66,32 @@ class CudaIpcTransport:
         torch.multiprocessing.set_sharing_strategy("file_system")
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
+        """Send the weights to the paused servers `ids`. Every rank returns the same
+        result. COLLECTIVE.
+        """
         mine = [i for i in ids if i * fleet.servers[i].address.tensor_parallel == dist.get_rank()]
-        every = gathered(self._send(fleet, mine))
-        return Sent(
-            {i: text for sent in every for i, text in sent.errors.items()},
-            {name: value for sent in every for name, value in sent.checksums.items()},
-            max(sent.bytes for sent in every),
-            next((sent.unchecked for sent in every if sent.unchecked), ""),
-            {parameter: value for sent in every for parameter, value in sent.experts.items()},
-        )
+        return merged(gathered(self._send(fleet, mine)))
 
     def _send(self, fleet: Fleet, mine: Sequence[int]) -> Sent:
         if not mine:
             deque(self._weights.gathered(), maxlen=0)
             return Sent({}, {}, 0)
-        errors = fleet.each(mine, _check_and_begin)[1]
+        errors = fleet.call_each(mine, _check_and_begin)[1]
         expert_ranks = self._weights.expert_ranks
-        sums = SentChecksums(self._weights.family.architecture, expert_ranks)
+        checksums = SentChecksums(self._weights.family.architecture, expert_ranks)
         tensors = self._weights.tensors()
-        sent = sums.watch(tensors) if holds_whole_parameters(fleet, mine, expert_ranks) else tensors
+        if holds_whole_parameters(fleet, mine, expert_ranks):
+            tensors = checksums.watch(tensors)
         size = 0
-        for bucket, last in with_last(buckets(self._last.changed(sent), self._bucket_bytes)):
+        for bucket, is_last in with_last(buckets(self._last.changed(tensors), self._bucket_bytes)):
             size += bucket.flat.nbytes
             alive = [i for i in mine if i not in errors]
-            errors |= self._hand_over(fleet, alive, bucket, fleet.version if last else None)
+            errors |= self._hand_over(fleet, alive, bucket, fleet.version if is_last else None)
         alive = [i for i in mine if i not in errors]
-        errors |= fleet.each(alive, lambda server: server.end())[1]
-        expected = sums.expected()
-        experts = sums.expected_experts()
-        return Sent(errors, expected, size, sums.failed, experts)
+        errors |= fleet.call_each(alive, lambda server: server.end_update())[1]
+        expected = checksums.expected()
+        expected_experts = checksums.expected_experts()
+        return Sent(errors, expected, size, checksums.failed, expected_experts)
 
     def _hand_over(
         self, fleet: Fleet, ids: Sequence[int], bucket: Bucket, complete: int | None
@@ -100,13 +101,13 @@ class CudaIpcTransport:
         """
         if bucket.flat.is_cuda:
             torch.cuda.current_stream().synchronize()
-        # Each handle counts as one reader of the memory, so every rank of a server gets
-        # its own.
-        handles = {
-            i: [handle(bucket) for _ in range(fleet.servers[i].address.tensor_parallel)]
-            for i in ids
-        }
-        errors = fleet.each(ids, lambda s: s.take(handles[s.address.id], complete))[1]
+        handles: dict[int, list[str]] = {}
+        for i in ids:
+            # Each handle counts as one reader of the memory, so every rank of a server
+            # gets its own.
+            ranks = fleet.servers[i].address.tensor_parallel
+            handles[i] = [handle(bucket) for _ in range(ranks)]
+        errors = fleet.call_each(ids, lambda s: s.take(handles[s.address.id], complete))[1]
         if bucket.flat.is_cuda:
             torch.cuda.ipc_collect()
         return errors
@@ -155,11 +156,15 @@ async def _check_and_begin(server: ServerClient) -> None:
     """
     mine = device.of_rank()
     theirs = await server.device_identity()
-    if mine.machine != theirs.machine or not set(mine.gpus) <= set(theirs.gpus):
-        where = "machine" if mine.machine != theirs.machine else f"GPU ({', '.join(mine.gpus)})"
-        what = (
-            f"it is not on the learner's {where}; set resources.colocate=true, or"
-            " weights.transport=process_group"
+    missing = ""
+    if mine.machine != theirs.machine:
+        missing = "machine"
+    elif not set(mine.gpus) <= set(theirs.gpus):
+        missing = f"GPU ({', '.join(mine.gpus)})"
+    if missing:
+        raise server.error(
+            "hand over",
+            f"it is not on the learner's {missing}; set resources.colocate=true, or"
+            " weights.transport=process_group",
         )
-        raise server.error("hand over", what)
-    await server.begin()
+    await server.begin_update()

@@ -1,7 +1,9 @@
 """Publication of changes only, with `weights.full_every` above 1.
 
-    exported tensor ──┬─ whole ───────────────────────► (name, tensor)                    ─► buckets, by any transport
-                      └─ compared to the last one sent ─► (name + SUFFIX, code) [bytes]       (base/delta.py)
+    exported tensor ──┬─ whole ─────────────────────────► (name, tensor)
+                      └─ compared to the last one sent ─► (name + SUFFIX, code) [bytes]
+
+The code is that of base/delta.py. Both go into buckets, by any transport.
 
 Servers get deltas only if the checksum of each one's parameters, taken before the
 pause, is still that with which the last version arrived. If one was restarted, joined
@@ -23,7 +25,7 @@ would take more memory than the tensor.
 """
 
 
-class _Held(NamedTuple):
+class _ServerState(NamedTuple):
     """A server that has the last version sent: its parameters' checksum, and the number
     of deltas since it got all weights.
     """
@@ -35,30 +37,33 @@ class _Held(NamedTuple):
 class LastSent:
     """A copy of what this rank sent last, in the host's memory. With cuda_ipc it is the
     whole model, on each rank that has a server; with others, what the rank sends of a
-    pipeline stage. whole: whether all weights are sent now.
+    pipeline stage. sends_all: whether all weights are sent now.
     """
 
-    whole = True
+    sends_all = True
 
     def __init__(self, full_every: int) -> None:
         self._full_every = full_every
         self._values: dict[str, Tensor] = {}
         self._version = 0
-        self._held: dict[int, _Held] = {}
+        self._servers: dict[int, _ServerState] = {}
 
     @property
     def base(self) -> int | None:
         """The version that deltas are added to; None if all weights are sent."""
-        return None if self.whole else self._version
+        return None if self.sends_all else self._version
 
     def expected(self, ids: Iterable[int]) -> dict[int, str] | None:
         """Return the checksums that these servers must have to get deltas; None if one
         of them must get all weights.
         """
-        held = {i: self._held.get(i) for i in ids}
-        if any(h is None or h.deltas + 1 >= self._full_every for h in held.values()):
-            return None
-        return {i: h.checksum for i, h in held.items() if h}
+        checksums = {}
+        for i in ids:
+            state = self._servers.get(i)
+            if state is None or state.deltas + 1 >= self._full_every:
+                return None
+            checksums[i] = state.checksum
+        return checksums
 
     def changed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors or deltas to send for these tensors, and keep copies of the
@@ -73,7 +78,9 @@ class LastSent:
                     tensor, device="cpu", pin_memory=tensor.is_cuda
                 )
             last = self._values[name]
-            code = None if self.whole or tensor.dtype not in DTYPES else encode(last, tensor)
+            code = None
+            if not self.sends_all and tensor.dtype in DTYPES:
+                code = encode(last, tensor)
             last.copy_(tensor)
             if code is not None and len(code) < MOST * tensor.nbytes:
                 yield name + SUFFIX, code.to(tensor.device)
@@ -84,8 +91,12 @@ class LastSent:
         """Note that `version` was sent last and that the servers with these checksums
         have it.
         """
-        now = {
-            i: _Held(c, 0 if self.whole else self._held[i].deltas + 1) for i, c in checksums.items()
-        }
-        self._held = self._held | now if version == self._version else now
+        servers = {}
+        for i, checksum in checksums.items():
+            deltas = 0 if self.sends_all else self._servers[i].deltas + 1
+            servers[i] = _ServerState(checksum, deltas)
+        if version == self._version:
+            self._servers |= servers
+        else:
+            self._servers = servers
         self._version = version

@@ -1,16 +1,18 @@
 """Transport: the learner writes a Hugging Face directory that every server loads. Slow,
 but needs only a shared file system.
 
-RUN/weights/v7/  ◄── all ranks write          the newest KEEP are kept; if deltas are sent, it has only their files
+RUN/weights/v7/  ◄── all ranks write
      └────────► each server: update_weights_from_disk
 
-A whole directory is in the learner's type; servers in FP8 quantise what they read, as
-at their start (base/block_fp8.py).
+The newest KEEP directories are kept. If deltas are sent, one has only their files. A
+whole directory is in the learner's type; servers in FP8 quantise what they read, as at
+their start (base/block_fp8.py).
 """
 
 import shutil
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from megarl.core.models import hf
 from megarl.core.server.fleet import Fleet
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.served_weights import ServedWeights
-from megarl.core.weights.transport import Sent, SentChecksums, holds_whole_parameters
+from megarl.core.weights.transport import Sent, SentChecksums, holds_whole_parameters, merged
 
 KEEP = 2
 
@@ -50,45 +52,49 @@ class DiskTransport:
         path = self._directory / f"v{version}"
         if dist.get_rank() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(
-                path, ignore_errors=True
-            )  # left by an earlier incarnation, perhaps with other weights
+            # Left by an earlier incarnation, perhaps with other weights.
+            shutil.rmtree(path, ignore_errors=True)
         from_rank_0(None)
-        expert_ranks = self._weights.expert_ranks
-        sums = SentChecksums(self._weights.family.architecture, expert_ranks)
-        tensors = self._weights.tensors()
-        sent = sums.watch(tensors) if holds_whole_parameters(fleet, ids, expert_ranks) else tensors
-        writes = (
-            parallel_state.get_tensor_model_parallel_rank()
-            == parallel_state.get_data_parallel_rank(True)
-            == 0
-        )
-        if writes:
-            sent = self._last.changed(sent)
-        if self._last.whole:
-            hf.save(self._weights.chunks, self._weights.family, self._source, path)
-            deque(sent, maxlen=0)
-        else:
-            path.mkdir(exist_ok=True)
-            file = (
-                path / f"stage-{parallel_state.get_pipeline_model_parallel_rank():04}.safetensors"
-            )
-            mine = {name: tensor.to("cpu", copy=True) for name, tensor in sent}
-            hf.everywhere(lambda: save_file(mine, file) if writes else None)
-        expected = sums.expected()
-        expected_experts = sums.expected_experts()
-        every = gathered(Sent({}, expected, 0, sums.failed, expected_experts))
-        checksums = {name: value for sent in every for name, value in sent.checksums.items()}
-        experts = {part: value for sent in every for part, value in sent.experts.items()}
-        unchecked = next((sent.unchecked for sent in every if sent.unchecked), "")
+        total = merged(gathered(self._write(fleet, ids, path)))
         errors: dict[int, str] = {}
         if dist.get_rank() == 0:
-            errors = fleet.each(ids, lambda server: server.load(str(path.resolve()), version))[1]
-            others = sorted(
-                (p for p in self._directory.glob("v*") if p != path),
-                key=lambda p: p.stat().st_mtime,
-            )
-            for old in others[: 1 - KEEP]:
-                shutil.rmtree(old, ignore_errors=True)
+            errors = fleet.call_each(ids, lambda server: server.load(str(path.resolve()), version))[
+                1
+            ]
+            self._remove_old(path)
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        return Sent(from_rank_0(errors), checksums, size, unchecked, experts)
+        return replace(total, errors=from_rank_0(errors), bytes=size)
+
+    def _write(self, fleet: Fleet, ids: Sequence[int], path: Path) -> Sent:
+        """Write the directory for the servers `ids`. Return checksums of this rank's
+        tensors. COLLECTIVE.
+        """
+        expert_ranks = self._weights.expert_ranks
+        checksums = SentChecksums(self._weights.family.architecture, expert_ranks)
+        tensors = self._weights.tensors()
+        if holds_whole_parameters(fleet, ids, expert_ranks):
+            tensors = checksums.watch(tensors)
+        tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        data_rank = parallel_state.get_data_parallel_rank(True)
+        writes = tensor_rank == data_rank == 0
+        if writes:
+            tensors = self._last.changed(tensors)
+        if self._last.sends_all:
+            hf.save(self._weights.chunks, self._weights.family, self._source, path)
+            deque(tensors, maxlen=0)
+        else:
+            path.mkdir(exist_ok=True)
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            file = path / f"stage-{stage:04}.safetensors"
+            mine = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+            hf.everywhere(lambda: save_file(mine, file) if writes else None)
+        expected = checksums.expected()
+        expected_experts = checksums.expected_experts()
+        return Sent({}, expected, 0, checksums.failed, expected_experts)
+
+    def _remove_old(self, newest: Path) -> None:
+        """Remove all but the newest KEEP directories."""
+        earlier = [path for path in self._directory.glob("v*") if path != newest]
+        earlier.sort(key=lambda path: path.stat().st_mtime)
+        for path in earlier[: 1 - KEEP]:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,8 @@
 """Servers release their KV memory while the learner trains a step
 (Recipe.lends_memory).
 
-    pause, requests retracted ─► release ─► the learner trains ─► it frees its unused memory ─► resume ─► continue
+    pause, requests retracted ─► release ─► the learner trains
+        ─► it frees its unused memory ─► resume ─► continue
 
 Retracted requests wait without any memory and are recomputed afterwards; in the
 configurations that allow this, only requests of an evaluation can be running. A learner
@@ -54,9 +55,9 @@ class Offload:
         leader = dist.get_rank() == 0
         gathered(None)  # no rank's memory changes while another's is measured
         free_before = _free_bytes()
-        servers = (
-            self._each(range(len(self._endpoints.servers)), _release, version) if leader else []
-        )
+        servers: list[int] = []
+        if leader:
+            servers = self._call_each(range(len(self._endpoints.servers)), _release, version)
         gathered(None)
         if torch.cuda.is_available() and not self._measured:
             released = gathered(_free_bytes() - free_before)
@@ -68,7 +69,7 @@ class Offload:
             torch.cuda.empty_cache()
         gathered(None)
         if servers:
-            self._each(servers, _resume, version)
+            self._call_each(servers, _resume, version)
 
     def _compare(self, servers: Iterable[int], released: Sequence[int]) -> None:
         """Warn of servers that said they had released memory, while a GPU of theirs has
@@ -77,26 +78,26 @@ class Offload:
         released: bytes, by rank. The ranks of server i are on the GPUs of the learner's
         ranks from i times its width on (run/placement.py).
         """
-        kept = []
+        faulty = []
         for i in servers:
             on_its_gpus = released[i * self._width : (i + 1) * self._width]
             if min(on_its_gpus) < LEAST_RELEASED:
-                kept.append(i)
-        if kept:
+                faulty.append(i)
+        if faulty:
             log.warning(
                 "memory: %s released nothing, though asked to lend KV memory for the step, and the"
                 " learner may run out of it. torch_memory_saver's library has to be preloaded into"
                 " a server's ranks (LD_PRELOAD in /proc/PID/environ names it, /proc/PID/maps shows"
                 " it) and needs libcudart.so.13: add its folder to LD_LIBRARY_PATH, or set"
                 " pipeline.k to 1 or more, with which servers keep their memory",
-                listed(kept),
+                listed(faulty),
             )
 
-    def _each(self, ids: Iterable[int], call: Call[None], version: int) -> list[int]:
+    def _call_each(self, ids: Iterable[int], call: Call[None], version: int) -> list[int]:
         """Call these servers; return the ids of those for which the call succeeded."""
         servers = [ServerAddress(id=i, url=self._endpoints.servers[i]) for i in ids]
         with closing(open_fleet(servers, self._endpoints, self._limit_s, version)) as fleet:
-            done, failed = fleet.each(fleet.servers, call)
+            done, failed = fleet.call_each(fleet.servers, call)
         for error in failed.values():
             log.warning("memory: %s", error)
         return list(done)

@@ -4,13 +4,14 @@ which controller/parity.py collects.
 A few finished rollouts of each batch are scored by both sides. Every trained token then
 has up to four log-probs, and each neighbouring pair differs for one cause:
 
-    behaviour     the server sampled the token                           (decode, version u)
-        │  decode; or stale_kv, if the rollout or its group's prompt began before version u, with older keys and values
-    sampled_at    the same server scored the finished rollout            (prefill, version u)
+    behaviour     the server sampled the token (decode, version u)
+        │  decode; or stale_kv, if the rollout or its group's prompt began before
+        │  version u, with older keys and values
+    sampled_at    the same server scored the finished rollout (prefill, version u)
         │  staleness: u against v
-    served        a server scored it again after version v was published (prefill, version v)
+    rescored      a server scored it again after version v was published (prefill, v)
         │  kernels: other kernels, other precision, or a fault
-    learner       the learner scored it, with the weights it published   (version v)
+    learner       the learner scored it, with the weights it published (version v)
 
 `total` is behaviour against learner, the difference in the importance ratio. Checksums,
 not parity, tell if weights arrived.
@@ -19,7 +20,7 @@ not parity, tell if weights arrived.
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,20 +44,22 @@ class ParityLimits:
     explain, for kernels and for decode. A token for which rounding chooses another
     expert is far off and raises the mean: with experts the median's limit is sharper.
 
-    mean, p50: over very many tokens. few: with n tokens the limits are 1 + few /
+    mean, p50: over very many tokens. routing: the largest share of (token, layer)
+    choices of experts that may differ. few: with n tokens the limits are 1 + few /
     sqrt(n) times as wide, because a mean of fewer scatters more.
     """
 
     mean: float
     p50: float
-    routing: float = 1.0  # the largest share of (token, layer) choices of experts that may differ
+    routing: float = 1.0
     few: float = 0.0
 
     def mean_of(self, cause: str, tokens: int) -> float:
         """Return the limit on the mean over so many tokens for a cause. A server
         differs less from itself (decode) than from the learner.
         """
-        return self.mean * (0.9 if cause == "decode" else 1.0) * self._wider(tokens)
+        factor = 0.9 if cause == "decode" else 1.0
+        return self.mean * factor * self._wider(tokens)
 
     def p50_of(self, tokens: int) -> float:
         """Return the limit on the median over so many tokens, for each cause."""
@@ -83,16 +86,18 @@ distributions behind them.
 
 @dataclass(frozen=True)
 class Distribution:
-    """|difference| of log-probs over `tokens` tokens."""
+    """|difference| of log-probs over `tokens` tokens.
+
+    share: of tokens above SHARE_ABOVE. k3: KL(first || second), nats: the mean of
+    exp(d) - 1 - d, d = second - first (joschu.net/blog/kl-approx.html).
+    """
 
     mean: float
     p50: float
     p99: float
     p999: float
     max: float
-    share: float  # of tokens above SHARE_ABOVE
-    # KL(first || second), nats: the mean of exp(d) - 1 - d, d = second - first
-    # (joschu.net/blog/kl-approx.html)
+    share: float
     k3: float
     tokens: int
 
@@ -101,25 +106,23 @@ class Distribution:
         """Compare log-probs [n] of the same tokens, without pairs with a NaN; None if
         none is left. Infinite ones count.
         """
-        known = ~(np.isnan(first) | np.isnan(second))
-        if not known.any():
+        is_known = ~(np.isnan(first) | np.isnan(second))
+        if not is_known.any():
             return None
         with np.errstate(invalid="ignore", over="ignore"):
-            d = second[known].astype(np.float64) - first[known].astype(np.float64)
+            d = second[is_known].astype(np.float64) - first[is_known].astype(np.float64)
             size = np.where(np.isnan(d), np.inf, np.abs(d))
             p50, p99, p999 = np.quantile(size, (0.5, 0.99, 0.999), method="higher")
             k3 = np.mean(np.exp(d) - 1 - d)
-        above = float(np.mean(size > SHARE_ABOVE))
-        largest = float(size.max())
         return cls(
-            float(size.mean()),
-            float(p50),
-            float(p99),
-            float(p999),
-            largest,
-            above,
-            float(k3),
-            len(d),
+            mean=float(size.mean()),
+            p50=float(p50),
+            p99=float(p99),
+            p999=float(p999),
+            max=float(size.max()),
+            share=float(np.mean(size > SHARE_ABOVE)),
+            k3=float(k3),
+            tokens=len(d),
         )
 
 
@@ -128,18 +131,20 @@ class RolloutScores:
     """The scores of the trained tokens of one or more rollouts, [n] each; NaN if
     unknown. The first four are log-probs, as at the top of this file. A gap is a
     log-prob less that of one fixed token at its position: the difference of two logits.
+
+    lag: number of versions from u to v. position: index in the whole sequence. stale:
+    whether the rollout, or the first one of its group, began before version u. server:
+    computed `rescored`; it also sampled the rollout's end, if it was still available.
     """
 
     behaviour: np.ndarray
     sampled_at: np.ndarray
-    served: np.ndarray
+    rescored: np.ndarray
     learner: np.ndarray
-    lag: np.ndarray  # number of versions from u to v
-    position: np.ndarray  # index in the whole sequence
-    stale: np.ndarray  # whether the rollout, or the first one of its group, began before version u
-    server: (
-        np.ndarray
-    )  # computed `served`; it also sampled the rollout's end, if it was still available
+    lag: np.ndarray
+    position: np.ndarray
+    stale: np.ndarray
+    server: np.ndarray
     served_gap: np.ndarray
     learner_gap: np.ndarray
 
@@ -149,13 +154,13 @@ class RolloutScores:
         """
         match cause:
             case "kernels":
-                return self.served, self.learner
+                return self.rescored, self.learner
             case "decode":
                 return self.behaviour[~self.stale], self.sampled_at[~self.stale]
             case "stale_kv":
                 return self.behaviour[self.stale], self.sampled_at[self.stale]
             case "staleness":
-                return self.sampled_at[self.lag > 0], self.served[self.lag > 0]
+                return self.sampled_at[self.lag > 0], self.rescored[self.lag > 0]
             case _:
                 return self.behaviour, self.learner
 
@@ -163,26 +168,32 @@ class RolloutScores:
         """Return a side's gaps; side: server or learner."""
         return self.served_gap if side == "server" else self.learner_gap
 
-    def where(self, chosen: np.ndarray) -> "RolloutScores":
+    def select(self, chosen: np.ndarray) -> "RolloutScores":
         """Return the scores of the chosen tokens; chosen: [n] bool."""
         return RolloutScores(*(values[chosen] for values in vars(self).values()))
 
     @classmethod
-    def joined(cls, parts: Sequence["RolloutScores"]) -> "RolloutScores":
-        return cls(
-            *(np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0]))
-        )
+    def concatenate(cls, parts: Sequence["RolloutScores"]) -> "RolloutScores":
+        """Return the scores of all parts, one part after the other."""
+        columns = {}
+        for name in vars(parts[0]):
+            columns[name] = np.concatenate([vars(part)[name] for part in parts])
+        return cls(**columns)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The scores of one publication's rollouts."""
+    """The scores of one publication's rollouts.
+
+    choices: (token, layer) choices of experts that were compared. differing: those
+    whose sets of experts differ.
+    """
 
     version: int
     scores: RolloutScores
     rollouts: int = 1
-    choices: int = 0  # (token, layer) choices of experts compared
-    differing: int = 0  # those whose sets of experts differ
+    choices: int = 0
+    differing: int = 0
 
     def by_server(self) -> dict[int | None, "Measurement"]:
         """Return the part of each server, and under None the whole. Only the whole has
@@ -190,25 +201,26 @@ class Measurement:
         """
         servers = self.scores.server
         parts = {
-            i: Measurement(self.version, self.scores.where(servers == i))
+            i: Measurement(self.version, self.scores.select(servers == i))
             for i in np.unique(servers).tolist()
         }
         return {None: self, **parts}
 
     @classmethod
-    def joined(cls, parts: Sequence["Measurement"]) -> "Measurement":
+    def concatenate(cls, parts: Sequence["Measurement"]) -> "Measurement":
         """Return the rollouts of several publications as one measurement, with the
         version of the last.
         """
         return cls(
             version=parts[-1].version,
-            scores=RolloutScores.joined([part.scores for part in parts]),
+            scores=RolloutScores.concatenate([part.scores for part in parts]),
             rollouts=sum(part.rollouts for part in parts),
             choices=sum(part.choices for part in parts),
             differing=sum(part.differing for part in parts),
         )
 
     def distribution(self, cause: str) -> Distribution | None:
+        """Return the distribution of the differences that this cause makes."""
         return Distribution.of(*self.scores.pair(cause))
 
     @property
@@ -220,13 +232,13 @@ class Measurement:
         """Return `parity_STATISTIC/CAUSE` for each cause that was measured, for a row
         of metrics.
         """
-        found = {"parity_rollouts": float(self.rollouts)}
+        row = {"parity_rollouts": float(self.rollouts)}
         for cause in CAUSES:
             if (d := self.distribution(cause)) is not None:
-                found |= {f"parity_{name}/{cause}": float(value) for name, value in vars(d).items()}
+                row |= {f"parity_{name}/{cause}": float(value) for name, value in vars(d).items()}
         if self.routing is not None:
-            found["parity_routing"] = self.routing
-        return found
+            row["parity_routing"] = self.routing
+        return row
 
 
 @dataclass(frozen=True)
@@ -239,8 +251,13 @@ class ParityVerdict:
     ends: bool = False
 
 
-Limit = tuple[str, int | None]
-"""What is limited, and the server; None: all servers together."""
+class Limit(NamedTuple):
+    """A limit that is judged. quantity: one of LIMITED, "routing", or a head. server:
+    None for all servers together.
+    """
+
+    quantity: str
+    server: int | None
 
 
 @dataclass(frozen=True)
@@ -253,8 +270,17 @@ class Broken:
     in_a_row: int = 0
     suspects: tuple[Measurement, ...] = ()
 
-    def again(self, excess: float, measurement: Measurement) -> "Broken":
-        return Broken(excess, self.in_a_row + 1, (*self.suspects, measurement)[-LASTING:])
+    @property
+    def duration(self) -> str:
+        """Since when it is broken, as text."""
+        if self.in_a_row > 1:
+            return f"{self.in_a_row} comparisons in a row"
+        return "this comparison"
+
+    def followed_by(self, excess: float, measurement: Measurement) -> "Broken":
+        """Return the state after one more judgement that broke the limit."""
+        suspects = (*self.suspects, measurement)
+        return Broken(excess, self.in_a_row + 1, suspects[-LASTING:])
 
 
 class ParityJudge:
@@ -271,8 +297,11 @@ class ParityJudge:
     ) -> None:
         self.limits = LIMITS["fp8" if fp8 else dtype, experts]
         self._dtype = dtype
-        wide = (("server", served_head), ("learner", learner_head))
-        self._heads = {f"{side} head": side for side, fp32 in wide if fp32 and dtype != "fp32"}
+        self._heads: dict[str, str] = {}  # the side, by the name of its FP32 head
+        if served_head and dtype != "fp32":
+            self._heads["server head"] = "server"
+        if learner_head and dtype != "fp32":
+            self._heads["learner head"] = "learner"
         self._gathering: dict[Limit, Measurement] = {}
         self._broken: dict[Limit, Broken] = {}
         self._newest: deque[Measurement] = deque(maxlen=LASTING)
@@ -283,34 +312,40 @@ class ParityJudge:
         judgement.
         """
         parts = measurement.by_server()
-        judged = [key for server, part in parts.items() for key in self._judged(server, part)]
-        standing = [key for key in self._gathering if key[1] in parts]
-        broken = {key: self._broken[key] for key in (*judged, *standing) if key in self._broken}
+        judged: list[Limit] = []
+        for server, part in parts.items():
+            judged += self._judge_part(server, part)
+        standing = [limit for limit in self._gathering if limit.server in parts]
+        broken = {
+            limit: self._broken[limit] for limit in (*judged, *standing) if limit in self._broken
+        }
         if not broken:
             return ParityVerdict()
-        lasting = [key for key in judged if key in broken and broken[key].in_a_row >= LASTING]
-        at_once = [key for key in judged if key in broken and broken[key].excess >= AT_ONCE]
-        worst = max(lasting or at_once or broken, key=lambda key: broken[key].excess)
-        return ParityVerdict(self._text(*worst), bool(lasting or at_once))
+        newly_broken = [limit for limit in judged if limit in broken]
+        lasting = [limit for limit in newly_broken if broken[limit].in_a_row >= LASTING]
+        at_once = [limit for limit in newly_broken if broken[limit].excess >= AT_ONCE]
+        worst = max(lasting or at_once or broken, key=lambda limit: broken[limit].excess)
+        return ParityVerdict(self._text(worst), bool(lasting or at_once))
 
-    def _judged(self, server: int | None, part: Measurement) -> Iterator[Limit]:
+    def _judge_part(self, server: int | None, part: Measurement) -> Iterator[Limit]:
         """Judge each limit for which a server's measurements have enough tokens by now;
         yield those that were judged.
         """
-        for what in (*LIMITED, "routing", *self._heads):
-            key = what, server
-            if not self._tokens(what, part):
+        for quantity in (*LIMITED, "routing", *self._heads):
+            limit = Limit(quantity, server)
+            if not self._tokens(quantity, part):
                 continue
-            earlier = self._gathering.pop(key, None)
-            gathered = Measurement.joined([earlier, part]) if earlier else part
-            if self._tokens(what, gathered) < FEWEST_TOKENS:
-                self._gathering[key] = gathered
+            gathered = part
+            if earlier := self._gathering.pop(limit, None):
+                gathered = Measurement.concatenate([earlier, part])
+            if self._tokens(quantity, gathered) < FEWEST_TOKENS:
+                self._gathering[limit] = gathered
                 continue
-            excess = self._excess(what, gathered)
-            before = self._broken.pop(key, Broken())
+            excess = self._excess(quantity, gathered)
+            previous = self._broken.pop(limit, Broken())
             if excess >= 1:
-                self._broken[key] = before.again(excess, gathered)
-            yield key
+                self._broken[limit] = previous.followed_by(excess, gathered)
+            yield limit
 
     def metrics(self, measurement: Measurement) -> dict[str, float]:
         """Return the metrics of a publication that was judged, how many tokens wait for
@@ -318,101 +353,91 @@ class ParityJudge:
         together.
         """
         self._newest.append(measurement)
-        newest = RolloutScores.joined([m.scores for m in self._newest])
-        served, learner = newest.pair("kernels")
-        early, late = np.quantile(newest.position, (1 / 3, 2 / 3))
-        thirds = newest.position <= early, newest.position >= late
-        first, last = (logit_error(served[third], learner[third]) for third in thirds)
-        signs = _signs(newest, "kernels") | {"parity_growth": last / first if first else 1.0}
-        signs |= {
-            f"parity_grid/{side}": grid_share(newest.gap(side), self._dtype)
-            for side in self._heads.values()
-        }
+        newest = RolloutScores.concatenate([m.scores for m in self._newest])
+        signs = _signs(newest, "kernels")
+        signs["parity_growth"] = _growth_of_logit_error(newest)
+        for side in self._heads.values():
+            signs[f"parity_grid/{side}"] = grid_share(newest.gap(side), self._dtype)
+        parts = measurement.by_server().values()
         for cause in ("kernels", "decode"):
-            errors = [
-                logit_error(*part.scores.pair(cause)) for part in measurement.by_server().values()
-            ]
+            errors = [logit_error(*part.scores.pair(cause)) for part in parts]
             signs[f"parity_logit/{cause}"] = float(np.fmax.reduce(errors))
         signs |= self._unjudged(measurement)
-        return measurement.metrics() | {
-            name: sign for name, sign in signs.items() if not np.isnan(sign)
-        }
+        row = measurement.metrics()
+        row |= {name: sign for name, sign in signs.items() if not np.isnan(sign)}
+        return row
 
     def _unjudged(self, measurement: Measurement) -> dict[str, float]:
         """Return for each measured cause how many tokens are gathered for its next
         judgement; 0 if it was just judged.
         """
-        found = {}
+        row = {}
         for cause in LIMITED:
             if self._tokens(cause, measurement):
-                gathered = self._gathering.get((cause, None))
-                found[f"parity_unjudged/{cause}"] = (
-                    float(self._tokens(cause, gathered)) if gathered else 0.0
-                )
-        return found
+                gathered = self._gathering.get(Limit(cause, None))
+                tokens = self._tokens(cause, gathered) if gathered else 0
+                row[f"parity_unjudged/{cause}"] = float(tokens)
+        return row
 
-    def _tokens(self, what: str, m: Measurement) -> int:
+    def _tokens(self, quantity: str, m: Measurement) -> int:
         """Return how many tokens, or choices of experts, a measurement has to judge
         this limit by.
         """
-        if what == "routing":
+        if quantity == "routing":
             return m.choices
-        if what in self._heads:
-            return len(grid_steps(m.scores.gap(self._heads[what]), self._dtype))
-        d = m.distribution(what)
+        if quantity in self._heads:
+            return len(grid_steps(m.scores.gap(self._heads[quantity]), self._dtype))
+        d = m.distribution(quantity)
         return d.tokens if d else 0
 
-    def _excess(self, what: str, m: Measurement) -> float:
+    def _excess(self, quantity: str, m: Measurement) -> float:
         """Return the factor by which a measurement exceeds a limit. It is 1 for a head
         or routing, and below 1 for a limit that is kept.
         """
-        if what == "routing":
+        if quantity == "routing":
             assert m.routing is not None
             return float(m.routing > self.limits.routing)
-        if what in self._heads:
-            return float(grid_share(m.scores.gap(self._heads[what]), self._dtype) > GRID_LIMIT)
-        d = m.distribution(what)
+        if quantity in self._heads:
+            share = grid_share(m.scores.gap(self._heads[quantity]), self._dtype)
+            return float(share > GRID_LIMIT)
+        d = m.distribution(quantity)
         assert d is not None
-        return max(
-            d.mean / self.limits.mean_of(what, d.tokens), d.p50 / self.limits.p50_of(d.tokens)
-        )
+        excess_of_mean = d.mean / self.limits.mean_of(quantity, d.tokens)
+        excess_of_median = d.p50 / self.limits.p50_of(d.tokens)
+        return max(excess_of_mean, excess_of_median)
 
-    def _text(self, what: str, server: int | None) -> str:
+    def _text(self, limit: Limit) -> str:
         """Return a text that says what differs, by how much, since when, and the likely
-        cause.
+        cause. A head of this server that breaks its limit, too, is named first.
         """
-        heads = [head for head in self._heads if (head, server) in self._broken]
-        what = heads[0] if heads else what
-        broken = self._broken[what, server]
+        server = "the servers" if limit.server is None else f"server {limit.server}"
+        for head, side in self._heads.items():
+            if broken := self._broken.get(Limit(head, limit.server)):
+                owner = "the learner" if side == "learner" else server
+                return (
+                    f"version {broken.suspects[-1].version}: logits of {owner} lie on the grid of"
+                    f" {self._dtype} numbers ({broken.duration}). Likely cause: one-sided head:"
+                    f" {owner} did not compute the LM head in FP32, as model.fp32_head asks"
+                )
+        broken = self._broken[limit]
         m = broken.suspects[-1]
-        since = (
-            f"{broken.in_a_row} comparisons in a row" if broken.in_a_row > 1 else "this comparison"
-        )
-        where = "the servers" if server is None else f"server {server}"
-        if heads:
-            side = "the learner" if self._heads[what] == "learner" else where
-            return (
-                f"version {m.version}: logits of {side} lie on the grid of {self._dtype} numbers"
-                f" ({since}). Likely cause: one-sided head: {side} did not compute the LM head in"
-                " FP32, as model.fp32_head asks"
-            )
-        said = self._said(what, m, where)
-        cause = likely_cause(broken.suspects, self.limits, what)
-        return f"version {m.version}: {said}, {since}. Likely cause: {cause}"
+        difference = self._difference_text(limit.quantity, m, server)
+        cause = likely_cause(broken.suspects, self.limits, limit.quantity)
+        return f"version {m.version}: {difference}, {broken.duration}. Likely cause: {cause}"
 
-    def _said(self, what: str, m: Measurement, where: str) -> str:
+    def _difference_text(self, quantity: str, m: Measurement, server: str) -> str:
         """Return by how much a measurement exceeds a limit, as text."""
-        if what == "routing":
+        if quantity == "routing":
             return (
                 f"{m.routing:.1%} of the choices of experts differ (limit"
                 f" {self.limits.routing:.1%})"
             )
-        d = m.distribution(what)
+        d = m.distribution(quantity)
         assert d is not None
-        sides = (
-            f"{where} and the learner" if what == "kernels" else f"sampling and scoring of {where}"
-        )
-        mean = self.limits.mean_of(what, d.tokens)
+        sides = f"sampling and scoring of {server}"
+        if quantity == "kernels":
+            sides = f"{server} and the learner"
+        mean = self.limits.mean_of(quantity, d.tokens)
         p50 = self.limits.p50_of(d.tokens)
         return (
             f"{sides} differ by {d.mean:.3g} in log-prob on average, {d.p50:.3g} in the median"
@@ -459,31 +484,45 @@ TEMPERATURE_LIMIT = 0.35
 POSITION_LIMIT = 1.5
 
 
-def likely_cause(measurements: Sequence[Measurement], limits: ParityLimits, what: str) -> str:
-    """Return the likeliest cause of measurements that exceed the limit on `what`, and
-    the numbers that point to it.
+def likely_cause(measurements: Sequence[Measurement], limits: ParityLimits, quantity: str) -> str:
+    """Return the likeliest cause of measurements that exceed the limit on `quantity`,
+    and the numbers that point to it.
     """
-    signs = _signs(RolloutScores.joined([m.scores for m in measurements]), what)
+    signs = _signs(RolloutScores.concatenate([m.scores for m in measurements]), quantity)
     choices = sum(m.choices for m in measurements)
     routing = sum(m.differing for m in measurements) / choices if choices else 0.0
-    same, line, growth = signs.values()
+    cause = named_cause(signs, routing > limits.routing, quantity == "decode")
     # Unknown for a single server or a dense model.
     experts = f"; experts that differ: {routing:.1%}" if choices else ""
     return (
-        f"{named_cause(signs, routing > limits.routing, what == 'decode')} (same bits at two"
-        f" versions: {same:.0%}; explained by the log-prob: {line:.0%}; last third of positions"
-        f" over first: {growth:.2g}{experts})"
+        f"{cause} (same bits at two versions: {signs['parity_same_bits']:.0%}; explained by the"
+        f" log-prob: {signs['parity_line']:.0%}; last third of positions over first:"
+        f" {signs['parity_growth']:.2g}{experts})"
     )
 
 
-def _signs(scores: RolloutScores, what: str) -> dict[str, float]:
+def _growth_of_logit_error(scores: RolloutScores) -> float:
+    """Return the error of logits in the last third of the positions over that in the
+    first third.
+    """
+    first, second = scores.pair("kernels")
+    low, high = np.quantile(scores.position, (1 / 3, 2 / 3))
+    is_early = scores.position <= low
+    is_late = scores.position >= high
+    early_error = logit_error(first[is_early], second[is_early])
+    late_error = logit_error(first[is_late], second[is_late])
+    return late_error / early_error if early_error else 1.0
+
+
+def _signs(scores: RolloutScores, quantity: str) -> dict[str, float]:
     """Return the share of scores with the same bits at two versions, the share of
     variance that a line in the log-prob explains, and the growth along sequences.
     """
-    if what == "decode":  # its error grows along the sequence anyway, with the length of the cache
+    if quantity == "decode":
         return {
             "parity_same_bits": 0.0,
-            "parity_line": explained_by_logprob(*scores.pair(what)),
+            "parity_line": explained_by_logprob(*scores.pair("decode")),
+            # Its error grows along the sequence anyway, with the length of the cache.
             "parity_growth": 1.0,
         }
     first, second = scores.pair("kernels")
@@ -539,10 +578,11 @@ def logit_error(first: np.ndarray, second: np.ndarray) -> float:
     mean difference this does not fall as the policy grows certain.
     """
     uncertain = -np.expm1(np.minimum(second, 0.0, dtype=np.float64))
-    known = np.isfinite(first) & np.isfinite(second) & (uncertain > UNCERTAIN)
-    if known.sum() < FEWEST_UNCERTAIN:
+    is_valid = np.isfinite(first) & np.isfinite(second) & (uncertain > UNCERTAIN)
+    if is_valid.sum() < FEWEST_UNCERTAIN:
         return float("nan")
-    return float(np.median(np.abs(first[known] - second[known]) / uncertain[known]))
+    differences = np.abs(first[is_valid] - second[is_valid])
+    return float(np.median(differences / uncertain[is_valid]))
 
 
 def same_bits(scores: RolloutScores) -> float:
@@ -551,12 +591,12 @@ def same_bits(scores: RolloutScores) -> float:
     certain are left out, since their log-probs round to the same number, and so are
     servers with too few others.
     """
-    changed = scores.where(scores.lag > 0)
-    known = ~np.isnan(changed.sampled_at) & (-np.expm1(changed.served) > UNCERTAIN)
-    same = changed.sampled_at == changed.served
+    changed = scores.select(scores.lag > 0)
+    is_valid = ~np.isnan(changed.sampled_at) & (-np.expm1(changed.rescored) > UNCERTAIN)
+    is_same = changed.sampled_at == changed.rescored
     shares = [0.0]
     for server in np.unique(changed.server):
-        of_server = same[known & (changed.server == server)]
+        of_server = is_same[is_valid & (changed.server == server)]
         if len(of_server) >= FEWEST_UNCERTAIN:
             shares.append(float(of_server.mean()))
     return max(shares)
@@ -566,9 +606,9 @@ def explained_by_logprob(first: np.ndarray, second: np.ndarray) -> float:
     """Return R² of the line through (second, first - second): 1 if the difference is
     linear in the log-prob.
     """
-    known = np.isfinite(first) & np.isfinite(second)
-    x = second[known].astype(np.float64)
-    d = (first - second)[known].astype(np.float64)
+    is_valid = np.isfinite(first) & np.isfinite(second)
+    x = second[is_valid].astype(np.float64)
+    d = (first - second)[is_valid].astype(np.float64)
     if len(d) < FEWEST_TOKENS or not x.std() or not d.std():
         return 0.0
     return float(np.corrcoef(x, d)[0, 1] ** 2)
@@ -578,14 +618,14 @@ def growth_along_sequence(first: np.ndarray, second: np.ndarray, position: np.nd
     """Return the mean |difference| in the last third of the positions over that in the
     first third.
     """
-    known = np.isfinite(first) & np.isfinite(second)
-    size = np.abs(first - second)[known]
-    at = position[known]
+    is_valid = np.isfinite(first) & np.isfinite(second)
+    size = np.abs(first - second)[is_valid]
+    position = position[is_valid]
     if len(size) < FEWEST_TOKENS:
         return 1.0
-    low, high = np.quantile(at, (1 / 3, 2 / 3))
-    early = size[at <= low]
-    late = size[at >= high]
+    low, high = np.quantile(position, (1 / 3, 2 / 3))
+    early = size[position <= low]
+    late = size[position >= high]
     return float(late.mean() / max(float(early.mean()), 1e-12))
 
 
@@ -594,34 +634,38 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     metrics: means over all tokens, medians over publications of the quantiles, the
     largest difference (max) and mean (worst_mean), and how many there were.
     """
-    found = {}
+    by_cause = {}
     for cause in CAUSES:
         keys = {field.name: f"parity_{field.name}/{cause}" for field in fields(Distribution)}
         measured = [
-            row
-            for row in rows
-            if all(key in row for key in keys.values()) and row[keys["tokens"]] > 0
+            row for row in rows if set(keys.values()) <= row.keys() and row[keys["tokens"]] > 0
         ]
         if measured:
-            column = {
-                name: np.array([row[key] for row in measured], np.float64)
-                for name, key in keys.items()
-            }
-            found[cause] = {
-                **{
-                    s: float(np.average(column[s], weights=column["tokens"]))
-                    for s in ("mean", "share", "k3")
-                },
-                **{s: float(np.median(column[s])) for s in ("p50", "p99", "p999")},
-                "worst_mean": float(column["mean"].max()),
-                "max": float(column["max"].max()),
-                "tokens": float(column["tokens"].sum()),
-                "publications": float(len(measured)),
-            }
-    return found
+            by_cause[cause] = _pooled_cause(measured, keys)
+    return by_cause
 
 
-def shown(row: Mapping[str, float | None]) -> str:
+def _pooled_cause(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> dict[str, float]:
+    """Return one cause's distribution over rows of metrics. keys: in a row, by
+    statistic.
+    """
+    columns: dict[str, np.ndarray] = {}
+    for name, key in keys.items():
+        columns[name] = np.array([row[key] for row in rows], np.float64)
+    tokens = columns["tokens"]
+    statistics: dict[str, float] = {}
+    for name in ("mean", "share", "k3"):
+        statistics[name] = float(np.average(columns[name], weights=tokens))
+    for name in ("p50", "p99", "p999"):
+        statistics[name] = float(np.median(columns[name]))
+    statistics["worst_mean"] = float(columns["mean"].max())
+    statistics["max"] = float(columns["max"].max())
+    statistics["tokens"] = float(tokens.sum())
+    statistics["publications"] = float(len(rows))
+    return statistics
+
+
+def kernels_text(row: Mapping[str, float | None]) -> str:
     """Return the mean |difference| of kernels in a row of metrics as text: "same bits"
     for 0. It says so if tokens are still too few to judge it.
     """
@@ -630,4 +674,6 @@ def shown(row: Mapping[str, float | None]) -> str:
         return "not measured"
     text = "same bits" if mean == 0 else f"{mean:.1e}"
     tokens = row.get("parity_unjudged/kernels")
-    return f"{text} (not judged yet: {tokens:.0f} of {FEWEST_TOKENS} tokens)" if tokens else text
+    if tokens:
+        text += f" (not judged yet: {tokens:.0f} of {FEWEST_TOKENS} tokens)"
+    return text

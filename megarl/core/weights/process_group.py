@@ -1,10 +1,15 @@
 """Transport: pipeline stages and data-parallel copies broadcast weights to all servers
 at once, while these generate.
 
-    stage 0   copy 0   source rank ──group──► server ranks     rank 0 of a group is the source; the servers' ranks follow in
-              copy 1   source rank ──group──► server ranks     the order of the servers; each rank has a thread for each group.
-    stage 1   copy 0   source rank ──group──► server ranks     It launches their broadcasts in one order (base/broadcast.py)
-              copy 1   source rank ──group──► server ranks     each sends half of its stage's layers, by its own link
+    stage 0   copy 0   source rank ──group──► server ranks
+              copy 1   source rank ──group──► server ranks
+    stage 1   copy 0   source rank ──group──► server ranks
+              copy 1   source rank ──group──► server ranks
+
+Rank 0 of a group is the source; the servers' ranks follow in the order of the servers.
+Each server rank has a thread for each group, and launches their broadcasts in one order
+(base/broadcast.py). Each of two copies sends half of its stage's layers, by its own
+link.
 
 One source can fill the network link of one GPU, so there are at most as many as a
 server has GPUs, and at most four, unless there are more stages.
@@ -69,32 +74,55 @@ into a bucket with others.
 
 
 def backend() -> str:
+    """Return torch's name of the backend of the groups."""
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 @dataclass
 class _Attempt:
-    """The result of one attempt, for one rank, or for all of them."""
+    """The result of one attempt, for one rank, or for all of them.
+
+    checksums, experts, bytes, unchecked: as in Sent. failed: servers that failed by
+    themselves. interrupted: servers that failed only because the group did. broken: why
+    the group can no longer be used. unmade: why a source could not make what it should
+    send.
+    """
 
     checksums: dict[str, str] = field(default_factory=dict)
-    experts: dict[RankParameter, str] = field(default_factory=dict)  # as in Sent
+    experts: dict[RankParameter, str] = field(default_factory=dict)
     bytes: int = 0
-    failed: dict[int, str] = field(default_factory=dict)  # servers that failed by themselves
-    interrupted: dict[int, str] = field(
-        default_factory=dict
-    )  # that only failed to receive because the group failed
-    broken: str = ""  # why the group can no longer be used
-    unchecked: str = ""  # why the checksums are not known
-    unmade: str = ""  # why a source could not make what it should send
+    failed: dict[int, str] = field(default_factory=dict)
+    interrupted: dict[int, str] = field(default_factory=dict)
+    broken: str = ""
+    unchecked: str = ""
+    unmade: str = ""
 
     def add(self, errors: dict[int, MegarlError]) -> None:
+        """Note errors of servers. One is enough to break the group."""
         for i, error in errors.items():
-            said = isinstance(error, ServerSaid) and any(
-                text in str(error) for text in LET_DOWN.values()
-            )
-            let_down = said or isinstance(error, RelayLost)
-            (self.interrupted if let_down else self.failed)[i] = str(error)
+            if _is_let_down(error):
+                self.interrupted[i] = str(error)
+            else:
+                self.failed[i] = str(error)
             self.broken = self.broken or str(error)
+
+    def merge(self, attempt: "_Attempt") -> None:
+        """Add the result of another rank."""
+        self.checksums |= attempt.checksums
+        self.experts |= attempt.experts
+        self.bytes += attempt.bytes
+        self.failed |= attempt.failed
+        self.interrupted |= attempt.interrupted
+        self.broken = self.broken or attempt.broken
+        self.unchecked = self.unchecked or attempt.unchecked
+        self.unmade = self.unmade or attempt.unmade
+
+
+def _is_let_down(error: MegarlError) -> bool:
+    """Return whether a server failed only because its group or its relay did."""
+    if isinstance(error, ServerSaid):
+        return any(text in str(error) for text in LET_DOWN.values())
+    return isinstance(error, RelayLost)
 
 
 class _Gathering:
@@ -149,9 +177,8 @@ class ProcessGroupTransport:
         sends = self._copy < self._copies
         self._exports = sends or hf.experts_divided()
         self._source = sends and parallel_state.get_tensor_model_parallel_rank() == 0
-        self._learner: str = from_rank_0(
-            f"weights-{uuid.uuid4().hex[:12]}"
-        )  # the names of its groups begin so
+        # The names of its groups begin so.
+        self._learner: str = from_rank_0(f"weights-{uuid.uuid4().hex[:12]}")
         self._group: BroadcastGroup | None = None
         self._attempts = 0  # to send, by all ranks together
         self._members: tuple[int, ...] = ()
@@ -161,24 +188,17 @@ class ProcessGroupTransport:
         self._untold: dict[int, str] = {}
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
-        leader = dist.get_rank() == 0
+        """Send the weights to the servers `ids`. Every rank returns the same result.
+        COLLECTIVE.
+        """
         alive = tuple(ids)
-        untold = {i: self._untold.pop(i) for i in alive if i in self._untold}
-        fleet.each(untold, lambda server: server.leave_group(untold[server.address.id]))
-        if self._source and self._group is not None and self._members == alive:
-            # A server that was restarted at the same address is not in the group; its
-            # version reveals this.
-            versions, failed = fleet.each(alive, lambda server: server.served_version())
-            if failed or versions != self._versions:
-                self._leave(fleet)
+        self._leave_stale_groups(fleet, alive)
         errors: dict[int, str] = {}
         # Each attempt loses a server or is the last; one more attempt, in case a group
         # breaks by itself.
         for _ in range(len(ids) + 1):
             alive = tuple(i for i in alive if i not in errors)
-            errors |= from_rank_0(
-                fleet.each(alive, lambda s: s.stage(version, self._last.base))[1] if leader else {}
-            )
+            errors |= self._stage(fleet, alive, version)
             alive = tuple(i for i in alive if i not in errors)
             if not alive:
                 break
@@ -189,43 +209,57 @@ class ProcessGroupTransport:
                 return Sent(
                     errors, attempt.checksums, attempt.bytes, attempt.unchecked, attempt.experts
                 )
-            if attempt.unmade and self._last.whole:
-                why = f"the learner could not make what it sends: {attempt.unmade}"
-                errors |= dict.fromkeys(alive, f"publishing version {version}: {why}")
+            if attempt.unmade and self._last.sends_all:
+                reason = f"the learner could not make what it sends: {attempt.unmade}"
+                errors |= dict.fromkeys(alive, f"publishing version {version}: {reason}")
                 self._leave(fleet)
                 return Sent(errors, {}, 0)
-            why = "; ".join((attempt.failed or attempt.interrupted).values()) or attempt.broken
-            log.warning("sending version %d again: %s", version, why)
+            server_errors = attempt.failed or attempt.interrupted
+            reason = "; ".join(server_errors.values()) or attempt.broken
+            log.warning("sending version %d again: %s", version, reason)
             self._leave(fleet)
-            self._last.whole = True  # it is unknown which deltas a server has added
+            self._last.sends_all = True  # it is unknown which deltas a server has added
         errors |= dict.fromkeys(
             alive, f"publishing version {version}: its process groups broke in every attempt"
         )
         return Sent(errors, {}, 0)
 
+    def _leave_stale_groups(self, fleet: Fleet, ids: tuple[int, ...]) -> None:
+        """Leave groups that these servers were not told to leave, and the present one
+        if a server was restarted at the same address: it is not in the group, which its
+        version reveals.
+        """
+        untold = {i: self._untold.pop(i) for i in ids if i in self._untold}
+        fleet.call_each(untold, lambda server: server.leave_group(untold[server.address.id]))
+        if self._source and self._group is not None and self._members == ids:
+            versions, failed = fleet.call_each(ids, lambda server: server.served_version())
+            if failed or versions != self._versions:
+                self._leave(fleet)
+
+    def _stage(self, fleet: Fleet, ids: tuple[int, ...], version: int) -> dict[int, str]:
+        """Have these servers begin to stage `version`; return errors by server id.
+        COLLECTIVE.
+        """
+        errors: dict[int, str] = {}
+        if dist.get_rank() == 0:
+            errors = fleet.call_each(ids, lambda server: server.stage(version, self._last.base))[1]
+        return from_rank_0(errors)
+
     def _send_all(self, fleet: Fleet, ids: tuple[int, ...]) -> _Attempt:
         self._attempts += 1
-        whole = _Attempt()
         mine = _Attempt()
-        joined = True
-        for number in range(
-            self._groups
-        ):  # in turn, or servers would wait for each other in different groups
+        all_formed = True
+        # In turn, or servers would wait for each other in different groups.
+        for number in range(self._groups):
             if number == self._group_number and self._source:
                 self._join(mine, fleet, ids)
-            joined = joined and not any(gathered(mine.broken))
-        if joined and self._exports:
+            all_formed = all_formed and not any(gathered(mine.broken))
+        if all_formed and self._exports:
             self._send_part(mine, fleet, ids)
-        for other in gathered(mine):
-            whole.checksums |= other.checksums
-            whole.experts |= other.experts
-            whole.bytes += other.bytes
-            whole.failed |= other.failed
-            whole.interrupted |= other.interrupted
-            whole.broken = whole.broken or other.broken
-            whole.unchecked = whole.unchecked or other.unchecked
-            whole.unmade = whole.unmade or other.unmade
-        return whole
+        total = _Attempt()
+        for attempt in gathered(mine):
+            total.merge(attempt)
+        return total
 
     def _send_part(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
         """Send this copy's part of its stage from the source; other ranks take part in
@@ -241,19 +275,19 @@ class ProcessGroupTransport:
             compared = holds_whole_parameters(fleet, ids, self._weights.expert_ranks)
             gathering = _Gathering(self._weights.gathered(self._copy, self._copies))
             self._broadcast(attempt, group, gathering, calls, compared)
-        except BaseException as error:
-            group.close(str(error) or type(error).__name__)
+        except BaseException as gathering_error:
+            group.close(str(gathering_error) or type(gathering_error).__name__)
             self._group = None
             raise
         try:
-            calls.over.result(self._limit_s)
+            calls.end.result(self._limit_s)
         except TimeoutError:
-            calls.over.cancel()
+            calls.end.cancel()
             for i in set(ids) - calls.results.keys() - calls.errors.keys():
-                why = fleet.servers[i].error(
+                error = fleet.servers[i].error(
                     "receive", f"no answer within {self._limit_s:g} s (weights.timeout_s)"
                 )
-                attempt.add({i: MegarlError(f"publishing version {fleet.version} to {why}")})
+                attempt.add({i: MegarlError(f"publishing version {fleet.version} to {error}")})
         attempt.add(calls.errors)
         if not attempt.broken:
             group.forget()
@@ -306,19 +340,23 @@ class ProcessGroupTransport:
         """
         under_way = deque[tuple[dist.Work, Tensor]]()
 
-        def failed() -> str:
-            return next(map(str, list(calls.errors.values())), "")
+        def first_error() -> str:
+            errors = list(calls.errors.values())
+            return str(errors[0]) if errors else ""
+
+        def make_room(limit: int) -> None:
+            while under_way and sum(tensor.nbytes for _, tensor in under_way) > limit:
+                group.wait(under_way.popleft()[0], first_error)
 
         for bucket in itertools.chain(stream, [None]):
             if attempt.broken:
                 continue
             try:
-                room = self._bucket_bytes - bucket.flat.nbytes if bucket else 0
-                while under_way and sum(tensor.nbytes for _, tensor in under_way) > room:
-                    group.wait(under_way.popleft()[0], failed)
                 if bucket is None:
+                    make_room(0)
                     under_way += group.send(self._turn)
                 else:
+                    make_room(self._bucket_bytes - bucket.flat.nbytes)
                     head = BucketHead(bucket.names, bucket.dtypes, bucket.shapes)
                     under_way += group.send(self._turn, msgspec.json.encode(head), bucket.flat)
                     attempt.bytes += bucket.flat.nbytes
@@ -332,28 +370,29 @@ class ProcessGroupTransport:
             return
         self._leave(fleet)
         name = f"{self._learner}-{uuid.uuid4().hex[:12]}"
-        widths = [fleet.servers[i].address.tensor_parallel for i in ids]
-        world = 1 + sum(widths)
+        first_rank: dict[int, int] = {}
+        world = 1
+        for i in ids:
+            first_rank[i] = world
+            world += fleet.servers[i].address.tensor_parallel
         kind = backend()
         if kind == "nccl":
             mine = device.of_rank()
-            attempt.add(collect(fleet.start(ids, lambda server: refuse_one_gpu(server, mine)))[1])
+            checks = fleet.start(ids, lambda server: refuse_one_gpu(server, mine))
+            attempt.add(collect(checks)[1])
             if attempt.broken:
                 return
-        # Servers listen only on the run's network, so our address on the route to one
-        # of them is reachable for all.
-        theirs = urlsplit(fleet.servers[ids[0]].address.url).hostname or ""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.connect((theirs, 9))  # sends nothing; the kernel only chooses the route
-            address: str = s.getsockname()[0]
+        address = _own_address(fleet.servers[ids[0]])
         limit = timedelta(seconds=form_limit_s(world, self._limit_s))
         store = bound_store(
             address, 0, world, is_master=True, timeout=limit, wait_for_workers=False
         )
-        first = {i: 1 + sum(widths[:n]) for n, i in enumerate(ids)}
-        calls = fleet.start(
-            ids, lambda s: s.join_group(name, address, store.port, first[s.address.id], world, kind)
-        )
+
+        async def join(server: ServerClient) -> None:
+            rank = first_rank[server.address.id]
+            await server.join_group(name, address, store.port, rank, world, kind)
+
+        calls = fleet.start(ids, join)
         try:
             self._group = BroadcastGroup(
                 name, 0, world, kind, (address, store.port), self._limit_s, store
@@ -369,11 +408,21 @@ class ProcessGroupTransport:
         group = self._group
         self._group = None
         group.close()
-        self._untold |= {i: group.name for i in self._members if i not in fleet.servers}
-        fleet.each(
-            [i for i in self._members if i in fleet.servers],
-            lambda server: server.leave_group(group.name),
-        )
+        absent = [i for i in self._members if i not in fleet.servers]
+        present = [i for i in self._members if i in fleet.servers]
+        self._untold |= dict.fromkeys(absent, group.name)
+        fleet.call_each(present, lambda server: server.leave_group(group.name))
+
+
+def _own_address(server: ServerClient) -> str:
+    """Return our address on the route to the server. Servers listen only on the run's
+    network, so it is reachable for all of them.
+    """
+    host = urlsplit(server.address.url).hostname or ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing; the kernel only chooses the route
+        address: str = probe.getsockname()[0]
+    return address
 
 
 async def refuse_one_gpu(server: ServerClient, mine: DeviceIdentity) -> None:

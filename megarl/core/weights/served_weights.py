@@ -1,8 +1,9 @@
 """The learner's weights in the form in which servers hold them: what every transport
 sends.
 
-megatron's parameters ──hf.export──► Hugging Face tensors ──► servers in the model's type
-                                          └──block_fp8.quantised──► servers with serving.quantization: fp8
+megatron's parameters ──hf.export──► Hugging Face tensors
+    ──► servers in the model's type
+    ──block_fp8.quantised──► servers with serving.quantization: fp8
 """
 
 from collections.abc import Iterator, Sequence

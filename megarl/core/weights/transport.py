@@ -1,10 +1,11 @@
 """Shared by all transports: buckets, many tensors in a flat array of bytes like
 SGLang's `flattened_bucket`, and checksums.
 
-(name, tensor) … ──► Bucket(names, dtypes, shapes, flat) …          all but the last are about `limit` bytes
+(name, tensor) … ──► Bucket(names, dtypes, shapes, flat) …
+
+All buckets but the last have about `limit` bytes.
 """
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,24 @@ class Sent:
     experts: dict[RankParameter, str] = field(default_factory=dict)
 
 
+def merged(results: Iterable[Sent]) -> Sent:
+    """Return what several ranks have sent, to different servers or in different parts,
+    as one result. Bytes are those of the rank that sent most.
+    """
+    errors: dict[int, str] = {}
+    checksums: dict[str, str] = {}
+    experts: dict[RankParameter, str] = {}
+    size = 0
+    unchecked = ""
+    for sent in results:
+        errors |= sent.errors
+        checksums |= sent.checksums
+        experts |= sent.experts
+        size = max(size, sent.bytes)
+        unchecked = unchecked or sent.unchecked
+    return Sent(errors, checksums, size, unchecked, experts)
+
+
 class Transport(Protocol):
     """Sends weights from a learner rank to servers. staged: into a copy
     (server/staging.py), to be swapped in.
@@ -69,10 +88,13 @@ def open_fleet(
     """Return a fleet of these servers. limit_s: for a call that moves weights. version:
     the one published, for errors.
     """
-    clients = [ServerClient(a, endpoints.api_key, endpoints.admin_key, limit_s) for a in servers]
-    return Fleet(
-        clients, version, {c.address.id for c in clients if c.address.url not in endpoints.servers}
-    )
+    clients = []
+    joined_ids = set()
+    for address in servers:
+        clients.append(ServerClient(address, endpoints.api_key, endpoints.admin_key, limit_s))
+        if address.url not in endpoints.servers:
+            joined_ids.add(address.id)
+    return Fleet(clients, version, joined_ids)
 
 
 def holds_whole_parameters(fleet: Fleet, ids: Iterable[int], expert_ranks: int) -> bool:
@@ -96,36 +118,39 @@ class Bucket(NamedTuple):
 
 
 def buckets(
-    tensors: Iterable[tuple[str, Tensor]], limit: int, alone: float = math.inf
+    tensors: Iterable[tuple[str, Tensor]], limit: int, single: float = math.inf
 ) -> Iterator[Bucket]:
-    """Yield buckets of at most `limit` bytes, or of a single larger tensor. alone: a
+    """Yield buckets of at most `limit` bytes, or of a single larger tensor. single: a
     tensor of at least this many bytes gets its own bucket and is not copied, so it may
     be memory of the model.
     """
-    held: list[tuple[str, Tensor]] = []
+    content: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
-        if tensor.nbytes >= alone:
+        if tensor.nbytes >= single:
             yield _bucket([(name, tensor)])
             continue
-        if held and size + tensor.nbytes > limit:
-            yield _bucket(held)
-            held = []
+        if content and size + tensor.nbytes > limit:
+            yield _bucket(content)
+            content = []
             size = 0
-        held.append((name, tensor))
+        content.append((name, tensor))
         size += tensor.nbytes
-    if held:
-        yield _bucket(held)
+    if content:
+        yield _bucket(content)
 
 
-def _bucket(held: list[tuple[str, Tensor]]) -> Bucket:
-    held = sorted(held, key=lambda item: -item[1].itemsize)
-    flat = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in held]
+def _bucket(content: list[tuple[str, Tensor]]) -> Bucket:
+    content = sorted(content, key=lambda item: -item[1].itemsize)
+    parts = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in content]
+    flat = parts[0]
+    if len(parts) > 1:
+        flat = torch.cat(parts)
     return Bucket(
-        names=[name for name, _ in held],
-        dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in held],
-        shapes=[list(tensor.shape) for _, tensor in held],
-        flat=flat[0] if len(flat) == 1 else torch.cat(flat),
+        names=[name for name, _ in content],
+        dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in content],
+        shapes=[list(tensor.shape) for _, tensor in content],
+        flat=flat,
     )
 
 
@@ -133,9 +158,13 @@ def with_last(items: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:
     """Yield each bucket and whether it is the last. Fetches one ahead, so one is
     gathered while another is under way.
     """
-    for here, following in itertools.pairwise(itertools.chain(items, [None])):
-        assert here is not None
-        yield here, following is None
+    previous: Bucket | None = None
+    for bucket in items:
+        if previous is not None:
+            yield previous, False
+        previous = bucket
+    if previous is not None:
+        yield previous, True
 
 
 @dataclass
@@ -225,13 +254,13 @@ class SentChecksums:
         part = self._place(name, tensor)
         if part is None:
             return
-        held = as_held(name, tensor, self._model)
-        if held.device.type == "cpu" and is_padded_inside(name, held, self._expert_ranks):
+        stored = as_held(name, tensor, self._model)
+        if stored.device.type == "cpu" and is_padded_inside(name, stored, self._expert_ranks):
             self._unknown.add(part.parameter)
-        elif held.nbytes < TOGETHER and in_whole_rows(held, part.start):
-            self._keep(part.parameter, part.start, held)
+        elif stored.nbytes < TOGETHER and in_whole_rows(stored, part.start):
+            self._keep(part.parameter, part.start, stored)
         else:
-            self._add(part.parameter, checksum(held, part.start))
+            self._add(part.parameter, checksum(stored, part.start))
 
     def _keep(self, parameter: RankParameter, start: int, piece: Tensor) -> None:
         if self._kept_bytes + piece.nbytes > TOGETHER:
@@ -250,8 +279,9 @@ class SentChecksums:
         self._kept_bytes = 0
 
     def _add(self, parameter: RankParameter, piece: Tensor) -> None:
-        before = self._sums.get(parameter)
-        self._sums[parameter] = piece if before is None else before + piece
+        if parameter in self._sums:
+            piece = self._sums[parameter] + piece
+        self._sums[parameter] = piece
 
 
 def first_line(error: Exception) -> str:
@@ -259,11 +289,12 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def differing(expected: Mapping[str, str], served: Mapping[str, str]) -> list[str]:
+def differing(expected: Mapping[str, str], checksums: Mapping[str, str]) -> list[str]:
     """Return the parameters whose checksums differ. Parameters that only one side has
     (a tied head) are ignored.
     """
-    return sorted(name for name, value in expected.items() if served.get(name, value) != value)
+    common = expected.keys() & checksums.keys()
+    return sorted(name for name in common if checksums[name] != expected[name])
 
 
 def differing_experts(

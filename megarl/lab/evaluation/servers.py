@@ -61,7 +61,7 @@ class OwnServers:
         """The places for requests on them."""
         members = Membership([client.address for client in self.clients.values()])
         for n in self.clients:
-            members.seen(n)
+            members.answered(n)
             members.publish([n], UNCHANGED, "")
             members.published(n, UNCHANGED, "", "")
         return Places(members, self.recipe.serving.max_running_requests)

@@ -173,7 +173,7 @@ class _SimulatedRun:
     async def run(self) -> list[SimulatedStep]:
         """Run all steps, and return them."""
         for server in self.membership.members:
-            self.membership.seen(server)
+            self.membership.answered(server)
         with suppress(_End):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.pipeline.run())

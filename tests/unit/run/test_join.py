@@ -417,7 +417,7 @@ def test_requests_on_a_machine_that_is_gone_go_on_elsewhere(
             here = joined.server
             assert here == 1
             held = servers.membership
-            held.seen(here)
+            held.answered(here)
             held.publish([here], 3, "learner")
             held.published(here, 3, "learner", "")
             servers.places.refresh()

@@ -79,7 +79,7 @@ def test_the_only_server_misses_three_publications(
         if failed:
             assert failures == ["weights did not reach server 0 3 times in a row: refused"]
         else:
-            servers.membership.seen(0)
+            servers.membership.answered(0)
             assert servers.membership.members[0].failures == 0, "it has as many tries as any"
 
     asyncio.run(scenario())
@@ -97,7 +97,7 @@ def test_a_joined_server_misses_three_publications_and_the_last_is_told_twice() 
         await asyncio.sleep(0)
         joined = servers.answer(Join(life="x", url=f"http://127.0.0.1:{free_ports(1)[0]}"))
         assert isinstance(joined, Joined)
-        members.seen(joined.server)
+        members.answered(joined.server)
         for _ in range(PUBLISH_TRIES):
             members.publish([joined.server], 1, "a")
             await told.published(broken(joined.server, 1))

@@ -14,7 +14,7 @@ def servers(*versions: int | None) -> Membership:
     """Clean ones at these versions by learner "a"; None: up, of unknown weights."""
     members = Membership(ADDRESSES[: len(versions)])
     for server, version in enumerate(versions):
-        members.seen(server)
+        members.answered(server)
         if version is not None:
             members.publish([server], version, "a")
             members.published(server, version, "a", "")
@@ -65,7 +65,7 @@ def test_a_complete_batch_is_trained() -> None:
 def test_a_batch_that_is_not_complete_is_waited_for() -> None:
     members = servers(5, 5, 5, 5, 5)
     members.pin(1)
-    members.lost(4)
+    members.lose(4)
     reply = told(5, members, batches=5, waiting_for="3 of 8 tickets")
     assert isinstance(reply, Wait)
     assert (

@@ -206,7 +206,7 @@ async def scored(
     journal = Journal.open(rundir.rollouts, 2, 1)
     journal.append(Session(session="s", time=0.0, devices=1, compute_unit="core"))
     members = Membership([ServerAddress(id=0, url="")])
-    members.seen(0)
+    members.answered(0)
     members.publish([0], version, "a")
     members.published(0, version, "a", "")
     failures: list[str] = []
@@ -450,7 +450,7 @@ def test_several_servers_share_it_and_one_may_be_lost_or_leave(
     for n in range(1, 4):
         assert members.join(f"http://joined-{n}", f"life{n}", -1, 1, at=0.0) == n
     for n in range(4):
-        members.seen(n)
+        members.answered(n)
     members.publish(range(4), 0, "a")
     for n in range(4):
         members.published(n, 0, "a", "")
@@ -506,7 +506,7 @@ def one_task(tmp_path: Path, servers: int) -> OneTask:
     journal.append(Session(session="s", time=0.0, devices=1, compute_unit="core"))
     members = Membership([ServerAddress(id=n, url="") for n in range(servers)])
     for n in range(servers):
-        members.seen(n)
+        members.answered(n)
         members.publish([n], 0, "a")
         members.published(n, 0, "a", "")
     evaluations, records, schedule = evaluations_of(
@@ -524,7 +524,7 @@ def test_an_evaluation_ends_whose_server_is_lost_before_its_first_step(tmp_path:
             writer = tasks.create_task(it.records.run())
             it.evaluations.begin_if_due(0, spent, tasks)
             (lost,) = it.schedule.running[0]
-            it.members.lost(lost)
+            it.members.lose(lost)
             it.evaluations.cancel_lost()
             await asyncio.sleep(0.01)
             assert (it.evaluations.tasks, it.schedule.running) == ({}, {})

@@ -80,7 +80,7 @@ class Stage:
 
     def at(self, version: int) -> None:
         for i, server in self.servers.items():
-            self.members.seen(i)
+            self.members.answered(i)
             self.members.publish([i], version, "a")
             self.members.published(i, version, "a", "")
             server.version = version

@@ -146,9 +146,9 @@ class World:
         member = self.membership.members[server]
         what = self.random.choice(["server", "server", "evaluation", "learner", "controller"])
         if what == "server" and member.state in ("lost", "starting"):
-            self.membership.seen(server)
+            self.membership.answered(server)
         elif what == "server":
-            self.membership.lost(server)
+            self.membership.lose(server)
             self.drop([server])
         elif what == "evaluation" and member.state == "clean":
             (self.membership.unpin if member.pinned else self.membership.pin)(server)
@@ -187,7 +187,7 @@ class World:
         for server, member in self.membership.members.items():
             self.membership.unpin(server)
             if member.state in ("lost", "starting"):
-                self.membership.seen(server)
+                self.membership.answered(server)
         for _ in range(400):
             self.generate(removed=0.0)
             self.learn()

@@ -44,7 +44,7 @@ def servers_of(count: int, url: str = "") -> Servers:
     )
     servers = Servers(recipe, endpoints, lambda: None)
     for n in servers.clients:
-        servers.membership.seen(n)
+        servers.membership.answered(n)
         servers.membership.publish([n], 0, "a")
         servers.membership.published(n, 0, "a", "")
     return servers

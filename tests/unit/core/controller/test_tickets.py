@@ -156,7 +156,7 @@ async def run(
     """
     journal = Journal.open(path, B, recipe.pipeline.max_lag)
     members = Membership([ServerAddress(id=0, url="")])
-    members.seen(0)
+    members.answered(0)
     members.publish([0], 3, "a")
     members.published(0, 3, "a", "")
     asked = server()

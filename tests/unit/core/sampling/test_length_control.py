@@ -66,7 +66,7 @@ def complete(
     )
     server = EndlessServer()
     members = Membership([ServerAddress(id=0, url="")])
-    members.seen(0)
+    members.answered(0)
     members.publish([0], 3, "a")
     members.published(0, 3, "a", "")
 

@@ -19,7 +19,7 @@ from megarl.core.server.membership import Membership
 def clean(*versions: int) -> Membership:
     members = Membership([ServerAddress(id=n, url="") for n in range(len(versions))])
     for server, version in enumerate(versions):
-        members.seen(server)
+        members.answered(server)
         members.publish([server], version, "a")
         members.published(server, version, "a", "")
     return members
@@ -62,7 +62,7 @@ def test_the_oldest_claim_goes_first_and_evaluation_before_all() -> None:
 def test_a_request_while_weights_are_staged_has_the_old_version() -> None:
     async def scenario() -> None:
         members = Membership([ServerAddress(id=0, url="")], staged=True)
-        members.seen(0)
+        members.answered(0)
         for version in (3, 4):
             members.publish([0], version, "a")
             if version == 3:
@@ -173,7 +173,7 @@ def test_a_group_whose_server_is_lost_moves_as_a_whole() -> None:
         group = GroupPlaces(places, admission, admission.admit(), rollouts=4)
         home, _ = await group.take(0)
         group.cached()
-        members.lost(home)
+        members.lose(home)
         places.refresh()
         moved = {(await group._claim(n).place())[0] for n in range(4)}
         assert len(moved) == 1
@@ -200,8 +200,8 @@ def test_a_place_is_not_used_once_its_server_may_not_be(waiting: str) -> None:
             await group.take(0)
             request = asyncio.create_task(group.take(1))
             await settle()
-        members.lost(0)
-        members.seen(0)
+        members.lose(0)
+        members.answered(0)
         places.refresh()
         group.cached()
         request = request or asyncio.create_task(group.take(1))
@@ -269,7 +269,7 @@ def test_groups_of_a_lost_server_spread_over_full_ones() -> None:
             await group.take(1)
         assert [use.running for use in places.use.values()] == [4, 4, 4]
         moved = [group for group in groups if group.server == 0]
-        members.lost(0)
+        members.lose(0)
         places.refresh()
         for _ in range(4):
             places.give_back(0)
@@ -308,7 +308,7 @@ def test_a_group_that_chooses_a_server_does_not_go_through_all_claims() -> None:
         groups = [GroupPlaces(places, admission, admission.admit(), rollouts=2) for _ in range(20)]
         places.claims = watched = Watched(places.claims)
         for server in range(2):
-            members.seen(server)
+            members.answered(server)
             members.publish([server], 0, "a")
             members.published(server, 0, "a", "")
         places.refresh()
@@ -364,7 +364,7 @@ def test_no_claim_waits_for_a_place_that_is_free(work: list[tuple[str, int]], li
                 members.published(server, version, "a", "")
                 places.refresh()
             elif what in ("lose", "find"):
-                members.lost(server) if what == "lose" else members.seen(server)
+                members.lose(server) if what == "lose" else members.answered(server)
                 places.refresh()
             elif what == "close" and groups:
                 groups.pop(n % len(groups)).close()

@@ -161,7 +161,7 @@ def test_an_aborted_request_gives_back_its_last_token(status: int | None, alone:
     )
     assert isinstance(lost, ServerLost)
     assert lost.tokens.tolist() == [5, 6]
-    assert lost.alone == alone
+    assert lost.only_this == alone
 
 
 @pytest.mark.parametrize(

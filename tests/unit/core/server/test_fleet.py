@@ -91,8 +91,8 @@ def test_a_call_whose_connection_ends_is_not_made_again() -> None:
     """
     url, heard = scripted(YES)
     with closing(fleet_of(url)) as fleet:
-        assert fleet.each([0], lambda server: server.pause("in_place"))[1] == {}
-        (error,) = fleet.each([0], lambda server: server.end())[1].values()
+        assert fleet.call_each([0], lambda server: server.pause("in_place"))[1] == {}
+        (error,) = fleet.call_each([0], lambda server: server.end_update())[1].values()
         assert "end: ServerDisconnectedError" in str(error)
         time.sleep(0.25)
     assert [each.split()[1] for each in heard] == [b"/pause_generation", b"/end_weight_update"]
@@ -102,7 +102,7 @@ def test_a_call_whose_connection_ends_is_not_made_again() -> None:
 def test_closing_waits_for_no_call() -> None:
     url, heard = scripted(SILENCE)
     fleet = fleet_of(url)
-    call = fleet.start([0], lambda server: server.end()).over
+    call = fleet.start([0], lambda server: server.end_update()).end
     while not heard:
         time.sleep(0.01)
     assert not call.done()

@@ -64,7 +64,7 @@ class Life(RuleBasedStateMachine):
     @rule(server=SERVERS)
     def notice_up(self, server: int) -> None:
         if self.alive.get(server):
-            self.members.seen(server)
+            self.members.answered(server)
 
     @rule(server=SERVERS)
     def die_and_be_noticed(self, server: int) -> None:
@@ -73,7 +73,7 @@ class Life(RuleBasedStateMachine):
         self.alive[server] = False
         self.real[server] = None
         self.pinned.pop(server, None)
-        self.members.lost(server)
+        self.members.lose(server)
 
     @precondition(lambda self: self.publishing is None)
     @rule()
@@ -158,7 +158,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(server=SERVERS)
     def leave(self, server: int) -> None:
-        if server in self.members.joined():
+        if server in self.members.joined_servers():
             self.members.leave(server)
             self.pinned.pop(server, None)
 
@@ -175,7 +175,7 @@ class Life(RuleBasedStateMachine):
         for server in silent:
             assert self.now - self.spoke[server] > FORGET_S, "one that speaks stays"
             self.members.leave(server)
-        for server in {s for s in self.members.joined() if self.members.leaves(s)}:
+        for server in {s for s in self.members.joined_servers() if self.members.leaves(s)}:
             under_way = self.publishing is not None and server in self.publishing[2]
             if self.members.members[server].receives:
                 assert under_way, "nothing else keeps it"
@@ -225,8 +225,8 @@ TestLife.settings = TestStagedLife.settings = settings(
 @pytest.mark.parametrize("staged", [False, True])
 def test_a_server_serves_its_old_weights_while_new_ones_are_staged(staged: bool) -> None:
     m = membership(2, staged)
-    m.seen(0)
-    m.seen(1)
+    m.answered(0)
+    m.answered(1)
     m.publish([0], 7, "a")
     assert m.serving() == {}, "it holds nothing yet"
     m.published(0, 7, "a", "")
@@ -241,12 +241,12 @@ def test_a_server_serves_its_old_weights_while_new_ones_are_staged(staged: bool)
 
 def test_a_server_that_joins_is_published_to_alone_and_one_that_leaves_is_left_out() -> None:
     m = membership(1)
-    m.seen(0)
+    m.answered(0)
     m.publish([0], 7, "a")
     m.published(0, 7, "a", "")
     assert m.join("http://127.0.0.1:9", "x", -1, 1, at=0.0) == 1
     assert ids(m.wanting(7, "a")) == [], "not awaited while it starts"
-    m.seen(1)
+    m.answered(1)
     assert ids(m.wanting(7, "a")) == [1], "the other server is not paused for it"
     m.publish([1], 7, "a")
     m.leave(1)
@@ -265,11 +265,11 @@ def test_a_silent_server_is_forgotten_and_a_speaking_one_after_the_limit_of_a_st
         m.join("http://127.0.0.1:8", "y", 2, 1, at=float(at))
         assert m.silent(at) == ([1] if at > FORGET_S else [])
         assert m.stuck(at, 300.0) == ([1, 2] if at > 300 else [])
-    m.seen(1)
-    m.seen(2)
+    m.answered(1)
+    m.answered(2)
     assert m.silent(1000.0) == []
     assert m.stuck(1000.0, 300.0) == []
-    m.lost(2)
+    m.lose(2)
     assert m.stuck(1299.0, 300.0) == []
     assert m.stuck(1301.0, 300.0) == [2]
 
@@ -277,7 +277,7 @@ def test_a_silent_server_is_forgotten_and_a_speaking_one_after_the_limit_of_a_st
 def test_a_server_is_published_to_before_it_is_used() -> None:
     m = membership(1)
     assert ids(m.wanting(0, "a")) == []
-    m.seen(0)
+    m.answered(0)
     assert ids(m.wanting(0, "a")) == [0]
     assert m.clean() == {}
     m.publish([0], 0, "a")
@@ -291,7 +291,7 @@ def test_a_server_is_published_to_before_it_is_used() -> None:
 def test_a_new_learner_publishes_to_all_and_old_results_count_for_nothing() -> None:
     m = membership(2)
     for server in (0, 1):
-        m.seen(server)
+        m.answered(server)
     m.publish([0, 1], 0, "a")
     m.published(0, 0, "a", "")
     assert m.new_learner() == [1]
@@ -302,20 +302,20 @@ def test_a_new_learner_publishes_to_all_and_old_results_count_for_nothing() -> N
 
 def test_a_server_that_fails_waits_for_the_next_version_while_another_works() -> None:
     m = membership(2)
-    m.seen(0)
-    m.seen(1)
+    m.answered(0)
+    m.answered(1)
     m.publish([0, 1], 0, "a")
     m.published(1, 0, "a", "")
     m.published(0, 0, "a", "timed out")
     assert ids(m.wanting(0, "a")) == []
     assert ids(m.wanting(1, "a")) == [0, 1]
-    m.lost(1)
+    m.lose(1)
     assert ids(m.wanting(0, "a")) == [0], "nobody else is there"
 
 
 def test_a_version_never_falls() -> None:
     m = membership(1)
-    m.seen(0)
+    m.answered(0)
     m.publish([0], 5, "a")
     m.published(0, 5, "a", "")
     with pytest.raises(ValueError, match="step back"):

@@ -151,11 +151,11 @@ def paths(servers: StandIns) -> Counter[tuple[int, str]]:
 
 def test_each_server_hears_each_call_once_and_its_own_answer_is_told(stand_ins: StandIns) -> None:
     with closing(fleet_of(stand_ins)) as fleet:
-        assert fleet.each(fleet.servers, lambda s: s.pause("in_place")) == (
+        assert fleet.call_each(fleet.servers, lambda s: s.pause("in_place")) == (
             dict.fromkeys(range(SERVERS)),
             {},
         )
-        versions, errors = fleet.each([0, 1, 5, 6, 10], lambda s: s.served_version())
+        versions, errors = fleet.call_each([0, 1, 5, 6, 10], lambda s: s.served_version())
         assert (versions, errors) == ({i: i for i in (0, 1, 5, 6, 10)}, {})
     assert stand_ins.relayed == {
         0: 2,
@@ -174,7 +174,7 @@ def test_each_server_hears_each_call_once_and_its_own_answer_is_told(stand_ins: 
 
 def test_each_server_gets_its_own_question(stand_ins: StandIns) -> None:
     with closing(fleet_of(stand_ins)) as fleet:
-        errors = fleet.each(
+        errors = fleet.call_each(
             fleet.servers, lambda s: s.join_group("g", "127.0.0.1", 1, s.address.id, 12, "gloo")
         )[1]
     assert errors == {}
@@ -203,7 +203,7 @@ def test_errors_name_their_servers(stand_ins: StandIns) -> None:
     }
     nobody = f"http://127.0.0.1:{free_ports(1)[0]}"
     with closing(fleet_of(stand_ins, {9: nobody}, limit_s=3.0)) as fleet:
-        results, errors = fleet.each(fleet.servers, lambda s: s.pause("in_place"))
+        results, errors = fleet.call_each(fleet.servers, lambda s: s.pause("in_place"))
     assert sorted(results) == [0, 3, 5, 6, 7, 8, 10]
     told = {i: str(error) for i, error in errors.items()}
     assert told[1] == f"publishing version 7 to server 1 ({stand_ins.urls[1]}): pause: 500: no"
@@ -229,7 +229,7 @@ def test_servers_of_a_lost_relay_are_called_directly(
         monkeypatch.setattr(relay, "GRACE_S", 1.0)
     with closing(fleet_of(stand_ins, limit_s=limit_s)) as fleet:
         for _ in range(2):
-            results, errors = fleet.each(fleet.servers, lambda s: s.pause("in_place"))
+            results, errors = fleet.call_each(fleet.servers, lambda s: s.pause("in_place"))
             assert (sorted(results), errors) == ([*range(SERVERS)], {})
     assert stand_ins.relayed[4] == 1, "it is not tried again"
     assert set(paths(stand_ins).values()) == {2}
@@ -238,7 +238,7 @@ def test_servers_of_a_lost_relay_are_called_directly(
 def test_a_relay_that_is_gone_fails_alone(stand_ins: StandIns) -> None:
     nobody = f"http://127.0.0.1:{free_ports(1)[0]}"
     with closing(fleet_of(stand_ins, {0: nobody})) as fleet:
-        results, errors = fleet.each(fleet.servers, lambda s: s.pause("in_place"))
+        results, errors = fleet.call_each(fleet.servers, lambda s: s.pause("in_place"))
     assert (sorted(results), list(errors)) == ([*range(1, SERVERS)], [0])
 
 
@@ -250,7 +250,7 @@ def test_joined_servers_are_called_directly(stand_ins: StandIns) -> None:
     endpoints = stand_ins.gates[0]._endpoints
     addresses = [ServerAddress(id=i, url=u) for i, u in enumerate(stand_ins.urls)]
     with closing(open_fleet(addresses, endpoints, LIMIT_S, 7)) as fleet:
-        assert fleet.each(fleet.servers, lambda s: s.served_version()) == (
+        assert fleet.call_each(fleet.servers, lambda s: s.served_version()) == (
             {i: i for i in range(SERVERS)},
             {},
         )

@@ -115,7 +115,7 @@ def test_what_loading_derives_is_staged_and_swapped_too(staging: Staging) -> Non
     model = Latent()
     held = model.first.w_kc
     old = model.first.w_kc.clone()
-    staging.begin(model, "6", "7")
+    staging.open_version(model, "6", "7")
     staging.receive(Group(bucket("first.weight", NEW)))
     assert torch.equal(model.first.w_kc, old)
     staging.checksums()
@@ -127,7 +127,7 @@ def test_what_loading_derives_is_staged_and_swapped_too(staging: Staging) -> Non
 def test_the_model_changes_at_the_swap_and_only_with_checksums(staging: Staging) -> None:
     model = Model()
     bias = model.first.bias.clone()
-    staging.begin(model, "6", "7")
+    staging.open_version(model, "6", "7")
     staging.receive(Group(bucket("first.weight", NEW)))
     for version in ("7", "8"):
         with pytest.raises(
@@ -145,13 +145,13 @@ def test_differences_want_their_base_and_begin_from_it(staging: Staging) -> None
     """Also after a publication that was not swapped has left its values in the copy."""
     model = Model()
     old = model.first.weight.clone()
-    staging.begin(model, "6", "7")
+    staging.open_version(model, "6", "7")
     staging.receive(Group(bucket("first.weight", NEW)))
     with pytest.raises(
         RuntimeError, match="version 8 comes as differences from 7, and this server has 6"
     ):
-        staging.begin(model, "6", "8", base="7")
-    staging.begin(model, "6", "8", base="6")
+        staging.open_version(model, "6", "8", base="7")
+    staging.open_version(model, "6", "8", base="6")
     staging.checksums()
     staging.swap(model, "8")
     assert torch.equal(model.first.weight, old)
@@ -162,17 +162,17 @@ def test_weights_that_a_swap_would_leave_old_are_refused(staging: Staging) -> No
     refused = Model()
     refused.first._derived_weight_cache_error = "its cache would keep the old weights"
     with pytest.raises(RuntimeError, match="its cache would keep the old weights"):
-        staging.begin(refused, "6", "7")
+        staging.open_version(refused, "6", "7")
     model = Model()
-    staging.begin(model, "6", "7")
+    staging.open_version(model, "6", "7")
     model.first._derived_weight_cache_error = "not asked again"
-    staging.begin(model, "6", "8")
+    staging.open_version(model, "6", "8")
 
 
 def test_a_bucket_of_an_earlier_publication_is_not_loaded(staging: Staging) -> None:
     model = Model()
-    staging.begin(model, "6", "7")
-    late = Group(bucket("first.weight", NEW), between=lambda: staging.begin(model, "6", "7"))
+    staging.open_version(model, "6", "7")
+    late = Group(bucket("first.weight", NEW), between=lambda: staging.open_version(model, "6", "7"))
     with pytest.raises(RuntimeError, match="another publication has begun"):
         staging.receive(late)
     assert "another publication" in late.closed
@@ -180,7 +180,7 @@ def test_a_bucket_of_an_earlier_publication_is_not_loaded(staging: Staging) -> N
 
 
 def test_what_the_model_does_not_take_is_the_servers_fault(staging: Staging) -> None:
-    staging.begin(Model(), "6", "7")
+    staging.open_version(Model(), "6", "7")
     group = Group(bucket("third.weight", NEW))
     with pytest.raises(Unloadable, match="third"):
         staging.receive(group)
@@ -210,7 +210,9 @@ def test_a_gpu_gets_no_new_stream_for_each_bucket(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "stream", lambda one: nullcontext(used.append(one)))
     monkeypatch.setattr(staging_module, "IDLE_STREAMS", [])
     for _ in range(100):
-        staging_module._beside(lambda: None)
-    staging_module._beside(lambda: staging_module._beside(lambda: None))  # two at once
+        staging_module._run_on_own_stream(lambda: None)
+    staging_module._run_on_own_stream(
+        lambda: staging_module._run_on_own_stream(lambda: None)
+    )  # two at once
     assert made == [-1, -1]
     assert used == [1] * 101 + [2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.core.server.staging import _beside, _copy, copy_of
+from megarl.core.server.staging import _copy, _run_on_own_stream, copy_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,7 +47,7 @@ def test_what_is_loaded_on_other_streams_is_in_the_model_after_the_swap() -> Non
         torch.cuda.synchronize()
         named = [(f"{name}.weight", tensor) for name, tensor in new.items()]
         loading = threading.Thread(
-            target=_beside, args=(lambda named=named: copy.load_weights(named),)
+            target=_run_on_own_stream, args=(lambda named=named: copy.load_weights(named),)
         )
         loading.start()
         loading.join()

@@ -48,7 +48,7 @@ def test_a_large_tensor_is_not_copied() -> None:
         "c": torch.zeros(3),
         "d": torch.randn(4, 2).T,
     }
-    large, turned, small = buckets(tensors.items(), 80, alone=32)
+    large, turned, small = buckets(tensors.items(), 80, single=32)
     assert [large.names, turned.names, small.names] == [["b"], ["d"], ["a", "c"]]
     assert large.flat.data_ptr() == tensors["b"].data_ptr()
     assert torch.equal(taken_apart(turned)["d"], tensors["d"])

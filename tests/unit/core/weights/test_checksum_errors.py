@@ -59,7 +59,7 @@ class FakeFleet:
         self.version = 5
         self.servers = {0: FakeServer()}
 
-    def each(
+    def call_each(
         self, ids: Iterable[int], call: Callable[[Any], Any]
     ) -> tuple[dict[int, Any], dict[int, str]]:
         """Make the calls, except of a coroutine of several."""

@@ -52,7 +52,7 @@ class Elsewhere(ServerClient):
     async def device_identity(self) -> DeviceIdentity:
         return self._place
 
-    async def begin(self) -> None:
+    async def begin_update(self) -> None:
         self.began = True
 
 

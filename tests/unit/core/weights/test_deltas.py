@@ -8,9 +8,9 @@ from megarl.core.weights.deltas import LastSent
 
 def published(last: LastSent, version: int, ids: tuple[int, ...], checksum: str = "") -> bool:
     """Publish; whether everything was sent."""
-    last.whole = last.expected(ids) is None
+    last.sends_all = last.expected(ids) is None
     last.arrived(version, dict.fromkeys(ids, checksum or f"sum {version}"))
-    return last.whole
+    return last.sends_all
 
 
 def test_everything_is_sent_in_one_of_so_many() -> None:
@@ -32,7 +32,7 @@ def test_who_holds_an_older_version_or_none_needs_everything() -> None:
     assert last.expected((0, 1)) is None
     assert published(last, 2, (1,)), "brought to the version that was sent last"
     assert last.expected((0, 1)) == {0: "sum 2", 1: "sum 2"}
-    last.whole = False
+    last.sends_all = False
     last.arrived(3, {0: "sum 3"})  # it failed on 1
     assert last.expected((0,)) is not None
     assert last.expected((1,)) is None
@@ -46,7 +46,7 @@ def test_small_deltas_are_sent_and_large_ones_are_not() -> None:
     last = LastSent(2)
     (whole,) = last.changed(iter([("w", one)]))
     assert whole[1] is one
-    last.whole = False
+    last.sends_all = False
     for tensor, name in (
         (few, "w" + SUFFIX),
         (few, "w" + SUFFIX),

@@ -28,7 +28,7 @@ class Told:
             served_version=lambda: 1,
         )
 
-    def each(
+    def call_each(
         self, ids: Iterable[int], call: Callable[[Any], object]
     ) -> tuple[dict[int, object], dict[int, str]]:
         return {i: call(self.servers[i]) for i in ids}, {}

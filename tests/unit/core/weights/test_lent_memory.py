@@ -23,7 +23,7 @@ GIB = 1 << 30
 @pytest.fixture
 def offload(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Offload:
     """Its server answers to everything."""
-    monkeypatch.setattr(Offload, "_each", lambda _self, ids, _call, _version: list(ids))
+    monkeypatch.setattr(Offload, "_call_each", lambda _self, ids, _call, _version: list(ids))
     endpoints = Endpoints(
         session="s",
         controller="",

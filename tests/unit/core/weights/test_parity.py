@@ -29,11 +29,11 @@ from megarl.core.weights.parity import (
     explained_by_logprob,
     grid_share,
     growth_along_sequence,
+    kernels_text,
     likely_cause,
     logit_error,
     named_cause,
     same_bits,
-    shown,
 )
 
 N = 600
@@ -55,7 +55,7 @@ def scores(seed: int = 0, noise: float = 0.02, **changes: Any) -> RolloutScores:
     found = RolloutScores(
         behaviour=noisy(logprobs),
         sampled_at=then,
-        served=noisy(now),
+        rescored=noisy(now),
         learner=noisy(now),
         lag=np.arange(N) % 2,
         position=np.tile(np.arange(N // 4), 4),
@@ -127,12 +127,14 @@ def test_a_row_has_the_signs_that_tell_causes_apart() -> None:
     assert named_cause(row, routing=False).startswith("dtype")
     of_four = np.arange(N) % 4  # one of four servers is off
     off = scores()
-    off = replace(off, server=of_four, served=np.where(of_four == 2, off.served + 1.0, off.served))
+    off = replace(
+        off, server=of_four, rescored=np.where(of_four == 2, off.rescored + 1.0, off.rescored)
+    )
     assert (
         judge().metrics(measured(3, off))["parity_logit/kernels"] > 10 * row["parity_logit/kernels"]
     )
     for _ in range(3):
-        row = judged.metrics(measured(4, scores(served=scores().learner * 1.2)))
+        row = judged.metrics(measured(4, scores(rescored=scores().learner * 1.2)))
     assert named_cause(row, routing=False).startswith("temperature")
 
 
@@ -158,7 +160,9 @@ def test_each_cause_is_the_difference_of_its_two_scores() -> None:
     stale = np.arange(N) < 100
     one = scores(stale=stale)
     metrics = measured(3, one, choices=1000, differing=30).metrics()
-    assert metrics["parity_mean/kernels"] == pytest.approx(np.abs(one.served - one.learner).mean())
+    assert metrics["parity_mean/kernels"] == pytest.approx(
+        np.abs(one.rescored - one.learner).mean()
+    )
     assert metrics["parity_mean/decode"] == pytest.approx(
         np.abs(one.behaviour - one.sampled_at)[~stale].mean()
     )
@@ -166,7 +170,7 @@ def test_each_cause_is_the_difference_of_its_two_scores() -> None:
         np.abs(one.behaviour - one.sampled_at)[stale].mean()
     )
     assert metrics["parity_mean/staleness"] == pytest.approx(
-        np.abs(one.sampled_at - one.served)[one.lag > 0].mean()
+        np.abs(one.sampled_at - one.rescored)[one.lag > 0].mean()
     )
     assert metrics["parity_mean/total"] == pytest.approx(np.abs(one.behaviour - one.learner).mean())
     assert metrics["parity_tokens/stale_kv"] == 100
@@ -197,7 +201,7 @@ def test_only_what_lasts_ends_a_run() -> None:
 @pytest.mark.parametrize("value", [4.0, -np.inf])
 def test_a_huge_difference_ends_it_at_once(value: float) -> None:
     one = scores()
-    assert judge().judge(measured(1, replace(one, served=one.served + np.float32(value)))).ends
+    assert judge().judge(measured(1, replace(one, rescored=one.rescored + np.float32(value)))).ends
 
 
 def short_answers(version: int, noise: float, servers: int = 1) -> Measurement:
@@ -252,7 +256,9 @@ def test_each_server_has_its_own_tokens_gathered() -> None:
         off = np.where(measurement.scores.server == 1, 0.3, 0.0).astype(np.float32)
         off *= np.where(np.arange(12) % 2, 1, -1)
         served = measurement.scores.learner + off
-        verdict = one.judge(replace(measurement, scores=replace(measurement.scores, served=served)))
+        verdict = one.judge(
+            replace(measurement, scores=replace(measurement.scores, rescored=served))
+        )
         if version < 21:
             assert "server 1" not in verdict.warning
     assert "server 1 and the learner" in verdict.warning
@@ -302,13 +308,13 @@ def rounded(values: np.ndarray) -> np.ndarray:
 def test_causes_are_named_by_their_patterns() -> None:
     noise = np.random.default_rng(5).normal(0, 0.1, N).astype(np.float32)
     assert "server did not compute the LM head in FP32" not in last(
-        served=lambda s: s.learner + noise
+        rescored=lambda s: s.learner + noise
     )
-    assert "Likely cause: dtype" in last(served=lambda s: s.learner + noise)
-    assert "Likely cause: temperature" in last(served=lambda s: s.learner * 1.1)
+    assert "Likely cause: dtype" in last(rescored=lambda s: s.learner + noise)
+    assert "Likely cause: temperature" in last(rescored=lambda s: s.learner * 1.1)
     assert "Likely cause: temperature" in last(behaviour=lambda s: s.sampled_at * 1.1)
-    assert "Likely cause: RoPE" in last(served=lambda s: s.learner + noise * s.position / 40)
-    old = {"behaviour": lambda s: s.served, "sampled_at": lambda s: s.served}
+    assert "Likely cause: RoPE" in last(rescored=lambda s: s.learner + noise * s.position / 40)
+    old = {"behaviour": lambda s: s.rescored, "sampled_at": lambda s: s.rescored}
     assert "Likely cause: stale server" in last(learner=lambda s: s.learner + noise, **old)
     assert "kv_cache_dtype" in last(behaviour=lambda s: s.sampled_at + noise * s.position / 40)
     assert "Likely cause: routing" in last(True, choices=1000, differing=300)
@@ -316,9 +322,9 @@ def test_causes_are_named_by_their_patterns() -> None:
 
 def test_one_stale_server_of_two_is_named_when_both_are_judged_together() -> None:
     base = scores(noise=0.1, server=np.arange(N) // 2 % 2)
-    stale = np.where(base.server == 1, base.sampled_at, base.served)
+    stale = np.where(base.server == 1, base.sampled_at, base.rescored)
     assert "stale server" in likely_cause(
-        [measured(1, replace(base, served=stale))], BF16, "kernels"
+        [measured(1, replace(base, rescored=stale))], BF16, "kernels"
     )
     assert "stale server" not in likely_cause([measured(1, base)], BF16, "kernels")
 
@@ -326,9 +332,9 @@ def test_one_stale_server_of_two_is_named_when_both_are_judged_together() -> Non
 def test_the_same_bits_of_certain_tokens_say_nothing() -> None:
     """A policy that is certain has log-probs that round to 0 at both versions."""
     certain = np.full(N, -1e-7, np.float32)
-    assert same_bits(scores(sampled_at=certain, served=certain)) == 0
+    assert same_bits(scores(sampled_at=certain, rescored=certain)) == 0
     uncertain = np.full(N, -1.0, np.float32)
-    assert same_bits(scores(sampled_at=uncertain, served=uncertain)) == 1
+    assert same_bits(scores(sampled_at=uncertain, rescored=uncertain)) == 1
 
 
 def test_a_rounded_head_is_seen_below_the_noise_of_the_body() -> None:
@@ -367,7 +373,7 @@ def test_one_server_of_two_is_found_and_named() -> None:
         half = scores(version, server=np.arange(N) * 2 // N)
         noise = np.where(half.server == 1, 0.2, 0.0) * np.sign(np.sin(np.arange(N) * 7.0))
         verdict = one.judge(
-            measured(version, replace(half, served=(half.served + noise).astype(np.float32)))
+            measured(version, replace(half, rescored=(half.rescored + noise).astype(np.float32)))
         )
     assert verdict.ends
     assert "server 1 and the learner" in verdict.warning
@@ -384,7 +390,7 @@ def test_a_server_is_judged_over_all_publications_in_which_it_was_compared() -> 
         base = scores(version, noise=0.001, server=server)
         noise = np.where(server == 0, 0.2, 0.0) * np.sign(np.sin(np.arange(N) * 7.0))
         verdict = one.judge(
-            measured(version, replace(base, served=(base.served + noise).astype(np.float32)))
+            measured(version, replace(base, rescored=(base.rescored + noise).astype(np.float32)))
         )
     assert verdict.ends
     assert "server 0 and the learner" in verdict.warning
@@ -393,8 +399,8 @@ def test_a_server_is_judged_over_all_publications_in_which_it_was_compared() -> 
 
 def test_patterns_of_noise_alone_name_nothing() -> None:
     one = scores(noise=0.1)
-    assert explained_by_logprob(one.served, one.learner) < 0.1
-    assert 0.7 < growth_along_sequence(one.served, one.learner, one.position) < 1.4
+    assert explained_by_logprob(one.rescored, one.learner) < 0.1
+    assert 0.7 < growth_along_sequence(one.rescored, one.learner, one.position) < 1.4
 
 
 REAL = kept(Path(__file__).parents[4] / "benchmarks/results/parity/real-bf16.csv.gz", "bf16")
@@ -422,7 +428,7 @@ def test_servers_in_fp8_have_limits_of_their_own() -> None:
         one = ParityJudge("bf16", False, True, True, fp8=fp8)
         count = 0
         for version, rollouts in enumerate(comparisons(IN_FP8)):
-            joined = RolloutScores.joined([each.scores(scale) for each in rollouts])
+            joined = RolloutScores.concatenate([each.scores(scale) for each in rollouts])
             verdict = one.judge(Measurement(version, joined, len(rollouts)))
             count += bool(verdict.warning)
             if verdict.ends:
@@ -442,7 +448,7 @@ def real(
     """
     found = []
     for version, rollouts in enumerate(comparisons(kept_rollouts)):
-        joined = RolloutScores.joined([each.scores(scale, tokens) for each in rollouts])
+        joined = RolloutScores.concatenate([each.scores(scale, tokens) for each in rollouts])
         found.append(Measurement(version, joined, len(rollouts)))
     return found
 
@@ -524,9 +530,9 @@ def test_the_documented_limits_are_the_judges() -> None:
 
 
 def test_same_bits_are_said_so() -> None:
-    assert shown({"parity_mean/kernels": 0.0}) == "same bits"
-    assert shown({"parity_mean/kernels": 0.0123}) == "1.2e-02"
-    assert shown({}) == "not measured"
+    assert kernels_text({"parity_mean/kernels": 0.0}) == "same bits"
+    assert kernels_text({"parity_mean/kernels": 0.0123}) == "1.2e-02"
+    assert kernels_text({}) == "not measured"
     few = {"parity_mean/kernels": 0.0123, "parity_unjudged/kernels": 12.0}
-    assert shown(few) == "1.2e-02 (not judged yet: 12 of 64 tokens)"
-    assert shown(few | {"parity_unjudged/kernels": 0.0}) == "1.2e-02"
+    assert kernels_text(few) == "1.2e-02 (not judged yet: 12 of 64 tokens)"
+    assert kernels_text(few | {"parity_unjudged/kernels": 0.0}) == "1.2e-02"

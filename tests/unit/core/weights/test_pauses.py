@@ -31,7 +31,7 @@ class Asked:
 
         return asked
 
-    def each(
+    def call_each(
         self, ids: Iterable[int], call: Callable[[Any], Any]
     ) -> tuple[dict[int, object], dict[int, str]]:
         return {i: asyncio.run(call(self.servers[i])) for i in ids}, {}

@@ -320,7 +320,7 @@ def test_lost_requests_are_asked_again_and_places_given_back(
 
     async def run() -> tuple[Answer, int]:
         members = Membership([ServerAddress(id=0, url="http://stand-in", tensor_parallel=1)])
-        members.seen(0)
+        members.answered(0)
         members.publish([0], -1, "")
         members.published(0, -1, "", "")
         places = pool.places = Places(members, 1)

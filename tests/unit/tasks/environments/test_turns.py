@@ -74,7 +74,7 @@ class Servers:
         self.lossy = lossy
         self.members = Membership([ServerAddress(id=n, url="") for n in range(3)])
         for server, version in ((0, DUE - LAG), (1, DUE - LAG - 1), (2, DUE - LAG + 1)):
-            self.members.seen(server)
+            self.members.answered(server)
             self.members.publish([server], version, "a")
             self.members.published(server, version, "a", "")
         self.log: list[tuple[np.ndarray, np.ndarray, list[int], bool]] = []
@@ -337,7 +337,7 @@ def say(
     recipe = recipe_of(control, **chosen)
     server = OneTurnEach(spoken)
     members = Membership([ServerAddress(id=0, url="")])
-    members.seen(0)
+    members.answered(0)
     members.publish([0], 3, "a")
     members.published(0, 3, "a", "")
 
@@ -458,7 +458,7 @@ def test_one_that_fails_ends_the_rollout_which_then_cannot_be_judged() -> None:
     }
     recipe = from_tree({"data": {"tasks": {"step": task}}})
     members = Membership([ServerAddress(id=0, url="")])
-    members.seen(0)
+    members.answered(0)
     members.publish([0], 3, "a")
     members.published(0, 3, "a", "")
 
