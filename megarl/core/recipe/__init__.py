@@ -1,6 +1,6 @@
 """The recipe: one YAML file, one typed tree, which drives every role.
 
-    load("quickstart", ["run.seed=3"])  ──►  Recipe    (a shipped recipe's name, or a path)
+    load("quickstart", ["run.seed=3"])  ──►  Recipe    (a shipped name, or a path)
 
     tree.py     the tree, its defaults and what each key means
     rules.py    which combinations are impossible

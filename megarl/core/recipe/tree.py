@@ -262,7 +262,7 @@ class Data(Section):
 
     @property
     def shares(self) -> dict[str, Fraction]:
-        """Each task's share of the prompts drawn, exactly: a weight of .1 is a tenth."""
+        """Each task's exact share of the prompts drawn: a weight of .1 is a tenth."""
         weights = {name: Fraction(repr(task.weight)) for name, task in self.tasks.items()}
         return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
