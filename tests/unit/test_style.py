@@ -23,8 +23,6 @@ NOT_YET = (
     "megarl/core/journal/records.py",
     "megarl/core/server",
     "megarl/core/weights",
-    "megarl/lab/jobset.py",
-    "megarl/lab/submit.py",
     "megarl/tasks/agents",
     "megarl/tasks/environments",
     "megarl/tasks/graders/code.py",

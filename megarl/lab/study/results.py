@@ -197,7 +197,7 @@ def cells(row: VariantResult) -> list[str]:
 
 
 def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
-    """Return a line with the variants whose A is not the common one, or none."""
+    """Return the table, explanations below it. missing: names of unfinished runs."""
     unit = rows[0].runs[0][0].compute_unit
     common_hours = min(run[-1].compute_hours for row in rows for run in row.runs)
     ceilings = [row.at_ceiling.A for row in rows if row.at_ceiling is not None]
