@@ -93,8 +93,8 @@ def read_mounts(text: str) -> tuple[Mount, ...]:
         if not CLAIM.fullmatch(claim) or not place.startswith("/") or ":" in place:
             form = "CLAIM:/folder, a PersistentVolumeClaim and its place in the pods"
             raise MegarlError(f"--mounts: {part!r} is not of the form {form}")
-        taken = ["/", SHARED_MEMORY, *(mount.place for mount in mounts)]
-        if posixpath.normpath(place) in map(posixpath.normpath, taken):
+        used = ["/", SHARED_MEMORY, *(mount.place for mount in mounts)]
+        if posixpath.normpath(place) in map(posixpath.normpath, used):
             raise MegarlError(
                 f"--mounts: {part!r}: there is something else at {place} in the pods; choose"
                 " another place"
@@ -156,7 +156,7 @@ def manifest(
 
 
 def _account(name: str) -> list[dict[str, Any]]:
-    """Return the first pod's account, which may look at pods and run commands in them."""
+    """Return the first pod's account, which may see pods and run commands in them."""
     core = "v1"
     rbac = "rbac.authorization.k8s.io/v1"
     rules = [
@@ -218,9 +218,8 @@ def _container(settings: PodSettings, command: Sequence[str], nodes: int) -> dic
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": settings.image,
-        "command": [
-            word.replace("$", "$$") for word in command
-        ],  # "$(NAME)" would be a variable, and "$$" a "$"
+        # "$(NAME)" would be a variable, and "$$" a "$".
+        "command": [word.replace("$", "$$") for word in command],
         "workingDir": settings.mounts[0].place,
         "env": [{"name": PODS, "value": str(nodes)}, {"name": JOBSET, "valueFrom": label}],
         "volumeMounts": [{"name": "shm", "mountPath": SHARED_MEMORY}, *mounts],

@@ -2,8 +2,9 @@
 by `megarl plan`; submits it on request.
 
 recipe ─► does it fit N nodes? ──yes──► as written ─┐
-                 └─no, and --gpu is given ─► plan ───┴─► placement, estimates ─► #SBATCH lines ─► FILE ─► sbatch
-                                                                             └─► JobSet (jobset.py) ─► FILE ─► kubectl
+                 └─no, and --gpu is given ─► plan ──┴─► placement, estimates
+  placement, estimates ─► #SBATCH lines ─► FILE ─► sbatch
+                       └► JobSet (jobset.py) ─► FILE ─► kubectl
 """
 
 import math
@@ -73,8 +74,8 @@ class ChosenLayout(NamedTuple):
     plan: Plan | None = None
 
 
-def main(job: JobOptions, out: Path | None, submitted: bool) -> int:
-    """Write the script or manifest to `out` (default: in run.dir) and print it; if
+def main(job: JobOptions, path: Path | None, submitted: bool) -> int:
+    """Write the script or manifest to `path` (default: in run.dir) and print it; if
     `submitted`, submit it. Return the exit status.
     """
     if not job.kubernetes and not LIBRARY.is_file():
@@ -85,10 +86,16 @@ def main(job: JobOptions, out: Path | None, submitted: bool) -> int:
     facts: making.Facts = {"recipe": load(job.recipe, job.overrides), "job": job}
     making.make_and_show(terminal.console(stderr=True), Command.SUBMIT, list(Need), facts)
     chosen: ChosenLayout = facts["chosen"]
-    suffix = "yaml" if job.kubernetes else "sbatch"
-    file = out or Path(chosen.recipe.run.dir) / f"{chosen.recipe.run.name}.{suffix}"
-    text = kubernetes_manifest(chosen, job) if job.kubernetes else script(chosen, job)
-    program = ["kubectl", "create", "-f"] if job.kubernetes else ["sbatch"]
+    program = ["sbatch"]
+    suffix = "sbatch"
+    if job.kubernetes:
+        program = ["kubectl", "create", "-f"]
+        suffix = "yaml"
+        text = kubernetes_manifest(chosen, job)
+    else:
+        text = script(chosen, job)
+    run = chosen.recipe.run
+    file = path or Path(run.dir) / f"{run.name}.{suffix}"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text.encode())
     terminal.say(text)
@@ -114,20 +121,7 @@ def check_container(job: JobOptions) -> None:
     when it starts, and the reverse.
     """
     if job.kubernetes:
-        slurms = {
-            "--container": job.container != "none",
-            "--partition": job.partition,
-            "--account": job.account,
-        }
-        for option in (name for name, given in slurms.items() if given):
-            raise MegarlError(
-                f"{option} is Slurm's, and --kubernetes writes no Slurm job; leave it out"
-            )
-        if not job.image:
-            raise MegarlError(
-                "--kubernetes needs --image, such as registry.example.org/team/megarl:1"
-                " (docs/cluster.md)"
-            )
+        _check_kubernetes(job)
         return
     if job.container in IMAGES and not job.image:
         example = IMAGES[job.container]
@@ -138,6 +132,25 @@ def check_container(job: JobOptions) -> None:
         raise MegarlError(
             f"--image {job.image} is of no use without --container {' or '.join(IMAGES)}, or"
             " --kubernetes"
+        )
+
+
+def _check_kubernetes(job: JobOptions) -> None:
+    """Raise MegarlError for an option of Slurm's, or without an image."""
+    slurm_options = {
+        "--container": job.container != "none",
+        "--partition": job.partition,
+        "--account": job.account,
+    }
+    for option, value in slurm_options.items():
+        if value:
+            raise MegarlError(
+                f"{option} is Slurm's, and --kubernetes writes no Slurm job; leave it out"
+            )
+    if not job.image:
+        raise MegarlError(
+            "--kubernetes needs --image, such as registry.example.org/team/megarl:1"
+            " (docs/cluster.md)"
         )
 
 
@@ -172,52 +185,67 @@ def choose(recipe: Recipe, job: JobOptions) -> ChosenLayout:
         )
     gpus = tuple(map(str, range(per_node)))
     nodes = [Node(f"node {i + 1}", f"{i}", "", "", gpus, 0, 0, ()) for i in range(job.nodes)]
+    layout: ChosenLayout | None = None
+    misfit = ""
     try:
-        placed = place(recipe, nodes)
-        misfit = ""
+        layout = ChosenLayout(recipe, (), _placement(recipe, nodes))
     except MegarlError as error:
-        placed = {}
         misfit = str(error)
-    idle = len(nodes) * per_node - needed(recipe)
-    spare = (
-        (f"{idle} GPUs have nothing to do; `megarl plan` has layouts for all of them",)
-        if idle
-        else ()
+    if job.gpu:
+        return _choose_with_memory(recipe, job, nodes, layout, misfit)
+    if layout is None:
+        raise MegarlError(
+            f"{misfit}\n--gpu NAME has `megarl plan` choose a layout for {job.nodes} nodes"
+        )
+    return layout
+
+
+def _placement(recipe: Recipe, nodes: Sequence[Node]) -> tuple[str, ...]:
+    """Return lines on where roles are, and on idle GPUs. MegarlError if they do not
+    fit.
+    """
+    lines = described(place(recipe, nodes), nodes)
+    idle = sum(len(node.gpus) for node in nodes) - needed(recipe)
+    if not idle:
+        return tuple(lines)
+    return (
+        *lines,
+        f"{idle} GPUs have nothing to do; `megarl plan` has layouts for all of them",
     )
-    if not job.gpu:
-        if misfit:
-            raise MegarlError(
-                f"{misfit}\n--gpu NAME has `megarl plan` choose a layout for {job.nodes} nodes"
-            )
-        return ChosenLayout(recipe, (), (*described(placed, nodes), *spare))
-    problem = command.problem(
-        recipe, len(nodes) * per_node, job.gpu, job.model_config, command.work(recipe)
-    )
-    if refused := refusal(problem):
-        raise MegarlError(f"--gpu: no such run starts on {job.gpu}: {refused}")
-    if not misfit:
+
+
+def _choose_with_memory(
+    recipe: Recipe,
+    job: JobOptions,
+    nodes: Sequence[Node],
+    layout: ChosenLayout | None,
+    misfit: str,
+) -> ChosenLayout:
+    """Return the layout as written if its memory suffices, too, else the best plan.
+    misfit: why there is no layout as written.
+    """
+    gpus = job.nodes * job.gpus_per_node
+    problem = command.problem(recipe, gpus, job.gpu, job.model_config, command.work(recipe))
+    if reason := refusal(problem):
+        raise MegarlError(f"--gpu: no such run starts on {job.gpu}: {reason}")
+    if layout is not None:
         written = as_written(problem)
         if isinstance(written, Plan):
-            return ChosenLayout(
-                recipe,
-                (),
-                (*described(placed, nodes), *spare, *_figures(written, job.price)),
-                written,
-            )
+            figures = (*layout.figures, *_figures(written, job.price))
+            return ChosenLayout(recipe, (), figures, written)
         misfit = written
     for plan in search(problem).plans:
         try:
             placed = place(plan.recipe, nodes)
         except MegarlError:
             continue
-        why = f"the layout is the plan's; as written it does not fit: {misfit}"
-        figures = (why, *described(placed, nodes), *_figures(plan, job.price))
+        change = f"the layout is the plan's; as written it does not fit: {misfit}"
+        figures = (change, *described(placed, nodes), *_figures(plan, job.price))
         return ChosenLayout(plan.recipe, tuple(show.overrides(plan)), figures, plan)
-    nothing = (
-        f"no layout fits {job.nodes} nodes of {per_node} GPUs; `megarl plan` says why each is"
-        " refused"
+    raise MegarlError(
+        f"as written: {misfit}\nno layout fits {job.nodes} nodes of {job.gpus_per_node} GPUs;"
+        " `megarl plan` says why each is refused"
     )
-    raise MegarlError(f"as written: {misfit}\n{nothing}")
 
 
 def _figures(plan: Plan, price: float | None) -> tuple[str, ...]:
@@ -238,6 +266,7 @@ def _figures(plan: Plan, price: float | None) -> tuple[str, ...]:
 
 
 def script(chosen: ChosenLayout, job: JobOptions) -> str:
+    """Return the batch script."""
     recipe = chosen.recipe
     settings = {
         "job-name": recipe.run.name,
@@ -255,15 +284,18 @@ def script(chosen: ChosenLayout, job: JobOptions) -> str:
         "no-kill": "",
         "signal": "B:USR1@600",
     }
-    lines = [
-        f"#SBATCH --{name}{f'={value}' if value else ''}"
-        for name, value in settings.items()
-        if value is not None
-    ]
-    name = str(Path(job.recipe).resolve()) if job.recipe.endswith((".yaml", ".yml")) else job.recipe
+    lines = []
+    for option, value in settings.items():
+        if value is not None:
+            assignment = f"={value}" if value else ""
+            lines.append(f"#SBATCH --{option}{assignment}")
+    name = job.recipe
+    if name.endswith((".yaml", ".yml")):
+        name = str(Path(name).resolve())
     variables = {"CONTAINER": job.container, "IMAGE": job.image, "MOUNTS": job.mounts}
     exports = [f"export {key}={shlex.quote(value)}" for key, value in variables.items() if value]
-    exports.append(f"export MEGARL={shlex.quote(str(Path(sys.executable).with_name('megarl')))}")
+    megarl = Path(sys.executable).with_name("megarl")
+    exports.append(f"export MEGARL={shlex.quote(str(megarl))}")
     lines += [f"# {written_by(job)}", *(f"# {line}" for line in chosen.figures), *exports]
     lines += ["# shellcheck disable=SC1091", f"source {shlex.quote(str(LIBRARY))}"]
     lines.append(f'until_done "$MEGARL" {shlex.join(train(name, OF_SLURM, chosen, job))}')

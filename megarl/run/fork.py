@@ -85,14 +85,19 @@ def _check_steps(recipe: Recipe, parent: RunDir, step: int) -> None:
         )
 
 
-def begin(recipe: Recipe, rundir: RunDir) -> None:
+def _has_begun(rundir: RunDir, step: int) -> bool:
+    """Return whether the run has a journal, or has made a step itself."""
+    if any(rundir.rollouts.glob("*.journal")):
+        return True
+    return any(row["step"] >= step for row in latest_rows(rundir.metrics))
+
+
+def start(recipe: Recipe, rundir: RunDir) -> None:
     """Write the files that the run begins with, unless it has begun. After a crash
     here, the next start writes them again.
     """
     path, step = recipe.run.forked
-    if any(rundir.rollouts.glob("*.journal")) or any(
-        row["step"] >= step for row in latest_rows(rundir.metrics)
-    ):
+    if _has_begun(rundir, step):
         return
     parent = RunDir(path)
     rows = {row["step"]: row for row in latest_rows(parent.metrics)}
@@ -101,19 +106,21 @@ def begin(recipe: Recipe, rundir: RunDir) -> None:
         raise MegarlError(
             f"run.fork: the checkpoint of step {step} was removed meanwhile; start again"
         )
-    for source, target, end in (
-        (parent.metrics, rundir.metrics, step),
-        (parent.eval, rundir.eval, step + 1),
-    ):
-        lines = (
-            source.read_text(errors="replace").splitlines(keepends=True) if source.exists() else []
-        )
-        kept = [line for line in lines if (parsed(line) or {}).get("step", end) < end]
-        write_atomically(target, "".join(kept).encode())
+    _copy_rows(parent.metrics, rundir.metrics, step)
+    _copy_rows(parent.eval, rundir.eval, step + 1)
     state = _forked(JournalReader(parent.rollouts).state_before(step), recipe, rows[step - 1])
     if recipe.data.shares != load(str(parent.recipe)).data.shares:
         state.drawn_before = {task: history.drawn for task, history in state.tasks.items()}
     file.create(rundir.rollouts / f"{0:06}.journal", file.head(state.snapshot()))
+
+
+def _copy_rows(source: Path, target: Path, end: int) -> None:
+    """Write the rows of a JSONL file whose step is below `end`."""
+    lines = []
+    if source.exists():
+        lines = source.read_text(errors="replace").splitlines(keepends=True)
+    earlier_rows = [line for line in lines if (parsed(line) or {}).get("step", end) < end]
+    write_atomically(target, "".join(earlier_rows).encode())
 
 
 def _forked(state: State, recipe: Recipe, last: Row) -> State:
@@ -121,14 +128,19 @@ def _forked(state: State, recipe: Recipe, last: Row) -> State:
     draws; last: metrics of its last step. The parent's tickets are counted as if its
     batches had the fork's size: D(g) of the next ticket is the fork's first step.
     """
+    prompts = recipe.batch.prompts
     pipeline = recipe.pipeline
     step = last["step"] + 1
-    law = recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps
-    before = recipe.batch.prompts * step
-    first = state.admission.next_ticket
+    admission = Admission(
+        prompts,
+        pipeline.max_lag,
+        pipeline.phase_steps,
+        next_ticket=state.admission.next_ticket,
+        forgotten=prompts * step,
+    )
     return replace(
         state,
-        admission=Admission(*law, next_ticket=first, forgotten=before),
+        admission=admission,
         published_version=-1,
         evaluations={
             version: score for version, score in state.evaluations.items() if version <= step
@@ -148,11 +160,11 @@ def _forked(state: State, recipe: Recipe, last: Row) -> State:
 def _link(source: Path, target: Path) -> None:
     """Make `target` a copy of a folder, by hard links if the file system has them."""
 
-    def link(one: str, other: str) -> None:
+    def link(source_file: str, target_file: str) -> None:
         try:
-            os.link(one, other)
+            os.link(source_file, target_file)
         except OSError:
-            shutil.copy(one, other)
+            shutil.copy(source_file, target_file)
 
     shutil.rmtree(target, ignore_errors=True)
     try:

@@ -60,7 +60,7 @@ def prepare(
     write_atomically(rundir.fingerprints, json.dumps(dict(fingerprints), indent=2).encode() + b"\n")
     write_atomically(rundir.recipe, dump(resuming_recipe).encode())
     if recipe.run.fork:
-        fork.begin(recipe, rundir)
+        fork.start(recipe, rundir)
     endpoints = replace(endpoints_of(recipe, placed), spent=spent)
     rundir.write_endpoints(endpoints)
     write_targets(recipe, rundir, endpoints)

@@ -1,8 +1,11 @@
 """Log-probs of the teacher (`recipe.teacher`) for what the policy sampled, from a
 frozen model behind any SGLang endpoint.
 
-    a rollout is sampled ──► POST teacher.url/generate: log pi_T(y_t) for its tokens ──► Rollout.teacher_logprobs ──► journal
-                               └ lost: again, after a pause, until the time limit for a start has passed ──► Void
+    a rollout is sampled
+      └─► POST teacher.url/generate: log pi_T(y_t) for its tokens
+            ├─► Rollout.teacher_logprobs ──► journal
+            └ lost: again, after a pause, until the time limit for a start has passed
+              ──► Void
 
 A group is finished, and so recorded and available, only with all its log-probs, so a
 replay trains on the same ones. `check_endpoint` asks the endpoint, before a run starts,

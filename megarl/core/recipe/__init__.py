@@ -1,8 +1,9 @@
 """The recipe: one YAML file, one typed tree, which drives every role.
 
-    load("quickstart", ["run.seed=3"])  ──►  Recipe      (name of a shipped recipe, or a path)
+    load("quickstart", ["run.seed=3"])  ──►  Recipe    (a shipped name, or a path)
 
-    tree.py     the tree, its defaults and what each key means      rules.py  which combinations are impossible
+    tree.py     the tree, its defaults and what each key means
+    rules.py    which combinations are impossible
     loading.py  YAML, bases, overrides ──► Recipe ──► YAML; one clear line per fault
 
 Unknown keys, wrong types and impossible combinations raise one `MegarlError` that names

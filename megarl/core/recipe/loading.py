@@ -13,7 +13,7 @@ import os
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -25,12 +25,22 @@ from megarl.core.base.schema import check_schema
 from megarl.core.recipe.rules import impossible
 from megarl.core.recipe.tree import Recipe, RecipeTree
 
-type KeyFault = tuple[tuple[str, ...], str]
-"""A key of a recipe, and what is wrong with it."""
+type Key = tuple[str, ...]
+"""A key's path in the tree, such as ("model", "dtype"); empty: the whole recipe."""
+
+
+class KeyFault(NamedTuple):
+    """A key of a recipe, and what is wrong with it."""
+
+    key: Key
+    message: str
+
+
 SCHEMA_VERSION = 1
-"""Version of RUN/recipe.yaml, in its key `schema`. A recipe written by hand needs none."""
+"""Version of RUN/recipe.yaml, in its key `schema`; recipes by hand need none."""
 SUITES = ("evaluation", "suites")
-Origin = dict[tuple[str, ...], str]
+CHAT_KEYS = ("template", "system", "template_options")
+Origin = dict[Key, str]
 """The `file:line` or the override that set each key. Under the empty key: the source of
 the whole recipe.
 """
@@ -40,95 +50,113 @@ def kind_of(kind: Any, key: object) -> Any:
     """Return the type of the value at this key in a section, mapping or list of type
     `kind`; Any if there is no such key.
     """
-    if typing.get_origin(kind) in (dict, tuple):
-        return typing.get_args(kind)[1 if typing.get_origin(kind) is dict else 0]
-    known = kind.model_fields if _is_section(kind) else {}
-    return known[key].annotation if key in known else Any
+    container = typing.get_origin(kind)
+    if container is dict:
+        return typing.get_args(kind)[1]
+    if container is tuple:
+        return typing.get_args(kind)[0]
+    if _is_section(kind) and key in kind.model_fields:
+        return kind.model_fields[key].annotation
+    return Any
 
 
 LONGEST = 400
-"""Lines in errors with more characters than this are shown without their middle."""
+"""Characters of a line in an error; longer ones are shown without their middle."""
 
 
 def shortened(line: str) -> str:
-    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
+    """Return the line, without its middle if it is too long."""
+    if len(line) <= LONGEST:
+        return line
+    return f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
 
 
 def _fault(error: ErrorDetails, origin: Origin) -> KeyFault:
     """Return the key and a message in this project's words for a fault that pydantic
     found.
     """
-    where = tuple(str(part) for part in error["loc"] if part != "[key]")
+    key = tuple(str(part) for part in error["loc"] if part != "[key]")
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        message = _unknown(where)
+        message = _unknown(key)
     elif error["type"] == "missing":
-        message = f"field required{_near_sibling(where[:-1], origin)}"
+        message = f"field required{_near_sibling(key[:-1], origin)}"
     elif error["type"] != "value_error":
         message = f"{message[0].lower()}{message[1:]}, got {error['input']!r}"
-    while len(where) > 1 and where not in origin and where[:-1] in origin and where[-1].isdigit():
-        where = where[:-1]  # an element of a list
-    if error["type"] in ("missing", "string_pattern_mismatch") and _is_section(
-        section := _kind_at(where[:-1])
-    ):
-        about = (
-            section.model_fields[where[-1]].description
-            if where[-1] in section.model_fields
-            else None
-        )
-        message += f" ({about})" if about else ""
-    return where, message
+    while len(key) > 1 and key not in origin and key[:-1] in origin and key[-1].isdigit():
+        key = key[:-1]  # an element of a list
+    if error["type"] in ("missing", "string_pattern_mismatch"):
+        message += _meaning(key)
+    return KeyFault(key, message)
 
 
-def _place(where: tuple[str, ...], origin: Origin) -> str:
+def _meaning(key: Key) -> str:
+    """Return the key's description in brackets, empty if it has none."""
+    section = _kind_at(key[:-1])
+    if not _is_section(section) or key[-1] not in section.model_fields:
+        return ""
+    description = section.model_fields[key[-1]].description
+    return f" ({description})" if description else ""
+
+
+def _place(key: Key, origin: Origin) -> str:
     """Return the place of the key or its enclosing section; for a section made by
     overrides, that of its first key.
     """
-    for n in range(len(where), 0, -1):
-        if found := origin.get(where[:n]) or next(
-            (at for key, at in origin.items() if key[:n] == where[:n]), ""
-        ):
-            return found
+    for length in range(len(key), 0, -1):
+        section = key[:length]
+        if section in origin:
+            return origin[section]
+        for inner_key, place in origin.items():
+            if inner_key[:length] == section:
+                return place
     return origin[()]
 
 
-def _kind_at(where: tuple[str, ...]) -> Any:
+def _kind_at(key: Key) -> Any:
     kind: Any = Recipe
-    for part in where:
+    for part in key:
         kind = kind_of(kind, part)
     return kind
 
 
-def _unknown(where: tuple[str, ...]) -> str:
-    """Name the same key of another section, or the nearest one of this or any section."""
-    (*section, key) = where
-    elsewhere = dict(_keys(Recipe))
-    if "lora" in key.lower():
+def _unknown(key: Key) -> str:
+    """Say that there is no such key, and name the nearest or all of its section."""
+    name = key[-1]
+    if "lora" in name.lower():
         return "LoRA is not supported: a run trains all weights; leave it out"
-    here = _kind_at(tuple(section)).model_fields
-    close = (
-        [elsewhere[key]]
-        if key in elsewhere
-        else difflib.get_close_matches(key, here, 1, cutoff=0.5)
-    )
-    close = close or [
-        elsewhere[name] for name in difflib.get_close_matches(key, elsewhere, 1, cutoff=0.8)
-    ]
-    return "unknown key" + (
-        f"; did you mean {close[0]}?" if close else f"; known: {', '.join(here)}"
-    )
+    siblings = list(_kind_at(key[:-1]).model_fields)
+    if nearest := _nearest(name, siblings):
+        return f"unknown key; did you mean {nearest}?"
+    return f"unknown key; known: {', '.join(siblings)}"
 
 
-def _near_sibling(section: tuple[str, ...], origin: Origin) -> str:
+def _nearest(name: str, siblings: Sequence[str]) -> str:
+    """Return the same key of another section, or the nearest one of this or any
+    section; empty if none is near.
+    """
+    elsewhere = dict(_keys(Recipe))
+    if name in elsewhere:
+        return elsewhere[name]
+    if close := difflib.get_close_matches(name, siblings, 1, cutoff=0.5):
+        return close[0]
+    if close := difflib.get_close_matches(name, elsewhere, 1, cutoff=0.8):
+        return elsewhere[close[0]]
+    return ""
+
+
+def _near_sibling(section: Key, origin: Origin) -> str:
     """Suggest a similar name if a named section lacks a key, since its name may be a
     misspelling of another section's.
     """
-    if not _has_sections(_kind_at(section[:-1])):
+    parent = section[:-1]
+    if not _has_sections(_kind_at(parent)):
         return ""
-    others = [key[-1] for key in origin if key[:-1] == section[:-1] and key != section]
-    others += shipped_suites() if section[:-1] == SUITES else ()
+    others = [key[-1] for key in origin if key[:-1] == parent and key != section]
+    if parent == SUITES:
+        others += shipped_suites()
     close = difflib.get_close_matches(section[-1], others, 1)
-    return f"; did you mean {'.'.join((*section[:-1], close[0]))}?" if close else ""
+    return f"; did you mean {'.'.join((*parent, close[0]))}?" if close else ""
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -161,19 +189,23 @@ def shipped() -> dict[str, Path]:
     """Return the shipped recipes: quickstart and its variants, those for GPUs, then the
     baselines of the ScaleRL paper.
     """
-    paths = {p.stem: p for p in SHIPPED.glob("*.yaml")}
-    groups = ("quickstart", "scalerl-", "qwen", "")
-    return {
-        name: paths[name] for group in groups for name in sorted(paths) if name.startswith(group)
-    }
+    paths = {path.stem: path for path in SHIPPED.glob("*.yaml")}
+    ordered = {}
+    for group in ("quickstart", "scalerl-", "qwen", ""):
+        for name in sorted(paths):
+            if name.startswith(group):
+                ordered[name] = paths[name]  # a second assignment leaves it in its place
+    return ordered
 
 
 def shipped_suites() -> dict[str, Path]:
-    return {p.stem: p for p in sorted((SHIPPED / "suites").glob("*.yaml"))}
+    """Return the shipped suites by name."""
+    return {path.stem: path for path in sorted((SHIPPED / "suites").glob("*.yaml"))}
 
 
 def shipped_studies() -> dict[str, Path]:
-    return {p.stem: p for p in sorted((SHIPPED / "studies").glob("*.yaml"))}
+    """Return the shipped studies by name."""
+    return {path.stem: path for path in sorted((SHIPPED / "studies").glob("*.yaml"))}
 
 
 LARGEST = 1 << 20
@@ -208,7 +240,9 @@ def base_of(name_or_path: str) -> tuple[str, Recipe]:
         return name_or_path, load(name_or_path)
     tree = _parsed(_text(_find(name_or_path)))[0]
     base = str(tree.get("base", ""))
-    return (base, load(base)) if base else ("the defaults, ScaleRL's", Recipe())
+    if base:
+        return base, load(base)
+    return "the defaults, ScaleRL's", Recipe()
 
 
 def from_tree(tree: RecipeTree, overrides: Sequence[str] = ()) -> Recipe:
@@ -227,10 +261,9 @@ def load_suite(path: Path) -> RecipeTree:
     """
     tree, origin = _read(path)
     within = (*SUITES, path.stem)
-    places = {(*within, *key): place for key, place in origin.items()} | {
-        (): str(path),
-        within: f"{path}:1",
-    }
+    places = {(*within, *key): place for key, place in origin.items()}
+    places[()] = str(path)
+    places[within] = f"{path}:1"
     _validated({"evaluation": {"suites": {path.stem: tree}}}, places)
     return tree
 
@@ -252,9 +285,9 @@ def _find(name_or_path: str) -> Path:
         )
     close = difflib.get_close_matches(name_or_path, shipped(), 1)
     hint = f"did you mean {close[0]}? " if close else ""
-    neither = "neither a file nor a shipped recipe"
     raise MegarlError(
-        f"no recipe {shortened(name_or_path)!r}: {neither}; {hint}`megarl recipes` lists them"
+        f"no recipe {shortened(name_or_path)!r}: neither a file nor a shipped recipe; {hint}`megarl"
+        " recipes` lists them"
     )
 
 
@@ -271,19 +304,19 @@ def _read(path: Path, derived: tuple[Path, ...] = (), base: str = "") -> tuple[R
         return tree, origin
     place = "override base" if base else origin["base",]
     try:
-        under_path = _find(base or named)
+        base_path = _find(base or named)
     except MegarlError as error:
         raise MegarlError(f"{place}: base: {error}") from None
-    if under_path in (path, *derived):
+    if base_path in (path, *derived):
         raise MegarlError(
-            f"{place}: base: {under_path} is itself derived from this recipe; give another"
+            f"{place}: base: {base_path} is itself derived from this recipe; give another"
         )
-    name = under_path.stem
     for key, line in list(origin.items()):
-        if key[:2] == ("with_base", name):
+        if key[:2] == ("with_base", base_path.stem):
             origin[key[2:] or key] = line
-    under, lines = _read(under_path, (path, *derived))
-    return _merged(_merged(under, tree), by_base.get(name, {})), lines | origin
+    base_tree, base_origin = _read(base_path, (path, *derived))
+    merged = _merged(_merged(base_tree, tree), by_base.get(base_path.stem, {}))
+    return merged, base_origin | origin
 
 
 def _by_base(section: Any, origin: Origin) -> dict[str, RecipeTree]:
@@ -382,14 +415,13 @@ def _parsed(text: str) -> tuple[Any, yaml.Node | None]:
         loader.dispose()
 
 
-def _merged(under: RecipeTree, over: RecipeTree) -> RecipeTree:
-    """Merge sections key by key; any other value in `over` replaces that in `under`."""
-    both = {
-        k: _merged(under[k], v)
-        for k, v in over.items()
-        if isinstance(v, dict) and isinstance(under.get(k), dict)
-    }
-    return under | over | both
+def _merged(base: RecipeTree, changes: RecipeTree) -> RecipeTree:
+    """Merge sections key by key; any other value in `changes` replaces the base's."""
+    merged = base | changes
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            merged[key] = _merged(base[key], value)
+    return merged
 
 
 def _with_suites(tree: RecipeTree) -> RecipeTree:
@@ -398,76 +430,82 @@ def _with_suites(tree: RecipeTree) -> RecipeTree:
     """
     match tree:
         case {"evaluation": {"suites": dict(suites)} as evaluation}:
-            known = shipped_suites()
             chat = _chat_of_tasks(tree)
-            filled = {name: given for name, given in suites.items() if isinstance(given, dict)}
-            for name in filled.keys() & known.keys():
-                filled[name] = _merged(yaml.safe_load(known[name].read_text()), filled[name])
-            own = {"template", "agent"}  # an agent's requests get the template
-            filled = {
-                name: keys if own & keys.keys() else chat | keys for name, keys in filled.items()
-            }
-            return tree | {"evaluation": evaluation | {"suites": suites | filled}}
+            filled = {name: _filled_suite(name, keys, chat) for name, keys in suites.items()}
+            return tree | {"evaluation": evaluation | {"suites": filled}}
     return tree
+
+
+def _filled_suite(name: str, keys: Any, chat: RecipeTree) -> Any:
+    """Return a suite's keys with the shipped ones of its name and, unless it has a
+    template or an agent, whose requests get the template, those of `chat`.
+    """
+    if not isinstance(keys, dict):
+        return keys
+    path = shipped_suites().get(name)
+    if path is not None:
+        keys = _merged(yaml.safe_load(path.read_text()), keys)
+    if "template" in keys or "agent" in keys:
+        return keys
+    return chat | keys
 
 
 def _chat_of_tasks(tree: RecipeTree) -> RecipeTree:
     """Return the keys of the chat template that all tasks without an agent share; empty
     if they share none.
     """
+    chats = []
     match tree:
         case {"data": {"tasks": dict(tasks)}}:
-            keys = ("template", "system", "template_options")
-            asked = [
-                task for task in tasks.values() if isinstance(task, dict) and not task.get("agent")
-            ]
-            chats = [{k: task[k] for k in keys if k in task} for task in asked]
-            if (
-                chats
-                and chats[0].get("template") == "chat"
-                and all(one == chats[0] for one in chats)
-            ):
-                return chats[0]
-    return {}
+            for task in tasks.values():
+                if isinstance(task, dict) and not task.get("agent"):
+                    chats.append({key: task[key] for key in CHAT_KEYS if key in task})
+    if not chats or chats[0].get("template") != "chat":
+        return {}
+    if any(chat != chats[0] for chat in chats):
+        return {}
+    return chats[0]
 
 
-def _lines(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> Origin:
+def _lines(node: yaml.Node | None, path: Path, prefix: Key = ()) -> Origin:
     """Return `file:line` of each key; a repeated key is an error."""
     places: Origin = {}
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            where = (*prefix, str(key.value))
-            if where in places:
-                raise MegarlError(
-                    f"{path}:{key.start_mark.line + 1}: {'.'.join(where)} is given twice"
-                )
-            places[where] = f"{path}:{key.start_mark.line + 1}"
-            places.update(_lines(value, path, where))
+    if not isinstance(node, yaml.MappingNode):
+        return places
+    for key_node, value in node.value:
+        key = (*prefix, str(key_node.value))
+        place = f"{path}:{key_node.start_mark.line + 1}"
+        if key in places:
+            raise MegarlError(f"{place}: {'.'.join(key)} is given twice")
+        places[key] = place
+        places.update(_lines(value, path, key))
     return places
 
 
 def _apply(tree: RecipeTree, override: str, origin: Origin) -> None:
-    key, equals, value = override.partition("=")
-    said = f"override {shortened(override)!r}"
-    if not equals or not key:
-        raise MegarlError(f"{said}: write key=value, such as model.tensor_parallel=2")
-    *parents, last = key.split(".")
-    if len(parents) > DEEPEST:
-        raise MegarlError(f"{said}: sections are nested more than {DEEPEST} deep")
-    here = tree
-    for parent in parents:
-        here = here.setdefault(parent, {})
-        if not isinstance(here, dict):
-            raise MegarlError(f"{said}: {parent} is a value, not a section")
-    kind = _kind_at((*parents, last))
-    empty = not value and (
-        kind is str or "" in typing.get_args(kind)
-    )  # `key=`: an empty text if the key takes one
+    """Set the key of an override such as `model.dtype=fp16` in the tree."""
+    dotted_key, equals, value = override.partition("=")
+    place = f"override {shortened(override)!r}"
+    if not equals or not dotted_key:
+        raise MegarlError(f"{place}: write key=value, such as model.tensor_parallel=2")
+    key = tuple(dotted_key.split("."))
+    if len(key) > DEEPEST + 1:
+        raise MegarlError(f"{place}: sections are nested more than {DEEPEST} deep")
+    section = tree
+    for parent in key[:-1]:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise MegarlError(f"{place}: {parent} is a value, not a section")
+    kind = _kind_at(key)
+    takes_empty_text = kind is str or "" in typing.get_args(kind)
     try:
-        here[last] = "" if empty else _parsed(value)[0]
+        if not value and takes_empty_text:
+            section[key[-1]] = ""
+        else:
+            section[key[-1]] = _parsed(value)[0]
     except yaml.YAMLError:
-        raise MegarlError(f"{said}: the value is not YAML") from None
-    origin[(*parents, last)] = said
+        raise MegarlError(f"{place}: the value is not YAML") from None
+    origin[key] = place
 
 
 def _validated(tree: RecipeTree, origin: Origin) -> Recipe:
@@ -479,16 +517,17 @@ def _validated(tree: RecipeTree, origin: Origin) -> Recipe:
     faults: list[KeyFault] = []
     try:
         recipe = Recipe.model_validate(_adapted(tree, Recipe))
-        for key, _, message in (problem.partition(": ") for problem in impossible(recipe)):
-            faults.append((tuple(key.split(".")), message))
+        for problem in impossible(recipe):
+            key, _, message = problem.partition(": ")
+            faults.append(KeyFault(tuple(key.split(".")), message))
     except ValidationError as error:
-        faults += [_fault(e, origin) for e in error.errors()]
+        faults += [_fault(details, origin) for details in error.errors()]
     if faults:
-        lines = (
-            f"{_place(where, origin)}: {'.'.join(where)}: {message}" for where, message in faults
-        )
-        first, *rest = map(shortened, lines)
-        raise MegarlError(listed(first, rest))
+        lines = []
+        for fault in faults:
+            place = _place(fault.key, origin)
+            lines.append(shortened(f"{place}: {'.'.join(fault.key)}: {fault.message}"))
+        raise MegarlError(listed(lines[0], lines[1:]))
     return recipe
 
 
@@ -498,12 +537,11 @@ def _adapted(tree: Any, kind: Any) -> Any:
     `null` in place of a named section removes the base recipe's.
     """
     if isinstance(tree, dict):
-        kept = {
-            key: value
-            for key, value in tree.items()
-            if value is not None or not _has_sections(kind)
-        }
-        return {key: _adapted(value, kind_of(kind, key)) for key, value in kept.items()}
+        adapted = {}
+        for key, value in tree.items():
+            if value is not None or not _has_sections(kind):
+                adapted[key] = _adapted(value, kind_of(kind, key))
+        return adapted
     if isinstance(tree, list):
         return tuple(_adapted(value, kind_of(kind, n)) for n, value in enumerate(tree))
     if isinstance(tree, str) and kind in (float, float | None):
@@ -527,38 +565,35 @@ def describe(recipe: Recipe) -> str:
     return "\n".join(_described(recipe)) + "\n"
 
 
-def flat(tree: RecipeTree, before: str = "") -> RecipeTree:
-    """Return the values in a tree of mappings by their dotted keys. before: a prefix
-    for the keys.
-    """
+def flat(tree: RecipeTree, prefix: str = "") -> RecipeTree:
+    """Return the values in a tree of mappings by their dotted keys, after `prefix`."""
     values: RecipeTree = {}
     for key, value in tree.items():
-        values |= (
-            flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
-        )
+        if isinstance(value, dict):
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = value
     return values
 
 
 def _described(section: BaseModel, indent: str = "") -> list[str]:
+    """Return the section's lines of YAML, each key with its description."""
     lines: list[str] = []
     values = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
             lines += [f"{indent}{name}:", *_described(value, indent + "  ")]
-        elif isinstance(value, dict) and any(
-            isinstance(part, BaseModel) for part in value.values()
-        ):
+        elif _has_sections(field.annotation) and value:
             lines.append(_line(f"{indent}{name}:", field.description))
             for key, part in value.items():
                 lines += [f"{indent}  {key}:", *_described(part, indent + "    ")]
         else:
-            shown = yaml.safe_dump(
+            text = yaml.safe_dump(
                 values[name], default_flow_style=True, sort_keys=False, width=10_000
             )
-            lines.append(
-                _line(f"{indent}{name}: {shown.removesuffix('...\n').rstrip()}", field.description)
-            )
+            text = text.removesuffix("...\n").rstrip()
+            lines.append(_line(f"{indent}{name}: {text}", field.description))
     return lines
 
 
@@ -566,8 +601,13 @@ def _line(text: str, description: str | None) -> str:
     return f"{text:<44}  # {description}" if description else text
 
 
-def differences(before: Recipe, after: Recipe) -> list[tuple[str, Any, Any]]:
+def differences(old: Recipe, new: Recipe) -> list[tuple[str, Any, Any]]:
     """Return (dotted key, old value, new value) for every value that differs."""
-    old = flat(before.model_dump(mode="json"))
-    new = flat(after.model_dump(mode="json"))
-    return [(key, old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)]
+    old_values = flat(old.model_dump(mode="json"))
+    new_values = flat(new.model_dump(mode="json"))
+    changes = []
+    for key in old_values | new_values:
+        change = (key, old_values.get(key), new_values.get(key))
+        if change[1] != change[2]:
+            changes.append(change)
+    return changes

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megarl.core.recipe.tree import FP8_MULTIPLE, LM_EVAL, Model, Recipe, Rows
+from megarl.core.recipe.tree import FP8_MULTIPLE, LM_EVAL, Length, Model, Recipe, Rows
 
 GRADERS = ("math", "exact", "code", "reasoning-gym", "format")
 """Built-in graders; others are services and functions."""
@@ -75,7 +75,7 @@ def _layout(r: Recipe) -> Iterator[str]:
 
 
 def _prompts(r: Recipe) -> Iterator[str]:
-    """Check templates, names of suites, and which score is forecast."""
+    """Check templates, sources of prompts, and names of suites."""
     for key, rows in _rows(r).items():
         if rows.system and rows.template == "raw":
             yield f"{key}.system: a system message needs template: chat"
@@ -99,11 +99,15 @@ def _prompts(r: Recipe) -> Iterator[str]:
             )
         if "{prompt}" not in suite.prompt:
             yield f"{key}.prompt: {suite.prompt!r} has no {{prompt}}, the place of the row's prompt"
+
+
+def _scores(r: Recipe) -> Iterator[str]:
+    """Check which score is forecast and decides when to stop."""
     scored = [*r.data.tasks, *r.evaluation.suites]
     if r.evaluation.forecast and r.evaluation.forecast not in scored:
         yield (
             f"evaluation.forecast: {r.evaluation.forecast!r} is neither a task nor a suite of this"
-            f" recipe; {_known(r.evaluation.forecast, scored)}"
+            f" recipe; {_suggestion(r.evaluation.forecast, scored)}"
         )
     if r.run.stop_when and len(r.data.tasks) > 1 and not r.forecast_column:
         yield (
@@ -113,6 +117,7 @@ def _prompts(r: Recipe) -> Iterator[str]:
 
 
 def _advantages(r: Recipe) -> Iterator[str]:
+    """Check what the advantages are made of, and that it goes together."""
     if r.batch.centring == "none" and r.batch.advantage == "group":
         yield (
             "batch.advantage: a group without variance has no deviation to divide an uncentred"
@@ -138,15 +143,14 @@ def _advantages(r: Recipe) -> Iterator[str]:
     )
 
 
-def _keeps_all_groups(r: Recipe, beside: str) -> Iterator[str]:
+def _keeps_all_groups(r: Recipe, second_source: str) -> Iterator[str]:
     """Check that no group is dropped if the model learns from more than rewards.
-    beside: what else it learns from.
+    second_source: what else it learns from.
     """
-    given = r.batch.zero_variance
-    if given != "keep":
+    if r.batch.zero_variance != "keep":
         yield (
-            f"batch.zero_variance: with {beside} a group of equal rewards has a gradient too; set"
-            f" keep, not {given}"
+            f"batch.zero_variance: with {second_source} a group of equal rewards has a gradient"
+            f" too; set keep, not {r.batch.zero_variance}"
         )
 
 
@@ -229,17 +233,18 @@ def _learner(r: Recipe) -> Iterator[str]:
         yield f"monitor.profile_steps: should be [first, last], 0 or more, got {list(profiled)}"
     if optimizer.schedule != "constant":
         use = f"for the schedule {optimizer.schedule}"
-        before = r.critic.warmup_steps if r.has_critic else 0
-        use += " (critic.warmup_steps included)" if before else ""
-        yield from _ends_warm_up(
-            r, "learner.optimizer.warmup_steps", before + optimizer.warmup_steps, use
-        )
+        steps = optimizer.warmup_steps
+        if r.has_critic and r.critic.warmup_steps:
+            use += " (critic.warmup_steps included)"
+            steps += r.critic.warmup_steps
+        yield from _ends_warm_up(r, "learner.optimizer.warmup_steps", steps, use)
     if r.learner.optimizer_offload and r.model.dtype != "bf16":
-        reason = (
-            "megatron-core cannot load the offloaded optimiser of FP32 weights from a checkpoint"
-            if r.model.dtype == "fp32"
-            else "loss scaling (model.dtype=fp16) has not been tested with an offloaded optimiser"
-        )
+        reason = "loss scaling (model.dtype=fp16) has not been tested with an offloaded optimiser"
+        if r.model.dtype == "fp32":
+            reason = (
+                "megatron-core cannot load the offloaded optimiser of FP32 weights from a"
+                " checkpoint"
+            )
         yield f"learner.optimizer_offload: {reason}; set model.dtype=bf16, or 0 here"
 
 
@@ -298,30 +303,33 @@ def _serving(r: Recipe) -> Iterator[str]:
         )
 
 
-def _lengths(r: Recipe) -> Iterator[str]:
-    end = r.length.end_of_thinking
-    length = r.length
-    budgets = [
-        *(("stages", s.thinking_tokens) for s in length.stages),
-        ("thinking_tokens", length.thinking_tokens),
-    ]
+def _budgets(length: Length) -> Iterator[str]:
+    """Check that thinking budgets are intervals, and rise from stage to stage."""
+    budgets = [("stages", stage.thinking_tokens) for stage in length.stages]
+    budgets.append(("thinking_tokens", length.thinking_tokens))
     least = 1 if length.control == "interruption" else 0
-    for key, (shortest, most) in budgets:
-        if not least <= shortest <= most:
+    for key, (shortest, longest) in budgets:
+        if not least <= shortest <= longest:
             yield f"length.{key}: give [shortest, longest], {least} or more"
-    steps = [s.until_step for s in length.stages]
-    longest = [most for _, (_, most) in budgets]
+    steps = [stage.until_step for stage in length.stages]
     if steps != sorted(set(steps)):
         yield (
             "length.stages: until_step must rise from stage to stage; it is"
             f" {', '.join(map(str, steps))}"
         )
-    if longest != sorted(longest):
-        said = ", ".join(map(str, longest))
+    all_longest = [longest for _, (_, longest) in budgets]
+    if all_longest != sorted(all_longest):
         yield (
             "length.stages: budgets must not fall, up to length.thinking_tokens; the longest are"
-            f" {said}"
+            f" {', '.join(map(str, all_longest))}"
         )
+
+
+def _lengths(r: Recipe) -> Iterator[str]:
+    """Check thinking budgets, and how thinking ends."""
+    length = r.length
+    end = length.end_of_thinking
+    yield from _budgets(length)
     if end and not end.strip():
         yield (
             f"length.end_of_thinking: {end!r} is only white space, which every thinking trace"
@@ -339,11 +347,8 @@ def _lengths(r: Recipe) -> Iterator[str]:
         )
 
 
-def impossible_for(m: Model, sizes: Mapping[str, Any], recompute: str = "none") -> Iterator[str]:
-    """Check a layout against a model's sizes: divisibility, and what megatron refuses.
-    sizes: by megatron's names. recompute: `learner.recompute`.
-    """
-    divided = (
+DIVIDED = {
+    "tensor_parallel": (
         "num_attention_heads",
         "num_query_groups",
         "q_lora_rank",
@@ -351,29 +356,18 @@ def impossible_for(m: Model, sizes: Mapping[str, Any], recompute: str = "none") 
         "qk_pos_emb_head_dim",
         "ffn_hidden_size",
         "moe_shared_expert_intermediate_size",
-    )
-    for layout, parts, keys in (
-        ("tensor_parallel", m.tensor_parallel, divided),
-        ("expert_parallel", m.expert_parallel, ("num_moe_experts",)),
-        ("expert_tensor_parallel", m.expert_tensor_parallel, ("moe_ffn_hidden_size",)),
-    ):
-        for key in keys:
-            if (sizes.get(key) or 0) % parts:
-                yield f"model.{layout}: {key}={sizes[key]} of {m.path} is not divisible by {parts}"
-    layers = sizes.get("num_layers") or 0
-    chunks = m.pipeline_parallel * m.virtual_pipeline_parallel
-    if m.virtual_pipeline_parallel > 1 and layers % chunks:
-        yield (
-            f"model.virtual_pipeline_parallel: num_layers={layers} of {m.path} is not divisible by"
-            f" {chunks}; set it to 1"
-        )
-    elif layers and m.stage_layers(layers)[1] < 1:
-        most = m.stage_layers(layers)[0]
-        stages = m.pipeline_parallel
-        yield (
-            f"model.pipeline_parallel: {stages} stages of {most} are more than num_layers={layers}"
-            f" of {m.path}; use fewer"
-        )
+    ),
+    "expert_parallel": ("num_moe_experts",),
+    "expert_tensor_parallel": ("moe_ffn_hidden_size",),
+}
+"""The sizes, by megatron's names, that each kind of parallelism divides."""
+
+
+def impossible_for(m: Model, sizes: Mapping[str, Any], recompute: str = "none") -> Iterator[str]:
+    """Check a layout against a model's sizes: divisibility, and what megatron refuses.
+    sizes: by megatron's names. recompute: `learner.recompute`.
+    """
+    yield from _undivided(m, sizes)
     if sizes.get("add_bias_linear") and m.expert_tensor_parallel > 1:
         yield (
             f"model.expert_tensor_parallel: experts of {m.path} have biases, which megatron does"
@@ -382,20 +376,52 @@ def impossible_for(m: Model, sizes: Mapping[str, Any], recompute: str = "none") 
     if m.moe.bias_update_rate and not sizes.get("moe_router_enable_expert_bias"):
         yield f"model.moe.bias_update_rate: the routers of {m.path} have no bias; set it to 0"
     if m.fp8 != "none":
-        if "kv_lora_rank" in sizes:
-            yield f"model.fp8: is not implemented for the attention of {m.path}; set model.fp8=none"
-        for name, size in _products(m, sizes).items():
-            if size % FP8_MULTIPLE:
-                yield (
-                    f"model.fp8: {name} of {m.path} is {size} on each rank, but products in FP8"
-                    f" need multiples of {FP8_MULTIPLE}; use another layout, or model.fp8=none"
-                )
+        yield from _impossible_in_fp8(m, sizes)
     if m.moe.shared_overlap and not sizes.get("moe_shared_expert_intermediate_size"):
         yield f"model.moe.shared_overlap: {m.path} has no shared experts; set it to false"
-    if not sizes.get("num_moe_experts") and recompute == "light":
+    if sizes.get("num_moe_experts"):
+        return
+    if recompute == "light":
         yield f"learner.recompute: light is for experts, and {m.path} has none; set it to selective"
-    if not sizes.get("num_moe_experts") and m.expert_parallel > 1:
+    if m.expert_parallel > 1:
         yield f"model.expert_parallel: {m.path} has no experts; set it to 1"
+
+
+def _undivided(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
+    """Check that ranks divide the model's dimensions and layers."""
+    for layout, names in DIVIDED.items():
+        ranks = getattr(m, layout)
+        for name in names:
+            if (sizes.get(name) or 0) % ranks:
+                yield f"model.{layout}: {name}={sizes[name]} of {m.path} is not divisible by {ranks}"
+    layers = sizes.get("num_layers")
+    if not layers:
+        return
+    chunks = m.pipeline_parallel * m.virtual_pipeline_parallel
+    if m.virtual_pipeline_parallel > 1 and layers % chunks:
+        yield (
+            f"model.virtual_pipeline_parallel: num_layers={layers} of {m.path} is not divisible by"
+            f" {chunks}; set it to 1"
+        )
+        return
+    per_stage, in_last_stage = m.stage_layers(layers)
+    if in_last_stage < 1:
+        yield (
+            f"model.pipeline_parallel: {m.pipeline_parallel} stages of {per_stage} are more than"
+            f" num_layers={layers} of {m.path}; use fewer"
+        )
+
+
+def _impossible_in_fp8(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
+    """Check that Transformer Engine can compute a rank's products in FP8."""
+    if "kv_lora_rank" in sizes:
+        yield f"model.fp8: is not implemented for the attention of {m.path}; set model.fp8=none"
+    for name, size in _products(m, sizes).items():
+        if size % FP8_MULTIPLE:
+            yield (
+                f"model.fp8: {name} of {m.path} is {size} on each rank, but products in FP8"
+                f" need multiples of {FP8_MULTIPLE}; use another layout, or model.fp8=none"
+            )
 
 
 def _products(m: Model, sizes: Mapping[str, Any]) -> dict[str, int]:
@@ -420,12 +446,20 @@ def _products(m: Model, sizes: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
+def _shortest_room(length: Length) -> int:
+    """Return the tokens of a run's shortest budget for thinking and replies."""
+    rooms = []
+    for stage in (length, *(length.at(stage.until_step - 1) for stage in length.stages)):
+        if stage.control == "interruption":
+            rooms.append(stage.thinking_tokens[0])
+        else:
+            rooms.append(stage.completion_tokens)
+    return min(rooms)
+
+
 def _environments(r: Recipe) -> Iterator[str]:
     """Check for unknown environments, and replies that cannot fit."""
-    stages = [r.length, *(r.length.at(s.until_step - 1) for s in r.length.stages)]
-    room = min(
-        s.thinking_tokens[0] if s.control == "interruption" else s.completion_tokens for s in stages
-    )
+    room = _shortest_room(r.length)
     for key, rows in _rows(r).items():
         if not rows.environment:
             continue
@@ -450,92 +484,88 @@ def _environments(r: Recipe) -> Iterator[str]:
 
 
 def _agents(r: Recipe) -> Iterator[str]:
+    """Check tasks and suites with an agent, and what a run with one cannot have."""
     for key, rows in _rows(r).items():
-        if not rows.agent:
-            continue
-        if isinstance(rows.agent, str) and not OF_USERS.fullmatch(rows.agent):
-            yield (
-                f"{key}.agent: {rows.agent!r} is not a package.module:function; give a command as a"
-                " list: [python, agent.py]"
-            )
-        if rows.environment:
-            yield (
-                f"{key}.agent: a task has an environment or an agent, not both; leave one of"
-                " them out"
-            )
-        if rows.template != "raw" or rows.system:
-            yield (
-                f"{key}.template: an agent is given the prompt as it is, and its requests get the"
-                " template; leave it out"
-            )
-        if r.model.moe.routing_replay:
-            yield (
-                f"{key}.agent: experts are not recorded for an agent's paths; set"
-                " model.moe.routing_replay=false"
-            )
-        if r.teacher.weight:
-            yield f"{key}.agent: a teacher cannot score an agent's paths; set teacher.weight=0"
-        if r.agent.credit == "turn" and r.has_critic:
-            yield (
-                "agent.credit: with batch.centring=critic the critic gives turns their advantages;"
-                " set episode"
-            )
-        if r.agent.credit == "turn" and r.loss.kind == "gmpo":
-            yield (
-                "agent.credit: gmpo needs one advantage per rollout, but turns have their own; set"
-                " episode"
-            )
-        if r.length.control == "overlong_penalty":
-            yield (
-                f"{key}.agent: length.control=overlong_penalty is for one completion, but a session"
-                " has many; set none"
-            )
+        if rows.agent:
+            yield from _agent_rows(key, rows)
+            yield from _agent_run(r, key)
+
+
+def _agent_rows(key: str, rows: Rows) -> Iterator[str]:
+    """Check the keys of a task or suite with an agent."""
+    if isinstance(rows.agent, str) and not OF_USERS.fullmatch(rows.agent):
+        yield (
+            f"{key}.agent: {rows.agent!r} is not a package.module:function; give a command as a"
+            " list: [python, agent.py]"
+        )
+    if rows.environment:
+        yield (
+            f"{key}.agent: a task has an environment or an agent, not both; leave one of them out"
+        )
+    if rows.template != "raw" or rows.system:
+        yield (
+            f"{key}.template: an agent is given the prompt as it is, and its requests get the"
+            " template; leave it out"
+        )
+
+
+def _agent_run(r: Recipe, key: str) -> Iterator[str]:
+    """Check what a run cannot have with an agent in the task or suite at `key`."""
+    if r.model.moe.routing_replay:
+        yield (
+            f"{key}.agent: experts are not recorded for an agent's paths; set"
+            " model.moe.routing_replay=false"
+        )
+    if r.teacher.weight:
+        yield f"{key}.agent: a teacher cannot score an agent's paths; set teacher.weight=0"
+    if r.agent.credit == "turn" and r.has_critic:
+        yield (
+            "agent.credit: with batch.centring=critic the critic gives turns their advantages;"
+            " set episode"
+        )
+    if r.agent.credit == "turn" and r.loss.kind == "gmpo":
+        yield (
+            "agent.credit: gmpo needs one advantage per rollout, but turns have their own; set"
+            " episode"
+        )
+    if r.length.control == "overlong_penalty":
+        yield (
+            f"{key}.agent: length.control=overlong_penalty is for one completion, but a session"
+            " has many; set none"
+        )
 
 
 def _named(
-    key: str, name: str, what: str, known: Sequence[str], users: str = "package.module:function"
+    key: str,
+    name: str,
+    thing: str,
+    built_in: Sequence[str],
+    users: str = "package.module:function",
 ) -> Iterator[str]:
     """Check that a name is known, or has the form of a user's own function or class."""
-    if name not in known and not OF_USERS.fullmatch(name):
-        yield f"{key}: unknown {what} {name!r}; {_known(name, known)}, and {users}"
+    if name not in built_in and not OF_USERS.fullmatch(name):
+        yield f"{key}: unknown {thing} {name!r}; {_suggestion(name, built_in)}, and {users}"
 
 
-def _known(name: str, known: Sequence[str]) -> str:
-    """Return a text that suggests the known name that was meant and lists all of them."""
-    close = difflib.get_close_matches(name, known, 1)
-    return f"{f'did you mean {close[0]}? ' if close else ''}known: {', '.join(known)}"
+def _suggestion(name: str, names: Sequence[str]) -> str:
+    """Return a text that suggests the name that was meant, and lists all of them."""
+    close = difflib.get_close_matches(name, names, 1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"{hint}known: {', '.join(names)}"
 
 
 def _rows(r: Recipe) -> dict[str, Rows]:
     """Return tasks and suites by their dotted keys."""
-    tasks = {f"data.tasks.{name}": task for name, task in r.data.tasks.items()}
-    return {
-        **tasks,
-        **{f"evaluation.suites.{name}": suite for name, suite in r.evaluation.suites.items()},
-    }
+    rows: dict[str, Rows] = {f"data.tasks.{name}": task for name, task in r.data.tasks.items()}
+    for name, suite in r.evaluation.suites.items():
+        rows[f"evaluation.suites.{name}"] = suite
+    return rows
 
 
 def _graders(r: Recipe) -> Iterator[str]:
-    """Check for unknown graders, services with a grader's name, and rewards with a
-    reserved name.
-    """
-    known = (*GRADERS, *r.data.services)
-    named = {
-        f"data.tasks.{n}.trusted_grader": t.trusted_grader
-        for n, t in r.data.tasks.items()
-        if t.trusted_grader
-    }
-    for key, rows in _rows(r).items():
-        named |= {f"{key}.grader": rows.grader}
-        named |= {
-            f"{key}.rewards.{name}.grader": reward.grader for name, reward in rows.rewards.items()
-        }
-        for name in sorted(RESERVED.keys() & rows.rewards.keys()):
-            yield (
-                f"{key}.rewards.{name}: {RESERVED[name]} is logged under this name; choose another"
-            )
-    for key, grader in named.items():
-        yield from _named(key, grader, "grader", known)
+    """Check for unknown graders, and services with a grader's name."""
+    for key, grader in _named_graders(r).items():
+        yield from _named(key, grader, "grader", (*GRADERS, *r.data.services))
     for name, task in r.data.tasks.items():
         if task.train.startswith("reasoning-gym:") and task.grader in ("math", "exact"):
             yield (
@@ -547,12 +577,36 @@ def _graders(r: Recipe) -> Iterator[str]:
             yield f"data.services.{name}: a built-in grader has this name; choose another"
 
 
+def _named_graders(r: Recipe) -> dict[str, str]:
+    """Return every grader that the recipe names, by its key."""
+    graders = {}
+    for name, task in r.data.tasks.items():
+        if task.trusted_grader:
+            graders[f"data.tasks.{name}.trusted_grader"] = task.trusted_grader
+    for key, rows in _rows(r).items():
+        graders[f"{key}.grader"] = rows.grader
+        for name, reward in rows.rewards.items():
+            graders[f"{key}.rewards.{name}.grader"] = reward.grader
+    return graders
+
+
+def _reward_names(r: Recipe) -> Iterator[str]:
+    """Check for rewards with a reserved name."""
+    for key, rows in _rows(r).items():
+        for name in sorted(RESERVED.keys() & rows.rewards.keys()):
+            yield (
+                f"{key}.rewards.{name}: {RESERVED[name]} is logged under this name; choose another"
+            )
+
+
 RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (
     _layout,
     _prompts,
+    _scores,
     _sharing,
     _serving,
     _lengths,
+    _reward_names,
     _graders,
     _environments,
     _agents,

@@ -86,7 +86,7 @@ MappingName = Literal[
 
 
 class Rows(Section):
-    """Rows of a data set, what the model sees of them, and how its answers are graded."""
+    """Rows of a data set, what the model sees of them, how its answers are graded."""
 
     mapping: MappingName = Field(
         "",
@@ -185,11 +185,15 @@ class Task(Rows):
 
     @property
     def graders(self) -> tuple[str, ...]:
-        return (*super().graders, *([self.trusted_grader] if self.trusted_grader else []))
+        """Names of all graders of the task, with the trusted one if it has one."""
+        if self.trusted_grader:
+            return (*super().graders, self.trusted_grader)
+        return super().graders
 
     @field_validator("heldout", mode="before")
     @classmethod
     def a_source_or_a_number(cls, heldout: Any) -> Any:
+        """Refuse anything but a text or a positive number; True is no number."""
         if isinstance(heldout, str) or (type(heldout) is int and heldout > 0):
             return heldout
         should = "should be a file or hub:… of prompts, or how many rows of train to hold out"
@@ -226,6 +230,8 @@ class Suite(Rows):
 
 
 class Data(Section):
+    """What a run trains on, and how answers are graded."""
+
     tasks: dict[TaskName, Task] = Field(
         {}, description="tasks by name; null removes one of the base recipe"
     )
@@ -256,12 +262,14 @@ class Data(Section):
 
     @property
     def shares(self) -> dict[str, Fraction]:
-        """Each task's share of the prompts drawn, exactly: a weight of 0.1 is a tenth."""
+        """Each task's exact share of the prompts drawn: a weight of .1 is a tenth."""
         weights = {name: Fraction(repr(task.weight)) for name, task in self.tasks.items()}
         return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
 
 class Run(Section):
+    """Where a run is, how long it is, and what it starts from."""
+
     name: str = Field(
         "run",
         pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$",
@@ -303,6 +311,7 @@ class Run(Section):
 
     @property
     def path(self) -> Path:
+        """The run's directory."""
         return Path(self.dir) / self.name
 
     @property
@@ -344,6 +353,8 @@ class Moe(Section):
 
 
 class Model(Section):
+    """The policy: its weights, its precision, and how ranks divide it."""
+
     path: str = Field("", description="Hugging Face directory that both sides start from")
     dtype: Literal["bf16", "fp16", "fp32"] = Field(
         "bf16",
@@ -377,10 +388,12 @@ class Model(Section):
 
     @property
     def token_multiple(self) -> int:
-        """The tokens that a rank's layers process at once must be a multiple of this."""
+        """A rank's layers process a multiple of this many tokens at once."""
         if self.fp8 == "none":
             return 1
-        return FP8_BLOCK if self.fp8 == "blockwise" and self.tensor_parallel > 1 else FP8_MULTIPLE
+        if self.fp8 == "blockwise" and self.tensor_parallel > 1:
+            return FP8_BLOCK
+        return FP8_MULTIPLE
 
     @property
     def model_parallel_size(self) -> int:
@@ -391,11 +404,13 @@ class Model(Section):
         """Return how many layers a pipeline stage has, and how many the last one:
         fewer, unless the stages divide them.
         """
-        most = -(-layers // self.pipeline_parallel)
-        return most, layers - most * (self.pipeline_parallel - 1)
+        per_stage = -(-layers // self.pipeline_parallel)
+        return per_stage, layers - per_stage * (self.pipeline_parallel - 1)
 
 
 class Resources(Section):
+    """How many processes and GPUs the learner and the servers have."""
+
     learner_ranks: int = Field(
         1, ge=1, description="GPUs or processes of the learner: TP x PP x CP x DP"
     )
@@ -427,6 +442,8 @@ class Stage(Section):
 
 
 class Length(Section):
+    """Limits of prompts, thinking and answers, in tokens."""
+
     control: Literal["interruption", "overlong_penalty", "none"] = Field(
         "interruption",
         description=(
@@ -474,8 +491,11 @@ class Length(Section):
         """Return the section as it applies to a prompt drawn for this step: with its
         stage's budget, and no stages.
         """
-        stage = next((s for s in self.stages if step < s.until_step), None)
-        budget = self.thinking_tokens if stage is None else stage.thinking_tokens
+        budget = self.thinking_tokens
+        for stage in self.stages:
+            if step < stage.until_step:
+                budget = stage.thinking_tokens
+                break
         return self.model_copy(update={"thinking_tokens": budget, "stages": ()})
 
     @property
@@ -490,6 +510,8 @@ class Length(Section):
 
 
 class Sampling(Section):
+    """How rollouts are sampled."""
+
     generations: int = Field(16, ge=2, description="rollouts per prompt")
     temperature: float = Field(
         1.0, gt=0, description="divides the logits on both sides; not stated"
@@ -497,6 +519,8 @@ class Sampling(Section):
 
 
 class PipelineSection(Section):
+    """How far generation may run ahead of training."""
+
     kind: Literal["pipeline-rl", "ppo-off-policy"] = Field(
         "pipeline-rl",
         description=(
@@ -542,6 +566,8 @@ class PipelineSection(Section):
 
 
 class BatchSection(Section):
+    """Which rollouts a step trains on, and how rewards become advantages."""
+
     prompts: int = Field(
         48, ge=1, description="prompts per step; each has sampling.generations rollouts"
     )
@@ -590,6 +616,8 @@ class BatchSection(Section):
 
 
 class Loss(Section):
+    """The policy loss and its trust region."""
+
     kind: str = Field(
         "cispo",
         description=(
@@ -701,6 +729,8 @@ class Teacher(Section):
 
 
 class Optimizer(Section):
+    """AdamW and its schedule."""
+
     lr: float = Field(5e-7, gt=0, description="learning rate after the warm-up")
     warmup_steps: int = Field(100, ge=0, description="steps of linear warm-up")
     schedule: Literal["constant", "cosine", "linear"] = Field(
@@ -710,6 +740,8 @@ class Optimizer(Section):
 
 
 class Learner(Section):
+    """How the learner computes a step."""
+
     microbatch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         16_384,
         description=(
@@ -737,6 +769,8 @@ class Learner(Section):
 
 
 class CriticRate(Section):
+    """The critic's learning rate."""
+
     lr: float = Field(5e-6, gt=0, description="learning rate after the warm-up")
 
 
@@ -807,6 +841,8 @@ class AgentSection(Section):
 
 
 class Weights(Section):
+    """How servers get the weights of a new version."""
+
     transport: Literal["process_group", "cuda_ipc", "disk"] = Field(
         "process_group",
         description=(
@@ -827,6 +863,8 @@ class Weights(Section):
 
 
 class Serving(Section):
+    """How SGLang servers use their memory and compute."""
+
     kv_tokens: int | None = Field(
         None, ge=1, description="tokens of a server's KV cache; null: what fits (GPU only)"
     )
@@ -864,14 +902,17 @@ class Serving(Section):
     @property
     def fp8_keys(self) -> tuple[str, ...]:
         """The keys that ask for FP8."""
-        asked = {
-            "serving.quantization": self.quantization == "fp8",
-            "serving.kv_cache_dtype": self.kv_cache_dtype != "auto",
-        }
-        return tuple(key for key, fp8 in asked.items() if fp8)
+        keys = []
+        if self.quantization == "fp8":
+            keys.append("serving.quantization")
+        if self.kv_cache_dtype != "auto":
+            keys.append("serving.kv_cache_dtype")
+        return tuple(keys)
 
 
 class Evaluation(Section):
+    """When and on what the policy is scored."""
+
     every: int = Field(
         100, ge=1, description="steps between evaluations; also at step 0 and after the last"
     )
@@ -915,6 +956,8 @@ MilestoneCompute = Annotated[str, Field(pattern=r"^[0-9]*\.?[0-9]+ (GPU|core)-ho
 
 
 class Checkpoint(Section):
+    """When checkpoints are written, and which of them stay."""
+
     every: int = Field(100, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
     milestones: tuple[MilestoneStep | MilestoneCompute, ...] = Field(
@@ -934,6 +977,8 @@ class Checkpoint(Section):
 
 
 class Monitor(Section):
+    """Metrics over HTTP, and profiles."""
+
     prometheus: bool = Field(
         False, description="controller, learner and servers answer GET /metrics"
     )
@@ -947,16 +992,22 @@ class Monitor(Section):
 
 
 class JournalSection(Section):
+    """How much of the journal stays."""
+
     keep: Literal["all", "checkpoints"] = Field(
         "all", description="checkpoints: drop what none of the checkpoint.keep newest replays"
     )
 
 
 class SftRate(Section):
+    """The learning rate of supervised fine-tuning."""
+
     lr: float = Field(3e-5, gt=0, description="learning rate after the warm-up")
 
 
 class Sft(Section):
+    """Supervised fine-tuning before RL (`megarl sft`)."""
+
     data: str = Field(
         "",
         description=(
@@ -1014,6 +1065,7 @@ class Recipe(Section):
 
     @property
     def data_parallel(self) -> int:
+        """DP: copies of the model in the learner."""
         return self.resources.learner_ranks // self.model.model_parallel_size
 
     @property
@@ -1048,7 +1100,9 @@ class Recipe(Section):
         """The GPUs of a server among which whole experts are divided; 1 if each expert
         is.
         """
-        return self.resources.server_tensor_parallel if self.serving.expert_parallel else 1
+        if self.serving.expert_parallel:
+            return self.resources.server_tensor_parallel
+        return 1
 
     @property
     def lends_memory(self) -> bool:
@@ -1059,6 +1113,7 @@ class Recipe(Section):
 
     @property
     def has_critic(self) -> bool:
+        """Whether a value model gives tokens their advantages."""
         return self.batch.centring == "critic"
 
     @property
@@ -1095,8 +1150,9 @@ class Recipe(Section):
 
     @property
     def critic_optimizer(self) -> Optimizer:
-        own = {"lr": self.critic.optimizer.lr, "warmup_steps": self.critic.warmup_steps}
-        return self.learner.optimizer.model_copy(update=own)
+        """The policy's optimiser with the critic's rate and warm-up."""
+        critic_keys = {"lr": self.critic.optimizer.lr, "warmup_steps": self.critic.warmup_steps}
+        return self.learner.optimizer.model_copy(update=critic_keys)
 
     @property
     def sft_optimizer(self) -> Optimizer:
@@ -1110,7 +1166,7 @@ class Recipe(Section):
         """The critic's model: the policy's layout, in its own precision. FP8 products
         need bf16 weights.
         """
-        dtype = self.critic.dtype
-        return self.model.model_copy(
-            update={"dtype": dtype, "fp8": self.model.fp8 if dtype == "bf16" else "none"}
-        )
+        critic_keys: dict[str, str] = {"dtype": self.critic.dtype}
+        if self.critic.dtype != "bf16":
+            critic_keys["fp8"] = "none"
+        return self.model.model_copy(update=critic_keys)

@@ -50,24 +50,24 @@ class Life(msgspec.Struct, frozen=True, tag="life"):
 
 
 class Open(msgspec.Struct, frozen=True, tag="open", omit_defaults=True):
-    """A span has begun; it ends with a `Span` of the same place, name and begin, or
+    """A span has begun; it ends with a `Span` of the same place, name and start, or
     with its process.
     """
 
     on: str
     name: str
-    begin: float
+    start: float = msgspec.field(name="begin")
     args: dict[str, Value] = {}
 
 
 class Span(msgspec.Struct, frozen=True, tag="span", omit_defaults=True):
-    """A span from `begin` to `end`. `cut`: it had not ended when its process did, or
+    """A span from `start` to `end`. `cut`: it had not ended when its process did, or
     when it was read.
     """
 
     on: str
     name: str
-    begin: float
+    start: float = msgspec.field(name="begin")
     end: float
     args: dict[str, Value] = {}
     cut: bool = False

@@ -46,7 +46,7 @@ SpanTree = Sequence[Span]  # spans that stay on one lane; the first contains the
 def nested(spans: Iterable[Span]) -> list[SpanTree]:
     """Collect spans into units: a span, and the spans that lie within it."""
     units: list[list[Span]] = []
-    for span in sorted(spans, key=_by_begin):
+    for span in sorted(spans, key=_by_start):
         if units and span.end <= units[-1][0].end:
             units[-1].append(span)
         else:
@@ -54,9 +54,9 @@ def nested(spans: Iterable[Span]) -> list[SpanTree]:
     return list(units)
 
 
-def _by_begin(span: Span) -> tuple[float, float]:
+def _by_start(span: Span) -> tuple[float, float]:
     """Return a sort key: a span comes before those that lie within it."""
-    return span.begin, -span.end
+    return span.start, -span.end
 
 
 def packed(units: Iterable[SpanTree]) -> list[list[Span]]:
@@ -64,8 +64,8 @@ def packed(units: Iterable[SpanTree]) -> list[list[Span]]:
     not overlap.
     """
     lanes: list[list[SpanTree]] = []
-    for unit in sorted(units, key=lambda unit: _by_begin(unit[0])):
-        free = [lane for lane in lanes if lane[-1][0].end <= unit[0].begin]
+    for unit in sorted(units, key=lambda unit: _by_start(unit[0])):
+        free = [lane for lane in lanes if lane[-1][0].end <= unit[0].start]
         if free:
             free[0].append(unit)
         else:
@@ -75,7 +75,7 @@ def packed(units: Iterable[SpanTree]) -> list[list[Span]]:
 
 def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
     """Return (time, count from then on) for each time at which the count of open spans
-    changes. spans: (begin, end).
+    changes. spans: (start, end).
     """
     differences: dict[float, int] = defaultdict(int)
     for start, end in spans:
@@ -94,7 +94,7 @@ def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """Return, in order, the disjoint intervals that are covered by any span."""
     intervals = []
     start: float | None = None
-    for time, count in changes((span.begin, span.end) for span in spans):
+    for time, count in changes((span.start, span.end) for span in spans):
         if start is None:
             start = time
         elif count == 0:
@@ -165,7 +165,7 @@ def group_lives(spans: Sequence[Span], events: Iterable[SpanEvent]) -> list[Grou
         lives.append(
             GroupLife(
                 ticket=ticket,
-                start=min(span.begin for span in parts),
+                start=min(span.start for span in parts),
                 last_time=last_time,
                 generated_at=None if last.cut else last.end,
                 taken_at=taken_at,
@@ -286,7 +286,7 @@ def trace_of(rundir: RunDir, steps: int) -> JsonObject:
             f"{rundir.trace}: nothing is recorded there yet; try again once the run samples"
         )
     complete = [span for span in spans if _is_step(span)][-steps:]
-    since = complete[0].begin if complete else spans[0].begin
+    since = complete[0].start if complete else spans[0].start
     rows = _places(spans)
     lives = group_lives(spans, events)
     drawn_lives = [life for life in lives if life.end > since]
@@ -294,7 +294,7 @@ def trace_of(rundir: RunDir, steps: int) -> JsonObject:
     starts = [life.start for life in drawn_lives]
     for place, row in rows.items():
         drawn[place] = [span for span in row if span.end > since]
-        starts += [span.begin for span in drawn[place]]
+        starts += [span.start for span in drawn[place]]
     first = min(starts)
     trace = ChromeTrace(first)
     for place in sorted(rows, key=_order):
@@ -359,7 +359,7 @@ def _draw(trace: ChromeTrace, place: str, units: Sequence[SpanTree]) -> dict[int
             args = span.args
             if span.cut:
                 args = args | {"unfinished": True}
-            trace.complete(name, span.name, span.begin, span.end, args)
+            trace.complete(name, span.name, span.start, span.end, args)
             lane_of[id(span)] = name
     return lane_of
 
@@ -374,7 +374,7 @@ def _draw_groups(trace: ChromeTrace, groups: Sequence[GroupLife], learner: Seque
             continue
         for span in training:
             if span.args["step"] == group.step and span.end > group.end:
-                into = min(span.begin + MARGIN_S, span.end)  # it may have begun just now
+                into = min(span.start + MARGIN_S, span.end)  # it may have begun just now
                 start = (lane_of[id(unit[0])], group.end - MARGIN_S)
                 trace.arrow(f"step {group.step}", start, (LEARNER, into))
                 break
@@ -388,7 +388,7 @@ def _count(
     """
     for place in sorted(rows):
         if place.endswith(REQUESTS):
-            requests = changes((span.begin, span.end) for span in rows[place])
+            requests = changes((span.start, span.end) for span in rows[place])
             process = place.removesuffix(REQUESTS)
             _draw_counter(trace, process, "running requests", "requests", requests, since)
     generating = []
@@ -440,7 +440,7 @@ def read(folder: Path) -> tuple[list[Span], list[SpanEvent]]:
         spans += role.spans
         spans += _cut(role.open.values(), last_time)
         events += role.events
-    return sorted(spans, key=_by_begin), sorted(events, key=lambda event: event.at)
+    return sorted(spans, key=_by_start), sorted(events, key=lambda event: event.at)
 
 
 @dataclass
@@ -465,10 +465,10 @@ def _role(rows: Iterable[TraceRow]) -> _Role:
                     role.open.clear()
                 life = row
             case Open():
-                role.open[row.on, row.name, row.begin] = row
-                role.last_time = max(role.last_time, row.begin)
+                role.open[row.on, row.name, row.start] = row
+                role.last_time = max(role.last_time, row.start)
             case Span():
-                role.open.pop((row.on, row.name, row.begin), None)
+                role.open.pop((row.on, row.name, row.start), None)
                 role.spans.append(row)
                 role.last_time = max(role.last_time, row.end)
             case SpanEvent():
@@ -480,7 +480,7 @@ def _role(rows: Iterable[TraceRow]) -> _Role:
 def _cut(spans: Iterable[Open], at: float) -> list[Span]:
     """Return spans that did not end as cut off at this time."""
     return [
-        Span(span.on, span.name, span.begin, max(at, span.begin), span.args, cut=True)
+        Span(span.on, span.name, span.start, max(at, span.start), span.args, cut=True)
         for span in spans
     ]
 

@@ -1,9 +1,10 @@
 """A study file: a recipe's variants, each a few keys that differ.
 
-    common:   {KEY: VALUE, …}              of all variants, also of the recipe itself; may be left out
+    common:   {KEY: VALUE, …}    of all variants and the recipe itself; may be missing
     variants: {NAME: {KEY: VALUE, …}, …}
 
-    variants_of("kl", "scalerl-8b", ["run.steps=500"])  ──►  {scalerl-8b: Recipe, kl-0.01: Recipe, …}
+    variants_of("kl", "scalerl-8b", ["run.steps=500"])
+      ──►  {scalerl-8b: Recipe, kl-0.01: Recipe, …}
 
 The recipe itself comes first, under its own name, or as `base` if common keys change
 it. Of one key, a variant's value wins over the command line's, and this over the common
@@ -27,6 +28,8 @@ type Keys = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StudyFile:
+    """The contents of a study file."""
+
     path: Path
     common: Keys
     variants: Mapping[str, Keys]
@@ -63,20 +66,19 @@ def _comparable(recipe: Recipe) -> Recipe:
     """Return the recipe without the choice of a head in FP32 if the whole model is."""
     if recipe.model.dtype != "fp32":
         return recipe
-    return recipe.model_copy(
-        update={"model": recipe.model.model_copy(update={"fp32_head": "both"})}
-    )
+    model = recipe.model.model_copy(update={"fp32_head": "both"})
+    return recipe.model_copy(update={"model": model})
 
 
 def opened(study: str) -> StudyFile:
     """Read the shipped study of this name, or a file."""
-    known = shipped_studies()
-    path = known.get(study, Path(study))
-    if study not in known and not os.path.isfile(path):
-        close = difflib.get_close_matches(study, known, 1)
+    shipped = shipped_studies()
+    path = shipped.get(study, Path(study))
+    if study not in shipped and not os.path.isfile(path):
+        close = difflib.get_close_matches(study, shipped, 1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise MegarlError(
-            f"no study {study!r}: neither a file nor a shipped one ({', '.join(known)}){hint}"
+            f"no study {study!r}: neither a file nor a shipped one ({', '.join(shipped)}){hint}"
         )
     tree = read_mapping(path)
     if unknown := sorted(map(str, tree.keys() - {"common", "variants"})):
@@ -86,8 +88,8 @@ def opened(study: str) -> StudyFile:
     variants = _mapping(path, "variants", tree.get("variants"))
     if not variants:
         raise MegarlError(f"{path}: variants: name at least one, with the keys in which it differs")
-    each = {name: _mapping(path, f"variants.{name}", keys) for name, keys in variants.items()}
-    return StudyFile(path, _mapping(path, "common", tree.get("common", {})), each)
+    keys_of = {name: _mapping(path, f"variants.{name}", keys) for name, keys in variants.items()}
+    return StudyFile(path, _mapping(path, "common", tree.get("common", {})), keys_of)
 
 
 def _mapping(path: Path, key: str, value: Any) -> Keys:

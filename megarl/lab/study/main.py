@@ -1,6 +1,9 @@
-"""`megarl study loo | run | compare | results`: runs a study's tasks in turn, or in a Slurm array one per job.
+"""`megarl study loo | run | compare | results`: runs a study's tasks in turn, or in a
+Slurm array one per job.
 
-    waiting or begun ─► `megarl train STUDY/recipes/NAME.yaml` ─► done | failed        (a begun run resumes from its checkpoint)
+    waiting or begun ─► `megarl train STUDY/recipes/NAME.yaml` ─► done | failed
+
+A task that has begun resumes from its checkpoint.
 
 Ctrl-C and SIGTERM are passed on to the run, which saves and exits; the same command
 resumes it. A failed task does not stop the others. The run dies with this process,
@@ -49,28 +52,28 @@ class StudyOptions(NamedTuple):
     overrides: Sequence[str]
 
 
-def run_variants(study: str, recipe: str, beside: Sequence[str], options: StudyOptions) -> int:
-    """Study the variants of `recipe` that a study file names, and the recipes `beside`
-    with them.
+def run_variants(study: str, recipe: str, others: Sequence[str], options: StudyOptions) -> int:
+    """Study the variants of `recipe` that a study file names, and `others`, further
+    recipes.
     """
     recipes = variants_of(study, recipe, options.overrides)
-    others = side_by_side(beside, options.overrides)
-    if twice := recipes.keys() & others.keys():
+    other_recipes = side_by_side(others, options.overrides)
+    if twice := recipes.keys() & other_recipes.keys():
         raise MegarlError(f"--with: {', '.join(sorted(twice))} is in the study already")
-    return run_study(f"{Path(study).stem}-{Path(recipe).stem}", recipes | others, options)
+    kind = f"{Path(study).stem}-{Path(recipe).stem}"
+    return run_study(kind, recipes | other_recipes, options)
 
 
 def compare(names: Sequence[str], options: StudyOptions) -> int:
+    """Study these recipes as they are."""
     recipes = side_by_side(names, options.overrides)
     return run_study("-".join(["compare", *recipes]), recipes, options)
 
 
 def table_and_plots(path: Path) -> int:
-    """Write the results of a study, also of an unfinished one; return the exit status."""
-    from megarl.lab.study import (
-        results,
-        search,
-    )  # `results` imports matplotlib, so only when needed
+    """Write the results of a study, unfinished or not; return the exit status."""
+    # Here, because `results` imports matplotlib, and `search` this module.
+    from megarl.lab.study import results, search
 
     study = plan.opened(path)
     console = terminal.console()
@@ -86,13 +89,13 @@ CommandLines = Sequence[Sequence[str]]
 
 
 class StudyHooks(NamedTuple):
-    """The steps in which kinds of study differ. before: returns the commands that a
-    task needs before `megarl train`; ended: returns whether a task has nothing left to
-    do; done: called after a task's run; end: called after all tasks, returns the exit
-    status.
+    """The steps in which kinds of study differ. prerequisites: returns the commands
+    that a task needs before `megarl train`; ended: returns whether a task has nothing
+    left to do; done: called after a task's run; end: called after all tasks, returns
+    the exit status.
     """
 
-    before: Callable[[StudyTask], CommandLines] = lambda task: ()
+    prerequisites: Callable[[StudyTask], CommandLines] = lambda task: ()
     ended: Callable[[StudyTask], bool] = lambda task: task.state() == "done"
     done: Callable[[StudyTask], object] = lambda task: None
     end: Callable[[Path], int] = table_and_plots
@@ -105,11 +108,15 @@ def run_study(
     kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, hooks: StudyHooks = USUAL
 ) -> int:
     """Run a study's tasks, or the one that the options name; return the exit status."""
-    if (study := prepared(kind, recipes, options)) is None:
+    study = prepared(kind, recipes, options)
+    if study is None:
         return 0
-    if options.task is None:
-        return run(study, study.tasks, terminal.console(), hooks) or hooks.end(study.path)
-    return run(study, [study.tasks[options.task]], terminal.console(), hooks)
+    if options.task is not None:
+        return run(study, [study.tasks[options.task]], terminal.console(), hooks)
+    status = run(study, study.tasks, terminal.console(), hooks)
+    if status:
+        return status
+    return hooks.end(study.path)
 
 
 def prepared(
@@ -128,15 +135,16 @@ def prepared(
         raise MegarlError(
             f"--seeds: {options.seeds} has a seed twice, whose runs would be the same"
         )
-    if options.task is not None and not 0 <= options.task < len(recipes) * len(seeds):
-        raise MegarlError(
-            f"--task: the study has tasks 0 to {len(recipes) * len(seeds) - 1}, not {options.task}"
-        )
+    tasks = len(recipes) * len(seeds)
+    if options.task is not None and not 0 <= options.task < tasks:
+        raise MegarlError(f"--task: the study has tasks 0 to {tasks - 1}, not {options.task}")
     if options.dry_run:
-        runs = f"{len(recipes) * len(seeds)} runs, seeds {options.seeds}"
+        runs = f"{tasks} runs, seeds {options.seeds}"
         if rungs:
-            arms = f"{len(recipes)} arms x {len(seeds)} seeds"
-            runs = f"{arms}, half of them dropped at each of steps {', '.join(map(str, rungs))}"
+            runs = (
+                f"{len(recipes)} arms x {len(seeds)} seeds, half of them dropped at each of steps"
+                f" {', '.join(map(str, rungs))}"
+            )
         terminal.console().print(planned(f"{path}: {runs}", recipes))
         return None
     return plan.prepare(path, recipes, seeds, rungs, branch)
@@ -159,60 +167,75 @@ def planned(title: str, recipes: Mapping[str, Recipe]) -> Table:
         Column("variant", style="bold", no_wrap=True),
         Column("differs from the first in", overflow="fold"),
     )
-    shown = Table(
+    rows = Table(
         *columns, box=None, padding=(0, 2), pad_edge=False, title=title, title_justify="left"
     )
     first = next(iter(recipes.values()))
     for name, recipe in recipes.items():
-        changed = [
-            f"{key}={new}" for key, _, new in differences(first, recipe) if key != "run.name"
-        ]
-        shown.add_row(name, " ".join(changed))
-    return shown
+        changes = []
+        for key, _, value in differences(first, recipe):
+            if key != "run.name":
+                changes.append(f"{key}={value}")
+        rows.add_row(name, " ".join(changes))
+    return rows
 
 
 def side_by_side(recipes: Sequence[str], overrides: Sequence[str]) -> dict[str, Recipe]:
     """Load recipes with the same overrides. MegarlError if two have the same name."""
+    loaded: dict[str, Recipe] = {}
     names = [Path(recipe).stem for recipe in recipes]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise MegarlError(f"two recipes of the study are called {twice!r}; give each another name")
-    return {name: load(recipe, overrides) for name, recipe in zip(names, recipes, strict=True)}
+    for name in names:
+        if names.count(name) > 1:
+            raise MegarlError(
+                f"two recipes of the study are called {name!r}; give each another name"
+            )
+    for name, recipe in zip(names, recipes, strict=True):
+        loaded[name] = load(recipe, overrides)
+    return loaded
+
+
+class ProgressDisplay:
+    """Shows how a study goes on: a table of all tasks in a terminal; else a line when a
+    task ends, and one per minute.
+    """
+
+    def __init__(self, study: Study, console: Console, ended: Callable[[StudyTask], bool]) -> None:
+        self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._study = study
+        self._ended = ended
+        self._start = time.monotonic()
+        self._last_line = self._start
+
+    def show(self, running: StudyTask, has_ended: bool = False) -> None:
+        """Show the tasks' states. running: the task that runs, or has just ended."""
+        time_now = time.monotonic()
+        if self.live:
+            self.live.update(table(self._study, running, time_now - self._start), refresh=True)
+        elif has_ended or time_now - self._last_line > LINE_S:
+            self._last_line = time_now
+            done = sum(self._ended(task) for task in self._study.tasks)
+            step, pass_rates, _ = _progress(running)
+            terminal.say(
+                f"{done}/{len(self._study.tasks)} done · {running.name}: {running.state()}, step"
+                f" {step}, pass rate {pass_rates}",
+                flush=True,
+            )
 
 
 def run(
     study: Study, tasks: Sequence[StudyTask], console: Console, hooks: StudyHooks = USUAL
 ) -> int:
     """Run each of `tasks` to its end. Return 0 if all are done, 1 if some failed, 128 +
-    signal if asked to stop. A terminal shows a table of all tasks; other output gets a
-    line when a task ends, and one per minute.
+    signal if asked to stop.
     """
     outlive_screen()
-    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-    began = last = time.monotonic()
-
-    def show(now: StudyTask, ended: bool = False) -> None:
-        nonlocal last
-        if live:
-            live.update(table(study, now, time.monotonic() - began), refresh=True)
-        elif ended or time.monotonic() - last > LINE_S:
-            last = time.monotonic()
-            done = sum(hooks.ended(task) for task in study.tasks)
-            at = "step {}, pass rate {}".format(*_progress(now))
-            terminal.say(
-                f"{done}/{len(study.tasks)} done · {now.name}: {now.state()}, {at}", flush=True
-            )
-
-    with stop_requests() as stop_request, live or nullcontext():
+    display = ProgressDisplay(study, console, hooks.ended)
+    with stop_requests() as stop_request, display.live or nullcontext():
         for task in tasks:
             if hooks.ended(task):
                 continue
             if task.state() != "done":
-                task.rundir.summary.unlink(
-                    missing_ok=True
-                )  # an earlier life that was stopped has left it
-                for command in (*hooks.before(task), [*TRAIN, *task.arguments]):
-                    if _finish(command, task, stop_request, show) or stop_request.count:
-                        break
+                _run_task(task, hooks, stop_request, display)
             if task.state() == "done":
                 hooks.done(task)
             if stop_request.count:
@@ -226,14 +249,26 @@ def run(
     return 1 if failed else 0
 
 
+def _run_task(
+    task: StudyTask, hooks: StudyHooks, stop_request: StopRequest, display: ProgressDisplay
+) -> None:
+    """Run a task's commands until one fails or the study is asked to stop."""
+    # An earlier life that was stopped has left it.
+    task.rundir.summary.unlink(missing_ok=True)
+    for command in (*hooks.prerequisites(task), [*TRAIN, *task.arguments]):
+        status = _finish(command, task, stop_request, display)
+        if status or stop_request.count:
+            return
+
+
 def _finish(
-    command: Sequence[str], task: StudyTask, stop_request: StopRequest, show: Callable[..., None]
+    command: Sequence[str], task: StudyTask, stop_request: StopRequest, display: ProgressDisplay
 ) -> int:
     """Run a command to its end and return its status. Each request to stop is passed on
     to it once.
     """
     environment = os.environ | {SUPERVISOR: str(os.getpid())}
-    heard = 0
+    passed_on = 0
     with task.log.open("ab") as log:
         process = subprocess.Popen(
             command,
@@ -244,18 +279,21 @@ def _finish(
             start_new_session=True,
         )
         while process.poll() is None:
-            if stop_request.count > heard:
-                heard = stop_request.count
+            if stop_request.count > passed_on:
+                passed_on = stop_request.count
                 process.send_signal(signal.SIGINT)
-            show(task)
+            display.show(task)
             time.sleep(LOOK_S)
-    show(task, ended=True)
+    display.show(task, has_ended=True)
     return process.returncode
 
 
-def table(study: Study, now: StudyTask, elapsed_s: float) -> Table:
-    """Make a table with the state of each task. now: the task that is running."""
-    shown = Table(
+STYLES = {"done": "green", "failed": "red", "running": "bold", "waiting": "dim"}
+
+
+def table(study: Study, running: StudyTask, elapsed_s: float) -> Table:
+    """Make a table with the state of each task."""
+    states = Table(
         box=None,
         padding=(0, 2),
         pad_edge=False,
@@ -263,14 +301,13 @@ def table(study: Study, now: StudyTask, elapsed_s: float) -> Table:
         caption_justify="left",
     )
     for heading in ("run", "state", "step", "held-out pass rate", ""):
-        shown.add_column(heading, no_wrap=True)
+        states.add_column(heading, no_wrap=True)
     for task in study.tasks:
-        state = "running" if task == now and task.state() == "begun" else task.state()
-        style = {"done": "green", "failed": "red", "running": "bold", "waiting": "dim"}.get(
-            state, ""
-        )
-        shown.add_row(task.name, state, *_progress(task), style=style)
-    return shown
+        state: str = task.state()
+        if task == running and state == "begun":
+            state = "running"
+        states.add_row(task.name, state, *_progress(task), style=STYLES.get(state, ""))
+    return states
 
 
 def _progress(task: StudyTask) -> tuple[str, str, str]:
@@ -278,6 +315,7 @@ def _progress(task: StudyTask) -> tuple[str, str, str]:
     sparkline of all.
     """
     rows = latest_rows(task.rundir.metrics)
+    steps = f"{rows[-1]['step'] + 1}" if rows else "-"
     rates = [row["pass_rate"] for row in latest_scores(task.rundir.eval)]
     ends = " → ".join(f"{rate:.3f}" for rate in rates[:: max(1, len(rates) - 1)])
-    return f"{rows[-1]['step'] + 1}" if rows else "-", ends, sparkline(rates, 20)
+    return steps, ends, sparkline(rates, 20)

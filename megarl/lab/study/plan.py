@@ -1,9 +1,11 @@
 """A study on disk: its tasks, and the state of each. One task is one run: a recipe of
 the study with one seed.
 
-STUDY/study.json         names of the recipes and the seeds, in order     STUDY/logs/NAME.log    output of `megarl train`
-STUDY/recipes/NAME.yaml  resolved recipe, one per task                    STUDY/runs/NAME/       the task's run directory
+STUDY/study.json         names of the recipes and the seeds, in order
+STUDY/recipes/NAME.yaml  resolved recipe, one per task
 STUDY/rungs/STEP.json    a search's decision at this step (search.py)
+STUDY/logs/NAME.log      output of `megarl train`
+STUDY/runs/NAME/         the task's run directory
 
 These files are written once: a resumed study uses them, and a different study in the
 same directory is refused.
@@ -39,24 +41,30 @@ class StudyTask:
 
     @property
     def name(self) -> str:
+        """The variant's name and the seed; names the task's files."""
         return f"{self.variant}-seed{self.seed}"
 
     @property
     def recipe(self) -> Path:
+        """The resolved recipe."""
         return self.study / "recipes" / f"{self.name}.yaml"
 
     @property
     def log(self) -> Path:
+        """Output of `megarl train`."""
         return self.study / "logs" / f"{self.name}.log"
 
     @property
     def rundir(self) -> RunDir:
+        """The task's run directory."""
         return RunDir(self.study / "runs" / self.name)
 
     @property
     def arguments(self) -> list[str]:
         """The arguments of `megarl train`."""
-        return [str(self.recipe), *([f"run.steps={self.steps}"] if self.steps else [])]
+        if self.steps:
+            return [str(self.recipe), f"run.steps={self.steps}"]
+        return [str(self.recipe)]
 
     def state(self) -> TaskState:
         """Return the state, from the run's own files. `begun` means that it would
@@ -64,11 +72,14 @@ class StudyTask:
         """
         if not self.rundir.summary.exists():
             return "begun" if self.rundir.recipe.exists() else "waiting"
-        states: dict[str, TaskState] = {"finished": "done", "failed": "failed"}
-        state = states.get(str(read_json(self.rundir.summary).get("outcome")), "begun")
-        if state == "done" and self.steps and load(str(self.rundir.recipe)).run.steps < self.steps:
+        outcome = read_json(self.rundir.summary).get("outcome")
+        if outcome == "failed":
+            return "failed"
+        if outcome != "finished":
             return "begun"
-        return state
+        if self.steps and load(str(self.rundir.recipe)).run.steps < self.steps:
+            return "begun"
+        return "done"
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,7 @@ class Study:
 
     @property
     def tasks(self) -> list[StudyTask]:
+        """All tasks, in the order in which they run."""
         return [
             StudyTask(self.path, variant, seed, self.steps)
             for seed in self.seeds
@@ -113,37 +125,63 @@ def prepare(
     different one is there.
     """
     study = Study(path, tuple(recipes), tuple(seeds), tuple(rungs), branch)
-    recipes = {"trunk": next(iter(recipes.values())), **recipes}
-    wanted = {}
-    for task in [*study.tasks, *study.trunk.tasks]:
-        run = {"name": task.name, "dir": str(path / "runs"), "seed": task.seed, "resume": "auto"}
-        if branch and task.variant != "trunk":
-            run["fork"] = f"{path}/runs/trunk-seed{task.seed}@{branch}"
-        recipe = recipes[task.variant]
-        wanted[task] = recipe.model_copy(update={"run": recipe.run.model_copy(update=run)})
+    recipes_of = _recipes_of_tasks(study, recipes)
     if (path / "study.json").exists():
-        if (there := opened(path)) != study:
-            holds = (
-                f"holds a study of {', '.join(there.variants)} with seeds"
-                f" {', '.join(map(str, there.seeds))}"
-            )
-            holds += f", rungs {', '.join(map(str, there.rungs))}" if there.rungs else ""
-            holds += f", branch {there.branch}" if there.branch else ""
-            raise MegarlError(f"{path}: {holds}; go on with the same, or give another --dir")
-        for task, recipe in wanted.items():
-            if changed := differences(load(str(task.recipe)), recipe):
-                began = "this study began with {}: {!r}, not {!r}".format(*changed[0])
-                raise MegarlError(f"{task.recipe}: {began}; undo the change, or give another --dir")
+        _check_same(study, recipes_of)
         return study
-    for folder in ("recipes", "runs", "logs", *(["rungs"] if rungs else [])):
+    folders = ["recipes", "runs", "logs"]
+    if rungs:
+        folders.append("rungs")
+    for folder in folders:
         (path / folder).mkdir(parents=True, exist_ok=True)
-    for task, recipe in wanted.items():
+    for task, recipe in recipes_of.items():
         write_atomically(task.recipe, dump(recipe).encode())
     record: dict[str, object] = {"variants": study.variants, "seeds": study.seeds}
     if rungs:
         record |= {"rungs": study.rungs, "branch": branch}
     write_atomically(path / "study.json", json.dumps(record, indent=2).encode())
     return study
+
+
+def _recipes_of_tasks(study: Study, recipes: Mapping[str, Recipe]) -> dict[StudyTask, Recipe]:
+    """Return the recipe of every task, those of the trunk included."""
+    recipes = {"trunk": next(iter(recipes.values())), **recipes}
+    recipes_of = {}
+    for task in [*study.tasks, *study.trunk.tasks]:
+        keys = {
+            "name": task.name,
+            "dir": str(study.path / "runs"),
+            "seed": task.seed,
+            "resume": "auto",
+        }
+        if study.branch and task.variant != "trunk":
+            keys["fork"] = f"{study.path}/runs/trunk-seed{task.seed}@{study.branch}"
+        recipe = recipes[task.variant]
+        run = recipe.run.model_copy(update=keys)
+        recipes_of[task] = recipe.model_copy(update={"run": run})
+    return recipes_of
+
+
+def _check_same(study: Study, recipes_of: Mapping[StudyTask, Recipe]) -> None:
+    """Raise MegarlError if the study in the directory is another, or has other keys."""
+    on_disk = opened(study.path)
+    if on_disk != study:
+        difference = (
+            f"holds a study of {', '.join(on_disk.variants)} with seeds"
+            f" {', '.join(map(str, on_disk.seeds))}"
+        )
+        if on_disk.rungs:
+            difference += f", rungs {', '.join(map(str, on_disk.rungs))}"
+        if on_disk.branch:
+            difference += f", branch {on_disk.branch}"
+        raise MegarlError(f"{study.path}: {difference}; go on with the same, or give another --dir")
+    for task, recipe in recipes_of.items():
+        if changes := differences(load(str(task.recipe)), recipe):
+            key, old, new = changes[0]
+            raise MegarlError(
+                f"{task.recipe}: this study began with {key}: {old!r}, not {new!r}; undo the"
+                " change, or give another --dir"
+            )
 
 
 class StudyRecord(msgspec.Struct):
@@ -156,6 +194,7 @@ class StudyRecord(msgspec.Struct):
 
 
 def opened(path: Path) -> Study:
+    """Return the study in this directory. MegarlError if there is none."""
     file = path / "study.json"
     if not file.exists():
         raise MegarlError(

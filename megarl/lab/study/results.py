@@ -1,11 +1,13 @@
 """Writes the results of a study: points, fits, a table and plots, from the files of its
 finished runs.
 
-RUN/eval.jsonl of each task ─► points/NAME.csv ─► fit (seeds of a variant pooled) ─► table.md, scaling and final .png .svg
+RUN/eval.jsonl of each task ─► points/NAME.csv
+  └─► fit (seeds of a variant pooled) ─► table.md, scaling and final .png .svg
 
 scaling: one panel per variant, with its seeds and fit drawn over those of the first
 variant, with which all are compared.
-final:   each variant's last pass rate for each seed, and its fitted asymptote with interval.
+final: each variant's last pass rate for each seed, and its fitted asymptote with
+interval.
 """
 
 from collections.abc import Sequence
@@ -71,59 +73,71 @@ def write(study: Study, console: Console) -> int:
             f"{points}: a link, and files of a study would be written where it leads; remove it"
         )
     points.mkdir(exist_ok=True)
-    for task in done:  # for `megarl scaling`; no value has a comma
-        lines = [f"{h:.6f},{rate:.6f},{','.join(map(str, rest))}" for h, rate, *rest in read(task)]
-        text = "\n".join([",".join(EvaluationPoint._fields), *lines, ""])
-        write_atomically(points / f"{task.name}.csv", text.encode())
+    for task in done:
+        write_atomically(points / f"{task.name}.csv", csv(read(task)).encode())
     missing = [task.name for task in study.tasks if task not in done]
     write_atomically(study.path / "table.md", markdown(rows, missing).encode())
     plot_scaling(rows, study.path / "scaling")
     plot_final(rows, study.path / "final")
-    shown = Table(
-        *(Column(heading, no_wrap=True) for heading in HEADINGS),
-        box=None,
-        padding=(0, 2),
-        pad_edge=False,
-    )
+    columns = [Column(heading, no_wrap=True) for heading in HEADINGS]
+    table = Table(*columns, box=None, padding=(0, 2), pad_edge=False)
     for row in rows:
-        shown.add_row(*cells(row))
-    console.print(shown)
+        table.add_row(*cells(row))
+    console.print(table)
     console.print(f"{study.path}: table.md, scaling.png, final.png, points/", highlight=False)
     return 0
 
 
+def csv(points: Sequence[EvaluationPoint]) -> str:
+    """Return a run's evaluations as CSV for `megarl scaling`; no value has a comma."""
+    lines = [",".join(EvaluationPoint._fields)]
+    for hours, pass_rate, *values in points:
+        lines.append(f"{hours:.6f},{pass_rate:.6f},{','.join(map(str, values))}")
+    return "\n".join([*lines, ""])
+
+
 def collect(study: Study) -> list[VariantResult]:
+    """Return the results of each variant that has a finished run."""
     done = [task for task in study.tasks if task.state() == "done"]
     if not done:
         raise MegarlError(f"{study.path}: no run has finished yet; wait, or look at its logs/")
     hours = min(read(task)[-1].compute_hours for task in done)
-    tasks = {
-        name: own
-        for name in study.variants
-        if (own := [task for task in done if task.variant == name])
-    }
+    tasks_of: dict[str, list[StudyTask]] = {}
+    for name in study.variants:
+        if tasks := [task for task in done if task.variant == name]:
+            tasks_of[name] = tasks
     curves: dict[str, list[Curve]] = {}
-    entries: dict[str, RunFit] = {}
-    for name, own in tasks.items():
+    fits: dict[str, RunFit] = {}
+    for name, tasks in tasks_of.items():
         try:
-            curves[name] = [curve for task in own for curve in read_points(task.rundir.path)]
+            curves[name] = _curves(tasks)
         except MegarlError as error:
-            entries[name] = RunFit(name, None, str(error))
+            fits[name] = RunFit(name, None, str(error))
     compared = compare(curves)
-    entries |= {entry.name: entry for entry in compared.entries}
+    for entry in compared.entries:
+        fits[entry.name] = entry
     results = []
-    for name, own in tasks.items():
-        runs = tuple(read(task) for task in own)
-        entry = entries[name]
-        common = [
-            np.interp(hours, [p.compute_hours for p in run], [p.pass_rate for p in run])
-            for run in runs
-        ]
-        at_ceiling = compared.at_ceiling.get(name, entry.fit)
-        results.append(
-            VariantResult(name, runs, np.array(common), entry.fit, at_ceiling, entry.problem)
-        )
+    for name, tasks in tasks_of.items():
+        runs = tuple(read(task) for task in tasks)
+        common = np.array([_pass_rate_at(hours, run) for run in runs])
+        fit = fits[name].fit
+        at_ceiling = compared.at_ceiling.get(name, fit)
+        results.append(VariantResult(name, runs, common, fit, at_ceiling, fits[name].problem))
     return results
+
+
+def _curves(tasks: Sequence[StudyTask]) -> list[Curve]:
+    curves = []
+    for task in tasks:
+        curves += read_points(task.rundir.path)
+    return curves
+
+
+def _pass_rate_at(hours: float, run: Sequence[EvaluationPoint]) -> float:
+    """Return the pass rate at this compute, interpolated."""
+    compute = [point.compute_hours for point in run]
+    pass_rates = [point.pass_rate for point in run]
+    return float(np.interp(hours, compute, pass_rates))
 
 
 def read(task: StudyTask) -> tuple[EvaluationPoint, ...]:
@@ -134,19 +148,17 @@ def read(task: StudyTask) -> tuple[EvaluationPoint, ...]:
     rows = latest_rows(task.rundir.metrics)
     points = []
     for row in latest_scores(task.rundir.eval):
-        made = [earlier for earlier in rows if earlier["step"] < row["step"]]
-        tokens = int(sum(earlier["generated_tokens"] for earlier in made))
-        lag = round(mean(made, "lag_mean") or 0.0, 3)
-        values = (
-            row["compute_hours"],
-            row[score],
-            row["step"],
-            tokens,
-            task.seed,
-            row["compute_unit"],
-            lag,
+        steps_before = [earlier for earlier in rows if earlier["step"] < row["step"]]
+        point = EvaluationPoint(
+            compute_hours=row["compute_hours"],
+            pass_rate=row[score],
+            step=row["step"],
+            tokens=int(sum(step["generated_tokens"] for step in steps_before)),
+            seed=task.seed,
+            compute_unit=row["compute_unit"],
+            lag=round(mean(steps_before, "lag_mean") or 0.0, 3),
         )
-        points.append(EvaluationPoint(*values))
+        points.append(point)
     return tuple(points)
 
 
@@ -166,33 +178,32 @@ HEADINGS = (
 
 
 def cells(row: VariantResult) -> list[str]:
-    before = np.mean([run[0].pass_rate for run in row.runs])
+    """Return the variant's line of the table."""
+    first = np.mean([run[0].pass_rate for run in row.runs])
     hours = np.mean([run[-1].compute_hours for run in row.runs])
     tokens = np.mean([run[-1].tokens for run in row.runs])
     lag = np.mean([run[-1].lag for run in row.runs])
-    found = row.fit
-    held = row.at_ceiling
-    fitted = ["-"] * 3
-    if found is not None and held is not None:
-        values = (
-            (found.A, *found.A_interval),
-            (held.B, *held.B_interval),
-            (found.C_mid, *found.C_mid_interval),
-        )
-        forms = ("{:.3f} [{:.3f}, {:.3f}]", "{:.2f} [{:.2f}, {:.2f}]", "{:.3g} [{:.3g}, {:.3g}]")
-        fitted = [form.format(*three) for form, three in zip(forms, values, strict=True)]
-    rates = [f"{before:.3f}", _spread(row.final), _spread(row.common), f"{lag:.2f}"]
+    fitted = ["-", "-", "-"]
+    fit = row.fit
+    at_ceiling = row.at_ceiling
+    if fit is not None and at_ceiling is not None:
+        fitted = [
+            "{:.3f} [{:.3f}, {:.3f}]".format(fit.A, *fit.A_interval),
+            "{:.2f} [{:.2f}, {:.2f}]".format(at_ceiling.B, *at_ceiling.B_interval),
+            "{:.3g} [{:.3g}, {:.3g}]".format(fit.C_mid, *fit.C_mid_interval),
+        ]
+    rates = [f"{first:.3f}", _spread(row.final), _spread(row.common), f"{lag:.2f}"]
     return [row.variant, str(len(row.runs)), *rates, *fitted, f"{hours:.3g}", f"{tokens:,.0f}"]
 
 
 def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
-    """Return the table with explanations below it. missing: names of unfinished runs."""
+    """Return the table, explanations below it. missing: names of unfinished runs."""
     unit = rows[0].runs[0][0].compute_unit
     common_hours = min(run[-1].compute_hours for row in rows for run in row.runs)
     ceilings = [row.at_ceiling.A for row in rows if row.at_ceiling is not None]
-    held = ""
+    how_b = ""
     if len(ceilings) > 1:
-        held = f", B with A held at {ceilings[0]:.3f}, the mean of all variants"
+        how_b = f", B with A held at {ceilings[0]:.3f}, the mean of all variants"
     lines = [
         "| " + " | ".join(HEADINGS) + " |",
         "|" + "---|" * len(HEADINGS),
@@ -202,28 +213,45 @@ def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
             "Pass rates are of held-out prompts: mean over seeds ± standard deviation of a seed."
             f" Compute in {unit}-hours. At equal compute: at the {common_hours:.3g} hours that"
             " every run reached, interpolated. Lag: mean over a run. A, B, C_mid: sigmoid fitted"
-            f" to all seeds of a variant together{held}; with 95 % intervals."
+            f" to all seeds of a variant together{how_b}; with 95 % intervals."
         ),
     ]
-    notes: dict[str, list[str]] = {}
-    for row in rows:
-        for note in [row.why_no_fit] if row.fit is None else row.fit.warnings:
-            notes.setdefault(note, []).append(row.variant)
-    lines += [f"- {note}: {', '.join(variants)}" for note, variants in notes.items()]
-    if apart := [
-        row.variant
-        for row in rows
-        if held and row.fit and abs(row.fit.A - ceilings[0]) > SAME_CEILING
-    ]:
-        what = f"A is more than {SAME_CEILING} from that at which B is held, so B is no speed"
-        lines.append(f"- {what}: {', '.join(apart)}")
+    lines += _notes(rows)
+    if len(ceilings) > 1:
+        lines += _far_from_ceiling(rows, ceilings[0])
     if missing:
         lines.append(f"- not finished: {', '.join(missing)}")
     return "\n".join(lines) + "\n"
 
 
+def _notes(rows: Sequence[VariantResult]) -> list[str]:
+    """Return the warnings of all fits, each with the variants that have it."""
+    variants_of: dict[str, list[str]] = {}
+    for row in rows:
+        notes = [row.why_no_fit] if row.fit is None else row.fit.warnings
+        for note in notes:
+            variants_of.setdefault(note, []).append(row.variant)
+    return [f"- {note}: {', '.join(variants)}" for note, variants in variants_of.items()]
+
+
+def _far_from_ceiling(rows: Sequence[VariantResult], ceiling: float) -> list[str]:
+    """Return a line with the variants whose A is not the common one, if any."""
+    variants = []
+    for row in rows:
+        if row.fit and abs(row.fit.A - ceiling) > SAME_CEILING:
+            variants.append(row.variant)
+    if not variants:
+        return []
+    return [
+        f"- A is more than {SAME_CEILING} from that at which B is held, so B is no speed:"
+        f" {', '.join(variants)}"
+    ]
+
+
 def _spread(values: np.ndarray) -> str:
-    return f"{values.mean():.3f}" + (f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else "")
+    if len(values) == 1:
+        return f"{values.mean():.3f}"
+    return f"{values.mean():.3f} ± {values.std(ddof=1):.3f}"
 
 
 PANELS_A_LINE = 4
@@ -234,10 +262,8 @@ def plot_scaling(rows: Sequence[VariantResult], path: Path) -> None:
     """Write `path`.png and `path`.svg with one panel per variant."""
     lines = -(-len(rows) // PANELS_A_LINE)
     columns = min(len(rows), PANELS_A_LINE)
-    with drawing((3.1 * columns, 2.6 * lines + 0.5), lines, columns, sharex=True, sharey=True) as (
-        figure,
-        panels,
-    ):
+    size = (3.1 * columns, 2.6 * lines + 0.5)
+    with drawing(size, lines, columns, sharex=True, sharey=True) as (figure, panels):
         for axes, row in zip(panels, rows, strict=False):
             if row is not rows[0]:
                 _curve(axes, rows[0], GREY)

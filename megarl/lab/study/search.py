@@ -1,7 +1,8 @@
 """`megarl study search`: successive halving. Every arm (a recipe) runs up to a rung,
 the better half goes on, and so on.
 
-    [trunk ─►] all arms ─► rung: each arm's chance of being the best ─► STUDY/rungs/STEP.json ─► the better half ─► … winner
+    [trunk ─►] all arms ─► rung: each arm's chance of being the best ─► the better half
+                           (STUDY/rungs/STEP.json)                       ─► … ─► winner
 
 The chance is a share of draws from the posteriors of the arms' curves
 (scaling/posterior.py), and judges recipes rather than scores so far. In a draw the
@@ -34,7 +35,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.files import contents
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import Recipe, dump, load
-from megarl.lab.scaling.compare import SAME_CEILING, compare
+from megarl.lab.scaling.compare import SAME_CEILING, RunComparison, compare
 from megarl.lab.scaling.points import Curve, PointColumns, amount, curve_of_run
 from megarl.lab.study.main import (
     StudyOptions,
@@ -73,79 +74,78 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """A comparison of arms. standings: the likeliest first. why: the reason why no
-    asymptotes were compared, "" if they were. ceiling: the common A, 0 if there is
+    """A comparison of arms. standings: the likeliest first. problem: the reason why
+    no asymptotes were compared, "" if they were. ceiling: the common A, 0 if there is
     none.
     """
 
     standings: tuple[Standing, ...]
-    why: str = ""
+    problem: str = msgspec.field(default="", name="why")
     ceiling: float = 0.0
 
     def chance(self, arms: Sequence[str]) -> float:
         """Return the chance that one of these arms is the best."""
-        return sum(one.chance for one in self.standings if one.arm in arms)
+        return sum(standing.chance for standing in self.standings if standing.arm in arms)
 
 
 class Rung(msgspec.Struct, frozen=True):
-    """A decision at a step. kept: the arms that go on; failed: runs that did not reach
-    the step.
+    """A rung's decision. arms: those that go on, the likeliest first; failed: runs that
+    did not reach the step.
     """
 
     step: int
-    kept: tuple[str, ...]
+    arms: tuple[str, ...] = msgspec.field(name="kept")
     failed: tuple[str, ...]
     judgement: Judgement
 
 
-def search(names: Sequence[str], options: StudyOptions, how: SearchOptions) -> int:
+def search(names: Sequence[str], options: StudyOptions, search_options: SearchOptions) -> int:
     """Search among recipes and their variations by `vary`. If a task is given, run only
     its part of the present rung.
     """
-    recipes = arms(names, options.overrides, how.vary)
-    study = prepared(
-        f"search-{next(iter(recipes))}", recipes, options, _rungs(recipes, how), how.branch
-    )
-    return 0 if study is None else advance(study, terminal.console(), options.task)
+    recipes = arms(names, options.overrides, search_options.vary)
+    rungs = _rungs(recipes, search_options)
+    kind = f"search-{next(iter(recipes))}"
+    study = prepared(kind, recipes, options, rungs, search_options.branch)
+    if study is None:
+        return 0
+    return advance(study, terminal.console(), options.task)
 
 
 def arms(names: Sequence[str], overrides: Sequence[str], vary: Sequence[str]) -> dict[str, Recipe]:
     """Return the arms by name: each recipe with each combination of values in `vary`.
     MegarlError if two are the same one.
     """
-    found: dict[str, Recipe] = {}
-    first: dict[
-        str, tuple[tuple[str, str], ...]
-    ] = {}  # the values with which a recipe was first made
-    axes = []
-    for axis in vary:
-        key, _, values = axis.partition("=")
-        each = listed_values(values)
-        if not key or not each:
-            raise MegarlError(
-                f"--vary: {axis!r} is not KEY=A,B, such as learner.optimizer.lr=1e-4,2e-4"
-            )
-        axes.append([(key, value) for value in each])
-    for pairs in itertools.product(*axes):
-        ends = [_in_a_name(key, value) for key, value in pairs]
-        for name, recipe in side_by_side(
-            names, [*overrides, *("=".join(pair) for pair in pairs)]
-        ).items():
-            arm = "-".join([name, *ends])
-            while arm in found:  # such as of +1 and -1
+    recipes: dict[str, Recipe] = {}
+    # The values with which a recipe was first made, by its text.
+    first_values: dict[str, tuple[str, ...]] = {}
+    for values in itertools.product(*map(_axis, vary)):
+        endings = [_in_a_name(value) for value in values]
+        for name, recipe in side_by_side(names, [*overrides, *values]).items():
+            arm = "-".join([name, *endings])
+            while arm in recipes:  # such as of +1 and -1
                 arm += "-2"
-            found[arm] = recipe
+            recipes[arm] = recipe
             run = recipe.run.model_copy(update={"name": "", "seed": 0})
-            if (
-                twin := first.setdefault(dump(recipe.model_copy(update={"run": run})), pairs)
-            ) is not pairs:
-                same = " and ".join(" ".join(map("=".join, each)) for each in (twin, pairs))
-                advice = "leave one out"
+            text = dump(recipe.model_copy(update={"run": run}))
+            twin = first_values.setdefault(text, values)
+            if twin is not values:
                 raise MegarlError(
-                    f"--vary: {same} make the same recipe, as every run gets the study's seeds;"
-                    f" {advice}"
+                    f"--vary: {' '.join(twin)} and {' '.join(values)} make the same recipe, as"
+                    " every run gets the study's seeds; leave one out"
                 )
-    return found
+    return recipes
+
+
+def _axis(text: str) -> list[str]:
+    """Return the overrides KEY=A, KEY=B, … of `KEY=A,B,…`."""
+    key, _, values = text.partition("=")
+    listed = listed_values(values)
+    if not key or not listed:
+        raise MegarlError(
+            f"--vary: {text!r} is not KEY=A,B, such as learner.optimizer.lr=1e-4,2e-4"
+        )
+    return [f"{key}={value}" for value in listed]
 
 
 def listed_values(text: str) -> list[str]:
@@ -159,16 +159,21 @@ def listed_values(text: str) -> list[str]:
         return []
     if not isinstance(node, yaml.SequenceNode) or node.end_mark.index != len(text) + 2:
         return []
-    return [text[one.start_mark.index - 1 : one.end_mark.index - 1].strip() for one in node.value]
+    values = []
+    for item in node.value:  # its marks count the bracket in front
+        value = text[item.start_mark.index - 1 : item.end_mark.index - 1]
+        values.append(value.strip())
+    return values
 
 
-def _in_a_name(key: str, value: str) -> str:
+def _in_a_name(override: str) -> str:
     """Return a key's last part and its value as they stand in the name of an arm."""
+    key, _, value = override.partition("=")
     bare = value.strip("[]{}'\" ")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{key.rpartition('.')[2]}-{bare}")
 
 
-def _rungs(recipes: Mapping[str, Recipe], how: SearchOptions) -> list[int]:
+def _rungs(recipes: Mapping[str, Recipe], options: SearchOptions) -> list[int]:
     """Return the steps at which half of the arms are dropped. MegarlError if the arms
     or the rungs do not suit a search.
     """
@@ -176,30 +181,44 @@ def _rungs(recipes: Mapping[str, Recipe], how: SearchOptions) -> list[int]:
         raise MegarlError(
             "a search needs two arms or more: name more recipes, or give --vary KEY=A,B"
         )
-    if len(lengths := {recipe.run.steps for recipe in recipes.values()}) > 1:
+    lengths = {recipe.run.steps for recipe in recipes.values()}
+    if len(lengths) > 1:
         raise MegarlError(
             f"run.steps: the arms have {sorted(lengths)}; give all the same, as key=value"
         )
     for name, recipe in recipes.items():
-        if recipe.learner.optimizer.schedule != "constant" or recipe.run.stop_when:
-            key = "run.stop_when" if recipe.run.stop_when else "learner.optimizer.schedule"
-            why = "an arm that ends at a rung must have trained like one that goes on"
-            raise MegarlError(f"{name}: {key}: {why}; take it out")
-        if not recipe.forecast_column:
-            why = "with several tasks, name the one by whose score the arms are compared"
-            raise MegarlError(f"{name}: evaluation.forecast: {why}")
+        _check_arm(name, recipe)
     end = lengths.pop()
-    halvings = math.ceil(math.log2(len(recipes)))
-    rungs = (
-        numbers("--rungs", how.rungs) if how.rungs else [end >> n for n in range(halvings, 0, -1)]
-    )
-    if sorted(set(rungs)) != rungs or not 0 <= how.branch < rungs[0] or rungs[-1] >= end:
-        said = f"--rungs {','.join(map(str, rungs))}, --branch {how.branch}"
+    if options.rungs:
+        rungs = numbers("--rungs", options.rungs)
+    else:
+        halvings = math.ceil(math.log2(len(recipes)))
+        rungs = [end >> n for n in range(halvings, 0, -1)]
+    if sorted(set(rungs)) != rungs or not 0 <= options.branch < rungs[0] or rungs[-1] >= end:
         raise MegarlError(
-            f"{said}: they have to rise, from the branch (0: none) to below run.steps, which is"
-            f" {end}"
+            f"--rungs {','.join(map(str, rungs))}, --branch {options.branch}: they have to rise,"
+            f" from the branch (0: none) to below run.steps, which is {end}"
         )
     return rungs
+
+
+def _check_arm(name: str, recipe: Recipe) -> None:
+    """Raise MegarlError if an arm's run depends on its end, or has no score."""
+    key = ""
+    if recipe.run.stop_when:
+        key = "run.stop_when"
+    elif recipe.learner.optimizer.schedule != "constant":
+        key = "learner.optimizer.schedule"
+    if key:
+        raise MegarlError(
+            f"{name}: {key}: an arm that ends at a rung must have trained like one that goes on;"
+            " take it out"
+        )
+    if not recipe.forecast_column:
+        raise MegarlError(
+            f"{name}: evaluation.forecast: with several tasks, name the one by whose score the"
+            " arms are compared"
+        )
 
 
 def advance(study: Study, console: Console, index: int | None = None) -> int:
@@ -209,38 +228,56 @@ def advance(study: Study, console: Console, index: int | None = None) -> int:
     """
     alive = study.variants
     status = 0
-    for stage in (
-        study.trunk,
-        *(replace(study, steps=step) for step in (*study.rungs, _total(study))),
-    ):
+    ended = ("done",) if index is None else ("done", "failed")
+    for stage in (study.trunk, *_stages(study)):
         if stage.variants == study.variants:
             stage = replace(stage, variants=alive)
-            if (file := _file(study, stage.steps)).exists():
-                alive = _read(file).kept
+            file = _file(study, stage.steps)
+            if file.exists():
+                alive = _read(file).arms
                 continue
-        missing = [
-            task
-            for task in stage.tasks
-            if task.state() not in ("done", "failed" if index is not None else "")
-        ]
+        missing = [task for task in stage.tasks if task.state() not in ended]
         if missing and index is not None:
-            own = study.tasks[index]  # the trunk of a seed belongs to its first arm's job
-            names = {own.name, f"trunk-seed{own.seed}" if own.variant == study.variants[0] else ""}
+            names = _names_of_job(study, index)
             return run(stage, [task for task in missing if task.name in names], console)
-        if missing and (status := run(stage, missing, console)) > 1:
+        if missing:
+            status = run(stage, missing, console)
+        if missing and status > 1:
             return status
         if stage.steps in study.rungs:
             rung = decide(study, stage)
             console.print(*_lines(rung), sep="\n", highlight=False)
-            alive = rung.kept
+            alive = rung.arms
             status = 0  # a failure is a result, too
-        elif stage.variants == ("trunk",) and (
-            failed := [str(t.log) for t in stage.tasks if t.state() != "done"]
-        ):
-            raise MegarlError(
-                f"{study.path}: no arm can branch from a trunk that failed; see {', '.join(failed)}"
-            )
-    return status if index is not None else table_and_plots(study.path) or status
+        elif stage.variants == ("trunk",):
+            _check_trunk(stage)
+    if index is not None:
+        return status
+    return table_and_plots(study.path) or status
+
+
+def _stages(study: Study) -> list[Study]:
+    """Return the study up to each rung, and to its end."""
+    return [replace(study, steps=step) for step in (*study.rungs, _total(study))]
+
+
+def _names_of_job(study: Study, index: int) -> set[str]:
+    """Return the names of the runs that belong to the job of task `index`: the trunk of
+    a seed belongs to the job of its first arm.
+    """
+    task = study.tasks[index]
+    if task.variant == study.variants[0]:
+        return {task.name, f"trunk-seed{task.seed}"}
+    return {task.name}
+
+
+def _check_trunk(stage: Study) -> None:
+    """Raise MegarlError if a run of the trunk has failed."""
+    failed = [str(task.log) for task in stage.tasks if task.state() != "done"]
+    if failed:
+        raise MegarlError(
+            f"{stage.path}: no arm can branch from a trunk that failed; see {', '.join(failed)}"
+        )
 
 
 def _total(study: Study) -> int:
@@ -264,9 +301,12 @@ def decide(study: Study, stage: Study) -> Rung:
         advice = "see logs/, then the same command tries again"
         raise MegarlError(f"{study.path}: no run reached step {stage.steps}; {advice}")
     judgement = judge(_curves(done, dict.fromkeys(stage.variants, stage.steps)))
-    kept = tuple(one.arm for one in judgement.standings[: math.ceil(len(judgement.standings) / 2)])
+    better_half = judgement.standings[: math.ceil(len(judgement.standings) / 2)]
     rung = Rung(
-        stage.steps, kept, tuple(task.name for task in stage.tasks if task not in done), judgement
+        stage.steps,
+        tuple(standing.arm for standing in better_half),
+        tuple(task.name for task in stage.tasks if task not in done),
+        judgement,
     )
     write_atomically(_file(study, stage.steps), msgspec.json.format(msgspec.json.encode(rung)))
     return rung
@@ -289,47 +329,61 @@ def _curves(tasks: Sequence[StudyTask], until: Mapping[str, int]) -> dict[str, l
 
 def judge(curves: Mapping[str, Sequence[Curve]]) -> Judgement:
     """Compare arms, each by the curves of its seeds."""
-    last = {
-        arm: [_last(curve) for curve in of_arm] for arm, of_arm in curves.items()
-    }  # scores and their deviations
-    score = {arm: float(np.mean([rate for rate, _ in of_arm])) for arm, of_arm in last.items()}
-    rng = np.random.default_rng(0)
-    why = "one arm is left" if len(curves) < 2 else ""
+    problem = "one arm is left" if len(curves) < 2 else ""
     try:
-        fitted = compare(curves)
-        why = why or next((entry.problem for entry in fitted.entries if entry.fit is None), "")
+        comparison = compare(curves)
     except MegarlError as error:  # such as hours of GPUs and of CPU cores
-        why = str(error)
-    if why:
-        drawn = np.array(
-            [
-                np.mean([rng.normal(*each, DRAWS) for each in of_arm], axis=0)
-                for of_arm in last.values()
-            ]
+        return _by_scores(curves, str(error))
+    for entry in comparison.entries:
+        if not problem and entry.fit is None:
+            problem = entry.problem
+    if problem:
+        return _by_scores(curves, problem)
+    return _by_fits(curves, comparison)
+
+
+def _by_scores(curves: Mapping[str, Sequence[Curve]], problem: str) -> Judgement:
+    """Compare arms by draws of their last scores, with the noise of their answers.
+    problem: why there are no fits.
+    """
+    rng = np.random.default_rng(0)
+    drawn = np.empty((len(curves), DRAWS))  # the mean of an arm's seeds, [arms, draws]
+    for index, of_arm in enumerate(curves.values()):
+        seeds = [rng.normal(*_last(curve), DRAWS) for curve in of_arm]
+        drawn[index] = np.mean(seeds, axis=0)
+    won = chances(drawn, drawn, within=0.0)
+    standings = []
+    for (arm, of_arm), chance in zip(curves.items(), won, strict=True):
+        standings.append(Standing(arm, float(chance), _score(of_arm)))
+    return Judgement(_ranked(standings), problem)
+
+
+def _by_fits(curves: Mapping[str, Sequence[Curve]], comparison: RunComparison) -> Judgement:
+    """Compare arms by draws of their asymptotes A, and of exponents B at one A."""
+    at_ceiling = comparison.at_ceiling
+    fits = {entry.name: entry.fit for entry in comparison.entries if entry.fit is not None}
+    # Draws are in the order of a grid, which is the same for each arm; shuffling makes
+    # them independent.
+    rng = np.random.default_rng(0)
+    a = np.array([rng.permutation(fit.posterior.theta[:, 0]) for fit in fits.values()])
+    log_b = np.array([rng.permutation(at_ceiling[arm].posterior.theta[:, 2]) for arm in fits])
+    standings = []
+    for (arm, fit), chance in zip(fits.items(), chances(a, log_b), strict=True):
+        score = _score(curves[arm])
+        standings.append(
+            Standing(arm, float(chance), score, fit.A, fit.A_interval, at_ceiling[arm].B)
         )
-        won = chances(drawn, drawn, within=0.0)
-        ceiling = 0.0
-        standings = [
-            Standing(arm, float(p), score[arm]) for arm, p in zip(curves, won, strict=True)
-        ]
-    else:
-        fits = {entry.name: entry.fit for entry in fitted.entries if entry.fit is not None}
-        held = fitted.at_ceiling
-        # Draws are in the order of a grid, which is the same for each arm; shuffling
-        # makes them independent.
-        a = np.array([rng.permutation(one.posterior.theta[:, 0]) for one in fits.values()])
-        b = np.array(
-            [rng.permutation(held[arm].posterior.theta[:, 2]) for arm in fits]
-        )  # the logarithm of B
-        won = chances(a, b)
-        ceiling = fitted.ceiling
-        standings = [
-            Standing(arm, float(p), score[arm], one.A, one.A_interval, held[arm].B)
-            for (arm, one), p in zip(fits.items(), won, strict=True)
-        ]
-    return Judgement(
-        tuple(sorted(standings, key=lambda one: (-one.chance, -one.score))), why, ceiling
-    )
+    return Judgement(_ranked(standings), ceiling=comparison.ceiling)
+
+
+def _ranked(standings: Sequence[Standing]) -> tuple[Standing, ...]:
+    """Sort by the chance of being the best, then by the score."""
+    return tuple(sorted(standings, key=lambda standing: (-standing.chance, -standing.score)))
+
+
+def _score(curves: Sequence[Curve]) -> float:
+    """Return the mean of the last scores of an arm's seeds."""
+    return float(np.mean([_last(curve)[0] for curve in curves]))
 
 
 def chances(a: np.ndarray, b: np.ndarray, within: float = SAME_CEILING) -> np.ndarray:
@@ -344,9 +398,8 @@ def _last(curve: Curve) -> tuple[float, float]:
     """Return the last score and its binomial standard deviation."""
     rate = float([curve.r0 or 0.0, *curve.pass_rate][-1])
     answers = curve.answers or 1
-    middle = min(
-        max(rate, 1 / (answers + 1)), answers / (answers + 1)
-    )  # a perfect score is not without noise
+    # A perfect score is not without noise.
+    middle = min(max(rate, 1 / (answers + 1)), answers / (answers + 1))
     return rate, math.sqrt(middle * (1 - middle) / answers)
 
 
@@ -357,78 +410,99 @@ def _lines(rung: Rung) -> Iterator[str]:
     if not judged.ceiling:
         means = (
             "the last scores and the noise of their answers, because there is no fit"
-            f" ({judged.why})"
+            f" ({judged.problem})"
         )
     yield (
         f"step {rung.step}, by {means}; the best is among the kept with probability"
-        f" {judged.chance(rung.kept):.2f}"
+        f" {judged.chance(rung.arms):.2f}"
     )
-    for one in judged.standings:
-        low, high = one.A_interval or (0.0, 0.0)
-        fitted = f", A {one.A:.3f} [{low:.3f}, {high:.3f}], B {one.B:.2f}" if judged.ceiling else ""
-        goes = "kept" if one.arm in rung.kept else "dropped"
+    for standing in judged.standings:
+        fitted = ""
+        if judged.ceiling:
+            low, high = standing.A_interval or (0.0, 0.0)
+            fitted = f", A {standing.A:.3f} [{low:.3f}, {high:.3f}], B {standing.B:.2f}"
+        decision = "kept" if standing.arm in rung.arms else "dropped"
         yield (
-            f"- {goes}: {one.arm}: best with probability {one.chance:.2f}{fitted}, score"
-            f" {one.score:.3f}"
+            f"- {decision}: {standing.arm}: best with probability {standing.chance:.2f}{fitted},"
+            f" score {standing.score:.3f}"
         )
-    yield from (f"- failed: {name}; see logs/{name}.log" for name in rung.failed)
+    for name in rung.failed:
+        yield f"- failed: {name}; see logs/{name}.log"
 
 
 def report(study: Study) -> str:
     """Return search.md: each rung's decision and, once all runs have ended, the winner,
     its probability, and compute saved.
     """
-    rungs = [_read(file) for step in study.rungs if (file := _file(study, step)).exists()]
-    lines = [line for rung in rungs for line in (*_lines(rung), "")]
-    alive = rungs[-1].kept if rungs else study.variants
+    files = [_file(study, step) for step in study.rungs]
+    rungs = [_read(file) for file in files if file.exists()]
+    lines = []
+    for rung in rungs:
+        lines += [*_lines(rung), ""]
+    alive = rungs[-1].arms if rungs else study.variants
     total = _total(study)
-    ends = replace(study, variants=alive, steps=total).tasks
-    if len(rungs) < len(study.rungs) or any(
-        task.state() not in ("done", "failed") for task in ends
-    ):
-        return "\n".join([*lines, f"Not ended: {', '.join(alive)} go on.\n"])
-    reached = {
-        one.arm: rung.step for rung in rungs for one in rung.judgement.standings
-    } | dict.fromkeys(alive, total)
+    states = [task.state() for task in replace(study, variants=alive, steps=total).tasks]
+    if len(rungs) < len(study.rungs) or "waiting" in states or "begun" in states:
+        lines.append(f"Not ended: {', '.join(alive)} go on.\n")
+    else:
+        lines.append(_conclusion(study, rungs, alive, total))
+    return "\n".join(lines)
+
+
+def _conclusion(study: Study, rungs: Sequence[Rung], alive: Sequence[str], total: int) -> str:
+    """Return the end of search.md. alive: the arms that ran to `total` steps."""
+    reached: dict[str, int] = {}  # the last step of each arm
+    for rung in rungs:
+        for standing in rung.judgement.standings:
+            reached[standing.arm] = rung.step
+    for arm in alive:
+        reached[arm] = total
     tasks = [task for task in study.tasks if task.variant in reached and task.state() == "done"]
     final = judge(_curves(tasks, reached))
-    if (winner := next((one for one in final.standings if one.arm in alive), None)) is None:
-        return "\n".join(
-            [*lines, f"No winner: {', '.join(alive)} failed after the last rung; see logs/.\n"]
-        )
-    shared = {task.seed: _hours(task, study.branch) for task in study.trunk.tasks}
-    spent = sum(shared.values())
-    alone = 0.0
-    for task in tasks:
-        before = shared.get(task.seed, 0.0)
-        steps = reached[task.variant] - study.branch
-        own = _hours(task, reached[task.variant]) - before
-        spent = spent + own
-        alone = alone + before + own * (total - study.branch) / steps
-    unit = latest_scores(tasks[0].rundir.eval)[-1]["compute_unit"]
-    kept = math.prod([rung.judgement.chance(rung.kept) for rung in rungs])
-    said = (
+    finalists = [standing for standing in final.standings if standing.arm in alive]
+    if not finalists:
+        return f"No winner: {', '.join(alive)} failed after the last rung; see logs/.\n"
+    winner = finalists[0]
+    certainty = math.prod([rung.judgement.chance(rung.arms) for rung in rungs])
+    lines = [
         (
             f"Winner: {winner.arm}, score {winner.score:.3f}. The best arm was kept at every rung"
-            f" with probability {kept:.2f}; by all points in the end, the winner is the best with"
-            f" probability {winner.chance:.2f}."
+            f" with probability {certainty:.2f}; by all points in the end, the winner is the best"
+            f" with probability {winner.chance:.2f}."
         ),
-        (
-            f"Compute: {amount(spent, unit)}; all arms to step {total}, at their own pace,"
-            f" {amount(alone, unit)}: {1 - spent / alone:.0%} saved."
-        ),
+        _compute_saved(study, tasks, reached, total),
+    ]
+    for standing in final.standings:
+        if standing.arm not in alive and standing.chance > winner.chance:
+            lines.append(
+                f"But {standing.arm}, dropped at step {reached[standing.arm]}, is likelier to be"
+                f" the best ({standing.chance:.2f}): `megarl train` of its file in recipes/"
+                " continues it."
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _compute_saved(
+    study: Study, tasks: Sequence[StudyTask], reached: Mapping[str, int], total: int
+) -> str:
+    """Return a line on the search's compute, and that of all arms to `total` steps."""
+    trunk_hours = {task.seed: _hours(task, study.branch) for task in study.trunk.tasks}
+    spent = sum(trunk_hours.values())
+    without_search = 0.0
+    for task in tasks:
+        shared = trunk_hours.get(task.seed, 0.0)
+        branch = _hours(task, reached[task.variant]) - shared
+        steps = reached[task.variant] - study.branch
+        spent = spent + branch
+        without_search = without_search + shared + branch * (total - study.branch) / steps
+    unit = latest_scores(tasks[0].rundir.eval)[-1]["compute_unit"]
+    return (
+        f"Compute: {amount(spent, unit)}; all arms to step {total}, at their own pace,"
+        f" {amount(without_search, unit)}: {1 - spent / without_search:.0%} saved."
     )
-    likelier = (
-        f"But {one.arm}, dropped at step {reached[one.arm]}, is likelier to be the best"
-        f" ({one.chance:.2f}): `megarl train` of its file in recipes/ continues it."
-        for one in final.standings
-        if one.arm not in alive and one.chance > winner.chance
-    )
-    return "\n".join([*lines, *said, *likelier]) + "\n"
 
 
 def _hours(task: StudyTask, until: int) -> float:
     """Return all compute of a run up to a step."""
-    return float(
-        max(row["compute_hours"] for row in latest_scores(task.rundir.eval) if row["step"] <= until)
-    )
+    rows = [row for row in latest_scores(task.rundir.eval) if row["step"] <= until]
+    return float(max(row["compute_hours"] for row in rows))

@@ -185,7 +185,7 @@ def begun(recipe: Recipe) -> RunDir:
     rundir.create()
     rundir.recipe.write_text(dump(recipe))
     rundir.fingerprints.write_text("{}")
-    fork.begin(recipe, rundir)
+    fork.start(recipe, rundir)
     return rundir
 
 
@@ -301,12 +301,12 @@ def test_a_crash_on_the_way_is_made_up_for(tmp_path: Path, parent: RunDir) -> No
     snapshot = (rundir.rollouts / "000000.journal").read_bytes()
     (rundir.rollouts / "000000.journal").unlink()  # what is written last
     rundir.metrics.unlink()
-    fork.begin(recipe, rundir)
+    fork.start(recipe, rundir)
     assert (rundir.rollouts / "000000.journal").read_bytes() == snapshot
     assert len(latest_rows(rundir.metrics)) == 4
     (rundir.rollouts / "000000.journal").unlink()
     write_jsonl(rundir.metrics, [{"step": s} for s in range(7)])
-    fork.begin(recipe, rundir)
+    fork.start(recipe, rundir)
     assert len(latest_rows(rundir.metrics)) == 7, "a fork that has made steps is not begun again"
 
 

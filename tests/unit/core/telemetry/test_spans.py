@@ -31,8 +31,8 @@ def test_what_is_written_is_read_in_the_order_of_time(tmp_path: Path) -> None:
         spans.flush()
     found, events = read(tmp_path / "trace")
     assert [(s.name, s.cut) for s in found] == [("early", False), ("late", False)]
-    assert found[0].begin == pytest.approx(before + 1, abs=0.5)
-    assert found[1].end - found[1].begin == pytest.approx(1, abs=1e-6)
+    assert found[0].start == pytest.approx(before + 1, abs=0.5)
+    assert found[1].end - found[1].start == pytest.approx(1, abs=1e-6)
     assert (events[0].args["tickets"], found[1].args) == ([1, 2], {"tokens": 5})
 
 
@@ -50,7 +50,7 @@ def test_what_a_dead_process_left_open_ends_with_it(tmp_path: Path) -> None:
     second.flush()
     with path.open("ab") as file:
         file.write(b'{"type":"span","on":"server')  # being written
-    ends = {s.name: (round(s.end - s.begin, 3), s.cut) for s in read(tmp_path)[0]}
+    ends = {s.name: (round(s.end - s.start, 3), s.cut) for s in read(tmp_path)[0]}
     assert ends == {"lost": (5, True), "done": (5, False), "runs": (10, True), "other": (9, False)}
 
 

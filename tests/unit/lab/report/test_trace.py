@@ -25,22 +25,22 @@ SPANS = st.lists(TIMES.map(lambda t: Span("a/b", "x", *t)), max_size=40)
 
 
 def at_once(spans: list[Span], at: float) -> int:
-    return sum(s.begin <= at < s.end for s in spans)
+    return sum(s.start <= at < s.end for s in spans)
 
 
 @given(SPANS)
 def test_lanes_hold_all_spans_apart_on_as_few_lanes_as_there_are_at_once(spans: list[Span]) -> None:
     lanes = packed([[span] for span in spans])
-    assert sorted(s.begin for lane in lanes for s in lane) == sorted(s.begin for s in spans)
+    assert sorted(s.start for lane in lanes for s in lane) == sorted(s.start for s in spans)
     for lane in lanes:
-        assert all(a.end <= b.begin for a, b in pairwise(lane))
-    assert len(lanes) == max((at_once(spans, s.begin) for s in spans), default=0)
+        assert all(a.end <= b.start for a, b in pairwise(lane))
+    assert len(lanes) == max((at_once(spans, s.start) for s in spans), default=0)
 
 
 @given(SPANS)
 def test_union_and_changes_count_what_is_there(spans: list[Span]) -> None:
     found = union(spans)
-    counts = changes((s.begin, s.end) for s in spans)
+    counts = changes((s.start, s.end) for s in spans)
     assert all(a[1] < b[0] for a, b in pairwise(found))
     for eighth in range(0, 481):
         at = eighth / 8

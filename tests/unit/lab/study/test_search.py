@@ -304,7 +304,7 @@ def test_the_last_scores_have_their_noise() -> None:
     few, many = (judge({"a": scored(0.50, n), "b": scored(0.52, n)}) for n in (100, 10_000))
     noise = math.hypot(*(math.sqrt(p * (1 - p) / 100) for p in (0.5, 0.52)))
     expected = 0.5 * (1 + math.erf(0.02 / noise / math.sqrt(2)))
-    assert few.why
+    assert few.problem
     assert few.chance(["b"]) == pytest.approx(expected, abs=0.03)
     assert many.chance(["b"]) > 0.99
 
