@@ -182,7 +182,7 @@ class PlayedEnvironment(Protocol):
     async def reward(self) -> Verdict | None:
         """Return the environment's verdict after the last turn, if it has one."""
 
-    def told(self, turns: int, limited: bool) -> Episode:
+    def record(self, turns: int, limited: bool) -> Episode:
         """Return the record of an episode with this many turns. limited: the limit on
         turns ended it.
         """

@@ -307,7 +307,7 @@ class Sampler:
             completion.segments.append(length_control.masked(reply.tokens, completion.version))
             if message_has_ended:
                 completion.message.clear()
-        completion.episode = environment.told(turns, turn_limit_reached)
+        completion.episode = environment.record(turns, turn_limit_reached)
         return message_has_ended
 
     def _before_answer(self, job: Job) -> int:
