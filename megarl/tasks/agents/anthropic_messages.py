@@ -84,7 +84,6 @@ class AnthropicMessages(wire.WireProtocol):
             body.tool_choice,
             [body.max_tokens],
             body.stop_sequences,
-            body.stream,
         )
 
     def error(self, error: WireError) -> JsonObject:

@@ -100,7 +100,6 @@ class ChatCompletions(wire.WireProtocol):
             body.tool_choice,
             (body.max_tokens, body.max_completion_tokens),
             body.stop,
-            body.stream,
         )
 
     def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:

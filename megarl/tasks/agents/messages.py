@@ -93,7 +93,6 @@ class AgentRequest:
     tools: tuple[JsonObject, ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    stream: bool = False
 
 
 def tagged(value: Any) -> bytes:

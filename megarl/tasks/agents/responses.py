@@ -80,9 +80,7 @@ class Responses(wire.WireProtocol):
         for tool in body.tools or ():
             function = {key: value for key, value in tool.items() if key != "type"}
             tools.append((tool.get("type", ""), function))
-        return wire.request_of(
-            messages, tools, body.tool_choice, [body.max_output_tokens], stream=body.stream
-        )
+        return wire.request_of(messages, tools, body.tool_choice, [body.max_output_tokens])
 
     def error(self, error: WireError) -> JsonObject:
         """Return the body of an error."""

@@ -147,7 +147,6 @@ def request_of(
     choice: Any,
     limits: Iterable[int | None],
     stop: str | list[str] | None = None,
-    stream: bool | None = None,
 ) -> AgentRequest:
     """Return a request. tools: (type, function); choice: the tool choice, a word or an
     object with a type; limits: on the answer's tokens. WireError if the policy cannot
@@ -173,7 +172,6 @@ def request_of(
         tools=functions,
         max_tokens=min(set_limits, default=None),
         stop=_stops(stop),
-        stream=bool(stream),
     )
 
 
