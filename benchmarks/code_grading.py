@@ -60,7 +60,7 @@ async def bare(answers: int, workers: int) -> float:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                 )
-                out, _ = await process.communicate(test.given.encode())
+                out, _ = await process.communicate(test.stdin.encode())
             if not passed(test, Ran(out.decode(), "exit")):
                 return False
         return True

@@ -67,7 +67,7 @@ class Counting:
     async def reward(self) -> None:
         return None
 
-    def told(self, turns: int, limited: bool) -> Episode:
+    def record(self, turns: int, limited: bool) -> Episode:
         return Episode(turns=turns, calls=turns, errors=0, seconds=0.0, limited=limited)
 
 

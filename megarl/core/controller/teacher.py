@@ -62,24 +62,24 @@ class _TokenScore(msgspec.Struct, array_like=True):
     text: str | None = None
 
 
-class _Finish(msgspec.Struct):
+class _TeacherFinish(msgspec.Struct):
     type: str
 
 
-class _Meta(msgspec.Struct):
-    finish_reason: _Finish
+class _TeacherMeta(msgspec.Struct):
+    finish_reason: _TeacherFinish
     input_token_logprobs: list[_TokenScore] = []
 
 
-class _Reply(msgspec.Struct):
-    meta_info: _Meta
+class _TeacherReply(msgspec.Struct):
+    meta_info: _TeacherMeta
 
 
 class _Lost(Exception):
     """A request failed, but may succeed later."""
 
 
-class _Refused(Exception):
+class _TeacherRefused(Exception):
     """The endpoint refuses a request, or its answer is not an SGLang server's."""
 
 
@@ -124,7 +124,7 @@ class TeacherEndpoint:
         while True:
             try:
                 scores = await _scores(self._session, self._url, tokens, first, SCORE_LIMIT_S)
-            except _Refused as error:
+            except _TeacherRefused as error:
                 raise Void(f"the teacher refuses a rollout: {error}") from None
             except _Lost as error:
                 self._note_lost(error)
@@ -160,7 +160,7 @@ def check_endpoint(recipe: Recipe) -> None:
     url = recipe.teacher.url.rstrip("/")
     try:
         asyncio.run(_check(recipe, url))
-    except (_Lost, _Refused) as error:
+    except (_Lost, _TeacherRefused) as error:
         advice = "give an SGLang server that is running (`megarl serve --model DIR` starts one)"
         raise MegarlError(f"teacher.url: {url}: {error}; {advice}") from None
 
@@ -246,9 +246,9 @@ async def _scores(
     }
     answer = await _answer(session, "POST", f"{url}/generate", body, limit_s)
     try:
-        meta = msgspec.convert(answer, _Reply).meta_info
+        meta = msgspec.convert(answer, _TeacherReply).meta_info
     except msgspec.ValidationError as error:
-        raise _Refused(f"it does not return log-probs of given tokens ({error})") from None
+        raise _TeacherRefused(f"it does not return log-probs of given tokens ({error})") from None
     if meta.finish_reason.type == "abort":
         raise _Lost("it aborted a request")
     # The entry of the position before `first` has no log-prob.
@@ -257,14 +257,14 @@ async def _scores(
     if len(scores) != len(tokens) - first or any(
         score.token not in (token, 0) for score, token in zip(scores, tokens[first:], strict=True)
     ):
-        raise _Refused("it returns log-probs of other tokens than those given")
+        raise _TeacherRefused("it returns log-probs of other tokens than those given")
     return scores
 
 
 async def _answer(
     session: aiohttp.ClientSession, method: str, url: str, body: Any, limit_s: float
 ) -> Any:
-    """Return the JSON of an answer. _Lost or _Refused if there is none."""
+    """Return the JSON of an answer. _Lost or _TeacherRefused if there is none."""
     timeout = aiohttp.ClientTimeout(total=limit_s)
     try:
         async with session.request(
@@ -273,13 +273,13 @@ async def _answer(
             if response.status in (408, 429) or response.status >= 500:
                 raise _Lost(f"it answered with status {response.status}")
             if response.status in (401, 403):
-                raise _Refused(f"status {response.status}; is teacher.api_key right?")
+                raise _TeacherRefused(f"status {response.status}; is teacher.api_key right?")
             text = await response.text()
             if response.status != 200:
-                raise _Refused(f"status {response.status}: {text[:200]}")
+                raise _TeacherRefused(f"status {response.status}: {text[:200]}")
     except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
         raise _Lost(f"it does not answer ({type(error).__name__})") from None
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise _Refused("its answer is not JSON") from None
+        raise _TeacherRefused("its answer is not JSON") from None

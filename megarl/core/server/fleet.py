@@ -37,7 +37,7 @@ type Call[T] = Callable[[ServerClient], Coroutine[Any, Any, T]]
 """A coroutine for one server. It may await only questions to that server."""
 
 
-class _Group(NamedTuple):
+class _RelayedGroup(NamedTuple):
     """Servers that are asked the same by one call. The first one relays it, if there
     are several.
     """
@@ -97,9 +97,9 @@ class Fan[T]:
 
     async def _ask(self, questions: Mapping[int, ServerQuestion]) -> None:
         """Ask all these questions at once, then those that follow from the answers."""
-        groups: list[_Group] = []
+        groups: list[_RelayedGroup] = []
         for question, equal in itertools.groupby(questions, key=lambda i: questions[i]):
-            groups += [_Group(question, ids) for ids in self._grouped(list(equal))]
+            groups += [_RelayedGroup(question, ids) for ids in self._grouped(list(equal))]
         if len(groups) == 1:
             await self._ask_group(groups[0])
         elif groups:
@@ -123,7 +123,7 @@ class Fan[T]:
                 groups.setdefault(number, []).append(i)
         return [*groups.values(), *single]
 
-    async def _ask_group(self, group: "_Group") -> None:
+    async def _ask_group(self, group: "_RelayedGroup") -> None:
         question, ids = group
         relay_id = ids[0]
         if len(ids) == 1:

@@ -25,7 +25,7 @@ would take more memory than the tensor.
 """
 
 
-class _ServerState(NamedTuple):
+class _SentState(NamedTuple):
     """A server that has the last version sent: its parameters' checksum, and the number
     of deltas since it got all weights.
     """
@@ -46,7 +46,7 @@ class LastSent:
         self._full_every = full_every
         self._values: dict[str, Tensor] = {}
         self._version = 0
-        self._servers: dict[int, _ServerState] = {}
+        self._servers: dict[int, _SentState] = {}
 
     @property
     def base(self) -> int | None:
@@ -94,7 +94,7 @@ class LastSent:
         servers = {}
         for i, checksum in checksums.items():
             deltas = 0 if self.sends_all else self._servers[i].deltas + 1
-            servers[i] = _ServerState(checksum, deltas)
+            servers[i] = _SentState(checksum, deltas)
         if version == self._version:
             self._servers |= servers
         else:

@@ -444,7 +444,7 @@ def read(folder: Path) -> tuple[list[Span], list[SpanEvent]]:
 
 
 @dataclass
-class _Role:
+class _TracedRole:
     """What is known of one role: spans that have ended, those still open, events."""
 
     spans: list[Span] = field(default_factory=list)
@@ -453,9 +453,9 @@ class _Role:
     last_time: float = 0.0
 
 
-def _role(rows: Iterable[TraceRow]) -> _Role:
+def _role(rows: Iterable[TraceRow]) -> _TracedRole:
     """Collect a role's spans and events. A new life cuts those still open."""
-    role = _Role()
+    role = _TracedRole()
     life = None
     for row in rows:
         match row:

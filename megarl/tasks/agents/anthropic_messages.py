@@ -1,7 +1,7 @@
 """Anthropic's Messages protocol: POST /v1/messages, and /v1/messages/count_tokens."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -18,6 +18,8 @@ BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 request and tells a model nothing.
 """
 ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
+NOT_TEXT = ("tool_use", "thinking", "redacted_thinking")
 
 
 class Block(wire.TextPart):
@@ -33,11 +35,15 @@ class Block(wire.TextPart):
 
 
 class BlockMessage(msgspec.Struct):
+    """A message of the conversation."""
+
     role: str
     content: str | list[Block]
 
 
 class NamedTool(msgspec.Struct):
+    """A tool that the policy may call."""
+
     name: str
     type: str | None = None
     description: str = ""
@@ -45,6 +51,8 @@ class NamedTool(msgspec.Struct):
 
 
 class MessagesBody(msgspec.Struct):
+    """The fields of a request that are read."""
+
     messages: msgspec.Raw
     system: wire.Content = None
     tools: list[NamedTool] | None = None
@@ -57,128 +65,152 @@ class MessagesBody(msgspec.Struct):
 
 
 class AnthropicMessages(wire.WireProtocol):
+    """Anthropic's protocol."""
+
     path = "/v1/messages"
     body = MessagesBody
     refused: ClassVar = {"mcp_servers": wire.NO_PROVIDER, "container": wire.NO_STATE}
 
-    def read(self, body: MessagesBody, known: ReadMessages) -> AgentRequest:
+    def read(self, body: MessagesBody, cache: ReadMessages) -> AgentRequest:
+        """Return the request in a body. WireError if the policy cannot answer it."""
         wire.refuse_format(body.output_format, "output_format")
         wire.refuse_format(body.output_config and body.output_config.format, "output_config.format")
         system = BILLING.sub("", wire.text_of(body.system, "system", "\n\n"), count=1)
         messages = [CanonicalMessage("system", system)] if system else []
-        messages += known.read(body.messages, BlockMessage, _messages, "messages")
-        tools = [
-            (
-                "function" if tool.type in (None, "custom") else tool.type,
-                {
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.input_schema,
-                },
-            )
-            for tool in body.tools or ()
-        ]
-        return wire.asked(
-            messages, tools, body.tool_choice, [body.max_tokens], body.stop_sequences, body.stream
+        messages += cache.read(body.messages, BlockMessage, _messages, "messages")
+        return wire.request_of(
+            messages,
+            [_tool(tool) for tool in body.tools or ()],
+            body.tool_choice,
+            [body.max_tokens],
+            body.stop_sequences,
         )
 
     def error(self, error: WireError) -> JsonObject:
-        said = str(error)
+        """Return the body of an error."""
+        message = str(error)
         if isinstance(error, ContextFull):
-            said = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
-        kind = ERRORS.get(
-            error.status, "invalid_request_error" if error.status < 500 else "api_error"
-        )
-        return {"type": "error", "error": {"type": kind, "message": said}}
+            message = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
+        default = "invalid_request_error" if error.status < 500 else "api_error"
+        kind = ERRORS.get(error.status, default)
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
     def error_event(self, error: WireError) -> tuple[str, JsonObject]:
+        """Return the event that ends a stream with an error."""
         return "error", self.error(error)
 
     def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
-        message = turn.message
-        thinking = {
-            "type": "thinking",
-            "thinking": message.reasoning,
-            "signature": f"sig_{turn.node.number}",
-        }
-        blocks: list[JsonObject] = [thinking] if message.reasoning else []
-        if message.text or not message.calls:
-            blocks.append({"type": "text", "text": message.text})
-        blocks += [
-            {"type": "tool_use", "id": c.id, "name": c.name, "input": c.arguments}
-            for c in message.calls
-        ]
-        finish = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}[turn.finish]
+        """Return the body of an answer."""
+        stop_reason = STOP_REASONS[turn.finish]
+        if turn.finish == "stop" and turn.node.stopped:
+            stop_reason = "stop_sequence"
         return {
             "id": f"msg_{turn.node.number}",
             "type": "message",
             "role": "assistant",
             "model": body.get("model", ""),
-            "content": blocks,
-            "stop_reason": (
-                "stop_sequence" if finish == "end_turn" and turn.node.stopped else finish
-            ),
+            "content": _blocks(turn),
+            "stop_reason": stop_reason,
             "stop_sequence": turn.node.stopped or None,
             "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": turn.completion_tokens},
         }
 
     def events(self, body: JsonObject, turn: ServedTurn) -> Iterator[tuple[str, Any]]:
-        whole = self.reply(body, turn)
-        begun = whole | {"content": [], "stop_reason": None, "stop_sequence": None}
-        begun["usage"] = whole["usage"] | {"output_tokens": 0}
-        events: list[JsonObject] = [{"type": "message_start", "message": begun}]
-        empty: JsonObject
-        for n, block in enumerate(whole["content"]):
-            match block["type"]:
-                case "thinking":
-                    empty = {"thinking": "", "signature": ""}
-                    deltas = [{"type": f"{key}_delta", key: block[key]} for key in empty]
-                case "text":
-                    empty = {"text": ""}
-                    deltas = [{"type": "text_delta", "text": block["text"]}]
-                case _:
-                    written = msgspec.json.encode(block["input"]).decode()
-                    empty = {"input": {}}
-                    deltas = [{"type": "input_json_delta", "partial_json": written}]
-            events.append(
-                {"type": "content_block_start", "index": n, "content_block": block | empty}
-            )
-            events += [
-                {"type": "content_block_delta", "index": n, "delta": delta} for delta in deltas
-            ]
-            events.append({"type": "content_block_stop", "index": n})
-        ended = {key: whole[key] for key in ("stop_reason", "stop_sequence")}
-        events += [
-            {"type": "message_delta", "delta": ended, "usage": whole["usage"]},
-            {"type": "message_stop"},
-        ]
-        yield from ((event["type"], event) for event in events)
+        """Yield an answer's events as (name, data)."""
+        reply = self.reply(body, turn)
+        start = reply | {"content": [], "stop_reason": None, "stop_sequence": None}
+        start["usage"] = reply["usage"] | {"output_tokens": 0}
+        events: list[JsonObject] = [{"type": "message_start", "message": start}]
+        for n, block in enumerate(reply["content"]):
+            events += _block_events(n, block)
+        delta = {key: reply[key] for key in ("stop_reason", "stop_sequence")}
+        events.append({"type": "message_delta", "delta": delta, "usage": reply["usage"]})
+        events.append({"type": "message_stop"})
+        for event in events:
+            yield event["type"], event
 
 
-def _messages(message: BlockMessage, where: str) -> Iterator[CanonicalMessage]:
+def _tool(tool: NamedTool) -> tuple[str, JsonObject]:
+    """Return a tool's type and function, as OpenAI has them."""
+    kind = "function" if tool.type in (None, "custom") else tool.type
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+    }
+    return kind, function
+
+
+def _blocks(turn: ServedTurn) -> list[JsonObject]:
+    """Return the blocks of an answer: thinking, text, calls."""
+    message = turn.message
+    blocks: list[JsonObject] = []
+    if message.reasoning:
+        signature = f"sig_{turn.node.number}"
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": signature})
+    if message.text or not message.calls:
+        blocks.append({"type": "text", "text": message.text})
+    for call in message.calls:
+        blocks.append(
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+        )
+    return blocks
+
+
+def _block_events(index: int, block: JsonObject) -> Iterator[JsonObject]:
+    """Yield the events of one block."""
+    empty: JsonObject
+    match block["type"]:
+        case "thinking":
+            empty = {"thinking": "", "signature": ""}
+            deltas = [{"type": f"{key}_delta", key: block[key]} for key in empty]
+        case "text":
+            empty = {"text": ""}
+            deltas = [{"type": "text_delta", "text": block["text"]}]
+        case _:
+            empty = {"input": {}}
+            json_text = msgspec.json.encode(block["input"]).decode()
+            deltas = [{"type": "input_json_delta", "partial_json": json_text}]
+    yield {"type": "content_block_start", "index": index, "content_block": block | empty}
+    for delta in deltas:
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+    yield {"type": "content_block_stop", "index": index}
+
+
+def _messages(message: BlockMessage, field: str) -> Iterator[CanonicalMessage]:
     """Yield the canonical messages in a message: one for an assistant's; for a user's,
     one per tool result or run of texts.
     """
-    role = wire.role_of(message.role, f"{where}.role")
-    content = message.content
-    blocks = [Block("text", content)] if isinstance(content, str) else content
+    role = wire.role_of(message.role, f"{field}.role")
+    blocks = message.content
+    if isinstance(blocks, str):
+        blocks = [Block("text", blocks)]
     if role == "assistant":
-        calls = tuple(ToolCall.of(b.id, b.name, b.input) for b in blocks if b.type == "tool_use")
-        thinking = [b for b in blocks if b.type == "thinking"]
-        rest = [b for b in blocks if b.type not in ("tool_use", "thinking", "redacted_thinking")]
-        text = wire.text_of(rest, f"{where}.content")
-        marks = frozenset(
-            [*(call.id for call in calls), *(b.signature for b in thinking if b.signature)]
-        )
-        yield CanonicalMessage(role, text, calls, "".join(b.thinking for b in thinking), marks)
+        yield _assistant_message(blocks, field)
         return
-    for kind, group in groupby(blocks, lambda b: b.type == "tool_result"):
-        if kind:
-            yield from (
-                CanonicalMessage(
-                    "tool", wire.text_of(b.content, f"{where}.content", "\n"), answers=b.tool_use_id
-                )
-                for b in group
-            )
-        else:
-            yield CanonicalMessage(role, wire.text_of(list(group), f"{where}.content", "\n"))
+    for is_result, group in groupby(blocks, lambda block: block.type == "tool_result"):
+        if not is_result:
+            yield CanonicalMessage(role, wire.text_of(list(group), f"{field}.content", "\n"))
+            continue
+        for block in group:
+            text = wire.text_of(block.content, f"{field}.content", "\n")
+            yield CanonicalMessage("tool", text, answers=block.tool_use_id)
+
+
+def _assistant_message(blocks: Sequence[Block], field: str) -> CanonicalMessage:
+    calls = [
+        ToolCall.of(block.id, block.name, block.input)
+        for block in blocks
+        if block.type == "tool_use"
+    ]
+    thinking = [block for block in blocks if block.type == "thinking"]
+    texts = [block for block in blocks if block.type not in NOT_TEXT]
+    marks = [call.id for call in calls]
+    marks += [block.signature for block in thinking if block.signature]
+    return CanonicalMessage(
+        "assistant",
+        wire.text_of(texts, f"{field}.content"),
+        tuple(calls),
+        reasoning="".join(block.thinking for block in thinking),
+        marks=frozenset(marks),
+    )

@@ -1,8 +1,9 @@
 """How long a request may be. Checked before it is parsed, rendered or tokenised, so
 that a request that is much too long for the context costs little time and memory.
 
-    bytes of the body ─► number of messages and tools ─► tokens, counted piece by piece (rendering.py)
-      all requests together: ByteBudget
+    bytes of the body ─► number of messages and tools
+      └ all requests       ─► tokens, counted piece by piece (rendering.py)
+        together: ByteBudget
 """
 
 import asyncio
@@ -114,5 +115,8 @@ async def _admitted(turn: asyncio.Future[None]) -> None:
         async with asyncio.timeout(WAIT_LIMIT_S):
             await turn
     except TimeoutError:
-        why = f"other requests were being read and rendered for {WAIT_LIMIT_S:g} s"
-        raise WireError(503, why, "overloaded") from None
+        raise WireError(
+            503,
+            f"other requests were being read and rendered for {WAIT_LIMIT_S:g} s",
+            "overloaded",
+        ) from None

@@ -1,7 +1,8 @@
 """The quickstart's agent, such as a user would write: it asks the policy for a product,
 and calculates the terms in brackets.
 
-    123*456= ─► policy: <think>[123*456] ─► agent: 56088 ─► policy: </think>56088 ─► the task's grader
+    123*456= ─► policy: <think>[123*456] ─► agent: 56088
+             ─► policy: </think>56088 ─► the task's grader
 
 It knows nothing of megarl: any program that can use OpenAI's API would do. It imports
 nothing that is slow to import, because each rollout is a process of its own.
@@ -22,12 +23,21 @@ def solve(task: Any) -> None:
     """Work on the task's prompt. The task's grader gives the reward."""
     messages = [{"role": "user", "content": task.prompt}]
     for _ in range(TURNS):
-        said = ask(task, messages)
-        if not said.endswith("]"):
+        answer = ask(task, messages)
+        if not answer.endswith("]"):
             return
-        found = CALL.search(said)
-        result = str(OPERATORS[found[2]](int(found[1]), int(found[3]))) if found else "?"
-        messages += [{"role": "assistant", "content": said}, {"role": "tool", "content": result}]
+        messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "tool", "content": calculated(answer)})
+
+
+def calculated(answer: str) -> str:
+    """Return the value of the term in brackets at the answer's end; "?" if there is
+    none.
+    """
+    call = CALL.search(answer)
+    if call is None:
+        return "?"
+    return str(OPERATORS[call[2]](int(call[1]), int(call[3])))
 
 
 def ask(task: Any, messages: list[dict[str, str]]) -> str:

@@ -25,11 +25,11 @@ no object; and they do not say where in the text a call was. They import torch, 
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product, takewhile
+from itertools import chain, product
 from typing import Any, NamedTuple, Never
 
 from megarl.core.base.errors import MegarlError
@@ -41,7 +41,7 @@ from megarl.tasks.thinking import is_opened, opening_of, without_thinking
 NAME = "megarl_tool"
 KEY = "megarl_key"
 VALUE = "megarl-value"
-SAID = "said-by-the-assistant"
+ANSWER_TEXT = "said-by-the-assistant"
 PROBE = {
     "type": "function",
     "function": {
@@ -58,6 +58,7 @@ _PROBES = (
     (NAME, {KEY: VALUE, "second_key": "second-value"}),
     ("other_tool", {"third_key": "third-value"}),
 )
+"""Names and arguments of made-up calls."""
 _ATOM = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\s+|[^\s<>\[\]]+|.")
 _BLANKS = re.compile(r"\s*")
 _LONGEST_KEY = 256
@@ -79,20 +80,34 @@ class Marks(NamedTuple):
     last: str = ""
 
     @staticmethod
-    def told(before: str, between: str | None, behind: str) -> "Marks":
+    def inferred(prefix: str, infix: str | None, suffix: str) -> "Marks":
         """Infer the marks from the text before the first item, between two (None if
         there are never two), and after the last. Texts are compared tag by tag and word
         by word, so that `<a_end><b>` and `<a_begin><b>` share `<b>`, but not `><b>`.
         """
-        if between is None:
-            return Marks(opening=before.strip(), closing=behind.strip())
-        b, m, a = (_ATOM.findall(text.strip()) for text in (before, between, behind))
-        n = _common(b[::-1], m[::-1])
-        m, opening = m[: len(m) - n], m[len(m) - n :]
-        k = _common(m, a)
-        return Marks(
-            *("".join(part).strip() for part in (b[: len(b) - n], opening, m[:k], m[k:], a[k:]))
-        )
+        if infix is None:
+            return Marks(opening=prefix.strip(), closing=suffix.strip())
+        prefix_atoms = _ATOM.findall(prefix.strip())
+        infix_atoms = _ATOM.findall(infix.strip())
+        suffix_atoms = _ATOM.findall(suffix.strip())
+        in_opening = _common(prefix_atoms[::-1], infix_atoms[::-1])
+        first = prefix_atoms[: len(prefix_atoms) - in_opening]
+        opening = infix_atoms[len(infix_atoms) - in_opening :]
+        closing_and_joint = infix_atoms[: len(infix_atoms) - in_opening]
+        in_closing = _common(closing_and_joint, suffix_atoms)
+        closing = closing_and_joint[:in_closing]
+        joint = closing_and_joint[in_closing:]
+        last = suffix_atoms[in_closing:]
+        marks = (first, opening, closing, joint, last)
+        return Marks(*("".join(atoms).strip() for atoms in marks))
+
+
+class CallSection(NamedTuple):
+    """Calls in a text, from their first mark at `start` to `end`, after their last."""
+
+    start: int
+    end: int
+    calls: list[ToolCall]
 
 
 @dataclass(frozen=True)
@@ -101,53 +116,56 @@ class CallFormat:
 
     calls: the marks around calls; if no mark precedes a call, a message with calls
     contains nothing else. arguments: the key of the arguments in a call's JSON object,
-    which also holds the name; "" if the name is written before `behind_name`, and the
+    which also holds the name; "" if the name is written before `after_name`, and the
     arguments after it, as a JSON object or key by key. by_ids: the template writes a
     call's id in place of its name (the model was trained with `functions.NAME:0`).
     keys: the marks around key-value pairs; value: the mark between key and value;
     blank: the whitespace around a value. as_text: the template takes arguments as a
-    string of JSON. beside: the marks before and after text that accompanies calls.
+    string of JSON. around_text: the marks before and after text that accompanies calls.
     """
 
     calls: Marks
     arguments: str = ""
-    behind_name: str = ""
+    after_name: str = ""
     by_ids: bool = False
     keys: Marks | None = None
     value: str = ""
     blank: str = ""
     as_text: bool = False
-    beside: tuple[str, str] = ("", "")
+    around_text: tuple[str, str] = ("", "")
 
     def read(self, text: str, tools: Iterable[JsonObject] = ()) -> tuple[str, list[ToolCall]]:
         """Return the text without its calls, and the calls, their `id` still empty.
         tools: their schemas say which arguments are strings, where the format does not.
         """
-        rest = ""
+        content = ""
         calls: list[ToolCall] = []
         at = 0
-        for begin, end, made in self._sections(text, tools):
-            rest += text[at:begin]
-            calls += made
-            at = end
-        rest += text[at:]
-        before, behind = self.beside
-        said = rest.strip()
-        if calls and any(self.beside) and said.startswith(before) and said.endswith(behind):
-            rest = said.removeprefix(before).removesuffix(behind)
-        return rest, calls
+        for section in self._sections(text, tools):
+            content += text[at : section.start]
+            calls += section.calls
+            at = section.end
+        content += text[at:]
+        if calls and any(self.around_text):
+            prefix, suffix = self.around_text
+            stripped = content.strip()
+            if stripped.startswith(prefix) and stripped.endswith(suffix):
+                content = stripped.removeprefix(prefix).removesuffix(suffix)
+        return content, calls
 
     def places(self, text: str, tools: Iterable[JsonObject] = ()) -> list[tuple[int, int]]:
-        """Return where the calls in a text are, with the marks around them, as (begin,
+        """Return where the calls in a text are, with the marks around them, as (start,
         end).
         """
-        return [(begin, end) for begin, end, _ in self._sections(text, tools)]
+        return [(section.start, section.end) for section in self._sections(text, tools)]
 
     def template_id(self, call: ToolCall, number: int) -> str:
         """Return the id that the template is given for the `number`-th call of the
         conversation.
         """
-        return (call.written or f"functions.{call.name}:{number}") if self.by_ids else call.id
+        if not self.by_ids:
+            return call.id
+        return call.written or f"functions.{call.name}:{number}"
 
     @cached_property
     def begins(self) -> re.Pattern[str] | None:
@@ -156,7 +174,9 @@ class CallFormat:
         """
         if self.calls.first:
             return re.compile(_literal(self.calls.first))
-        return self._head if self.calls.opening else None
+        if self.calls.opening:
+            return self._head
+        return None
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
@@ -164,64 +184,74 @@ class CallFormat:
         In Harmony the recipient may precede the channel, as the template writes it, or
         follow it, as gpt-oss writes it.
         """
+        opening = _literal(self.calls.opening)
         if self.arguments:
-            return re.compile(_literal(self.calls.opening))
+            return re.compile(opening)
         name = r"functions\.[\w.-]+:\d+" if self.by_ids else r"[\w.-]+"
-        to = _literal(self.calls.opening)
-        behind = _literal(self.behind_name)
-        if not self.behind_name.startswith(_CHANNEL):
-            return re.compile(rf"{to}\s*({name})\s*{behind}")
-        channel, kind = (_literal(part) for part in self.behind_name.split(maxsplit=1))
+        if not self.after_name.startswith(_CHANNEL):
+            return re.compile(rf"{opening}\s*({name})\s*{_literal(self.after_name)}")
+        channel, kind = map(_literal, self.after_name.split(maxsplit=1))
         kind = rf"\s*(?:<\|constrain\|>)?\s*{kind}"
-        return re.compile(rf"{to}({name}){channel}{kind}|{channel}\s*{to}({name}){kind}")
+        return re.compile(rf"{opening}({name}){channel}{kind}|{channel}\s*{opening}({name}){kind}")
 
-    def _sections(
-        self, text: str, tools: Iterable[JsonObject]
-    ) -> Iterator[tuple[int, int, list[ToolCall]]]:
-        """Yield the begin, the end and the calls of each place with calls."""
+    @cached_property
+    def _key(self) -> re.Pattern[str]:
+        """The pattern of an argument's name, and the mark between it and the value."""
+        longest = _LONGEST_KEY - 2
+        return re.compile(rf"\s*(\S(?:.{{,{longest}}}?\S)??)\s*{_literal(self.value)}")
+
+    def _sections(self, text: str, tools: Iterable[JsonObject]) -> Iterator[CallSection]:
+        """Yield each place with calls."""
         schemas = {
             tool["function"]["name"]: _field(tool["function"].get("parameters"), "properties")
             for tool in tools
         }
         if self.begins is None:
             section = self._section(text, 0, schemas)
-            if section and not text[section[1] :].strip():
-                yield 0, len(text), section[0]
+            if section and not text[section.end :].strip():
+                yield section._replace(end=len(text))
             return
         at = 0
-        while begin := self.begins.search(text, at):
-            section = self._section(text, begin.start(), schemas)
-            at = section[1] if section else begin.end()
+        while mark := self.begins.search(text, at):
+            section = self._section(text, mark.start(), schemas)
             if section:
-                yield begin.start(), at, section[0]
+                at = section.end
+                yield section
+            else:
+                at = mark.end()
 
-    def _section(
-        self, text: str, at: int, schemas: JsonObject
-    ) -> tuple[list[ToolCall], int] | None:
-        """Return the calls that begin at `at`, and where their last mark ends; None if
-        there is no call, or no last mark.
+    def _section(self, text: str, start: int, schemas: JsonObject) -> CallSection | None:
+        """Return the calls that begin at `start`; None if there is no call, or no last
+        mark.
         """
-        calls, marks = list[ToolCall](), self.calls
-        begin = _after(text, at, marks.first)
-        while begin is not None and (found := self._call(text, begin, schemas)) is not None:
-            call, at = found
+        marks = self.calls
+        may_be_several = bool(marks.first or marks.joint or marks.last)
+        calls: list[ToolCall] = []
+        end = start
+        call_start = _mark_end(text, start, marks.first)
+        while call_start is not None:
+            call_and_end = self._call(text, call_start, schemas)
+            if call_and_end is None:
+                break
+            call, end = call_and_end
             calls.append(call)
-            begin = (
-                _after(text, at, marks.joint) if marks.first or marks.joint or marks.last else None
-            )
-        end = _after(text, at, marks.last)
-        return (calls, end) if calls and end is not None else None
+            call_start = _mark_end(text, end, marks.joint) if may_be_several else None
+        section_end = _mark_end(text, end, marks.last)
+        if not calls or section_end is None:
+            return None
+        return CallSection(start, section_end, calls)
 
-    def _call(self, text: str, at: int, schemas: JsonObject) -> tuple[ToolCall, int] | None:
-        """Return the call that begins at `at`, and where its closing mark ends; None if
-        there is no call.
+    def _call(self, text: str, start: int, schemas: JsonObject) -> tuple[ToolCall, int] | None:
+        """Return the call that begins at `start`, and where its closing mark ends; None
+        if there is no call.
         """
-        if (head := self._head.match(text, _skipped(text, at))) is None:
+        head = self._head.match(text, _skipped(text, start))
+        if head is None:
             return None
         written = head[head.lastindex] if head.lastindex else ""
-        name: Any = (
-            written.removeprefix("functions.").rpartition(":")[0] if self.by_ids else written
-        )
+        name: Any = written
+        if self.by_ids:
+            name = written.removeprefix("functions.").rpartition(":")[0]
         at = _skipped(text, head.end())
         try:
             if self.keys is not None:
@@ -231,13 +261,12 @@ class CallFormat:
                 if self.arguments:
                     name = arguments["name"]
                     arguments = arguments[self.arguments]
-            json.dumps(
-                [name, arguments], ensure_ascii=False, allow_nan=False
-            ).encode()  # no 1e999, no \ud83d alone
+            # ValueError for 1e999, or for \ud83d alone
+            json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
-        end = _after(text, at, self.calls.closing)
-        if not (isinstance(name, str) and isinstance(arguments, dict)) or end is None:
+        end = _mark_end(text, at, self.calls.closing)
+        if end is None or not isinstance(name, str) or not isinstance(arguments, dict):
             return None
         return ToolCall("", name, arguments, written if self.by_ids else ""), end
 
@@ -245,117 +274,168 @@ class CallFormat:
         """Return the arguments that begin at `at`, and where the last one's closing
         mark ends. ValueError if one has no end.
         """
-        found: JsonObject = {}
-        begin: int | None = at
-        while begin is not None and (begin := _after(text, begin, keys.opening)) is not None:
-            key = re.compile(
-                rf"\s*(\S(?:.{{,{_LONGEST_KEY - 2}}}?\S)??)\s*{_literal(self.value)}"
-            ).match(text, begin)
-            if key is None or (end := text.find(keys.closing, key.end())) < 0:
+        arguments: JsonObject = {}
+        start = _mark_end(text, at, keys.opening)
+        while start is not None:
+            key = self._key.match(text, start)
+            if key is None:
+                raise ValueError("an argument has no end")
+            end = text.find(keys.closing, key.end())
+            if end < 0:
                 raise ValueError("an argument has no end")
             value = text[key.end() : end].removeprefix(self.blank).removesuffix(self.blank)
-            found[key[1]] = _value(value, _types(_field(properties, key[1])))
+            arguments[key[1]] = _value(value, _types(_field(properties, key[1])))
             at = end + len(keys.closing)
-            begin = _after(text, at, keys.joint)
-        return found, at
+            pair_start = _mark_end(text, at, keys.joint)
+            start = None if pair_start is None else _mark_end(text, pair_start, keys.opening)
+        return arguments, at
 
 
 def call_format(chat: ChatTemplate, ends: Iterable[str]) -> CallFormat | None:
     """Return how this template writes calls; None if it writes none, or in an unknown
     format. ends: texts that end a turn.
     """
+    end = re.compile("|".join(map(re.escape, ends)))
     for as_text, by_ids, count in product((False, True), (False, True), (2, 1)):
         with suppress(MegarlError, ValueError):
-            return _told(chat, "|".join(map(re.escape, ends)), as_text, by_ids, count)
+            return _inferred(_ProbeTurn(chat, as_text, by_ids, count), end)
     return None
 
 
-def _told(chat: ChatTemplate, ends: str, as_text: bool, by_ids: bool, count: int) -> CallFormat:
-    """Return the format, inferred from a message with `count` calls. MegarlError or
-    ValueError if the template cannot write such a message, or not in one of the three
-    formats.
-    """
-    asked: JsonObject = {"role": "user", "content": "?"}
-    calls = []
-    whats = []
-    for n, (name, given) in enumerate(_PROBES[:count]):
-        whats.append(f"functions.{name}:{n}" if by_ids else name)
-        function = {"name": name, "arguments": json.dumps(given) if as_text else given}
-        calls.append(
-            {"id": whats[n] if by_ids else f"call0000{n}", "type": "function", "function": function}
-        )
+@dataclass(frozen=True)
+class _ProbeTurn:
+    """A made-up turn with `count` calls. as_text, by_ids: as in CallFormat."""
 
-    def turn(content: str) -> str:
+    chat: ChatTemplate
+    as_text: bool
+    by_ids: bool
+    count: int
+
+    @property
+    def names(self) -> list[str]:
+        """What the template should write as the names of the calls."""
+        names = [name for name, _ in _PROBES[: self.count]]
+        if self.by_ids:
+            return [f"functions.{name}:{number}" for number, name in enumerate(names)]
+        return names
+
+    def written(self, content: str) -> str:
         """Return the text of an assistant's turn with the calls, without the text that
-        precedes an answer, or any turn.
+        precedes an answer, or any turn. MegarlError if the template cannot write it.
         """
-        said = chat.render(
-            [asked, {"role": "assistant", "content": SAID}], [PROBE], reply=False
-        ).partition(SAID)[0]
-        called = {"role": "assistant", "content": content, "tool_calls": calls}
-        text = chat.render([asked, called], [PROBE], reply=False)
-        before = said if text.startswith(said) else chat.render([asked], [PROBE])
-        return text.removeprefix(before) if text.startswith(before) else ""
+        user: JsonObject = {"role": "user", "content": "?"}
+        plain: JsonObject = {"role": "assistant", "content": ANSWER_TEXT}
+        calling = {"role": "assistant", "content": content, "tool_calls": self._calls()}
+        start = self.chat.render([user, plain], [PROBE], reply=False).partition(ANSWER_TEXT)[0]
+        text = self.chat.render([user, calling], [PROBE], reply=False)
+        if not text.startswith(start):
+            start = self.chat.render([user], [PROBE])
+        if not text.startswith(start):
+            return ""
+        return text.removeprefix(start)
 
-    text = turn("")
-    at = 0
-    spans = list[tuple[int, int]]()
-    form = dict[str, Any]()
-    for what, (name, given) in zip(whats, _PROBES, strict=False):
-        begin, at, told = _span(text, at, what, name, given)
-        spans.append((begin, at))
-        form = form or told
-    between = text[spans[0][1] : spans[1][0]] if count > 1 else None
-    marks = Marks.told(text[: spans[0][0]], between, re.split(ends, text[at:])[0])
-    if "keys" in form:
-        before, between = form["keys"]
-        keys = Marks.told(before, between, marks.closing)
-        if not (keys.opening and keys.closing and form["value"]):
-            raise ValueError("nothing tells a key from a value")
-        marks = marks._replace(closing=keys.last)
-        form |= {"behind_name": keys.first, "keys": keys._replace(first="", last="")}
-    made = CallFormat(marks, by_ids=by_ids, as_text=as_text, **form)
-    with suppress(MegarlError):
-        before, said, rest = turn(SAID).partition(SAID)
-        if said and made.begins is not None and (begun := made.begins.search(rest)):
-            made = replace(made, beside=(before.strip(), rest[: begun.start()].strip()))
-    return made
+    def _calls(self) -> list[JsonObject]:
+        calls: list[JsonObject] = []
+        for number, name_written in enumerate(self.names):
+            name, arguments = _PROBES[number]
+            id = name_written if self.by_ids else f"call0000{number}"
+            function = {
+                "name": name,
+                "arguments": json.dumps(arguments) if self.as_text else arguments,
+            }
+            calls.append({"id": id, "type": "function", "function": function})
+        return calls
 
 
-def _span(
-    text: str, at: int, what: str, name: str, given: dict[str, str]
-) -> tuple[int, int, JsonObject]:
-    """Return where the next call's name and arguments begin and end, and their format.
-    what: the text written as the name.
+class _WrittenCall(NamedTuple):
+    """Where a call's name and arguments begin and end in a text. arguments, after_name:
+    as in CallFormat; before_parts: if the arguments are written key by key, the text
+    before each key and each value.
     """
-    named = text.index(what, at)
-    behind = named + len(what)
-    with suppress(ValueError):
-        begin = text.rindex("{", at, named)
-        value, end = _decoder.raw_decode(text, begin)
-        if value.get("name") == name and (
-            keys := [key for key, one in value.items() if one == given]
-        ):
-            return begin, end, {"arguments": keys[0]}
-    with suppress(ValueError):
-        begin = text.index("{", behind)
-        value, end = _decoder.raw_decode(text, begin)
-        if value == given:
-            return named, end, {"behind_name": text[behind:begin].strip()}
-    begins = []
-    ends = [behind]
-    for part in (part for pair in given.items() for part in pair):
-        begins.append(text.index(part, ends[-1]))
-        ends.append(begins[-1] + len(part))
-    parts = [text[a:b] for a, b in zip(ends, begins, strict=False)]
-    if len(parts) < 4:
-        return named, ends[-1], {}
-    blank = parts[1][len(parts[1].rstrip()) :]
-    return (
-        named,
-        ends[-1],
-        {"keys": (parts[0], parts[2]), "value": parts[1].strip(), "blank": blank},
+
+    start: int
+    end: int
+    arguments: str = ""
+    after_name: str = ""
+    before_parts: tuple[str, ...] = ()
+
+
+def _inferred(turn: _ProbeTurn, ends: re.Pattern[str]) -> CallFormat:
+    """Return the format, inferred from a turn's text. MegarlError or ValueError if the
+    template cannot write such a turn, or not in one of the three formats.
+    """
+    text = turn.written("")
+    calls: list[_WrittenCall] = []
+    at = 0
+    for written, (name, arguments) in zip(turn.names, _PROBES, strict=False):
+        calls.append(_written_call(text, at, written, name, arguments))
+        at = calls[-1].end
+    first = calls[0]
+    between = text[first.end : calls[1].start] if turn.count > 1 else None
+    marks = Marks.inferred(text[: first.start], between, ends.split(text[at:])[0])
+    format = CallFormat(
+        marks, first.arguments, first.after_name, by_ids=turn.by_ids, as_text=turn.as_text
     )
+    if first.before_parts:
+        format = _key_by_key(format, first.before_parts)
+    with suppress(MegarlError):
+        return replace(format, around_text=_around_text(turn, format))
+    return format
+
+
+def _key_by_key(format: CallFormat, before_parts: Sequence[str]) -> CallFormat:
+    """Return the format with the marks of keys and values. ValueError if there are
+    none.
+    """
+    before_key, before_value, before_second_key = before_parts[:3]
+    keys = Marks.inferred(before_key, before_second_key, format.calls.closing)
+    value = before_value.strip()
+    if not (keys.opening and keys.closing and value):
+        raise ValueError("nothing tells a key from a value")
+    return replace(
+        format,
+        calls=format.calls._replace(closing=keys.last),
+        after_name=keys.first,
+        keys=keys._replace(first="", last=""),
+        value=value,
+        blank=before_value[len(before_value.rstrip()) :],
+    )
+
+
+def _around_text(turn: _ProbeTurn, format: CallFormat) -> tuple[str, str]:
+    """Return the marks around a text that precedes calls of this format."""
+    prefix, text, rest_of_turn = turn.written(ANSWER_TEXT).partition(ANSWER_TEXT)
+    if text and format.begins is not None and (mark := format.begins.search(rest_of_turn)):
+        return prefix.strip(), rest_of_turn[: mark.start()].strip()
+    return "", ""
+
+
+def _written_call(
+    text: str, at: int, written: str, name: str, arguments: dict[str, str]
+) -> _WrittenCall:
+    """Return the next call in a text. written: the text written as its name. ValueError
+    if there is none.
+    """
+    name_start = text.index(written, at)
+    name_end = name_start + len(written)
+    with suppress(ValueError):
+        start = text.rindex("{", at, name_start)
+        value, end = _decoder.raw_decode(text, start)
+        keys = [key for key, item in value.items() if item == arguments]
+        if value.get("name") == name and keys:
+            return _WrittenCall(start, end, arguments=keys[0])
+    with suppress(ValueError):
+        start = text.index("{", name_end)
+        value, end = _decoder.raw_decode(text, start)
+        if value == arguments:
+            return _WrittenCall(name_start, end, after_name=text[name_end:start].strip())
+    end = name_end
+    before_parts: list[str] = []
+    for part in chain.from_iterable(arguments.items()):
+        start = text.index(part, end)
+        before_parts.append(text[end:start])
+        end = start + len(part)
+    return _WrittenCall(name_start, end, before_parts=tuple(before_parts))
 
 
 def read_turn(
@@ -373,25 +453,36 @@ def read_turn(
     not end the turn itself, so all of it is reasoning if its thinking was opened, by
     itself or by the end of its prompt.
     """
-    calls_at = [] if format is None or end_of_thinking not in text else format.places(text, tools)
-    parts = without_thinking(text, end_of_thinking, prompt, calls_at)
-    if parts is None and cut and is_opened(text, end_of_thinking, prompt):
-        parts = text, ""
-    reasoning, text = parts or ("", text)
+    places: list[tuple[int, int]] = []
+    if format is not None and end_of_thinking in text:
+        places = format.places(text, tools)
+    reasoning = ""
+    parts = without_thinking(text, end_of_thinking, prompt, places)
+    if parts is not None:
+        reasoning, text = parts
+    elif cut and is_opened(text, end_of_thinking, prompt):
+        reasoning = text
+        text = ""
     reasoning = reasoning.lstrip().removeprefix(opening_of(end_of_thinking))
-    content, found = (text, []) if format is None else format.read(text, tools)
-    if found:
-        content = content.strip("\n") if content.strip() else ""
-    calls = tuple(call._replace(id=f"call_{number:04}_{n:03}") for n, call in enumerate(found))
+    calls: list[ToolCall] = []
+    if format is not None:
+        text, calls = format.read(text, tools)
+    if calls:
+        text = text.strip("\n") if text.strip() else ""
+    calls = [call._replace(id=f"call_{number:04}_{n:03}") for n, call in enumerate(calls)]
     marks = frozenset(
-        [*(call.id for call in calls), *(mark + str(number) for mark in ("rs_", "msg_", "sig_"))]
+        [f"rs_{number}", f"msg_{number}", f"sig_{number}", *(call.id for call in calls)]
     )
-    return CanonicalMessage("assistant", content, calls, reasoning, marks)
+    return CanonicalMessage("assistant", text, tuple(calls), reasoning, marks)
 
 
-def _common(one: list[str], other: list[str]) -> int:
+def _common(first: Sequence[str], second: Sequence[str]) -> int:
     """Return the length of the common prefix."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+    shorter = min(len(first), len(second))
+    for length in range(shorter):
+        if first[length] != second[length]:
+            return length
+    return shorter
 
 
 def _literal(mark: str) -> str:
@@ -401,12 +492,14 @@ def _literal(mark: str) -> str:
     return r"\s*".join(map(re.escape, mark.split()))
 
 
-def _after(text: str, at: int, mark: str) -> int | None:
+def _mark_end(text: str, at: int, mark: str) -> int | None:
     """Return where the mark that begins at `at`, after optional whitespace, ends; None
     if it is not there.
     """
-    found = re.compile(rf"\s*{_literal(mark)}" if mark else "").match(text, at)
-    return found.end() if found else None
+    if not mark:
+        return at
+    match = re.compile(rf"\s*{_literal(mark)}").match(text, at)
+    return match.end() if match else None
 
 
 def _skipped(text: str, at: int) -> int:
@@ -418,23 +511,25 @@ def _field(value: Any, key: str) -> Any:
     return value.get(key) if isinstance(value, dict) else None
 
 
-def _types(schema: Any) -> set[Any]:
+def _types(schema: Any) -> set[str]:
     """Return the names of the types that a JSON schema allows; empty if it does not
     say.
     """
     named = _field(schema, "type")
-    others = _field(schema, "anyOf")
-    names = {
-        name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)
-    }
-    return names.union(*map(_types, others)) if isinstance(others, list) else names
+    names = named if isinstance(named, list) else [named]
+    types = {name for name in names if isinstance(name, str)}
+    alternatives = _field(schema, "anyOf")
+    if isinstance(alternatives, list):
+        types = types.union(*map(_types, alternatives))
+    return types
 
 
 def _value(text: str, types: set[str]) -> Any:
     """Return an argument's value: decoded from JSON, or the text itself if it is not
     JSON or must be a string.
     """
-    if types and types <= {"string", "null"} and not (text == "null" and "null" in types):
+    is_null = text == "null" and "null" in types
+    if types and types <= {"string", "null"} and not is_null:
         return text
     try:
         return _decoder.decode(text)

@@ -19,16 +19,22 @@ SEVERAL_ANSWERS = (
 
 
 class CalledFunction(msgspec.Struct):
+    """The function that a call names, with its arguments."""
+
     name: str
     arguments: str | JsonObject = ""
 
 
 class WireCall(msgspec.Struct):
+    """A tool call in a message."""
+
     function: CalledFunction
     id: str = ""
 
 
 class ChatMessage(msgspec.Struct):
+    """A message of the conversation."""
+
     role: str
     content: wire.Content = None
     tool_calls: list[WireCall] | None = None
@@ -38,15 +44,21 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatTool(msgspec.Struct):
+    """A tool that the policy may call."""
+
     type: str
     function: JsonObject = {}
 
 
 class StreamOptions(msgspec.Struct):
+    """Options of an answer that is sent as a stream."""
+
     include_usage: bool | None = False
 
 
 class ChatBody(msgspec.Struct):
+    """The fields of a request that are read."""
+
     messages: msgspec.Raw
     tools: list[ChatTool] | None = None
     tool_choice: Any = None
@@ -61,6 +73,8 @@ class ChatBody(msgspec.Struct):
 
 
 class ChatCompletions(wire.WireProtocol):
+    """OpenAI's older protocol."""
+
     path = "/v1/chat/completions"
     body = ChatBody
     refused: ClassVar = {
@@ -73,26 +87,26 @@ class ChatCompletions(wire.WireProtocol):
         "top_logprobs": wire.NO_LOGPROBS,
     }
 
-    def read(self, body: ChatBody, known: ReadMessages) -> AgentRequest:
+    def read(self, body: ChatBody, cache: ReadMessages) -> AgentRequest:
+        """Return the request in a body. WireError if the policy cannot answer it."""
         if body.n not in (None, 1):
             raise refused_field("n", SEVERAL_ANSWERS)
         wire.refuse_format(body.response_format, "response_format")
         if body.modalities not in (None, ["text"]):
             raise refused_field("modalities", "the policy reads and writes text")
-        return wire.asked(
-            known.read(body.messages, ChatMessage, _messages, "messages"),
+        return wire.request_of(
+            cache.read(body.messages, ChatMessage, _messages, "messages"),
             [(tool.type, tool.function) for tool in body.tools or ()],
             body.tool_choice,
             (body.max_tokens, body.max_completion_tokens),
             body.stop,
-            body.stream,
         )
 
     def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
-        text = turn.message.text or (
-            None if turn.message.calls else ""
-        )  # agents strip it without a look
-        message: JsonObject = {"role": "assistant", "content": text}
+        """Return the body of an answer."""
+        message: JsonObject = {"role": "assistant", "content": turn.message.text}
+        if turn.message.calls and not turn.message.text:
+            message["content"] = None  # without calls it is a text: agents strip it without a look
         if turn.message.reasoning:
             message["reasoning_content"] = turn.message.reasoning
         if turn.message.calls:
@@ -101,12 +115,16 @@ class ChatCompletions(wire.WireProtocol):
         return _head(turn, body, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
 
     def events(self, body: JsonObject, turn: ServedTurn) -> Iterator[tuple[str, Any]]:
+        """Yield an answer's events as (name, data)."""
         head = _head(turn, body, "chat.completion.chunk")
         message = turn.message
         deltas: list[JsonObject] = [{"role": "assistant", "content": ""}]
-        deltas += [{"reasoning_content": message.reasoning}] if message.reasoning else []
-        deltas += [{"content": message.text}] if message.text else []
-        deltas += [{"tool_calls": [{"index": n} | call]} for n, call in enumerate(_calls(message))]
+        if message.reasoning:
+            deltas.append({"reasoning_content": message.reasoning})
+        if message.text:
+            deltas.append({"content": message.text})
+        for n, call in enumerate(_calls(message)):
+            deltas.append({"tool_calls": [{"index": n} | call]})
         for delta in deltas:
             yield "", head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
         yield "", head | {"choices": [{"index": 0, "delta": {}, "finish_reason": turn.finish}]}
@@ -115,30 +133,45 @@ class ChatCompletions(wire.WireProtocol):
         yield "", "[DONE]"
 
 
-def _messages(m: ChatMessage, where: str) -> Iterator[CanonicalMessage]:
+def _messages(message: ChatMessage, field: str) -> Iterator[CanonicalMessage]:
+    """Yield the one canonical message in a message."""
+    calls = message.tool_calls or ()
+    reasoning = message.reasoning_content
+    if not reasoning:
+        reasoning = message.reasoning if isinstance(message.reasoning, str) else ""
     yield CanonicalMessage(
-        wire.role_of(m.role, f"{where}.role"),
-        wire.text_of(m.content, f"{where}.content"),
-        tuple(ToolCall.of(c.id, c.function.name, c.function.arguments) for c in m.tool_calls or ()),
-        m.reasoning_content or (m.reasoning if isinstance(m.reasoning, str) else ""),
-        frozenset(call.id for call in m.tool_calls or ()),
-        m.tool_call_id or "",
+        wire.role_of(message.role, f"{field}.role"),
+        wire.text_of(message.content, f"{field}.content"),
+        tuple(ToolCall.of(call.id, call.function.name, call.function.arguments) for call in calls),
+        reasoning,
+        marks=frozenset(call.id for call in calls),
+        answers=message.tool_call_id or "",
     )
 
 
 def _calls(message: CanonicalMessage) -> list[JsonObject]:
     return [
-        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.json}}
-        for c in message.calls
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.json},
+        }
+        for call in message.calls
     ]
 
 
 def _head(turn: ServedTurn, body: JsonObject, kind: str) -> JsonObject:
-    made = {"id": f"chatcmpl-{turn.node.number}", "object": kind, "created": int(time.time())}
-    return made | {"model": body.get("model", "")}
+    return {
+        "id": f"chatcmpl-{turn.node.number}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": body.get("model", ""),
+    }
 
 
 def _usage(turn: ServedTurn) -> dict[str, int]:
-    sent = turn.prompt_tokens
-    made = turn.completion_tokens
-    return {"prompt_tokens": sent, "completion_tokens": made, "total_tokens": sent + made}
+    return {
+        "prompt_tokens": turn.prompt_tokens,
+        "completion_tokens": turn.completion_tokens,
+        "total_tokens": turn.prompt_tokens + turn.completion_tokens,
+    }

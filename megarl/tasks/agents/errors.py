@@ -4,7 +4,9 @@
 
 
 class WireError(Exception):
-    """A request that is refused. status: the HTTP status; code: as in OpenAI's errors."""
+    """A request that is refused. status: the HTTP status; code: as in OpenAI's
+    errors.
+    """
 
     def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
         super().__init__(message)
@@ -21,26 +23,26 @@ class ContextFull(WireError):
     """
 
     def __init__(self, tokens: int, limit: int, at_least: bool = False) -> None:
-        more = " or more" if at_least else ""
+        or_more = " or more" if at_least else ""
         super().__init__(
             400,
             f"This model's maximum context length is {limit} tokens. However, your messages"
-            f" resulted in {tokens} tokens{more}. Please reduce the length of the messages.",
+            f" resulted in {tokens} tokens{or_more}. Please reduce the length of the messages.",
             "context_length_exceeded",
         )
         self.tokens = tokens
         self.limit = limit
 
 
-def refused_field(field: str, why: str) -> WireError:
+def refused_field(field: str, reason: str) -> WireError:
     """Return the error for a field with which the policy would sample from another
     distribution, or that asks for something that it cannot do.
     """
-    return WireError(400, f"{field}: {why}", "unsupported_parameter")
+    return WireError(400, f"{field}: {reason}", "unsupported_parameter")
 
 
-def session_over(why: str) -> WireError:
+def session_over(reason: str) -> WireError:
     """Return the error for a request to a session that has ended. Clients do not repeat
     a 400.
     """
-    return WireError(400, f"the session is over: {why}", "session_over")
+    return WireError(400, f"the session is over: {reason}", "session_over")

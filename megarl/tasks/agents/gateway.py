@@ -1,8 +1,11 @@
 """The model endpoint that agents talk to: an HTTP server on the controller's event
 loop.
 
-    agent ── POST /v1/chat/completions, /v1/messages, /v1/responses ──► key? ─► body ─► session.begin ─► answer, or its stream
-             GET  /v1/models    POST /v1/reward {"reward": 1.0}          401       400
+    agent ── POST /v1/chat/completions ──► key? ─► body ─► session.start ─► answer, or
+                  /v1/messages              401     400                     its stream
+                  /v1/responses
+                  /v1/reward {"reward": 1.0}
+             GET  /v1/models
 
 A session has one key for requests and one for rewards, so that programs of the policy,
 which find the first in the environment, cannot reward themselves. Clients send a key as
@@ -47,7 +50,6 @@ BODY_LIMIT_S = 60.0
 of an answer.
 """
 KEEP_ALIVE_S = 15.0
-
 
 CHAT = ChatCompletions()
 MESSAGES = AnthropicMessages()
@@ -136,29 +138,33 @@ class Gateway:
         """Return the session that the request's key belongs to, before any of the body
         is read. WireError if none has it.
         """
+        path_key = request.match_info.get("key", "")
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        given = (request.match_info.get("key", ""), bearer, request.headers.get("x-api-key", ""))
-        for key in given:
+        request_keys = (path_key, bearer, request.headers.get("x-api-key", ""))
+        for key in request_keys:
             if key in keys:
                 return keys[key]
-        right = "the one in OPENAI_API_KEY or ANTHROPIC_API_KEY"
+        right_key = "the one in OPENAI_API_KEY or ANTHROPIC_API_KEY"
         if keys is self._rewarded:
-            right = "`reward_key`, which the agent is given with its task"
-            if not self._sessions.keys().isdisjoint(given) and not self._warned:
+            right_key = "`reward_key`, which the agent is given with its task"
+            if not self._sessions.keys().isdisjoint(request_keys) and not self._warned:
                 self._warned = True
                 log.warning(
-                    "a reward was refused, because it came with the key for requests; use %s", right
+                    "a reward was refused, because it came with the key for requests; use %s",
+                    right_key,
                 )
-        raise WireError(401, f"no session has this key; use {right}", "invalid_api_key")
+        raise WireError(401, f"no session has this key; use {right_key}", "invalid_api_key")
 
     async def _models(
         self, request: web.Request, protocol: WireProtocol, _session: AgentSession
     ) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}
-        named = request.match_info.get("model")
-        if named not in (None, MODEL):
-            raise _unknown(named)
-        return web.json_response(model if named else {"object": "list", "data": [model]})
+        name = request.match_info.get("model")
+        if name is None:
+            return web.json_response({"object": "list", "data": [model]})
+        if name != MODEL:
+            raise _unknown_model(name)
+        return web.json_response(model)
 
     async def _reward(
         self, request: web.Request, protocol: WireProtocol, session: AgentSession
@@ -190,27 +196,24 @@ class Gateway:
     async def _count(
         self, request: web.Request, protocol: WireProtocol, session: AgentSession
     ) -> web.Response:
-        """Answer with the number of tokens that the policy would be sent for a request."""
+        """Answer with the number of tokens that the policy would be sent for a
+        request.
+        """
         async with self._admitted(request, session) as data:
             session.check()
-            asked = _asked(protocol, protocol.parse(data), session)
-            return web.json_response({"input_tokens": await session.prompt_tokens(asked)})
+            agent_request = _agent_request(protocol, protocol.parse(data), session)
+            return web.json_response({"input_tokens": await session.prompt_tokens(agent_request)})
 
     async def _answer(
         self, request: web.Request, protocol: WireProtocol, session: AgentSession
     ) -> web.StreamResponse:
         async with self._admitted(request, session) as data:
-            pending, body = self._begin(request, protocol, session, data)
+            pending, body = self._pending_turn(request, protocol, session, data)
             del data  # the answer may take an hour
             await pending.rendered.wait()
         await pending.placed.wait()
-        stream = bool(body.get("stream"))
-        kind = "text/event-stream" if stream else "application/json"
-        response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
-        if stream and not pending.done.done():
-            await response.prepare(request)
-        while not (await asyncio.wait({pending.done}, timeout=KEEP_ALIVE_S))[0]:
-            await _send(request, response, b": the policy writes\n\n" if stream else b" ")
+        is_stream = bool(body.get("stream"))
+        response = await _waited(request, pending, is_stream)
         try:
             if pending.done.cancelled():
                 raise session_over(session.over)
@@ -218,20 +221,19 @@ class Gateway:
         except WireError as error:
             if not response.prepared:
                 raise
-            if stream:
+            if is_stream:
                 await _send(request, response, _event(*protocol.error_event(error)), last=True)
             elif request.transport is not None:
                 # too late for another status; clients ask again, and get 400
                 request.transport.close()
             return response
-        protocol.note_answer(turn, session.known)
-        await _send(request, response, _written(protocol, body, turn, stream), last=True)
-        session.tree.deliver(
-            turn.node
-        )  # whether or not the client has closed: it has the whole answer
+        protocol.note_answer(turn, session.message_cache)
+        await _send(request, response, _written(protocol, body, turn, is_stream), last=True)
+        # whether or not the client has closed: it has the whole answer
+        session.tree.deliver(turn.node)
         return response
 
-    def _begin(
+    def _pending_turn(
         self, request: web.Request, protocol: WireProtocol, session: AgentSession, data: bytes
     ) -> tuple[PendingTurn, JsonObject]:
         """Return the generation that answers a request, and the fields of its body
@@ -248,11 +250,11 @@ class Gateway:
         pending = session.resume(digest.digest(), retried, is_open)
         if pending is None:
             session.check()
-            pending = session.begin(_asked(protocol, body, session), digest.digest(), is_open)
+            agent_request = _agent_request(protocol, body, session)
+            pending = session.start(agent_request, digest.digest(), is_open)
             self._note_ignored(protocol, body)
-        return pending, {
-            name: value for name, value in body.items() if not isinstance(value, msgspec.Raw)
-        }
+        fields = {name: value for name, value in body.items() if not isinstance(value, msgspec.Raw)}
+        return pending, fields
 
     def _note_ignored(self, protocol: WireProtocol, body: JsonObject) -> None:
         for field in protocol.ignored(body):
@@ -290,11 +292,32 @@ async def _unknown_routes(
     try:
         return await handler(request)
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
-        there = ", ".join(protocol.path for protocol in PROTOCOLS)
-        why = f"there is no {request.method} {request.path} here; agents POST to {there}"
-        return web.json_response(
-            CHAT.error(WireError(error.status, why, "not_found")), status=error.status
-        )
+        paths = ", ".join(protocol.path for protocol in PROTOCOLS)
+        message = f"there is no {request.method} {request.path} here; agents POST to {paths}"
+        body = CHAT.error(WireError(error.status, message, "not_found"))
+        return web.json_response(body, status=error.status)
+
+
+async def _waited(
+    request: web.Request, pending: PendingTurn, is_stream: bool
+) -> web.StreamResponse:
+    """Wait until a request is done, and keep its connection alive; return the response,
+    which has begun if that took long, or if it is a stream.
+    """
+    content_type = "application/json"
+    keep_alive = b" "
+    if is_stream:
+        content_type = "text/event-stream"
+        keep_alive = b": the policy writes\n\n"
+    headers = {"Content-Type": content_type, "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers=headers)
+    if is_stream and not pending.done.done():
+        await response.prepare(request)
+    while True:
+        done, _ = await asyncio.wait({pending.done}, timeout=KEEP_ALIVE_S)
+        if done:
+            return response
+        await _send(request, response, keep_alive)
 
 
 async def _send(
@@ -307,14 +330,17 @@ async def _send(
         await response.prepare(request)
     try:
         async with asyncio.timeout(BODY_LIMIT_S):
-            await (response.write_eof(data) if last else response.write(data))
+            if last:
+                await response.write_eof(data)
+            else:
+                await response.write(data)
     except TimeoutError:
         raise ConnectionResetError("the agent does not read its answer") from None
 
 
-def _written(protocol: WireProtocol, body: JsonObject, turn: ServedTurn, stream: bool) -> bytes:
+def _written(protocol: WireProtocol, body: JsonObject, turn: ServedTurn, is_stream: bool) -> bytes:
     """Return the body of an answer, in one piece or as a stream of events."""
-    if not stream:
+    if not is_stream:
         return json.dumps(protocol.reply(body, turn), ensure_ascii=False).encode(errors="replace")
     return b"".join(_event(name, data) for name, data in protocol.events(body, turn))
 
@@ -344,14 +370,17 @@ def _reward_of(data: bytes) -> float:
     return float(reward)
 
 
-def _asked(protocol: WireProtocol, body: JsonObject, session: AgentSession) -> AgentRequest:
-    model, asked = protocol.request(body, session.known)
+def _agent_request(protocol: WireProtocol, body: JsonObject, session: AgentSession) -> AgentRequest:
+    """Return the request in a body. WireError if it is refused, or for another
+    model.
+    """
+    model, request = protocol.request(body, session.message_cache)
     if model != MODEL:
-        raise _unknown(model)
-    return asked
+        raise _unknown_model(model)
+    return request
 
 
-def _unknown(model: str | None) -> WireError:
+def _unknown_model(model: str) -> WireError:
     return WireError(
         404, f"the model {model!r} does not exist; the only one is {MODEL!r}", "model_not_found"
     )

@@ -1,10 +1,14 @@
 """The main program of an agent's process: it sets limits, then runs the user's command
 or function.
 
-stdin  {"prompt", "id", "task", "answer", "reward_key"}      environment  OPENAI_BASE_URL, …: how to reach the session
-command PYTHONPATH WORD …     replaces this process; it posts its reward, or leaves it to the task's grader
-function package.module:name  is called with an `AgentTask` and returns the reward, or
-None to leave it to the grader
+    stdin         {"prompt", "id", "task", "answer", "reward_key"}
+    environment   OPENAI_BASE_URL, …: how to reach the session
+    arguments     one of:
+    command PYTHONPATH WORD …
+        replaces this process; it posts its reward, or leaves it to the task's grader
+    function package.module:name
+        is called with an `AgentTask`, and returns the reward, or None to leave it to
+        the grader
 """
 
 import inspect
@@ -65,31 +69,33 @@ def problem(words: list[str]) -> str:
         return f"agents could not write in $TMPDIR: {error.strerror}"
     kind, name = words[:2]
     if kind == "command":
-        return "" if shutil.which(name) else f"agents could not run {name}"
+        if shutil.which(name) is None:
+            return f"agents could not run {name}"
+        return ""
     package = name.partition(":")[0].partition(".")[0]
-    return "" if find_spec(package) else f"agents could not import {package}"
+    if find_spec(package) is None:
+        return f"agents could not import {package}"
+    return ""
 
 
 def main(words: list[str]) -> None:
     """Turn this process into the command, or call the function and post its reward."""
     die_with_parent()
     Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this dies first
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    quarter_of_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    resource.setrlimit(resource.RLIMIT_DATA, (quarter_of_memory, quarter_of_memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
     if words[0] == "command":
         os.environ["PYTHONPATH"] = words[1]  # ours would make another Python import our packages
         os.execvp(words[2], words[2:])
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # so that `finally` and `atexit` clean up
+    # so that `finally` and `atexit` clean up
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     function = imported(words[1])
-    env = os.environ
     task = AgentTask(
         **json.load(sys.stdin),
-        base_url=env["OPENAI_BASE_URL"],
-        api_key=env["OPENAI_API_KEY"],
-        model=env["OPENAI_MODEL"],
+        base_url=os.environ["OPENAI_BASE_URL"],
+        api_key=os.environ["OPENAI_API_KEY"],
+        model=os.environ["OPENAI_MODEL"],
     )
     reward = function(task)
     if inspect.isawaitable(reward):
@@ -106,9 +112,8 @@ async def _awaited(reward: Awaitable[object]) -> object:
 
 def _post(task: AgentTask, reward: object) -> None:
     headers = {"Authorization": f"Bearer {task.reward_key}", "Content-Type": "application/json"}
-    is_bool = isinstance(reward, bool) or str(getattr(reward, "dtype", "")).endswith(
-        "bool"
-    )  # numpy's and torch's, too
+    dtype = str(getattr(reward, "dtype", ""))  # numpy's and torch's
+    is_bool = isinstance(reward, bool) or dtype.endswith("bool")
     number = bool(reward) if is_bool else float(reward)  # type: ignore[arg-type]
     if not math.isfinite(number):
         raise ValueError(f"the agent's function returned {number}; a reward is a finite number")

@@ -2,8 +2,8 @@
 and when two messages are the same.
 
     chat completions ┐
-    messages         ├─► AgentRequest: CanonicalMessage …, tools ─► tree.py: which conversation it continues ─► tokens
-    responses        ┘
+    messages         ├─► AgentRequest: CanonicalMessage …, tools
+    responses        ┘     ─► tree.py: which conversation it continues ─► tokens
 
 Agents seldom send back exactly what they were served: they join parts, strip
 whitespace, re-encode the arguments' JSON, drop ids and reasoning. Two messages are the
@@ -55,11 +55,9 @@ class ToolCall(NamedTuple):
     @property
     def json(self) -> str:
         """Return the arguments as the text that is served."""
-        return (
-            self.arguments
-            if isinstance(self.arguments, str)
-            else json.dumps(self.arguments, ensure_ascii=False)
-        )
+        if isinstance(self.arguments, str):
+            return self.arguments
+        return json.dumps(self.arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,9 @@ class CanonicalMessage:
 
     @cached_property
     def key(self) -> bytes:
-        """Return a hash of the parts that must agree for two messages to be the same."""
+        """Return a hash of the parts that must agree for two messages to be the
+        same.
+        """
         text = self.text.strip() if self.role == "assistant" else self.text
         calls = [[call.name, comparable(call.arguments)] for call in self.calls]
         return hashlib.sha256(tagged([self.role, text, calls])).digest()
@@ -93,7 +93,6 @@ class AgentRequest:
     tools: tuple[JsonObject, ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    stream: bool = False
 
 
 def tagged(value: Any) -> bytes:
@@ -127,45 +126,45 @@ class ReadMessages:
     def __init__(self, bounds: RequestBounds) -> None:
         self.bounds = bounds
         self.answered: dict[str, CanonicalMessage] = {}
-        self._known: dict[tuple[type, bytes], tuple[CanonicalMessage, ...]] = {}
+        self._messages: dict[tuple[type, bytes], tuple[CanonicalMessage, ...]] = {}
         self._bytes = 0
 
     def read[T](
         self,
         raw: msgspec.Raw,
         kind: type[T],
-        said: Callable[[T, str], Iterable[CanonicalMessage]],
+        read_item: Callable[[T, str], Iterable[CanonicalMessage]],
         field: str,
     ) -> list[CanonicalMessage]:
         """Return the messages in `raw`, the list in a request's `field`. kind: the type
-        of its items; said: maps an item and its place (for errors) to the item's
+        of its items; read_item: maps an item and its place (for errors) to the item's
         messages. WireError if there are too many, if an item is not a `kind`, or if
-        `said` raises it.
+        `read_item` raises it.
         """
         messages: list[CanonicalMessage] = []
         items = decoded(raw, list[msgspec.Raw], field)
         self.bounds.check_count(len(items))
         for n, item in enumerate(items):
-            digest = hashlib.sha256(item).digest()
-            made = self._known.get((kind, digest))
-            if made is None:
-                where = f"{field}[{n}]"
-                made = tuple(said(decoded(item, kind, where), where))
-                self._bytes += len(bytes(item)) + CACHED_MESSAGE * len(made)
+            key = (kind, hashlib.sha256(item).digest())
+            item_messages = self._messages.get(key)
+            if item_messages is None:
+                place = f"{field}[{n}]"
+                item_messages = tuple(read_item(decoded(item, kind, place), place))
+                self._bytes += len(bytes(item)) + CACHED_MESSAGE * len(item_messages)
                 if self._bytes > 2 * self.bounds.body_bytes:
-                    self._known.clear()
+                    self._messages.clear()
                     self._bytes = 0
-                self._known[kind, digest] = made
-            messages += made
+                self._messages[key] = item_messages
+            messages += item_messages
         return messages
 
 
-def decoded[T](raw: msgspec.Raw, kind: type[T], where: str) -> T:
-    """Return the JSON of a body's field `where` as a `kind`. WireError if it is none."""
+def decoded[T](raw: msgspec.Raw, kind: type[T], field: str) -> T:
+    """Return the JSON of a body's field as a `kind`. WireError if it is none."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        said, _, inner = str(error).partition(" - at `$")
-        raise WireError(400, f"{said} - at `$.{where}{inner or '`'}") from None
+        problem, _, inner = str(error).partition(" - at `$")
+        raise WireError(400, f"{problem} - at `$.{field}{inner or '`'}") from None
     except RecursionError:
-        raise WireError(400, f"{where}: nested too deeply") from None
+        raise WireError(400, f"{field}: nested too deeply") from None

@@ -1,9 +1,10 @@
 """A recipe's agents, by task. Each rollout is a session: the agent runs in a process of
 its own and queries the policy by HTTP.
 
-    session(prompt, policy) ─► one of `agent.at_once` places ─► key ─► process ─► its paths, last message, and reward
-                                                                        ends, or a limit
-                                                                        ends it
+    session(prompt, policy)
+      ─► one of `agent.at_once` places ─► key
+      ─► process, until it ends or a limit ends it
+      ─► its paths, last message, and reward
 
 An agent that fails without a reward is run once more, in a new session; if it fails
 again, the rollout cannot be judged. An agent that runs out of time is graded on what it
@@ -48,7 +49,7 @@ log = logging.getLogger(__name__)
 TRIES = 2
 POLL_S = 1.0
 KILL_LIMIT_S = 10.0
-SAID = 1000
+PRINTED_BYTES = 1000
 """How many of the last bytes that a failing agent printed are logged."""
 _CODE = "import sys; from megarl.tasks.agents.inside import main; main(sys.argv[1:])"
 
@@ -108,26 +109,31 @@ class TaskAgents:
         for problem in sorted(problems - {""}):
             log.warning("%s", problem)
         if any(rendering.calls is None for rendering in self._renderings.values()):
-            said = (
+            log.info(
                 "%s: tool calls of the chat template cannot be read; agents get all text in"
-                " `content`"
+                " `content`",
+                tokenizer.path,
             )
-            log.info(said, tokenizer.path)
-        for name, task in self._tasks.items():
-            key = (
-                f"{'data.tasks' if name in recipe.data.tasks else 'evaluation.suites'}.{name}.agent"
-            )
-            if isinstance(task.agent, str):
-                check_importable(f"{key}:", task.agent, may_be_async=True)
-            elif shutil.which(task.agent[0]) is None:
-                raise MegarlError(f"{key}: there is no command {task.agent[0]!r} on PATH")
+        for name in self._tasks:
+            self._check_agent(name)
         if recipe.data.sandbox == "bubblewrap":
             agents = {str(task.agent): (name, task.agent) for name, task in self._tasks.items()}
             for name, agent in agents.values():
                 check_agent_sandbox(f"the agent of {name}", agent)
         self._host = _address(recipe.agent.interface)
 
+    def _check_agent(self, name: str) -> None:
+        """Raise MegarlError if there is no such function or command as the task's."""
+        agent = self._tasks[name].agent
+        section = "data.tasks" if name in self._recipe.data.tasks else "evaluation.suites"
+        key = f"{section}.{name}.agent"
+        if isinstance(agent, str):
+            check_importable(f"{key}:", agent, may_be_async=True)
+        elif shutil.which(agent[0]) is None:
+            raise MegarlError(f"{key}: there is no command {agent[0]!r} on PATH")
+
     def work(self, task: str) -> bool:
+        """Return whether an agent does the rollouts of this task."""
         return task in self._tasks
 
     async def session(
@@ -137,43 +143,51 @@ class TaskAgents:
         policy: Policy,
         waited: Callable[[], float],
     ) -> AgentRollout:
+        """Run the agent of the prompt's task on the prompt. order: the smallest goes
+        first. waited: seconds of waiting for servers, which the limit on the session's
+        time leaves out. AgentDown if the agent fails TRIES times; raises what `policy`
+        raises, too.
+        """
         if self._gateway is None:
             self._gateway = asyncio.create_task(Gateway(self._host).start())
         gateway = await asyncio.shield(self._gateway)
         rendering = self._renderings[prompt.task]
         async with self._turns.turn(order):
-            for left in reversed(range(TRIES)):
+            for _ in range(TRIES):
                 async with gateway.session(
                     self._recipe, self._tokenizer, rendering, policy
                 ) as session:
-                    try:
-                        why = await self._run(prompt, session, gateway.url, waited)
-                    except (
-                        Exception
-                    ) as error:  # agents may have filled the disk, or taken all processes
-                        unforeseen = None if isinstance(error, OSError) else error
-                        log.warning("an agent cannot be run: %s", error, exc_info=unforeseen)
-                        why = f"it cannot be run: {error}"
+                    problem = await self._problem(prompt, session, gateway.url, waited)
                     if session.failure is not None:
                         raise session.failure
                     rollout = session.rollout()
-                if not why:
+                if not problem:
                     return rollout
                 log.warning(
-                    "the agent of task %s failed at prompt %s: %s", prompt.task, prompt.id, why
+                    "the agent of task %s failed at prompt %s: %s", prompt.task, prompt.id, problem
                 )
-                if not left:
-                    break
-        why = (
+        raise AgentDown(
             f"the agent of task {prompt.task} failed {TRIES} times without a reward, the last time:"
-            f" {why}"
+            f" {problem}",
+            rollout,
         )
-        raise AgentDown(why, rollout)
 
     async def close(self) -> None:
+        """End the sessions, and stop to serve."""
         if self._gateway is not None:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await (await self._gateway).close()
+
+    async def _problem(
+        self, prompt: Prompt, session: AgentSession, url: str, waited: Callable[[], float]
+    ) -> str:
+        """Run the agent as `_run` does, and return why it cannot be run, too."""
+        try:
+            return await self._run(prompt, session, url, waited)
+        except Exception as error:  # agents may have filled the disk, or taken all processes
+            unforeseen = None if isinstance(error, OSError) else error
+            log.warning("an agent cannot be run: %s", error, exc_info=unforeseen)
+            return f"it cannot be run: {error}"
 
     async def _run(
         self, prompt: Prompt, session: AgentSession, url: str, waited: Callable[[], float]
@@ -184,7 +198,7 @@ class TaskAgents:
         with tempfile.TemporaryFile() as output:
             async with async_scratch() as folder:
                 status = await self._run_in(folder, output, prompt, session, url, waited)
-            output.seek(max(0, output.seek(0, os.SEEK_END) - SAID))
+            output.seek(max(0, output.seek(0, os.SEEK_END) - PRINTED_BYTES))
             printed = output.read().decode(errors="replace").strip()
         if session.refused:  # the agent may not have looked at the answer
             return session.refused
@@ -209,20 +223,21 @@ class TaskAgents:
         status.
         """
         agent = self._tasks[prompt.task].agent
-        command = [] if isinstance(agent, str) else list(agent)
-        words = (
-            ["command", os.environ.get("PYTHONPATH", ""), *command]
-            if command
-            else ["function", str(agent)]
-        )
+        if isinstance(agent, str):
+            command = []
+            words = ["function", agent]
+        else:
+            command = list(agent)
+            words = ["command", os.environ.get("PYTHONPATH", ""), *command]
         variables = environment() | _variables(url, session.key, str(folder))
-        around: list[str] = []
+        sandbox: list[str] = []
         if self._recipe.data.sandbox == "bubblewrap":
             hand_over(folder)
             variables["HOME"] = str(folder)
-            around = agent_sandbox(folder, self._recipe.run.path, command)
+            sandbox = agent_sandbox(folder, self._recipe.run.path, command)
+        task = self._task(prompt, session)
         process = await asyncio.create_subprocess_exec(
-            *around,
+            *sandbox,
             *(sys.executable, "-c", _CODE, *words),
             env=variables,
             start_new_session=True,
@@ -230,6 +245,21 @@ class TaskAgents:
             stdout=output,
             stderr=output,
         )
+        try:
+            assert process.stdin
+            # it may exit before it has read its task
+            with contextlib.suppress(OSError, RuntimeError):
+                process.stdin.write(task)
+                process.stdin.close()
+            await _ended(process, session, self._recipe.agent, waited)
+        finally:
+            await _killed(process)
+            if not sandbox:  # what left its process group
+                await asyncio.to_thread(kill_users, folder)
+        return process.returncode
+
+    def _task(self, prompt: Prompt, session: AgentSession) -> bytes:
+        """Return what the agent's process reads from its stdin (inside.py)."""
         task = {
             "prompt": self._tokenizer.decode(prompt.tokens),
             "id": prompt.id,
@@ -237,19 +267,7 @@ class TaskAgents:
             "answer": prompt.answer,
             "reward_key": session.reward_key,
         }
-        try:
-            assert process.stdin
-            with contextlib.suppress(
-                OSError, RuntimeError
-            ):  # it may exit before it has read its task
-                process.stdin.write(json.dumps(task).encode())
-                process.stdin.close()
-            await _ended(process, session, self._recipe.agent, waited)
-        finally:
-            await _killed(process)
-            if not around:  # what left its process group
-                await asyncio.to_thread(kill_users, folder)
-        return process.returncode
+        return json.dumps(task).encode()
 
 
 async def _ended(
@@ -260,14 +278,15 @@ async def _ended(
 ) -> None:
     """Wait until the process has exited or must be stopped."""
     over_since = None
-    before = waited()
+    waited_before = waited()
     while process.returncode is None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), POLL_S)
-        now = time.monotonic()
-        if now - session.began - (waited() - before) > limits.time_s:
+        time_now = time.monotonic()
+        excused = waited() - waited_before
+        if time_now - session.began - excused > limits.time_s:
             session.end(f"its time is up (agent.time_s={limits.time_s:g})", limited=True)
-        if session.idle_since is not None and now - session.idle_since > limits.idle_s:
+        if session.idle_since is not None and time_now - session.idle_since > limits.idle_s:
             session.end(
                 f"there was no request for {limits.idle_s:g} s, a third of agent.time_s",
                 limited=True,
@@ -277,8 +296,8 @@ async def _ended(
         # The agent learns of it at its next request, and may still clean up and post a
         # reward.
         if session.over and not session.answering:
-            over_since = over_since or now
-            if now - over_since > KILL_LIMIT_S:
+            over_since = over_since or time_now
+            if time_now - over_since > KILL_LIMIT_S:
                 return
 
 
@@ -286,7 +305,7 @@ def _variables(url: str, key: str, folder: str) -> dict[str, str]:
     """Return the environment variables that give an agent its session's address (used
     without a proxy) and its own folder.
     """
-    return {
+    variables = {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": key,
         "OPENAI_MODEL": MODEL,
@@ -294,11 +313,11 @@ def _variables(url: str, key: str, folder: str) -> dict[str, str]:
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_MODEL": MODEL,
         "TMPDIR": folder,
-        **{
-            f"ANTHROPIC_DEFAULT_{size}_MODEL": MODEL for size in ("HAIKU", "SONNET", "OPUS")
-        },  # of Claude Code's sub-agents
-        **without_proxy(url.removeprefix("http://").partition(":")[0]),
     }
+    for size in ("HAIKU", "SONNET", "OPUS"):  # of Claude Code's sub-agents
+        variables[f"ANTHROPIC_DEFAULT_{size}_MODEL"] = MODEL
+    host = url.removeprefix("http://").partition(":")[0]
+    return variables | without_proxy(host)
 
 
 async def _killed(process: asyncio.subprocess.Process) -> None:
@@ -329,9 +348,11 @@ def _address(interface: str) -> str:
     """
     if not interface:
         return "127.0.0.1"
-    known = psutil.net_if_addrs()
-    for entry in known.get(interface, []):
+    addresses = psutil.net_if_addrs()
+    for entry in addresses.get(interface, []):
         if entry.family.name == "AF_INET":
             return entry.address
-    what = f"is not a network interface with an IPv4 address; known: {', '.join(known)}"
-    raise MegarlError(f"agent.interface: {interface!r} {what}")
+    raise MegarlError(
+        f"agent.interface: {interface!r} is not a network interface with an IPv4 address; known:"
+        f" {', '.join(addresses)}"
+    )

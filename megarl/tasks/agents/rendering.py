@@ -1,8 +1,10 @@
 """Turns requests into tokens: all of the messages, or only the tail, i.e. the messages
 after the policy's last one.
 
-    user, A, tool result ─► template of [user "?", a placeholder answer with A's calls, tool result]
-                                               └ cut here, after the calls ─► the tail, tokenised, without its first token
+    user, A, tool result
+      ─► template of [user "?", a placeholder answer with A's calls, tool result]
+                                                                   └ cut here
+      ─► the tail: what is after the calls, tokenised, without its first token
 
 The first token is dropped because A's turn ended with it or its equivalent: gpt-oss's
 template ends an answer with <|end|> once something follows, where the policy wrote
@@ -20,14 +22,14 @@ import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import JsonObject, int32
-from megarl.tasks.agents.calls import KEY, NAME, PROBE, SAID, VALUE, call_format
+from megarl.tasks.agents.calls import ANSWER_TEXT, KEY, NAME, PROBE, VALUE, call_format
 from megarl.tasks.agents.errors import ContextFull, WireError
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall
 from megarl.tasks.agents.tree import TreeNode
@@ -43,11 +45,29 @@ PIECE = 1 << 16
 """Characters that are tokenised at a time to count them: a token takes about 400 bytes
 until its text has been tokenised.
 """
+NUMBER_DIGITS = 4
+"""Digits of a special token's number in a placeholder for its name."""
+
+
+class TemplateCall(NamedTuple):
+    """What the template is told of a call: its id, and its name."""
+
+    id: str
+    name: str
+
+
+class RenderedPart(NamedTuple):
+    """A part of a rendered text. is_literal: it is the name of a special token, written
+    in a message.
+    """
+
+    is_literal: bool
+    text: str
 
 
 class Rendering:
     """Renders requests with a model's chat template. calls: the template's format of
-    tool calls; None if it is unknown.
+    tool calls; None if it is unknown. ends: the texts at which generation stops.
     """
 
     def __init__(
@@ -63,15 +83,13 @@ class Rendering:
             (token.content for token in added if token.special), key=len, reverse=True
         )
         self._literal = tokenizer.literal()
-        self._guard, self._said = (
-            f"literal-{secrets.token_hex(8)}-",
-            f"{SAID}-{secrets.token_hex(8)}",
-        )
+        self._guard = f"literal-{secrets.token_hex(8)}-"
+        self._answer_text = f"{ANSWER_TEXT}-{secrets.token_hex(8)}"
         names = sorted({*self._special, *self.ends}, key=len, reverse=True)
         self._mark = re.compile("|".join(map(re.escape, names)))
         self._closes = self._closed()
 
-    def whole(self, request: AgentRequest, limit: int = UNLIMITED) -> np.ndarray:
+    def full_prompt(self, request: AgentRequest, limit: int = UNLIMITED) -> np.ndarray:
         """Return the tokens of all messages and the start of the next. WireError if the
         template rejects the messages, ContextFull if they are much longer than `limit`,
         the longest prompt.
@@ -82,75 +100,79 @@ class Rendering:
         self, node: TreeNode, request: AgentRequest, limit: int = UNLIMITED
     ) -> np.ndarray | None:
         """Return the tokens to append to the node's; None if the request has to be
-        rendered whole. ContextFull as in `whole`.
+        rendered whole. ContextFull as in `full_prompt`.
         """
         sampled = node.sampled
         ended = len(sampled) > 0 and int(sampled[-1]) in self._tokenizer.ends
-        known = (*node.history, node.served)
-        ours = {
-            theirs.id: call.id
-            for sent, had in zip(request.messages, known, strict=False)
-            for theirs, call in zip(sent.calls, had.calls, strict=False)
-        }  # the agent may have given the calls other ids
-        tail = [
-            replace(m, answers=ours.get(m.answers, m.answers))
-            for m in request.messages[len(known) :]
-        ]
-        if (
-            self._history == "template"
-        ):  # the messages as they were served; the agent may send back less of them
-            served = replace(request, messages=(*known, *tail))
-            text = self._behind(node.tokens[:-1] if ended else node.tokens, served)
+        tail = _tail_messages(node, request)
+        if self._history == "template":
+            # the messages as they were served; the agent may send back less of them
+            conversation = replace(request, messages=(*node.conversation, *tail))
+            tokens_before = node.tokens[:-1] if ended else node.tokens
+            text = self._text_after(tokens_before, conversation)
         else:
-            text = self.tail_text(node.served, tail, request.tools, known=known)
+            text = self.tail_text(node.answer, tail, request.tools, history=node.history)
         if text is None:
             return None
         tokens = self._tokens(text, limit, len(node.tokens))
         if not ended:
             return tokens
-        return tokens[1:] if self._closes or tokens[0] == sampled[-1] else None
+        if self._closes or tokens[0] == sampled[-1]:
+            return tokens[1:]
+        return None
 
     def tail_text(
         self,
-        served: CanonicalMessage,
+        answer: CanonicalMessage,
         tail: Sequence[CanonicalMessage],
         tools: Sequence[JsonObject],
-        before: Sequence[CanonicalMessage] = (CanonicalMessage("user", "?"),),
-        known: Iterable[CanonicalMessage] = (),
+        opening: Sequence[CanonicalMessage] = (CanonicalMessage("user", UNKNOWN),),
+        history: Iterable[CanonicalMessage] = (),
     ) -> str | None:
         """Return the text of `tail` after an answer, and the start of the next message;
         None if it cannot be determined. The text begins with a special token: the one
         that ends the answer, or that begins the message after it.
 
-        before: messages before the answer; known: earlier messages, whose calls the
-        tail may answer. The arguments of calls are left out: they come before the cut,
-        and could contain the end of a turn.
+        opening: the messages rendered before the answer; history: earlier messages,
+        whose calls the tail may answer. The arguments of calls are left out: they come
+        before the cut, and could contain the end of a turn.
         """
-        calls = tuple(call._replace(arguments={}) for call in served.calls)
-        said = replace(served, text=self._said, reasoning="", calls=calls)
-        named = self._named((*known, served))
-        begin = [self._wire(message, named) for message in (*before, said)]
+        calls = tuple(call._replace(arguments={}) for call in answer.calls)
+        placeholder = replace(answer, text=self._answer_text, reasoning="", calls=calls)
+        template_calls = self._template_calls((*history, answer))
+        start = [self._wire(message, template_calls) for message in (*opening, placeholder)]
+        messages = start + [self._wire(message, template_calls) for message in tail]
         try:
-            text = self._chat.render([*begin, *(self._wire(m, named) for m in tail)], tools)
-            begun = self._chat.render(begin, tools, reply=False)
+            text = self._chat.render(messages, tools)
+            start_text = self._chat.render(start, tools, reply=False)
         except MegarlError:
             return None
-        if (
-            text.count(self._said) == begun.count(self._said) == 1
-        ):  # a template may drop text that accompanies calls
-            text, begun = (one.partition(self._said)[2] for one in (text, begun))
+        # a template may drop text that accompanies calls
+        if text.count(self._answer_text) == start_text.count(self._answer_text) == 1:
+            text = text.partition(self._answer_text)[2]
+            start_text = start_text.partition(self._answer_text)[2]
         if self._closes:
-            ends = [mark.start() for mark in self._mark.finditer(begun) if mark[0] in self.ends]
+            marks = self._mark.finditer(start_text)
+            ends = [mark.start() for mark in marks if mark[0] in self.ends]
             if not ends:
                 return None
-            begun = begun[: ends[-1]]
-        behind = text.removeprefix(begun)
-        # A template may put what the system says at the beginning of the conversation,
-        # or leave it out.
-        said_there = all(
-            self._guarded(m.text).strip() in behind for m in tail if m.role == "system"
+            start_text = start_text[: ends[-1]]
+        if not text.startswith(start_text):
+            return None
+        tail_text = text.removeprefix(start_text)
+        if not self._has_system_texts(tail_text, tail):
+            return None
+        return self._beginning_with_mark(tail_text)
+
+    def _has_system_texts(self, text: str, messages: Iterable[CanonicalMessage]) -> bool:
+        """Return whether the text has what the system says in the messages: a template
+        may put that at the beginning of the conversation, or leave it out.
+        """
+        return all(
+            self._guarded(message.text).strip() in text
+            for message in messages
+            if message.role == "system"
         )
-        return self._tail(behind) if text.startswith(begun) and said_there else None
 
     def _closed(self) -> bool | None:
         """Return how the template ends an answer: True: with a token at which
@@ -159,81 +181,100 @@ class Rendering:
         """
         messages = [
             {"role": "user", "content": UNKNOWN},
-            {"role": "assistant", "content": self._said},
+            {"role": "assistant", "content": self._answer_text},
         ]
         try:
             text = self._chat.render(messages, reply=False)
         except MegarlError:
             return None
-        marks = self._mark.findall(text.rpartition(self._said)[2])
-        return (marks[-1] in self.ends or None) if marks else False
+        marks = self._mark.findall(text.rpartition(self._answer_text)[2])
+        if not marks:
+            return False
+        if marks[-1] in self.ends:
+            return True
+        return None
 
-    def _tail(self, text: str) -> str | None:
+    def _beginning_with_mark(self, text: str) -> str | None:
         """Return the text if it begins with a special token that a sampled end token
         can equal or stand in for, else None.
         """
-        begins = None if self._closes is None else self._mark.match(text)
-        return text if begins and (self._closes or begins[0] in self.ends) else None
+        if self._closes is None:
+            return None
+        mark = self._mark.match(text)
+        if mark and (self._closes or mark[0] in self.ends):
+            return text
+        return None
 
-    def _behind(self, tokens: np.ndarray, request: AgentRequest) -> str | None:
+    def _text_after(self, tokens: np.ndarray, request: AgentRequest) -> str | None:
         """Return the rest of the whole request's rendered text after the text of these
         tokens; None if it differs from theirs. WireError if the template rejects the
         messages.
         """
         text = self._render(request)
-        said = self._tokenizer.decode(tokens)
-        cut = passed = 0
-        for literal, part in self._parts(text):
-            if passed + len(part) <= len(said):
-                passed += len(part)
-                cut += len(self._guard) + 4 if literal else len(part)
-            elif literal:
+        start = self._tokenizer.decode(tokens)
+        cut = 0  # in the rendered text, which has placeholders
+        passed = 0  # the same place in the text without them
+        for part in self._parts(text):
+            if passed + len(part.text) <= len(start):
+                passed += len(part.text)
+                cut += len(self._guard) + NUMBER_DIGITS if part.is_literal else len(part.text)
+            elif part.is_literal:
                 return None
             else:
-                cut += len(said) - passed
+                cut += len(start) - passed
                 break
-        plain = "".join(part for _, part in self._parts(text[:cut]))
-        return self._tail(text[cut:]) if plain == said else None
+        if "".join(part.text for part in self._parts(text[:cut])) != start:
+            return None
+        return self._beginning_with_mark(text[cut:])
 
     def _render(self, request: AgentRequest) -> str:
-        named = self._named(request.messages)
+        template_calls = self._template_calls(request.messages)
+        messages = [self._wire(message, template_calls) for message in request.messages]
         try:
-            return self._chat.render(
-                [self._wire(m, named) for m in request.messages], request.tools
-            )
+            return self._chat.render(messages, request.tools)
         except MegarlError as error:
             raise WireError(400, f"messages: {error}") from None
 
-    def _named(self, messages: Iterable[CanonicalMessage]) -> dict[str, tuple[str, str]]:
+    def _template_calls(self, messages: Iterable[CanonicalMessage]) -> dict[str, TemplateCall]:
         """Map the id of each call in a conversation to the id that the template is
         given and to the call's name.
         """
-        calls = [call for message in messages if message.calls for call in message.calls]
-        given = (lambda call, _: call.id) if self.calls is None else self.calls.template_id
-        return {call.id: (given(call, n), call.name) for n, call in enumerate(calls)}
+        template_calls: dict[str, TemplateCall] = {}
+        number = 0
+        for message in messages:
+            for call in message.calls:
+                id = call.id if self.calls is None else self.calls.template_id(call, number)
+                template_calls[call.id] = TemplateCall(id, call.name)
+                number += 1
+        return template_calls
 
-    def _wire(self, message: CanonicalMessage, named: Mapping[str, tuple[str, str]]) -> JsonObject:
-        """Return the message in the form that templates expect. named: from `_named`."""
-        made: JsonObject = {"role": message.role, "content": self._guarded(message.text)}
+    def _wire(
+        self, message: CanonicalMessage, template_calls: Mapping[str, TemplateCall]
+    ) -> JsonObject:
+        """Return the message in the form that templates expect. template_calls: from
+        `_template_calls`.
+        """
+        fields: JsonObject = {"role": message.role, "content": self._guarded(message.text)}
         if message.calls:
-            as_text = self.calls is not None and self.calls.as_text
-            made["tool_calls"] = [
-                {
-                    "id": named.get(c.id, (c.id,))[0],
-                    "type": "function",
-                    "function": {
-                        "name": c.name,
-                        "arguments": self._guarded(c.json if as_text else c.arguments),
-                    },
-                }
-                for c in message.calls
-            ]
+            fields["tool_calls"] = [self._wire_call(call, template_calls) for call in message.calls]
         if message.reasoning:
-            made["reasoning_content"] = self._guarded(message.reasoning)
+            fields["reasoning_content"] = self._guarded(message.reasoning)
         if message.role == "tool":
-            id, name = named.get(message.answers, (message.answers, UNKNOWN))
-            made |= {"tool_call_id": id, "name": name}
-        return made
+            unknown = TemplateCall(message.answers, UNKNOWN)
+            answered = template_calls.get(message.answers, unknown)
+            fields["tool_call_id"] = answered.id
+            fields["name"] = answered.name
+        return fields
+
+    def _wire_call(self, call: ToolCall, template_calls: Mapping[str, TemplateCall]) -> JsonObject:
+        as_text = self.calls is not None and self.calls.as_text
+        arguments = self._guarded(call.json if as_text else call.arguments)
+        template_call = template_calls.get(call.id, TemplateCall(call.id, call.name))
+        return {
+            "id": template_call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": arguments},
+        }
 
     def _guarded(self, value: Any) -> Any:
         """Return the value with the names of special tokens replaced by placeholders
@@ -241,50 +282,65 @@ class Rendering:
         """
         match value:
             case str():
-                for n, name in enumerate(self._special):
-                    value = value.replace(name, f"{self._guard}{n:04}")
+                for number, name in enumerate(self._special):
+                    value = value.replace(name, f"{self._guard}{number:0{NUMBER_DIGITS}}")
                 return value
             case dict():
-                return {self._guarded(key): self._guarded(one) for key, one in value.items()}
+                return {self._guarded(key): self._guarded(item) for key, item in value.items()}
             case list():
-                return [self._guarded(one) for one in value]
+                return [self._guarded(item) for item in value]
         return value
 
-    def _parts(self, text: str) -> list[tuple[bool, str]]:
-        """Return the parts of a rendered text, each with whether it is the name of a
-        special token written in a message.
+    def _parts(self, text: str) -> list[RenderedPart]:
+        """Return the parts of a rendered text, with the names of special tokens in
+        place of their placeholders.
         """
-        first, *rest = text.split(self._guard)
-        parts = [(False, first)]
-        for part in rest:
-            parts += [(True, self._special[int(part[:4])]), (False, part[4:])]
+        first, *guarded = text.split(self._guard)
+        parts = [RenderedPart(False, first)]
+        for part in guarded:
+            name = self._special[int(part[:NUMBER_DIGITS])]
+            parts += [RenderedPart(True, name), RenderedPart(False, part[NUMBER_DIGITS:])]
         return parts
 
-    def _tokens(self, text: str, limit: int, before: int = 0) -> np.ndarray:
-        """Return the tokens of a rendered text. ContextFull if they and the `before`
-        tokens that precede them are far beyond `limit`.
+    def _tokens(self, text: str, limit: int, preceding: int = 0) -> np.ndarray:
+        """Return the tokens of a rendered text. ContextFull if they and the
+        `preceding` ones are far beyond `limit`.
         """
-        parts = [
-            (self._literal if literal else self._tokenizer, part)
-            for literal, part in self._parts(text)
-            if part
-        ]
-        if len(text) > CHARACTERS * (limit - before):
-            _check_length(parts, limit, before)
-        return np.concatenate([int32(()), *(tokenizer.ids(part) for tokenizer, part in parts)])
+        parts = [part for part in self._parts(text) if part.text]
+        if len(text) > CHARACTERS * (limit - preceding):
+            self._check_length(parts, limit, preceding)
+        ids = [self._tokenizer_of(part).ids(part.text) for part in parts]
+        return np.concatenate([int32(()), *ids])
+
+    def _check_length(self, parts: Iterable[RenderedPart], limit: int, preceding: int) -> None:
+        """Raise ContextFull as soon as the pieces of the parts have an eighth more
+        tokens than `limit`. Cut into pieces, a text has a few tokens more than it has
+        as a whole, so the rest is left to whoever counts the whole.
+        """
+        count = preceding
+        for part in parts:
+            tokenizer = self._tokenizer_of(part)
+            for start in range(0, len(part.text), PIECE):
+                count += len(tokenizer.ids(part.text[start : start + PIECE]))
+                if count > limit + limit // 8:
+                    raise ContextFull(count, limit, at_least=True)
+
+    def _tokenizer_of(self, part: RenderedPart) -> Tokenizer:
+        return self._literal if part.is_literal else self._tokenizer
 
 
-def _check_length(parts: Iterable[tuple[Tokenizer, str]], limit: int, before: int) -> None:
-    """Raise ContextFull as soon as the pieces of the parts have an eighth more tokens
-    than `limit`. Cut into pieces, a text has a few tokens more than it has as a whole,
-    so the rest is left to whoever counts the whole.
+def _tail_messages(node: TreeNode, request: AgentRequest) -> list[CanonicalMessage]:
+    """Return the request's messages after the node's. The agent may have given the
+    calls other ids; these answer ours.
     """
-    count = before
-    for tokenizer, part in parts:
-        for begin in range(0, len(part), PIECE):
-            count += len(tokenizer.ids(part[begin : begin + PIECE]))
-            if count > limit + limit // 8:
-                raise ContextFull(count, limit, at_least=True)
+    our_ids: dict[str, str] = {}
+    for theirs, ours in zip(request.messages, node.conversation, strict=False):
+        for their_call, our_call in zip(theirs.calls, ours.calls, strict=False):
+            our_ids[their_call.id] = our_call.id
+    tail = request.messages[len(node.conversation) :]
+    return [
+        replace(message, answers=our_ids.get(message.answers, message.answers)) for message in tail
+    ]
 
 
 def tail_problem(chat: ChatTemplate, rendering: Rendering) -> str:
@@ -294,34 +350,25 @@ def tail_problem(chat: ChatTemplate, rendering: Rendering) -> str:
     request whose tail cannot be determined is rendered whole, which is a problem only
     if it is so for all of them.
     """
-    calls = [ToolCall(f"call0000{n}", NAME, {KEY: VALUE}) for n in range(3)]
-    answers = [
-        CanonicalMessage("assistant", SAID, made)
-        for made in (tuple(calls[:2]), tuple(calls[2:]), ())
-    ]
-    results = [
-        CanonicalMessage("tool", f"result {n}", answers=call.id) for n, call in enumerate(calls)
-    ]
-    tails = [results[:2], results[2:], [CanonicalMessage("user", "go on")]]
-    said = [CanonicalMessage("system", "be brief"), CanonicalMessage("user", "begin")]
+    conversation = [CanonicalMessage("system", "be brief"), CanonicalMessage("user", "begin")]
     tools = [PROBE] if rendering.calls else []
-    told = False
-    for answer, tail in list(zip(answers, tails, strict=True))[0 if rendering.calls else 2 :]:
-        if (alone := rendering.tail_text(answer, tail, tools)) is None:
+    is_rendered = False
+    for answer, tail in _probes(with_calls=bool(rendering.calls)):
+        tail_text = rendering.tail_text(answer, tail, tools)
+        if tail_text is None:
             continue
-        told = True
-        whole = rendering.tail_text(answer, tail, tools, before=said)
-        if alone != whole:
-            what = (
-                "a user's words" if tail[0].role == "user" else f"the results of {len(tail)} calls"
+        is_rendered = True
+        in_conversation = rendering.tail_text(answer, tail, tools, opening=conversation)
+        if tail_text != in_conversation:
+            subject = f"the results of {len(tail)} calls"
+            if tail[0].role == "user":
+                subject = "a user's words"
+            return (
+                f"{chat.path}: {subject} are written {tail_text!r} after an answer, and"
+                f" {in_conversation!r} in a whole conversation; the policy will see the first"
             )
-            written = (
-                f"{what} are written {alone!r} after an answer, and {whole!r} in a whole"
-                " conversation"
-            )
-            return f"{chat.path}: {written}; the policy will see the first"
-        said = [*said, replace(answer, text="An answer."), *tail]
-    if told:
+        conversation += [replace(answer, text="An answer."), *tail]
+    if is_rendered:
         return ""
     ends = " or ".join(map(repr, rendering.ends))
     return (
@@ -329,3 +376,18 @@ def tail_problem(chat: ChatTemplate, rendering: Rendering) -> str:
         f" {ends}, the eos_token of tokenizer_config.json and others of generation_config.json;"
         " each request of an agent is rendered whole, as a new path"
     )
+
+
+def _probes(with_calls: bool) -> list[tuple[CanonicalMessage, list[CanonicalMessage]]]:
+    """Return answers of a made-up conversation, each with the messages after it."""
+    calls = [ToolCall(f"call0000{n}", NAME, {KEY: VALUE}) for n in range(3)]
+    results = [
+        CanonicalMessage("tool", f"result {n}", answers=call.id) for n, call in enumerate(calls)
+    ]
+    two_calls = CanonicalMessage("assistant", ANSWER_TEXT, tuple(calls[:2]))
+    one_call = CanonicalMessage("assistant", ANSWER_TEXT, tuple(calls[2:]))
+    no_call = CanonicalMessage("assistant", ANSWER_TEXT)
+    probes = [(no_call, [CanonicalMessage("user", "go on")])]
+    if with_calls:
+        return [(two_calls, results[:2]), (one_call, results[2:]), *probes]
+    return probes

@@ -23,6 +23,8 @@ UNKNOWN_ITEM = (
 
 
 class Item(msgspec.Struct):
+    """An item of the input: a message, a part of one, or a reference to one."""
+
     type: str = "message"
     role: str = ""
     content: wire.Content = None
@@ -36,6 +38,8 @@ class Item(msgspec.Struct):
 
 
 class ResponsesBody(msgspec.Struct):
+    """The fields of a request that are read."""
+
     input: msgspec.Raw
     instructions: str | None = None
     tools: list[JsonObject] | None = None
@@ -46,6 +50,8 @@ class ResponsesBody(msgspec.Struct):
 
 
 class Responses(wire.WireProtocol):
+    """OpenAI's newer protocol."""
+
     path = "/v1/responses"
     conversation = "input"
     body = ResponsesBody
@@ -57,63 +63,61 @@ class Responses(wire.WireProtocol):
         "top_logprobs": wire.NO_LOGPROBS,
     }
 
-    def read(self, body: ResponsesBody, known: ReadMessages) -> AgentRequest:
+    def read(self, body: ResponsesBody, cache: ReadMessages) -> AgentRequest:
+        """Return the request in a body. WireError if the policy cannot answer it."""
         wire.refuse_format(body.text and body.text.format, "text.format")
         items = body.input
         if bytes(items).startswith(b'"'):
-            items = msgspec.Raw(
-                msgspec.json.encode([Item(role="user", content=msgspec.json.decode(items))])
-            )
+            item = Item(role="user", content=msgspec.json.decode(items))
+            items = msgspec.Raw(msgspec.json.encode([item]))
         messages = [CanonicalMessage("system", body.instructions)] if body.instructions else []
-        for said in known.read(items, Item, partial(_messages, answered=known.answered), "input"):
-            if said.role == "assistant" and messages and messages[-1].role == "assistant":
-                before = messages.pop()
-                said = replace(
-                    said,
-                    text=before.text + said.text,
-                    calls=before.calls + said.calls,
-                    reasoning=before.reasoning + said.reasoning,
-                    marks=before.marks | said.marks,
-                )
-            messages.append(said)
-        tools = [
-            (tool.get("type", ""), {key: value for key, value in tool.items() if key != "type"})
-            for tool in body.tools or ()
-        ]
-        return wire.asked(
-            messages, tools, body.tool_choice, [body.max_output_tokens], stream=body.stream
-        )
+        read_item = partial(_messages, answered=cache.answered)
+        for message in cache.read(items, Item, read_item, "input"):
+            if message.role == "assistant" and messages and messages[-1].role == "assistant":
+                message = _join(messages.pop(), message)
+            messages.append(message)
+        tools: list[tuple[str, JsonObject]] = []
+        for tool in body.tools or ():
+            function = {key: value for key, value in tool.items() if key != "type"}
+            tools.append((tool.get("type", ""), function))
+        return wire.request_of(messages, tools, body.tool_choice, [body.max_output_tokens])
 
     def error(self, error: WireError) -> JsonObject:
-        made = super().error(error)
+        """Return the body of an error."""
+        body = super().error(error)
         if isinstance(error, ContextFull):
-            made["error"]["message"] = (
+            body["error"]["message"] = (
                 f"Your input exceeds the context window of this model: {error.tokens} of"
                 f" {error.limit} tokens. Please adjust your input and try again."
             )
-        return made
+        return body
 
     def error_event(self, error: WireError) -> tuple[str, JsonObject]:
+        """Return the event that ends a stream with an error."""
         event = {"type": "error", "code": error.code, "message": str(error), "param": None}
         return "error", event | {"sequence_number": 0}
 
-    def note_answer(self, turn: ServedTurn, known: ReadMessages) -> None:
+    def note_answer(self, turn: ServedTurn, cache: ReadMessages) -> None:
+        """Note the answer's items, which later requests may name by their ids."""
         for item in _items(turn):
-            (part,) = _messages(msgspec.convert(item, Item), "output", {})
-            known.answered[item["id"]] = part
+            (message,) = _messages(msgspec.convert(item, Item), "output", {})
+            cache.answered[item["id"]] = message
 
     def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
-        whole = turn.finish != "length"
-        sent = turn.prompt_tokens
-        made = turn.completion_tokens
+        """Return the body of an answer."""
+        status = "completed"
+        details = None
+        if turn.finish == "length":
+            status = "incomplete"
+            details = {"reason": "max_output_tokens"}
         return {
             "id": f"resp_{turn.node.number}",
             "object": "response",
             "created_at": int(time.time()),
             "model": body.get("model", ""),
-            "status": "completed" if whole else "incomplete",
+            "status": status,
             "error": None,
-            "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+            "incomplete_details": details,
             "output": _items(turn),
             "instructions": body.get("instructions"),
             "metadata": {},
@@ -121,124 +125,132 @@ class Responses(wire.WireProtocol):
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": body.get("tools") or [],
             "usage": {
-                "input_tokens": sent,
+                "input_tokens": turn.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": made,
+                "output_tokens": turn.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": sent + made,
+                "total_tokens": turn.prompt_tokens + turn.completion_tokens,
             },
         }
 
     def events(self, body: JsonObject, turn: ServedTurn) -> Iterator[tuple[str, Any]]:
-        whole = self.reply(body, turn)
-        begun = {
-            "response": (
-                whole
-                | {
-                    "status": "in_progress",
-                    "output": [],
-                    "usage": None,
-                    "incomplete_details": None,
-                }
-            )
+        """Yield an answer's events as (name, data)."""
+        reply = self.reply(body, turn)
+        empty: JsonObject = {
+            "status": "in_progress",
+            "output": [],
+            "usage": None,
+            "incomplete_details": None,
         }
-        events: list[tuple[str, JsonObject]] = [("created", begun), ("in_progress", begun)]
-        for n, item in enumerate(whole["output"]):
-            at: JsonObject = {"output_index": n, "item_id": item["id"]}
-            empty: JsonObject
-            if item["type"] == "function_call":
-                told = {"arguments": item["arguments"], "name": item["name"]}
-                empty = {"arguments": ""}
-                kind = "function_call_arguments"
-                parts = []
-            else:
-                (part,) = item["content"]
-                told = {"text": part["text"]}
-                at["content_index"] = 0
-                empty = {"content": []}
-                kind = part["type"]
-                parts = [part]
-            written = next(iter(told.values()))
-            events.append(
-                (
-                    "output_item.added",
-                    {"output_index": n, "item": item | empty | {"status": "in_progress"}},
-                )
-            )
-            events += [("content_part.added", at | {"part": part | {"text": ""}}) for part in parts]
-            events += [(f"{kind}.delta", at | {"delta": written}), (f"{kind}.done", at | told)]
-            events += [("content_part.done", at | {"part": part}) for part in parts]
-            events.append(("output_item.done", {"output_index": n, "item": item}))
-        events.append((whole["status"], {"response": whole}))
+        start = {"response": reply | empty}
+        events: list[tuple[str, JsonObject]] = [("created", start), ("in_progress", start)]
+        for n, item in enumerate(reply["output"]):
+            events += _item_events(n, item)
+        events.append((reply["status"], {"response": reply}))
         for n, (kind, event) in enumerate(events):
             yield f"response.{kind}", {"type": f"response.{kind}", "sequence_number": n} | event
 
 
+def _item_events(index: int, item: JsonObject) -> Iterator[tuple[str, JsonObject]]:
+    """Yield the events of one item as (kind, event)."""
+    place: JsonObject = {"output_index": index, "item_id": item["id"]}
+    parts: list[JsonObject] = []
+    if item["type"] == "function_call":
+        kind = "function_call_arguments"
+        delta = item["arguments"]
+        content: JsonObject = {"arguments": item["arguments"], "name": item["name"]}
+        empty: JsonObject = {"arguments": ""}
+    else:
+        parts = item["content"]
+        (part,) = parts
+        place["content_index"] = 0
+        kind = part["type"]
+        delta = part["text"]
+        content = {"text": part["text"]}
+        empty = {"content": []}
+    started = item | empty | {"status": "in_progress"}
+    yield "output_item.added", {"output_index": index, "item": started}
+    for part in parts:
+        yield "content_part.added", place | {"part": part | {"text": ""}}
+    yield f"{kind}.delta", place | {"delta": delta}
+    yield f"{kind}.done", place | content
+    for part in parts:
+        yield "content_part.done", place | {"part": part}
+    yield "output_item.done", {"output_index": index, "item": item}
+
+
+def _join(first: CanonicalMessage, second: CanonicalMessage) -> CanonicalMessage:
+    """Join two consecutive messages of the assistant."""
+    return replace(
+        second,
+        text=first.text + second.text,
+        calls=first.calls + second.calls,
+        reasoning=first.reasoning + second.reasoning,
+        marks=first.marks | second.marks,
+    )
+
+
 def _messages(
-    item: Item, where: str, answered: Mapping[str, CanonicalMessage]
+    item: Item, field: str, answered: Mapping[str, CanonicalMessage]
 ) -> Iterator[CanonicalMessage]:
     """Yield the one canonical message in an item. `read` joins consecutive messages of
     the assistant. answered: the parts of answers that an `item_reference` may name.
     """
     match item.type:
         case "message":
-            role = wire.role_of(item.role, f"{where}.role")
+            role = wire.role_of(item.role, f"{field}.role")
+            text = wire.text_of(item.content, f"{field}.content")
             marks = frozenset([item.id] if item.id and role == "assistant" else [])
-            yield CanonicalMessage(
-                role, wire.text_of(item.content, f"{where}.content"), marks=marks
-            )
+            yield CanonicalMessage(role, text, marks=marks)
         case "reasoning":
+            text = wire.text_of(item.content, f"{field}.content")
             marks = frozenset(filter(None, (item.id, item.encrypted_content)))
-            yield CanonicalMessage(
-                "assistant", reasoning=wire.text_of(item.content, f"{where}.content"), marks=marks
-            )
+            yield CanonicalMessage("assistant", reasoning=text, marks=marks)
         case "function_call":
             call = ToolCall.of(item.call_id, item.name, item.arguments)
             yield CanonicalMessage("assistant", calls=(call,), marks=frozenset([call.id]))
         case "function_call_output":
-            yield CanonicalMessage(
-                "tool", wire.text_of(item.output, f"{where}.output"), answers=item.call_id
-            )
+            text = wire.text_of(item.output, f"{field}.output")
+            yield CanonicalMessage("tool", text, answers=item.call_id)
         case "item_reference":
-            part = answered.get(item.id or "")
-            if part is None:
-                raise refused_field(where, UNKNOWN_ITEM)
-            yield part
+            message = answered.get(item.id or "")
+            if message is None:
+                raise refused_field(field, UNKNOWN_ITEM)
+            yield message
         case _:
-            raise refused_field(where, f"the policy does not support {item.type}")
+            raise refused_field(field, f"the policy does not support {item.type}")
 
 
 def _items(turn: ServedTurn) -> list[JsonObject]:
     """Return the items of an answer: reasoning, text, calls."""
     number = turn.node.number
     message = turn.message
-    done = {"status": "completed"}
     items: list[JsonObject] = []
     if message.reasoning:
-        text = {"type": "reasoning_text", "text": message.reasoning}
+        part = {"type": "reasoning_text", "text": message.reasoning}
         mark = f"rs_{number}"
         items.append(
             {
                 "type": "reasoning",
                 "id": mark,
                 "summary": [],
-                "content": [text],
+                "content": [part],
                 "encrypted_content": mark,
             }
         )
     if message.text or not message.calls:
-        part = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}
+        answer = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}
         items.append(
-            {"type": "message", "id": f"msg_{number}", "role": "assistant", "content": [part]}
+            {"type": "message", "id": f"msg_{number}", "role": "assistant", "content": [answer]}
         )
-    items += [
-        {
-            "type": "function_call",
-            "id": f"fc_{c.id}",
-            "call_id": c.id,
-            "name": c.name,
-            "arguments": c.json,
-        }
-        for c in message.calls
-    ]
-    return [item | done for item in items]
+    for call in message.calls:
+        items.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{call.id}",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": call.json,
+            }
+        )
+    return [item | {"status": "completed"} for item in items]

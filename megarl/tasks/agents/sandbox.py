@@ -42,22 +42,22 @@ MOST_LINKS = 40
 _CHECK = "import sys; from megarl.tasks.agents.inside import problem; print(problem(sys.argv[1:]))"
 
 
-def agent_sandbox(own: Path, hidden: Path, command: Sequence[str] = ()) -> list[str]:
+def agent_sandbox(folder: Path, hidden: Path, command: Sequence[str] = ()) -> list[str]:
     """Build the bwrap command that runs an agent.
 
-    own: the agent's folder. hidden: a directory that is empty in the sandbox. command:
+    folder: the agent's own. hidden: a directory that is empty in the sandbox. command:
     the agent's, whose files it must be able to read.
     """
     sandbox = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/"]
     sandbox += ["--dev", "/dev", "--proc", "/proc"]
     if becomes_nobody():
-        sandbox += _opened_to_nobody([*_needed(command), own.parent])
+        sandbox += _opened_to_nobody([*_needed(command), folder.parent])
     # bwrap cannot mount at a path that leads over an absolute link.
-    own = own.resolve()
+    folder = folder.resolve()
     hidden = hidden.resolve()
     if hidden.is_dir():
         sandbox += ["--tmpfs", str(hidden)]
-    sandbox += ["--bind", str(own), str(own), "--cap-drop", "ALL"]
+    sandbox += ["--bind", str(folder), str(folder), "--cap-drop", "ALL"]
     sandbox += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if becomes_nobody():
         rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
@@ -67,22 +67,24 @@ def agent_sandbox(own: Path, hidden: Path, command: Sequence[str] = ()) -> list[
     return [*sandbox, "--unshare-user"]
 
 
-def check_agent_sandbox(what: str, agent: str | Sequence[str]) -> None:
+def check_agent_sandbox(subject: str, agent: str | Sequence[str]) -> None:
     """Raise MegarlError if bubblewrap cannot run this agent on this machine.
 
-    what: the agent in the message.
+    subject: the agent in the message.
     """
-    command = [] if isinstance(agent, str) else agent
-    words = ["command", *command] if command else ["function", str(agent)]
+    command: Sequence[str] = []
+    words = ["function", str(agent)]
+    if not isinstance(agent, str):
+        command = agent
+        words = ["command", *command]
     with scratch() as folder:
         hand_over(folder)
         run = [*agent_sandbox(folder, folder, command), sys.executable, "-c", _CHECK, *words]
         problem = _problem(run, environment() | {"TMPDIR": str(folder)})
     if problem:
-        otherwise = "or set data.sandbox=rlimits if agents may do all that you can"
         raise MegarlError(
-            f"data.sandbox: {what} cannot be run with bubblewrap here ({problem});"
-            f" {_advice(problem)}; {otherwise}"
+            f"data.sandbox: {subject} cannot be run with bubblewrap here ({problem});"
+            f" {_advice(problem)}; or set data.sandbox=rlimits if agents may do all that you can"
         )
 
 
@@ -111,8 +113,10 @@ def _advice(problem: str) -> str:
     if not problem.startswith(("agents ", "setpriv: ")):
         return NAMESPACES
     if becomes_nobody():
-        needs = "let everybody read what they need, or run as another user"
-        return f"under root, agents are nobody: {needs}"
+        return (
+            "under root, agents are nobody: let everybody read what they need, or run as another"
+            " user"
+        )
     if os.getuid() == 0:
         return "run as another user than root"
     return "in the sandbox they write only in $TMPDIR"
@@ -123,13 +127,18 @@ def _needed(command: Sequence[str]) -> Iterator[Path]:
     files.
     """
     yield from (Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
-    yield from map(Path, filter(None, sys.path))
-    yield from map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-    program = shutil.which(command[0]) if command else None
+    for entry in [*sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]:
+        if entry:
+            yield Path(entry)
+    if not command:
+        return
+    program = shutil.which(command[0])
     if program:
         yield _installation(Path(program))
         yield _installation(Path(program).resolve())
-    yield from (Path(word).parent for word in command[1:] if word and os.path.exists(word))
+    for word in command[1:]:
+        if word and os.path.exists(word):
+            yield Path(word).parent
 
 
 def _installation(program: Path) -> Path:
@@ -146,15 +155,20 @@ def _opened_to_nobody(paths: Iterable[Path]) -> list[str]:
     They concern paths with a directory on the way that not everybody may pass. The
     files themselves have to be readable by everybody.
     """
-    wanted = sorted({stop for path in paths for stop in _stops(path)})
-    closed_at = {path: _closed(path) for path in wanted}
+    stops: set[Path] = set()
+    for path in paths:
+        stops.update(_stops(path))
+    closed_at: dict[Path, set[Path]] = {}
+    for stop in stops:
+        directory = _closed(stop)
+        if directory:
+            closed_at.setdefault(directory, set()).add(stop)
     arguments: list[str] = []
-    for closed in sorted({directory for directory in closed_at.values() if directory}):
-        arguments += ["--perms", "0755", "--tmpfs", str(closed)]
-        inside = {path for path in wanted if closed_at[path] == closed}
-        for path in sorted(inside):
-            if inside.isdisjoint(path.parents):
-                arguments += _shown(path, closed)
+    for directory, inside in sorted(closed_at.items()):
+        arguments += ["--perms", "0755", "--tmpfs", str(directory)]
+        for stop in sorted(inside):
+            if inside.isdisjoint(stop.parents):
+                arguments += _uncovered(stop, directory)
     return arguments
 
 
@@ -163,21 +177,30 @@ def _stops(path: Path) -> Iterator[Path]:
 
     The way to each of them has no links.
     """
-    way = Path(os.path.normpath(path.absolute()))
+    path = Path(os.path.normpath(path.absolute()))
     for _ in range(MOST_LINKS):
-        steps = (*reversed(way.parents), way)
-        link = next((step for step in steps if step.is_symlink()), None)
+        link = _first_link(path)
         if link is None:
             break
         yield link
         target = link.parent / os.readlink(link)
-        way = Path(os.path.normpath(target / way.relative_to(link)))
-    if way.exists():
-        yield way
+        path = Path(os.path.normpath(target / path.relative_to(link)))
+    if path.exists():
+        yield path
+
+
+def _first_link(path: Path) -> Path | None:
+    """Return the first link on the way to this path, itself included."""
+    for step in (*reversed(path.parents), path):
+        if step.is_symlink():
+            return step
+    return None
 
 
 def _closed(path: Path) -> Path | None:
-    """Return the first directory on the way to this path that not everybody may pass."""
+    """Return the first directory on the way to this path that not everybody may
+    pass.
+    """
     for directory in (*reversed(path.parents), path):
         mode = directory.lstat().st_mode
         if stat.S_ISDIR(mode) and not mode & PASSED_BY_ALL:
@@ -185,7 +208,7 @@ def _closed(path: Path) -> Path | None:
     return None
 
 
-def _shown(path: Path, closed: Path) -> list[str]:
+def _uncovered(path: Path, closed: Path) -> list[str]:
     """Return the arguments that show this path in the empty directory that covers
     `closed`.
     """

@@ -1,11 +1,13 @@
 """One session: an agent, its key, its tree, its limits, and which client waits for
 which answer.
 
-    resume(digest) ─► the PendingTurn of the same body, if its client has gone, or if this one is marked as a retry
-    begin(request) ─► PendingTurn ─► tree.find ─► rendering ─► policy ─► tree.answer ─► done
+    resume(digest) ─► the PendingTurn of the same body, if its client has gone, or if
+                      this one is marked as a retry
+    start(request) ─► PendingTurn ─► tree.find ─► rendering ─► policy ─► tree.answer
        └ a limit was reached, or the session is over: 400
 
-    a limit on requests, paths or tokens ─► close: no new requests; those in progress are answered, if they keep the limits
+    a limit on requests, paths or tokens ─► close: no new requests; those in progress
+                                            are answered, if they keep the limits
     time, the agent's end, the run's ─────► end: those in progress get 400, too
 
 A generation continues after its client has gone, since the client may come back; an
@@ -22,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -30,7 +32,7 @@ from msgspec import structs
 from megarl.core.base.contracts import AgentRollout, Policy, PolicyTurn, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
-from megarl.core.base.types import Episode, Segment, int32
+from megarl.core.base.types import Episode, FinishReason, Segment
 from megarl.core.recipe import Recipe
 from megarl.tasks.agents.bounds import ByteBudget, RequestBounds
 from megarl.tasks.agents.calls import read_turn
@@ -44,18 +46,20 @@ LONG_TAIL = 20_000
 still for tens of milliseconds.
 """
 
+type TurnFinish = Literal["stop", "length", "tool_calls"]
+
 
 @dataclass(eq=False)
 class PendingTurn:
     """A request in progress.
 
-    asked: when it came, by the tree's clock. rendered: set once its prompt is known;
+    asked_at: when it came, by the tree's clock. rendered: set once its prompt is known;
     placed: once the prompt is allowed, too; both if it has failed or been cancelled.
     clients: one function per client, which returns whether its connection is still
     open.
     """
 
-    asked: int
+    asked_at: int
     rendered: asyncio.Event = field(default_factory=asyncio.Event)
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     clients: list[Callable[[], bool]] = field(default_factory=list)
@@ -64,7 +68,9 @@ class PendingTurn:
 
     @property
     def abandoned(self) -> bool:
-        """Return whether no client has received the answer or is still waiting for it."""
+        """Return whether no client has received the answer or is still waiting for
+        it.
+        """
         delivered = self.node is not None and self.node.delivered >= 0
         return not delivered and not any(is_open() for is_open in self.clients)
 
@@ -80,9 +86,31 @@ class ServedTurn:
 
     node: TreeNode
     message: CanonicalMessage
-    finish: Literal["stop", "length", "tool_calls"]
+    finish: TurnFinish
     prompt_tokens: int
     completion_tokens: int
+
+
+class Placement(NamedTuple):
+    """Where a request belongs in the tree. parent: the node that it continues (None: a
+    new root); key: the request's hash; suffix [n] int32: the tokens to append.
+    """
+
+    parent: TreeNode | None
+    key: "hashlib._Hash"
+    suffix: np.ndarray
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """The tokens that the policy is sent, [n] int32."""
+        if self.parent is None:
+            return self.suffix
+        return np.concatenate([self.parent.tokens, self.suffix])
+
+    @property
+    def is_new_path(self) -> bool:
+        """Return whether the answer begins a path that the tree does not have yet."""
+        return self.parent is None or bool(self.parent.children)
 
 
 class AgentSession:
@@ -93,16 +121,18 @@ class AgentSession:
     the agent posted, as (moment, reward); refused: why the last one was refused, "" if
     it was not. failure: the exception that the policy raised. idle_since: when the last
     request was done (time.monotonic), None while one is in progress. bounds, budget: of
-    its requests' bodies.
+    its requests' bodies; message_cache: of the messages in them.
     """
 
     def __init__(
         self, recipe: Recipe, tokenizer: Tokenizer, rendering: Rendering, policy: Policy
     ) -> None:
-        self.key, self.reward_key = secrets.token_hex(16), secrets.token_hex(16)
+        self.key = secrets.token_hex(16)
+        self.reward_key = secrets.token_hex(16)
         self.bounds = RequestBounds.of(recipe.length)
         self.budget = ByteBudget(2 * self.bounds.body_bytes)
-        self.tree, self.known = SessionTree(), ReadMessages(self.bounds)
+        self.tree = SessionTree()
+        self.message_cache = ReadMessages(self.bounds)
         self.over = ""
         self.limited = False
         self.rewards: list[tuple[int, float]] = []
@@ -115,13 +145,15 @@ class AgentSession:
         self._tokenizer = tokenizer
         self._rendering = rendering
         self._policy = policy
-        self._asked: dict[bytes, list[PendingTurn]] = {}
+        self._turns: dict[bytes, list[PendingTurn]] = {}  # by the digest of their body
         self._requests = 0
         self._working = 0
         self._paths = 0
-        self._alone = 0.0
-        self._asked_last = 0
-        self._room, self._lent, self._returned = recipe.agent.trained_tokens, 0, asyncio.Event()
+        self._idle_seconds = 0.0
+        self._last_asked_at = 0
+        self._room = recipe.agent.trained_tokens
+        self._lent = 0
+        self._returned = asyncio.Event()
 
     def resume(self, body: bytes, retried: bool, is_open: Callable[[], bool]) -> PendingTurn | None:
         """Return the generation whose answer this request wants, None if it is a new
@@ -129,44 +161,47 @@ class AgentSession:
         sub-agents may send the same request, so while the first one's client waits, the
         second is not a retry.
         """
-        before = [turn for turn in self._asked.get(body, ()) if not turn.failed]
-        left = [turn for turn in before if turn.abandoned]
-        again = left[-1:] or (before[-1:] if retried else [])
-        if not again:
+        candidates = [turn for turn in self._turns.get(body, ()) if not turn.failed]
+        abandoned = [turn for turn in candidates if turn.abandoned]
+        if abandoned:
+            turn = abandoned[-1]
+        elif candidates and retried:
+            turn = candidates[-1]
+        else:
             return None
-        again[0].clients.append(is_open)
-        return again[0]
+        turn.clients.append(is_open)
+        return turn
 
-    def begin(self, request: AgentRequest, body: bytes, is_open: Callable[[], bool]) -> PendingTurn:
+    def start(self, request: AgentRequest, body: bytes, is_open: Callable[[], bool]) -> PendingTurn:
         """Start to answer a request. WireError if the session accepts no more."""
         self.check()
         if self._requests >= self._settings.requests:
             raise self._closed(f"agent.requests={self._settings.requests} were served")
         self._requests += 1
-        self._asked_last = self.tree.moment()
-        generation = PendingTurn(self._asked_last, clients=[is_open])
-        generation.done = asyncio.create_task(self._generate(request, generation))
-        generation.done.add_done_callback(partial(self._settled, body, generation))
-        self._asked.setdefault(body, []).append(generation)
-        return generation
+        self._last_asked_at = self.tree.moment()
+        pending = PendingTurn(self._last_asked_at, clients=[is_open])
+        pending.done = asyncio.create_task(self._generate(request, pending))
+        pending.done.add_done_callback(partial(self._settled, body, pending))
+        self._turns.setdefault(body, []).append(pending)
+        return pending
 
     def _settled(
-        self, body: bytes, generation: PendingTurn, _done: "asyncio.Task[ServedTurn]"
+        self, body: bytes, pending: PendingTurn, _done: "asyncio.Task[ServedTurn]"
     ) -> None:
         """Let its clients go on, also if it was cancelled before it began. A failure is
         not kept: it would keep the request.
         """
-        generation.rendered.set()
-        generation.placed.set()
-        if generation.failed:
-            self._asked[body].remove(generation)
+        pending.rendered.set()
+        pending.placed.set()
+        if pending.failed:
+            self._turns[body].remove(pending)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Count the block's time as time in which the agent waits for us."""
         self._working += 1
         if self.idle_since is not None:
-            self._alone += time.monotonic() - self.idle_since
+            self._idle_seconds += time.monotonic() - self.idle_since
         self.idle_since = None
         try:
             yield
@@ -179,7 +214,7 @@ class AgentSession:
         """Accept a reward. If several come without a request in between, the last one
         counts.
         """
-        if self.rewards and self.rewards[-1][0] > self._asked_last:
+        if self.rewards and self.rewards[-1][0] > self._last_asked_at:
             self.rewards.pop()
         self.rewards.append((self.tree.moment(), reward))
         self.refused = ""
@@ -189,186 +224,204 @@ class AgentSession:
         """The session's reward: the last one posted. With `agent.credit: turn`, None
         unless it came after the last request.
         """
-        if not self.rewards or (
-            self._settings.credit == "turn" and self.rewards[-1][0] < self._asked_last
-        ):
+        if not self.rewards:
             return None
-        return self.rewards[-1][1]
+        moment, reward = self.rewards[-1]
+        if self._settings.credit == "turn" and moment < self._last_asked_at:
+            return None
+        return reward
 
     def check(self) -> None:
         """Raise WireError if the session accepts no more requests."""
         if self.over:
             raise session_over(self.over)
 
-    def close(self, why: str) -> None:
+    def close(self, reason: str) -> None:
         """Accept no more requests, because a limit was reached. Those in progress are
         answered.
         """
         if not self.over:
-            self.over = why
+            self.over = reason
             self.limited = True
 
     @property
     def answering(self) -> bool:
         """Return whether a request is in progress."""
-        return any(not turn.done.done() for turn in itertools.chain(*self._asked.values()))
+        return any(not turn.done.done() for turn in self._all_turns())
 
-    def end(self, why: str, limited: bool = False) -> None:
-        """Accept no more requests, and cancel those in progress: their clients get 400."""
+    def end(self, reason: str, limited: bool = False) -> None:
+        """Accept no more requests, and cancel those in progress: their clients get
+        400.
+        """
         if not self.over:
-            self.over = why
+            self.over = reason
             self.limited = limited
-        for generation in itertools.chain(*self._asked.values()):
-            generation.done.cancel()
+        for turn in self._all_turns():
+            turn.done.cancel()
+
+    def _all_turns(self) -> Iterator[PendingTurn]:
+        return itertools.chain.from_iterable(self._turns.values())
 
     def rollout(self) -> AgentRollout:
         """Return the tokens to train on, and the text to grade if there is no `reward`:
         the last message the agent received.
         """
-        final = self.reward
+        reward = self.reward
         if self._settings.credit == "turn":
-            self.tree.credit(self.rewards[:-1] if final is not None else self.rewards)
+            self.tree.credit(self.rewards if reward is None else self.rewards[:-1])
         segments, paths = self.tree.paths()
-        served = [node for node in self.tree.nodes if node.delivered >= 0]
-        last = max(served, key=lambda node: node.delivered, default=None)
-        calls = sum(len(node.served.calls) for node in served)
+        delivered = [node for node in self.tree.nodes if node.delivered >= 0]
         episode = Episode(
-            turns=len(served),
-            calls=calls,
+            turns=len(delivered),
+            calls=sum(len(node.answer.calls) for node in delivered),
             errors=0,
-            seconds=self._alone,
+            seconds=self._idle_seconds,
             limited=self.limited,
             untrained=self.tree.untrained_tokens(),
         )
-        text = "" if last is None else self._text(last.segments, last.stopped)
-        truncated = last is not None and not last.stopped and not self._ended_itself(last.segments)
-        verdict = None if final is None else Verdict(final)
-        return AgentRollout(
-            segments, paths, text, "length" if self.limited else "stop", verdict, episode, truncated
-        )
+        text = ""
+        truncated = False
+        if delivered:
+            last = max(delivered, key=lambda node: node.delivered)
+            text = self._text(last.segments, last.stopped)
+            truncated = not last.stopped and not self._ended_itself(last.segments)
+        verdict = None if reward is None else Verdict(reward)
+        finish: FinishReason = "length" if self.limited else "stop"
+        return AgentRollout(segments, paths, text, finish, verdict, episode, truncated)
 
     async def prompt_tokens(self, request: AgentRequest) -> int:
         """Return the number of tokens that the policy would be sent for the request. Of
         one that is much too long they are counted until that is clear.
         """
         try:
-            parent, _, put = await self._placed(request)
+            placement = await self._placed(request)
         except ContextFull as full:
             return full.tokens
-        return len(put) + (0 if parent is None else len(parent.tokens))
+        return len(placement.prompt)
 
-    async def _generate(self, request: AgentRequest, generation: PendingTurn) -> ServedTurn:
+    async def _generate(self, request: AgentRequest, pending: PendingTurn) -> ServedTurn:
         with self.busy():
-            return await self._served(request, generation)
+            placement = await self._placed(request)
+            pending.rendered.set()
+            prompt = placement.prompt
+            # parallel requests may not use all the tokens they were allotted
+            while self._room <= 0 < self._lent:
+                self._returned.clear()
+                await self._returned.wait()
+            limit = self._allowed(request, len(prompt), placement.is_new_path)
+            node = self.tree.add(
+                placement.parent, placement.suffix, request, placement.key, pending.asked_at
+            )
+            pending.node = node
+            pending.placed.set()
+            cached = len(prompt) - len(placement.suffix)
+            turn, node.stopped = await self._sampled(prompt, limit, cached, request.stop)
+            return self._answered(request, prompt, node, turn)
 
-    async def _served(self, request: AgentRequest, generation: PendingTurn) -> ServedTurn:
-        parent, key, put = await self._placed(request)
-        generation.rendered.set()
-        before = np.concatenate([int32(()) if parent is None else parent.tokens, put])
-        while (
-            self._room <= 0 < self._lent
-        ):  # parallel requests may not use all the tokens they were allotted
-            self._returned.clear()
-            await self._returned.wait()
-        limit = self._allowed(request, len(before), parent is None or bool(parent.children))
-        generation.node = node = self.tree.add(parent, put, request, key, generation.asked)
-        generation.placed.set()
-        turn, node.stopped = await self._sampled(
-            before, limit, len(before) - len(put), request.stop
+    def _answered(
+        self, request: AgentRequest, prompt: np.ndarray, node: TreeNode, turn: PolicyTurn
+    ) -> ServedTurn:
+        """Read the policy's turn after this prompt [n], and record it in its node."""
+        message = read_turn(
+            self._text(turn.segments, node.stopped),
+            self._rendering.calls if request.tools else None,
+            self._length.end_of_thinking,
+            node.number,
+            request.tools,
+            cut=bool(node.stopped) or not turn.ended,
+            prompt=self._tokenizer.decode(prompt[-8:]).rstrip(),
         )
-        text = self._text(turn.segments, node.stopped)
-        cut = bool(node.stopped) or not turn.ended
-        form = self._rendering.calls if request.tools else None
-        prompt = self._tokenizer.decode(before[-8:]).rstrip()
-        served = read_turn(
-            text, form, self._length.end_of_thinking, node.number, request.tools, cut, prompt
-        )
-        self.tree.answer(node, turn.segments, served)
-        finish: Literal["stop", "length", "tool_calls"] = (
-            "stop" if turn.ended or node.stopped else "length"
-        )
-        return ServedTurn(
-            node, served, "tool_calls" if served.calls else finish, len(before), len(node.sampled)
-        )
+        self.tree.answer(node, turn.segments, message)
+        finish: TurnFinish = "length"
+        if message.calls:
+            finish = "tool_calls"
+        elif turn.ended or node.stopped:
+            finish = "stop"
+        return ServedTurn(node, message, finish, len(prompt), len(node.sampled))
 
     async def _sampled(
-        self, before: np.ndarray, limit: int, kept: int, stops: tuple[str, ...]
+        self, prompt: np.ndarray, limit: int, cached: int, stops: tuple[str, ...]
     ) -> tuple[PolicyTurn, str]:
-        """Return the policy's turn after these tokens [n], and the stop text that ended
-        it, or "". The session lends it `limit` tokens, and gets back what is left.
+        """Return the policy's turn after the prompt [n], and the stop text that ended
+        it, or "". cached: how many of the prompt's tokens servers have seen. The
+        session lends the turn `limit` tokens, and gets back those that it does not use.
         """
         self._room -= limit
         self._lent += limit
         written = 0
         try:
-            turn = await self._policy(before, limit, kept)
+            turn = await self._policy(prompt, limit, cached)
             segments, stopped = self._stopped(turn, stops)
             written = sum(len(s.tokens) for s in segments)
             return PolicyTurn(segments, turn.ended), stopped
-        except (
-            Exception
-        ) as error:  # no server could answer; TaskAgents.session raises this error again
+        except Exception as error:
+            # no server could answer; TaskAgents.session raises this error again
             self.failure = error
-            why = f"the policy cannot be asked: {error}"
-            self.end(why)
-            raise session_over(why) from None
+            reason = f"the policy cannot be asked: {error}"
+            self.end(reason)
+            raise session_over(reason) from None
         finally:
             self._room += limit - written
             self._lent -= limit
             self._returned.set()
 
-    async def _placed(
-        self, request: AgentRequest
-    ) -> tuple[TreeNode | None, "hashlib._Hash", np.ndarray]:
-        """Return the node that the request continues (None: a new root), the request's
-        hash, and the tokens to append.
-        """
+    async def _placed(self, request: AgentRequest) -> Placement:
+        """Find where the request belongs in the tree, and render it."""
         longest = self.bounds.prompt_tokens
         try:
             parent, key = self.tree.find(request)
             if parent is not None:
-                tail = partial(self._rendering.tail, parent, request, longest)
-                added = request.messages[len(parent.history) + 1 :]
-                is_long = sum(len(message.text) for message in added) > LONG_TAIL
-                put = await asyncio.to_thread(tail) if is_long else tail()
-                if put is not None:
-                    return parent, key, put
+                suffix = await self._tail(parent, request)
+                if suffix is not None:
+                    return Placement(parent, key, suffix)
             # 200,000 tokens take half a second, too long for the event loop.
-            return None, key, await asyncio.to_thread(self._rendering.whole, request, longest)
+            prompt = await asyncio.to_thread(self._rendering.full_prompt, request, longest)
+            return Placement(None, key, prompt)
         except RecursionError:
             raise WireError(400, "messages, tools: the JSON is nested too deeply") from None
         except MegarlError as error:  # the tokenizer lacks a character
             raise WireError(400, f"messages: {error}") from None
 
-    def _allowed(self, request: AgentRequest, before: int, branches: bool) -> int:
-        """Return how many tokens may be sampled after a prompt of `before` tokens.
-        branches: whether a new path begins. WireError if there is no room for any, or
-        if `agent.paths` is exceeded.
+    async def _tail(self, parent: TreeNode, request: AgentRequest) -> np.ndarray | None:
+        """Return the tokens to append to the parent's; None if the request has to be
+        rendered whole.
+        """
+        longest = self.bounds.prompt_tokens
+        messages = request.messages[len(parent.conversation) :]
+        if sum(len(message.text) for message in messages) > LONG_TAIL:
+            return await asyncio.to_thread(self._rendering.tail, parent, request, longest)
+        return self._rendering.tail(parent, request, longest)
+
+    def _allowed(self, request: AgentRequest, prompt_tokens: int, is_new_path: bool) -> int:
+        """Return how many tokens may be sampled after a prompt of this length.
+        WireError if there is no room for any, or if `agent.paths` is exceeded.
         """
         settings = self._settings
-        if before > self.bounds.prompt_tokens:
-            raise ContextFull(before, self.bounds.prompt_tokens)
-        if branches and self._paths >= settings.paths:
+        if prompt_tokens > self.bounds.prompt_tokens:
+            raise ContextFull(prompt_tokens, self.bounds.prompt_tokens)
+        if is_new_path and self._paths >= settings.paths:
             raise self._closed(f"agent.paths={settings.paths} conversations were begun")
         if self._room <= 0:
             raise self._closed(
                 f"the policy has written agent.trained_tokens={settings.trained_tokens}"
             )
-        self._paths += branches
-        longest = (
-            self._length.completion_tokens if request.max_tokens is None else request.max_tokens
-        )
-        return min(
-            longest,
+        if is_new_path:
+            self._paths += 1
+        limits = [
             self._length.completion_tokens,
-            self._length.context_tokens - before,
+            self._length.context_tokens - prompt_tokens,
             self._room,
-        )
+        ]
+        if request.max_tokens is not None:
+            limits.append(request.max_tokens)
+        return min(limits)
 
-    def _closed(self, why: str) -> WireError:
-        """Close the session; return the error for the request that reached the limit."""
-        self.close(why)
-        return session_over(why)
+    def _closed(self, reason: str) -> WireError:
+        """Close the session; return the error for the request that reached the
+        limit.
+        """
+        self.close(reason)
+        return session_over(reason)
 
     def _stopped(self, turn: PolicyTurn, stops: tuple[str, ...]) -> tuple[tuple[Segment, ...], str]:
         """Return the turn up to the token that completes the first stop text in it, and
@@ -376,20 +429,16 @@ class AgentSession:
         """
         tokens = tokens_of(turn.segments)
 
-        def found(count: int) -> str:
+        def first_stop(count: int) -> str:
+            """Return the first stop text in so many of the tokens, or ""."""
             text = self._tokenizer.continued(tokens[:count])
             return min((stop for stop in stops if stop in text), key=text.index, default="")
 
-        if not stops or not found(len(tokens)):
+        if not stops or not first_stop(len(tokens)):
             return turn.segments, ""
-        count = 1 + bisect_left(range(1, len(tokens) + 1), True, key=lambda n: bool(found(n)))
-        kept = list[Segment]()
-        left = count
-        for s in turn.segments:
-            if left:
-                kept.append(structs.replace(s, tokens=s.tokens[:left], logprobs=s.logprobs[:left]))
-            left = max(0, left - len(s.tokens))
-        return tuple(kept), found(count)
+        counts = range(1, len(tokens) + 1)
+        count = counts[bisect_left(counts, True, key=lambda count: bool(first_stop(count)))]
+        return _shortened(turn.segments, count), first_stop(count)
 
     def _ended_itself(self, segments: tuple[Segment, ...]) -> bool:
         """Return whether the last token is an end token."""
@@ -404,4 +453,21 @@ class AgentSession:
         if self._ended_itself(segments):
             tokens = tokens[:-1]
         text = self._tokenizer.continued(tokens)
-        return text.partition(stopped)[0] if stopped else text
+        if stopped:
+            return text.partition(stopped)[0]
+        return text
+
+
+def _shortened(segments: tuple[Segment, ...], count: int) -> tuple[Segment, ...]:
+    """Return the segments' first `count` tokens."""
+    shortened: list[Segment] = []
+    for segment in segments:
+        if count <= 0:
+            break
+        shortened.append(
+            structs.replace(
+                segment, tokens=segment.tokens[:count], logprobs=segment.logprobs[:count]
+            )
+        )
+        count -= len(segment.tokens)
+    return tuple(shortened)

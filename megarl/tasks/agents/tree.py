@@ -1,10 +1,11 @@
 """A tree of the policy's messages in a session: which one a request continues, and
 which tokens are trained on. No I/O.
 
-    request: system, user ──────────────────────► no node: rendered whole, a new root
-             system, user, A, tool result ──────► node A: its tokens as sampled, then the result (rendering.py)
-             system, user, A, another result ───► node A again: a branch
-             system, summary ───────────────────► a new root
+    request                              continues
+    system, user                         no node: rendered whole, a new root
+    system, user, A, tool result         node A: its tokens as sampled, then the result
+    system, user, A, another result      node A again: a branch
+    system, summary                      no node: a new root
 
 The tokens sent to a server are the tokens recorded, so training is right whatever is
 decided here: a missed match only costs the prompt's tokens once more, but a wrong match
@@ -17,6 +18,7 @@ reasoning: calls with all the ids that we gave them name the answer.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -31,25 +33,25 @@ NOTHING = CanonicalMessage("assistant")
 class TreeNode:
     """One message of the policy.
 
-    put [n] int32: prompt tokens after the parent's last token; segments: the tokens
-    sampled after `put`. history: the earlier messages; key: the hash of the whole
-    request. asked, delivered: the moments, by the tree's clock, at which the request
-    came and at which the agent last received the whole answer (-1 before that). served:
-    the answer; stopped: the stop text that ended it, or "".
+    suffix [n] int32: the prompt's tokens after the parent's last token; segments: the
+    tokens sampled after them. history: the earlier messages; key: the hash of the whole
+    request. asked_at, delivered: the moments, by the tree's clock, at which the request
+    came and at which the agent last received the whole answer (-1 before that). answer:
+    the message that the agent is served; stopped: the stop text that ended it, or "".
     """
 
     number: int
     parent: "TreeNode | None"
-    put: np.ndarray
+    suffix: np.ndarray
     history: tuple[CanonicalMessage, ...]
     key: "hashlib._Hash"
-    asked: int
+    asked_at: int
     segments: tuple[Segment, ...] = ()
-    served: CanonicalMessage = NOTHING
+    answer: CanonicalMessage = NOTHING
     stopped: str = ""
     delivered: int = -1
     children: list["TreeNode"] = field(default_factory=list)
-    _whole: np.ndarray | None = None
+    _tokens: np.ndarray | None = None
 
     @property
     def sampled(self) -> np.ndarray:
@@ -57,29 +59,45 @@ class TreeNode:
         return tokens_of(self.segments)
 
     @property
+    def conversation(self) -> tuple[CanonicalMessage, ...]:
+        """The messages up to and including the answer, as they were served."""
+        return (*self.history, self.answer)
+
+    @property
     def line(self) -> list["TreeNode"]:
         """The nodes from the root to this one."""
-        found = [self]
+        nodes = [self]
         node = self.parent
         while node is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.parent
-        return found[::-1]
+        return nodes[::-1]
 
     @property
     def tokens(self) -> np.ndarray:
         """All tokens from the root to this node, [n] int32, valid once it is answered.
         Only a line's last node caches them.
         """
-        if self._whole is None:
-            before = self.parent and self.parent._whole
-            nodes, begun = (self.line, int32(())) if before is None else ([self], before)
-            self._whole = np.concatenate(
-                [begun, *(part for node in nodes for part in (node.put, node.sampled))]
-            )
+        if self._tokens is None:
+            self._tokens = self._joined_tokens()
             if self.parent is not None:
-                self.parent._whole = None
-        return self._whole
+                self.parent._tokens = None
+        return self._tokens
+
+    def _joined_tokens(self) -> np.ndarray:
+        if self.parent is not None and self.parent._tokens is not None:
+            return np.concatenate([self.parent._tokens, self.suffix, self.sampled])
+        parts: list[np.ndarray] = []
+        for node in self.line:
+            parts += [node.suffix, node.sampled]
+        return np.concatenate([int32(()), *parts])
+
+
+class PathEnd(NamedTuple):
+    """Where a node ends: in the path of this number, after `length` tokens."""
+
+    path: int
+    length: int
 
 
 class SessionTree:
@@ -87,9 +105,8 @@ class SessionTree:
 
     def __init__(self) -> None:
         self.nodes: list[TreeNode] = []
-        self._at: dict[
-            bytes, list[TreeNode]
-        ] = {}  # by the hash of all messages up to and including the served one
+        self._by_conversation: dict[bytes, list[TreeNode]] = {}
+        """By the hash of all messages up to and including the answer."""
         self._textless: dict[tuple[tuple[str, ...], bytes], bytes] = {}
         """By the ids of an answer's calls and the answer's key without its text: its
         key.
@@ -103,13 +120,14 @@ class SessionTree:
         answered = len(request.messages)
         while answered and request.messages[answered - 1].role != "assistant":
             answered -= 1
-        before = request.messages[:answered]
-        behind = request.messages[answered:]
+        conversation = request.messages[:answered]
+        tail = request.messages[answered:]
         key = hashlib.sha256(hashlib.sha256(tagged(list(request.tools))).digest())
-        key.update(b"".join([self._key(message) for message in before]))
-        fit = [node for node in self._at.get(key.digest(), ()) if _reasoning_agrees(node, before)]
-        key.update(b"".join([message.key for message in behind]))
-        return _closest(fit, before), key
+        key.update(b"".join([self._key(message) for message in conversation]))
+        same = self._by_conversation.get(key.digest(), ())
+        candidates = [node for node in same if _reasoning_agrees(node, conversation)]
+        key.update(b"".join([message.key for message in tail]))
+        return _closest(candidates, conversation), key
 
     def moment(self) -> int:
         """Advance the clock by one, and return the new moment."""
@@ -119,40 +137,39 @@ class SessionTree:
     def add(
         self,
         parent: TreeNode | None,
-        put: np.ndarray,
+        suffix: np.ndarray,
         request: AgentRequest,
         key: "hashlib._Hash",
-        asked: int,
+        asked_at: int,
     ) -> TreeNode:
-        """Add a node for a request, before its answer is sampled. asked: the moment at
-        which the request came.
+        """Add a node for a request, before its answer is sampled. asked_at: the moment
+        at which the request came.
         """
         history = request.messages
-        if (
-            parent is not None
-        ):  # the messages as they were served; the agent may send back less of them
-            known = (*parent.history, parent.served)
-            history = (*known, *request.messages[len(known) :])
-        node = TreeNode(len(self.nodes), parent, put, history, key, asked)
+        if parent is not None:
+            # the messages as they were served; the agent may send back less of them
+            conversation = parent.conversation
+            history = (*conversation, *request.messages[len(conversation) :])
+        node = TreeNode(len(self.nodes), parent, suffix, history, key, asked_at)
         self.nodes.append(node)
         if parent is not None:
             parent.children.append(node)
         return node
 
     def answer(
-        self, node: TreeNode, segments: tuple[Segment, ...], served: CanonicalMessage
+        self, node: TreeNode, segments: tuple[Segment, ...], answer: CanonicalMessage
     ) -> None:
         """Record what was sampled for the node, and the message that the agent is
         served.
         """
         node.segments = segments
-        node.served = served
-        if served.calls and served.text.strip():
-            ids = tuple(call.id for call in served.calls)
-            self._textless[ids, replace(served, text="").key] = served.key
-        upto = node.key.copy()
-        upto.update(served.key)
-        self._at.setdefault(upto.digest(), []).append(node)
+        node.answer = answer
+        if answer.calls and answer.text.strip():
+            ids = tuple(call.id for call in answer.calls)
+            self._textless[ids, replace(answer, text="").key] = answer.key
+        key = node.key.copy()
+        key.update(answer.key)
+        self._by_conversation.setdefault(key.digest(), []).append(node)
 
     def _key(self, message: CanonicalMessage) -> bytes:
         """Return a message's key; of an answer whose text beside calls was dropped, the
@@ -170,42 +187,45 @@ class SessionTree:
         again instead of continuing from it. The answers of parallel sub-agents with the
         same request are not superseded: both asked before either was answered.
         """
-        siblings = (
-            node.parent.children
-            if node.parent is not None
-            else [n for n in self.nodes if n.parent is None]
-        )
-        return not node.children and any(
-            other.key.digest() == node.key.digest()
-            and other.delivered >= 0
-            and other.asked > node.delivered
-            for other in siblings
+        if node.children:
+            return False
+        if node.parent is not None:
+            siblings = node.parent.children
+        else:
+            siblings = [root for root in self.nodes if root.parent is None]
+        return any(
+            sibling.key.digest() == node.key.digest()
+            and sibling.delivered >= 0
+            and sibling.asked_at > node.delivered
+            for sibling in siblings
         )
 
     def trained(self) -> list[list[TreeNode]]:
         """Return the lines of nodes to train on, ordered by their last nodes, the
-        earliest first. A node is trained on if it was delivered and not superseded, or
-        if such a node descends from it.
+        earliest first.
         """
-        kept = set[TreeNode]()
+        nodes = self._trained_nodes()
+        parents = {node.parent for node in nodes}
+        return [node.line for node in nodes if node not in parents]
+
+    def _trained_nodes(self) -> list[TreeNode]:
+        """Return the nodes to train on, the earliest first. A node is trained on if it
+        was delivered and not superseded, or if such a node descends from it.
+        """
+        trained = set[TreeNode]()
         for node in reversed(self.nodes):
-            if any(child in kept for child in node.children) or (
-                node.delivered >= 0 and not self.superseded(node)
-            ):
-                kept.add(node)
-        return [
-            n.line
-            for n in self.nodes
-            if n in kept and not any(child in kept for child in n.children)
-        ]
+            has_trained_child = not trained.isdisjoint(node.children)
+            if has_trained_child or (node.delivered >= 0 and not self.superseded(node)):
+                trained.add(node)
+        return [node for node in self.nodes if node in trained]
 
     def credit(self, rewards: Sequence[tuple[int, float]]) -> None:
         """Number the trained turns as they were served; credit each with the rewards
         after it. rewards: (moment, amount).
         """
-        served = {node: max(node.delivered, node.asked) for line in self.trained() for node in line}
-        for number, (node, moment) in enumerate(sorted(served.items(), key=lambda each: each[1])):
-            credit = sum(reward for at, reward in rewards if at > moment)
+        for number, node in enumerate(sorted(self._trained_nodes(), key=_moment_of)):
+            moment = _moment_of(node)
+            credit = sum(amount for rewarded_at, amount in rewards if rewarded_at > moment)
             node.segments = tuple(
                 structs.replace(s, turn=number, credit=credit) for s in node.segments
             )
@@ -216,33 +236,32 @@ class SessionTree:
         """
         segments: list[Segment] = []
         paths: list[Branch] = []
-        first: dict[
-            TreeNode, tuple[int, int]
-        ] = {}  # the path that trains a node, and the path's length up to it
+        ends: dict[TreeNode, PathEnd] = {}  # of each node in the first path that has it
         for number, line in enumerate(self.trained()):
-            before = [node for node in line if node in first]
-            parent, shared = first[before[-1]] if before else (-1, 0)
-            own: list[Segment] = []
-            end = shared
-            for node in line[len(before) :]:
-                if n := len(node.put):
-                    zeros = np.zeros(n, np.float32)
-                    version = node.segments[0].weight_version
-                    own.append(
-                        Segment(
-                            tokens=node.put, logprobs=zeros, weight_version=version, trained=False
-                        )
-                    )
-                own += node.segments
-                end += n + sum(len(s.tokens) for s in node.segments)
-                first[node] = number, end
-            segments += own
-            paths.append(Branch(segments=len(own), parent=parent, shared=shared))
+            shared_nodes = [node for node in line if node in ends]
+            branch_point = PathEnd(path=-1, length=0)
+            if shared_nodes:
+                branch_point = ends[shared_nodes[-1]]
+            path_segments: list[Segment] = []
+            length = branch_point.length
+            for node in line[len(shared_nodes) :]:
+                node_segments = _segments_of(node)
+                path_segments += node_segments
+                length += sum(len(segment.tokens) for segment in node_segments)
+                ends[node] = PathEnd(number, length)
+            segments += path_segments
+            paths.append(
+                Branch(
+                    segments=len(path_segments),
+                    parent=branch_point.path,
+                    shared=branch_point.length,
+                )
+            )
         return tuple(segments), tuple(paths)
 
     def untrained_tokens(self) -> int:
         """Return the number of sampled tokens that are in no path."""
-        trained = {node for line in self.trained() for node in line}
+        trained = set(self._trained_nodes())
         return sum(len(node.sampled) for node in self.nodes if node not in trained)
 
 
@@ -251,21 +270,44 @@ def tokens_of(segments: Sequence[Segment]) -> np.ndarray:
     return np.concatenate([int32(()), *(s.tokens for s in segments)])
 
 
-def _closest(fit: Sequence[TreeNode], messages: Sequence[CanonicalMessage]) -> TreeNode | None:
+def _moment_of(node: TreeNode) -> int:
+    """Return when the node was served or, if it never was, asked for."""
+    return max(node.delivered, node.asked_at)
+
+
+def _segments_of(node: TreeNode) -> list[Segment]:
+    """Return a node's segments: its part of the prompt, not trained, and its answer."""
+    length = len(node.suffix)
+    if not length:
+        return list(node.segments)
+    prompt = Segment(
+        tokens=node.suffix,
+        logprobs=np.zeros(length, np.float32),
+        weight_version=node.segments[0].weight_version,
+        trained=False,
+    )
+    return [prompt, *node.segments]
+
+
+def _closest(
+    candidates: Sequence[TreeNode], messages: Sequence[CanonicalMessage]
+) -> TreeNode | None:
     """Return the node that a request continues, of those that fit its messages up to
     the last answer: the one whose ids it has; else the one whose numbers are written as
     in the request; else the newest. None if none fits.
     """
-    if len(fit) < 2:
-        return fit[0] if fit else None
+    if not candidates:
+        return None
+    if len(candidates) == 1:
+        return candidates[0]
     marks = messages[-1].marks
 
     def closeness(node: TreeNode) -> tuple[int, int, int]:
-        pairs = zip((*node.history, node.served), messages, strict=True)
+        pairs = zip(node.conversation, messages, strict=True)
         exact = sum(_arguments(ours) == _arguments(theirs) for ours, theirs in pairs)
-        return len(node.served.marks & marks), exact, node.number
+        return len(node.answer.marks & marks), exact, node.number
 
-    return max(fit, key=closeness)
+    return max(candidates, key=closeness)
 
 
 def _arguments(message: CanonicalMessage) -> list[object]:
@@ -276,8 +318,10 @@ def _reasoning_agrees(node: TreeNode, messages: Sequence[CanonicalMessage]) -> b
     """Return whether each reasoning that the agent sends back is the conversation's
     own.
     """
-    known = (*node.history, node.served)
-    if len(known) != len(messages):
+    conversation = node.conversation
+    if len(conversation) != len(messages):
         return False
-    told = (pair for pair in zip(messages, known, strict=True) if pair[0].reasoning)
-    return all(message.reasoning.strip() in ("", ours.reasoning.strip()) for message, ours in told)
+    for theirs, ours in zip(messages, conversation, strict=True):
+        if theirs.reasoning and theirs.reasoning.strip() not in ("", ours.reasoning.strip()):
+            return False
+    return True

@@ -1,7 +1,9 @@
 """What the protocols share: which fields of a request are used, ignored or refused;
 texts in several parts; OpenAI's errors.
 
-    chat_completions.py, anthropic_messages.py, responses.py ─► WireProtocol ─► gateway.py
+    chat_completions.py   ┐
+    anthropic_messages.py ├─► WireProtocol ─► gateway.py
+    responses.py          ┘
 
 A table in docs/agents.md says which field is which. A field is refused if with it the
 policy would sample from a distribution other than the one that is trained, or if it
@@ -33,15 +35,22 @@ _ESCAPE = re.compile(
 )
 """An escape in JSON, or two that make one character."""
 _HALF_PAIR = 6
+_TEXT_TYPES = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TOOL_CHOICES = (None, "auto", "any", "required", "none")
 
 
 class TextPart(msgspec.Struct):
+    """A part of a message."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
 class FormatOption(msgspec.Struct):
+    """The field that holds the requested format of an answer."""
+
     format: Any = None
 
 
@@ -64,7 +73,6 @@ class WireProtocol:
         """Return a body's fields; those that nobody reads stay as JSON. WireError if
         the body is not a JSON object.
         """
-        read = {*self.body.__struct_fields__, *self.refused, "model"} - {self.conversation}
         try:
             fields = msgspec.json.decode(with_whole_characters(data), type=dict[str, msgspec.Raw])
         except msgspec.ValidationError:
@@ -73,38 +81,46 @@ class WireProtocol:
             raise WireError(400, f"the body is not JSON: {error}") from None
         except RecursionError:
             raise WireError(400, "the body is nested too deeply") from None
-        return {
-            name: decoded(raw, Any, name) if name in read else raw for name, raw in fields.items()
-        }
+        decoded_fields = self._fields() - {self.conversation}
+        body: JsonObject = {}
+        for name, raw in fields.items():
+            body[name] = decoded(raw, Any, name) if name in decoded_fields else raw
+        return body
 
-    def request(self, body: JsonObject, known: ReadMessages) -> tuple[str, AgentRequest]:
-        """Return model name and request. known: messages sent before. WireError if a
-        field is refused or has a wrong type, or if there are more messages and tools
-        than the context can have tokens.
+    def request(self, body: JsonObject, cache: ReadMessages) -> tuple[str, AgentRequest]:
+        """Return model name and request. cache: the messages that were sent before.
+        WireError if a field is refused or has a wrong type, or if there are more
+        messages and tools than the context can have tokens.
         """
-        for field, why in self.refused.items():
+        for field, reason in self.refused.items():
             if body.get(field):
-                raise refused_field(field, why)
+                raise refused_field(field, reason)
         try:
-            read = msgspec.convert(body, self.body, strict=True)
+            typed_body = msgspec.convert(body, self.body, strict=True)
         except msgspec.ValidationError as error:
             raise WireError(400, str(error)) from None
-        request = self.read(read, known)
-        known.bounds.check_count(len(request.messages) + len(request.tools))
+        request = self.read(typed_body, cache)
+        cache.bounds.check_count(len(request.messages) + len(request.tools))
         return body.get("model") or "", request
 
     def ignored(self, body: JsonObject) -> Iterator[str]:
-        """Yield the names of fields that have a value but are neither read nor refused."""
-        known = {*self.body.__struct_fields__, *self.refused, "model"}
-        yield from (
-            field for field, value in body.items() if field not in known and bytes(value) != b"null"
-        )
+        """Yield the names of fields that have a value but are neither read nor
+        refused.
+        """
+        known_fields = self._fields()
+        for field, value in body.items():
+            if field not in known_fields and bytes(value) != b"null":
+                yield field
 
-    def read(self, body: Any, known: ReadMessages) -> AgentRequest:
+    def _fields(self) -> set[str]:
+        """Return the names of the fields that are read or refused."""
+        return {*self.body.__struct_fields__, *self.refused, "model"}
+
+    def read(self, body: Any, cache: ReadMessages) -> AgentRequest:
         """Return the request in a body whose fields have the right types."""
         raise NotImplementedError
 
-    def note_answer(self, turn: ServedTurn, known: ReadMessages) -> None:
+    def note_answer(self, turn: ServedTurn, cache: ReadMessages) -> None:
         """Note what later requests may name by an id."""
 
     def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
@@ -125,13 +141,12 @@ class WireProtocol:
         return "", self.error(error)
 
 
-def asked(
+def request_of(
     messages: Sequence[CanonicalMessage],
     tools: Iterable[tuple[str, JsonObject]],
     choice: Any,
     limits: Iterable[int | None],
     stop: str | list[str] | None = None,
-    stream: bool | None = None,
 ) -> AgentRequest:
     """Return a request. tools: (type, function); choice: the tool choice, a word or an
     object with a type; limits: on the answer's tokens. WireError if the policy cannot
@@ -143,69 +158,75 @@ def asked(
         raise refused_field(
             "messages", "the last one is the assistant's; continuing a message is not supported"
         )
-    functions = list(tools)
-    for n, (kind, function) in enumerate(functions):
+    functions = _functions(tools)
+    choice_type = choice.get("type") if isinstance(choice, dict) else choice
+    if choice_type not in _TOOL_CHOICES:
+        raise refused_field("tool_choice", f"a named tool {NOT_THE_POLICY}")
+    if choice_type == "none":
+        functions = ()
+    set_limits = [limit for limit in limits if limit is not None]
+    if any(limit < 1 for limit in set_limits):
+        raise refused_field("max_tokens", "must be 1 or more")
+    return AgentRequest(
+        messages=tuple(messages),
+        tools=functions,
+        max_tokens=min(set_limits, default=None),
+        stop=_stops(stop),
+    )
+
+
+def _functions(tools: Iterable[tuple[str, JsonObject]]) -> tuple[JsonObject, ...]:
+    """Return the tools in OpenAI's format. WireError if one is no function, or has no
+    name.
+    """
+    functions: list[JsonObject] = []
+    for n, (kind, function) in enumerate(tools):
         if kind != "function":
             raise refused_field(f"tools[{n}]", f"{kind}: {NO_PROVIDER}; the policy calls functions")
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise refused_field(f"tools[{n}]", "the function has no name")
-    chosen = choice.get("type") if isinstance(choice, dict) else choice
-    if chosen not in (None, "auto", "any", "required", "none"):
-        raise refused_field("tool_choice", f"a named tool {NOT_THE_POLICY}")
-    given = [limit for limit in limits if limit is not None]
-    if any(limit < 1 for limit in given):
-        raise refused_field("max_tokens", "must be 1 or more")
-    stops = [stop] if isinstance(stop, str) else stop or []
-    if len(stops) > MOST_STOPS:
+        functions.append({"type": "function", "function": function})
+    return tuple(functions)
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Return the stop texts. WireError if there are too many."""
+    if isinstance(stop, str):
+        stop = [stop]
+    texts = stop or []
+    if len(texts) > MOST_STOPS:
         raise refused_field(
-            "stop", f"there are {len(stops):,} texts; at most {MOST_STOPS} are looked for"
+            "stop", f"there are {len(texts):,} texts; at most {MOST_STOPS} are looked for"
         )
-    return AgentRequest(
-        messages=tuple(messages),
-        tools=tuple(
-            {"type": "function", "function": function}
-            for _, function in functions
-            if chosen != "none"
-        ),
-        max_tokens=min(given, default=None),
-        stop=tuple(text for text in stops if text),
-        stream=bool(stream),
-    )
+    return tuple(text for text in texts if text)
 
 
-def text_of(content: Content, where: str, between: str = "") -> str:
-    """Return a message's text, its parts joined by `between`. WireError if a part is
-    not text.
+def text_of(content: Content, field: str, joint: str = "") -> str:
+    """Return the text in a field of a message, its parts joined by `joint`. WireError
+    if a part is not text.
     """
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
-        if part.type not in (
-            "text",
-            "input_text",
-            "output_text",
-            "refusal",
-            "reasoning_text",
-            "summary_text",
-        ):
-            raise refused_field(where, f"a part is {part.type}; the policy reads only text")
-    return between.join(part.text or part.refusal or "" for part in content)
+        if part.type not in _TEXT_TYPES:
+            raise refused_field(field, f"a part is {part.type}; the policy reads only text")
+    return joint.join(part.text or part.refusal or "" for part in content)
 
 
-def role_of(role: str, where: str) -> str:
+def role_of(role: str, field: str) -> str:
     """Return a message's role, with "developer" turned into "system". WireError if the
     role is unknown.
     """
-    if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise refused_field(
-            where, f"{role!r} is not one of system, developer, user, assistant, tool"
-        )
+    if role not in _ROLES:
+        raise refused_field(field, f"{role!r} is not one of {', '.join(_ROLES)}")
     return "system" if role == "developer" else role
 
 
-def refuse_format(given: Any, field: str) -> None:
+def refuse_format(format: Any, field: str) -> None:
     """Raise WireError if the requested format of the answer is not text."""
-    if given is not None and not (isinstance(given, dict) and given.get("type") == "text"):
+    if format is None:
+        return
+    if not isinstance(format, dict) or format.get("type") != "text":
         raise refused_field(field, NOT_THE_POLICY)
 
 
@@ -216,4 +237,10 @@ def with_whole_characters(data: bytes) -> bytes:
     """
     if rb"\ud" not in data and rb"\uD" not in data:
         return data
-    return _ESCAPE.sub(lambda match: rb"\ufffd" if len(match[0]) == _HALF_PAIR else match[0], data)
+    return _ESCAPE.sub(_whole_character, data)
+
+
+def _whole_character(escape: re.Match[bytes]) -> bytes:
+    if len(escape[0]) == _HALF_PAIR:
+        return rb"\ufffd"
+    return escape[0]

@@ -1,9 +1,12 @@
 """Keeps an environment's process alive, and determines which episode is to blame when
 the process fails.
 
-episodes ── ask ──► Process ── frames ──► worker.py          dies or blocks: killed, and replaced at the next request;
-                      ▲ reply, or Died(culprit)              the episode whose code was running fails, others are replayed
-                      └── shared memory that says which episode's code is running
+    episodes ── ask ──► Process ── frames ──► worker.py
+                          ▲ reply, or Died(culprit)
+                          └── shared memory that says which episode's code is running
+
+A process that dies or blocks is killed, and replaced at the next request. The episode
+whose code was running fails; others are replayed.
 """
 
 import asyncio
@@ -46,8 +49,8 @@ class Died(Exception):
     0 if none was, or if unknown.
     """
 
-    def __init__(self, culprit: int, why: str) -> None:
-        super().__init__(why)
+    def __init__(self, culprit: int, reason: str) -> None:
+        super().__init__(reason)
         self.culprit = culprit
 
 
@@ -62,7 +65,7 @@ class Process:
         self._mark = mark
         self._longest = longest
         self._waiting: dict[int, asyncio.Future[EpisodeReply]] = {}
-        self._heard = 0.0
+        self._last_reply_at = 0.0
         self.over: Died | None = None  # set once it can answer no more requests
         self._reading = asyncio.create_task(self._read())
 
@@ -76,54 +79,59 @@ class Process:
         reply: asyncio.Future[EpisodeReply] = asyncio.get_running_loop().create_future()
         self._waiting[request.call] = reply
         try:
-            with contextlib.suppress(
-                OSError, RuntimeError
-            ):  # it has just ended; `_read` notices that too
+            # if it has just ended, `_read` notices that too
+            with contextlib.suppress(OSError, RuntimeError):
                 self._process.stdin.write(frame(encode(request)))
             for _ in range(2):  # a process that is slow because of its load gets twice the time
-                if (await asyncio.wait({reply}, timeout=request.limit_s + MARGIN_S))[0]:
+                done, _ = await asyncio.wait({reply}, timeout=request.limit_s + MARGIN_S)
+                if done:
                     return reply.result()
-                if time.monotonic() - self._heard > MARGIN_S:
+                if time.monotonic() - self._last_reply_at > MARGIN_S:
+                    culprit = self._running_episode() or request.episode
                     blocks = f"blocked its process for more than {request.limit_s:g} s"
-                    self.end(Died(MARK.unpack_from(self._mark)[0] or request.episode, blocks))
+                    self.end(Died(culprit, blocks))
                     return reply.result()
-            return EpisodeReply(
-                call=request.call, error=f"took longer than {request.limit_s:g} s, and still runs"
-            )
+            error = f"took longer than {request.limit_s:g} s, and still runs"
+            return EpisodeReply(call=request.call, error=error)
         finally:
             self._waiting.pop(request.call, None)
 
-    def end(self, why: Died) -> None:
+    def end(self, reason: Died) -> None:
         """Kill the process and its children. Everyone who waits for a reply gets the
-        error `why`.
+        error `reason`.
         """
         if self.over:
             return
-        self.over = why
+        self.over = reason
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         for reply in self._waiting.values():
             if not reply.done():
-                reply.set_exception(Died(why.culprit, str(why)))
+                reply.set_exception(Died(reason.culprit, str(reason)))
+
+    def _running_episode(self) -> int:
+        """Return the episode whose code is running, 0 if none is."""
+        (episode,) = MARK.unpack_from(self._mark)
+        return int(episode)
 
     async def _read(self) -> None:
         assert self._process.stdout
         try:
             while True:
                 reply = await _received(self._process.stdout, self._longest)
-                self._heard = time.monotonic()
+                self._last_reply_at = time.monotonic()
                 waiting = self._waiting.get(reply.call)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(reply)
         except (asyncio.IncompleteReadError, OSError):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), MARGIN_S)
-            said = f"ended its process ({_status(self._process.returncode)})"
+            reason = f"ended its process ({_status(self._process.returncode)})"
         except (msgspec.DecodeError, ValueError) as error:
-            said = f"damaged its process's output ({error})"
+            reason = f"damaged its process's output ({error})"
         if not self.over:
-            log.warning("a process of an environment ended: %s", said)
-        self.end(Died(MARK.unpack_from(self._mark)[0], said))
+            log.warning("a process of an environment ended: %s", reason)
+        self.end(Died(self._running_episode(), reason))
 
 
 class Host:
@@ -131,7 +139,8 @@ class Host:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._what = f"{next(iter(setup.parts.values())).key}: {setup.environment}"
+        first_part = next(iter(setup.parts.values()))
+        self._name = f"{first_part.key}: {setup.environment}"
         self._starting: asyncio.Task[Process] | None = None
         self.numbers = itertools.count(1)  # for episodes and calls
 
@@ -151,28 +160,30 @@ class Host:
             greeting: EpisodeReply = decode(done.stdout[HEAD.size :], EpisodeReply)
             if greeting.error is None:
                 return
-            why = greeting.error
+            problem = greeting.error
         except subprocess.TimeoutExpired:
-            why = f"{self._what} is not ready within {START_LIMIT_S:g} s"
+            problem = f"{self._name} is not ready within {START_LIMIT_S:g} s"
         except msgspec.DecodeError:
-            last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-            said = " ".join(last) or _status(done.returncode)
-            why = f"{self._what} cannot be used: its process ended as it started: {said}"
-        raise MegarlError(why)
+            lines = done.stderr.decode(errors="replace").strip().splitlines()
+            reason = lines[-1] if lines else _status(done.returncode)
+            problem = f"{self._name} cannot be used: its process ended as it started: {reason}"
+        raise MegarlError(problem)
 
     async def process(self) -> Process:
         """Return the live process. EnvironmentDown if none can be started."""
         starting = self._starting
         if starting is None or (starting.done() and starting.result().over):
-            starting = self._starting = asyncio.create_task(_started(self._setup))
+            starting = asyncio.create_task(_started(self._setup))
+            self._starting = starting
         try:
             return await asyncio.shield(starting)
         except (EnvironmentDown, OSError) as error:  # OSError: no process can be had
             if self._starting is starting:
                 self._starting = None  # so that the next request tries again
-            raise EnvironmentDown(f"{self._what}: {error}") from None
+            raise EnvironmentDown(f"{self._name}: {error}") from None
 
     def close(self) -> None:
+        """End the process."""
         if self._starting is None:
             return
         if not self._starting.done():
@@ -204,24 +215,33 @@ async def _started(setup: Setup) -> Process:
         )
     finally:
         os.close(descriptor)
+    try:
+        await _greet(process, setup)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return Process(process, mark, longest)
+
+
+async def _greet(process: asyncio.subprocess.Process, setup: Setup) -> None:
+    """Send a new process its setup, and wait until it is ready. EnvironmentDown if it
+    is not.
+    """
     assert process.stdin
     assert process.stdout
     try:
         process.stdin.write(frame(encode(setup)))
-        greeting = await asyncio.wait_for(_received(process.stdout, longest), START_LIMIT_S)
-        if greeting.error is not None:
-            raise EnvironmentDown(greeting.error)
-    except BaseException as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        if isinstance(error, TimeoutError):
-            raise EnvironmentDown(f"its process was not ready within {START_LIMIT_S:g} s") from None
-        if isinstance(error, EOFError | OSError | RuntimeError | msgspec.DecodeError | ValueError):
-            raise EnvironmentDown(
-                "its process ended as it started; the controller's log has the reason"
-            ) from None
-        raise
-    return Process(process, mark, longest)
+        reading = _received(process.stdout, longest_reply(setup))
+        greeting = await asyncio.wait_for(reading, START_LIMIT_S)
+    except TimeoutError:
+        raise EnvironmentDown(f"its process was not ready within {START_LIMIT_S:g} s") from None
+    except (EOFError, OSError, RuntimeError, msgspec.DecodeError, ValueError):
+        raise EnvironmentDown(
+            "its process ended as it started; the controller's log has the reason"
+        ) from None
+    if greeting.error is not None:
+        raise EnvironmentDown(greeting.error)
 
 
 async def _received(source: asyncio.StreamReader, longest: int) -> EpisodeReply:
@@ -234,4 +254,6 @@ async def _received(source: asyncio.StreamReader, longest: int) -> EpisodeReply:
 def _status(code: int | None) -> str:
     if code is None:
         return "it still runs"
-    return f"status {code}" if code >= 0 else f"signal {-code}"
+    if code < 0:
+        return f"signal {-code}"
+    return f"status {code}"

@@ -1,9 +1,9 @@
 """A Python tool: runs the last program in a turn in the sandbox, and replies with its
 output.
 
-    ```python                        or      <tool_call>
-    print(6 * 7)                             {"name": "python", "arguments": {"code": "print(6 * 7)"}}
-    ```                                      </tool_call>
+    ```python         or   <tool_call>
+    print(6 * 7)           {"name": "python", "arguments": {"code": "print(6 * 7)"}}
+    ```                    </tool_call>
 
 Each call runs in a new process, so no state is kept between calls. Errors are printed
 as Python prints them. A turn without a program outside its thinking is the last one.
@@ -48,17 +48,17 @@ class Python(Environment):
         self._setting = setting
 
     async def step(self, tokens: np.ndarray) -> Observation:
-        called = last_call(self._setting.said(tokens))
-        if called is None:
+        """Run the turn's last program, and return its output."""
+        call = last_call(self._setting.said(tokens))
+        if call is None:
             return DONE
         try:
-            program = program_of(*called)
+            program = program_of(*call)
         except ValueError as error:
             return Observation(self._setting.framing.tokens(str(error)), error=True)
         ran = await self._setting.sandbox.run(WRAPPED.format(program=program), "")
-        return Observation(
-            self._setting.framing.tokens(told(ran)), error=ran.ended != "exit" or ran.status != 0
-        )
+        failed = ran.ended != "exit" or ran.status != 0
+        return Observation(self._setting.framing.tokens(reply_about(ran)), error=failed)
 
 
 def last_call(text: str) -> tuple[str, str] | None:
@@ -91,15 +91,23 @@ def program_of(kind: str, called: str) -> str:
     return program
 
 
-def told(ran: Ran) -> str:
+def reply_about(ran: Ran) -> str:
     """Return the reply to the policy about a program that has run: its output, and why
     it failed.
     """
     printed = ran.stdout.strip("\n")
-    why = {
-        "time": "it took too long and was ended",
-        "output": "it printed too much and was ended",
-    }.get(ran.ended, "")
-    if not why and (ran.status < 0 or (ran.status and not printed)):
-        why = f"ended with status {ran.status}"
-    return f"{printed}\nerror: {why}".lstrip("\n") if why else printed or "(nothing was printed)"
+    problem = _problem(ran, printed)
+    if problem:
+        return f"{printed}\nerror: {problem}".lstrip("\n")
+    return printed or "(nothing was printed)"
+
+
+def _problem(ran: Ran, printed: str) -> str:
+    """Return why a program failed; "" if it did not, or if what it printed says why."""
+    if ran.ended == "time":
+        return "it took too long and was ended"
+    if ran.ended == "output":
+        return "it printed too much and was ended"
+    if ran.status < 0 or (ran.status and not printed):
+        return f"ended with status {ran.status}"
+    return ""

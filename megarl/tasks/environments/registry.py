@@ -1,9 +1,9 @@
 """A recipe's environments, by task; each plays an episode within limits set by the
 recipe.
 
-async with bounded.played(prompt):      reset … close
-    observation = await bounded.step(turn)
-bounded.record()                        the part of the rollout's record about the episode
+    async with bounded.played(prompt):      reset … close
+        observation = await bounded.step(turn)
+    bounded.record()                        the rollout's record of the episode
 
 If another episode brings down the process, the episode goes on in a new one: that is
 given the same turns again, and must reply to them in the same way.
@@ -51,7 +51,7 @@ class Bounded:
         self._host = host
         self._task = task
         self._vocabulary = vocabulary
-        self._where = f"{key}: environment {task.environment}"
+        self._name = f"{key}: environment {task.environment}"
         self.turns = task.turns
         self.stop_tokens: tuple[int, ...] = ()
         self._episode = next(host.numbers)
@@ -77,6 +77,9 @@ class Bounded:
                 log.warning("%s", error)
 
     async def step(self, tokens: np.ndarray) -> Observation:
+        """Answer a turn. GraderDown if the environment fails, or answers nothing that
+        the policy could read.
+        """
         began = time.monotonic()
         reply = await self._surely(lambda: self._observed(tokens))
         self._past.append((tokens, reply))
@@ -94,12 +97,16 @@ class Bounded:
         return reply
 
     async def reward(self) -> Verdict | None:
+        """Return the environment's verdict after the last turn, if it has one."""
         verdict = (await self._surely(lambda: self._answered("reward"))).verdict
         if verdict is not None and not math.isfinite(verdict.score):
             raise self._down(f"gave the reward {verdict.score}")
         return verdict
 
     def record(self, turns: int, limited: bool) -> Episode:
+        """Return the record of an episode with this many turns. limited: the limit on
+        turns ended it.
+        """
         return Episode(
             turns=turns,
             calls=self._calls,
@@ -112,43 +119,43 @@ class Bounded:
         """Run `act` with the process that plays the episode; if it dies, with the next
         one, up to LIVES.
         """
-        why = ""
+        reason = ""
         for _ in range(LIVES):
             try:
                 if self._process is None or self._process.over:
-                    await self._begin()
+                    await self._start()
                 return await act()
             except Died as died:
-                why = str(died)
+                reason = str(died)
                 if died.culprit == self._episode:
-                    raise self._down(why) from None
+                    raise self._down(reason) from None
             except (GraderDown, MegarlError):
                 raise
             except Exception as error:  # no episode may end the controller
-                log.exception("%s failed in a way that nobody foresaw", self._where)
+                log.exception("%s failed in a way that nobody foresaw", self._name)
                 raise self._down(f"{type(error).__name__}: {error}", ": ") from None
         raise self._down(
-            f"{why}; the last of {LIVES} processes, and it is unknown which episode was to blame"
+            f"{reason}; the last of {LIVES} processes, and it is unknown which episode was to blame"
         )
 
-    async def _begin(self) -> None:
+    async def _start(self) -> None:
         """Begin the episode in the live process; an episode already in progress is
         replayed up to where it was.
         """
-        again = self._process is not None
+        is_replay = self._process is not None
         self._process = await self._host.process()
-        begun = await self._answered("reset", prompt=self._prompt)
-        self._check_tokens(begun.stop_tokens, "stops at")
-        self.stop_tokens = begun.stop_tokens
-        for tokens, before in self._past:
+        reset = await self._answered("reset", prompt=self._prompt)
+        self._check_tokens(reset.stop_tokens, "stops at")
+        self.stop_tokens = reset.stop_tokens
+        for tokens, earlier_reply in self._past:
             reply = await self._observed(tokens)
-            if reply[1:] != before[1:] or not np.array_equal(reply.tokens, before.tokens):
+            if not _same(reply, earlier_reply):
                 raise self._down(
                     "was replayed, because its process had ended, and answered the same turns"
                     " differently"
                 )
-        if again:
-            log.info("%s goes on in another process after %d turns", self._where, len(self._past))
+        if is_replay:
+            log.info("%s goes on in another process after %d turns", self._name, len(self._past))
 
     async def _observed(self, tokens: np.ndarray) -> Observation:
         reply = await self._answered("step", tokens=tokens)
@@ -156,27 +163,33 @@ class Bounded:
             raise self._down("answered a turn without an observation")
         return reply.observation
 
-    async def _answered(self, act: Act, **given: Any) -> EpisodeReply:
+    async def _answered(self, act: Act, **arguments: Any) -> EpisodeReply:
         assert self._process is not None
-        call = next(self._host.numbers)
-        limit_s = REPLY_LIMIT_S
         request = EpisodeRequest(
-            call=call, episode=self._episode, limit_s=limit_s, act=act, **given
+            call=next(self._host.numbers),
+            episode=self._episode,
+            limit_s=REPLY_LIMIT_S,
+            act=act,
+            **arguments,
         )
         reply = await self._process.ask(request)
         if reply.error is not None:
             raise self._down(reply.error, ": ")
         return reply
 
-    def _check_tokens(self, tokens: list[int] | tuple[int, ...], what: str) -> None:
+    def _check_tokens(self, tokens: list[int] | tuple[int, ...], verb: str) -> None:
         for token in tokens:
             if not 0 <= token < self._vocabulary:
                 raise self._down(
-                    f"{what} token {token}, which is not in the vocabulary of {self._vocabulary}"
+                    f"{verb} token {token}, which is not in the vocabulary of {self._vocabulary}"
                 )
 
-    def _down(self, why: str, between: str = " ") -> EnvironmentDown:
-        return EnvironmentDown(f"{self._where}{between}{why}")
+    def _down(self, reason: str, joint: str = " ") -> EnvironmentDown:
+        return EnvironmentDown(f"{self._name}{joint}{reason}")
+
+
+def _same(reply: Observation, other_reply: Observation) -> bool:
+    return reply[1:] == other_reply[1:] and np.array_equal(reply.tokens, other_reply.tokens)
 
 
 class TaskEnvironments:
@@ -193,30 +206,37 @@ class TaskEnvironments:
         self._tokenizer = tokenizer
         self._hosts: dict[str, Host] = {}
         for environment in dict.fromkeys(task.environment for task in self._tasks.values()):
-            parts = {
-                name: Part(
-                    key=self._keys[name],
-                    template=task.template,
-                    reply_tokens=task.reply_tokens,
-                    template_options=task.template_options,
-                )
-                for name, task in self._tasks.items()
-                if task.environment == environment
-            }
             setup = Setup(
                 environment=environment,
                 tokenizer=str(tokenizer.path),
                 sandbox=recipe.data.sandbox,
                 end_of_thinking=recipe.length.end_of_thinking,
-                parts=parts,
+                parts=self._parts(environment),
             )
-            self._hosts[environment] = host = Host(setup)
+            host = Host(setup)
+            self._hosts[environment] = host
             if environment in BUILT_IN:
                 Episodes(setup, tokenizer, int)
             else:
                 host.check()
 
+    def _parts(self, environment: str) -> dict[str, Part]:
+        """Return what the environment needs to know about its tasks and suites."""
+        return {
+            name: Part(
+                key=self._keys[name],
+                template=task.template,
+                reply_tokens=task.reply_tokens,
+                template_options=task.template_options,
+            )
+            for name, task in self._tasks.items()
+            if task.environment == environment
+        }
+
     def of(self, task: str) -> Bounded | None:
+        """Return a new environment for an episode of this task; None if its rollouts
+        have a single turn.
+        """
         if task not in self._tasks:
             return None
         rows = self._tasks[task]
@@ -224,5 +244,6 @@ class TaskEnvironments:
         return Bounded(self._hosts[rows.environment], key, rows, self._tokenizer.vocabulary)
 
     def close(self) -> None:
+        """End the environments' processes."""
         for host in self._hosts.values():
             host.close()

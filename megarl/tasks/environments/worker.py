@@ -44,7 +44,7 @@ LONGEST = 1 << 26
 """Most bytes in a request."""
 BESIDES_TOKENS = 1 << 16
 """Most bytes in a reply, besides the tokens of an observation."""
-SAID = 1000
+ERROR_CHARACTERS = 1000
 """Most characters of an error message that are passed on."""
 
 
@@ -118,26 +118,28 @@ class Episodes:
         if setup.environment == "python":
             sandbox.check()
         self._settings: dict[str, Setting] = {}
-        self._factory = _found(next(iter(setup.parts.values())).key, setup.environment)
+        first_part = next(iter(setup.parts.values()))
+        self._factory = _factory(first_part.key, setup.environment)
         for name, part in setup.parts.items():
             framing = Framing(tokenizer, part.template, part.reply_tokens, part.template_options)
-            setting = Setting(
+            self._settings[name] = Setting(
                 name, tokenizer, framing, sandbox, setup.end_of_thinking, part.reply_tokens
             )
-            self._settings[name] = setting
-            try:
-                environment = self._factory(setting)
-            except MegarlError as error:
-                raise MegarlError(f"{part.key}: {error}") from None
-            except BaseException as error:  # a user's class may raise anything
-                raise MegarlError(
-                    f"{part.key}: {setup.environment} cannot be made: {_said(error)}"
-                ) from error
-            if not isinstance(environment, Environment):
-                what = f"{part.key}: {setup.environment}"
-                raise MegarlError(
-                    f"{what} is not an Environment; derive it from megarl.environments.Environment"
-                )
+            self._check_factory(part, self._settings[name])
+
+    def _check_factory(self, part: Part, setting: Setting) -> None:
+        """Make an environment for this task. MegarlError if that fails."""
+        name = f"{part.key}: {self._setup.environment}"
+        try:
+            environment = self._factory(setting)
+        except MegarlError as error:
+            raise MegarlError(f"{part.key}: {error}") from None
+        except BaseException as error:  # a user's class may raise anything
+            raise MegarlError(f"{name} cannot be made: {_described(error)}") from error
+        if not isinstance(environment, Environment):
+            raise MegarlError(
+                f"{name} is not an Environment; derive it from megarl.environments.Environment"
+            )
 
     async def answer(self, request: EpisodeRequest) -> bytes:
         """Return an encoded reply, whatever the environment does. Never returns if the
@@ -145,58 +147,48 @@ class Episodes:
         """
         try:
             message = encode(await self._reply(request))
-            most = longest_reply(self._setup)
-            if len(message) <= most:
+            longest = longest_reply(self._setup)
+            if len(message) <= longest:
                 return message
-            error = f"answered {len(message):,} bytes, {most:,} at most"
-            return encode(EpisodeReply(call=request.call, error=error))
+            problem = f"answered {len(message):,} bytes, {longest:,} at most"
         except Exception as error:  # a number that no record holds, or text that is not Unicode
-            said = f"answered something that cannot be encoded ({type(error).__name__})"
-            return encode(EpisodeReply(call=request.call, error=said))
+            problem = f"answered something that cannot be encoded ({type(error).__name__})"
+        return encode(EpisodeReply(call=request.call, error=problem))
 
     async def _reply(self, request: EpisodeRequest) -> EpisodeReply:
         if request.prompt is None and request.episode not in self._playing:
             return EpisodeReply(call=request.call)  # its environment was never created
         try:
             async with asyncio.timeout(request.limit_s) as limit:
-                return await _Marked(
-                    self._answer(request),
-                    lambda inside: self._mark(request.episode if inside else 0),
-                )
+                return await _Marked(self._answer(request), request.episode, self._mark)
         except GraderDown as error:
-            return EpisodeReply(call=request.call, error=_said(error).partition(": ")[2])
-        except (
-            BaseException
-        ) as error:  # CancelledError and SystemExit too: they come from the environment
+            return EpisodeReply(call=request.call, error=_described(error).partition(": ")[2])
+        except BaseException as error:
+            # CancelledError and SystemExit too: they come from the environment
             if limit.expired():
                 late = f"{request.act} took longer than {request.limit_s:g} s"
                 return EpisodeReply(call=request.call, error=late)
-            said = f"{request.act} failed: {_said(error)}"
+            problem = f"{request.act} failed: {_described(error)}"
             try:
-                log.exception("%s: %s", self._setup.environment, said)
+                log.exception("%s: %s", self._setup.environment, problem)
             except Exception:  # an error that cannot even be printed
-                log.error("%s: %s", self._setup.environment, said)
-            return EpisodeReply(call=request.call, error=said)
+                log.error("%s: %s", self._setup.environment, problem)
+            return EpisodeReply(call=request.call, error=problem)
 
     async def _answer(self, request: EpisodeRequest) -> EpisodeReply:
         if request.prompt is not None:
             environment = self._factory(self._settings[request.prompt.task])
             self._playing[request.episode] = environment
             await _awaited(environment.reset(request.prompt))
-            return EpisodeReply(
-                call=request.call,
-                stop_tokens=tuple(int(token) for token in environment.stop_tokens),
-            )
+            stop_tokens = tuple(int(token) for token in environment.stop_tokens)
+            return EpisodeReply(call=request.call, stop_tokens=stop_tokens)
         environment = self._playing[request.episode]
         if request.tokens is not None:
-            return EpisodeReply(
-                call=request.call,
-                observation=_observed(await _awaited(environment.step(request.tokens))),
-            )
+            observation = _observed(await _awaited(environment.step(request.tokens)))
+            return EpisodeReply(call=request.call, observation=observation)
         if request.act == "reward":
-            return EpisodeReply(
-                call=request.call, verdict=_verdict(await _awaited(environment.reward()))
-            )
+            verdict = _verdict(await _awaited(environment.reward()))
+            return EpisodeReply(call=request.call, verdict=verdict)
         del self._playing[request.episode]
         await _awaited(environment.close())
         return EpisodeReply(call=request.call)
@@ -206,29 +198,32 @@ async def _awaited(result: Any) -> Any:
     """Return what a user's method returns, which may be no coroutine: a plain `def` is
     easily written.
     """
-    return await result if inspect.isawaitable(result) else result
+    if inspect.isawaitable(result):
+        return await result
+    return result
 
 
 class _Marked[T]:
-    """Awaits `inner`; calls `mark(True)` whenever its code starts to run, and
-    `mark(False)` when it waits or ends.
+    """Awaits `inner`; calls `mark(episode)` whenever its code starts to run, and
+    `mark(0)` when it waits or ends.
     """
 
-    def __init__(self, inner: Awaitable[T], mark: Callable[[bool], object]) -> None:
+    def __init__(self, inner: Awaitable[T], episode: int, mark: Callable[[int], object]) -> None:
         self._inner = inner
+        self._episode = episode
         self._mark = mark
 
     def __await__(self) -> Generator[Any, Any, T]:
         inner = self._inner.__await__()
         failure = None
         while True:
-            self._mark(True)
+            self._mark(self._episode)
             try:
                 waits_for = next(inner) if failure is None else inner.throw(failure)
             except StopIteration as stop:
                 return stop.value
             finally:
-                self._mark(False)
+                self._mark(0)
             failure = None
             try:
                 yield waits_for
@@ -242,34 +237,35 @@ def _observed(answer: Any) -> Observation:
     """
     if not isinstance(answer, Observation):
         raise TypeError(f"it answered {answer!r:.80}, not an Observation")
-    tokens, wrong = (
-        np.asarray(answer.tokens),
-        f"it answered {answer.tokens!r:.80}, which are not token ids",
-    )
+    tokens = np.asarray(answer.tokens)
+    problem = f"it answered {answer.tokens!r:.80}, which are not token ids"
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-        raise TypeError(wrong)
+        raise TypeError(problem)
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 31:
-        raise ValueError(wrong)
+        raise ValueError(problem)
     return Observation(tokens.astype(np.int32), bool(answer.done), bool(answer.error))
 
 
-def _verdict(given: Any) -> Verdict | None:
-    if given is None:
+def _verdict(answer: Any) -> Verdict | None:
+    """Validate the verdict of a user's environment, as `_observed` does."""
+    if answer is None:
         return None
-    if not isinstance(given, Verdict):
-        raise TypeError(f"it gave {given!r:.80}, not a Verdict")
-    return Verdict(score_of(given.score), bool(given.timeout), str(given.error)[:SAID])
+    if not isinstance(answer, Verdict):
+        raise TypeError(f"it gave {answer!r:.80}, not a Verdict")
+    error = str(answer.error)[:ERROR_CHARACTERS]
+    return Verdict(score_of(answer.score), bool(answer.timeout), error)
 
 
-def _said(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
+    """Return an error's type and text, shortened."""
     try:
         text = f"{type(error).__name__}: {error}"
     except BaseException:  # its own text fails
         text = type(error).__name__
-    return text[:SAID].encode(errors="replace").decode()
+    return text[:ERROR_CHARACTERS].encode(errors="replace").decode()
 
 
-def _found(key: str, environment: str) -> Factory:
+def _factory(key: str, environment: str) -> Factory:
     """Return the class that the recipe names: a built-in one, or the user's, from
     PYTHONPATH or the working directory.
     """
@@ -278,11 +274,14 @@ def _found(key: str, environment: str) -> Factory:
     try:
         return imported(environment)
     except BaseException as error:  # importing may do anything
-        must = f"it must be a class in a module on PYTHONPATH or in {os.getcwd()}"
-        raise MegarlError(f"{key}: {environment} cannot be used: {_said(error)}; {must}") from None
+        raise MegarlError(
+            f"{key}: {environment} cannot be used: {_described(error)}; it must be a class in a"
+            f" module on PYTHONPATH or in {os.getcwd()}"
+        ) from None
 
 
 def frame(message: bytes) -> bytes:
+    """Return the message behind its length."""
     return HEAD.pack(len(message)) + message
 
 
@@ -292,15 +291,15 @@ def main(mark: int) -> None:
     """
     die_with_parent()
     Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this dies first
-    most = (
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    )  # for this and each child process
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    # for this and each child process
+    quarter_of_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    resource.setrlimit(resource.RLIMIT_DATA, (quarter_of_memory, quarter_of_memory))
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what an environment prints is not a reply
-    setup: Setup = decode(requests.read(*HEAD.unpack(requests.read(HEAD.size))), Setup)
+    (length,) = HEAD.unpack(requests.read(HEAD.size))
+    setup: Setup = decode(requests.read(length), Setup)
     start_logging(f"environment {setup.environment}")
     memory = mmap.mmap(mark, MARK.size)
     try:
@@ -320,7 +319,7 @@ async def _serve(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> N
     )
     tasks = set[asyncio.Task[None]]()
 
-    async def one(request: EpisodeRequest) -> None:
+    async def answer(request: EpisodeRequest) -> None:
         _send(replies, await episodes.answer(request))
 
     while True:
@@ -328,10 +327,10 @@ async def _serve(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> N
             (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
             request: EpisodeRequest = decode(await reader.readexactly(length), EpisodeRequest)
         except asyncio.IncompleteReadError:
-            os._exit(
-                0
-            )  # no more requests will come; do not wait for code of the environment that still runs
-        task = asyncio.create_task(one(request))
+            # No more requests will come; do not wait for code of the environment that
+            # still runs.
+            os._exit(0)
+        task = asyncio.create_task(answer(request))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 

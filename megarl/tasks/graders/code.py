@@ -1,14 +1,20 @@
 """Grades a program by tests: each runs in the sandbox, its result is compared outside,
 and the first failure ends the grading.
 
-    answer ─► program (fences.py) ─► for each test ─► Sandbox ─► printed result  ═?═  the test's expected result
+    answer ─► program (fences.py) ─► for each test ─► Sandbox ─► printed result
+                                                         ═?═ the test's expected result
 
 The prompt's `answer` is the JSON text of the tests, of four kinds, which may be mixed:
 
-    {"tests": [{"input": "1 2\\n", "output": "3\\n"},          a program: stdin, stdout
-               {"call": "add(1, 2)", "result": "3"},           a function: an expression, and the literal that it must equal
-               {"assert": "assert add(1, 2) == 3"},            the same, as MBPP writes it
-               {"check": "def check(candidate): …", "entry_point": "add"}]}       code with asserts, as in HumanEval
+    {"tests": [
+        {"input": "1 2\\n", "output": "3\\n"},
+            a program: stdin, stdout
+        {"call": "add(1, 2)", "result": "3"},
+            a function: an expression, and the literal that it must equal
+        {"assert": "assert add(1, 2) == 3"},
+            the same, as MBPP writes it
+        {"check": "def check(candidate): …", "entry_point": "add"}]}
+            code with asserts, as in HumanEval
 
 The program can never reach the expected result: that stays outside or, for a check, in
 a separate sandbox that calls the function through a pipe. A program that exits before
@@ -18,10 +24,10 @@ its tests, reads its own memory or lies about its success gains nothing.
 import ast
 import asyncio
 import cmath
-import itertools
 import json
 import math
 import sys
+from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -61,11 +67,11 @@ or absolute, as most judges have it.
 
 
 class UnitTest(NamedTuple):
-    """One test: `given` (stdin) with `printed`, `call` with `result`, or `check` with
+    """One test: `stdin` with `printed`, `call` with `result`, or `check` with
     `entry_point`.
     """
 
-    given: str = ""
+    stdin: str = ""
     printed: str = ""
     call: str = ""
     result: Any = None
@@ -91,7 +97,7 @@ class Code:
                 ran = await self._sandbox.run_checked(program, test.entry_point, test.check)
             else:
                 ran = await self._sandbox.run(
-                    program, test.given, test.call, expected=4 * len(test.printed)
+                    program, test.stdin, test.call, expected=4 * len(test.printed)
                 )
             if not passed(test, ran):
                 return judged(False, timeout=ran.ended == "time")
@@ -120,13 +126,23 @@ def same_text(printed: str, expected: str) -> bool:
     """Compare word by word within each line, and ignore empty lines around all; equal
     numbers may be written differently.
     """
-    ours, theirs = (
-        [line.split() for line in text.strip().splitlines()] for text in (printed, expected)
+    printed_lines = printed.strip().splitlines()
+    expected_lines = expected.strip().splitlines()
+    return len(printed_lines) == len(expected_lines) and all(
+        map(_same_line, printed_lines, expected_lines)
     )
-    if [len(line) for line in ours] != [len(line) for line in theirs]:
-        return False
-    words = zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True)
-    return all(a == b or _same_number(a, b) for a, b in words)
+
+
+def _same_line(printed: str, expected: str) -> bool:
+    printed_words = printed.split()
+    expected_words = expected.split()
+    return len(printed_words) == len(expected_words) and all(
+        map(_same_word, printed_words, expected_words)
+    )
+
+
+def _same_word(printed: str, expected: str) -> bool:
+    return printed == expected or _same_number(printed, expected)
 
 
 def same_value(value: Any, expected: Any) -> bool:
@@ -139,14 +155,20 @@ def same_value(value: Any, expected: Any) -> bool:
         return value.keys() == expected.keys() and all(
             same_value(value[key], expected[key]) for key in value
         )
-    numbers = isinstance(value, int | float | complex) and isinstance(
-        expected, int | float | complex
-    )
-    if numbers and (isinstance(value, float | complex) or isinstance(expected, float | complex)):
+    if _may_be_inexact(value, expected):
         if cmath.isnan(value) or cmath.isnan(expected):
             return cmath.isnan(value) and cmath.isnan(expected)
         return cmath.isclose(value, expected, rel_tol=FLOATS_AGREE, abs_tol=FLOATS_AGREE)
     return bool(value == expected)
+
+
+def _may_be_inexact(value: Any, expected: Any) -> bool:
+    """Return whether both are numbers, and at least one is a float or complex."""
+    if not isinstance(value, int | float | complex):
+        return False
+    if not isinstance(expected, int | float | complex):
+        return False
+    return isinstance(value, float | complex) or isinstance(expected, float | complex)
 
 
 @lru_cache(maxsize=256)
@@ -163,15 +185,15 @@ def read_tests(text: str) -> tuple[UnitTest, ...]:
 
 def _test(row: Any, number: int) -> UnitTest:
     match row:
-        case {"input": str(given), "output": str(printed), **more} if not more:
-            return UnitTest(given=given, printed=printed)
-        case {"call": str(call), "result": str(result), **more} if not more and call.strip():
+        case {"input": str(stdin), "output": str(printed), **others} if not others:
+            return UnitTest(stdin=stdin, printed=printed)
+        case {"call": str(call), "result": str(result), **others} if not others and call.strip():
             return UnitTest(call=call, result=_literal(result, number))
-        case {"check": str(check), "entry_point": str(name), **more} if (
-            not more and name.isidentifier()
+        case {"check": str(check), "entry_point": str(name), **others} if (
+            not others and name.isidentifier()
         ):
             return UnitTest(check=_checked(check, number), entry_point=name)
-        case {"assert": str(line), **more} if not more:
+        case {"assert": str(line), **others} if not others:
             return _asserted(line, number)
     pairs = "input and output, call and result, check and entry_point, or assert"
     raise ValueError(f"test {number}: give {pairs}, all of them strings")
@@ -187,20 +209,23 @@ def _checked(source: str, number: int) -> str:
         raise ValueError(f"test {number}: the check is not Python: {error}") from None
     if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
         raise ValueError(f"test {number}: the check defines no function `check`")
-    imports = [
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    ]
-    imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    foreign = sorted({name.partition(".")[0] for name in imports} - sys.stdlib_module_names)
+    packages = {name.partition(".")[0] for name in _imports(tree)}
+    foreign = sorted(packages - sys.stdlib_module_names)
     if foreign:
         raise ValueError(
             f"test {number}: the check imports {', '.join(foreign)}; only the standard library is"
             " there"
         )
     return source
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of imported modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
 
 
 def _asserted(line: str, number: int) -> UnitTest:
@@ -266,8 +291,10 @@ def _same_number(printed: str, expected: str) -> bool:
         b = Decimal(expected)
         if a.is_nan() or b.is_nan():
             return a.is_qnan() and b.is_qnan()
-        return a == b or (
-            "." in expected and abs(a - b) <= Decimal(FLOATS_AGREE) * max(Decimal(1), abs(b))
-        )
+        if a == b:
+            return True
+        if "." not in expected:
+            return False
+        return abs(a - b) <= Decimal(FLOATS_AGREE) * max(Decimal(1), abs(b))
     except ArithmeticError:  # a word, or a number of a million digits
         return False

@@ -1,12 +1,17 @@
 """Runs inside a sandbox: drops every privilege it can, then executes the program. This
 source is given to `python -c`.
 
-    stdin  {"program": …, "input": …, then one of      read in full before the program starts; nothing in it is secret
-            "call": …                                  print the value of this expression, and nothing else
-            "pipes": [from, to], "serves": …           answer calls of this function that come through a pipe
-            "pipes": [from, to]}                       call the program's `check` with the function at the pipes' other end
-    stdout `started`, then the program's output; in the three cases above: the value,
-    nothing, or `passed`
+    stdin   {"program": …, "input": …, and one of these, or none
+             "call": …
+                print the value of this expression, and nothing else
+             "pipes": [from, to], "serves": …
+                answer calls of this function that come through a pipe
+             "pipes": [from, to]}
+                call the program's `check` with the function at the pipes' other end
+    stdout  `started`, then the program's output; in the three cases above: the value,
+            nothing, or `passed`
+
+stdin is read in full before the program starts; nothing in it is secret.
 
 Only plain values go through the pipes (numbers, texts, lists, dicts and the like,
 pickled; no class is ever looked up), so a result has no methods that could deceive the
@@ -26,9 +31,8 @@ import resource
 import struct
 import sys
 
-TYPE_CHECKING = (
-    False  # imports delay every program: typing and pickle would add 50 % to the start-up time
-)
+# imports delay every program: typing and pickle would add 50 % to the start-up time
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, BinaryIO
@@ -36,8 +40,9 @@ if TYPE_CHECKING:
 NOBODY = 65534
 LONGEST = 1 << 20
 """Most bytes in a call or a result that goes through a pipe."""
-ALONE: tuple[type[Any], ...] = (int, float, complex, str, bytes)
-TOGETHER: dict[type[Any], type[Any]] = {list: list, tuple: tuple, set: set, frozenset: set}
+SCALARS: tuple[type[Any], ...] = (int, float, complex, str, bytes)
+COLLECTIONS: dict[type[Any], type[Any]] = {list: list, tuple: tuple, set: set, frozenset: set}
+"""The built-in types of collections; as what type each goes through a pipe."""
 USUAL = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools"
     " operator io sys json builtins typing"
@@ -46,10 +51,8 @@ RECURSION = 50_000
 """The modules whose names a class Solution need not import, and how deep it may recur:
 LiveCodeBench's, after LeetCode's.
 """
-STOPS = (
-    "StopIteration",
-    "StopAsyncIteration",
-)  # raised again, they would end a check's `all(map(candidate, …))` early
+STOPS = ("StopIteration", "StopAsyncIteration")
+"""Raised again, they would end a check's `all(map(candidate, …))` early."""
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_NO_NEW_PRIVS = 38
@@ -66,6 +69,8 @@ EXECUTE = 1
 WRITE = 2
 READ = 4
 LIST = 8  # Landlock's access rights to files and directories
+SIGNALS_AND_SOCKETS = 3
+"""Landlock's scopes: signals and abstract sockets."""
 ALL_RIGHTS = {
     1: (1 << 13) - 1,
     2: (1 << 14) - 1,
@@ -92,14 +97,14 @@ def shut_files_out(libc: ctypes.CDLL, readable: list[str]) -> None:
     if not version:
         return
     everything = ALL_RIGHTS[min(version, max(ALL_RIGHTS))]
-    handled = struct.pack(
-        "QQQ", everything, 0, 3 if version >= 6 else 0
-    )  # no network; 3: signals, abstract sockets
+    network = 0
+    scopes = SIGNALS_AND_SOCKETS if version >= 6 else 0
+    handled = struct.pack("QQQ", everything, network, scopes)
     ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, handled, len(handled), 0)
-    rights = [(path, EXECUTE | READ | LIST) for path in readable] + [
-        (path, WRITE | READ) for path in DEVICES
-    ]
-    for path, allowed in [*rights, (".", everything)]:
+    rights = [(path, EXECUTE | READ | LIST) for path in readable]
+    rights += [(path, WRITE | READ) for path in DEVICES]
+    rights.append((".", everything))
+    for path, allowed in rights:
         try:
             place = os.open(path, O_PATH)
         except OSError:
@@ -115,6 +120,26 @@ def shut_files_out(libc: ctypes.CDLL, readable: list[str]) -> None:
     os.close(ruleset)
 
 
+def limit_resources(libc: ctypes.CDLL, limits: dict[str, int]) -> None:
+    """Limit what this process and its children may use, in a user namespace of their
+    own if the kernel allows that.
+    """
+    processes = limits["processes"]
+    has_failed = libc.unshare(CLONE_NEWUSER)
+    if has_failed:
+        # without its own user namespace the user's other processes count, too
+        processes += limits["processes_of_others"]
+    for kind, limit in (
+        (resource.RLIMIT_NPROC, processes),
+        (resource.RLIMIT_AS, limits["memory"]),
+        (resource.RLIMIT_FSIZE, limits["file"]),
+        (resource.RLIMIT_NOFILE, limits["open_files"]),
+        (resource.RLIMIT_CPU, limits["seconds"] + 1),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+
+
 def give_up(limits: dict[str, int], readable: list[str], system_calls: bytes) -> None:
     """Give up identity, resources and system calls for good; if `readable` is not
     empty, also all files except those. system_calls: a BPF program that filters them.
@@ -126,20 +151,7 @@ def give_up(limits: dict[str, int], readable: list[str], system_calls: bytes) ->
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    processes = limits["processes"]
-    if libc.unshare(
-        CLONE_NEWUSER
-    ):  # failed: without its own user namespace the user's other processes count, too
-        processes += limits["processes_of_others"]
-    for what, limit in (
-        (resource.RLIMIT_NPROC, processes),
-        (resource.RLIMIT_AS, limits["memory"]),
-        (resource.RLIMIT_FSIZE, limits["file"]),
-        (resource.RLIMIT_NOFILE, limits["open_files"]),
-        (resource.RLIMIT_CPU, limits["seconds"] + 1),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(what, (limit, limit))
+    limit_resources(libc, limits)
     libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no other process of the same user can read its memory
     program = ctypes.create_string_buffer(system_calls, len(system_calls))
@@ -170,12 +182,12 @@ def plain(value: Any) -> Any:
     """
     if value is None or isinstance(value, bool):
         return value
-    for kind in ALONE:
+    for kind in SCALARS:
         if isinstance(value, kind):
             return kind(value)
-    for kind, made in TOGETHER.items():
+    for kind, plain_kind in COLLECTIONS.items():
         if isinstance(value, kind):
-            return made(map(plain, value))
+            return plain_kind(map(plain, value))
     if isinstance(value, dict):
         return {plain(key): plain(item) for key, item in value.items()}
     raise TypeError(f"{type(value).__name__} is not a plain value")
@@ -198,9 +210,12 @@ def receive(source: BinaryIO) -> Any:
     long.
     """
     head = source.read(8)
-    if len(head) < 8 or struct.unpack("<Q", head)[0] > LONGEST:
+    if len(head) < 8:
         os._exit(1)
-    return unpickled(source.read(struct.unpack("<Q", head)[0]))
+    (length,) = struct.unpack("<Q", head)
+    if length > LONGEST:
+        os._exit(1)
+    return unpickled(source.read(length))
 
 
 def serve(function: Callable[..., Any], source: BinaryIO, to: BinaryIO) -> None:
@@ -214,15 +229,15 @@ def serve(function: Callable[..., Any], source: BinaryIO, to: BinaryIO) -> None:
         send(to, reply)
 
 
-def far(source: BinaryIO, to: BinaryIO) -> Callable[..., Any]:
+def stand_in(source: BinaryIO, to: BinaryIO) -> Callable[..., Any]:
     """Return a stand-in for the function that `serve` offers at the other end of the
     pipes.
     """
 
     def candidate(*arguments: Any, **named: Any) -> Any:
         send(to, (arguments, named))
-        how, value = receive(source)
-        if how == "returned":
+        outcome, value = receive(source)
+        if outcome == "returned":
             return value
         name, text = value
         kind = getattr(builtins, name, None)
@@ -243,39 +258,40 @@ def called(program: Any, call: str, names: dict[str, Any]) -> Any:
     except NameError:
         if not call.startswith("Solution()"):
             raise
-    usual = USUAL.split()
-    exec(
-        "".join(
-            [f"from {name} import *\n" for name in usual] + [f"import {name}\n" for name in usual]
-        ),
-        names,
-    )
+    imports = [f"from {module} import *\n" for module in USUAL.split()]
+    imports += [f"import {module}\n" for module in USUAL.split()]
+    exec("".join(imports), names)
     exec(program, names)
     return eval(call, names)
 
 
-def main() -> None:
-    with open(
-        0, "rb", buffering=0, closefd=False
-    ) as stdin:  # unbuffered: nothing is left in the buffer of sys.stdin
+def read_task() -> dict[str, Any]:
+    """Read the task from stdin, and put the program's input in its place."""
+    # unbuffered: nothing is left in the buffer of sys.stdin
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
         task = json.loads(stdin.read())
-    given = os.memfd_create("input")
-    os.write(given, task["input"].encode())
-    os.lseek(given, 0, os.SEEK_SET)
-    os.dup2(given, 0)
-    os.close(given)
+    program_input = os.memfd_create("input")
+    os.write(program_input, task["input"].encode())
+    os.lseek(program_input, 0, os.SEEK_SET)
+    os.dup2(program_input, 0)
+    os.close(program_input)
+    return task
+
+
+def main() -> None:
+    """Run the task's program with all privileges dropped."""
+    task = read_task()
     answer = os.dup(1)
-    alone = not (task["call"] or task["pipes"])
-    if not alone:
+    is_main = not (task["call"] or task["pipes"])
+    if not is_main:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     limits = json.loads(sys.argv[1])
     readable = json.loads(sys.argv[2])
     system_calls = bytes.fromhex(sys.argv[3])
     sys.argv = ["solution.py"]
-    module = type(sys)("__main__" if alone else "solution")
-    sys.modules[module.__name__] = (
-        module  # where dataclasses, typing and pickle look up the program's names
-    )
+    module = type(sys)("__main__" if is_main else "solution")
+    # where dataclasses, typing and pickle look up the program's names
+    sys.modules[module.__name__] = module
     names = vars(module)
     give_up(limits, readable, system_calls)
     os.write(answer, b"started\n")
@@ -292,7 +308,7 @@ def main() -> None:
             if task["serves"]:
                 serve(names[task["serves"]], source, to)
             else:
-                names["check"](far(source, to))
+                names["check"](stand_in(source, to))
                 os.write(answer, b"passed")
 
 

@@ -1,14 +1,17 @@
 """Runs an untrusted Python program and returns its output.
 
     program, input ─► bwrap ─► python -c inside.py ─► stdout, limited in size and time
-                      │          user nobody, resource limits, a filter on system calls
-                      └─ namespaces (processes, network, IPC), a root of /usr and Python only, read-only; a small /tmp
+                      │        └─ user nobody, resource limits, a filter on system calls
+                      └─ namespaces (processes, network, IPC), a read-only root of /usr
+                         and Python only, a small /tmp
 
 A program may also be tested by a check that is code itself. The check runs in its own
 sandbox, and two pipes connect them:
 
-    check ─► sandbox ── calls ──► sandbox ◄─ program        the expected results are in the first, the program in the second
+    check ─► sandbox ── calls ──► sandbox ◄─ program
     `passed` ◄──┘  ◄── results ──────┘
+
+The expected results are in the first, the program in the second.
 
 `bubblewrap` does all of this. `rlimits` does not use bwrap: the program's resources are
 limited, and the kernel's Landlock keeps it from files; without Landlock it can read,
@@ -77,13 +80,16 @@ class Limits:
     output: int = 1 << 20
 
 
+type Ended = Literal["exit", "time", "output"]
+
+
 class Ran(NamedTuple):
     """The outcome of a program. ended: `exit` if it exited by itself (with any status),
     else the limit that it exceeded.
     """
 
     stdout: str
-    ended: Literal["exit", "time", "output"]
+    ended: Ended
     status: int = 0
 
 
@@ -95,7 +101,9 @@ def places() -> int:
 
 
 def remains() -> str:
-    """Describe what programs under `rlimits` may still do with files on this machine."""
+    """Describe what programs under `rlimits` may still do with files on this
+    machine.
+    """
     if landlock_version(ctypes.CDLL(None)) >= LANDLOCK:
         return "see which files there are"  # Landlock does not check `stat`
     return (
@@ -129,6 +137,23 @@ class Sandbox:
                 " sandbox; install it (apt-get install bubblewrap), or set data.sandbox=rlimits if"
                 f" the programs may {remains()}"
             )
+        problem = self._problem()
+        if problem:
+            raise MegarlError(
+                f"data.sandbox: no program can be run with {self._kind} here ({problem});"
+                f" {self._advice(problem)}"
+            )
+        if self._kind == "rlimits":
+            log.warning("data.sandbox=rlimits: programs may %s", remains())
+        if sys.version_info < (3, 12, 2):
+            log.warning(
+                "programs are graded by Python %s, where functions with functools.cache recur at"
+                " most 498 deep, and right programs fail; use 3.12.2 or later",
+                platform.python_version(),
+            )
+
+    def _problem(self) -> str:
+        """Run a program; return why it does not give the right output, or ""."""
         with scratch() as folder:
             try:
                 hand_over(folder)
@@ -141,54 +166,42 @@ class Sandbox:
                     timeout=CHECK_LIMIT_S,
                     check=False,
                 )
-                said = done.stderr.decode().strip().splitlines()[-1:]
-                out = done.stdout.removeprefix(STARTED)
             except (OSError, subprocess.TimeoutExpired) as error:
-                said = [str(error)]
-                out = b""
-        if out != b"42\n":
-            why = " ".join(said) or "it printed nothing"
-            problem = f"no program can be run with {self._kind} here ({why}); {self._advice(why)}"
-            raise MegarlError(f"data.sandbox: {problem}")
-        if self._kind == "rlimits":
-            log.warning("data.sandbox=rlimits: programs may %s", remains())
-        if sys.version_info < (3, 12, 2):
-            what = (
-                "functions with functools.cache recur at most 498 deep, and right programs fail;"
-                " use 3.12.2 or later"
-            )
-            log.warning(
-                "programs are graded by Python %s, where %s", platform.python_version(), what
-            )
+                return str(error) or "it printed nothing"
+        if done.stdout.removeprefix(STARTED) == b"42\n":
+            return ""
+        complaints = done.stderr.decode().strip().splitlines()
+        return complaints[-1] if complaints else "it printed nothing"
 
-    def _advice(self, why: str) -> str:
+    def _advice(self, problem: str) -> str:
         """Return what to do if no program can be run."""
         if self._kind == "rlimits":
             return (
                 f"run as another user than root, or let everybody read {self.python.parent.parent}"
             )
         otherwise = f"or set data.sandbox=rlimits if the programs may {remains()}"
-        if why.startswith("bwrap: execvp"):
-            needs = (
-                f"what it needs has to be in {' and '.join(map(str, self._prefixes()))}, or in /usr"
+        if problem.startswith("bwrap: execvp"):
+            prefixes = " and ".join(map(str, self._prefixes()))
+            return (
+                f"Python cannot be started there: what it needs has to be in {prefixes}, or in"
+                f" /usr; {otherwise}"
             )
-            return f"Python cannot be started there: {needs}; {otherwise}"
         return f"{NAMESPACES}; {otherwise}"
 
     def _prefixes(self) -> list[Path]:
         """Return the directories that our Python is installed in, and the one that a
         link to it leads to.
         """
-        ways = (self.python, self.python.resolve())
-        return list(dict.fromkeys(way.parent.parent for way in ways))
+        programs = (self.python, self.python.resolve())
+        return list(dict.fromkeys(program.parent.parent for program in programs))
 
-    async def run(self, program: str, given: str, call: str = "", expected: int = 0) -> Ran:
-        """Return the program's output for the stdin `given` or, after it has run, the
-        repr of the expression `call`. expected: bytes by which the output may exceed
-        the limit. GraderDown if no sandbox can start it.
+    async def run(self, program: str, stdin: str, call: str = "", expected: int = 0) -> Ran:
+        """Return the program's output for this stdin or, after it has run, the repr of
+        the expression `call`. expected: bytes by which the output may exceed the limit.
+        GraderDown if no sandbox can start it.
         """
         return await self._tried(
-            lambda: self._run(program, expected=expected, input=given, call=call)
+            lambda: self._run(program, expected=expected, input=stdin, call=call)
         )
 
     async def run_checked(self, program: str, function: str, check: str) -> Ran:
@@ -198,16 +211,15 @@ class Sandbox:
         """
         return await self._tried(lambda: self._pair(program, function, check))
 
-    async def _tried(self, ran: Callable[[], Awaitable[Ran]]) -> Ran:
+    async def _tried(self, run: Callable[[], Awaitable[Ran]]) -> Ran:
         for attempt in range(TRIES):
             try:
                 async with self._places:
-                    return await ran()
+                    return await run()
             except GraderDown:
                 raise
-            except (
-                Exception
-            ) as error:  # whatever a program does to its sandbox must not end the controller
+            except Exception as error:
+                # whatever a program does to its sandbox must not end the controller
                 unforeseen = None if isinstance(error, OSError) else error
                 log.warning(
                     "a sandbox failed (attempt %d): %s", attempt + 1, error, exc_info=unforeseen
@@ -217,27 +229,26 @@ class Sandbox:
     async def _pair(self, program: str, function: str, check: str) -> Ran:
         calls = _pipe()
         results = _pipe()
-        ends = (calls[0], results[1])
-        others = (results[0], calls[1])
+        program_pipes = (calls[0], results[1])
+        check_pipes = (results[0], calls[1])
         try:
             async with asyncio.TaskGroup() as both:
-                asked = both.create_task(self._run(program, ends, serves=function))
-                judge = both.create_task(self._run(check, others))
-                if (
-                    await judge
-                    # without output, the program's sandbox may have failed, which is no
-                    # verdict
-                ).stdout:
-                    asked.cancel()
+                serving = both.create_task(self._run(program, program_pipes, serves=function))
+                judging = both.create_task(self._run(check, check_pipes))
+                verdict = await judging
+                # without output, the program's sandbox may have failed, which is no
+                # verdict
+                if verdict.stdout:
+                    serving.cancel()
         except* (OSError, GraderDown) as errors:
             raise errors.exceptions[0] from None
-        return judge.result()
+        return verdict
 
     async def _run(
-        self, program: str, pipes: Sequence[IO[bytes]] = (), expected: int = 0, **more: Any
+        self, program: str, pipes: Sequence[IO[bytes]] = (), expected: int = 0, **fields: Any
     ) -> Ran:
         """Run one process in its own directory. pipes: passed to it and closed here;
-        more: further fields of its task.
+        fields: of its task.
         """
         numbers = [pipe.fileno() for pipe in pipes]
         async with async_scratch() as folder:
@@ -256,25 +267,22 @@ class Sandbox:
             finally:
                 for pipe in pipes:
                     pipe.close()
-            task = _task(program, pipes=numbers, **more)
+            task = _task(program, pipes=numbers, **fields)
             return await self._finished(process, task, self._limits.output + expected)
 
-    async def _finished(self, process: asyncio.subprocess.Process, task: bytes, most: int) -> Ran:
-        assert process.stdin
-        assert process.stdout
-        out = b""
-        ended = "exit"
+    async def _finished(
+        self, process: asyncio.subprocess.Process, task: bytes, longest: int
+    ) -> Ran:
+        """Give a process its task, and return its outcome. longest: bytes of its
+        output. OSError if the program has not begun.
+        """
+        output = bytearray()
+        ended: Ended = "exit"
         try:
             async with asyncio.timeout(self._limits.seconds):
-                with contextlib.suppress(
-                    ConnectionError, RuntimeError
-                ):  # it may exit before it has read its task
-                    process.stdin.write(task)
-                    await process.stdin.drain()
-                    process.stdin.close()
-                while len(out) <= most and (more := await process.stdout.read(1 << 16)):
-                    out += more
-                if len(out) > most:
+                await _give(process, task)
+                await _read(process, output, longest)
+                if len(output) > longest:
                     ended = "output"
                 else:
                     await process.wait()
@@ -282,39 +290,52 @@ class Sandbox:
             ended = "time"
         finally:
             await _killed(process)
-        if ended == "exit" and not out.startswith(STARTED):
+        if ended == "exit" and not output.startswith(STARTED):
             raise OSError(
                 f"{self._kind} ended with status {process.returncode} before the program began"
             )
-        text = out.removeprefix(STARTED).decode(errors="replace")
-        return Ran(text, ended, process.returncode or 0)  # type: ignore[arg-type]
+        text = output.removeprefix(STARTED).decode(errors="replace")
+        return Ran(text, ended, process.returncode or 0)
 
     def _command(self) -> list[str]:
-        readable = [*SYSTEM, *map(str, self._prefixes())] if self._kind == "rlimits" else []
-        python = [
-            str(self.python),
-            "-I",
-            "-S",
-            "-X",
-            "utf8",
-            "-X",
-            "int_max_str_digits=0",
-            "-c",
+        is_bubblewrap = self._kind == "bubblewrap"
+        readable = [] if is_bubblewrap else [*SYSTEM, *map(str, self._prefixes())]
+        python = [str(self.python), "-I", "-S", "-X", "utf8", "-X", "int_max_str_digits=0", "-c"]
+        arguments = [
             INSIDE.read_text(),
             json.dumps(asdict(self._limits)),
             json.dumps(readable),
             system_call_filter(bool(readable)).hex(),
         ]
-        if self._kind == "rlimits":
-            return python
-        return [*_bubblewrap(self._prefixes(), self._limits), "--", *python]
+        if is_bubblewrap:
+            return [*_bubblewrap(self._prefixes(), self._limits), "--", *python, *arguments]
+        return [*python, *arguments]
 
 
-def _task(program: str, **more: Any) -> bytes:
+def _task(program: str, **fields: Any) -> bytes:
     """Encode the task for inside.py."""
-    return json.dumps(
-        {"program": program, "input": "", "call": "", "serves": "", "pipes": []} | more
-    ).encode()
+    task = {"program": program, "input": "", "call": "", "serves": "", "pipes": []}
+    return json.dumps(task | fields).encode()
+
+
+async def _give(process: asyncio.subprocess.Process, task: bytes) -> None:
+    """Write a process's task to its stdin."""
+    assert process.stdin
+    # it may exit before it has read its task
+    with contextlib.suppress(ConnectionError, RuntimeError):
+        process.stdin.write(task)
+        await process.stdin.drain()
+        process.stdin.close()
+
+
+async def _read(process: asyncio.subprocess.Process, output: bytearray, longest: int) -> None:
+    """Append a process's output, until it ends or is longer than that."""
+    assert process.stdout
+    while len(output) <= longest:
+        piece = await process.stdout.read(1 << 16)
+        if not piece:
+            return
+        output += piece
 
 
 def _pipe() -> tuple[IO[bytes], IO[bytes]]:
@@ -353,28 +374,13 @@ def _bubblewrap(prefixes: Sequence[Path], limits: Limits) -> list[str]:
             command += ["--symlink", os.readlink(path), path]
         else:
             command += ["--ro-bind-try", path, path]
-    command += [
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        "--perms",
-        "1777",
-        "--size",
-        str(limits.tmp),
-        "--tmpfs",
-        "/tmp",
-    ]
+    command += ["--proc", "/proc", "--dev", "/dev"]
+    command += ["--perms", "1777", "--size", str(limits.tmp), "--tmpfs", "/tmp"]
     for prefix in prefixes:  # after /tmp, where it may be, too
         command += _installed(prefix)
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
-    command += [
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-ipc",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-    ]
+    command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    command += ["--unshare-cgroup-try"]
     if os.getuid() == 0:  # what inside.py needs to become nobody
         return [*command, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [*command, "--unshare-user"]
@@ -385,8 +391,7 @@ def _installed(prefix: Path) -> list[str]:
     if prefix.is_relative_to("/usr"):
         return []
     arguments: list[str] = []
-    for parent in reversed(
-        prefix.parents[:-1]
-    ):  # bwrap by itself would make them accessible to its own user only
+    # bwrap by itself would make them accessible to its own user only
+    for parent in reversed(prefix.parents[:-1]):
         arguments += ["--perms", "0755", "--dir", str(parent)]
     return [*arguments, "--ro-bind", str(prefix), str(prefix)]

@@ -5,7 +5,8 @@ An agent's folder is its TMPDIR, too, so it also tells which processes are the a
 in whatever group or session they are.
 
     scratch() ─► TMPDIR/megarl-BOOT-… , locked ─► removed at the end of the block
-                                          └─ SIGKILL: the kernel drops the lock ─► removed by the next process that needs one
+                  └─ SIGKILL: the kernel drops the lock
+                              ─► removed by the next process that needs one
 
 A lock says that a folder is in use. A process's id would not: it is used again, and
 each container has its own.
@@ -125,7 +126,9 @@ def _make() -> tuple[Path, int]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder with everything in it; if that is impossible, the log says why."""
+    """Remove a folder with everything in it; if that is impossible, the log says
+    why.
+    """
     if _removed_empty(folder):
         return
     try:
@@ -160,8 +163,11 @@ def _give_up(folder: Path, removal: int) -> None:
     """
     with suppress(ProcessLookupError):
         os.killpg(removal, signal.SIGKILL)
-    what = "is not removed after %g s; a later process removes what is left"
-    log.warning(f"%s {what}", folder, REMOVAL_LIMIT_S)
+    log.warning(
+        "%s is not removed after %g s; a later process removes what is left",
+        folder,
+        REMOVAL_LIMIT_S,
+    )
 
 
 def _removed_empty(folder: Path) -> bool:
@@ -207,13 +213,22 @@ def remove_abandoned(temporary: Path) -> None:
         with suppress(OSError):  # locked, another user's, or gone
             lock = _opened(folder)
             try:
-                about = os.fstat(lock)
-                if about.st_uid in _owners() and time.time() - about.st_mtime > YOUNG_S:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_abandoned(lock):
                     kill_users(folder)
                     remove(folder)
             finally:
                 os.close(lock)
+
+
+def _is_abandoned(folder: int) -> bool:
+    """Lock an open folder, and return True, if it is ours and was not made just now.
+    OSError if another process has locked it.
+    """
+    about = os.fstat(folder)
+    if about.st_uid not in _owners() or time.time() - about.st_mtime <= YOUNG_S:
+        return False
+    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return True
 
 
 def _opened(folder: Path) -> int:
@@ -234,11 +249,15 @@ def _opened(folder: Path) -> int:
 
 def _owners() -> set[int]:
     """Return the users whose folders are ours."""
-    return {os.getuid(), NOBODY} if becomes_nobody() else {os.getuid()}
+    if becomes_nobody():
+        return {os.getuid(), NOBODY}
+    return {os.getuid()}
 
 
 def kill_users(folder: Path) -> None:
-    """Kill the processes whose TMPDIR this is, such as browsers, tmux and what it runs."""
+    """Kill the processes whose TMPDIR this is, such as browsers, tmux and what it
+    runs.
+    """
     for _ in range(2):  # one may be starting another
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):  # another user's, or it has ended

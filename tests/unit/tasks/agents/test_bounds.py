@@ -133,7 +133,7 @@ def test_a_prompt_that_just_fits_is_never_refused_by_its_pieces(
     ):
         rendering._tokens(text, exact // 2)
     with pytest.raises(ContextFull):
-        rendering._tokens(text, exact, before=exact // 2)
+        rendering._tokens(text, exact, preceding=exact // 2)
 
 
 def test_a_long_tail_is_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,7 +283,9 @@ def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> No
     tree = SessionTree()
     tools = tuple(TOOLS)
     request = AgentRequest((CanonicalMessage("user", "x"),), tools)
-    node = tree.add(None, rendering.whole(request), request, tree.find(request)[1], tree.moment())
+    node = tree.add(
+        None, rendering.full_prompt(request), request, tree.find(request)[1], tree.moment()
+    )
     text = written("Kimi K2", [("f", {}), ("g", {})]).replace("g:1", "g:7")
     tokens = tokenizer.ids(text)
     said = read_turn(text, rendering.calls, "", 0, tools)
@@ -308,7 +310,7 @@ def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> No
     assert rendering.tail(node, renamed).tolist() == put.tolist(), (
         "whatever ids the agent gives them"
     )  # type: ignore[union-attr]
-    whole = tokenizer.decode(rendering.whole(again))
+    whole = tokenizer.decode(rendering.full_prompt(again))
     assert whole.count("functions.f:0") == whole.count("functions.g:1") == 2, (
         "the agent's own history is numbered"
     )

@@ -176,7 +176,7 @@ class Crowd:
         total = sum(int(path.trained.sum()) for path in paths_of(segments, branches, int32(())))
         assert total == sum(len(s.tokens) for s in segments if s.trained)
         in_progress = [
-            turn for turns in self.session._asked.values() for turn in turns if not turn.done.done()
+            turn for turns in self.session._turns.values() for turn in turns if not turn.done.done()
         ]
         assert not in_progress or self.left, "no request is left"
 

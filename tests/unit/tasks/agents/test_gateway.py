@@ -38,7 +38,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def waiting(served: Served) -> int:
     """Return how many clients wait for an answer."""
-    turns = itertools.chain(*served.session._asked.values())
+    turns = itertools.chain(*served.session._turns.values())
     return sum(is_open() for turn in turns if not turn.done.done() for is_open in turn.clients)
 
 

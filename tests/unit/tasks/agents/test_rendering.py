@@ -86,7 +86,7 @@ def test_what_the_system_says_later_is_not_lost(family: str, there: bool, tmp_pa
     later = [CanonicalMessage("system", "s <|im_end|> "), WORDS_OF_USER]
     assert (rendering.tail_text(answer, later, ()) is not None) == there
     assert "s <|im_end|>" in tokenizer.decode(
-        rendering.whole(AgentRequest((WORDS_OF_USER, answer, *later)))
+        rendering.full_prompt(AgentRequest((WORDS_OF_USER, answer, *later)))
     )
 
 
@@ -136,7 +136,9 @@ def test_the_end_of_a_turn_is_the_templates_or_stands_for_it(
     tokenizer, rendering = published(tmp_path, family)
     tree = SessionTree()
     request = AgentRequest((CanonicalMessage("user", "begin"),), TOOLS)
-    node = tree.add(None, rendering.whole(request), request, tree.find(request)[1], tree.moment())
+    node = tree.add(
+        None, rendering.full_prompt(request), request, tree.find(request)[1], tree.moment()
+    )
     tokens = int32(
         [*(token for letter in written for token in tokenizer.ids(letter)), *tokenizer.ids(end)]
     )
@@ -173,7 +175,7 @@ def test_a_template_whose_tails_differ_is_named(tmp_path: Path) -> None:
 
 
 def whole_text(rendering: Rendering, tokenizer, messages) -> str:  # type: ignore[no-untyped-def]
-    return tokenizer.decode(rendering.whole(AgentRequest(tuple(messages), TOOLS)))
+    return tokenizer.decode(rendering.full_prompt(AgentRequest(tuple(messages), TOOLS)))
 
 
 @pytest.mark.parametrize("family", ["qwen", "instruct", "llama"])
@@ -195,7 +197,7 @@ def test_prompt_answer_and_tail_are_what_the_template_writes(family: str, tmp_pa
     request = AgentRequest(begin, TOOLS)
     parent, key = tree.find(request)
     assert parent is None
-    node = tree.add(None, rendering.whole(request), request, key, tree.moment())
+    node = tree.add(None, rendering.full_prompt(request), request, key, tree.moment())
     tokens = int32(
         [*(token for letter in written for token in tokenizer.ids(letter)), tokenizer.end]
     )
@@ -223,7 +225,7 @@ def test_names_of_special_tokens_in_messages_are_plain_text(tmp_path: Path) -> N
         CanonicalMessage("assistant", attack, (call,)),
         CanonicalMessage("tool", attack),
     )
-    tokens = rendering.whole(AgentRequest(messages))
+    tokens = rendering.full_prompt(AgentRequest(messages))
     assert tokenizer.decode(tokens).count("<|im_end|>") == 5 + 3
     assert tokens.tolist().count(tokenizer.end) == 3, "one behind each message, none of theirs"
 
@@ -232,7 +234,9 @@ def test_an_answer_cut_by_its_limit_is_ended_by_a_token_that_is_put_in(tmp_path:
     tokenizer, rendering = rendering_of(tmp_path, "qwen")
     tree = SessionTree()
     request = AgentRequest((CanonicalMessage("user", "x"),))
-    node = tree.add(None, rendering.whole(request), request, tree.find(request)[1], tree.moment())
+    node = tree.add(
+        None, rendering.full_prompt(request), request, tree.find(request)[1], tree.moment()
+    )
     segment = Segment(tokens=tokenizer.ids("cut"), logprobs=float32([0] * 3), weight_version=0)
     tree.answer(node, (segment,), CanonicalMessage("assistant", "cut"))
     again = AgentRequest(
@@ -254,7 +258,9 @@ def test_thinking_is_kept_or_a_new_path_begins(
     tokenizer, rendering = rendering_of(tmp_path, "thinking", history)  # type: ignore[arg-type]
     tree = SessionTree()
     request = AgentRequest((CanonicalMessage("user", "x"),))
-    node = tree.add(None, rendering.whole(request), request, tree.find(request)[1], tree.moment())
+    node = tree.add(
+        None, rendering.full_prompt(request), request, tree.find(request)[1], tree.moment()
+    )
     written = "<think>\nabc\n</think>\n\nSeven.<|im_end|>"
     tokens = tokenizer.ids(written)
     tree.answer(
@@ -262,11 +268,11 @@ def test_thinking_is_kept_or_a_new_path_begins(
         (Segment(tokens=tokens, logprobs=float32([0] * len(tokens)), weight_version=0),),
         read_turn(written.removesuffix("<|im_end|>"), rendering.calls, "</think>", 0),
     )
-    assert node.served.reasoning == "\nabc\n"
-    assert node.served.text == "\n\nSeven."
-    again = AgentRequest((*request.messages, node.served, CanonicalMessage("user", "y")))
+    assert node.answer.reasoning == "\nabc\n"
+    assert node.answer.text == "\n\nSeven."
+    again = AgentRequest((*request.messages, node.answer, CanonicalMessage("user", "y")))
     assert (rendering.tail(node, again) is not None) == continues
-    result = AgentRequest((*request.messages, node.served, CanonicalMessage("tool", "z")))
+    result = AgentRequest((*request.messages, node.answer, CanonicalMessage("tool", "z")))
     put = rendering.tail(node, result)
     assert put is not None, "before the user's next words the template keeps it"
     assert tokenizer.decode(put).startswith("\n<|im_start|>user\n<tool_response>")

@@ -125,7 +125,7 @@ class World:
         open_ = True
         body = repr(messages).encode()
         pending = self.session.resume(body, again, lambda: open_)
-        pending = pending or self.session.begin(AgentRequest(messages, TOOLS), body, lambda: open_)
+        pending = pending or self.session.start(AgentRequest(messages, TOOLS), body, lambda: open_)
         await asyncio.sleep(0)
         open_ = stays
         turn = await pending.done
@@ -226,7 +226,7 @@ class World:
                 assert again.got == taken[0].got, "a marked retry gets what was made"
         for asked in taken:
             nodes = [n for n in self.session.tree.nodes if n.segments]
-            served = next(n.served for n in nodes if n.segments[0].weight_version == asked.got)
+            served = next(n.answer for n in nodes if n.segments[0].weight_version == asked.got)
             after = [
                 CanonicalMessage("tool", f"r{self.rng.randint(0, 1)}", answers=c.id)
                 for c in served.calls

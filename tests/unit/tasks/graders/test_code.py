@@ -255,7 +255,7 @@ def test_four_kinds_of_tests() -> None:
             {"check": check, "entry_point": "f"},
         )
     ) == (
-        UnitTest(given="1 2", printed="3"),
+        UnitTest(stdin="1 2", printed="3"),
         UnitTest(call="f(1)", result=[1, 2]),
         UnitTest(call="f(1, 'a')", result={"x": -1}),
         UnitTest(check=check, entry_point="f"),
