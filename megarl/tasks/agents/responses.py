@@ -136,7 +136,12 @@ class Responses(wire.WireProtocol):
     def events(self, body: JsonObject, turn: ServedTurn) -> Iterator[tuple[str, Any]]:
         """Yield an answer's events as (name, data)."""
         reply = self.reply(body, turn)
-        empty = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        empty: JsonObject = {
+            "status": "in_progress",
+            "output": [],
+            "usage": None,
+            "incomplete_details": None,
+        }
         start = {"response": reply | empty}
         events: list[tuple[str, JsonObject]] = [("created", start), ("in_progress", start)]
         for n, item in enumerate(reply["output"]):
@@ -221,6 +226,7 @@ def _items(turn: ServedTurn) -> list[JsonObject]:
     number = turn.node.number
     message = turn.message
     items: list[JsonObject] = []
+    part: JsonObject
     if message.reasoning:
         part = {"type": "reasoning_text", "text": message.reasoning}
         mark = f"rs_{number}"

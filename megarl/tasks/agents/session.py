@@ -32,7 +32,7 @@ from msgspec import structs
 from megarl.core.base.contracts import AgentRollout, Policy, PolicyTurn, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
-from megarl.core.base.types import Episode, Segment
+from megarl.core.base.types import Episode, FinishReason, Segment
 from megarl.core.recipe import Recipe
 from megarl.tasks.agents.bounds import ByteBudget, RequestBounds
 from megarl.tasks.agents.calls import read_turn
@@ -286,7 +286,7 @@ class AgentSession:
             text = self._text(last.segments, last.stopped)
             truncated = not last.stopped and not self._ended_itself(last.segments)
         verdict = None if reward is None else Verdict(reward)
-        finish: Finish = "length" if self.limited else "stop"
+        finish: FinishReason = "length" if self.limited else "stop"
         return AgentRollout(segments, paths, text, finish, verdict, episode, truncated)
 
     async def prompt_tokens(self, request: AgentRequest) -> int:
