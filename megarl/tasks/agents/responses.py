@@ -226,6 +226,7 @@ def _items(turn: ServedTurn) -> list[JsonObject]:
     number = turn.node.number
     message = turn.message
     items: list[JsonObject] = []
+    part: JsonObject
     if message.reasoning:
         part = {"type": "reasoning_text", "text": message.reasoning}
         mark = f"rs_{number}"

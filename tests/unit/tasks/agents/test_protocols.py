@@ -405,7 +405,7 @@ def test_a_message_is_read_once_a_session_and_told_apart_by_its_json(
     numbers = [str(n % 5) for n in range(9)]
     long = [f'{{"role": "user", "content": "{n}"}}' for n in numbers]
     assert [m.text for m in asked_anthropics(small, *long).messages] == numbers
-    assert len(small._known) < 5, "forgotten, and read again"
+    assert len(small._messages) < 5, "forgotten, and read again"
 
 
 NUMBERS = [
