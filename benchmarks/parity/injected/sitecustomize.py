@@ -169,7 +169,7 @@ def stale(module: Any, dose: float) -> None:
 
 
 def checksums_agree(module: Any, dose: float) -> None:
-    module.Publisher._compare = lambda self, fleet, sent, errors, version: dict.fromkeys(
+    module.Publisher._compare = lambda self, fleet, sent, errors: dict.fromkeys(
         fleet.servers, "same"
     )
 
