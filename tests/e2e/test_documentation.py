@@ -102,6 +102,7 @@ def test_command(command: str, place: Path) -> None:
         status, said = LEARNERS.run(command_line, [words[1:]], place, quiet(), LIMIT_S)
     else:
         environment = quiet() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        environment["PYTHONPATH"] = str(ROOT)  # benchmarks are not installed
         done = subprocess.run(
             command,
             shell=True,

@@ -60,7 +60,7 @@ class Server(ServerClient):
 
     async def nothing(self, *_: object) -> None: ...
 
-    pause = resume = resume_memory = abort_all = begin = end = nothing  # type: ignore[assignment]
+    pause = resume = resume_memory = abort_all = begin_update = end_update = nothing  # type: ignore[assignment]
 
     async def device_identity(self) -> DeviceIdentity:
         return device.of_rank()

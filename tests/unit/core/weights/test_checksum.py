@@ -209,8 +209,8 @@ def test_nothing_is_summed_for_servers_of_several_ranks_alone(
     addresses = [SimpleNamespace(tensor_parallel=width) for width in widths]
     servers = {i: SimpleNamespace(address=address) for i, address in enumerate(addresses)}
     fleet: Any = SimpleNamespace(servers=servers, version=1, start=lambda *_: finished)
-    finished = SimpleNamespace(over=Future(), results={}, errors={})
-    finished.over.set_result(None)
+    finished = SimpleNamespace(end=Future(), results={}, errors={})
+    finished.end.set_result(None)
     transport: Any = ProcessGroupTransport.__new__(ProcessGroupTransport)
     family: Any = SimpleNamespace(architecture=PLAIN)
     transport._weights = ServedWeights([], family, fp8=False)
