@@ -49,9 +49,8 @@ TESTED_ELSEWHERE = {
     "make bench": "a benchmark",
     "export TEACHER_KEY=$(openssl rand -hex 16)": "tests/e2e/test_distillation.py",
     "megarl serve quickstart --model exported --port 30000 --api-key env:TEACHER_KEY &": "the same",
-    "megarl train quickstart run.name=distilled teacher.url=http://127.0.0.1:30000 teacher.api_key=env:TEACHER_KEY teacher.weight=1 batch.zero_variance=keep": (
-        "the same"
-    ),
+    "megarl train quickstart run.name=distilled teacher.url=http://127.0.0.1:30000"
+    " teacher.api_key=env:TEACHER_KEY teacher.weight=1 batch.zero_variance=keep": "the same",
     'make soak ARGS="--seconds 900"': "hours; benchmarks/faults.md says what was run",
     "megarl plan scalerl-8b --gpus 80 --gpu h100 --model-config llama-3.1-8b --mean-tokens 8000 --simulate --out plan.png": (
         "minutes of simulation; tests/unit/lab/planning/test_plan.py simulates a smaller one"
