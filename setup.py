@@ -30,8 +30,9 @@ setup(
             "recipes/suites/*.yaml",
             "recipes/studies/*.yaml",
             "core/base/configs/*.json",
-            "lab/*/*.html",
-            "lab/*/*.yaml",
+            "predict/*/*.html",
+            "predict/*/*.yaml",
+            "tools/*/*.html",
         ]
     },
     install_requires=[

@@ -24,12 +24,12 @@ from benchmarks import corpus
 from benchmarks.forecasts import part_of
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import Recipe
-from megarl.lab.planning.allocate import BatchSize, choose, measured
-from megarl.lab.scaling.cells import CellLaw, CellRun
-from megarl.lab.scaling.points import Curve
-from megarl.lab.study import plan
-from megarl.lab.study.main import CommandLines, StudyHooks, run
-from megarl.lab.study.plan import StudyTask
+from megarl.predict.planning.allocate import BatchSize, choose, measured
+from megarl.predict.scaling.cells import CellLaw, CellRun
+from megarl.predict.scaling.points import Curve
+from megarl.predict.study import plan
+from megarl.predict.study.main import CommandLines, StudyHooks, run
+from megarl.predict.study.plan import StudyTask
 
 RESULTS = Path("benchmarks/results/allocation.json")
 ROLLOUTS = 10_240

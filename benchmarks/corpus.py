@@ -32,9 +32,9 @@ import numpy as np
 from megarl.core.base.rundir import Row, latest_rows, latest_scores, write_atomically
 from megarl.core.base.types import JsonObject
 from megarl.core.recipe import Recipe, load
-from megarl.lab.scaling.points import Curve
-from megarl.lab.study.main import StudyHooks, StudyOptions, run_study
-from megarl.lab.study.plan import StudyTask
+from megarl.predict.scaling.points import Curve
+from megarl.predict.study.main import StudyHooks, StudyOptions, run_study
+from megarl.predict.study.plan import StudyTask
 from megarl.tasks.data import arithmetic
 from megarl.tasks.data.arithmetic_models import LLAMA, LLAMA4, save_model
 

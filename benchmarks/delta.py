@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 
 from megarl.core import recipe as recipes
-from megarl.core.base.delta import INTEGERS, add, decode, encode
 from megarl.core.base.rundir import RunDir
 from megarl.core.base.types import Batch
 from megarl.core.journal.journal import JournalReader
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import build, hf, parallel
+from megarl.core.sync.delta import INTEGERS, add, decode, encode
 
 REPEATS = 7
 NORMAL = 0.0088

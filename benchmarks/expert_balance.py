@@ -39,10 +39,10 @@ from megarl.core.base.messages import Score, ScoredRollout
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import hf, parallel
-from megarl.lab.sft import batches
 from megarl.tasks.data.arithmetic import write
 from megarl.tasks.data.arithmetic_models import LLAMA, LLAMA4, save_model
 from megarl.tasks.data.traces import load_traces
+from megarl.tools.sft import batches
 from tests.parallel.worlds import run_world
 from tests.tiny_scores import scores
 

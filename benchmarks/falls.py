@@ -27,7 +27,7 @@ from statistics import fmean
 from benchmarks.corpus import read
 from megarl.core.base.rundir import Row
 from megarl.core.evaluation.departure import lasting_departure
-from megarl.lab.scaling.extrapolate import forecast
+from megarl.predict.scaling.extrapolate import forecast
 
 MOST_POINTS = 30
 LEAST_FALL = 0.06

@@ -34,9 +34,9 @@ from scipy import optimize, stats
 
 from benchmarks.corpus import CorpusRun, read
 from megarl.core.base.errors import MegarlError
-from megarl.lab.scaling.extrapolate import predict
-from megarl.lab.scaling.fit import fit
-from megarl.lab.scaling.points import Curve
+from megarl.predict.scaling.extrapolate import predict
+from megarl.predict.scaling.fit import fit
+from megarl.predict.scaling.points import Curve
 
 GAIN = (0.3, 0.8)
 AHEAD = (2.0, 4.0)

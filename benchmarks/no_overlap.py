@@ -8,7 +8,7 @@ overlap, so the recipe has no key for it.
 import sys
 
 from megarl.cli import main
-from megarl.core.server import launch
+from megarl.core.engine import launch
 
 if __name__ == "__main__":
     arguments = launch.engine_arguments

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.core.base.rundir import RunDir, latest_scores
-from megarl.lab.scaling.overoptimisation import judge
+from megarl.predict.scaling.overoptimisation import judge
 from megarl.tasks.graders.answer import Submission
 
 TASK = "data.tasks.arithmetic"

@@ -30,10 +30,10 @@ import numpy as np
 from benchmarks.roles import client_of, served, trained
 from megarl.core import recipe as recipes
 from megarl.core.base.rundir import Endpoints, RunDir, latest_rows
+from megarl.core.client.client import ServerClient
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient
-from megarl.lab.planning.simulate import Costs, simulate, summary
-from megarl.lab.planning.workload import Lengths, Workload, lengths_of
+from megarl.predict.planning.simulate import Costs, simulate, summary
+from megarl.predict.planning.workload import Lengths, Workload, lengths_of
 
 FIXED = [
     "learner.optimizer.lr=1e-12",

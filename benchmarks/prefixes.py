@@ -33,7 +33,7 @@ from megarl.core.base.contracts import Observation
 from megarl.core.base.types import Episode, Prompt
 from megarl.core.sampling.places import GroupPlaces
 from megarl.core.sampling.sampler import Job, Sampler
-from megarl.lab.evaluation.servers import OwnServers, own_servers
+from megarl.tools.eval.servers import OwnServers, own_servers
 from tests.tiny import tiny_llama
 
 GENERATIONS = 8

@@ -27,8 +27,8 @@ import numpy as np
 import yaml
 
 from benchmarks.public.cases import FILES, HERE, Case, RowLeftOut, cases_of
-from megarl.lab.pictures import COLORS, GREY, drawing, rendered
-from megarl.lab.planning.hardware import GPUS, Gpu
+from megarl.core.telemetry.pictures import COLORS, GREY, drawing, rendered
+from megarl.predict.planning.hardware import GPUS, Gpu
 
 RESULTS = Path(__file__).parent / "results"
 EFFICIENCIES = np.geomspace(0.15, 0.95, 32)  # 6 % apart

@@ -5,7 +5,7 @@ server, against a bare broadcast of the same bytes over the same kind of group.
     [--bucket-mb 64] [--repeats 5]
 
     sum       torch.sum of a bucket of random bytes as floats, over and over
-    checksum  base/checksum.py of the same bytes
+    checksum  sync/checksum.py of the same bytes
     sha256    hashlib's
 
     bare      the same buckets sent to a process that only receives them
@@ -49,19 +49,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from benchmarks.roles import served
 from megarl.core import recipe as recipes
-from megarl.core.base.broadcast import BroadcastGroup
-from megarl.core.base.checksum import checksum
 from megarl.core.base.messages import Publish, ServerAddress
 from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints
+from megarl.core.client.fleet import Fleet
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.recipe import Recipe
-from megarl.core.server.fleet import Fleet
-from megarl.core.weights import transport
-from megarl.core.weights.deltas import LastSent
-from megarl.core.weights.process_group import VIEWS, ProcessGroupTransport, backend
-from megarl.core.weights.publisher import Publisher
-from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets
+from megarl.core.sync import transport
+from megarl.core.sync.broadcast import BroadcastGroup
+from megarl.core.sync.checksum import checksum
+from megarl.core.sync.process_group import VIEWS, ProcessGroupTransport, backend
+from megarl.core.sync.publisher import Publisher
+from megarl.core.sync.sent_deltas import LastSent
+from megarl.core.sync.transport import Bucket, Sent, SentChecksums, buckets
 
 LIMIT_S = 120.0
 EXPERT_WIDTH = 32

@@ -35,10 +35,10 @@ from megarl.core.base.process import die_with_parent
 from megarl.core.base.ranks import bind_all
 from megarl.core.base.rundir import RunDir
 from megarl.core.models import build, family_of, hf, parallel
-from megarl.core.weights.deltas import LastSent
-from megarl.core.weights.process_group import ProcessGroupTransport
-from megarl.core.weights.publisher import Publisher
-from megarl.core.weights.served_weights import ServedWeights
+from megarl.core.sync.process_group import ProcessGroupTransport
+from megarl.core.sync.publisher import Publisher
+from megarl.core.sync.sent_deltas import LastSent
+from megarl.core.sync.served_weights import ServedWeights
 from megarl.run.process import free_ports
 
 RANKS = 2

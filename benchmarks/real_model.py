@@ -34,10 +34,10 @@ from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores, wri
 from megarl.core.evaluation import fall
 from megarl.core.evaluation.departure import lasting_departure
 from megarl.core.recipe import differences, load
-from megarl.lab.scaling.extrapolate import predict
-from megarl.lab.scaling.fit import Fit, fit
-from megarl.lab.scaling.plot import plot_fits
-from megarl.lab.scaling.points import Curve, PointColumns, binomial_noise, curve_of_run
+from megarl.predict.scaling.extrapolate import predict
+from megarl.predict.scaling.fit import Fit, fit
+from megarl.predict.scaling.plot import plot_fits
+from megarl.predict.scaling.points import Curve, PointColumns, binomial_noise, curve_of_run
 from megarl.run.health import Alarm, Health
 
 SHIPPED = "quickstart-real"

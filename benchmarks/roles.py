@@ -13,10 +13,10 @@ from megarl.core import recipe as recipes
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints, LinkKeys, Row, RunDir, latest_rows
+from megarl.core.client.client import REQUEST_LIMIT_S, ServerClient
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import REQUEST_LIMIT_S, ServerClient
-from megarl.lab.evaluation.servers import wait_ready
 from megarl.run.process import free_ports
+from megarl.tools.eval.servers import wait_ready
 
 ROOT = Path(__file__).parents[1]
 

@@ -36,12 +36,12 @@ from aiohttp import web
 from megarl.core.base.admission import Admission
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, encode
+from megarl.core.client.client import CHECKSUMS, ServerClient
+from megarl.core.client.fleet import Call, Fan, Fleet
+from megarl.core.client.membership import Membership, ServerLoad
+from megarl.core.client.relay import RelayedCall, relayed
 from megarl.core.journal.journal import Admitted, Finished, Journal
 from megarl.core.sampling.places import GroupPlaces, Places
-from megarl.core.server.client import CHECKSUMS, ServerClient
-from megarl.core.server.fleet import Call, Fan, Fleet
-from megarl.core.server.membership import Membership, ServerLoad
-from megarl.core.server.relay import RelayedCall, relayed
 
 REPEATS = 3
 CHUNK = 64

@@ -15,10 +15,10 @@ from typing import Any
 
 from megarl.core.base import architecture
 from megarl.core.recipe import load
-from megarl.lab.planning.hardware import gpu_named
-from megarl.lab.planning.layouts import PlanningProblem, as_written
-from megarl.lab.planning.simulate import costs, simulate, summary
-from megarl.lab.planning.workload import lognormal, workload
+from megarl.predict.planning.hardware import gpu_named
+from megarl.predict.planning.layouts import PlanningProblem, as_written
+from megarl.predict.planning.simulate import costs, simulate, summary
+from megarl.predict.planning.workload import lognormal, workload
 
 MEAN = 8000
 SPREAD = 0.5

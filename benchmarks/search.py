@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.forecasts import part_of
-from megarl.lab.scaling.points import Curve, read_points
-from megarl.lab.study.search import judge
+from megarl.predict.scaling.points import Curve, read_points
+from megarl.predict.study.search import judge
 
 END = 60
 RUNGS = (15, 30)
@@ -32,7 +32,7 @@ ANSWERS = 2048
 R0 = 0.4
 SAME = 0.01  # an arm this close to the best A counts as equally good
 MISFIT = 0.01
-SEED = 0.04  # deviations, shares of the gain (megarl/lab/scaling/fit.py, PRIOR)
+SEED = 0.04  # deviations, shares of the gain (megarl/predict/scaling/fit.py, PRIOR)
 
 
 class ArmLaw(NamedTuple):

@@ -31,8 +31,8 @@ from benchmarks.roles import client_of, served
 from megarl.core import recipe as recipes
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.rundir import Endpoints
+from megarl.core.client.client import ServerClient
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient
 
 CONCURRENCY = (1, 8, 32, 128)
 PROMPT_TOKENS = 16

@@ -26,8 +26,8 @@ import numpy as np
 from benchmarks.corpus import CorpusRun
 from benchmarks.forecasts import arguments, noise, part_of
 from megarl.core.evaluation.forecast import not_worth_it
-from megarl.lab.scaling.extrapolate import forecast
-from megarl.lab.scaling.fit import fit
+from megarl.predict.scaling.extrapolate import forecast
+from megarl.predict.scaling.fit import fit
 
 PRICES = (0.02, 0.05, 0.1, 0.2)
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from benchmarks.corpus import KINDS, SIZES, CorpusRun
 from benchmarks.forecasts import arguments, noise
-from megarl.lab.scaling.fit import fit
-from megarl.lab.scaling.points import Curve
-from megarl.lab.scaling.transfer import transfer
+from megarl.predict.scaling.fit import fit
+from megarl.predict.scaling.points import Curve
+from megarl.predict.scaling.transfer import transfer
 
 Row = dict[str, Any]
 LEAST = 3  # fewest sizes of a recipe: two to fit, and the largest

@@ -30,10 +30,10 @@ from benchmarks.workload import GrpoStepSizes, make_model
 from megarl.core import recipe as recipes
 from megarl.core.base import architecture
 from megarl.core.recipe import Recipe
-from megarl.lab.planning.hardware import gpu_named
-from megarl.lab.planning.layouts import PlanningProblem, as_written
-from megarl.lab.planning.simulate import simulated
-from megarl.lab.planning.workload import lognormal, workload
+from megarl.predict.planning.hardware import gpu_named
+from megarl.predict.planning.layouts import PlanningProblem, as_written
+from megarl.predict.planning.simulate import simulated
+from megarl.predict.planning.workload import lognormal, workload
 
 WORK = GrpoStepSizes(prompts=8, generations=8, prompt_tokens=64, mean_tokens=16, max_tokens=48)
 WARM_UP = 30

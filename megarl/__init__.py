@@ -3,10 +3,11 @@
     core/    what a run is made of: read it in an afternoon (docs/reading.md)
     shims/   patches of megatron-core, SGLang and torch, each with the version it is for
     tasks/   data, graders and environments: what core/base/contracts.py asks for
-    checks/  what is checked before anything starts, in one table
     run/     the supervisor: starts, watches and restarts the roles
-    lab/     around a run: evaluation, planning, scaling laws, studies, reports, the warm start
-    cli/     the command line, which gives tasks and forecasts to the roles
+    checks/  what is checked before anything starts, in one table
+    predict/ planning, scaling laws, studies
+    tools/   around a run: evaluation, reports, monitoring, the warm start, jobs
+    cli/     the command line, which gives tasks, checks and forecasts to the roles
     recipes/ the recipes and evaluation suites that come with megarl
 
     environments.py, scaling.py   what users' code imports

@@ -1,10 +1,10 @@
 """What a notebook imports (docs/scaling.md): `from megarl.scaling.fit import fit`.
-Modules of megarl/lab/scaling/.
+Modules of megarl/predict/scaling/.
 """
 
 import sys
 
-from megarl.lab.scaling import extrapolate, fit, points
+from megarl.predict.scaling import extrapolate, fit, points
 
 for _module in (extrapolate, fit, points):
     sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module

@@ -23,10 +23,10 @@ from megarl.core.base.architecture import CONFIGS
 from megarl.core.learner.optimizer import with_optimizer
 from megarl.core.models import checkpoint
 from megarl.core.recipe import Recipe
-from megarl.core.weights.deltas import LastSent
-from megarl.core.weights.process_group import ProcessGroupTransport
-from megarl.core.weights.served_weights import ServedWeights
-from megarl.core.weights.transport import buckets
+from megarl.core.sync.process_group import ProcessGroupTransport
+from megarl.core.sync.sent_deltas import LastSent
+from megarl.core.sync.served_weights import ServedWeights
+from megarl.core.sync.transport import buckets
 from megarl.shims.megatron_cpu import after_megatron_import
 
 

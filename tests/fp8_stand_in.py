@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from megarl.core.base.block_fp8 import BLOCK, LARGEST, VALUES, dequantise
+from megarl.core.sync.block_fp8 import BLOCK, LARGEST, VALUES, dequantise
 
 SMALLEST = 1e-10
 
@@ -72,7 +72,8 @@ def install() -> None:
 
 def serve(arguments: Sequence[str]) -> int:
     """`megarl serve` with the stand-in, of a recipe that it would refuse without a GPU."""
-    from megarl.core.server import checks, workers
+    from megarl.core.client import servable
+    from megarl.core.engine import workers
     from tests.processes import command_line
 
     ports = workers.own_ports
@@ -81,6 +82,6 @@ def serve(arguments: Sequence[str]) -> int:
         ports()
         install()
 
-    checks.check_fp8 = lambda *_: None
+    servable.check_fp8 = lambda *_: None
     workers.own_ports = ports_and_products
     return command_line(arguments)

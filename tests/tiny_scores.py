@@ -9,7 +9,7 @@ import torch
 
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import Endpoints
-from megarl.core.server.client import ServerClient
+from megarl.core.client.client import ServerClient
 
 
 @torch.no_grad()

@@ -246,7 +246,7 @@ def same_prompts() -> None:
 def shifted() -> None:
     """Log-probs of a share DOSE of the requests are one token late."""
 
-    @replaces("megarl.core.server.client:ServerClient.generate")
+    @replaces("megarl.core.client.client:ServerClient.generate")
     def late(generate: Any) -> Any:
         requests = 0
 
@@ -284,7 +284,7 @@ def temperature() -> None:
 def after_swap(act: Callable[[Any], None]) -> None:
     """Let `act` change the model of a server each time that it has taken new weights."""
 
-    @replaces("megarl.core.server.staging:Staging.swap")
+    @replaces("megarl.core.sync.staging:Staging.swap")
     def swapped(swap: Any) -> Any:
         def wrong(self: Any, live: Any, version: str) -> None:
             swap(self, live, version)
@@ -299,7 +299,7 @@ def stale() -> None:
     DOSE: the number of servers.
     """
 
-    @replaces("megarl.core.server.staging:Staging.swap")
+    @replaces("megarl.core.sync.staging:Staging.swap")
     def kept(swap: Any) -> Any:
         first = sys.argv[sys.argv.index("--index") + 1] == "0" if "--index" in sys.argv else True
 
@@ -407,7 +407,7 @@ def served_logits(change: Callable[[Any], Any]) -> None:
 
         module.llama4.Llama4MoE.custom_routing_function = staticmethod(wrong)
 
-    PATCHES.setdefault("megarl.core.server.sglang_models.llama4", []).append(patch)
+    PATCHES.setdefault("megarl.core.engine.sglang_models.llama4", []).append(patch)
 
 
 def _plus(logits: Any, expert: int, amount: float) -> Any:

@@ -27,8 +27,8 @@ from megarl.core.base.architecture import CONFIGS, Architecture
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import Family, hf, parallel
 from megarl.core.recipe import Recipe
-from megarl.lab.planning import speed
-from megarl.lab.planning.hardware import GPUS, Gpu
+from megarl.predict.planning import speed
+from megarl.predict.planning.hardware import GPUS, Gpu
 
 LIMIT_S = 60.0
 """Time limit for forming the group of one rank, and for its collectives."""
@@ -153,7 +153,7 @@ def matmul_flops(tiny: bool) -> float:
 
 
 def datasheet() -> Gpu | None:
-    """Return this GPU's record in megarl/lab/planning/hardware.yaml; None for boards
+    """Return this GPU's record in megarl/predict/planning/hardware.yaml; None for boards
     with lower rates than SXM's.
     """
     return known(torch.cuda.get_device_properties(0).name) if DEVICE == "cuda" else None

@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.parity import models
 from megarl.core.base.rundir import RunDir, latest_rows
-from megarl.core.weights.parity import pooled
+from megarl.core.evaluation.parity import pooled
 from megarl.tasks.graders.answer import Submission
 
 FOLDER = Path(__file__).parent

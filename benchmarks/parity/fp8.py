@@ -50,9 +50,9 @@ from benchmarks.parity.real import (
     PerturbedWeights,
 )
 from benchmarks.parity.records import STATES_OF_A_SEED, ComparedRollout
-from megarl.core.base.block_fp8 import VALUES, dequantise, is_quantised, quantise
 from megarl.core.base.messages import PARITY_ROLLOUTS
 from megarl.core.base.terminal import say
+from megarl.core.sync.block_fp8 import VALUES, dequantise, is_quantised, quantise
 from tests.fp8_stand_in import product, rounded_activations
 
 PARTS = ("both", "weights", "cache")

@@ -33,11 +33,11 @@ from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import unrewarded
 from megarl.core.base.messages import Publish, ServerAddress
 from megarl.core.base.terminal import say
+from megarl.core.client.client import Generation, Prefill, ServerClient
 from megarl.core.learner import network
 from megarl.core.models import parallel
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import Generation, Prefill, ServerClient
-from megarl.core.weights import publisher
+from megarl.core.sync import publisher
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]

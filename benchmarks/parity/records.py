@@ -25,7 +25,7 @@ from scipy import stats
 
 from megarl.core.base.messages import PARITY_ROLLOUTS
 from megarl.core.base.terminal import say
-from megarl.core.weights.parity import (
+from megarl.core.evaluation.parity import (
     GRID_TOLERANCE,
     LIMITED,
     LIMITS,

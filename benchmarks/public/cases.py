@@ -23,11 +23,11 @@ import yaml
 from megarl.core import recipe as recipes
 from megarl.core.base.architecture import Architecture, Latent
 from megarl.core.recipe import Recipe
-from megarl.lab.planning import layouts, memory, speed
-from megarl.lab.planning.hardware import GPUS, Gpu
-from megarl.lab.planning.layouts import LearnerChoice, PlanningProblem
-from megarl.lab.planning.speed import Decoder, Packing
-from megarl.lab.planning.workload import LogNormal, Workload
+from megarl.predict.planning import layouts, memory, speed
+from megarl.predict.planning.hardware import GPUS, Gpu
+from megarl.predict.planning.layouts import LearnerChoice, PlanningProblem
+from megarl.predict.planning.speed import Decoder, Packing
+from megarl.predict.planning.workload import LogNormal, Workload
 
 HERE = Path(__file__).parent
 FILES = ("train", "serve", "sync", "rl_steps")

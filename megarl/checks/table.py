@@ -60,7 +60,8 @@ LEARN = frozenset({Command.LEARN})
 RULES = (CheckEntry("recipe", Need.RECIPE, ALL - DOCTOR, "megarl.core.recipe.rules:impossible"),)
 """Made by `megarl.core.recipe.load`, with the types of all keys."""
 
-INPUTS = "megarl.lab.preflight"
+INPUTS = "megarl.checks.inputs"
+PLANNED = "megarl.predict.planning.memory"
 FILES = (
     CheckEntry("model", Need.FILES, START, f"{INPUTS}:check_model"),
     CheckEntry("tasks", Need.FILES, START, f"{INPUTS}:check_tasks"),
@@ -72,15 +73,16 @@ FILES = (
     CheckEntry("agents", Need.FILES, START, f"{INPUTS}:check_agents"),
     CheckEntry("own loss", Need.FILES, START, f"{INPUTS}:check_own_loss"),
     CheckEntry("teacher", Need.FILES, START, f"{INPUTS}:check_teacher"),
-    CheckEntry("W&B", Need.FILES, START, "megarl.lab.monitoring.wandb_writer:check"),
+    CheckEntry("W&B", Need.FILES, START, "megarl.tools.monitoring.wandb_writer:check"),
     CheckEntry("prompts and answers", Need.FILES, START, f"{INPUTS}:read_inputs", "fingerprints"),
+    CheckEntry("memory of the host", Need.FILES, START, f"{PLANNED}:host_bytes", "host_bytes"),
     CheckEntry("model to start from", Need.FILES, SFT, f"{INPUTS}:check_sft_model"),
     CheckEntry("traces", Need.FILES, SFT, f"{INPUTS}:check_sft_data"),
     CheckEntry("model to write", Need.FILES, SFT, f"{INPUTS}:check_sft_output"),
     CheckEntry("same prompts", Need.FILES, ROLLOUT, f"{INPUTS}:check_unchanged"),
 )
 
-HERE = "megarl.run.checks"
+HERE = "megarl.checks.start"
 MACHINE = (
     CheckEntry("ranks", Need.MACHINE, SFT, f"{INPUTS}:check_sft_ranks"),
     CheckEntry("history", Need.MACHINE, START, f"{HERE}:check_history", "resumed"),
@@ -97,21 +99,23 @@ PLACED = (
     CheckEntry("host memory", Need.CLUSTER, START, f"{HERE}:check_host"),
     CheckEntry("allocator", Need.CLUSTER, START, f"{HERE}:check_allocator"),
     CheckEntry("servers", Need.CLUSTER, START, f"{HERE}:check_served"),
-    CheckEntry("container", Need.CLUSTER, SUBMIT, "megarl.lab.submit:check_container"),
-    CheckEntry("layout", Need.CLUSTER, SUBMIT, "megarl.lab.submit:choose", "chosen"),
+    CheckEntry("container", Need.CLUSTER, SUBMIT, "megarl.tools.submit:check_container"),
+    CheckEntry("layout", Need.CLUSTER, SUBMIT, "megarl.tools.submit:choose", "chosen"),
 )
 
 ROLES = (
-    CheckEntry("served model", Need.FILES, SERVE, "megarl.core.server.checks:check"),
-    CheckEntry("kernels", Need.MACHINE, SERVE, "megarl.core.server.checks:check_kernels"),
-    CheckEntry("served on these GPUs", Need.MACHINE, SERVE, "megarl.core.server.checks:check_gpus"),
+    CheckEntry("served model", Need.FILES, SERVE, "megarl.core.client.servable:check"),
+    CheckEntry("kernels", Need.MACHINE, SERVE, "megarl.core.client.servable:check_kernels"),
+    CheckEntry(
+        "served on these GPUs", Need.MACHINE, SERVE, "megarl.core.client.servable:check_gpus"
+    ),
     CheckEntry("port", Need.MACHINE, SERVE, "megarl.core.base.process:check_free"),
-    CheckEntry("room for tokens", Need.MACHINE, SERVE, "megarl.core.server.launch:check_kv"),
+    CheckEntry("room for tokens", Need.MACHINE, SERVE, "megarl.core.engine.launch:check_kv"),
     CheckEntry("layers in FP8", Need.MACHINE, LEARN, "megarl.core.models.build:check"),
 )
 """Made by the roles themselves, on their own nodes."""
 
-EXAMINED = "megarl.lab.doctor"
+EXAMINED = "megarl.checks.doctor"
 DOCTORS = (
     CheckEntry("Python", Need.MACHINE, DOCTOR, f"{EXAMINED}:python"),
     CheckEntry("packages", Need.MACHINE, DOCTOR, f"{EXAMINED}:packages"),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megarl.checks.making import Finding
     from megarl.core.base.rundir import RunDir
     from megarl.core.recipe import Recipe
-    from megarl.lab.planning.layouts import PlanningProblem
+    from megarl.predict.planning.layouts import PlanningProblem
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,29 +152,29 @@ def train(
     ] = None,
 ) -> int:
     """Train a policy: start, watch and restart all roles."""
-    from megarl.lab import preflight
-    from megarl.lab.dry_run import warnings
+    from megarl.checks import inputs
+    from megarl.checks.dry_run import warnings
     from megarl.run.train import main
 
     if plan is None:
         loaded = _load(recipe, overrides)
     else:
-        from megarl.lab.planning.command import planned
+        from megarl.predict.planning.command import planned
 
         loaded = planned(recipe, overrides, plan)
     if dry_run:
         return _dry_run(recipe, loaded)
-    inputs = preflight.check_inputs(loaded)
+    facts = inputs.check_inputs(loaded)
     for warning in warnings(loaded):
         terminal.say(f"warning: {warning}", file=sys.stderr)
-    return main(loaded, inputs, preflight.host_bytes(loaded), write_report)
+    return main(loaded, facts, inputs.check_start, write_report)
 
 
 def write_report(rundir: "RunDir") -> None:
     """Write RUN/report.html and RUN/reward.png. The import comes only here, so that a
     run of weeks does not hold matplotlib.
     """
-    from megarl.lab.report.report import write_report
+    from megarl.tools.report.report import write_report
 
     write_report(rundir)
 
@@ -182,14 +182,14 @@ def write_report(rundir: "RunDir") -> None:
 @app.command()
 def sft(recipe: p.RecipeName, overrides: p.Overrides, dry_run: p.DryRun = False) -> int:
     """Warm start, supervised, with the same learner."""
-    from megarl.lab import preflight
+    from megarl.checks import inputs
 
     loaded = _load(recipe, overrides)
     if dry_run:
         return _dry_run_of_sft(recipe, loaded)
-    preflight.check_sft(loaded)
+    inputs.check_sft(loaded)
     with importing():
-        from megarl.lab.sft import main
+        from megarl.tools.sft import main
 
     return main(loaded)
 
@@ -204,13 +204,13 @@ def _dry_run(name: str, recipe: "Recipe") -> int:
     """Show on stdout what would start and what differs from the base, on stderr the
     checks, warnings and that it is ready; return 0. MegarlError if it cannot start.
     """
+    from megarl.checks import inputs
+    from megarl.checks.dry_run import brief, warnings
+    from megarl.checks.start import starts
     from megarl.checks.table import Command
-    from megarl.lab import preflight
-    from megarl.lab.dry_run import brief, warnings
-    from megarl.run.checks import starts
 
-    facts = preflight.facts_of(recipe)
-    _show_checks(preflight.findings(Command.DRY_RUN, facts))
+    facts = inputs.facts_of(recipe)
+    _show_checks(inputs.findings(Command.DRY_RUN, facts))
     text = starts(facts)
     lines = [f"{heading:<8} {line}" for heading, line in brief(recipe, text)]
     _show_plan(name, recipe, lines)
@@ -222,12 +222,12 @@ def _dry_run(name: str, recipe: "Recipe") -> int:
 
 def _dry_run_of_sft(name: str, recipe: "Recipe") -> int:
     """Show the same of a warm start."""
+    from megarl.checks import inputs
     from megarl.checks.table import Command
-    from megarl.lab import preflight
 
-    _show_checks(preflight.findings(Command.SFT, preflight.facts_of(recipe)))
+    _show_checks(inputs.findings(Command.SFT, inputs.facts_of(recipe)))
     _show_plan(name, recipe, [])
-    terminal.say(f"ready: {preflight.sft_starts(recipe)}", file=sys.stderr)
+    terminal.say(f"ready: {inputs.sft_starts(recipe)}", file=sys.stderr)
     return 0
 
 
@@ -243,7 +243,7 @@ def _show_checks(findings: "Iterator[Finding]") -> None:
 
 def _show_plan(name: str, recipe: "Recipe", lines: list[str]) -> None:
     """Print lines on what would start, and what differs from the recipe's base."""
-    from megarl.lab.dry_run import changes
+    from megarl.checks.dry_run import changes
 
     base, changed = changes(name, recipe)
     lines.append(f"differs from {base}:" if changed else f"as {base}")
@@ -278,7 +278,7 @@ def plan(
     """Say what a recipe needs on N GPUs, and how fast it will be; or, from a run of a
     few steps, how long it will take on this machine; or how to spend a budget.
     """
-    from megarl.lab.planning.command import main, problem, work
+    from megarl.predict.planning.command import main, problem, work
 
     if measured is not None:
         others = (gpus, gpu, allocate, lengths, simulate or None)
@@ -316,7 +316,7 @@ def _plan_by_measurement(
     """Plan by the speeds of a run. others: options that do not go with it, None for
     those that are not given.
     """
-    from megarl.lab.planning.measured import main
+    from megarl.predict.planning.measured import main
 
     if any(option is not None for option in others):
         raise MegarlError(
@@ -334,7 +334,7 @@ def _allocate(
     as_json: bool,
 ) -> int:
     """Choose batch and steps for a budget. curves: runs, separated by commas."""
-    from megarl.lab.planning import allocate
+    from megarl.predict.planning import allocate
 
     if not curves:
         raise MegarlError(
@@ -365,7 +365,7 @@ def submit(
     yes: Annotated[bool, Option("--yes", help="submit it")] = False,
 ) -> int:
     """Write a Slurm batch script or a Kubernetes JobSet for a recipe, and submit it."""
-    from megarl.lab.submit import JobOptions, main
+    from megarl.tools.submit import JobOptions, main
 
     job = JobOptions(
         recipe=recipe,
@@ -424,7 +424,7 @@ def logs(
 @app.command()
 def report(run: p.RunDirectory) -> int:
     """Write report.html and reward.png of a run again."""
-    from megarl.lab.report.report import main
+    from megarl.tools.report.report import main
 
     return main(run)
 
@@ -456,7 +456,7 @@ def trace(
     """Write where the time of a run's last steps went, for Perfetto. Also while it
     runs.
     """
-    from megarl.lab.report.trace import main
+    from megarl.tools.report.trace import main
 
     return main(run, steps, output)
 
@@ -505,7 +505,7 @@ def evaluate(
     output: Annotated[Path | None, Option("--out", help="else runs/evaluations/MODEL")] = None,
 ) -> int:
     """Score a model or a run's checkpoint on suites. It starts servers of its own."""
-    from megarl.lab.evaluation.main import main
+    from megarl.tools.eval.main import main
 
     return main(model, suite, overrides, samples, limit, data, output)
 
@@ -518,7 +518,7 @@ def doctor(
     ] = None,
 ) -> int:
     """Say what this machine can run, and what to do about what it cannot."""
-    from megarl.lab.doctor import main
+    from megarl.checks.doctor import main
 
     return main(models or ())
 
@@ -549,7 +549,7 @@ def serve(
     """Role: one SGLang server. With --join: one more for a run that is under way, until
     SIGTERM or the run's end. With --model: one by itself, such as a teacher.
     """
-    from megarl.core.server.launch import main
+    from megarl.core.engine.launch import main
 
     if model is not None:
         if join is not None or index is not None or interface or port is None:
@@ -575,7 +575,7 @@ def serve(
 
 def _join(run: Path, interface: str, index: int | None, port: int | None) -> int:
     """Join a run. With an index and a port: be the server that has joined it."""
-    from megarl.core.server.launch import main
+    from megarl.core.engine.launch import main
     from megarl.run import join
 
     if index is None or port is None:
@@ -590,8 +590,8 @@ def _serve_model(
 ) -> int:
     """Serve a model without a run. recipe: whose other keys apply; None: the defaults."""
     from megarl.core.base.api_key import check_key_place, read_api_key
+    from megarl.core.engine.launch import serve_model
     from megarl.core.recipe import from_tree, load
-    from megarl.core.server.launch import serve_model
 
     try:
         key = read_api_key("--api-key", check_key_place(api_key))
@@ -625,18 +625,18 @@ def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     start_logging("controller")
     import uvloop
 
+    from megarl.checks.inputs import check_unchanged
     from megarl.core.base.contracts import Tasks
     from megarl.core.base.tokenizer import load_tokenizer
     from megarl.core.controller.controller import Controller
-    from megarl.lab.evaluation.suites import questions_of
-    from megarl.lab.monitoring.prometheus import serve_controller
-    from megarl.lab.preflight import check_unchanged
-    from megarl.lab.scaling.extrapolate import forecast
-    from megarl.lab.scaling.overoptimisation import watch
+    from megarl.predict.scaling.extrapolate import forecast
+    from megarl.predict.scaling.overoptimisation import watch
     from megarl.tasks.agents.registry import TaskAgents
     from megarl.tasks.data.prompts import load_tasks
     from megarl.tasks.environments.registry import TaskEnvironments
     from megarl.tasks.graders.grader import TaskGraders
+    from megarl.tasks.suites.suites import questions_of
+    from megarl.tools.monitoring.prometheus import serve_controller
 
     loaded = _load(recipe, overrides)
     tokenizer = load_tokenizer(loaded.model.path)
@@ -673,7 +673,7 @@ def learn(recipe: p.RecipeName, overrides: p.Overrides) -> int:
         )
     with importing():
         from megarl.core.learner.main import main
-        from megarl.lab.monitoring.metrics import MetricsWriter
+        from megarl.tools.monitoring.metrics import MetricsWriter
 
     return main(loaded, MetricsWriter)
 
@@ -733,7 +733,7 @@ def new_recipe(
     ] = None,
 ) -> int:
     """Write a recipe for your model and your questions on this machine."""
-    from megarl.lab.new_recipe import Asked, new
+    from megarl.tools.new_recipe import Asked, new
 
     return new(model, Asked(data, heldout, grader, system, mapping, column), gpus, output)
 
@@ -768,7 +768,7 @@ def run_study(
     """Run the variants of a recipe that a study names: axes, curriculum, forward, kl,
     loo, value-precision, or yours.
     """
-    from megarl.lab.study.main import StudyOptions, run_variants
+    from megarl.predict.study.main import StudyOptions, run_variants
 
     others = [name for name in with_recipes.split(",") if name]
     return run_variants(
@@ -787,7 +787,7 @@ def compare_recipes(
     dry_run: p.DryRun = False,
 ) -> int:
     """Run and compare several recipes."""
-    from megarl.lab.study.main import StudyOptions, compare
+    from megarl.predict.study.main import StudyOptions, compare
 
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
@@ -815,8 +815,8 @@ def search_recipes(
     """Find the best of several recipes: the better half goes on, judged by the
     asymptotes predicted from scores.
     """
-    from megarl.lab.study.main import StudyOptions
-    from megarl.lab.study.search import SearchOptions, search
+    from megarl.predict.study.main import StudyOptions
+    from megarl.predict.study.search import SearchOptions, search
 
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
@@ -827,7 +827,7 @@ def search_recipes(
 @study.command("results")
 def study_results(directory: Path) -> int:
     """Write table, plots and CSVs of a study, also of an unfinished one."""
-    from megarl.lab.study.main import table_and_plots
+    from megarl.predict.study.main import table_and_plots
 
     return table_and_plots(directory)
 
@@ -845,7 +845,7 @@ def show_rollouts(
     """Show what the policy wrote, also while the run lives."""
     from megarl.core.base.rundir import RunDir
     from megarl.core.base.tokenizer import load_tokenizer
-    from megarl.lab.inspection.rollouts import show
+    from megarl.tools.inspection.rollouts import show
 
     tokenizer = load_tokenizer(_load(str(RunDir.opened(run).recipe), ()).model.path)
     show(run, ticket, step, limit, tokenizer, as_json)
@@ -864,7 +864,7 @@ def curve(
     ] = None,
 ) -> int:
     """Draw score against tokens generated: best of n by majority, reward, oracle."""
-    from megarl.lab.evaluation.curve import main
+    from megarl.tools.eval.curve import main
 
     return main(outputs, suite, picture)
 
@@ -881,6 +881,6 @@ def compare_answers(
     """Compare two models on the same prompts: a table, and a page to read their answers
     side by side.
     """
-    from megarl.lab.evaluation.compare import main
+    from megarl.tools.eval.compare import main
 
     return main(out_a, out_b, suite, page)

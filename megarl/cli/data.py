@@ -31,7 +31,7 @@ def inspect(
     samples: Annotated[int, Option(min=0, help="rows shown of each set")] = 3,
 ) -> int:
     """Show lengths, difficulties, answer types and samples."""
-    from megarl.lab.inspection.data import inspect
+    from megarl.tools.inspection.data import inspect
 
     return inspect(source, overrides, column, mapping, tokenizer, samples)
 
@@ -57,8 +57,8 @@ def prepare(
 ) -> int:
     """Clean, split and decontaminate a source into the project's own rows."""
 
-    from megarl.lab.inspection.data import reader
     from megarl.tasks.data.prepare import prepare
+    from megarl.tools.inspection.data import reader
 
     console = terminal.console()
     done = prepare(source, output, reader(mapping, column), heldout, against, form, console)

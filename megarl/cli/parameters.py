@@ -57,7 +57,7 @@ PlannedGpus = Annotated[
     int | None, Option(min=1, help="how many there are, generators and trainers together")
 ]
 PlannedGpu = Annotated[
-    str | None, Option(help="which: a name in megarl/lab/planning/hardware.yaml, such as h100")
+    str | None, Option(help="which: a name in megarl/predict/planning/hardware.yaml, such as h100")
 ]
 MeanTokens = Annotated[
     float | None, Option(help="mean length of a completion; else half of the longest")

@@ -18,9 +18,9 @@ from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 
 if TYPE_CHECKING:
-    from megarl.lab.scaling.compare import RunComparison
-    from megarl.lab.scaling.fit import Fit, FitOptions, Grid
-    from megarl.lab.scaling.points import Curve
+    from megarl.predict.scaling.compare import RunComparison
+    from megarl.predict.scaling.fit import Fit, FitOptions, Grid
+    from megarl.predict.scaling.points import Curve
 
 app = typer.Typer(name="scaling", help="What a run will reach, from its evaluations.")
 
@@ -39,8 +39,8 @@ def fit(
     as_json: p.Json = False,
 ) -> int:
     """Fit A, B and C_mid of a run, with 95 % intervals."""
-    from megarl.lab.scaling import tables
-    from megarl.lab.scaling.fit import fit
+    from megarl.predict.scaling import tables
+    from megarl.predict.scaling.fit import fit
 
     options = _options(r0, start, until, form, grid)
     curves = _read(points, seed, hours_column, score_column)
@@ -84,10 +84,10 @@ def extrapolate(
     """Predict the score at some compute, or the compute of a score."""
     import numpy as np
 
-    from megarl.lab.scaling import tables
-    from megarl.lab.scaling.extrapolate import doubts, hours_to, later_points, predict
-    from megarl.lab.scaling.fit import fit
-    from megarl.lab.scaling.points import amount
+    from megarl.predict.scaling import tables
+    from megarl.predict.scaling.extrapolate import doubts, hours_to, later_points, predict
+    from megarl.predict.scaling.fit import fit
+    from megarl.predict.scaling.points import amount
 
     if (to is None) == (reach is None):
         raise MegarlError("give one of --to and --reach")
@@ -150,8 +150,8 @@ def compare(
     ] = None,
 ) -> int:
     """Say which run has the higher ceiling, and which is quicker."""
-    from megarl.lab.scaling import tables
-    from megarl.lab.scaling.compare import compare
+    from megarl.predict.scaling import tables
+    from megarl.predict.scaling.compare import compare
 
     _check_hours("--to", to)
     runs = _named(points, seed, hours_column, score_column)
@@ -201,10 +201,10 @@ def transfer(
     """Predict A, B and C_mid of a larger policy from smaller ones."""
     import numpy as np
 
-    from megarl.lab.scaling import tables
-    from megarl.lab.scaling.fit import fit
-    from megarl.lab.scaling.transfer import doubts, named_size
-    from megarl.lab.scaling.transfer import transfer as transferred
+    from megarl.predict.scaling import tables
+    from megarl.predict.scaling.fit import fit
+    from megarl.predict.scaling.transfer import doubts, named_size
+    from megarl.predict.scaling.transfer import transfer as transferred
 
     _check_hours("--to", *to)
     curves: dict[float, list[Curve]] = {}
@@ -250,7 +250,7 @@ def plot(
     output: Annotated[Path, p.PICTURE] = Path("scaling"),
 ) -> int:
     """Draw points, fits and what they predict, as PNG, SVG and interactive HTML."""
-    from megarl.lab.scaling.compare import compare
+    from megarl.predict.scaling.compare import compare
 
     _check_hours("--to", to)
     runs = _named(points, seed, hours_column, score_column)
@@ -274,9 +274,9 @@ def slices(
     ] = None,
 ) -> int:
     """Fit the parts of a run: by task, difficulty, objective and pass@n."""
-    from megarl.lab.scaling import tables
-    from megarl.lab.scaling.points import unit_name
-    from megarl.lab.scaling.slices import slices
+    from megarl.predict.scaling import tables
+    from megarl.predict.scaling.points import unit_name
+    from megarl.predict.scaling.slices import slices
 
     parts = slices(run, hours_column, start=start, end=until)
     if as_json:
@@ -286,7 +286,7 @@ def slices(
         tables.show(tables.sliced(parts, unit))
         tables.say_slices(parts)
     if output:
-        from megarl.lab.scaling.plot import plot_slices
+        from megarl.predict.scaling.plot import plot_slices
 
         output.parent.mkdir(parents=True, exist_ok=True)
         terminal.say(*plot_slices(parts, output), sep="\n", file=sys.stderr)
@@ -307,10 +307,10 @@ def show_published(
     import msgspec
     import numpy as np
 
-    from megarl.lab.scaling import tables
-    from megarl.lab.scaling.points import amount
-    from megarl.lab.scaling.published import SAMPLES, csv_of, law_named, published
-    from megarl.lab.scaling.published import synthetic as points_of
+    from megarl.predict.scaling import tables
+    from megarl.predict.scaling.points import amount
+    from megarl.predict.scaling.published import SAMPLES, csv_of, law_named, published
+    from megarl.predict.scaling.published import synthetic as points_of
 
     if synthetic:
         _check_hours("--hours", hours)
@@ -346,7 +346,7 @@ def _check_hours(option: str, *values: float | None) -> None:
 def _read(
     source: str | Path, seed: int | None, hours_column: str | None, score_column: str | None
 ) -> list["Curve"]:
-    from megarl.lab.scaling.points import PointColumns, read_points
+    from megarl.predict.scaling.points import PointColumns, read_points
 
     curves = read_points(source, PointColumns(hours_column, score_column))
     if seed is None:
@@ -361,7 +361,7 @@ def _named(sources: Sequence[Path], *selection: Any) -> dict[str, list["Curve"]]
     """Read the curves of all sources by name; sources with the same name go by their
     paths. selection: as in `_read`.
     """
-    from megarl.lab.scaling.table_files import name_of
+    from megarl.predict.scaling.table_files import name_of
 
     names = [name_of(source) if source.is_file() else source.resolve().name for source in sources]
     curves = {}
@@ -388,8 +388,8 @@ def _draw(
     """Draw all pictures. efficiency: the fits in the efficiency plot, which is left out
     if there are none.
     """
-    from megarl.lab.scaling.plot import plot_efficiency, plot_fits
-    from megarl.lab.scaling.published import law_named
+    from megarl.predict.scaling.plot import plot_efficiency, plot_fits
+    from megarl.predict.scaling.published import law_named
 
     base.parent.mkdir(parents=True, exist_ok=True)
     laws = [law_named(name) for name in published]

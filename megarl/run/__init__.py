@@ -1,9 +1,8 @@
 """`megarl train`: the supervisor and the role processes. Nothing here imports a role, a
-task or the lab.
+task, the checks or a tool: the command line passes in the checks and the report.
 
 The supervisor:
     train.py      starts and watches the roles, restarts them, ends the run
-    checks.py     whether and where a run starts (checks/table.py has the order)
     prepare.py    writes the files that the roles read first
     fork.py       a run that begins at a step of another
     join.py       an additional server for a running run

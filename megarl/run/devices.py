@@ -16,10 +16,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from megarl.core.recipe import Recipe
+
+
+class HostBytes(NamedTuple):
+    """Bytes of host memory, as planned. rank: a learner's rank. server: a whole server
+    with GPUs.
+    """
+
+    rank: float
+    server: float
+
 
 NAME = re.compile(r"\d+$|GPU-|MIG-")
 """What CUDA takes for the name of a GPU."""

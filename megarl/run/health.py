@@ -28,7 +28,7 @@ from statistics import fmean, stdev, variance
 from typing import NamedTuple
 
 from megarl.core.base.rundir import Row
-from megarl.core.weights import parity
+from megarl.core.evaluation import parity
 from megarl.run.scores import READ
 
 RECENT = 5

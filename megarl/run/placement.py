@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.client.membership import listed
 from megarl.core.recipe import Recipe
-from megarl.core.server.membership import listed
 from megarl.run.devices import needed
 from megarl.run.nodes import Node
 from megarl.run.restart import Role

@@ -7,7 +7,7 @@
                                                one for each pod
     other pods  python -m megarl.run.pods wait     until it is ended
 
-`megarl submit --kubernetes` writes the JobSet (lab/jobset.py), which sets PODS and
+`megarl submit --kubernetes` writes the JobSet (tools/jobset.py), which sets PODS and
 JOBSET. A pod is a node, and has its name. COMMAND is step.py, which ends by itself when
 nobody answers it any more.
 """

@@ -25,10 +25,11 @@ from megarl.core.base.files import contents
 from megarl.core.base.rundir import Endpoints, LinkKeys, Meeting, RunDir, write_atomically
 from megarl.core.recipe import Recipe, dump
 from megarl.run import devices, fork
-from megarl.run.checks import Fingerprints
 from megarl.run.placement import Place
 from megarl.run.restart import Role
 
+type Fingerprints = Mapping[str, str]
+"""Fingerprints by recipe key and part of the input: `model.path: weights`."""
 CONFIGURATION = """\
 scrape_configs:
   - job_name: megarl

@@ -20,24 +20,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
 
-from megarl.checks import making
-from megarl.checks.table import Command, Need
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Endpoints, Row, RunDir, SupervisorEvent, append_jsonl
 from megarl.core.evaluation.forecast import not_worth_it
 from megarl.core.recipe import Recipe, differences, load
-from megarl.run.checks import Fingerprints, HostBytes
 from megarl.run.closing import Death, RunEnd, WriteReport, closing, ending_of
 from megarl.run.launcher import Launcher, RunningRole, Still, UnansweredSurveyError, task
 from megarl.run.logs import last_problem, log_of, log_sizes
 from megarl.run.nodes import Node
 from megarl.run.placement import Place, described
-from megarl.run.prepare import prepare
+from megarl.run.prepare import Fingerprints, prepare
 from megarl.run.process import (
     MAKE_ROOM,
     StopRequest,
@@ -93,28 +91,28 @@ a new step, it fails.
 """
 
 
+type Facts = dict[str, Any]
+"""What the checks have found out; see checks/making.py."""
+
+
 def main(
     recipe: Recipe,
-    fingerprints: Fingerprints,
-    host_bytes: HostBytes,
+    facts: Facts,
+    make_checks: Callable[[Facts], None],
     write_report: WriteReport,
 ) -> int:
     """Run to the end. Return 0: all steps done, or stopped without a signal; 1: failed;
-    75: to be started again elsewhere; 128 + signal: stopped by it. fingerprints: of the
-    run's inputs, already computed and checked. host_bytes: see checks.check_host.
-    write_report: called when the run is over, unless its job must end soon.
+    75: to be started again elsewhere; 128 + signal: stopped by it. facts: of the run's
+    inputs, which have been checked. make_checks: makes the checks of machine and nodes,
+    and adds their facts. write_report: called when the run is over, unless its job must
+    end soon.
     """
     rundir = RunDir(recipe.run.path)
-    facts: making.Facts = {
-        "recipe": recipe,
-        "rundir": rundir,
-        "fingerprints": fingerprints,
-        "host_bytes": host_bytes,
-        "ports": PORTS_A_ROLE * (4 + recipe.resources.servers),
-    }
+    fingerprints: Fingerprints = facts["fingerprints"]
+    facts["ports"] = PORTS_A_ROLE * (4 + recipe.resources.servers)
     with lock(rundir.path, "megarl train", "run.name"):
         try:
-            making.make(Command.TRAIN, [Need.MACHINE, Need.CLUSTER], facts)
+            make_checks(facts)
         except UnansweredSurveyError as error:
             terminal.say(f"megarl: {error}; start it again", file=sys.stderr)
             return START_ELSEWHERE

@@ -19,9 +19,9 @@ from rich.text import Text
 
 from megarl.core.base import terminal
 from megarl.core.base.rundir import Row
+from megarl.core.evaluation import parity
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
-from megarl.core.weights import parity
 from megarl.run.restart import Role
 from megarl.run.scores import best_of, newest_words, score_warnings
 from megarl.run.state import RoleState, RunState, ServerStatus, Status

@@ -1,3 +1,3 @@
 """Implements core/base/contracts.py: data/ prompts and traces, graders/ rewards,
-environments/ tools and games, agents/; thinking.py, where a turn's thinking ends.
+environments/ tools and games, agents/, suites/ questions of evaluations; thinking.py, where a turn's thinking ends.
 """

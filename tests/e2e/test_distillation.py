@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from megarl.core.base.rundir import latest_rows
-from megarl.lab.evaluation.servers import wait_ready
 from megarl.run.process import free_ports
+from megarl.tools.eval.servers import wait_ready
 from tests.e2e import runs
 from tests.e2e.runs import (
     START_LIMIT_S,

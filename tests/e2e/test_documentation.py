@@ -53,14 +53,14 @@ TESTED_ELSEWHERE = {
     " teacher.api_key=env:TEACHER_KEY teacher.weight=1 batch.zero_variance=keep": "the same",
     'make soak ARGS="--seconds 900"': "hours; benchmarks/faults.md says what was run",
     "megarl plan scalerl-8b --gpus 80 --gpu h100 --model-config llama-3.1-8b --mean-tokens 8000 --simulate --out plan.png": (
-        "minutes of simulation; tests/unit/lab/planning/test_plan.py simulates a smaller one"
+        "minutes of simulation; tests/unit/predict/planning/test_plan.py simulates a smaller one"
     ),
     "megarl study loo quickstart --with grpo,dapo --seeds 0,1,2 base=quickstart run.steps=80": (
         "tests/e2e/test_study.py"
     ),
     "megarl study compare quickstart grpo dapo --seeds 0,1 base=quickstart run.steps=80": "the same",
     "megarl study results runs/studies/loo-quickstart": (
-        "tests/unit/lab/study/test_study_results.py"
+        "tests/unit/predict/study/test_study_results.py"
     ),
     "megarl train quickstart run.resume=auto": "tests/e2e/test_faults.py",
     "tensorboard --logdir runs/quickstart/tensorboard": (

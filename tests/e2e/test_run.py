@@ -31,14 +31,14 @@ from megarl.core.base.rundir import (
     step_of,
 )
 from megarl.core.base.tokenizer import load_tokenizer
+from megarl.core.client.client import ServerClient
 from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Finished
 from megarl.core.models.checkpoint import find
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient
-from megarl.lab.evaluation.servers import wait_ready
 from megarl.run.logs import PROBLEM
 from megarl.run.process import free_ports
+from megarl.tools.eval.servers import wait_ready
 from tests import trace_format
 from tests.e2e import runs
 from tests.e2e.runs import (

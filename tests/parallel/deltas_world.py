@@ -25,18 +25,18 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megarl.core import recipe as recipes
-from megarl.core.base.checksum import checksum, written
-from megarl.core.base.delta import load
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Publish, ServerAddress
 from megarl.core.base.ranks import gathered
+from megarl.core.client.client import HeldChecksums
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.models.families import Family
-from megarl.core.server.client import HeldChecksums
-from megarl.core.server.served import as_held, place
-from megarl.core.weights.deltas import LastSent
-from megarl.core.weights.publisher import Publisher
-from megarl.core.weights.transport import Sent, SentChecksums
+from megarl.core.sync.checksum import checksum, written
+from megarl.core.sync.delta import load
+from megarl.core.sync.publisher import Publisher
+from megarl.core.sync.sent_deltas import LastSent
+from megarl.core.sync.served import as_held, place
+from megarl.core.sync.transport import Sent, SentChecksums
 from tests.stack.publish_world import nudge
 
 NO_ENDPOINTS: Any = None

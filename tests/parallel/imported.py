@@ -14,8 +14,8 @@ os.environ |= {
 with importing():
     for module in (
         "megarl.core.learner.main",
-        "megarl.lab.monitoring.metrics",
-        "megarl.lab.sft",
+        "megarl.tools.monitoring.metrics",
+        "megarl.tools.sft",
         "tests.parallel.learner_world",
         "tests.stack.publish_world",
         "torch._dynamo",  # which an optimiser imports when it is made

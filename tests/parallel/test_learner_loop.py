@@ -46,8 +46,8 @@ from megarl.core.base.rundir import (
     step_of,
 )
 from megarl.core.base.types import Batch
-from megarl.lab.report.trace import read
 from megarl.run.process import free_ports
+from megarl.tools.report.trace import read
 from tests.damage import cut_in_half, flip_a_bit
 from tests.parallel.test_learner_layouts import make_batch
 from tests.processes import LEARNERS, Forked

@@ -9,9 +9,11 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from megarl.checks import inputs, start
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe, load
-from megarl.run import checks, srun, train
+from megarl.run import srun, train
+from megarl.run.devices import HostBytes
 from megarl.run.launcher import RoleCommand
 from megarl.run.srun import SrunLauncher, SrunStep
 from megarl.run.watch import Watch
@@ -37,8 +39,8 @@ if __name__ == "__main__":
     train.Watch = lambda start_s: Watch(start_s, stopped_s=1.0)
     train.WATCH_S = 0.5
     # There is no model and no data; a report takes seconds of matplotlib.
-    checks.check_served = lambda recipe, placed: None
-    checks.check_disk = lambda recipe, rundir: None
-    sys.exit(
-        train.main(load(sys.argv[2], sys.argv[3:]), {}, checks.HostBytes(0, 0), lambda rundir: None)
-    )
+    start.check_served = lambda recipe, placed: None
+    start.check_disk = lambda recipe, rundir: None
+    recipe = load(sys.argv[2], sys.argv[3:])
+    facts = inputs.facts_of(recipe) | {"fingerprints": {}, "host_bytes": HostBytes(0, 0)}
+    sys.exit(train.main(recipe, facts, inputs.check_start, lambda rundir: None))

@@ -13,8 +13,8 @@ import pytest
 
 from megarl.core.base.messages import ServerAddress, Stop
 from megarl.core.base.rundir import Endpoints, LinkKeys
-from megarl.lab.evaluation.servers import wait_ready
 from megarl.run.process import free_ports
+from megarl.tools.eval.servers import wait_ready
 from tests.slurm import stand_in_server
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import ROOT

@@ -25,10 +25,10 @@ from megarl.core import recipe as recipes
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
+from megarl.core.client.client import Generation, ServerClient
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import Generation, ServerClient
-from megarl.lab.evaluation.servers import wait_ready
 from megarl.run.process import free_ports
+from megarl.tools.eval.servers import wait_ready
 from tests.processes import SERVERS, Forked
 from tests.tiny import tiny_llama
 

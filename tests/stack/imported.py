@@ -10,7 +10,7 @@ from megarl.core.base.process import importing
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch
 with importing():
     from megarl.core import recipe as recipes
-    from megarl.core.server import launch, workers
+    from megarl.core.engine import launch, workers
     from megarl.shims import sglang_cpu
 
     os.environ |= launch.environment(

@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from megarl.core import recipe as recipes
-from megarl.core.base.broadcast import BroadcastGroup
-from megarl.core.base.delta import INTEGERS
 from megarl.core.base.messages import Publish, Published, ServerAddress
 from megarl.core.base.rundir import RunDir
 from megarl.core.models import build, family_of, hf, parallel
-from megarl.core.weights import process_group, transport
-from megarl.core.weights.publisher import Publisher
-from megarl.core.weights.transport import Bucket
+from megarl.core.sync import process_group, transport
+from megarl.core.sync.broadcast import BroadcastGroup
+from megarl.core.sync.delta import INTEGERS
+from megarl.core.sync.publisher import Publisher
+from megarl.core.sync.transport import Bucket
 from tests import pessimistic_nccl  # noqa: F401  a backend that an entry may name
 from tests.parallel.worlds import run_world
 from tests.stack.conftest import Stack

@@ -17,12 +17,12 @@ import pytest
 
 from megarl.core.base import device
 from megarl.core.base.messages import Publish, Published
+from megarl.core.learner.offload import Offload
 from megarl.core.models.families import Family, Weight
-from megarl.core.weights.cuda_ipc import CudaIpcTransport
-from megarl.core.weights.deltas import LastSent
-from megarl.core.weights.offload import Offload
-from megarl.core.weights.publisher import Publisher
-from megarl.core.weights.served_weights import ServedWeights
+from megarl.core.sync.cuda_ipc import CudaIpcTransport
+from megarl.core.sync.publisher import Publisher
+from megarl.core.sync.sent_deltas import LastSent
+from megarl.core.sync.served_weights import ServedWeights
 from tests.stack.conftest import Stack, running, under_way
 from tests.tiny_scores import difference, scores
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megarl.core.base import delta
 from megarl.core.base.messages import Publish, Published
-from megarl.core.weights import deltas
-from megarl.core.weights.publisher import Publisher
+from megarl.core.sync import delta
+from megarl.core.sync import sent_deltas as deltas
+from megarl.core.sync.publisher import Publisher
 from tests.stack.conftest import Stack
 from tests.stack.publish_world import nudge
 

@@ -20,8 +20,8 @@ import pytest
 from megarl.core.base.messages import Next, Publish, Score, Stop, Wait
 from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import LinkKeys, read_jsonl
+from megarl.core.client.membership import FORGET_S
 from megarl.core.journal.journal import JournalReader
-from megarl.core.server.membership import FORGET_S
 from megarl.run.join import LEAVE_LIMIT_S
 from tests.stack.conftest import ROOT, Stack
 from tests.stack.test_controller import (

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.core.base import delta
-from megarl.core.base.block_fp8 import is_quantised, quantise, quantised
 from megarl.core.base.messages import Publish, Published
 from megarl.core.models import build, family_of, hf, parallel
-from megarl.core.weights import deltas, process_group
-from megarl.core.weights.publisher import Publisher
-from megarl.core.weights.transport import SentChecksums, buckets
+from megarl.core.sync import delta, process_group
+from megarl.core.sync import sent_deltas as deltas
+from megarl.core.sync.block_fp8 import is_quantised, quantise, quantised
+from megarl.core.sync.publisher import Publisher
+from megarl.core.sync.transport import SentChecksums, buckets
 from tests import fp8_stand_in
 from tests.processes import SERVERS, Forked
 from tests.stack.conftest import POSITIONS, Stack, running, two_models

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.evaluation.answers import Answer
 from megarl.core.evaluation.metrics import Outcome
-from megarl.lab.evaluation.harness import Model, answered, load_documents, means
+from megarl.tasks.suites.harness import Model, answered, load_documents, means
 from tests.stack.conftest import POSITIONS, Stack
 from tests.stack.harness import GENERATED
 

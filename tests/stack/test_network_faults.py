@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from megarl.core.base.rundir import RunDir
-from megarl.core.server import client
-from megarl.core.server.client import ServerLost
-from megarl.lab.evaluation.servers import wait_ready
+from megarl.core.client import client
+from megarl.core.client.client import ServerLost
+from megarl.tools.eval.servers import wait_ready
 from tests.stack.conftest import START_LIMIT_S, Network, client_of, serve, under_way
 from tests.stack.test_server_faults import LIMIT_S, PROMPT, Pair, before
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.base.broadcast import BroadcastGroup
 from megarl.core.base.messages import Publish, Published
+from megarl.core.client.client import ServerClient, ServerSaid
+from megarl.core.client.fleet import Fleet
 from megarl.core.models.families import Family, Weight
-from megarl.core.server.client import ServerClient, ServerSaid
-from megarl.core.server.fleet import Fleet
-from megarl.core.weights import process_group
-from megarl.core.weights.deltas import LastSent
-from megarl.core.weights.publisher import Publisher
-from megarl.core.weights.served_weights import ServedWeights
-from megarl.core.weights.transport import buckets
+from megarl.core.sync import process_group
+from megarl.core.sync.broadcast import BroadcastGroup
+from megarl.core.sync.publisher import Publisher
+from megarl.core.sync.sent_deltas import LastSent
+from megarl.core.sync.served_weights import ServedWeights
+from megarl.core.sync.transport import buckets
 from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack, client_of, stack_recipe, under_way
 from tests.tiny_scores import difference, scores

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.core.base.messages import Publish
-from megarl.core.weights.publisher import Publisher
+from megarl.core.sync.publisher import Publisher
 from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack
 from tests.stack.publish_world import publish_from

@@ -25,7 +25,7 @@ import zmq
 
 from megarl.core.base.messages import Next, to_frames
 from megarl.core.base.rundir import LinkKeys
-from megarl.core.server import proxy
+from megarl.core.engine import proxy
 from tests.e2e import runs
 from tests.e2e.runs import LiveRun, check_nothing_left
 
@@ -171,7 +171,7 @@ def ask(
 
 def paths_of_a_server() -> list[str]:
     """List every path that SGLang answers, of its routers one, and those of
-    megarl/core/server/proxy.py.
+    megarl/core/engine/proxy.py.
     """
     (package,) = find_spec("sglang").submodule_search_locations  # type: ignore[union-attr, misc]
     source = (Path(package) / "srt/entrypoints/http_server.py").read_text()

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megarl.core.base.messages import KEPT_FROM_INPUT
-from megarl.core.server.client import ServerClient, ServerLost, ServerRefused, ServerSaid
-from megarl.core.server.relay import RelayedAnswer, RelayedCall
+from megarl.core.client.client import ServerClient, ServerLost, ServerRefused, ServerSaid
+from megarl.core.client.relay import RelayedAnswer, RelayedCall
 from tests.stack.conftest import Stack, under_way
 from tests.tiny_scores import scores
 

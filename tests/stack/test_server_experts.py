@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megarl.core.models import family_of
 from megarl.core.sampling.sampler import routed_model
-from megarl.core.server.served import RankParameter
-from megarl.core.weights.transport import SentChecksums, differing_experts
+from megarl.core.sync.served import RankParameter
+from megarl.core.sync.transport import SentChecksums, differing_experts
 from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack, running, two_models
 from tests.stack.publish_world import NUDGED, publish_from

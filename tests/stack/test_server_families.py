@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from megarl.core.base.messages import Publish
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.sampling.sampler import routed_model
-from megarl.core.weights.publisher import Publisher
+from megarl.core.sync.publisher import Publisher
 from tests.stack.conftest import POSITIONS, Stack, running, two_models, under_way
 from tests.stack.publish_world import nudge, publish_from
 from tests.stack.test_publication import PROMPT, kept_cache_scores

@@ -16,13 +16,14 @@ import numpy as np
 import psutil
 import pytest
 
-from megarl.core.base.broadcast import BroadcastGroup
 from megarl.core.base.messages import Publish, Published
 from megarl.core.base.rundir import Endpoints, RunDir
-from megarl.core.server.client import ServerClient, ServerLost
-from megarl.core.weights import deltas, process_group
-from megarl.core.weights.publisher import Publisher
-from megarl.lab.evaluation.servers import wait_ready
+from megarl.core.client.client import ServerClient, ServerLost
+from megarl.core.sync import process_group
+from megarl.core.sync import sent_deltas as deltas
+from megarl.core.sync.broadcast import BroadcastGroup
+from megarl.core.sync.publisher import Publisher
+from megarl.tools.eval.servers import wait_ready
 from tests.pessimistic_nccl import ERROR_AFTER, PessimisticNccl
 from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import (

@@ -14,10 +14,10 @@ import pytest
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.process import NODE_RANK
 from megarl.core.base.rundir import Endpoints, LinkKeys, Meeting, RunDir
+from megarl.core.client.client import ServerLost
 from megarl.core.recipe import dump
-from megarl.core.server.client import ServerLost
-from megarl.lab.evaluation.servers import wait_ready
 from megarl.run.process import free_ports
+from megarl.tools.eval.servers import wait_ready
 from tests.processes import LIMIT_S
 from tests.stack.conftest import (
     START_LIMIT_S,

@@ -23,17 +23,17 @@ if __name__ == "__main__":
 from megarl.core import recipe as recipes
 from megarl.core.base import device
 from megarl.core.base.architecture import Architecture
-from megarl.core.base.checksum import checksum, multiplies_exactly, written
 from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.messages import Publish, ServerAddress
 from megarl.core.base.rundir import Endpoints, LinkKeys
+from megarl.core.client.client import HeldChecksums, ServerClient
+from megarl.core.client.fleet import Fleet
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import parallel
-from megarl.core.server.client import HeldChecksums, ServerClient
-from megarl.core.server.fleet import Fleet
-from megarl.core.server.served import as_held, place
-from megarl.core.weights import cuda_ipc, publisher
-from megarl.core.weights.transport import Bucket
+from megarl.core.sync import cuda_ipc, publisher
+from megarl.core.sync.checksum import checksum, multiplies_exactly, written
+from megarl.core.sync.served import as_held, place
+from megarl.core.sync.transport import Bucket
 from tests.tiny import tiny_llama, tiny_llama4, tiny_qwen3_moe
 
 MODELS = {"llama": tiny_llama, "qwen3_moe": tiny_qwen3_moe, "llama4": tiny_llama4}

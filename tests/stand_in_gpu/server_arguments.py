@@ -68,8 +68,8 @@ def resolved(major: int) -> Iterator[tuple[str, dict[str, object], dict[str, obj
     from megarl.core import recipe as recipes
     from megarl.core.base.architecture import CONFIGS
     from megarl.core.base.rundir import Meeting
+    from megarl.core.engine.launch import engine_arguments, node_arguments, precision_arguments
     from megarl.core.recipe import Recipe
-    from megarl.core.server.launch import engine_arguments, node_arguments, precision_arguments
 
     gpu = SimpleNamespace(
         major=major,

@@ -25,7 +25,7 @@ from megarl.core.learner.microbatch import assemble
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import hf, parallel
-from megarl.core.weights.transport import buckets
+from megarl.core.sync.transport import buckets
 from tests.parallel.test_learner_layouts import make_batch
 from tests.parallel.test_routing_replay import with_routing
 from tests.tiny import (

@@ -16,8 +16,8 @@ import pytest
 import setuptools
 import torch
 
+from megarl.checks.doctor import PINS
 from megarl.core.recipe import shipped
-from megarl.lab.doctor import PINS
 
 pytestmark = pytest.mark.processes
 

@@ -13,9 +13,10 @@ CORE = [
     ["recipe"],
     ["telemetry"],
     ["algorithm", "models", "journal"],
-    ["server"],
-    ["weights", "sampling"],
-    ["learner", "evaluation"],
+    ["client"],
+    ["sync", "sampling"],
+    ["evaluation"],
+    ["learner", "engine"],
     ["controller"],
 ]
 """Each part may import those of earlier rows."""
@@ -24,14 +25,14 @@ BELOW = {
     for n, row in enumerate(CORE)
     for part in row
 }
+AROUND = ["core", "run", "checks", "predict", "tools", "cli"]
+"""The same of what is around core: each may import those before it, and tasks."""
 MAY = BELOW | {
     "shims": [],
-    "tasks": ["core.base", "core.recipe"],
-    "checks": ["core"],
-    "run": ["core", "checks"],
-    "lab": ["core", "checks", "tasks", "run"],
-    "cli": ["core", "checks", "tasks", "run", "lab"],
+    "tasks": ["core.base", "core.recipe", "core.client", "core.sampling", "core.evaluation"],
+    "run": ["core"],
 }
+MAY |= {part: ["tasks", *AROUND[:n]] for n, part in enumerate(AROUND) if n > 1}
 MAY = {
     part: [*others, *(["shims"] if part.startswith("core") else [])] for part, others in MAY.items()
 }

@@ -13,8 +13,8 @@ import pytest
 
 from megarl.cli import main
 from megarl.core.recipe import load, shipped
-from megarl.lab.planning import command
-from megarl.lab.planning.layouts import as_written
+from megarl.predict.planning import command
+from megarl.predict.planning.layouts import as_written
 from megarl.run.devices import needed
 from megarl.run.srun import OF_THE_JOB
 

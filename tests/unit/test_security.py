@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.core import recipe as recipes
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
-from megarl.core.server import proxy
+from megarl.core.engine import proxy
 
 ENDPOINTS = Endpoints(
     session="s",

@@ -14,7 +14,7 @@ import pytest
 from megarl import cli
 from megarl.core.base.rundir import RunDir, append_jsonl, write_jsonl
 from megarl.core.recipe import dump, load, shipped
-from megarl.lab.planning import show
+from megarl.predict.planning import show
 from tests.tiny import tiny_qwen2, tiny_qwen3
 from tests.twin_models import character_tokenizer
 from tests.unit.conftest import metrics_row, status_tree

@@ -55,7 +55,7 @@ while todo:
         wanted.add(name)
         needed = map(Requirement, requires(name) or [])
         todo += [r.name for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
-import megarl.lab.preflight, megarl.lab.submit, megarl.run.train
+import megarl.checks.inputs, megarl.tools.submit, megarl.run.train
 tops = {name.partition(".")[0] for name in sys.modules}
 print(*sorted(tops & {top for top, by in packages_distributions().items() if not wanted & set(map(plain, by))} - {"megarl"}))
 """

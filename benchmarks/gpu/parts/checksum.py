@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.gpu.networks import DEVICE, timed
 from benchmarks.gpu.rows import Row, Said
-from megarl.core.base import checksum as sums
-from megarl.core.base.checksum import COLUMNS, PIECE, by_integers, checksum, checksum_on
+from megarl.core.sync import checksum as sums
+from megarl.core.sync.checksum import COLUMNS, PIECE, by_integers, checksum, checksum_on
 
 REPEATS = 5
 SIZES = (1, COLUMNS - 1, COLUMNS, 16 * COLUMNS, 17 * COLUMNS, 100 * COLUMNS + 7)

@@ -10,7 +10,7 @@ from benchmarks.gpu import networks
 from benchmarks.gpu.rows import Absent, Row, Said
 from megarl.core.base import architecture
 from megarl.core.learner.trainer import Trainer
-from megarl.lab.planning import memory
+from megarl.predict.planning import memory
 
 MICROBATCHES = 4
 REPEATS = 3

@@ -1,5 +1,5 @@
 """Measures how far server and learner differ in bf16 and in fp16, by cause
-(megarl/core/weights/parity.py), in short runs.
+(megarl/core/evaluation/parity.py), in short runs.
 
 The references are the limits above which a run would warn.
 """
@@ -13,7 +13,7 @@ from benchmarks.gpu import serving
 from benchmarks.gpu.rows import Row, Said
 from benchmarks.gpu.training import Training
 from benchmarks.parity.__main__ import told
-from megarl.core.weights.parity import CAUSES, LIMITS
+from megarl.core.evaluation.parity import CAUSES, LIMITS
 
 STEPS = 4
 SHORT = (

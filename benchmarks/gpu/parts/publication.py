@@ -23,9 +23,9 @@ from benchmarks.gpu import networks, serving
 from benchmarks.gpu.rows import Row, Said
 from megarl.core.base.messages import Publish, Published, ServerAddress
 from megarl.core.base.rundir import Endpoints
+from megarl.core.client.client import ServerClient
 from megarl.core.models import build, family_of, hf
-from megarl.core.server.client import ServerClient
-from megarl.core.weights.publisher import Publisher
+from megarl.core.sync.publisher import Publisher
 
 PUBLICATIONS = 100
 GROUP = 50

@@ -43,7 +43,7 @@ def to_fp8(tensor: Any) -> Any:
     return tensor.to(torch.float8_e4m3fn).to(tensor.dtype)
 
 
-@fault("head-server", "serve", "megarl.core.server.launch")
+@fault("head-server", "serve", "megarl.core.engine.launch")
 def bf16_head(module: Any, dose: float) -> None:
     after(module, "engine_arguments", lambda found, *_: found | {"enable_fp32_lm_head": False})
 
@@ -114,7 +114,7 @@ def stretched_positions(module: Any, dose: float) -> None:
     after(module.RotaryEmbedding, "_compute_inv_freq", lambda found, *_: found * dose)
 
 
-@fault("temperature-sampling", "rollout", "megarl.core.server.client")
+@fault("temperature-sampling", "rollout", "megarl.core.client.client")
 def hotter(module: Any, dose: float) -> None:
     original = module.ServerClient.generate
 
@@ -209,6 +209,6 @@ if "PARITY_FAULT" in os.environ:
     role, patches = FAULTS[name]
     words = sys.orig_argv
     if name.startswith("stale") and "learn" in words:
-        sys.meta_path.insert(0, Finder({"megarl.core.weights.publisher": checksums_agree}, 1.0))
+        sys.meta_path.insert(0, Finder({"megarl.core.sync.publisher": checksums_agree}, 1.0))
     if role in words and (not index or index == words[words.index("--index") + 1]):
         sys.meta_path.insert(0, Finder(dict(patches), float(dose or 1)))

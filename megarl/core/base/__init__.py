@@ -16,10 +16,6 @@ locks.py         locks of files
 ranks.py         values shared by ranks; torch's stores
 device.py        which machine and GPUs a process is on
 torchrun.py      several processes of a learner or warm start
-broadcast.py     a process group for weights; every wait in it has a time limit
-checksum.py      a checksum of weights: those of the pieces add up to that of the whole
-delta.py         the changes of a tensor, encoded in a few bytes
-block_fp8.py     weights in FP8 with a scale for each block, as servers may hold them
 retention.py     which checkpoints stay besides the newest
 tokenizer.py     text to token ids and back
 hf_files.py      JSON files of a Hugging Face directory

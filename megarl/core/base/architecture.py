@@ -4,8 +4,8 @@ file; it needs no weights and no torch.
     config.json ──► Architecture
       models/            megatron's arguments, each layer's attention, names of tensors
       routed_experts     decodes the experts that a server chose, for routing replay
-      server/checks.py   models that SGLang would serve wrongly
-      algorithm/packing.py, lab/planning/   a sequence's cost, what fits on a GPU
+      client/servable.py   models that SGLang would serve wrongly
+      algorithm/packing.py, predict/planning/   a sequence's cost, what fits on a GPU
 
 A vision tower is neither trained nor published; nothing here describes it or counts its
 parameters.
@@ -304,7 +304,7 @@ class Architecture:
         except the last (model.moe.routing_replay): [tokens, layers with experts,
         chosen] uint8, or int16 where there are more experts. reply: base64 of [tokens,
         all layers, chosen], of one byte each, or two if there are more than 255 experts
-        (own_routing in server/workers.py).
+        (own_routing in engine/workers.py).
         """
         if not reply:
             raise MegarlError(

@@ -46,6 +46,8 @@ from megarl.core.base.process import ENDING
 from megarl.core.base.rundir import Endpoints, RunDir, complete, step_of, write_atomically
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Batch
+from megarl.core.client.membership import listed
+from megarl.core.client.servable import positions
 from megarl.core.controller.conversation import Conversation, ConversationOver, Link
 from megarl.core.controller.decision import Decision, TrainStep, decide
 from megarl.core.controller.draw import draw_metrics, mixture_of
@@ -63,8 +65,6 @@ from megarl.core.journal.records import PublishedVersion, clock
 from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.sampling.sampler import Sampler
-from megarl.core.server.checks import positions
-from megarl.core.server.membership import listed
 from megarl.core.telemetry.spans import spans
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ published and so not evaluated: the next published version is due instead.
 from dataclasses import dataclass
 
 from megarl.core.base.messages import Next, Publish, Refused, Score, Stop, Wait
+from megarl.core.client.membership import Membership, listed
 from megarl.core.recipe import Evaluation
-from megarl.core.server.membership import Membership, listed
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from megarl.core.base.rundir import (
     rows_in_order,
     step_folder,
 )
+from megarl.core.client.membership import listed
 from megarl.core.controller.decision import planned_evaluations
 from megarl.core.controller.metrics import ComputeClock, Spent
 from megarl.core.controller.pipeline import Pipeline
@@ -42,7 +43,6 @@ from megarl.core.evaluation.metrics import Outcome, result_of, settings_of, summ
 from megarl.core.evaluation.score import Asker, Questions, score
 from megarl.core.journal.records import Evaluated, clock
 from megarl.core.recipe import Recipe
-from megarl.core.server.membership import listed
 from megarl.core.telemetry.spans import spans
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
 """Which rollouts both servers and learner score for parity, where and when.
-megarl/core/weights/parity.py judges the scores.
+megarl/core/evaluation/parity.py judges the scores.
 
     a chosen rollout ends ──► its server scores it at once (version u)
                                           ──► it waits until its batch is due
@@ -23,10 +23,10 @@ import numpy as np
 from megarl.core.base.architecture import Architecture
 from megarl.core.base.messages import PARITY_ROLLOUTS, Score, Scored, ScoredRollout, Wait
 from megarl.core.base.types import Branch, PathTokens, Segment, paths_of
+from megarl.core.client.client import Prefill, ServerLost, ServerRefused
 from megarl.core.controller.servers import Servers
+from megarl.core.evaluation.parity import Measurement, ParityJudge, RolloutScores
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import Prefill, ServerLost, ServerRefused
-from megarl.core.weights.parity import Measurement, ParityJudge, RolloutScores
 
 log = logging.getLogger(__name__)
 

@@ -34,11 +34,11 @@ from megarl.core.base.messages import (
     Wait,
 )
 from megarl.core.base.rundir import Endpoints
+from megarl.core.client.client import ServerClient
+from megarl.core.client.fleet import Fan
+from megarl.core.client.membership import FORGET_S, Membership, ServerLoad
 from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.sampling.places import Places
-from megarl.core.server.client import ServerClient
-from megarl.core.server.fleet import Fan
-from megarl.core.server.membership import FORGET_S, Membership, ServerLoad
 from megarl.core.telemetry.spans import spans
 
 log = logging.getLogger(__name__)

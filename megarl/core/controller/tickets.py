@@ -28,14 +28,7 @@ from megarl.core.journal.records import Admitted, Finished, Removed
 from megarl.core.recipe import Length, Recipe
 from megarl.core.sampling import length_control
 from megarl.core.sampling.places import SHORT_PROMPT, GroupPlaces
-from megarl.core.sampling.sampler import (
-    TRAINING,
-    Completion,
-    Job,
-    Sampler,
-    Void,
-    routed_model,
-)
+from megarl.core.sampling.sampler import TRAINING, Completion, Job, Sampler, Void, routed_model
 from megarl.core.telemetry.spans import TICKETS, spans
 
 log = logging.getLogger(__name__)

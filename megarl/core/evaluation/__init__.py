@@ -8,4 +8,6 @@ votes.py      which wrong answers are equal, for maj@k
 forecast.py   the forecast in a row of eval.jsonl, as text
 departure.py  a score outside what its forecast allows
 fall.py       a score that has fallen, on the same prompts
+parity.py     do servers and learner compute the same model? Differences of log-probs
+              by cause, limits, verdicts
 """

@@ -5,7 +5,7 @@ eval` use.
                                  ─► Answer ─► keep
 
     Sampled     Sampler ─► Grader, Votes     answers are sampled here
-    Documents   lab/evaluation/harness.py    rows of lm-eval's tasks
+    Documents   tasks/suites/harness.py    rows of lm-eval's tasks
 
 Interruption works as in training, with the longest thinking budget even during earlier
 stages of `length.stages`, so that scores of all versions are comparable.

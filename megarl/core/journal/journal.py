@@ -35,14 +35,7 @@ from megarl.core.base.rundir import writing
 from megarl.core.base.types import Group
 from megarl.core.journal import file
 from megarl.core.journal.file import GroupOffsets
-from megarl.core.journal.records import (
-    Admitted,
-    Finished,
-    JournalRecord,
-    Removed,
-    Snapshot,
-    State,
-)
+from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, Snapshot, State
 
 log = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ microbatch_size.py       the size of micro-batches, found by trials when the lea
 moe.py                   routing replay of the experts that servers chose; how evenly
                          tokens are spread over experts
 clock.py                 how the time of a step was spent
+offload.py               servers free their memory for the learner while it trains
 checkpoint.py            saves in the background, loads into any layout
 """
 

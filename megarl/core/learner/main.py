@@ -43,19 +43,19 @@ from megarl.core.base.ranks import bytes_from_rank_0, from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, rows_in_order, write_atomically
 from megarl.core.base.torchrun import is_rank
 from megarl.core.base.types import decode, encode
+from megarl.core.client.client import ServerClient
+from megarl.core.evaluation.parity import LIMITS, ParityLimits
 from megarl.core.learner import microbatch_size
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.clock import StepClock
 from megarl.core.learner.network import OutOfMemory
+from megarl.core.learner.offload import Offload
 from megarl.core.learner.trainer import MOST_SKIPPED, Trainer
 from megarl.core.models import build, parallel
 from megarl.core.recipe import START_LIMIT_RULE, Recipe
-from megarl.core.server.client import ServerClient
+from megarl.core.sync.publisher import Publisher
 from megarl.core.telemetry.profiler import Profiler
 from megarl.core.telemetry.spans import spans
-from megarl.core.weights.offload import Offload
-from megarl.core.weights.parity import LIMITS, ParityLimits
-from megarl.core.weights.publisher import Publisher
 
 log = logging.getLogger(__name__)
 

@@ -1082,7 +1082,7 @@ class Recipe(Section):
     @property
     def stages_weights(self) -> bool:
         """Whether servers receive new weights while they serve the old ones
-        (megarl/core/server/staging.py).
+        (megarl/core/sync/staging.py).
         """
         return self.weights.transport == "process_group"
 

@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
 from megarl.core.base.admission import Admission
-from megarl.core.server.membership import Membership, ServerLoad
+from megarl.core.client.membership import Membership, ServerLoad
 
 Order = tuple[int, int, int]
 """(0 for an evaluation, else 1; ticket; sample). The smallest goes first."""

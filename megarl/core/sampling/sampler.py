@@ -47,10 +47,10 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import KEPT_FROM_INPUT
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Branch, Episode, FinishReason, Prompt, Segment
+from megarl.core.client.client import ServerClient, ServerLost, ServerRefused
 from megarl.core.recipe import Recipe
 from megarl.core.sampling import length_control
 from megarl.core.sampling.places import Order, Places, Waits
-from megarl.core.server.client import ServerClient, ServerLost, ServerRefused
 from megarl.core.telemetry.spans import spans
 
 LARGEST_RECORD = 1 << 32

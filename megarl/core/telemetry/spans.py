@@ -1,5 +1,5 @@
 """How a role spends its time, written while it runs: RUN/trace/ROLE.jsonl, read by
-megarl/lab/report/trace.py.
+megarl/tools/report/trace.py.
 
     spans.open, span, timed, event ─► queue ─► flush: one write
     ROLE.1.jsonl  the previous part, once ROLE.jsonl exceeds LARGEST_BYTES: at most two

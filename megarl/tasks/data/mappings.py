@@ -17,14 +17,7 @@ from typing import Any
 from megarl.core.base.contracts import last_box
 from megarl.core.recipe import ColumnName
 from megarl.tasks.data import programs
-from megarl.tasks.data.columns import (
-    Columns,
-    alternatives,
-    column,
-    optional,
-    text_of,
-    whole_of,
-)
+from megarl.tasks.data.columns import Columns, alternatives, column, optional, text_of, whole_of
 from megarl.tasks.data.rows import PromptRow, Raw, UnfitError, abbreviated
 
 OWN = Columns(column("prompt"), column("answer"), optional("difficulty"), optional("id"))

@@ -22,13 +22,13 @@ from transformers import AutoModelForCausalLM
 from checkpoints_tools import convert
 from checkpoints_tools.__main__ import main
 from checkpoints_tools.layout import Parallelism
+from megarl.checks import inputs
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import write_jsonl
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.recipe import Model, from_tree
-from megarl.lab import preflight
-from megarl.lab.evaluation.subject import subject_of
 from megarl.tasks.data.arithmetic_models import CHARACTERS, END, SPECIAL
+from megarl.tools.eval.subject import subject_of
 from tests.tiny import tiny_deepseek_v3, tiny_llama, tiny_qwen3_moe
 
 # isort: split
@@ -471,9 +471,9 @@ def through(door: str, path: Path, capsys: pytest.CaptureFixture[str]) -> Tensor
     """Return the weights that this door reads, if it reads any."""
     match door:
         case "train":
-            preflight.check_all(recipe_for(path))
+            inputs.check_all(recipe_for(path))
         case "sft":
-            preflight.check_sft(recipe_for(path))
+            inputs.check_sft(recipe_for(path))
         case "eval":
             subject_of(str(path))
         case "learner":

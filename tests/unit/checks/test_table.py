@@ -7,12 +7,10 @@ from pkgutil import resolve_name
 import pytest
 from rich.console import Console
 
-from megarl.checks import making, table
+from megarl.checks import inputs, making, start, table
 from megarl.checks.making import Finding
 from megarl.checks.table import TABLE, CheckEntry, Command, Need
 from megarl.core.base.errors import MegarlError
-from megarl.lab import preflight
-from megarl.run import checks
 
 FACTS = {
     Command.TRAIN: {"recipe", "rundir", "ports", "fingerprints", "host_bytes"},
@@ -22,7 +20,7 @@ FACTS = {
     Command.DOCTOR: {"models"},
 }
 """What each command knows before its first check."""
-OF_OTHERS = {"check_cpu", "check_answers", "check_inputs", "check_sft", "check_all"}
+OF_OTHERS = {"check_start", "check_cpu", "check_answers", "check_inputs", "check_sft", "check_all"}
 """Functions that checks of the table use, or that make several of them."""
 
 
@@ -42,7 +40,7 @@ def test_what_a_check_asks_for_is_known_when_it_is_made(command: Command) -> Non
         facts.add(check.gives)
 
 
-@pytest.mark.parametrize("module", [preflight, checks])
+@pytest.mark.parametrize("module", [inputs, start])
 def test_no_check_is_left_out(module: object) -> None:
     functions = {
         name

@@ -17,10 +17,10 @@ import pytest
 import yaml
 
 from megarl import cli
+from megarl.checks.dry_run import warnings
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe, dump, from_tree, load, shipped
 from megarl.core.telemetry.names import NAMES
-from megarl.lab.dry_run import warnings
 
 
 @pytest.fixture(autouse=True)

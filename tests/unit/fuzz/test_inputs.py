@@ -10,9 +10,9 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from megarl.checks import inputs
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe
-from megarl.lab import preflight
 from tests.unit.fuzz.hostile import changed, lines, rows_like
 
 LIMIT_S = 10.0
@@ -60,7 +60,7 @@ def test_any_file_that_a_run_is_given(recipe: Recipe, tmp_path: Path, data: st.D
     begun = time.process_time()
     said = "-"
     try:
-        preflight.check_all(made)
+        inputs.check_all(made)
     except MegarlError as error:
         said = str(error)
     if not there:

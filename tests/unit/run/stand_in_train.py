@@ -6,10 +6,10 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from megarl.checks.inputs import check_inputs, check_start
 from megarl.cli import write_report
 from megarl.core import recipe as recipes
 from megarl.core.base.rundir import RunDir
-from megarl.lab.preflight import check_inputs, host_bytes
 from megarl.run import restart, srun, train
 from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand
 from megarl.run.process import have_streams
@@ -45,4 +45,4 @@ if __name__ == "__main__":
     report = (
         write_report if sys.argv[2:] == ["report"] else lambda rundir: None
     )  # seconds of matplotlib, seen once
-    sys.exit(train.main(loaded, check_inputs(loaded), host_bytes(loaded), report))
+    sys.exit(train.main(loaded, check_inputs(loaded), check_start, report))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megarl.checks import start
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_rows, latest_scores, write_jsonl
@@ -28,7 +29,7 @@ from megarl.core.journal.records import (
     Session,
 )
 from megarl.core.recipe import Recipe, dump, from_tree
-from megarl.run import checks, fork
+from megarl.run import fork
 
 STEPS = 6
 PROMPTS = 3
@@ -181,7 +182,7 @@ def recipe_of(
 def begun(recipe: Recipe) -> RunDir:
     """What `megarl train` does before its roles start."""
     rundir = RunDir(recipe.run.path)
-    assert not checks.check_history(recipe, rundir, {"model.path: weights": "w"})
+    assert not start.check_history(recipe, rundir, {"model.path: weights": "w"})
     rundir.create()
     rundir.recipe.write_text(dump(recipe))
     rundir.fingerprints.write_text("{}")
@@ -225,7 +226,7 @@ def test_a_fork_at_a_checkpoint(
     assert state.admission.batch(4) == tuple(range(first, first + prompts))
     assert state.admission.next_due() == 5
     journal.close()
-    assert checks.check_history(
+    assert start.check_history(
         recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})}),
         rundir,
         {},
@@ -378,13 +379,13 @@ def test_refused(
     recipe = recipe_of(tmp_path, **sections | {"run": run})
     damage(parent)
     with pytest.raises(MegarlError, match=said):
-        checks.check_history(recipe, RunDir(recipe.run.path), {"model.path: weights": "w"})
+        start.check_history(recipe, RunDir(recipe.run.path), {"model.path: weights": "w"})
 
 
 def test_other_weights_are_refused(tmp_path: Path, parent: RunDir) -> None:
     recipe = recipe_of(tmp_path, fork_at=4)
     with pytest.raises(MegarlError, match=r"model.path: weights: not what the run began with"):
-        checks.check_history(recipe, RunDir(recipe.run.path), {"model.path: weights": "others"})
+        start.check_history(recipe, RunDir(recipe.run.path), {"model.path: weights": "others"})
 
 
 def test_layout_may_change_at_a_checkpoint(tmp_path: Path, parent: RunDir) -> None:

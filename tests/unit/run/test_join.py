@@ -29,13 +29,13 @@ from megarl.core.base.messages import (
     Wait,
 )
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
+from megarl.core.client import membership
+from megarl.core.client.client import ServerLost
 from megarl.core.controller import servers as controller_servers
 from megarl.core.controller.conversation import Link
 from megarl.core.controller.servers import Servers
 from megarl.core.journal.file import FILE_HEADER, MAGIC
 from megarl.core.recipe import Recipe, dump
-from megarl.core.server import membership
-from megarl.core.server.client import ServerLost
 from megarl.run import join
 from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand
 from megarl.run.nodes import this_node

@@ -20,7 +20,7 @@ import torch
 from megarl.core.base.process import shared_memory_mark
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
-from megarl.lab.planning.hardware import GPUS
+from megarl.predict.planning.hardware import GPUS
 from megarl.run import devices
 from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand, alike, task
 from megarl.run.nodes import this_node

@@ -8,9 +8,9 @@ import pytest
 from megarl.core.base import architecture
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import load
-from megarl.lab.planning import command
-from megarl.lab.planning.command import ALONE, planned
-from megarl.lab.planning.layouts import search
+from megarl.predict.planning import command
+from megarl.predict.planning.command import ALONE, planned
+from megarl.predict.planning.layouts import search
 
 
 @pytest.fixture

@@ -17,18 +17,19 @@ from typing import Any
 
 import pytest
 
+from megarl.checks import inputs
 from megarl.core.base import terminal
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
-from megarl.lab import jobset
 from megarl.run import pods, srun, train
-from megarl.run.checks import HostBytes
 from megarl.run.launcher import RoleCommand
 from megarl.run.nodes import Node
 from megarl.run.placement import Place
 from megarl.run.pods import FIRST, INDEX, OTHERS, REPLICATED_JOB, PodLauncher, PodStep
 from megarl.run.restart import Role
 from megarl.run.srun import chosen
+from megarl.tools import jobset
+from tests.make import start_facts
 
 pytestmark = pytest.mark.processes
 
@@ -98,7 +99,8 @@ def test_a_survey_that_fails_is_made_again(
     """With a status for which JobSet makes all pods again: 2 would end it for good."""
     kubectl = tmp_path / "bin" / "kubectl"
     kubectl.write_text(kubectl.read_text().replace('exec "$@"', "exit 1"))
-    assert train.main(recipe, {}, HostBytes(0, 0), lambda _: None) == train.START_ELSEWHERE
+    status = train.main(recipe, start_facts(recipe), inputs.check_start, lambda _: None)
+    assert status == train.START_ELSEWHERE
     assert "a step over the job's nodes failed" in capfd.readouterr().err
     assert train.START_ELSEWHERE not in jobset.GIVEN_UP
 

@@ -86,12 +86,7 @@ from megarl.tasks.graders.math.kinds import (
     Relation,
     Words,
 )
-from megarl.tasks.graders.math.realsets import (
-    ORDERS,
-    NoRealSet,
-    RealSets,
-    same_stretches,
-)
+from megarl.tasks.graders.math.realsets import ORDERS, NoRealSet, RealSets, same_stretches
 
 ARTICLES = frozenset({"the", "a", "an"})
 SHORT_WORDS = frozenset(

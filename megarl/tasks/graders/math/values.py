@@ -6,11 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from megarl.tasks.graders.math.answers import formulas_in, mapped, named
-from megarl.tasks.graders.math.equality import (
-    Equality,
-    is_whole_fraction,
-    needs_computing,
-)
+from megarl.tasks.graders.math.equality import Equality, is_whole_fraction, needs_computing
 from megarl.tasks.graders.math.evaluation import Budget, TooMuchWork
 from megarl.tasks.graders.math.formulas import PI, Apply, Formula, Number, Symbol, heads, symbols
 from megarl.tasks.graders.math.kinds import MathAnswer, Relation

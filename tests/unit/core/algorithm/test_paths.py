@@ -11,11 +11,7 @@ import pytest
 
 from megarl.core.algorithm.advantages import with_advantages
 from megarl.core.algorithm.advantages.group import centred_rewards
-from megarl.core.algorithm.batch import (
-    advantage_statistics,
-    batch_statistics,
-    sequences_in_loss,
-)
+from megarl.core.algorithm.batch import advantage_statistics, batch_statistics, sequences_in_loss
 from megarl.core.base.types import (
     Batch,
     Branch,

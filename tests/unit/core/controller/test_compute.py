@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from megarl.core.base.messages import ServerAddress
+from megarl.core.client.membership import Membership
 from megarl.core.controller.metrics import ComputeClock, Meter, Spent
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import PublishedVersion, Session, clock
 from megarl.core.recipe import Resources
 from megarl.core.sampling.places import Places
-from megarl.core.server.membership import Membership
 
 
 class Life:

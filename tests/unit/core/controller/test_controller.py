@@ -10,6 +10,7 @@ import pytest
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Join, Joined, Published, ServerResult
 from megarl.core.base.rundir import META, RunDir, step_folder
+from megarl.core.client.client import ServerClient
 from megarl.core.controller import controller as module
 from megarl.core.controller.controller import PUBLISH_TRIES, Controller
 from megarl.core.controller.decision import TrainStep
@@ -17,7 +18,6 @@ from megarl.core.controller.servers import Servers
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import from_tree
-from megarl.core.server.client import ServerClient
 from megarl.run.process import free_ports
 from tests.unit.core.controller.test_servers import servers_of
 

@@ -3,9 +3,9 @@
 import pytest
 
 from megarl.core.base.messages import Next, Publish, Refused, ServerAddress, Stop, Wait
+from megarl.core.client.membership import Membership
 from megarl.core.controller.decision import ControllerView, TrainStep, decide, is_due
 from megarl.core.recipe import Evaluation
-from megarl.core.server.membership import Membership
 
 ADDRESSES = [ServerAddress(id=n, url=f"http://127.0.0.1:{n}") for n in range(5)]
 

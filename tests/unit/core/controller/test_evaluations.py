@@ -20,6 +20,7 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import RunDir, append_jsonl, read_jsonl
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt, int32
+from megarl.core.client.membership import Membership
 from megarl.core.controller import evaluations as module
 from megarl.core.controller.evaluations import TRIES, Evaluations, row
 from megarl.core.controller.metrics import ComputeClock, Spent
@@ -33,11 +34,10 @@ from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import Recipe, Suite, from_tree
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Completion
-from megarl.core.server.membership import Membership
-from megarl.lab.evaluation.suites import questions_of
-from megarl.lab.scaling.extrapolate import forecast
-from megarl.lab.scaling.overoptimisation import watch
+from megarl.predict.scaling.extrapolate import forecast
+from megarl.predict.scaling.overoptimisation import watch
 from megarl.tasks.data.arithmetic_models import character_tokenizer
+from megarl.tasks.suites.suites import questions_of
 from tests.server_pool import Pool
 
 MADE = character_tokenizer()

@@ -12,10 +12,10 @@ import pytest
 from megarl.core.base.architecture import read
 from megarl.core.base.messages import PARITY_ROLLOUTS, Score, Scored, ServerAddress, Wait
 from megarl.core.base.types import Prompt, Segment, float32, int32
+from megarl.core.client.client import Prefill, ServerLost
+from megarl.core.client.membership import Membership
 from megarl.core.controller.parity import Candidate, Parity, chosen_slots
 from megarl.core.recipe import Recipe, from_tree, load
-from megarl.core.server.client import Prefill, ServerLost
-from megarl.core.server.membership import Membership
 
 pytestmark = pytest.mark.anyio
 

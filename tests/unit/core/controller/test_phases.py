@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megarl.core.base.admission import Admission
 from megarl.core.base.messages import Next, Publish, ServerAddress, Stop
+from megarl.core.client.membership import Membership
 from megarl.core.controller.decision import ControllerView, TrainStep, decide
 from megarl.core.recipe import PipelineSection
-from megarl.core.server.membership import Membership
 
 STEPS = 7
 

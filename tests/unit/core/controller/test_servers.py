@@ -15,14 +15,14 @@ from aiohttp import web
 
 from megarl.core import recipe as recipes
 from megarl.core.base.rundir import Endpoints, LinkKeys
+from megarl.core.client import client as client_module
+from megarl.core.client.client import ServerClient, ServerLost
+from megarl.core.client.membership import ServerLoad
+from megarl.core.client.relay import OK, ServerAnswer
 from megarl.core.controller import servers as module
 from megarl.core.controller.metrics import Meter
 from megarl.core.controller.servers import Servers
 from megarl.core.sampling.places import Places
-from megarl.core.server import client as client_module
-from megarl.core.server.client import ServerClient, ServerLost
-from megarl.core.server.membership import ServerLoad
-from megarl.core.server.relay import OK, ServerAnswer
 from megarl.run.process import free_ports
 from tests.unit.core.sampling.test_places import anywhere
 

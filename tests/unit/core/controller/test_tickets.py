@@ -20,6 +20,8 @@ from megarl.core.base.architecture import read
 from megarl.core.base.contracts import Grade, GraderDown, TaskPrompts
 from megarl.core.base.messages import Next, Refused, ServerAddress
 from megarl.core.base.types import Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.client.client import Generation, ServerLost, VersionSpan
+from megarl.core.client.membership import Membership
 from megarl.core.controller.decision import TrainStep, decide
 from megarl.core.controller.draw import mixture_of
 from megarl.core.controller.parity import Parity
@@ -32,8 +34,6 @@ from megarl.core.recipe import Recipe, from_tree
 from megarl.core.sampling.length_control import thinking_budget
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Sampler
-from megarl.core.server.client import Generation, ServerLost, VersionSpan
-from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
 from megarl.tasks.graders.grader import TaskGraders
 from tests.server_pool import Pool

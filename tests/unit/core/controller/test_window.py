@@ -14,9 +14,9 @@ from megarl.core.base.admission import Admission
 from megarl.core.controller.window import Window
 from megarl.core.journal.records import PublishedVersion, State
 from megarl.core.recipe import Recipe, from_tree
-from megarl.lab.planning import simulate
-from megarl.lab.planning.simulate import Costs, SimulatedStep, summary
-from megarl.lab.planning.workload import LogNormal, workload
+from megarl.predict.planning import simulate
+from megarl.predict.planning.simulate import Costs, SimulatedStep, summary
+from megarl.predict.planning.workload import LogNormal, workload
 
 PROMPTS = 16
 GENERATIONS = 4
@@ -115,7 +115,7 @@ def test_a_learner_that_limits_waits_no_more_and_trains_fresher_tokens(
     train: float, per_request: float, most: float
 ) -> None:
     """With a full window it never waits, and every token has a lag of k = 8
-    (tests/unit/lab/planning/test_simulate.py).
+    (tests/unit/predict/planning/test_simulate.py).
     """
     auto = after(run(recipe("auto"), 80, train, per_request)[0])
     assert auto.lag_mean <= most < 8 * 2 / 3

@@ -17,8 +17,8 @@ from megarl.core.evaluation.score import _entropy
 from megarl.core.evaluation.votes import Votes, extracted
 from megarl.core.recipe import from_tree
 from megarl.core.sampling.sampler import Completion
-from megarl.lab.evaluation import curve
 from megarl.tasks.graders.grader import TaskGraders
+from megarl.tools.eval import curve
 
 
 def answer(id: str, sample: int, vote: str, correct: bool, **more: Any) -> Answer:

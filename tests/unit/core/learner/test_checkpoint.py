@@ -13,20 +13,20 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from rich.console import Console
+from tests.unit.tools.test_sft_batches import TRACES
 
+from megarl.checks.start import check_disk
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, append_jsonl
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import checkpoint
 from megarl.core.recipe import from_tree
-from megarl.lab import sft
-from megarl.run.checks import check_disk
 from megarl.run.process import StopRequest
+from megarl.tools import sft
 from tests.damage import cut_in_half, flip_a_bit
 from tests.full_disk import files_no_larger_than
 from tests.tiny import tiny_llama
-from tests.unit.lab.test_sft_batches import TRACES
 
 
 @pytest.fixture

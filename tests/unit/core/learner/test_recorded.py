@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from megarl.core.evaluation.parity import LIMITS
 from megarl.core.learner.main import contradiction
-from megarl.core.weights.parity import LIMITS
 
 
 @pytest.mark.parametrize(("dtype", "experts"), sorted(LIMITS))

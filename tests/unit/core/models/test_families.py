@@ -232,7 +232,7 @@ def test_an_expert_of_a_stack_has_a_name_of_its_own(view: SourceView, name: str)
 
 PLACES: dict[str, tuple[str, set[str]]] = {
     "tests.unit.core.models.test_families": ("CASES", set()),
-    "tests.unit.lab.planning.test_shapes": ("MODELS", set()),
+    "tests.unit.predict.planning.test_shapes": ("MODELS", set()),
     "tests.unit.checkpoints_tools.test_round_trips": (
         "FAMILIES",
         {"Llama4ForConditionalGeneration"},

@@ -13,12 +13,12 @@ import pytest
 from megarl.core.base.contracts import Grade
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Prompt, float32, int32
+from megarl.core.client.client import Generation, VersionSpan
+from megarl.core.client.membership import Membership
 from megarl.core.recipe import Length, from_tree
 from megarl.core.sampling import length_control
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Completion, Job, Sampler, Void
-from megarl.core.server.client import Generation, VersionSpan
-from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
 from tests.server_pool import Pool
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megarl.core.base.admission import Admission
 from megarl.core.base.messages import ServerAddress
+from megarl.core.client.membership import Membership
 from megarl.core.sampling.places import Claim, GroupPlaces, Places, Waits
-from megarl.core.server.membership import Membership
 
 
 def clean(*versions: int) -> Membership:

@@ -7,8 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from megarl.core.client.membership import ServerLoad
 from megarl.core.sampling.places import DECREASE, GROWTH, ROOM, Places
-from megarl.core.server.membership import ServerLoad
 from tests.unit.core.sampling.test_places import anywhere, clean
 
 CAP = 128

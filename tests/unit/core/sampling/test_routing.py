@@ -17,10 +17,10 @@ from megarl.core.base.architecture import CONFIGS, in_directory, read
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Prompt, Rollout, Segment, decode, encode
+from megarl.core.client.client import Generation, ServerLost, VersionSpan
+from megarl.core.client.membership import Membership
 from megarl.core.recipe import from_tree
 from megarl.core.sampling.sampler import Job, Sampler, routed_model
-from megarl.core.server.client import Generation, ServerLost, VersionSpan
-from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
 from tests.server_pool import Pool
 from tests.tiny import tiny_qwen3_moe

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.core.telemetry import spans as module
 from megarl.core.telemetry.spans import Spans
-from megarl.lab.report.trace import read
+from megarl.tools.report.trace import read
 
 
 def recorder(path: Path) -> Spans:

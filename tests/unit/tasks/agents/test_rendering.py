@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from megarl.checks.doctor import chat_template
 from megarl.core.base.types import Segment, float32, int32
-from megarl.lab.doctor import chat_template
 from megarl.tasks.agents.calls import PROBE, read_turn
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall
 from megarl.tasks.agents.rendering import Rendering, tail_problem

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from megarl.checks import inputs
 from megarl.cli import main
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe, from_tree
-from megarl.lab import preflight
 from megarl.tasks.data import golds
 from megarl.tasks.data.prompts import load_tasks
 from tests.unit.tasks.environments.texts import byte_tokenizer
@@ -53,9 +53,9 @@ def test_they_are_counted_and_kept_left_out_or_refused(
             r" \?1'; correct them"
         )
         with pytest.raises(MegarlError, match=told):
-            preflight.check_answers(made, tasks, {})
+            inputs.check_answers(made, tasks, {})
         return
-    preflight.check_answers(made, tasks, {})
+    inputs.check_answers(made, tasks, {})
     assert [prompt.id for prompt in tasks["t"].train] == list(train)
     assert [prompt.id for prompt in tasks["t"].heldout] == list("abcdef")
     assert "t.train: `grader: math` cannot read 3 of 6 answers" in caplog.text
@@ -68,7 +68,7 @@ def test_other_graders_read_any_answer(
 ) -> None:
     made = recipe(tmp_path, policy, grader="exact")
     tasks = load_tasks(made, byte_tokenizer(tmp_path / "model"))
-    preflight.check_answers(made, tasks, {})
+    inputs.check_answers(made, tasks, {})
     assert len(tasks["t"].train) == len(ROWS)
     assert "cannot read" not in caplog.text
 

@@ -8,13 +8,13 @@ import datasets
 import pytest
 
 from megarl import cli
-from megarl.lab.inspection import data as data_inspection
-from megarl.lab.inspection.data import kind_of_answer
 from megarl.tasks.data import arithmetic_models
 from megarl.tasks.data.mappings import read_own
 from megarl.tasks.data.prepare import FORMATS
 from megarl.tasks.data.sources import stream
 from megarl.tasks.data.survey import chosen, survey
+from megarl.tools.inspection import data as data_inspection
+from megarl.tools.inspection.data import kind_of_answer
 
 EVALUATION = (
     "Find the sum of all integer bases b greater than nine for which seventeen divides ninety seven"

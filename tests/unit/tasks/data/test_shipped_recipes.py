@@ -6,7 +6,7 @@ import pytest
 
 from megarl.core.base import architecture
 from megarl.core.recipe import Recipe, load, shipped
-from megarl.lab.scaling.published import law_named
+from megarl.predict.scaling.published import law_named
 from megarl.run.devices import needed
 from megarl.tasks.data import arithmetic_models
 from megarl.tasks.data.traces import MAX_TOKENS

@@ -25,12 +25,12 @@ from megarl.core.base.architecture import read
 from megarl.core.base.contracts import AgentDown, AgentRollout, GraderDown, Policy, Verdict
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Batch, Episode, Group, Prompt, Rollout, float32, int32
+from megarl.core.client.client import Generation, ServerLost, VersionSpan
+from megarl.core.client.membership import Membership
 from megarl.core.controller.metrics import task_statistics
 from megarl.core.recipe import Recipe, from_tree
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import MAX_RETRIES, Completion, Job, Sampler, Void
-from megarl.core.server.client import Generation, ServerLost, VersionSpan
-from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
 from tests.server_pool import Pool
 from tests.unit.tasks.environments import scripted

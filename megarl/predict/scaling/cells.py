@@ -1,0 +1,189 @@
+"""The law over batch sizes: P prompts per step, G rollouts per prompt, n rollouts in
+all. One fit for short runs of few (P, G).
+
+    R(n; P, G) = R_0 + (A_PG − R_0) / (1 + (n_PG / n)^B)
+
+          n_PG = N (P/P_0)^α (G/G_0)^β
+      1 − A_PG = (1 − A) (P/P_0)^−δ (G/G_0)^−ε
+
+P_0 and G_0 are the runs' geometric means. α = 0: only rollouts count, as with noisy
+gradients; α = 1: only steps count, as beyond the critical batch size (arXiv
+1812.06162). Powers approximate the change from one to the other, so they hold only near
+the runs.
+
+How far a run strays from its curve, and a curve from these powers, is part of the noise
+(posterior.py). The eight parameters are sampled by the stretch move of Goodman and
+Weare (2010, doi 10.2140/camcos.2010.5.65).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.predict.scaling.fit import BEFORE_TRAINING, LN_B, before_training, windowed
+from megarl.predict.scaling.forms import SIGMOID, Array
+from megarl.predict.scaling.points import Curve
+from megarl.predict.scaling.posterior import Normal
+
+WALKERS = 64
+ROUNDS = 1500
+THIN = 8
+# how far a run strays from its curve, as a share of the gain, and for how long in ln n
+MISFIT = 0.03
+LENGTH = 1.5
+# how far a run strays from the powers, and a seed from other seeds, as a share of the
+# gain
+OFFSET = 0.06
+POWERS = Normal(0.5, 0.4)
+"""Prior of α and β. ScaleRL's paper: batches of 512 to 2,048 give 1.07 in GPU-hours; 8
+to 32 generations .13 for β − α.
+"""
+CEILINGS = Normal(0.08, 0.1)
+"""Prior of δ and ε. In the paper, batch sizes give .08, generations .01 for ε − δ; a
+seed's ±.015 in A corresponds to ±.04.
+"""
+
+
+class CellRun(NamedTuple):
+    """A run. curve: its `hours` are cumulative rollouts; device_hours: those of a step,
+    without start-up and evaluations.
+    """
+
+    prompts: int
+    generations: int
+    curve: Curve
+    device_hours: float
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """Prompts per step and rollouts per prompt."""
+        return self.prompts, self.generations
+
+
+class CellLaw:
+    """The fitted law. theta [draws, 8]: R_0, A, ln B, ln(N / scale), α, β, δ, ε.
+    MegarlError if the runs cannot be fitted.
+    """
+
+    def __init__(self, runs: Sequence[CellRun]) -> None:
+        if len({run.batch for run in runs}) < 2:
+            plural = "" if len(runs) == 1 else "s"
+            raise MegarlError(
+                f"{len(runs)} run{plural} of one batch cannot tell what another would do; give"
+                " runs that differ in batch.prompts or sampling.generations (--curves A,B)"
+            )
+        curves = [run.curve for run in runs]
+        points = windowed(curves, 0.0, None)
+        self.y = points.scores
+        if points.noise is None:
+            raise MegarlError(
+                "--curves: no number of answers is known for the scores; give run directories, or"
+                " a column `answers`"
+            )
+        if len(self.y) < 6:
+            raise MegarlError(
+                f"{len(self.y)} scores in all runs; the law over batches needs 6 or more: train"
+                " further"
+            )
+        batches = np.log([run.batch for run in runs])
+        self.centre = batches.mean(0)
+        self.scale = float(points.hours.max())
+        self._x = np.log(points.hours / self.scale)
+        self._cell = batches[points.curve] - self.centre
+        self._start = _prior_of_start(curves, self.y)
+        self.gain = max(float(np.sort(self.y)[-3:].mean()) - self._start.mean, 0.02)
+        self._whiten = self._whitening(points.curve, points.noise)
+        self.theta = _sampled(self._density, self._walkers())
+
+    def _whitening(self, curve: Array, noise: Array) -> Array:
+        """Return the matrix [points, points] that makes residuals independent, with a
+        variance of 1.
+        """
+        rise = np.clip((self.y - self._start.mean) / self.gain, 0, 1)
+        same_curve = curve[:, None] == curve
+        distance = np.abs(self._x[:, None] - self._x)
+        misfit = MISFIT**2 * np.exp(-distance / LENGTH)
+        offset = OFFSET**2 * rise[:, None] * rise
+        strays = misfit + offset
+        covariance = self.gain**2 * strays * same_curve + np.diag(noise**2)
+        return np.linalg.inv(np.linalg.cholesky(covariance))
+
+    def _walkers(self) -> Array:
+        """Return parameters [walkers, 8] from which the sampling begins."""
+        rng = np.random.default_rng(1)
+        r0 = (self._start.mean + 0.01 * rng.standard_normal(WALKERS)).clip(0.001, 0.95)
+        gap = 1 - np.maximum(self.y.max(), r0).clip(0, 0.999)
+        a = 1 - gap * rng.uniform(0.1, 0.9, WALKERS)
+        centre = np.array([LN_B.mean, -0.5, POWERS.mean, POWERS.mean, 0.0, 0.0])
+        jitter = 0.05 * rng.standard_normal((WALKERS, 6))
+        return np.column_stack([r0, a, centre + jitter])
+
+    def _density(self, theta: Array) -> Array:
+        """Return the log density [walkers] of parameters [walkers, 8], up to a
+        constant.
+        """
+        r0, a, w, u = theta.T[:4]
+        priors = (self._start, LN_B, POWERS, POWERS, CEILINGS, CEILINGS)
+        deviations = 0
+        for values, prior in zip((r0, w, *theta.T[4:]), priors, strict=True):
+            deviations = deviations + ((values - prior.mean) / prior.deviation) ** 2
+        low = self._x.min() - 4
+        high = self._x.max() + 3  # as PRIOR.beyond
+        allowed = (r0 > 0) & (a > r0) & (a < 1) & (u > low) & (u < high)
+        residuals = (self.y - self._law(theta, self._cell, self._x)) @ self._whiten.T
+        return np.where(allowed, -0.5 * (deviations + (residuals**2).sum(1)), -np.inf)
+
+    def _law(self, theta: Array, cell: Array, x: Array) -> Array:
+        """Return scores [draws, points]. cell: [points, 2] logarithms of P and G,
+        relative to the centre.
+        """
+        r0, a, w, u = theta.T[:4, :, None]
+        gap_powers = (theta[:, 6:] @ cell.T).clip(-20, 20)
+        ceiling = 1 - (1 - a.clip(0, 1)) * np.exp(-gap_powers)
+        z = np.exp(w.clip(-9, 9)) * (x - u - theta[:, 4:6] @ cell.T)
+        return np.asarray(r0 + np.maximum(ceiling - r0, 0) * SIGMOID.share(z))
+
+    def scores(self, cells: Array, rollouts: Array) -> Array:
+        """Return draws [draws, cells] of other runs' scores. cells: [cells, 2] prompts
+        and generations; rollouts: [cells].
+        """
+        law = self._law(self.theta, np.log(cells) - self.centre, np.log(rollouts / self.scale))
+        rise = np.clip((law - self._start.mean) / self.gain, 0, None)
+        random = np.random.default_rng(2).standard_normal(law.shape)
+        strays = math.hypot(MISFIT, OFFSET) * self.gain * random
+        return np.asarray((law + rise * strays).clip(0, 1))
+
+
+def _prior_of_start(curves: Sequence[Curve], scores: Array) -> Normal:
+    score_before, _ = before_training(curves, None)
+    if score_before is None:
+        return Normal(float(scores.min()), 0.2)
+    return Normal(score_before, BEFORE_TRAINING)
+
+
+def _sampled(density: Callable[[Array], Array], walkers: Array) -> Array:
+    """Return draws [draws, dimensions] from the last two thirds of the rounds."""
+    rng = np.random.default_rng(0)
+    position = walkers
+    value = density(walkers)
+    draws = []
+    half = len(walkers) // 2
+    dimensions = walkers.shape[1]
+    first_half = slice(half)
+    second_half = slice(half, None)
+    for n in range(ROUNDS):
+        for moving, fixed in ((first_half, second_half), (second_half, first_half)):
+            stretch = (rng.random(half) + 1) ** 2 / 2
+            anchor = position[fixed][rng.integers(half, size=half)]
+            proposed = anchor + stretch[:, None] * (position[moving] - anchor)
+            proposed_value = density(proposed)
+            log_ratio = (dimensions - 1) * np.log(stretch) + proposed_value - value[moving]
+            accepted = np.log(rng.random(half)) < log_ratio
+            position[moving] = np.where(accepted[:, None], proposed, position[moving])
+            value[moving] = np.where(accepted, proposed_value, value[moving])
+        if n >= ROUNDS // 3 and n % THIN == 0:
+            draws.append(position.copy())
+    return np.concatenate(draws)

@@ -1,0 +1,275 @@
+"""Compares runs: ceilings, speed, and at how much compute which run is ahead.
+
+    {name: curves} ──► a fit each ──► all refitted at one A
+                                  ──► each against the first ──► table, verdict
+
+Exponents B of two fits are comparable only at one ceiling. ScaleRL compares those of
+all arms at one fixed A (section 4; .605) if the arms' A agree within 0.02, the
+difference between three seeds of one recipe (arXiv 2510.13786, section 2). That A is
+given, or the mean of all runs' A. Two runs that agree with each other, but not with
+that mean, are compared at their own.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Unpack
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.predict.scaling.extrapolate import inverse as hours_of
+from megarl.predict.scaling.fit import WIDE_INTERVAL, Fit, FitOptions, fit
+from megarl.predict.scaling.points import Curve, amount, unit_name
+
+SAME_CEILING = 0.02
+
+Runs = Mapping[str, Sequence[Curve]]
+Overtakes = tuple[tuple[str, float], ...]
+"""(name, hours) at which a run takes the lead, in order; the first entry is the run
+that leads at the start.
+"""
+
+
+class RunFit(NamedTuple):
+    """One run in the table. fit: None if there is none; `problem` then says why."""
+
+    name: str
+    fit: Fit | None
+    problem: str = ""
+
+
+class NamedFit(NamedTuple):
+    """A run that was fitted."""
+
+    name: str
+    fit: Fit
+
+
+class Pair(NamedTuple):
+    """The reference and another run. text: what the verdict says of them."""
+
+    reference: str
+    challenger: str
+    same_ceiling: bool
+    overtakes: Overtakes
+    text: str
+
+
+class RunComparison(NamedTuple):
+    """A comparison of runs. at_ceiling: the fits at the common A, `ceiling`, where
+    exponents B are comparable.
+    """
+
+    entries: tuple[RunFit, ...]
+    pairs: tuple[Pair, ...]
+    ceiling: float
+    at_ceiling: Mapping[str, Fit]
+
+    @property
+    def comparable(self) -> dict[str, Fit]:
+        """Those of `at_ceiling` whose own A is near that ceiling."""
+        own_ceilings = {entry.name: entry.fit.A for entry in self.entries if entry.fit}
+        return {
+            name: fit
+            for name, fit in self.at_ceiling.items()
+            if abs(own_ceilings[name] - self.ceiling) <= SAME_CEILING
+        }
+
+    @property
+    def verdict(self) -> str:
+        """The comparison in plain words, one group of sentences per pair."""
+        sentences = [pair.text for pair in self.pairs]
+        for entry in self.entries:
+            if entry.fit is None:
+                sentences.append(f"{entry.name} was not fitted: {entry.problem}")
+        return "\n".join(sentences)
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return the table as records: a run's name, its fit, and its B, with an
+        interval, and C_mid at the common A.
+        """
+        records = []
+        for entry in self.entries:
+            row: dict[str, object] = {"name": entry.name}
+            if entry.fit is None:
+                row["problem"] = entry.problem
+            else:
+                row |= entry.fit.record()
+            if refitted := self.at_ceiling.get(entry.name):
+                row["A_common"] = self.ceiling
+                row["B_at_A_common"] = refitted.B
+                row["C_mid_at_A_common"] = refitted.C_mid
+                row["B_at_A_common_interval"] = list(refitted.B_interval)
+            records.append(row)
+        return records
+
+
+def compare(runs: Runs, **options: Unpack[FitOptions]) -> RunComparison:
+    """Compare all runs with the first that can be fitted. options: of `fit`; ceiling:
+    the common A, by default their mean.
+    """
+    units = {unit_name(curve.unit) for curves in runs.values() for curve in curves}
+    if len(units) > 1:
+        raise MegarlError(
+            f"runs whose compute is in {' and in '.join(sorted(units))} cannot be compared by it"
+        )
+    entries = _fit_each(runs, options)
+    fitted = [NamedFit(entry.name, entry.fit) for entry in entries if entry.fit]
+    fixed_ceiling = options.get("ceiling")
+    if fixed_ceiling:
+        _refuse_passed_ceiling(fixed_ceiling, fitted)
+    ceiling = fixed_ceiling or _mean_ceiling(run.fit for run in fitted)
+    at_ceiling: dict[str, Fit] = {}
+    if len(fitted) > 1:
+        at_ceiling = _refitted(runs, fitted, options, ceiling)
+    pairs = []
+    for challenger in fitted[1:]:
+        reference = fitted[0]
+        same_ceiling = abs(reference.fit.A - challenger.fit.A) <= SAME_CEILING
+        if same_ceiling:
+            both = [reference, challenger]
+            common = at_ceiling
+            distances = [abs(run.fit.A - ceiling) for run in both]
+            if not fixed_ceiling and max(distances) > SAME_CEILING:
+                their_ceiling = _mean_ceiling(run.fit for run in both)
+                common = _refitted(runs, both, options, their_ceiling)
+            text = _exponents(reference, challenger, common)
+        else:
+            text = _ceiling(reference, challenger)
+        changes = overtakes(*reference, *challenger)
+        text = f"{text} {_speed(reference, challenger)} {_lead(changes, reference, challenger)}"
+        pairs.append(Pair(reference.name, challenger.name, same_ceiling, changes, text))
+    return RunComparison(tuple(entries), tuple(pairs), ceiling, at_ceiling)
+
+
+def _fit_each(runs: Runs, options: FitOptions) -> list[RunFit]:
+    """Fit each run with a ceiling of its own."""
+    free: FitOptions = {**options, "ceiling": None}
+    entries = []
+    for name, curves in runs.items():
+        try:
+            entries.append(RunFit(name, fit(curves, **free)))
+        except MegarlError as error:
+            entries.append(RunFit(name, None, str(error).removeprefix(f"{name}: ")))
+    return entries
+
+
+def _refitted(
+    runs: Runs, fitted: Sequence[NamedFit], options: FitOptions, ceiling: float
+) -> dict[str, Fit]:
+    """Fit these runs with this A."""
+    common: FitOptions = {**options, "ceiling": ceiling}
+    return {run.name: fit(runs[run.name], **common) for run in fitted}
+
+
+def _refuse_passed_ceiling(ceiling: float, fitted: Sequence[NamedFit]) -> None:
+    for name, run_fit in fitted:
+        last_score = float(run_fit(run_fit.hours[-1:])[0])
+        if last_score > ceiling + SAME_CEILING:
+            raise MegarlError(
+                f"--ceiling is {ceiling:g}, and {name} has reached {last_score:.3f}; give one that"
+                " no run has passed"
+            )
+
+
+def _mean_ceiling(fits: Iterable[Fit]) -> float:
+    """Return the mean A of the fits; 0 of none."""
+    ceilings = [fit.A for fit in fits]
+    return float(np.mean(ceilings)) if ceilings else 0.0
+
+
+def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> Overtakes:
+    """Return (name, hours) for each change of lead, up to ten times the compute seen;
+    differences below noise do not count.
+    """
+    hours = np.geomspace(max(a.window[0], b.window[0]), 10 * max(a.window[1], b.window[1]), 2000)
+    difference = a(hours) - b(hours)
+    clear = np.flatnonzero(np.abs(difference) > max(a.rmse, b.rmse, 1e-3))
+    changes: list[tuple[str, float]] = []
+    for n in clear:
+        leader = name_a if difference[n] > 0 else name_b
+        if not changes:
+            changes.append((leader, float(hours[n])))
+        elif changes[-1][0] != leader:
+            opposite = np.flatnonzero(np.sign(difference[: n + 1]) != np.sign(difference[n]))
+            changes.append((leader, float(hours[opposite[-1]])))
+    return tuple(changes)
+
+
+def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return points (log10 C, log10 F) with F(R) = C_mid^B / ((A − R_0)/(R − R_0) − 1),
+    which lie on a line of slope B. Scores outside R_0 … A give no point.
+    """
+    share = (pass_rate - fit.R_0) / max(fit.A - fit.R_0, 1e-300)
+    inside = (share > 0) & (share < 1)
+    log_f = fit.B * math.log10(fit.C_mid) - np.log10(1 / share[inside] - 1)
+    return np.log10(hours[inside]), log_f
+
+
+def _exponents(a: NamedFit, b: NamedFit, common: Mapping[str, Fit]) -> str:
+    """Return sentences on the exponents of two runs of one ceiling. common: their fits
+    at that ceiling.
+    """
+    fit_a = common[a.name]
+    fit_b = common[b.name]
+    differs = "B does not differ measurably"
+    conjunction = "and"
+    if fit_a.B_interval[1] < fit_b.B_interval[0] or fit_b.B_interval[1] < fit_a.B_interval[0]:
+        differs = "B differs"
+        conjunction = "against"
+    uncertain = ""
+    for run in (a, b):
+        low, high = run.fit.A_interval
+        if high - low > WIDE_INTERVAL:
+            uncertain += f" But A of {run.name} may be anywhere in {low:.3f} … {high:.3f}."
+    return (
+        f"{a.name} and {b.name} have the same ceiling within {SAME_CEILING} (A {a.fit.A:.3f} and"
+        f" {b.fit.A:.3f}); with both at {fit_a.A:.3f}, {differs}: {fit_a.B:.2f} ({a.name})"
+        f" {conjunction} {fit_b.B:.2f} ({b.name}).{uncertain}"
+    )
+
+
+def _ceiling(a: NamedFit, b: NamedFit) -> str:
+    """Return a sentence on which run has the higher ceiling."""
+    lower, higher = sorted((a, b), key=lambda run: run.fit.A)
+    uncertain = ""
+    if lower.fit.A_interval[1] >= higher.fit.A_interval[0]:
+        uncertain = "; their 95 % intervals overlap, so this is not certain"
+    return (
+        f"{higher.name} has the higher ceiling: A {higher.fit.A:.3f} against {lower.fit.A:.3f} of"
+        f" {lower.name}{uncertain}."
+    )
+
+
+def _speed(a: NamedFit, b: NamedFit) -> str:
+    """Return a sentence on which run needs less compute for half of the gain that both
+    can make.
+    """
+    r0 = max(a.fit.R_0, b.fit.R_0)
+    halfway = (r0 + min(a.fit.A, b.fit.A)) / 2
+    hours_a = hours_of(a.fit, halfway)
+    hours_b = hours_of(b.fit, halfway)
+    if halfway <= r0 or abs(hours_a - hours_b) <= 0.03 * max(hours_a, hours_b):
+        return "Neither is quicker to half of the gain both can make."
+    quicker = a.name if hours_a < hours_b else b.name
+    fewer = amount(min(hours_a, hours_b), a.fit.unit)
+    more_hours = amount(max(hours_a, hours_b))
+    return (
+        f"{quicker} is quicker: {halfway:.3f}, half of the gain both can make, after {fewer}"
+        f" instead of {more_hours}."
+    )
+
+
+def _lead(changes: Overtakes, a: NamedFit, b: NamedFit) -> str:
+    """Return a sentence on which run is ahead, and from how much compute on."""
+    if not changes:
+        return "Their curves stay within the noise of the fits."
+    measured_until = min(a.fit.window[1], b.fit.window[1])
+    period = "at first" if len(changes) > 1 else "throughout"
+    clauses = [f"{changes[0][0]} is ahead {period}"]
+    for name, hours in changes[1:]:
+        clause = f"{name} overtakes at {amount(hours, a.fit.unit)}"
+        if hours > measured_until:
+            clause += f" (extrapolated: the points end at {amount(measured_until)})"
+        clauses.append(clause)
+    return "; ".join(clauses) + "."

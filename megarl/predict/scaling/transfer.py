@@ -1,0 +1,183 @@
+"""Predicts a larger policy from smaller ones: A, B, C_mid and R_0 by power laws in N,
+the number of active parameters.
+
+    ln(1 − A), ln B, ln C_mid, ln(1 − R_0)  =  intercept + slope · ln N + scatter
+
+Each size's fit gives a mean and a covariance of the four (posterior.py); a size strays
+from the line by a scatter. Given the magnitudes of the scatter, lines and predictions
+are Gaussian; the magnitudes are drawn from their prior, and weighted by the likelihood
+of the fits. Two or three sizes tell little about the scatter, so intervals are then
+nearly those of the prior.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import RunDir
+from megarl.predict.scaling.fit import PRIOR, Fit
+from megarl.predict.scaling.forms import SIGMOID, Array
+from megarl.predict.scaling.posterior import FLAT, INTERVAL
+
+SLOPES = np.array([(0.0, 0.3), (0.0, 0.15), (0.5, 1.0), (0.0, 0.5)])
+"""Prior mean and deviation of each slope: a guess. ScaleRL's 8B and 17Bx16 (17B active)
+give −.39, −.20 and .67.
+"""
+SCATTER = np.array([0.15, 0.1, 0.4, 0.2])
+"""Deviation of the half-normal prior of each scatter: a guess. The paper's eight
+leave-one-out runs, all of one size, deviate by .02 in ln(1 − A), .08 in ln B and .11 in
+ln C_mid.
+"""
+DRAWS = 4000
+
+
+class Transferred(NamedTuple):
+    """The prediction for a size. draws: [draws, 4] A, B, C_mid, R_0."""
+
+    draws: Array
+
+    @property
+    def intervals(self) -> Array:
+        """The median and both ends of the 95 % interval, [3, 4]."""
+        return np.asarray(np.quantile(self.draws, INTERVAL, axis=0))
+
+    def scores(self, hours: Array) -> Array:
+        """Return the median and both ends of the 95 % interval of a run's score at
+        `hours` above 0, [3, hours].
+        """
+        a, b, middle, r0 = self.draws.T[:, :, None]
+        share = SIGMOID.share(b * np.log(hours / middle))
+        random = np.random.default_rng(1).standard_normal(share.shape)
+        strays = np.hypot(PRIOR.seeds, np.median(PRIOR.misfits)) * random
+        scores = (r0 + (a - r0) * share * (1 + strays)).clip(0, 1)
+        return np.asarray(np.quantile(scores, INTERVAL, axis=0))
+
+
+def transfer(fits: Mapping[float, Fit], size: float, r0: float | None = None) -> Transferred:
+    """Predict a policy of `size` active parameters from fits by size. r0: its score
+    before training, if measured.
+    """
+    _refuse(fits, size, r0)
+    logarithms = [_logarithms(fit) for fit in fits.values()]
+    log_sizes = np.log(list(fits)) - np.log(size)  # so that the intercept is the prediction
+    rng = np.random.default_rng(0)
+    draws = _predicted(logarithms, log_sizes, rng)
+    a = 1 - np.exp(draws[:, 0])
+    b = np.exp(draws[:, 1])
+    c_mid = np.exp(draws[:, 2])
+    start = (1 - np.exp(draws[:, 3])).clip(0, 1)
+    if r0 is not None:
+        start = np.full(DRAWS, r0)
+    return Transferred(np.column_stack([a.clip(start, 1), b, c_mid, start]))
+
+
+def _refuse(fits: Mapping[float, Fit], size: float, r0: float | None) -> None:
+    if len(fits) < 2:
+        raise MegarlError(
+            f"{len(fits)} size cannot show the effect of size; give fits of two or more"
+        )
+    if min(*fits, size) <= 0 or not np.isfinite([*fits, size]).all():
+        raise MegarlError("a size is a number of parameters above 0")
+    if r0 is not None and not 0 <= r0 < 1:
+        raise MegarlError(f"R_0 is {r0:g}; it is the pass rate before training, from 0 to below 1")
+    units = {fit.unit for fit in fits.values()}
+    forms = {fit.form for fit in fits.values()}
+    if len(units) > 1 or forms != {"sigmoid"}:
+        raise MegarlError(
+            "sizes can be compared only with one unit of compute, and with the sigmoid"
+        )
+
+
+def _predicted(logarithms: Sequence[Array], log_sizes: Array, rng: np.random.Generator) -> Array:
+    """Return draws [DRAWS, 4] of the four logarithms where `log_sizes` is 0.
+    logarithms: draws [draws, 4] of each of k fits; log_sizes: [k].
+    """
+    k = len(logarithms)
+    y = np.concatenate([draws.mean(0) for draws in logarithms])  # [4k]
+    identity = np.eye(4)
+    rows_by_size = [np.concatenate([identity, size * identity], axis=1) for size in log_sizes]
+    x = np.concatenate(rows_by_size)  # [4k, 8]: intercepts, slopes
+    mean = np.concatenate([y.reshape(k, 4).mean(0), SLOPES[:, 0]])
+    prior = np.diag(np.concatenate([np.full(4, FLAT), SLOPES[:, 1]]) ** 2)
+
+    scatter = np.abs(rng.standard_normal((DRAWS, 4))) * SCATTER
+    of_lines = x @ prior @ x.T
+    for n, draws in enumerate(logarithms):
+        of_lines[4 * n : 4 * n + 4, 4 * n : 4 * n + 4] += np.cov(draws.T)
+    of_scatter = np.tile(scatter**2, k)[:, :, None] * np.eye(4 * k)
+    covariance = of_lines + of_scatter  # [DRAWS, 4k, 4k]
+
+    residuals = y - x @ mean
+    intercepts = (prior @ x.T)[:4]  # covariance with the fits, [4, 4k]
+    right_side = np.column_stack([residuals, intercepts.T])
+    solved = np.linalg.solve(covariance, np.broadcast_to(right_side, (DRAWS, 4 * k, 5)))
+    log_determinant = np.linalg.slogdet(covariance)[1]
+    log_weight = -0.5 * (log_determinant + solved[:, :, 0] @ residuals)
+    weight = np.exp(log_weight - log_weight.max())
+
+    rows = rng.choice(DRAWS, DRAWS, p=weight / weight.sum())
+    centre = mean[:4] + solved[rows, :, 0] @ intercepts.T
+    own_scatter = scatter[rows][:, :, None] ** 2 * identity
+    spread = prior[:4, :4] - intercepts @ solved[rows, :, 1:] + own_scatter
+    random = rng.standard_normal((DRAWS, 4))
+    return np.asarray(centre + np.einsum("nij,nj->ni", np.linalg.cholesky(spread), random))
+
+
+def _logarithms(fit: Fit) -> Array:
+    """Return draws [draws, 4] of the fit's ln(1 − A), ln B, ln C_mid, ln(1 − R_0)."""
+    a, u, w, r0 = fit.posterior.theta.T
+    log_gap = np.log1p(-a.clip(0, 0.998))
+    log_c_mid = u + np.log(fit.scale)
+    return np.column_stack([log_gap, w, log_c_mid, np.log1p(-r0.clip(0, 0.998))])
+
+
+FEW_SIZES = 4
+ALIKE = 0.1
+"""How far the score before training may lie outside those of the fits."""
+
+
+def doubts(fits: Mapping[float, Fit], size: float, r0: float | None = None) -> Iterator[str]:
+    """Yield one sentence for each thing that these fits do not support. r0: as for
+    `transfer`.
+    """
+    starts = [fit.R_0 for fit in fits.values()]
+    low = min(starts)
+    high = max(starts)
+    if r0 is not None and not low - ALIKE <= r0 <= high + ALIKE:
+        yield (
+            f"the size begins at {r0:.2f}, the fits at {low:.2f} to {high:.2f}: a law in size holds"
+            " only between runs that begin alike"
+        )
+    if len(fits) < FEW_SIZES:
+        yield (
+            f"{len(fits)} sizes hardly show how far a size strays from a line: the intervals mostly"
+            " show what is assumed about it"
+        )
+    if size > max(fits) ** 2 / min(fits):
+        yield "the size is further beyond the largest than that is beyond the smallest"
+    for parameters, fit in fits.items():
+        for warning in fit.warnings:
+            yield f"{parameters:.3g} parameters: {warning}"
+
+
+def named_size(source: str) -> tuple[float, str]:
+    """Split N=POINTS into the number of parameters and a path; for a run directory
+    alone, read the number from its model.
+    """
+    size, _, path = source.partition("=")
+    try:
+        return float(size), path
+    except ValueError:
+        run = RunDir(Path(source))
+    if not run.recipe.exists():
+        raise MegarlError(
+            f"{source}: give the number of active parameters, such as 8e9={path or source}"
+        ) from None
+    from megarl.core.base import architecture  # slow to import, like the recipe
+    from megarl.core.recipe import load
+
+    shape = architecture.read(load(str(run.recipe)).model.path)
+    return float(shape.active_parameters), source
