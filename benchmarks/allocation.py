@@ -28,8 +28,8 @@ from megarl.predict.planning.allocate import BatchSize, choose, measured
 from megarl.predict.scaling.cells import CellLaw, CellRun
 from megarl.predict.scaling.points import Curve
 from megarl.predict.study import plan
-from megarl.predict.study.main import CommandLines, StudyHooks, run
 from megarl.predict.study.plan import StudyTask
+from megarl.predict.study.running import CommandLines, StudyHooks, run
 
 RESULTS = Path("benchmarks/results/allocation.json")
 ROLLOUTS = 10_240

@@ -33,8 +33,9 @@ from megarl.core.base.rundir import Row, latest_rows, latest_scores, write_atomi
 from megarl.core.base.types import JsonObject
 from megarl.core.recipe import Recipe, load
 from megarl.predict.scaling.points import Curve
-from megarl.predict.study.main import StudyHooks, StudyOptions, run_study
+from megarl.predict.study.main import run_study
 from megarl.predict.study.plan import StudyTask
+from megarl.predict.study.running import StudyHooks, StudyOptions
 from megarl.tasks.data import arithmetic
 from megarl.tasks.data.arithmetic_models import LLAMA, LLAMA4, save_model
 
@@ -278,8 +279,10 @@ def read(path: Path) -> CorpusRun:
 def run(options: StudyOptions) -> int:
     """Run the corpus, or one task of it, and record each run as it ends."""
     path = Path(options.directory)
-    hooks = StudyHooks(before, lambda task: record_of(task).exists(), record, lambda _: 0)
-    return run_study("corpus", recipes(path, tuple(options.overrides)), options, hooks)
+    hooks = StudyHooks(before, lambda task: record_of(task).exists(), record)
+    return run_study(
+        "corpus", recipes(path, tuple(options.overrides)), options, hooks, end=lambda _: 0
+    )
 
 
 def main() -> int:

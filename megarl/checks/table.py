@@ -88,7 +88,7 @@ MACHINE = (
     CheckEntry("history", Need.MACHINE, START, f"{HERE}:check_history", "resumed"),
     CheckEntry("run directory", Need.MACHINE, START, f"{HERE}:check_writable", "folder"),
     CheckEntry("disk", Need.MACHINE, START, f"{HERE}:check_disk"),
-    CheckEntry("launcher", Need.MACHINE, START, "megarl.run.srun:chosen", "launcher"),
+    CheckEntry("launcher", Need.MACHINE, START, "megarl.run.launchers:choose_launcher", "launcher"),
 )
 
 PLACED = (

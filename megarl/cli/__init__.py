@@ -768,7 +768,8 @@ def run_study(
     """Run the variants of a recipe that a study names: axes, curriculum, forward, kl,
     loo, value-precision, or yours.
     """
-    from megarl.predict.study.main import StudyOptions, run_variants
+    from megarl.predict.study.main import run_variants
+    from megarl.predict.study.running import StudyOptions
 
     others = [name for name in with_recipes.split(",") if name]
     return run_variants(
@@ -787,7 +788,8 @@ def compare_recipes(
     dry_run: p.DryRun = False,
 ) -> int:
     """Run and compare several recipes."""
-    from megarl.predict.study.main import StudyOptions, compare
+    from megarl.predict.study.main import compare
+    from megarl.predict.study.running import StudyOptions
 
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
@@ -815,7 +817,7 @@ def search_recipes(
     """Find the best of several recipes: the better half goes on, judged by the
     asymptotes predicted from scores.
     """
-    from megarl.predict.study.main import StudyOptions
+    from megarl.predict.study.running import StudyOptions
     from megarl.predict.study.search import SearchOptions, search
 
     recipes = [word for word in words if "=" not in word]
@@ -827,7 +829,7 @@ def search_recipes(
 @study.command("results")
 def study_results(directory: Path) -> int:
     """Write table, plots and CSVs of a study, also of an unfinished one."""
-    from megarl.predict.study.main import table_and_plots
+    from megarl.predict.study.search import table_and_plots
 
     return table_and_plots(directory)
 

@@ -15,6 +15,7 @@ Where roles run:
     devices.py    finds the GPUs
     placement.py  assigns roles to nodes and GPUs (pure)
     launcher.py   starts, watches and ends a role: the interface, and local processes
+    launchers.py  which launcher
     srun.py       the same with steps of a Slurm job
     step.py       the part of that which runs on the node
     pods.py       the same in the pods of a Kubernetes JobSet

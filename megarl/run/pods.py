@@ -30,10 +30,14 @@ from megarl.core.base.errors import MegarlError
 from megarl.run.launcher import UnansweredSurveyError
 from megarl.run.nodes import Node
 from megarl.run.restart import NodeState, Role
-from megarl.run.srun import ASK_LIMIT_S, PODS, SURVEY_LIMIT_S, SrunLauncher, SrunStep
+from megarl.run.srun import ASK_LIMIT_S, SURVEY_LIMIT_S, SrunLauncher, SrunStep
 
 JOBSET = "MEGARL_JOBSET"
 """Environment variable: the name of the run's JobSet."""
+PODS = "MEGARL_PODS"
+"""Environment variable: how many pods the JobSet has. Where it is set, the launcher is
+this one.
+"""
 CONTAINER = "megarl"
 OF_JOBSET = "jobset.sigs.k8s.io/jobset-name"
 REPLICATED_JOB = "jobset.sigs.k8s.io/replicatedjob-name"

@@ -13,12 +13,10 @@ MEGARL_STEP_COMMAND the words before `-m` (`apptainer exec … python`; default:
 Python). launch/slurm/common.sh sets both.
 """
 
-import logging
 import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -32,13 +30,11 @@ import msgspec
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, writing
-from megarl.core.recipe import Recipe
-from megarl.run.launcher import Launcher, LocalLauncher, RoleCommand, RunningRole, Still
+from megarl.run.launcher import RoleCommand, RunningRole, Still
 from megarl.run.nodes import OF_SLURM, Node, gathered
 from megarl.run.restart import MESSAGE_STATUS, NodeState
 from megarl.run.step import BEAT_S, HEARD, TERMINATE, UNANSWERED, Report, encoded
 
-log = logging.getLogger(__name__)
 STEP_OPTIONS = "MEGARL_STEP_OPTIONS"
 STEP_COMMAND = "MEGARL_STEP_COMMAND"
 SURVEY_LIMIT_S = 900.0
@@ -92,55 +88,6 @@ has on a node, and some of these would give it one core (--hint=nomultithread im
 --exact), one GPU, or end srun, such as two of SLURM_MEM_PER_…. Labels of its output
 would hide the reports.
 """
-
-
-LAUNCHER = "MEGARL_LAUNCHER"
-"""Environment variable. local: processes here; srun: steps of a job; auto (default):
-steps if several nodes or a container.
-"""
-PODS = "MEGARL_PODS"
-"""Environment variable of a Kubernetes JobSet's pods: how many there are. With it,
-`auto` is the launcher of pods.py.
-"""
-
-
-PROGRAMS = ("srun", "scontrol", "squeue", "sinfo")
-
-
-def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
-    """Return the launcher that MEGARL_LAUNCHER asks for. MegarlError if it asks for a
-    Slurm job and there is none.
-    """
-    kind = os.environ.get(LAUNCHER, "auto")
-    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "0"))
-    if kind not in ("auto", "local", "srun"):
-        raise MegarlError(f"{LAUNCHER}: {kind!r} is not a launcher; set auto, local or srun")
-    if kind == "auto" and PODS in os.environ:
-        from megarl.run.pods import PodLauncher
-
-        return PodLauncher(rundir, recipe.run.interface)
-    parts = int(os.environ.get("SLURM_HET_SIZE", "1"))
-    if parts > 1 and kind != "local":
-        log.warning(
-            "this Slurm job has %d parts (--het-group): the run uses the nodes of one part alone",
-            parts,
-        )
-    if kind == "srun" and not nodes:
-        raise MegarlError(
-            f"{LAUNCHER}: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here); see"
-            " launch/slurm/ and `megarl submit`, or set local"
-        )
-    several_hosts = nodes > 1 or (nodes > 0 and STEP_COMMAND in os.environ)
-    if kind == "local" or (kind == "auto" and not several_hosts):
-        return LocalLauncher(recipe.run.interface)
-    missing = [program for program in PROGRAMS if shutil.which(program) is None]
-    if missing:
-        raise MegarlError(
-            f"{LAUNCHER}: {', '.join(missing)} cannot be found, which steps of a Slurm job need;"
-            " `megarl train` runs on the host, the roles in the container"
-            " (launch/slurm/common.sh)"
-        )
-    return SrunLauncher(rundir, recipe.run.interface)
 
 
 class SrunLauncher:

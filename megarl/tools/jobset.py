@@ -20,8 +20,7 @@ from typing import Any
 import yaml
 
 from megarl.core.base.errors import MegarlError
-from megarl.run.pods import CONTAINER, FIRST, JOBSET, OF_JOBSET, OTHERS
-from megarl.run.srun import PODS
+from megarl.run.pods import CONTAINER, FIRST, JOBSET, OF_JOBSET, OTHERS, PODS
 
 GRACE_S = 600
 """Time from a pod's SIGTERM to its end: `megarl train` saves within 540 s

@@ -12,7 +12,7 @@ from pathlib import Path
 from megarl.checks import inputs, start
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe, load
-from megarl.run import srun, train
+from megarl.run import launchers, train
 from megarl.run.devices import HostBytes
 from megarl.run.launcher import RoleCommand
 from megarl.run.srun import SrunLauncher, SrunStep
@@ -35,7 +35,7 @@ class StandInLauncher(SrunLauncher):
 
 
 if __name__ == "__main__":
-    srun.chosen = StandInLauncher
+    launchers.choose_launcher = StandInLauncher
     train.Watch = lambda start_s: Watch(start_s, stopped_s=1.0)
     train.WATCH_S = 0.5
     # There is no model and no data; a report takes seconds of matplotlib.

@@ -48,11 +48,9 @@ def modules() -> dict[str, ast.Module]:
     }
 
 
-def imported(tree: ast.Module, known: set[str], at_import: bool = False) -> Iterator[str]:
-    """The modules of megarl that this one imports: when it is imported itself, or in
-    functions too.
-    """
-    for node in tree.body if at_import else ast.walk(tree):
+def imported(tree: ast.Module, known: set[str]) -> Iterator[str]:
+    """The modules of megarl that this one imports, in functions too."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megarl"):
             base = (node.module or "").removeprefix("megarl").removeprefix(".")
             for alias in node.names:
@@ -83,12 +81,10 @@ def test_arrows_go_one_way() -> None:
 
 
 def test_no_circles() -> None:
-    """Imports at the top of modules form no circle. Inside a function a module may
-    import one that imports it.
-    """
+    """Neither of imports at the top of modules nor of those in functions."""
     trees = modules()
     graph = {
-        module: set(imported(tree, set(trees), at_import=True)) & set(trees) - {module}
+        module: set(imported(tree, set(trees))) & set(trees) - {module}
         for module, tree in trees.items()
     }
     try:

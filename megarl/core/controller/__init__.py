@@ -12,6 +12,6 @@ tickets.py       how a ticket becomes a group: drawn, sampled, scored, graded
 teacher.py       log-probs from the teacher's endpoint
 draw.py          which task and which prompt is drawn next (pure)
 evaluations.py   which versions are evaluated, on servers that are pinned for it
-parity.py        which rollouts both learner and servers score, and when
+parity_schedule.py  which rollouts both learner and servers score, and when
 metrics.py       how busy servers are, compute spent, metrics of each task
 """

@@ -53,7 +53,7 @@ from megarl.core.controller.decision import Decision, TrainStep, decide
 from megarl.core.controller.draw import draw_metrics, mixture_of
 from megarl.core.controller.evaluations import Evaluations
 from megarl.core.controller.metrics import ComputeClock, Meter, Spent, session_of, task_statistics
-from megarl.core.controller.parity import Parity
+from megarl.core.controller.parity_schedule import Parity
 from megarl.core.controller.pipeline import Pipeline
 from megarl.core.controller.servers import Servers
 from megarl.core.controller.teacher import TeacherEndpoint

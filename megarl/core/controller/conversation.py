@@ -23,7 +23,7 @@ import logging
 import struct
 import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import zmq
@@ -49,9 +49,7 @@ from megarl.core.base.messages import (
 )
 from megarl.core.base.rundir import LinkKeys
 from megarl.core.base.types import encode
-
-if TYPE_CHECKING:
-    from megarl.core.controller.controller import Controller
+from megarl.core.controller.decision import Decision
 
 log = logging.getLogger(__name__)
 
@@ -162,12 +160,40 @@ class _WaitingNext(NamedTuple):
     until: float  # time.monotonic()
 
 
+class Answers(Protocol):
+    """Who knows the answers: the controller."""
+
+    def of_server(self, message: FromServer) -> Reply:
+        """Answer a server that joins or leaves."""
+
+    def new_learner(self) -> None:
+        """Take note that another learner speaks from now on."""
+
+    def learner_left(self, step: int) -> None:
+        """Take note that the learner has left at this step."""
+
+    async def published(self, result: Published) -> None:
+        """Take note of a publication."""
+
+    def scored(self, result: Scored) -> None:
+        """Take note of the learner's log-probs for parity."""
+
+    def evaluate_if_due(self, version: int) -> None:
+        """Start the evaluations that are due at this version."""
+
+    def decide(self, request: Next) -> Decision:
+        """Return what the learner is to do next; pure."""
+
+    async def carry_out(self, decision: Decision, request: Next) -> Reply:
+        """Do what the decision needs and return the reply."""
+
+
 class Conversation:
     """The conversation over `link`. incarnation: the learner's, or empty. Set `changed`
     when what answers depend on changes.
     """
 
-    def __init__(self, link: Link, answers: "Controller") -> None:
+    def __init__(self, link: Link, answers: Answers) -> None:
         self._link = link
         self._answers = answers
         self._superseded = set[str]()

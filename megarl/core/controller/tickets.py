@@ -21,7 +21,7 @@ from megarl.core.base.contracts import Grade, GraderDown, Graders, TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group, Prompt, Rollout
 from megarl.core.controller.draw import Mixture
-from megarl.core.controller.parity import Candidate, Parity, compared
+from megarl.core.controller.parity_schedule import Candidate, Parity, compared
 from megarl.core.controller.pipeline import settled
 from megarl.core.controller.teacher import TeacherEndpoint
 from megarl.core.journal.records import Admitted, Finished, Removed

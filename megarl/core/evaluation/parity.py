@@ -1,5 +1,5 @@
 """Parity: do servers and learner compute the same model? Pure functions of scores,
-which controller/parity.py collects.
+which controller/parity_schedule.py collects.
 
 A few finished rollouts of each batch are scored by both sides. Every trained token then
 has up to four log-probs, and each neighbouring pair differs for one cause:

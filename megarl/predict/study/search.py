@@ -37,15 +37,9 @@ from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import Recipe, dump, load
 from megarl.predict.scaling.compare import SAME_CEILING, RunComparison, compare
 from megarl.predict.scaling.points import Curve, PointColumns, amount, curve_of_run
-from megarl.predict.study.main import (
-    StudyOptions,
-    numbers,
-    prepared,
-    run,
-    side_by_side,
-    table_and_plots,
-)
+from megarl.predict.study import plan
 from megarl.predict.study.plan import Study, StudyTask
+from megarl.predict.study.running import StudyOptions, numbers, prepared, run, side_by_side
 
 DRAWS = 4000
 
@@ -254,6 +248,20 @@ def advance(study: Study, console: Console, index: int | None = None) -> int:
     if index is not None:
         return status
     return table_and_plots(study.path) or status
+
+
+def table_and_plots(path: Path) -> int:
+    """Write the results of a study, unfinished or not; return the exit status."""
+    from megarl.predict.study import results  # imports matplotlib
+
+    study = plan.opened(path)
+    console = terminal.console()
+    if study.rungs:
+        write_atomically(path / "search.md", report(study).encode())
+        console.print((path / "search.md").read_text(), highlight=False)
+        if not any(task.state() == "done" for task in study.tasks):
+            return 0  # not even the first rung
+    return results.write(study, console)
 
 
 def _stages(study: Study) -> list[Study]:

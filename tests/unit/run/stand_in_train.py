@@ -10,7 +10,7 @@ from megarl.checks.inputs import check_inputs, check_start
 from megarl.cli import write_report
 from megarl.core import recipe as recipes
 from megarl.core.base.rundir import RunDir
-from megarl.run import restart, srun, train
+from megarl.run import launchers, restart, train
 from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand
 from megarl.run.process import have_streams
 from megarl.run.watch import Watch
@@ -36,7 +36,7 @@ class StandInLauncher(LocalLauncher):
 if __name__ == "__main__":
     have_streams()
     loaded = recipes.load(sys.argv[1])
-    srun.chosen = lambda recipe, rundir: StandInLauncher(
+    launchers.choose_launcher = lambda recipe, rundir: StandInLauncher(
         RunDir(loaded.run.path).path, str(loaded.run.steps)
     )
     train.Watch = lambda start_s: Watch(start_s, stopped_s=1.0)

@@ -23,11 +23,11 @@ from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
 from megarl.run import pods, srun, train
 from megarl.run.launcher import RoleCommand
+from megarl.run.launchers import choose_launcher
 from megarl.run.nodes import Node
 from megarl.run.placement import Place
 from megarl.run.pods import FIRST, INDEX, OTHERS, REPLICATED_JOB, PodLauncher, PodStep
 from megarl.run.restart import Role
-from megarl.run.srun import chosen
 from megarl.tools import jobset
 from tests.make import start_facts
 
@@ -71,7 +71,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 def launcher(recipe: Recipe, folder: Path) -> PodLauncher:
     (folder / ".lock").touch()
-    made = chosen(recipe, RunDir(folder))
+    made = choose_launcher(recipe, RunDir(folder))
     assert isinstance(made, PodLauncher)
     return made
 

@@ -18,10 +18,11 @@ from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
 from megarl.run import nodes, srun
 from megarl.run.launcher import LocalLauncher, RoleCommand
+from megarl.run.launchers import choose_launcher
 from megarl.run.nodes import Node, this_node
 from megarl.run.placement import Place
 from megarl.run.restart import Role
-from megarl.run.srun import OF_THE_JOB, SrunLauncher, SrunStep, checked, chosen, command, is_broken
+from megarl.run.srun import OF_THE_JOB, SrunLauncher, SrunStep, checked, command, is_broken
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 def choice(recipe: Recipe, launcher: str = "auto") -> type:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGARL_LAUNCHER", launcher)
-        return type(chosen(recipe, RunDir(recipe.run.path)))
+        return type(choose_launcher(recipe, RunDir(recipe.run.path)))
 
 
 def test_choice(

@@ -17,7 +17,6 @@ import pytest
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from tests.unit.predict.scaling.curves import exact
 
 import megarl
 from megarl.cli import main
@@ -32,6 +31,7 @@ from megarl.core.telemetry.spans import Spans
 from megarl.predict.scaling.plot import plot_fits
 from megarl.run.summary import summarise
 from megarl.tools.report import charts
+from tests.unit.predict.scaling.curves import exact
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b]0;title\x07\x9b31m\r\u202e[bold][/none]:smile:$\\frac{"
 HALF = "\ud800"  # of a character: JSON may have it, and no encoding
@@ -257,7 +257,11 @@ PLAIN = {
 def test_all_output_goes_through_terminal() -> None:
     root = Path(megarl.__file__).parent
     wrong = []
-    for file in (path for part in ("run", "checks", "predict", "tools", "cli") for path in (root / part).rglob("*.py")):
+    for file in (
+        path
+        for part in ("run", "checks", "predict", "tools", "cli")
+        for path in (root / part).rglob("*.py")
+    ):
         for node in ast.walk(ast.parse(file.read_text())):
             if (
                 isinstance(node, ast.Call)

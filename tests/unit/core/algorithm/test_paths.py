@@ -25,7 +25,7 @@ from megarl.core.base.types import (
     int32,
     paths_of,
 )
-from megarl.core.controller.parity import compared
+from megarl.core.controller.parity_schedule import compared
 from megarl.core.recipe import from_tree
 
 PROMPT = int32([90, 91])

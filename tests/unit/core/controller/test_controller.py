@@ -128,7 +128,7 @@ def test_a_status_that_cannot_be_written_for_a_moment_ends_nothing(
         meter=SimpleNamespace(totals=dict),
         _status=lambda: {"step": 7},
         servers=SimpleNamespace(
-            seconds_without=lambda: 0.0, membership=SimpleNamespace(joined=dict)
+            seconds_without=lambda: 0.0, membership=SimpleNamespace(joined_servers=dict)
         ),
         _address="",
         _status_is_written=True,

@@ -470,7 +470,10 @@ def test_several_servers_share_it_and_one_may_be_lost_or_leave(
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             gone = max(held) if leaves else min(held)
-            (members.leave if leaves else members.lost)(gone)
+            if leaves:
+                members.leave(gone)
+            else:
+                members.lose(gone)
             evaluations.cancel_lost()
             if leaves:
                 members.forget(gone)

@@ -24,7 +24,7 @@ from megarl.core.client.client import Generation, ServerLost, VersionSpan
 from megarl.core.client.membership import Membership
 from megarl.core.controller.decision import TrainStep, decide
 from megarl.core.controller.draw import mixture_of
-from megarl.core.controller.parity import Parity
+from megarl.core.controller.parity_schedule import Parity
 from megarl.core.controller.pipeline import Pipeline
 from megarl.core.controller.tickets import Tickets, with_means
 from megarl.core.journal.journal import Journal, JournalReader

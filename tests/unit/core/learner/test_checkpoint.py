@@ -13,7 +13,6 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from rich.console import Console
-from tests.unit.tools.test_sft_batches import TRACES
 
 from megarl.checks.start import check_disk
 from megarl.core.base.errors import MegarlError
@@ -27,6 +26,7 @@ from megarl.tools import sft
 from tests.damage import cut_in_half, flip_a_bit
 from tests.full_disk import files_no_larger_than
 from tests.tiny import tiny_llama
+from tests.unit.tools.test_sft_batches import TRACES
 
 
 @pytest.fixture

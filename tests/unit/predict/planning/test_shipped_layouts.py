@@ -81,9 +81,14 @@ def asked(recipe: Recipe, cluster: Cluster) -> PlanningProblem:
 
 
 def nodes(problem: PlanningProblem) -> list[Node]:
+    """The nodes of the cluster; the last one may have fewer GPUs for the run."""
     width = problem.gpu.node_gpus
-    names = tuple(map(str, range(width)))
-    return [Node(f"n{i}", f"n{i}", "", "", names, 0, 0, ()) for i in range(problem.gpus // width)]
+    made = []
+    for first in range(0, problem.gpus, width):
+        gpus = tuple(map(str, range(min(width, problem.gpus - first))))
+        name = f"n{len(made)}"
+        made.append(Node(name, name, "", "", gpus, 0, 0, ()))
+    return made
 
 
 def learner_recipes(problem: PlanningProblem, free: int) -> Iterator[Recipe]:

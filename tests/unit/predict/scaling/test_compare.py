@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy import optimize
-from tests.unit.predict.scaling.curves import HOURS, exact, law, noisy
 
 from megarl.core.base.errors import MegarlError
 from megarl.predict.scaling.compare import compare, efficiency
 from megarl.predict.scaling.fit import fit
 from megarl.predict.scaling.points import Curve
+from tests.unit.predict.scaling.curves import HOURS, exact, law, noisy
 
 
 def test_all_are_refitted_at_one_ceiling() -> None:

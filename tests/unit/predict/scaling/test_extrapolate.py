@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.unit.predict.scaling.curves import HOURS, exact, law, noisy
 
 from megarl.predict.scaling.extrapolate import hours_to, inverse, later_points, predict
 from megarl.predict.scaling.fit import Fit, fit
 from megarl.predict.scaling.points import Curve
 from megarl.predict.scaling.tables import reached
+from tests.unit.predict.scaling.curves import HOURS, exact, law, noisy
 
 
 @pytest.fixture(scope="module")

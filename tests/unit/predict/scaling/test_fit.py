@@ -11,12 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import optimize
-from tests.unit.predict.scaling.curves import HOURS, exact, law, noisy
 
 from megarl.core.base.errors import MegarlError
 from megarl.predict.scaling.fit import fit
 from megarl.predict.scaling.points import Curve
 from megarl.predict.scaling.published import Law, published
+from tests.unit.predict.scaling.curves import HOURS, exact, law, noisy
 
 LAWS = [law for law in published() if law.C_mid is not None]
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.unit.predict.scaling.curves import HOURS, noisy
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.telemetry.pictures import drawing, logarithmic
@@ -15,6 +14,7 @@ from megarl.predict.scaling.plot import Series, plot_efficiency, plot_fits
 from megarl.predict.scaling.points import Curve
 from megarl.predict.scaling.published import law_named
 from tests.pages import Resources, asks_the_network
+from tests.unit.predict.scaling.curves import HOURS, noisy
 
 NAME = "a </script> & <b>"
 

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 from scipy import integrate, optimize, stats
-from tests.unit.predict.scaling.curves import law
 
 from megarl.predict.scaling.forms import FORMS
 from megarl.predict.scaling.posterior import FLAT, CurvePoints, Normal, Posterior, Prior
+from tests.unit.predict.scaling.curves import law
 
 SIGMOID = FORMS["sigmoid"]
 HOURS = np.geomspace(500, 8000, 14)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.unit.predict.scaling.curves import HOURS
 
 from megarl import cli
 from megarl.core.base.rundir import append_jsonl
 from megarl.predict.scaling.points import read_points
 from megarl.predict.scaling.published import csv_of, law_named, published, synthetic
+from tests.unit.predict.scaling.curves import HOURS
 
 KEYS = {
     "form",

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.predict.scaling.curves import law
 
 from megarl import cli
 from megarl.core.base.rundir import RunDir, append_jsonl, step_folder
@@ -15,6 +14,7 @@ from megarl.core.evaluation.answers import Answer, SuiteDir
 from megarl.core.recipe import dump, from_tree
 from megarl.predict.scaling import slices as module
 from megarl.predict.scaling.slices import Slice, slices
+from tests.unit.predict.scaling.curves import law
 
 STEPS = np.array([0, *np.geomspace(20, 1000, 14).astype(int)])
 HOURS_A_STEP = 10.0

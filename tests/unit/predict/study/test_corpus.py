@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import corpus, forecasts, stopping
 from megarl.core.base.rundir import append_jsonl
-from megarl.predict.study.main import StudyOptions
 from megarl.predict.study.plan import StudyTask, prepare
+from megarl.predict.study.running import StudyOptions
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_runs_with_a_record_are_not_made_again(
     """Also where nothing but the records has come along."""
     made: list[str] = []
     monkeypatch.setattr(
-        "megarl.predict.study.main._finish", lambda words, task, *_: made.append(task.name) or 1
+        "megarl.predict.study.running._finish", lambda words, task, *_: made.append(task.name) or 1
     )
     (tmp_path / "records").mkdir()
     for kind in corpus.KINDS[1:]:

@@ -14,12 +14,18 @@ from benchmarks import search as benchmark
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import load
 from megarl.predict.scaling.points import Curve
-from megarl.predict.study import main as running
-from megarl.predict.study import results
+from megarl.predict.study import results, running
 from megarl.predict.study import search as searching
-from megarl.predict.study.main import StudyOptions
 from megarl.predict.study.plan import opened
-from megarl.predict.study.search import SearchOptions, arms, chances, judge, listed_values
+from megarl.predict.study.running import StudyOptions
+from megarl.predict.study.search import (
+    SearchOptions,
+    arms,
+    chances,
+    judge,
+    listed_values,
+    table_and_plots,
+)
 
 VARY = ("learner.optimizer.lr=1e-4,2e-4,4e-4,8e-4",)
 LRS = ("1e-4", "2e-4", "4e-4", "8e-4")
@@ -138,7 +144,7 @@ def test_an_array_for_each_rung_decides_the_same(tmp_path: Path) -> None:
     assert sorted(order(array)) == sorted(order(alone))
     assert rung(array, 12) == rung(alone, 12)
     assert rung(array, 24) == rung(alone, 24)
-    assert running.table_and_plots(array) == 0
+    assert table_and_plots(array) == 0
     assert (array / "search.md").read_text() == (alone / "search.md").read_text()
     with pytest.raises(MegarlError, match="tasks 0 to 3, not 4"):
         search(array, 4)

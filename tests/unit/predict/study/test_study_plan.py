@@ -8,8 +8,8 @@ import pytest
 from megarl import cli
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import load
-from megarl.predict.study.main import side_by_side
 from megarl.predict.study.plan import Study, opened, prepare
+from megarl.predict.study.running import side_by_side
 
 
 def made(path: Path, seeds: tuple[int, ...] = (0, 1), overrides: tuple[str, ...] = ()) -> Study:

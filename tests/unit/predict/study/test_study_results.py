@@ -10,8 +10,8 @@ from rich.console import Console
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import append_jsonl
 from megarl.predict.study import results
-from megarl.predict.study.main import side_by_side
 from megarl.predict.study.plan import Study, prepare
+from megarl.predict.study.running import side_by_side
 
 TRUTH = {"quickstart": (0.9, 2.0, 0.02), "grpo": (0.7, 2.0, 0.04)}  # A, B, C_mid
 R_0 = 0.4

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megarl.predict.study import main as running
-from megarl.predict.study.main import side_by_side
+from megarl.predict.study import running
 from megarl.predict.study.plan import Study, prepare
+from megarl.predict.study.running import side_by_side
 
 pytestmark = pytest.mark.processes
 

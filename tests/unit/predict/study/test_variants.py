@@ -7,7 +7,7 @@ import pytest
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import differences, load, shipped_studies
 from megarl.predict.study.files import opened, variants_of
-from megarl.predict.study.main import side_by_side
+from megarl.predict.study.running import side_by_side
 
 
 def test_each_variant_changes_one_part() -> None:

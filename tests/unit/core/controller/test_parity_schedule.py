@@ -14,7 +14,7 @@ from megarl.core.base.messages import PARITY_ROLLOUTS, Score, Scored, ServerAddr
 from megarl.core.base.types import Prompt, Segment, float32, int32
 from megarl.core.client.client import Prefill, ServerLost
 from megarl.core.client.membership import Membership
-from megarl.core.controller.parity import Candidate, Parity, chosen_slots
+from megarl.core.controller.parity_schedule import Candidate, Parity, chosen_slots
 from megarl.core.recipe import Recipe, from_tree, load
 
 pytestmark = pytest.mark.anyio
