@@ -358,7 +358,7 @@ def journal() -> dict[str, float]:
         opened = Journal.open(Path(folder) / "rollouts", 16, 8, 1)
         opened.append(
             *(
-                Admitted(ticket=g.ticket, task="", prompt_id=g.prompt.id, epoch=0, due=0)
+                Admitted(ticket=g.ticket, task="", prompt_id=g.prompt.id, epoch=0, due_step=0)
                 for g in groups
             )
         )

@@ -84,11 +84,6 @@ RULES = (
         "a model of the same family, of 0.2 million parameters",
     ),
     Rule(
-        "teacher.url",
-        lambda r, old: old and "http://127.0.0.1:30000",
-        "the model itself, served beside the run: it has its tokens",
-    ),
-    Rule(
         "data.tasks.*.train",
         fixed("{kind}.jsonl"),
         "made prompts of the task's grader or environment",

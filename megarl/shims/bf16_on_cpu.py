@@ -1,9 +1,9 @@
-"""Products of bf16 numbers with FP32 sums on a CPU, by its bf16 instructions where it
-has them.
+"""Products of bf16 numbers with FP32 sums on a CPU, by its matrix instructions where
+it has them.
 
 On a CPU torch has no product of bf16 inputs with an FP32 result, so the inputs are
 converted to FP32. oneDNN may round the inputs of an FP32 product to bf16 and multiply
-them by the CPU's bf16 instructions (AVX512-BF16, AMX), which sum in FP32. That rounding
+them by the CPU's bf16 matrix instructions (AMX), which sum in FP32. That rounding
 changes nothing in numbers that were bf16 before: only the order of the sum differs, and
 numbers below 1e-38 count as 0. Without these instructions oneDNN would imitate them
 more slowly than FP32, so nothing is switched on there.
@@ -27,8 +27,10 @@ _one_at_a_time = RLock()
 
 @cache
 def has_instructions() -> bool:
-    """Return whether this CPU multiplies bf16 numbers itself."""
-    return bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
+    """Return whether oneDNN multiplies FP32 numbers as bf16 ones on this CPU. It does so
+    with AMX only, not with AVX512-BF16 (brgemm_matmul.cpp asks for avx512_core_amx).
+    """
+    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 
 
 @contextmanager

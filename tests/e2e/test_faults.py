@@ -98,7 +98,7 @@ def test_killed_roles_are_restarted(start: Start, workplace: Path) -> None:
     groups = [g for batch in runs.batches(run.rundir, recipe) for g in batch]
     assert all(g.has_variance for g in groups)
     assert len(drawn) > len(groups), "some were refilled"
-    due = {a.ticket: a.due for a in drawn}
+    due = {a.ticket: a.due_step for a in drawn}
     for group in groups:
         for r in group.rollouts:
             first_leg = r.tokens[: r.trained.tolist().index(False)] if r.interrupted else r.tokens

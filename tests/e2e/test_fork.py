@@ -61,12 +61,12 @@ def test_fork(finished: LiveRun, workplace: Path) -> None:
         record.group.ticket: record.group for record in records if isinstance(record, Finished)
     }
     for n, record in enumerate(drawn[: (STEPS - STEP) * PROMPTS]):
-        assert record.due == STEP + n // PROMPTS
+        assert record.due_step == STEP + n // PROMPTS
         versions = [r.versions.min() for r in groups[record.ticket].rollouts]
-        assert record.due - min(versions) <= recipe.pipeline.k
+        assert record.due_step - min(versions) <= recipe.pipeline.k
         assert min(versions) >= STEP
     for row in rows[STEP:]:
-        of_step = [groups[r.ticket] for r in drawn if r.due == row["step"]]
+        of_step = [groups[r.ticket] for r in drawn if r.due_step == row["step"]]
         assert len(of_step) == PROMPTS
         assert row["generated_tokens"] == sum(r.trained_tokens for g in of_step for r in g.rollouts)
 

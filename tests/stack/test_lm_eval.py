@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.evaluation.answers import Answer
 from megarl.core.evaluation.metrics import Outcome
-from megarl.tasks.suites.harness import Model, answered, load_documents, means
+from megarl.tasks.suites.harness import AskedModel, answered, load_documents, means
 from tests.stack.conftest import POSITIONS, Stack
 from tests.stack.harness import GENERATED
 
@@ -226,7 +226,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 async def answers(stack: Stack, folder: Path, name: str, salt: str) -> list[Answer]:
     tokenizer = load_tokenizer(folder / "model")
     async with stack.client() as client:
-        model = Model(client, tokenizer, POSITIONS, salt)
+        model = AskedModel(client, tokenizer, POSITIONS, salt)
         return [
             answered(document, name, await model.respond(document))
             for document in load_documents(f"lm-eval:{folder / f'local_{name}.yaml'}")

@@ -29,7 +29,6 @@ def check(recipe: Recipe, cuda: bool) -> None:
     """Raise MegarlError, naming the recipe's key, if SGLang cannot serve this
     correctly. cuda: the servers have GPUs.
     """
-    serving = recipe.serving
     path = recipe.model.path
     model = in_directory(path)
     longest = recipe.length.context_tokens
@@ -39,11 +38,14 @@ def check(recipe: Recipe, cuda: bool) -> None:
         raise MegarlError(f"serving.expert_parallel: {path}: {problem}")
     ranks = recipe.resources.server_tensor_parallel if cuda else 1
     whole_experts = recipe.serving.expert_parallel
-    if what := undivided(model, ranks, whole_experts):  # every rank would end with an assertion
-        most = next(n for n in range(ranks - 1, 0, -1) if not undivided(model, n, whole_experts))
-        why = f"SGLang cannot divide the {what} of {path} among a server's {ranks} GPUs"
-        advice = f"use {most} or another divisor"
-        raise MegarlError(f"resources.server_tensor_parallel: {why}; {advice}")
+    indivisible = undivided(model, ranks, whole_experts)
+    if indivisible:  # every rank would end with an assertion
+        fewer_ranks = range(ranks - 1, 0, -1)
+        usable = next(n for n in fewer_ranks if not undivided(model, n, whole_experts))
+        raise MegarlError(
+            f"resources.server_tensor_parallel: SGLang cannot divide the {indivisible} of {path}"
+            f" among a server's {ranks} GPUs; use {usable} or another divisor"
+        )
     check_fp8(recipe, model, ranks, cuda)
     if model.sinks and cuda and recipe.model.dtype != "bf16":
         raise MegarlError(
@@ -52,20 +54,33 @@ def check(recipe: Recipe, cuda: bool) -> None:
         )
     inner = model.expert_feed_forward
     if model.biases and not cuda and inner % INNER_MULTIPLE:
-        what = f"experts of intermediate_size={inner}, which is no multiple of {INNER_MULTIPLE}"
-        raise MegarlError(f"{path}: SGLang on a CPU cannot load {what}; serve it on a GPU")
+        raise MegarlError(
+            f"{path}: SGLang on a CPU cannot load experts of intermediate_size={inner}, which is no"
+            f" multiple of {INNER_MULTIPLE}; serve it on a GPU"
+        )
     if cuda and recipe.model.dtype == "fp32":
         advice = "set one of them, or CUDA_VISIBLE_DEVICES= to train a tiny model on the CPU"
         raise MegarlError(
             f"model.dtype: fp32: SGLang's attention on a GPU takes bf16 and fp16; {advice}"
         )
-    if model.context < longest:
-        what = (
-            f"but {path} has positions for {model.context} (max_position_embeddings in its"
-            " config.json)"
-        )
+    _check_lengths(recipe, model, cuda)
+    if recipe.lends_memory and cuda and find_spec("torch_memory_saver") is None:
         raise MegarlError(
-            f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, {what}"
+            "resources.colocate: to lend memory to the learner needs the package"
+            " torch_memory_saver, which is not installed; install it (pip install"
+            " torch_memory_saver)"
+        )
+
+
+def _check_lengths(recipe: Recipe, model: Architecture, cuda: bool) -> None:
+    """Refuse sequences that are longer than the model's context or a server's cache."""
+    serving = recipe.serving
+    path = recipe.model.path
+    longest = recipe.length.context_tokens
+    if model.context < longest:
+        raise MegarlError(
+            f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but {path} has"
+            f" positions for {model.context} (max_position_embeddings in its config.json)"
         )
     if serving.kv_tokens is None and not cuda:
         raise MegarlError(
@@ -74,13 +89,9 @@ def check(recipe: Recipe, cuda: bool) -> None:
             f" {longest}"
         )
     if serving.kv_tokens is not None and serving.kv_tokens < longest:
-        what = f"one longest sequence of {longest} tokens (length.*)"
-        raise MegarlError(f"serving.kv_tokens: {serving.kv_tokens} cannot hold {what}")
-    if recipe.lends_memory and cuda and find_spec("torch_memory_saver") is None:
         raise MegarlError(
-            "resources.colocate: to lend memory to the learner needs the package"
-            " torch_memory_saver, which is not installed; install it (pip install"
-            " torch_memory_saver)"
+            f"serving.kv_tokens: {serving.kv_tokens} cannot hold one longest sequence of"
+            f" {longest} tokens (length.*)"
         )
 
 
@@ -138,15 +149,15 @@ def fp8_problem(recipe: Recipe, model: Architecture, ranks: int) -> str:
     """
     if recipe.serving.fp8_keys and model.name not in IN_FP8:
         return f"FP8 is for {', '.join(IN_FP8)}, not {model.name}"
-    whole_experts = recipe.serving.expert_parallel
-    if recipe.serving.quantization == "fp8" and (
-        what := unquantisable(model, ranks, whole_experts)
-    ):
-        return (
-            f"{what} on each of a server's GPUs ({ranks}), which is no multiple of a block's"
-            f" {FP8_BLOCK}"
-        )
-    return ""
+    if recipe.serving.quantization != "fp8":
+        return ""
+    width = unquantisable(model, ranks, recipe.serving.expert_parallel)
+    if not width:
+        return ""
+    return (
+        f"{width} on each of a server's GPUs ({ranks}), which is no multiple of a block's"
+        f" {FP8_BLOCK}"
+    )
 
 
 def unquantisable(model: Architecture, ranks: int, whole_experts: bool) -> str:
@@ -167,7 +178,7 @@ def unquantisable(model: Architecture, ranks: int, whole_experts: bool) -> str:
     if model.experts:
         expert_parts = 1 if whole_experts else ranks
         sizes.append(("the width of an expert", model.expert_feed_forward // expert_parts))
-    return next((f"{what} is {size}" for what, size in sizes if size % FP8_BLOCK), "")
+    return next((f"{name} is {size}" for name, size in sizes if size % FP8_BLOCK), "")
 
 
 def without_fp8(recipe: Recipe, capabilities: Collection[str]) -> str:
@@ -186,8 +197,8 @@ def without_fp8(recipe: Recipe, capabilities: Collection[str]) -> str:
 
 def undivided(model: Architecture, ranks: int, whole_experts: bool) -> str:
     """Return what of the model SGLang cannot divide among a server's GPUs, such as `28
-    attention heads`; empty if nothing. whole_experts: as in unquantisable. It copies heads of k and v to several GPUs if
-    there are more of these.
+    attention heads`; empty if nothing. whole_experts: as in unquantisable. It copies
+    heads of k and v to several GPUs if there are more of these.
     """
     dense = model.feed_forward if model.moe_layers < model.layers else 0
     sizes = [(model.heads, "attention heads"), (dense, "columns of an MLP")]
@@ -198,7 +209,7 @@ def undivided(model: Architecture, ranks: int, whole_experts: bool) -> str:
     sizes.append((model.shared_feed_forward, "columns of a shared expert"))
     if not model.latent and ranks % model.groups:
         sizes.append((model.groups, "key-value heads"))
-    return next((f"{size} {what}" for size, what in sizes if size % ranks), "")
+    return next((f"{size} {name}" for size, name in sizes if size % ranks), "")
 
 
 def positions(recipe: Recipe) -> int:
@@ -238,8 +249,12 @@ def attention_problem(model: Architecture, longest: int, capabilities: Collectio
     GPUs; empty if it is. Of its kernels only those for Hopper divide Llama 4's
     attention into chunks.
     """
-    whole = not model.attention_chunk or model.attention_chunk >= longest
-    if whole or not capabilities or any(capability.startswith("9.") for capability in capabilities):
+    in_one_chunk = not model.attention_chunk or model.attention_chunk >= longest
+    if (
+        in_one_chunk
+        or not capabilities
+        or any(capability.startswith("9.") for capability in capabilities)
+    ):
         return ""
     return (
         f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but on a GPU of"
@@ -253,14 +268,15 @@ def _check_qwen(path: str, model: Architecture) -> None:
     """Refuse settings in config.json that SGLang ignores."""
     usual = model.hidden // model.heads
     if model.name == "Qwen2ForCausalLM" and model.head_dim != usual:
-        what = (
-            f"SGLang serves Qwen2 with heads of hidden_size / num_attention_heads = {usual} and no"
-            " others"
+        raise MegarlError(
+            f"{path}: head_dim={model.head_dim} in config.json: SGLang serves Qwen2 with heads of"
+            f" hidden_size / num_attention_heads = {usual} and no others"
         )
-        raise MegarlError(f"{path}: head_dim={model.head_dim} in config.json: {what}")
     if model.name == "Qwen3MoeForCausalLM" and model.moe_layers < model.layers:
-        what = "SGLang serves Qwen3-MoE with experts in every layer and no other arrangement"
-        raise MegarlError(f"{path}: mlp_only_layers and decoder_sparse_step in config.json: {what}")
+        raise MegarlError(
+            f"{path}: mlp_only_layers and decoder_sparse_step in config.json: SGLang serves"
+            " Qwen3-MoE with experts in every layer and no other arrangement"
+        )
 
 
 def _check_llama4(path: str, model: Architecture, longest: int, cuda: bool) -> None:
@@ -268,13 +284,17 @@ def _check_llama4(path: str, model: Architecture, longest: int, cuda: bool) -> N
     if not model.name.startswith("Llama4"):
         return
     if model.unrotated_layers != tuple(range(3, model.layers, 4)):
-        what = "SGLang serves Llama 4 with every fourth layer without RoPE and no other arrangement"
-        raise MegarlError(f"{path}: no_rope_layers in config.json: {what}")
+        raise MegarlError(
+            f"{path}: no_rope_layers in config.json: SGLang serves Llama 4 with every fourth layer"
+            " without RoPE and no other arrangement"
+        )
     step = model.expert_step
     chunk = model.attention_chunk
     if model.expert_layers != tuple(range(step - 1, model.layers, step)):
-        where = f"where interleave_moe_layer_step={step} says"
-        raise MegarlError(f"{path}: moe_layers in config.json: SGLang puts experts {where}")
+        raise MegarlError(
+            f"{path}: moe_layers in config.json: SGLang puts experts where"
+            f" interleave_moe_layer_step={step} says"
+        )
     if cuda and chunk and chunk < longest and model.name == TEXT_ONLY:
         raise MegarlError(
             f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but on a GPU"

@@ -280,7 +280,7 @@ class Controller:
         self.records.write(
             PublishedVersion(
                 version=result.version,
-                time=clock.now(),
+                time=clock.read(),
                 compute_hours=spent.total,
                 startup_hours=spent.startup,
                 evaluation_hours=spent.evaluation,

@@ -175,7 +175,7 @@ class Evaluations:
         await self._pipeline.records.write(
             Evaluated(
                 version=version,
-                time=clock.now(),
+                time=clock.read(),
                 compute_hours=spent.total,
                 pass_rate=scores["pass_rate"],
                 evaluation_hours=self._compute.spent().evaluation,

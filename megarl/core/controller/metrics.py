@@ -254,7 +254,7 @@ class ComputeClock:
         self._state = state
         self.unit = state.session.compute_unit
         # The state counts these hours only when the next record is written.
-        self._started = _DeviceHours(state.compute_hours(clock.now()), state.session.devices)
+        self._started = _DeviceHours(state.compute_hours(clock.read()), state.session.devices)
         self._joined = _DeviceHours(state.joined_hours)
         self._evaluation = _DeviceHours(state.evaluation_hours)
         self._server_devices = resources.server_tensor_parallel

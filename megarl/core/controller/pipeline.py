@@ -52,7 +52,7 @@ def settled(recipe: Recipe, group: Group, has_gradient: bool) -> Finished | Remo
     gives up its slot, unless it is void.
     """
     if recipe.batch.zero_variance != "refill" or group.void or has_gradient:
-        return Finished(group=group, time=clock.now())
+        return Finished(group=group, time=clock.read())
     tokens = sum(r.trained_tokens for r in group.rollouts)
     return Removed(
         ticket=group.ticket,

@@ -85,7 +85,7 @@ class Tickets:
     def draw(self, ticket: int, step: int) -> Admitted:
         """Draw the prompt of a ticket, which `step` would train."""
         task, draw = self.mixture.draw()
-        return Admitted(ticket=ticket, task=task, due=step, **draw._asdict())
+        return Admitted(ticket=ticket, task=task, due_step=step, **draw._asdict())
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
         """Make a ticket's group, void if a rollout cannot be made or none can be
@@ -118,7 +118,7 @@ class Tickets:
     async def _group(self, admitted: Admitted, prompt: Prompt, places: GroupPlaces) -> Group:
         """Sample and grade all rollouts of a ticket."""
         ticket = admitted.ticket
-        length = self._recipe.length.at(admitted.due)
+        length = self._recipe.length.at(admitted.due_step)
         void = ""
         rollouts = tuple[Rollout, ...]()
         ungraded = list[str]()
@@ -246,7 +246,9 @@ class Tickets:
             prompt.tokens, completion.segments, completion.paths, ticket + sample
         )
         self._parity.finished(
-            Candidate(ticket, sample, admitted.due, compared_prompt, segments, server, places.began)
+            Candidate(
+                ticket, sample, admitted.due_step, compared_prompt, segments, server, places.began
+            )
         )
 
     async def _grade(self, prompt: Prompt, completion: Completion, ungraded: list[str]) -> Grade:

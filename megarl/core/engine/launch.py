@@ -92,56 +92,40 @@ def serve(recipe: Recipe, index: int, port: int, host: str, endpoints: Endpoints
     with importing():
         import torch
 
-        from megarl.shims import fp16_on_cpu, sglang_cpu
-
         cuda = torch.cuda.is_available()
         check(recipe, cuda)
         open_served_model(Path(recipe.model.path))
+        capability = torch.cuda.get_device_capability() if cuda else (0, 0)
         if cuda:
             check_kernels()
-            check_gpus(recipe, [".".join(map(str, torch.cuda.get_device_capability()))])
+            check_gpus(recipe, [".".join(map(str, capability))])
         if not node:
             check_free(host, port)
         os.environ.update(without_proxy(host))  # at the end of its start SGLang calls itself
-        os.environ.update(
-            environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda, meeting.nodes)
-        )
+        cores = sorted(os.sched_getaffinity(0))
+        os.environ.update(environment(recipe, index, cores, cuda, meeting.nodes))
         if cuda and recipe.lends_memory:
             memory_saver.check_preload(memory_saver.installed_hook(), os.environ)
-        sglang_cpu.install()
-        sglang_cpu.patch()
-        if recipe.model.dtype == "fp16":
-            fp16_on_cpu.install()
-
-        workers.own_ports()
-        workers.own_requests()
-        workers.own_further_nodes()
+        patch_sglang(recipe)
 
         from sglang.srt.entrypoints.http_server import app, launch_server
         from sglang.srt.server_args import ServerArgs
         from sglang.srt.utils import kill_process_tree
 
-    app.add_middleware(OwnReplies, place=of_process())
-    handles = recipe.weights.transport == "cuda_ipc"
     model = in_directory(recipe.model.path)
-    app.add_middleware(
-        Gate, endpoints=endpoints, handles=handles, vocabulary=model.vocabulary
-    )  # outermost
+    handles = recipe.weights.transport == "cuda_ipc"
+    app.add_middleware(OwnReplies, place=of_process())
+    app.add_middleware(Gate, endpoints=endpoints, handles=handles, vocabulary=model.vocabulary)
+    arguments = engine_arguments(recipe, index, host, port, cuda)
+    arguments |= memory_arguments(recipe, cuda) | node_arguments(meeting, host, node)
+    arguments |= precision_arguments(recipe, capability[0])
+    fp8 = recipe.serving.quantization == "fp8"
+    limits = (recipe.weights.timeout_s, recipe.start_limit_s)
+    scheduler = partial(workers.scheduler, *limits, model.experts, fp8)
     try:
         launch_server(
-            ServerArgs(
-                **engine_arguments(recipe, index, host, port, cuda),
-                **memory_arguments(recipe, cuda),
-                **precision_arguments(recipe, torch.cuda.get_device_capability()[0] if cuda else 0),
-                **node_arguments(meeting, host, node),
-            ),
-            run_scheduler_process_func=partial(
-                workers.scheduler,
-                recipe.weights.timeout_s,
-                recipe.start_limit_s,
-                model.experts,
-                recipe.serving.quantization == "fp8",
-            ),
+            ServerArgs(**arguments),
+            run_scheduler_process_func=scheduler,
             run_detokenizer_process_func=workers.no_detokenizer,
             execute_warmup_func=lambda _: warmed_up(recipe, f"http://{host}:{port}", endpoints),
         )
@@ -155,6 +139,19 @@ def serve(recipe: Recipe, index: int, port: int, host: str, endpoints: Endpoints
     if node:
         logging.getLogger(__name__).error("a rank of this node has ended, and so does the server")
         sys.exit(1)
+
+
+def patch_sglang(recipe: Recipe) -> None:
+    """Apply our patches of SGLang in this process, before its server is imported."""
+    from megarl.shims import fp16_on_cpu, sglang_cpu
+
+    sglang_cpu.install()
+    sglang_cpu.patch()
+    if recipe.model.dtype == "fp16":
+        fp16_on_cpu.install()
+    workers.own_ports()
+    workers.own_requests()
+    workers.own_further_nodes()
 
 
 def warmed_up(recipe: Recipe, url: str, endpoints: Endpoints) -> bool:
@@ -179,18 +176,17 @@ def check_kv(recipe: Recipe, most_input: int) -> None:
     would cut requests short there, and refuse to continue them. most_input: its
     max_req_input_len, which counts what it keeps free.
     """
-    wanted = min(context_length(recipe), recipe.serving.kv_tokens or sys.maxsize)
-    if (held := most_input + KEPT_FROM_INPUT - 1) < wanted:
-        where = (
-            "the KV cache that fits beside the weights"
-            if recipe.serving.kv_tokens is None
-            else "a server's KV cache"
-        )
-        advice = "raise serving.memory_fraction or the GPUs per server, or shorten length.*"
-        raise MegarlError(
-            f"serving: {where} has {held} tokens, and the longest sequence (length.*) {wanted};"
-            f" {advice}"
-        )
+    longest = min(context_length(recipe), recipe.serving.kv_tokens or sys.maxsize)
+    room = most_input + KEPT_FROM_INPUT - 1
+    if room >= longest:
+        return
+    cache = "a server's KV cache"
+    if recipe.serving.kv_tokens is None:
+        cache = "the KV cache that fits beside the weights"
+    raise MegarlError(
+        f"serving: {cache} has {room} tokens, and the longest sequence (length.*) {longest};"
+        " raise serving.memory_fraction or the GPUs per server, or shorten length.*"
+    )
 
 
 async def warm_up(url: str, endpoints: Endpoints, top_p: float) -> bool:
@@ -223,11 +219,11 @@ def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, object]:
     """Return the ServerArgs for a GPU that the server shares with the learner."""
     if not cuda:
         return {}
+    arguments: dict[str, object] = {"enable_memory_saver": recipe.lends_memory}
     share = recipe.serving.memory_fraction
-    static = (
-        {} if share is None else {"mem_fraction_static": static_fraction(share, free_and_total())}
-    )
-    return {"enable_memory_saver": recipe.lends_memory, **static}
+    if share is not None:
+        arguments["mem_fraction_static"] = static_fraction(share, free_and_total())
+    return arguments
 
 
 BLACKWELL = 10
@@ -247,13 +243,13 @@ def precision_arguments(recipe: Recipe, major: int) -> dict[str, object]:
     """
     from megarl.core.sync.block_fp8 import CONFIG
 
-    found: dict[str, object] = {}
+    arguments: dict[str, object] = {}
     if recipe.serving.kv_cache_dtype != "auto":
-        found["kv_cache_dtype"] = recipe.serving.kv_cache_dtype
+        arguments["kv_cache_dtype"] = recipe.serving.kv_cache_dtype
     if recipe.serving.quantization == "fp8":
-        found["json_model_override_args"] = json.dumps({"quantization_config": CONFIG})
-        found["fp8_gemm_runner_backend"] = "triton" if major >= BLACKWELL else "auto"
-    return found
+        arguments["json_model_override_args"] = json.dumps({"quantization_config": CONFIG})
+        arguments["fp8_gemm_runner_backend"] = "triton" if major >= BLACKWELL else "auto"
+    return arguments
 
 
 def node_arguments(meeting: Meeting, host: str, node: int) -> dict[str, object]:
@@ -295,7 +291,9 @@ def environment(
     if not cuda or in_directory(recipe.model.path).name in OWN_EVERYWHERE:
         common["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS
     if cuda:
-        return common | (memory_saver.library_path() if recipe.lends_memory else {})
+        if recipe.lends_memory:
+            common |= memory_saver.library_path()
+        return common
     # SGLang compiles the choice of experts by biases; on a CPU it would run a C++
     # compiler for each number of tokens.
     cpu = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
@@ -329,13 +327,20 @@ def engine_arguments(
     """Return SGLang's ServerArgs. Others keep its defaults (radix cache on, attention
     backend, CUDA graphs of decode steps).
     """
+    arguments = model_arguments(recipe, index, host, port)
+    if cuda:
+        return arguments | cuda_arguments(recipe)
+    return arguments | CPU_ARGUMENTS
+
+
+def model_arguments(recipe: Recipe, index: int, host: str, port: int) -> dict[str, object]:
+    """Return the ServerArgs that are the same with and without a GPU."""
     serving = recipe.serving
     weights = recipe.weights
     model = in_directory(recipe.model.path)
     return {
         "model_path": recipe.model.path,
         "dtype": DTYPES[recipe.model.dtype],
-        "device": "cuda" if cuda else "cpu",
         "enable_fp32_lm_head": recipe.model.fp32_head in ("both", "server"),
         "context_length": context_length(recipe),
         "skip_tokenizer_init": True,
@@ -352,39 +357,52 @@ def engine_arguments(
         # Scoring for parity must not wait for a slot: as a rollout ends, and after a
         # publication.
         "max_running_requests": serving.max_running_requests + 2 * PARITY_ROLLOUTS,
-        # By default SGLang captures graphs for up to 256 requests on an 80 GB GPU, 32
-        # on a 40 GB one, and runs more without.
-        "cuda_graph_max_bs_decode": serving.max_running_requests if cuda else None,
-        # By default prefills replay graphs, too. On some models these computed wrong
-        # tokens (SGLang's issues 37606 and 37448, open in November 2026), and the
-        # servers' time goes into decoding.
-        "cuda_graph_backend_prefill": "disabled" if cuda else None,
         "stream_interval": min(STREAM_INTERVAL, max(1, recipe.length.completion_tokens // 4)),
         "incremental_streaming_output": True,
         # A weight update may legitimately keep the scheduler busy for
         # weights.timeout_s.
         "watchdog_timeout": weights.timeout_s + WATCHDOG_MARGIN_S,
-        # Torch's own attention reads the cache of sliding windows (Llama 4 with its
-        # vision tower) at the wrong places.
-        "disable_hybrid_swa_memory": not cuda,
-        # An idle scheduler would otherwise spin on a core that the learner could use;
-        # of several ranks, each on its own. The first one sleeps until a message comes,
-        # and the others wait for what it passes on.
-        "sleep_on_idle": not cuda,
         "enable_metrics": recipe.monitor.prometheus,
         # For routing replay, and to compare the choices of both sides.
         "enable_return_routed_experts": bool(model.experts),
         # With fusion, the shared expert would be reported among the chosen experts of
         # every token.
         "disable_shared_experts_fusion": bool(model.shared_feed_forward),
-        # On Blackwell SGLang would use kernels that choose the experts themselves and
-        # do not report which.
-        "moe_runner_backend": "triton" if cuda and model.experts else "auto",
         "log_level": "info",
         "log_level_http": "warning",
-        # A line for each 400 decode steps, about ten seconds, instead of 40; CPUs take
-        # longer for a step.
-        "decode_log_interval": 400 if cuda else 40,
+    }
+
+
+CPU_ARGUMENTS: dict[str, object] = {
+    "device": "cpu",
+    # Torch's own attention reads the cache of sliding windows (Llama 4 with its vision
+    # tower) at the wrong places.
+    "disable_hybrid_swa_memory": True,
+    # An idle scheduler would otherwise spin on a core that the learner could use; of
+    # several ranks, each on its own. The first one sleeps until a message comes, and
+    # the others wait for what it passes on.
+    "sleep_on_idle": True,
+    "decode_log_interval": 40,
+}
+
+
+def cuda_arguments(recipe: Recipe) -> dict[str, object]:
+    """Return the ServerArgs of a server with GPUs."""
+    experts = in_directory(recipe.model.path).experts
+    return {
+        "device": "cuda",
+        # By default SGLang captures graphs for up to 256 requests on an 80 GB GPU, 32
+        # on a 40 GB one, and runs more without.
+        "cuda_graph_max_bs_decode": recipe.serving.max_running_requests,
+        # By default prefills replay graphs, too. On some models these computed wrong
+        # tokens (SGLang's issues 37606 and 37448, open in November 2026), and the
+        # servers' time goes into decoding.
+        "cuda_graph_backend_prefill": "disabled",
+        # On Blackwell SGLang would use kernels that choose the experts themselves and
+        # do not report which.
+        "moe_runner_backend": "triton" if experts else "auto",
+        # A line for each 400 decode steps, about ten seconds, instead of 40.
+        "decode_log_interval": 400,
     }
 
 
@@ -403,14 +421,20 @@ def free_and_total() -> list[tuple[int, int]]:
     ]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command.append(f"--id={visible}")
+    sizes = []
     try:
-        lines = subprocess.run(
+        answer = subprocess.run(
             command, capture_output=True, text=True, timeout=LIMIT_S, check=True
-        ).stdout.splitlines()
-        return [(int(free), int(total)) for free, total in (line.split(",") for line in lines)]
+        )
+        for line in answer.stdout.splitlines():
+            free, total = line.split(",")
+            sizes.append((int(free), int(total)))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        why = f"nvidia-smi does not say how much memory is free ({error}); is the driver installed?"
-        raise MegarlError(f"serving.memory_fraction: {why}") from None
+        raise MegarlError(
+            "serving.memory_fraction: nvidia-smi does not say how much memory is free"
+            f" ({error}); is the driver installed?"
+        ) from None
+    return sizes
 
 
 def static_fraction(share: float, memory: list[tuple[int, int]]) -> float:

@@ -78,10 +78,10 @@ def check_preload(hook: Path, environment: Mapping[str, str]) -> None:
         ) from None
     if done.returncode == 0 and IGNORED not in done.stderr:
         return
-    said = done.stderr.strip() or f"it ended with status {done.returncode}"
+    message = done.stderr.strip() or f"it ended with status {done.returncode}"
     raise MegarlError(
         f"resources.colocate: a server's ranks cannot be started with {hook}, by which they lend "
-        f"memory to the learner: {said}. Add the folder of the missing library to {LIBRARY_PATH} "
+        f"memory to the learner: {message}. Add the folder of the missing library to {LIBRARY_PATH} "
         "(libcudart.so.13 is in lib64 of a CUDA 13 toolkit, libcuda.so.1 is the driver's), or set "
         "pipeline.k to 1 or more, with which servers keep their memory"
     )

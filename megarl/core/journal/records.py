@@ -33,7 +33,7 @@ class RecordClock:
         """
         self.offset = written.stat().st_mtime - time.monotonic()
 
-    def now(self) -> float:
+    def read(self) -> float:
         """Return the time."""
         return self.offset + time.monotonic()
 
@@ -62,7 +62,7 @@ class Admitted(Record, frozen=True, tag="admitted"):
     task: str
     prompt_id: str
     epoch: int  # number of the pass over the task's data
-    due: int  # D(g) at the time of the draw, which determines the length budget
+    due_step: int  # D(g) at the time of the draw, which determines the length budget
     # too few prompts were left, so all pass rates of the task were forgotten before
     # this draw
     reset: bool = False

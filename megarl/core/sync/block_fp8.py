@@ -104,8 +104,8 @@ def quantise(weight: Tensor) -> BlockFp8:
 def dequantise(values: Tensor, scales: Tensor) -> Tensor:
     """Return the weight [rows, columns] FP32 that values and scales stand for."""
     rows, columns = values.shape
-    wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return values.float() * wide[:rows, :columns]
+    scale_of_each = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return values.float() * scale_of_each[:rows, :columns]
 
 
 def _quantised_piece(weight: Tensor) -> BlockFp8:

@@ -172,15 +172,15 @@ class BroadcastGroup:
         """Return the head and bytes that rank 0 sends next; None at the end. The bytes
         stay valid during one more call.
         """
-        said = str(self._buckets)
+        bucket = str(self._buckets)
 
         def broken() -> str:
             return turns.broken
 
         self._until(
-            lambda: self._line.check([said]), "told of a bucket", self._limit_s, broken, ASK_S
+            lambda: self._line.check([bucket]), "told of a bucket", self._limit_s, broken, ASK_S
         )
-        turn, head_bytes, size = map(int, self._line.get(said).split())
+        turn, head_bytes, size = map(int, self._line.get(bucket).split())
         self._buckets += 1
         if not turn:
             return None
@@ -224,13 +224,13 @@ class BroadcastGroup:
                 )
         if self._group is None:
             return
-        last = [self._group]
+        only_reference = [self._group]
         self._group = None
 
         def leave() -> None:
-            group = (
-                last.pop()
-            )  # freed in this thread: gloo's destructor waits for work under way, for up to limit_s
+            # Freed in this thread: gloo's destructor waits for work under way, for up
+            # to limit_s.
+            group = only_reference.pop()
             if broken:
                 group.abort()
             dist.destroy_process_group(group)
@@ -244,30 +244,32 @@ class BroadcastGroup:
     def _until(
         self,
         done: Callable[[], bool],
-        what: str,
+        expected: str,
         limit_s: float,
         failed: Callable[[], str] = str,
         pause_s: float = 0.0005,
     ) -> None:
-        begin = time.monotonic()
-        look = begin + LOOK_S
+        """Wait until `done()`. RuntimeError after limit_s, saying that the group was not
+        `expected`, or as soon as `failed()` or another member gives a reason.
+        """
+        started = time.monotonic()
+        next_look = started + LOOK_S
         while not done():
-            now = time.monotonic()
-            if now > begin + limit_s:
+            time_now = time.monotonic()
+            if time_now > started + limit_s:
                 raise RuntimeError(
-                    f"the process group was not {what} within {limit_s:g} s (weights.timeout_s)"
+                    f"the process group was not {expected} within {limit_s:g} s (weights.timeout_s)"
                 )
-            if now > look:
-                look = now + LOOK_S
-                if why := failed():
-                    raise RuntimeError(why)
+            if time_now > next_look:
+                next_look = time_now + LOOK_S
+                if reason := failed():
+                    raise RuntimeError(reason)
                 if self._line.check([BROKEN]):
                     raise RuntimeError(
                         f"the process group is broken: {self._line.get(BROKEN).decode()}"
                     )
-            time.sleep(
-                min(pause_s, (now - begin) / 8)
-            )  # shorter at first: the head of a bucket arrives soon
+            # Shorter at first: the head of a bucket arrives soon.
+            time.sleep(min(pause_s, (time_now - started) / 8))
 
 
 def in_thread[T](act: Callable[[], T]) -> Future[T]:

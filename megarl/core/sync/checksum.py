@@ -76,8 +76,8 @@ def checksum(piece: Tensor, start: int = 0) -> Tensor:
     total = _length(len(data), data.device)
     row, column = divmod(start, COLUMNS)
     edge = min(-start % COLUMNS, len(data))  # bytes that complete a row begun before the piece
-    whole = (len(data) - edge) // COLUMNS * COLUMNS
-    for part in data.split([edge, whole, len(data) - edge - whole]):
+    in_rows = (len(data) - edge) // COLUMNS * COLUMNS
+    for part in data.split([edge, in_rows, len(data) - edge - in_rows]):
         if len(part) == 0:
             continue
         if len(part) < COLUMNS:
@@ -114,11 +114,11 @@ def checksum_together(pieces: Sequence[Tensor], starts: Sequence[int]) -> Tensor
     return _length(length, device) + _sum(torch.cat(parts), torch.cat(keys_of_parts))
 
 
-def checksum_on(device: torch.device, held: Tensor) -> Tensor:
-    """Return the checksum [] of a parameter that is held elsewhere, computed on
-    `device` piece by piece.
+def checksum_on(device: torch.device, parameter: Tensor) -> Tensor:
+    """Return the checksum [] of a parameter that is elsewhere, computed on `device`
+    piece by piece.
     """
-    data = _bytes(held)
+    data = _bytes(parameter)
     total = torch.zeros((), dtype=torch.int64, device=device)
     for start in range(0, len(data), PIECE):
         total += checksum(data[start : start + PIECE].to(device, non_blocking=True), start)
@@ -149,8 +149,11 @@ def _sum(rows: Tensor, keys: Tensor) -> Tensor:
     """Return Σ x · w [] int64 over whole rows [rows, COLUMNS] int8. keys: the rows'
     factors [rows] int64.
     """
-    way = by_product if multiplies_exactly(rows.device) else by_integers
-    return (way(rows) * keys).sum()
+    if multiplies_exactly(rows.device):
+        sums_of_rows = by_product(rows)
+    else:
+        sums_of_rows = by_integers(rows)
+    return (sums_of_rows * keys).sum()
 
 
 def by_product(rows: Tensor) -> Tensor:
@@ -179,14 +182,14 @@ def multiplies_exactly(device: torch.device) -> bool:
     once and takes some milliseconds; log why not. device: with its number if it is a
     GPU. A process calls this when it starts, so that no publication has to.
     """
-    why = _wrong_product(device)
-    if why:
+    problem = _wrong_product(device)
+    if problem:
         log.warning(
             "%s: checksums of weights are summed in 64-bit integers, which takes longer: %s",
             device,
-            why,
+            problem,
         )
-    return not why
+    return not problem
 
 
 def _wrong_product(device: torch.device) -> str:
@@ -195,7 +198,7 @@ def _wrong_product(device: torch.device) -> str:
     """
     numbers = torch.arange(TRIED_ROWS * COLUMNS // 8) * LENGTH
     rows = numbers.view(torch.int8).view(TRIED_ROWS, COLUMNS)
-    sums = by_integers(rows)
+    sums_of_rows = by_integers(rows)
     heights = [1, FEWEST_ROWS, TRIED_ROWS]
     if device.type == "cuda":  # where another size may be given to another kernel
         heights.append(PIECE // COLUMNS)
@@ -203,11 +206,10 @@ def _wrong_product(device: torch.device) -> str:
         for height in heights:
             repeats = -(-height // TRIED_ROWS)
             aligned = rows.to(device).repeat(repeats, 1)[:height]
-            elsewhere = torch.cat([aligned.new_zeros(1), aligned.flatten()])[1:].view(
-                height, COLUMNS
-            )
-            expected = sums.to(device).repeat(repeats)[:height]
-            for tried in (aligned, elsewhere):
+            one_byte_later = torch.cat([aligned.new_zeros(1), aligned.flatten()])[1:]
+            unaligned = one_byte_later.view(height, COLUMNS)
+            expected = sums_of_rows.to(device).repeat(repeats)[:height]
+            for tried in (aligned, unaligned):
                 if not torch.equal(by_product(tried), expected):
                     return f"a product of {height} rows by torch._int_mm was wrong"
     except RuntimeError as error:
@@ -218,7 +220,8 @@ def _wrong_product(device: torch.device) -> str:
 @functools.cache
 def _odd(seed: int, count: int, device: torch.device) -> Tensor:
     """Return the first `count` odd numbers [count] int64 of a pseudo-random sequence."""
-    return torch.from_numpy(np.random.PCG64(seed).random_raw(count).view(np.int64) | 1).to(device)
+    numbers = np.random.PCG64(seed).random_raw(count).view(np.int64)
+    return torch.from_numpy(numbers | 1).to(device)
 
 
 @functools.cache
@@ -226,10 +229,10 @@ def _digits(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the columns' digits [COLUMNS, WIDTH] int8, of which each of the WIDTH
     columns is contiguous, and the digits' place values [DIGITS] int64.
     """
-    rest = np.random.PCG64(_COLUMNS).random_raw(COLUMNS) | np.uint64(1)
+    remainders = np.random.PCG64(_COLUMNS).random_raw(COLUMNS) | np.uint64(1)
     digits = np.zeros((WIDTH, COLUMNS), np.int8)
     for n in range(DIGITS):
-        digits[n] = rest.astype(np.uint8).view(np.int8)
-        rest = (rest - digits[n].astype(np.int64).view(np.uint64)) >> np.uint64(8)
+        digits[n] = remainders.astype(np.uint8).view(np.int8)
+        remainders = (remainders - digits[n].astype(np.int64).view(np.uint64)) >> np.uint64(8)
     place_values = torch.tensor([256**n for n in range(DIGITS)], device=device)
     return torch.from_numpy(digits).to(device).t(), place_values

@@ -18,7 +18,7 @@ other redundancy; its checksum (Adler-32) guards the bytes.
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,38 +44,51 @@ def encode(old: Tensor, new: Tensor) -> Tensor:
     """Return the delta from `old` to `new`, tensors of equal shape and type on any
     devices, as [bytes] uint8 on the CPU.
     """
-    before, after = (_integers(tensor) for tensor in (old, new))
-    parts: tuple[list[Tensor], ...] = ([], [], [])
-    last = -1
-    for start in range(0, max(1, len(before)), PIECE):
-        was = before[start : start + PIECE].to(new.device)
-        now = after[start : start + PIECE]
-        where = _changed(was, now)
-        gaps = torch.diff(where, prepend=where.new_tensor([last - start])) - 1
-        ends = (gaps // LARGE + 1).cumsum(0)
-        skips = torch.full(
-            (int(ends[-1]) if len(ends) else 0,), LARGE, dtype=torch.uint8, device=where.device
-        )
-        skips[ends - 1] = (gaps % LARGE).byte()
-        difference = now[where] - was[where]
-        folded = (difference.long() << 1) ^ (
-            difference.long() >> 63
-        )  # 0, -1, 1, -2, … as 0, 1, 2, 3, …
-        large = folded >= LARGE
-        for part, piece in zip(
-            parts, (difference[large], skips, folded.masked_fill(large, LARGE).byte()), strict=True
-        ):
-            part.append(piece.cpu())
-        last = start + int(where[-1]) if len(where) else last
-    numbers, skips, folded = map(torch.cat, parts)
-    head = [DTYPES.index(new.dtype), len(skips), len(folded), *new.shape]
+    old_numbers = _integers(old)
+    new_numbers = _integers(new)
+    pieces = []
+    last_change = -1
+    for start in range(0, max(1, len(old_numbers)), PIECE):
+        old_piece = old_numbers[start : start + PIECE].to(new.device)
+        new_piece = new_numbers[start : start + PIECE]
+        changes = _changed(old_piece, new_piece)
+        gaps = torch.diff(changes, prepend=changes.new_tensor([last_change - start])) - 1
+        pieces.append(_encoded_piece(gaps, new_piece[changes] - old_piece[changes]))
+        if len(changes):
+            last_change = start + int(changes[-1])
+    large = torch.cat([piece.large for piece in pieces])
+    gaps = torch.cat([piece.gaps for piece in pieces])
+    small = torch.cat([piece.small for piece in pieces])
+    head = [DTYPES.index(new.dtype), len(gaps), len(small), *new.shape]
     coder = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY)
     code = b""
-    for part in (torch.tensor([len(head), *head]), numbers, skips, folded):
-        code += coder.compress(part.numpy()) + coder.flush(
-            zlib.Z_BLOCK
-        )  # each part gets a Huffman code of its own
+    for part in (torch.tensor([len(head), *head]), large, gaps, small):
+        code += coder.compress(part.numpy())
+        code += coder.flush(zlib.Z_BLOCK)  # each part gets a Huffman code of its own
     return torch.frombuffer(bytearray(code + coder.flush()), dtype=torch.uint8)
+
+
+class _EncodedPiece(NamedTuple):
+    """The changes of PIECE elements, on the CPU. large: differences that need more than
+    a byte, in the tensor's integer type. gaps, small: bytes.
+    """
+
+    large: Tensor
+    gaps: Tensor
+    small: Tensor
+
+
+def _encoded_piece(gaps: Tensor, differences: Tensor) -> _EncodedPiece:
+    """Encode the gaps before changes and their differences [changed]."""
+    ends = (gaps // LARGE + 1).cumsum(0)
+    size = int(ends[-1]) if len(ends) else 0
+    gap_bytes = torch.full((size,), LARGE, dtype=torch.uint8, device=gaps.device)
+    gap_bytes[ends - 1] = (gaps % LARGE).byte()
+    signed = differences.long()
+    folded = (signed << 1) ^ (signed >> 63)  # 0, -1, 1, -2, … as 0, 1, 2, 3, …
+    is_large = folded >= LARGE
+    small = folded.masked_fill(is_large, LARGE).byte()
+    return _EncodedPiece(differences[is_large].cpu(), gap_bytes.cpu(), small.cpu())
 
 
 def decode(code: Tensor) -> Tensor:
@@ -87,26 +100,27 @@ def decode(code: Tensor) -> Tensor:
     except zlib.error as error:
         raise RuntimeError(f"a delta is damaged: {error}") from None
     size = 8 * (1 + int(data[:8].view(torch.int64)))
-    number, skipped, changed, *shape = data[8:size].view(torch.int64).tolist()
-    dtype = DTYPES[number]
-    kind = INTEGERS[dtype.itemsize]
-    raw = data[size:].to(code.device)
-    list_, skips, folded = raw.split([len(raw) - skipped - changed, skipped, changed])
-    where = (skips.long() + (skips < LARGE)).cumsum(0)[skips < LARGE] - 1
-    folded = folded.long()
-    difference = ((folded >> 1) ^ -(folded & 1)).to(kind)
-    difference[folded == LARGE] = list_.view(kind)
-    whole = torch.zeros(shape, dtype=kind, device=code.device)
-    whole.view(-1)[where] = difference
-    return whole.view(dtype)
+    dtype_index, gap_bytes, changes, *shape = data[8:size].view(torch.int64).tolist()
+    dtype = DTYPES[dtype_index]
+    integer = INTEGERS[dtype.itemsize]
+    parts = data[size:].to(code.device)
+    large, gaps, small = parts.split([len(parts) - gap_bytes - changes, gap_bytes, changes])
+    ends_gap = gaps < LARGE
+    indices = (gaps.long() + ends_gap).cumsum(0)[ends_gap] - 1
+    folded = small.long()
+    changed = ((folded >> 1) ^ -(folded & 1)).to(integer)
+    changed[folded == LARGE] = large.view(integer)
+    difference = torch.zeros(shape, dtype=integer, device=code.device)
+    difference.view(-1)[indices] = changed
+    return difference.view(dtype)
 
 
-def add(held: Tensor, difference: Tensor) -> None:
-    """Add a decoded difference to the tensor that a server holds, in place; both are
-    read as integers.
+def add(parameter: Tensor, difference: Tensor) -> None:
+    """Add a decoded difference to a server's parameter, in place; both are read as
+    integers.
     """
-    kind = INTEGERS[difference.itemsize]
-    held.view(kind).add_(difference.to(held.device).view(kind))
+    integer = INTEGERS[difference.itemsize]
+    parameter.view(integer).add_(difference.to(parameter.device).view(integer))
 
 
 def load(
@@ -130,9 +144,9 @@ def load(
     if not deltas:
         return
     device = next(model.parameters()).device
-    with _Adding(
-        model
-    ):  # one by one: codes are small, but all deltas, once decoded, are as large as the model
+    # One by one: codes are small, but all deltas, once decoded, are as large as the
+    # model.
+    with _Adding(model):
         loader((name, decode(code.to(device))) for name, code in deltas)
 
 
@@ -167,15 +181,17 @@ def _integers(tensor: Tensor) -> Tensor:
     return flat.view(INTEGERS[tensor.itemsize])
 
 
-def _changed(before: Tensor, after: Tensor) -> Tensor:
+def _changed(old: Tensor, new: Tensor) -> Tensor:
     """Return the indices where two tensors differ [changed] int64, ascending. Compares
     whole words first: most are equal.
     """
-    many = WORD // before.itemsize
-    whole = len(before) // many * many
-    old, new = (tensor[:whole].view(torch.int64) for tensor in (before, after))
-    words = torch.nonzero(old != new).view(-1)
-    places = (words[:, None] * many + torch.arange(many, device=words.device)).view(-1)
-    inside = places[old[words].view(before.dtype) != new[words].view(before.dtype)]
-    rest = torch.nonzero(before[whole:] != after[whole:]).view(-1) + whole
-    return torch.cat([inside, rest])
+    word_elements = WORD // old.itemsize
+    end = len(old) // word_elements * word_elements  # of the last whole word
+    old_words = old[:end].view(torch.int64)
+    new_words = new[:end].view(torch.int64)
+    words = torch.nonzero(old_words != new_words).view(-1)
+    offsets = torch.arange(word_elements, device=words.device)
+    candidates = (words[:, None] * word_elements + offsets).view(-1)
+    differ = old_words[words].view(old.dtype) != new_words[words].view(old.dtype)
+    after_words = torch.nonzero(old[end:] != new[end:]).view(-1) + end
+    return torch.cat([candidates[differ], after_words])

@@ -185,7 +185,7 @@ class _SimulatedRun:
 
     def draw(self, ticket: int, due_step: int) -> Admitted:
         """Return the ticket's record; prompts are all alike."""
-        return Admitted(ticket=ticket, task="", prompt_id="", epoch=0, due=due_step)
+        return Admitted(ticket=ticket, task="", prompt_id="", epoch=0, due_step=due_step)
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
         """Sample a ticket's group, of random lengths."""

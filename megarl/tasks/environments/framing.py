@@ -135,7 +135,7 @@ class Setting:
     end_of_thinking: str
     reply_tokens: int
 
-    def said(self, tokens: np.ndarray) -> str:
+    def answer_text(self, tokens: np.ndarray) -> str:
         """Return a turn's text without its thinking, if that is closed. An empty
         end_of_thinking means: no thinking.
         """

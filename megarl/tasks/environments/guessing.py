@@ -35,7 +35,7 @@ class Guessing(Environment):
 
     async def step(self, tokens: np.ndarray) -> Observation:
         """Compare the turn's last number with the secret."""
-        numbers = NUMBER.findall(self._setting.said(tokens))
+        numbers = NUMBER.findall(self._setting.answer_text(tokens))
         if not numbers:
             return Observation(self._setting.framing.tokens("no number"), error=True)
         guess = int(numbers[-1])

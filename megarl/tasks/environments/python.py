@@ -49,7 +49,7 @@ class Python(Environment):
 
     async def step(self, tokens: np.ndarray) -> Observation:
         """Run the turn's last program, and return its output."""
-        call = last_call(self._setting.said(tokens))
+        call = last_call(self._setting.answer_text(tokens))
         if call is None:
             return DONE
         try:

@@ -393,7 +393,7 @@ def test_the_hosts_memory_holds_what_roles_copy(
     ):
         start.check_host(recipe, placed, HostBytes(26e9, 0))
     with monkeypatch.context() as patched:
-        patched.setattr(memory, "host_bytes", lambda _: HostBytes(1e15, 0))
+        patched.setattr(memory, "host_bytes", lambda recipe: HostBytes(1e15, 0))
         with pytest.raises(MegarlError, match=r"4 x 1000000 GB need 4000000 GB"):
             inputs.check_all(changed(tree, resources=resources))
     start.check_host(recipe, placed, HostBytes(20e9, 16e9))
@@ -594,7 +594,7 @@ def test_a_start_that_came_to_nothing_is_no_history(
 
 def begin_journal(rundir: RunDir, prompts_per_batch: int = 7) -> None:
     journal = Journal.open(rundir.rollouts, prompts_per_batch, max_lag=1)
-    journal.append(Admitted(ticket=0, task="math", prompt_id="0", epoch=0, due=0))
+    journal.append(Admitted(ticket=0, task="math", prompt_id="0", epoch=0, due_step=0))
     journal.close()
 
 

@@ -62,7 +62,11 @@ def records(seed: int) -> list[JournalRecord]:
             prompts[ticket] = f"p{rng.randrange(8)}"
             made.append(
                 Admitted(
-                    ticket=ticket, task="math", prompt_id=prompts[ticket], epoch=ticket // 8, due=0
+                    ticket=ticket,
+                    task="math",
+                    prompt_id=prompts[ticket],
+                    epoch=ticket // 8,
+                    due_step=0,
                 )
             )
             queue.append(ticket)
@@ -242,7 +246,11 @@ def test_a_fork_of_a_fork(tmp_path: Path, parent: RunDir) -> None:
     admission = journal.state.admission
     for ticket in range(admission.next_ticket, admission.next_ticket + 2 * PROMPTS):
         drawn = Admitted(
-            ticket=ticket, task="math", prompt_id=f"n{ticket}", epoch=9, due=admission.next_due()
+            ticket=ticket,
+            task="math",
+            prompt_id=f"n{ticket}",
+            epoch=9,
+            due_step=admission.next_due(),
         )
         journal.append(drawn, Finished(group=group(ticket, f"n{ticket}", False), time=5.0))
     journal.close()

@@ -66,7 +66,9 @@ def run(write_tasks_run: Callable[[int], tuple[Recipe, RunDir]]) -> RunDir:
     journal = Journal.open(rundir.rollouts, recipe.batch.prompts, recipe.pipeline.k)
     for ticket, void in enumerate(("", HOSTILE)):
         group = Group(ticket=ticket, prompt=prompt, rollouts=() if void else (rollout,), void=void)
-        journal.append(Admitted(ticket=ticket, task=HOSTILE, prompt_id=HOSTILE, epoch=0, due=0))
+        journal.append(
+            Admitted(ticket=ticket, task=HOSTILE, prompt_id=HOSTILE, epoch=0, due_step=0)
+        )
         journal.append(Finished(group=group, time=0.0))
     journal.close()
     for event in ("started", HOSTILE):

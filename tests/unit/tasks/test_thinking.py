@@ -90,6 +90,6 @@ def test_an_environments_call_may_write_of_the_mark(
     setting = Setting(
         "t", tokenizer, Framing(tokenizer, "raw", 200), Sandbox("bubblewrap", 1), END, 200
     )
-    called = last_call(setting.said(tokenizer.ids(text)))
+    called = last_call(setting.answer_text(tokenizer.ids(text)))
     assert called is not None
     assert called[1] == program

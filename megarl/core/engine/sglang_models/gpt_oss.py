@@ -32,17 +32,18 @@ class GptOssForCausalLM(gpt_oss.GptOssForCausalLM):
             if not (experts and part[0].isdigit()):
                 yield name, weight.clone() if name.endswith("_bias") else weight
                 continue
-            number, kind, what = part.split(".")
-            served = ("w13_weight" if kind == "gate_up_proj" else "w2_weight") + "_bias" * (
-                what == "bias"
-            )
-            here = parameters[f"{prefix}.experts.{served}"].data[int(number)]
+            number, kind, ending = part.split(".")
+            stack = "w13_weight" if kind == "gate_up_proj" else "w2_weight"
+            if ending == "bias":
+                stack += "_bias"
+            parameter = parameters[f"{prefix}.experts.{stack}"].data[int(number)]
             rank = self.get_submodule(f"{prefix}.experts").moe_tp_rank
-            if served == "w2_weight_bias":
-                here.copy_(weight if rank == 0 else torch.zeros_like(weight))
-            else:  # rows of gate and up, columns of down
-                along = int(served == "w2_weight")
-                here.copy_(weight.narrow(along, rank * here.shape[along], here.shape[along]))
+            if stack == "w2_weight_bias":  # added once, by the first rank
+                parameter.copy_(weight if rank == 0 else torch.zeros_like(weight))
+                continue
+            dim = 1 if stack == "w2_weight" else 0  # columns of down, rows of gate and up
+            size = parameter.shape[dim]
+            parameter.copy_(weight.narrow(dim, rank * size, size))
 
 
 EntryClass = [GptOssForCausalLM]

@@ -44,22 +44,22 @@ class Llama4ForCausalLM(llama4.Llama4ForCausalLM):
             prefix, experts, part = name.partition(".experts.")
             if experts and part[0].isdigit():  # a published expert [rows, columns]
                 number, kind, _ = part.split(".")
-                served, shard = SHARDS[kind]
-                parameter = parameters[f"{prefix}.experts.{served}"]
+                stack, shard = SHARDS[kind]
+                parameter = parameters[f"{prefix}.experts.{stack}"]
                 parameter.weight_loader(
-                    parameter, weight, served, shard_id=shard, expert_id=int(number)
+                    parameter, weight, stack, shard_id=shard, expert_id=int(number)
                 )
             elif experts:
-                served, shards = (
-                    ("w13_weight", ("w1", "w3"))
-                    if part == "gate_up_proj"
-                    else ("w2_weight", ("w2",))
-                )
-                parameter = parameters[f"{prefix}.experts.{served}"]
-                for shard, stacked in zip(shards, weight.chunk(len(shards), -1), strict=True):
-                    for expert, matrix in enumerate(stacked.transpose(1, 2)):
+                stack = "w2_weight"
+                shards = ["w2"]
+                if part == "gate_up_proj":
+                    stack = "w13_weight"
+                    shards = ["w1", "w3"]
+                parameter = parameters[f"{prefix}.experts.{stack}"]
+                for shard, of_experts in zip(shards, weight.chunk(len(shards), -1), strict=True):
+                    for expert, matrix in enumerate(of_experts.transpose(1, 2)):
                         parameter.weight_loader(
-                            parameter, matrix, served, shard_id=shard, expert_id=expert
+                            parameter, matrix, stack, shard_id=shard, expert_id=expert
                         )
             elif name.endswith((".q_proj.weight", ".k_proj.weight")):
                 yield name, rotary_order(weight, self.config.head_dim)

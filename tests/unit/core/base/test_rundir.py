@@ -248,7 +248,7 @@ def test_a_quota_that_is_used_up_is_one_message(
         with pytest.raises(MegarlError, match=said.format(r"status\.json")):
             write_atomically(tmp_path / "status.json", b"new")
         with pytest.raises(MegarlError, match=said.format(r"000000\.journal")):
-            journal.append(Admitted(ticket=0, task="math", prompt_id="p", epoch=0, due=0))
+            journal.append(Admitted(ticket=0, task="math", prompt_id="p", epoch=0, due_step=0))
     assert (tmp_path / "status.json").read_bytes() == b"old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rollouts", "status.json"]
     assert whole.read_bytes() == before

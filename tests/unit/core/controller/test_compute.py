@@ -207,12 +207,12 @@ def test_a_clock_that_is_wrong_or_set_changes_no_hours(
         hour[0] = 7.0
         clock.start(written)
         hour[0] = 9.0
-        assert clock.now() == 4 * 3600
+        assert clock.read() == 4 * 3600
         journal = Journal.open(tmp_path / str(wrong), 1, 0)
         journal.append(Session(session="one", time=3600.0, devices=10, compute_unit="gpu"))
         assert ComputeClock(journal.state, Resources()).hours() == 30.0
         journal.append(
-            PublishedVersion(version=0, time=clock.now(), compute_hours=30.0, servers=())
+            PublishedVersion(version=0, time=clock.read(), compute_hours=30.0, servers=())
         )
         journal.append(Session(session="two", time=36e3, devices=10, compute_unit="gpu"))
         assert journal.state.earlier_hours == 30.0

@@ -113,7 +113,7 @@ class Run:
 
     def draw(self) -> tuple[str, Draw]:
         task, drawn = self.mixture.draw()
-        admitted = Admitted(ticket=self.next, task=task, due=0, **drawn._asdict())
+        admitted = Admitted(ticket=self.next, task=task, due_step=0, **drawn._asdict())
         self.unfinished[self.next] = admitted
         self.records.append(admitted)
         self.next += 1

@@ -241,7 +241,7 @@ def check_budgets(recipe: Recipe, found: list[JournalRecord]) -> set[int]:
     """Each rollout thought as long as the stage of its ticket's due step says; the
     stages that were met.
     """
-    due = {r.ticket: r.due for r in found if isinstance(r, Admitted)}
+    due = {r.ticket: r.due_step for r in found if isinstance(r, Admitted)}
     met = set()
     for group in (r.group for r in found if isinstance(r, Finished)):
         stage = sum(due[group.ticket] >= s["until_step"] for s in STAGES)  # type: ignore[operator]
@@ -277,7 +277,7 @@ def test_refilled_in_stages_and_interrupted_it_draws_as_if_it_were_not(
     shares = np.mean([a.task == "math" for a in admitted])
     assert abs(shares - 0.75) < 1 / len(admitted)
     assert any(
-        a.due > pipeline.admission.step_of(a.ticket)
+        a.due_step > pipeline.admission.step_of(a.ticket)
         for a in admitted
         if a.ticket in pipeline.admission.queue
     ), "some ticket was to be trained later when it was drawn: its budget did not follow"

@@ -4,6 +4,7 @@ its hook.
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,8 +83,12 @@ def test_torchs_package_here_has_a_runtime(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_python_that_does_not_start_in_time_is_named(
-    hook: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_saver, "LIMIT_S", 0.0001)
-    with pytest.raises(MegarlError, match=r"did not start within 0\.0001 s"):
-        check_preload(hook, {})
+    slow_python = tmp_path / "python"
+    slow_python.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow_python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow_python))
+    monkeypatch.setattr(memory_saver, "LIMIT_S", 0.2)
+    with pytest.raises(MegarlError, match=r"did not start within 0\.2 s"):
+        check_preload(Path(), os.environ)

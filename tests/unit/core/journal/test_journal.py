@@ -59,7 +59,11 @@ def finished(
 
 def admitted(ticket: int) -> Admitted:
     return Admitted(
-        ticket=ticket, task="math", prompt_id=f"p{ticket % 3}", epoch=ticket // 3, due=ticket // 2
+        ticket=ticket,
+        task="math",
+        prompt_id=f"p{ticket % 3}",
+        epoch=ticket // 3,
+        due_step=ticket // 2,
     )
 
 
@@ -135,10 +139,10 @@ def test_state_is_the_fold(tmp_path: Path):
     journal.append(Removed(ticket=3, reason="zero variance", pass_rate=0.0, generated_tokens=7))
     assert state.tasks["math"].pass_rates["p0"] == 0.0  # the latest
     assert (state.removed, state.generated_tokens) == (1, 17)
-    journal.append(Admitted(ticket=4, task="code", prompt_id="p0", epoch=0, due=1))
+    journal.append(Admitted(ticket=4, task="code", prompt_id="p0", epoch=0, due_step=1))
     assert state.tasks["math"].pass_rates["p0"] == 0.0
     assert (state.tasks["code"].drawn, state.tasks["code"].pass_rates) == (1, {})
-    journal.append(Admitted(ticket=5, task="math", prompt_id="p1", epoch=2, due=2, reset=True))
+    journal.append(Admitted(ticket=5, task="math", prompt_id="p1", epoch=2, due_step=2, reset=True))
     assert (state.tasks["math"].drawn, state.tasks["math"].pass_rates) == (5, {})
     journal.close()
 

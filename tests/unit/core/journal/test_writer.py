@@ -16,7 +16,7 @@ from tests.full_disk import files_no_larger_than
 
 
 def admitted(ticket: int) -> Admitted:
-    return Admitted(ticket=ticket, task="math", prompt_id="p", epoch=0, due=0)
+    return Admitted(ticket=ticket, task="math", prompt_id="p", epoch=0, due_step=0)
 
 
 async def held_up(folder: Path) -> tuple[JournalWriter, threading.Event, asyncio.Task[None]]:

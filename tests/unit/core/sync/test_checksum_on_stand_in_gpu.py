@@ -20,7 +20,7 @@ import json, logging
 import torch
 from tests import stand_in_gpu
 stand_in_gpu.install()
-from megarl.core.base import checksum as sums
+from megarl.core.sync import checksum as sums
 from megarl.core.sync.checksum import COLUMNS, checksum, checksum_on
 
 said = []

@@ -112,7 +112,7 @@ def test_a_turn_says_what_follows_its_thinking(tmp_path: Path, end: str, text: s
     tokenizer = byte_tokenizer(tmp_path)
     framing = Framing(tokenizer, "chat", 200)
     setting = Setting("t", tokenizer, framing, Sandbox("bubblewrap", 1), end, 200)
-    assert setting.said(tokenizer.ids("5?</think>7")) == text
+    assert setting.answer_text(tokenizer.ids("5?</think>7")) == text
 
 
 def test_templates_that_cannot_hold_a_reply(tmp_path: Path) -> None:

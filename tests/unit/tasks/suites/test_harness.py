@@ -30,7 +30,14 @@ from megarl.core.evaluation.score import Asker, score
 from megarl.core.recipe import Suite, from_tree, shipped_suites
 from megarl.core.sampling.places import Places
 from megarl.tasks.suites import harness, suites
-from megarl.tasks.suites.harness import Documents, Model, Response, answered, load_documents, means
+from megarl.tasks.suites.harness import (
+    AskedModel,
+    Documents,
+    Response,
+    answered,
+    load_documents,
+    means,
+)
 from megarl.tools.eval.subject import _suite
 from tests.server_pool import Pool
 
@@ -98,8 +105,8 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(backend, 256, Path("tiny"))
 
 
-def model_of(tokenizer: Tokenizer, longest: int, client: Any = None) -> Model:
-    return Model(client, tokenizer, longest, "salt")
+def model_of(tokenizer: Tokenizer, longest: int, client: Any = None) -> AskedModel:
+    return AskedModel(client, tokenizer, longest, "salt")
 
 
 def test_what_is_asked(tmp_path: Path) -> None:

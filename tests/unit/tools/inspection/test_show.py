@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> Path:
     journal = Journal.open(tmp_path / "rollouts", 2, 8)
     journal.append(
         *(
-            Admitted(ticket=g.ticket, task="math", prompt_id=g.prompt.id, epoch=0, due=0)
+            Admitted(ticket=g.ticket, task="math", prompt_id=g.prompt.id, epoch=0, due_step=0)
             for g in groups
         )
     )
@@ -120,7 +120,7 @@ def test_the_task_is_named_where_there_are_several(tmp_path: Path):
             void="x",
         )
         journal.append(
-            Admitted(ticket=ticket, task=task, prompt_id="a", epoch=0, due=0),
+            Admitted(ticket=ticket, task=task, prompt_id="a", epoch=0, due_step=0),
             Finished(group=group, time=0.0),
         )
     journal.close()
@@ -169,7 +169,7 @@ def test_turns(tmp_path: Path):
         sample=0, segments=parts, reward=-1.0, correct=False, finish="length", episode=told
     )
     journal = Journal.open(tmp_path / "rollouts", 1, 8)
-    journal.append(Admitted(ticket=0, task="math", prompt_id="a", epoch=0, due=0))
+    journal.append(Admitted(ticket=0, task="math", prompt_id="a", epoch=0, due_step=0))
     journal.append(
         Finished(group=Group(ticket=0, prompt=prompt("a", "12*34="), rollouts=(rollout,)), time=0.0)
     )
@@ -237,7 +237,7 @@ def test_a_terminal_does_not_obey_what_is_shown(tmp_path: Path):
         )
     ):
         journal.append(
-            Admitted(ticket=ticket, task="math", prompt_id="a", epoch=0, due=0),
+            Admitted(ticket=ticket, task="math", prompt_id="a", epoch=0, due_step=0),
             Finished(group=group, time=0.0),
         )
     journal.close()

@@ -464,7 +464,9 @@ def test_rollouts_are_shown(
 
     def finish(ticket: int) -> None:
         record = Finished(group=replace(group, ticket=ticket), time=0.0)
-        journal.append(Admitted(ticket=ticket, task="math", prompt_id="p", epoch=0, due=0), record)
+        journal.append(
+            Admitted(ticket=ticket, task="math", prompt_id="p", epoch=0, due_step=0), record
+        )
 
     finish(0)
     shown = report._rollouts(changed, rundir)
