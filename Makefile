@@ -27,7 +27,7 @@ quickstart-agent: setup ## the same by an agent, a program of its own that speak
 	@launch/quickstart.sh quickstart-agent $(ARGS)
 
 test: setup lint ## everything CI runs: lint, unit, parallel layouts, the real roles together, the quicker faults
-	$(PYTEST) tests -n 4 --dist loadfile --no-loadscope-reorder -m "not slow and not te" --max-suite-reruns 3 --rerun-show-tracebacks
+	$(PYTEST) tests -n 4 --dist loadfile --no-loadscope-reorder -m "not slow and not te"
 
 test-unit: setup ## what needs no server, no process group and no process of its own: under three minutes
 	$(PYTEST) tests/unit -n 2 -m "not slow and not processes"

@@ -91,32 +91,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadRuns(config, log) if config.getoption("dist") == "loadfile" else None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """While the first worker makes the fixture `workplace` for FINISHED, the others
     have what needs none. Short tests come last, so that all workers end together.
-
-    A test that starts processes and fails is run a second time, because a busy machine
-    can fail it; `make test` does so for at most three tests, and shows each first
-    failure at its end. The GPU benchmark has no plugin for that.
     """
-    again = config.pluginmanager.hasplugin("rerunfailures")
 
     def turn(item: pytest.Item) -> int:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        return (
-            0
-            if item.path.name in FINISHED
-            else 1
-            if folder == "parallel"
-            else 3
-            if folder == "unit"
-            else 2
-        )
+        if item.path.name in FINISHED:
+            return 0
+        if folder == "parallel":
+            return 1
+        return 3 if folder == "unit" else 2
 
     items.sort(key=turn)
-    for item in items:
-        if again and (turn(item) < 3 or item.get_closest_marker("processes")):
-            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 def pytest_collection_finish() -> None:
