@@ -160,14 +160,19 @@ class LiveRun:
         RUN/prometheus.
         """
         key = (self.rundir.prometheus / "key").read_text()
-        found = {}
+        scrapes = {}
         for target in json.loads((self.rundir.prometheus / "targets.json").read_text()):
+            role = target["labels"]["role"]
             url = f"http://{target['targets'][0]}/metrics"
-            asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
-            found[target["labels"]["role"]] = (
-                urllib.request.urlopen(asked, timeout=30).read().decode()
-            )
-        return found
+            request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+            try:
+                answer = urllib.request.urlopen(request, timeout=60)
+            except OSError as error:
+                raise AssertionError(
+                    f"{role} at {url}, step {self.steps()}: {error}\n{self.tail()}"
+                ) from None
+            scrapes[role] = answer.read().decode()
+        return scrapes
 
     def kill(self) -> None:
         """For the end of a test, whatever state it is in."""
