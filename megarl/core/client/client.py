@@ -28,7 +28,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from copy import copy
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Self
 
 import aiohttp
@@ -644,13 +644,10 @@ class ServerClient:
             raise self.error(step, f"{status}: {message[:500]}", ServerSaid)
         return reply
 
-    @cached_property
-    def asking(self) -> "ServerClient":
-        """The same client, except that its calls send their questions to the Fan
-        (fleet.py) that drives them.
-        """
+    def asking(self, ask: Callable[[ServerQuestion], Awaitable[ServerAnswer]]) -> "ServerClient":
+        """Return the same client, except that `ask` sends the questions of its calls."""
         client = copy(self)
-        client._ask = relay.ask
+        client._ask = ask
         return client
 
     async def exchange(self, question: ServerQuestion) -> ServerAnswer:
@@ -658,9 +655,9 @@ class ServerClient:
         return await relay.exchange(self._connections(), self.address.url, question)
 
     async def relay(
-        self, call: RelayedCall, key: str, heard: Callable[[RelayedAnswer], Awaitable[None]]
+        self, call: RelayedCall, key: str, pass_on: Callable[[RelayedAnswer], None]
     ) -> None:
-        """Have the server pass a call on, and await `heard` for each answer. Return
+        """Have the server pass a call on, and call `pass_on` with each answer. Return
         early if it refuses or is lost.
         """
         limit = aiohttp.ClientTimeout(total=call.limit_s + relay.GRACE_S)
@@ -678,7 +675,7 @@ class ServerClient:
                 async for piece in reply.content.iter_any():
                     *lines, partial_line = (partial_line + piece).split(b"\n")
                     for line in lines:
-                        await heard(msgspec.json.decode(line, type=RelayedAnswer))
+                        pass_on(msgspec.json.decode(line, type=RelayedAnswer))
 
     def _connections(self) -> aiohttp.ClientSession:
         # It belongs to the running event loop, so it is made at the first request.

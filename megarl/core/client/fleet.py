@@ -1,7 +1,7 @@
 """Calls to several servers at once.
 
     Fleet    synchronous, for the learner: an event loop in a thread, a Fan for each call
-    Fan      drives coroutines that ask one question after the other (ServerClient.asking)
+    Fan      asynchronous; sends the questions of all calls (ServerClient.asking)
 
 Equal questions to many servers are sent as one call to one of them, which relays it
 (relay.py), and equal answers come back as one. Questions go directly if there are at
@@ -14,10 +14,10 @@ it is unknown whether those servers got it.
 """
 
 import asyncio
-import itertools
 import threading
 from collections.abc import Callable, Container, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 from megarl.core.base.errors import MegarlError
@@ -34,16 +34,14 @@ from megarl.core.client.relay import (
 CLOSE_LIMIT_S = 5.0
 
 type Call[T] = Callable[[ServerClient], Coroutine[Any, Any, T]]
-"""A coroutine for one server. It may await only questions to that server."""
+"""A coroutine for one server."""
 
 
-class _RelayedGroup(NamedTuple):
-    """Servers that are asked the same by one call. The first one relays it, if there
-    are several.
-    """
+class _WaitingQuestion(NamedTuple):
+    """A question that is to be sent, and the future that its answer completes."""
 
     question: ServerQuestion
-    ids: list[int]
+    answer: asyncio.Future[ServerAnswer]
 
 
 class Fan[T]:
@@ -65,47 +63,46 @@ class Fan[T]:
         self._context = context
         self.results: dict[int, T] = {}
         self.errors: dict[int, MegarlError] = {}
-        self._running: dict[int, Coroutine[Any, ServerAnswer | None, T]] = {}
+        self._waiting: dict[int, _WaitingQuestion] = {}
+        self._tasks = asyncio.TaskGroup()
 
     async def run(self, ids: Iterable[int], call: Call[T]) -> None:
         """Make the call to each of these servers; return when all have ended."""
-        self._running = {i: call(self._clients[i].asking) for i in ids}
+        async with self._tasks:
+            for i in ids:
+                self._tasks.create_task(self._call(i, call))
+
+    async def _call(self, i: int, call: Call[T]) -> None:
+        client = self._clients[i].asking(partial(self._ask, i))
         try:
-            await self._ask(self._proceed(self._running, None))
-        finally:
-            for unfinished in self._running.values():
-                unfinished.close()
+            self.results[i] = await call(client)
+        except MegarlError as error:
+            error.args = (f"{self._context}{error}",)
+            self.errors[i] = error
 
-    def _proceed(
-        self, ids: Iterable[int], answer: ServerAnswer | None
-    ) -> dict[int, ServerQuestion]:
-        """Resume these servers' calls with the answer. Return the questions that they
-        ask next, by server id.
+    async def _ask(self, i: int, question: ServerQuestion) -> ServerAnswer:
+        """Return server i's answer. All that is asked in one turn of the event loop is
+        sent at its end, so that equal questions go together.
         """
-        questions = {}
-        for i in list(ids):
-            try:
-                questions[i] = self._running[i].send(answer)
-                continue
-            except StopIteration as end:
-                self.results[i] = end.value
-            except MegarlError as error:
-                error.args = (f"{self._context}{error}",)
-                self.errors[i] = error
-            del self._running[i]
-        return questions
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._send)
+        waiting = _WaitingQuestion(question, loop.create_future())
+        self._waiting[i] = waiting
+        return await waiting.answer
 
-    async def _ask(self, questions: Mapping[int, ServerQuestion]) -> None:
-        """Ask all these questions at once, then those that follow from the answers."""
-        groups: list[_RelayedGroup] = []
-        for question, equal in itertools.groupby(questions, key=lambda i: questions[i]):
-            groups += [_RelayedGroup(question, ids) for ids in self._grouped(list(equal))]
-        if len(groups) == 1:
-            await self._ask_group(groups[0])
-        elif groups:
-            async with asyncio.TaskGroup() as tasks:
-                for group in groups:
-                    tasks.create_task(self._ask_group(group))
+    def _send(self) -> None:
+        """Send all waiting questions."""
+        waiting = self._waiting
+        self._waiting = {}
+        ids_of: dict[ServerQuestion, list[int]] = {}
+        for i, asked in waiting.items():
+            if not asked.answer.cancelled():
+                ids_of.setdefault(asked.question, []).append(i)
+        for question, ids in ids_of.items():
+            for group in self._grouped(ids):
+                answers = {i: waiting[i].answer for i in group}
+                self._tasks.create_task(self._ask_group(question, answers))
 
     def _grouped(self, ids: list[int]) -> list[list[int]]:
         """Return these servers in groups. The first of a group is its relay; a group of
@@ -123,31 +120,35 @@ class Fan[T]:
                 groups.setdefault(number, []).append(i)
         return [*groups.values(), *single]
 
-    async def _ask_group(self, group: "_RelayedGroup") -> None:
-        question, ids = group
+    async def _ask_group(
+        self, question: ServerQuestion, answers: Mapping[int, asyncio.Future[ServerAnswer]]
+    ) -> None:
+        """Ask these servers the same. answers: completed by theirs, by server id."""
+        ids = list(answers)
         relay_id = ids[0]
         if len(ids) == 1:
-            answer = await self._clients[relay_id].exchange(question)
-            await self._ask(self._proceed(ids, answer))
+            answers[relay_id].set_result(await self._clients[relay_id].exchange(question))
             return
-        unanswered = set(ids)
         urls = [self._clients[i].address.url for i in ids]
         call = RelayedCall(question.path, question.body.decode(), urls, question.limit_s)
 
-        async def pass_on(answer: RelayedAnswer) -> None:
-            answering = [ids[position] for position in answer.positions]
-            unanswered.difference_update(answering)
-            await self._ask(self._proceed(answering, ServerAnswer(answer.status, answer.text)))
+        def pass_on(relayed: RelayedAnswer) -> None:
+            for position in relayed.positions:
+                answer = answers[ids[position]]
+                if not answer.done():
+                    answer.set_result(ServerAnswer(relayed.status, relayed.text))
 
         await self._clients[relay_id].relay(call, question.key, pass_on)
+        unanswered = {i: answer for i, answer in answers.items() if not answer.done()}
         if not unanswered:
             return
         self._direct.add(relay_id // GROUP)
-        if question.once:
-            loss = ServerAnswer(RELAY_LOST, f"the relay, server {relay_id}, was lost")
-            await self._ask(self._proceed(sorted(unanswered), loss))
-        else:
-            await self._ask(dict.fromkeys(sorted(unanswered), question))
+        for i, answer in unanswered.items():
+            if question.once:
+                reason = f"the relay, server {relay_id}, was lost"
+                answer.set_result(ServerAnswer(RELAY_LOST, reason))
+            else:
+                self._tasks.create_task(self._ask_group(question, {i: answer}))
 
 
 class Calls[T](NamedTuple):

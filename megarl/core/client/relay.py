@@ -12,8 +12,7 @@ joined server.
 """
 
 import asyncio
-import types
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 import aiohttp
@@ -130,9 +129,3 @@ async def relayed(
     finally:
         for task in tasks:
             task.cancel()
-
-
-@types.coroutine
-def ask(question: ServerQuestion) -> Generator[ServerQuestion, ServerAnswer, ServerAnswer]:
-    """Hand a question to the Fan that drives the caller, and return the answer."""
-    return (yield question)
