@@ -30,7 +30,7 @@ from megarl.core.base.weight_files import INDEX, weight_files
 from megarl.core.controller.draw import difficulties
 from megarl.core.evaluation.score import Sampled
 from megarl.core.recipe import Recipe
-from megarl.core.recipe.rules import LOSSES
+from megarl.core.recipe.algorithm import LOSSES
 from megarl.run import devices
 from megarl.run.launcher import LocalLauncher
 from megarl.run.prepare import Fingerprints

@@ -96,9 +96,9 @@ class Fan[T]:
         waiting = self._waiting
         self._waiting = {}
         ids_of: dict[ServerQuestion, list[int]] = {}
-        for i, asked in waiting.items():
-            if not asked.answer.cancelled():
-                ids_of.setdefault(asked.question, []).append(i)
+        for i, entry in waiting.items():
+            if not entry.answer.cancelled():
+                ids_of.setdefault(entry.question, []).append(i)
         for question, ids in ids_of.items():
             for group in self._grouped(ids):
                 answers = {i: waiting[i].answer for i in group}

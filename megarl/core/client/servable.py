@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from megarl.core.base.architecture import Architecture, in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe
-from megarl.core.recipe.tree import FP8_BLOCK
+from megarl.core.recipe.model import FP8_BLOCK
 
 TEXT_ONLY = "Llama4ForCausalLM"
 """The text-only Llama 4. Our class loads it everywhere, because SGLang's own leaves its

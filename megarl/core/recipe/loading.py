@@ -23,7 +23,8 @@ from megarl.core.base.errors import MegarlError, listed
 from megarl.core.base.files import opened
 from megarl.core.base.schema import check_schema
 from megarl.core.recipe.rules import impossible
-from megarl.core.recipe.tree import Recipe, RecipeTree
+from megarl.core.recipe.section import RecipeTree
+from megarl.core.recipe.tree import Recipe
 
 type Key = tuple[str, ...]
 """A key's path in the tree, such as ("model", "dtype"); empty: the whole recipe."""

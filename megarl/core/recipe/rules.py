@@ -1,42 +1,36 @@
-"""Checks for combinations of a recipe's keys that cannot work, or that megatron-core
-computes wrongly without warning.
+"""Checks for combinations of keys of several sections that cannot work, or that
+megatron-core computes wrongly without warning.
 """
 
-import difflib
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from megarl.core.recipe.tree import FP8_MULTIPLE, LM_EVAL, Length, Model, Recipe, Rows
-
-GRADERS = ("math", "exact", "code", "reasoning-gym", "format")
-"""Built-in graders; others are services and functions."""
-RESERVED = {
-    "answer": "the task's own grader",
-    "trusted": "the trusted grader",
-    "total": "the sum of all rewards",
-    "turns": "the sum of an agent's rewards after its turns",
-}
-"""Names that no reward may have."""
-OF_USERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-LOSSES = ("cispo", "clip", "dppo", "gmpo", "gspo", "reinforce")
-"""Built-in losses; others are functions."""
-ALGORITHMS = {
-    "grpo": "GRPO's loss is clip; the recipe grpo has the rest of it",
-    "dapo": "DAPO's loss is clip; the recipe dapo has the rest of it",
-    "dr-grpo": "Dr. GRPO's loss is clip; the recipe dr-grpo has the rest of it",
-    "ppo": "PPO's loss is clip; the recipe ppo-critic has the rest of it",
-    "rloo": "RLOO's loss is reinforce, with batch.centring: leave_one_out",
-}
-"""Algorithms that people give as a loss, and what to write."""
-ENVIRONMENTS = ("python", "calculator", "guessing")
-"""Built-in environments; others are classes."""
+from megarl.core.recipe.algorithm import keep_all_groups
+from megarl.core.recipe.data import GRADERS, Rows
+from megarl.core.recipe.generation import Length
+from megarl.core.recipe.model import FP8_MULTIPLE, Model
+from megarl.core.recipe.section import Section, suggestion, unknown_name
+from megarl.core.recipe.tree import Recipe
 
 
 def impossible(r: Recipe) -> Iterator[str]:
     """Yield each problem in the recipe as `key: what is wrong, what to do`."""
+    yield from _problems_of_sections(r)
     for rules in RULES:
         yield from rules(r)
+
+
+def _problems_of_sections(section: Section, prefix: str = "") -> Iterator[str]:
+    """Yield the problems of this section and of those in it."""
+    for problem in section.problems():
+        yield f"{prefix}{problem}"
+    for name, value in section:
+        if isinstance(value, Section):
+            yield from _problems_of_sections(value, f"{prefix}{name}.")
+        elif isinstance(value, dict):
+            for key, part in value.items():
+                if isinstance(part, Section):
+                    yield from _problems_of_sections(part, f"{prefix}{name}.{key}.")
 
 
 def _layout(r: Recipe) -> Iterator[str]:
@@ -53,20 +47,6 @@ def _layout(r: Recipe) -> Iterator[str]:
                 f"resources.learner_ranks: {ranks} ranks do not divide into copies of the {copy} ="
                 f" {size} ranks; use a multiple of {size}"
             )
-    if m.moe.freeze_router and m.moe.aux_loss:
-        yield (
-            "model.moe.aux_loss: balances by training the router, which model.moe.freeze_router"
-            " forbids; unset one of them"
-        )
-    if m.moe.shared_overlap and m.expert_parallel * m.expert_tensor_parallel == 1:
-        yield (
-            "model.moe.shared_overlap: hides the exchange of tokens between ranks, and with"
-            " model.expert_parallel of 1 there is none; set it to false"
-        )
-    if m.virtual_pipeline_parallel > 1 and m.pipeline_parallel == 1:
-        yield "model.virtual_pipeline_parallel: needs model.pipeline_parallel of 2 or more"
-    if m.fp8 != "none" and m.dtype != "bf16":
-        yield "model.fp8: needs bf16 weights; set model.dtype=bf16, or model.fp8=none"
     if not ranks % m.model_parallel_size and r.batch.prompts % r.data_parallel:
         yield (
             f"batch.prompts: {r.batch.prompts} is not divisible by the {r.data_parallel}"
@@ -74,31 +54,14 @@ def _layout(r: Recipe) -> Iterator[str]:
         )
 
 
-def _prompts(r: Recipe) -> Iterator[str]:
-    """Check templates, sources of prompts, and names of suites."""
-    for key, rows in _rows(r).items():
-        if rows.system and rows.template == "raw":
-            yield f"{key}.system: a system message needs template: chat"
-        if rows.template_options and rows.template == "raw" and not rows.agent:
-            yield (
-                f"{key}.template_options: options of a chat template need template: chat, or an"
-                " agent"
-            )
-    for name, task in r.data.tasks.items():
-        if task.train.startswith(LM_EVAL):
-            yield (
-                f"data.tasks.{name}.train: {task.train} is a task of lm-eval, which only"
-                " evaluation.suites can have"
-            )
-    for name, suite in r.evaluation.suites.items():
-        key = f"evaluation.suites.{name}"
+def _suites(r: Recipe) -> Iterator[str]:
+    """Check names of suites."""
+    for name in r.evaluation.suites:
         if name in r.data.tasks:
             yield (
-                f"{key}: a task has this name, and its held-out prompts are scored under it; choose"
+                f"evaluation.suites.{name}: a task has this name, and its held-out prompts are scored under it; choose"
                 " another"
             )
-        if "{prompt}" not in suite.prompt:
-            yield f"{key}.prompt: {suite.prompt!r} has no {{prompt}}, the place of the row's prompt"
 
 
 def _scores(r: Recipe) -> Iterator[str]:
@@ -107,7 +70,7 @@ def _scores(r: Recipe) -> Iterator[str]:
     if r.evaluation.forecast and r.evaluation.forecast not in scored:
         yield (
             f"evaluation.forecast: {r.evaluation.forecast!r} is neither a task nor a suite of this"
-            f" recipe; {_suggestion(r.evaluation.forecast, scored)}"
+            f" recipe; {suggestion(r.evaluation.forecast, scored)}"
         )
     if r.run.stop_when and len(r.data.tasks) > 1 and not r.forecast_column:
         yield (
@@ -118,11 +81,6 @@ def _scores(r: Recipe) -> Iterator[str]:
 
 def _advantages(r: Recipe) -> Iterator[str]:
     """Check what the advantages are made of, and that it goes together."""
-    if r.batch.centring == "none" and r.batch.advantage == "group":
-        yield (
-            "batch.advantage: a group without variance has no deviation to divide an uncentred"
-            " reward by; use batch or none, or set batch.centring"
-        )
     from_reward = r.reference.coefficient > 0 and not r.reference.in_loss
     if r.batch.truncated == "drop" and from_reward and not r.has_critic:
         yield (
@@ -132,26 +90,9 @@ def _advantages(r: Recipe) -> Iterator[str]:
         )
     if not r.has_critic:
         return
-    if r.batch.advantage == "group":
-        yield (
-            "batch.advantage: a critic gives each token its advantage, not each group; use batch,"
-            " running or none"
-        )
-    yield from _keeps_all_groups(r, "a critic")
     yield from _ends_warm_up(
         r, "critic.warmup_steps", r.critic.warmup_steps, "to train the policy in"
     )
-
-
-def _keeps_all_groups(r: Recipe, second_source: str) -> Iterator[str]:
-    """Check that no group is dropped if the model learns from more than rewards.
-    second_source: what else it learns from.
-    """
-    if r.batch.zero_variance != "keep":
-        yield (
-            f"batch.zero_variance: with {second_source} a group of equal rewards has a gradient"
-            f" too; set keep, not {r.batch.zero_variance}"
-        )
 
 
 def _ends_warm_up(r: Recipe, key: str, steps: int, use: str) -> Iterator[str]:
@@ -163,49 +104,18 @@ def _ends_warm_up(r: Recipe, key: str, steps: int, use: str) -> Iterator[str]:
 
 
 def _losses(r: Recipe) -> Iterator[str]:
-    algorithm = r.loss.kind.lower().replace("_", "-")
-    if algorithm in ALGORITHMS:
-        yield f"loss.kind: {r.loss.kind!r} is not a loss but an algorithm: {ALGORITHMS[algorithm]}"
-    else:
-        yield from _named("loss.kind", r.loss.kind, "loss", LOSSES)
-    if r.loss.kind not in LOSSES and r.loss.correction != "none":
-        yield (
-            "loss.correction: your own loss applies the importance weight itself; bound it there,"
-            " and set none here"
-        )
-    if r.loss.kind == "cispo" and r.loss.correction != "none":
-        yield "loss.correction: cispo already truncates the importance weight; use loss.cap"
-    if r.loss.kind in ("gmpo", "gspo") and r.loss.correction == "truncate":
-        yield (
-            f"loss.correction: {r.loss.kind} has one weight per sequence, so no token's can be"
-            " truncated; use mask"
-        )
     if r.loss.kind == "gmpo" and r.has_critic:
         yield (
             "loss.kind: gmpo needs one advantage per rollout, but a critic gives each token its"
             " own; use another loss"
-        )
-    if r.loss.lower and (r.loss.correction != "mask" or r.loss.lower >= r.loss.cap):
-        yield (
-            f"loss.lower: needs loss.correction=mask, and a value below loss.cap ({r.loss.cap:g});"
-            " set these, or 0 here"
-        )
-    if r.loss.sequence_mask and not 0 <= r.loss.sequence_mask[0] < 1 < r.loss.sequence_mask[1]:
-        yield (
-            "loss.sequence_mask: give [low, high] around 1, such as [0.99, 1.01], not"
-            f" {list(r.loss.sequence_mask)}"
         )
 
 
 def _teacher(r: Recipe) -> Iterator[str]:
     if not r.teacher.weight:
         return
-    if not r.teacher.url:
-        yield (
-            "teacher.url: teacher.weight above 0 needs a teacher; give an SGLang server's address"
-            " (`megarl serve --model DIR` starts one), or set teacher.weight=0"
-        )
-    yield from _keeps_all_groups(r, "a teacher")
+    if r.batch.zero_variance != "keep":
+        yield keep_all_groups("batch.zero_variance", "a teacher", r.batch.zero_variance)
     if r.has_critic:
         yield (
             "teacher.weight: with batch.centring=critic the critic gives tokens their advantages;"
@@ -224,13 +134,8 @@ def _teacher(r: Recipe) -> Iterator[str]:
 
 
 def _learner(r: Recipe) -> Iterator[str]:
-    """Check the warm-up against the schedule, the optimiser's offload, and the steps to
-    profile.
-    """
+    """Check the warm-up against the schedule, and the optimiser's offload."""
     optimizer = r.learner.optimizer
-    profiled = r.monitor.profile_steps
-    if profiled and not 0 <= profiled[0] <= profiled[1]:
-        yield f"monitor.profile_steps: should be [first, last], 0 or more, got {list(profiled)}"
     if optimizer.schedule != "constant":
         use = f"for the schedule {optimizer.schedule}"
         steps = optimizer.warmup_steps
@@ -300,50 +205,6 @@ def _serving(r: Recipe) -> Iterator[str]:
         yield (
             "serving.kv_cache_dtype: fp8_e4m3 goes with bf16; set model.dtype=bf16, or"
             " serving.kv_cache_dtype=auto"
-        )
-
-
-def _budgets(length: Length) -> Iterator[str]:
-    """Check that thinking budgets are intervals, and rise from stage to stage."""
-    budgets = [("stages", stage.thinking_tokens) for stage in length.stages]
-    budgets.append(("thinking_tokens", length.thinking_tokens))
-    least = 1 if length.control == "interruption" else 0
-    for key, (shortest, longest) in budgets:
-        if not least <= shortest <= longest:
-            yield f"length.{key}: give [shortest, longest], {least} or more"
-    steps = [stage.until_step for stage in length.stages]
-    if steps != sorted(set(steps)):
-        yield (
-            "length.stages: until_step must rise from stage to stage; it is"
-            f" {', '.join(map(str, steps))}"
-        )
-    all_longest = [longest for _, (_, longest) in budgets]
-    if all_longest != sorted(all_longest):
-        yield (
-            "length.stages: budgets must not fall, up to length.thinking_tokens; the longest are"
-            f" {', '.join(map(str, all_longest))}"
-        )
-
-
-def _lengths(r: Recipe) -> Iterator[str]:
-    """Check thinking budgets, and how thinking ends."""
-    length = r.length
-    end = length.end_of_thinking
-    yield from _budgets(length)
-    if end and not end.strip():
-        yield (
-            f"length.end_of_thinking: {end!r} is only white space, which every thinking trace"
-            " contains; give what ends one"
-        )
-    if not end and length.control == "interruption":
-        yield (
-            "length.end_of_thinking: is empty, so no thinking trace is ever interrupted; set"
-            " length.control=none, or give what ends a trace"
-        )
-    if length.control == "interruption" and not length.interruption.endswith(end):
-        yield (
-            "length.interruption: must end with length.end_of_thinking, or the model would go on"
-            " thinking in its answer"
         )
 
 
@@ -458,24 +319,10 @@ def _shortest_room(length: Length) -> int:
 
 
 def _environments(r: Recipe) -> Iterator[str]:
-    """Check for unknown environments, and replies that cannot fit."""
+    """Check that replies fit."""
     room = _shortest_room(r.length)
     for key, rows in _rows(r).items():
-        if not rows.environment:
-            continue
-        yield from _named(
-            f"{key}.environment",
-            rows.environment,
-            "environment",
-            ENVIRONMENTS,
-            "package.module:Class",
-        )
-        if rows.environment == "python" and "code" in rows.graders:
-            yield (
-                f"{key}.environment: python runs every turn that has a program in it, so an answer"
-                " for the grader code could never be the last turn; leave one of them out"
-            )
-        if rows.reply_tokens >= room:
+        if rows.environment and rows.reply_tokens >= room:
             yield (
                 f"{key}.reply_tokens: a reply of {rows.reply_tokens} tokens leaves nothing of the"
                 f" shortest budget for thinking and replies, which is {room}"
@@ -484,29 +331,10 @@ def _environments(r: Recipe) -> Iterator[str]:
 
 
 def _agents(r: Recipe) -> Iterator[str]:
-    """Check tasks and suites with an agent, and what a run with one cannot have."""
+    """Check what a run with an agent cannot have."""
     for key, rows in _rows(r).items():
         if rows.agent:
-            yield from _agent_rows(key, rows)
             yield from _agent_run(r, key)
-
-
-def _agent_rows(key: str, rows: Rows) -> Iterator[str]:
-    """Check the keys of a task or suite with an agent."""
-    if isinstance(rows.agent, str) and not OF_USERS.fullmatch(rows.agent):
-        yield (
-            f"{key}.agent: {rows.agent!r} is not a package.module:function; give a command as a"
-            " list: [python, agent.py]"
-        )
-    if rows.environment:
-        yield (
-            f"{key}.agent: a task has an environment or an agent, not both; leave one of them out"
-        )
-    if rows.template != "raw" or rows.system:
-        yield (
-            f"{key}.template: an agent is given the prompt as it is, and its requests get the"
-            " template; leave it out"
-        )
 
 
 def _agent_run(r: Recipe, key: str) -> Iterator[str]:
@@ -535,25 +363,6 @@ def _agent_run(r: Recipe, key: str) -> Iterator[str]:
         )
 
 
-def _named(
-    key: str,
-    name: str,
-    thing: str,
-    built_in: Sequence[str],
-    users: str = "package.module:function",
-) -> Iterator[str]:
-    """Check that a name is known, or has the form of a user's own function or class."""
-    if name not in built_in and not OF_USERS.fullmatch(name):
-        yield f"{key}: unknown {thing} {name!r}; {_suggestion(name, built_in)}, and {users}"
-
-
-def _suggestion(name: str, names: Sequence[str]) -> str:
-    """Return a text that suggests the name that was meant, and lists all of them."""
-    close = difflib.get_close_matches(name, names, 1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"{hint}known: {', '.join(names)}"
-
-
 def _rows(r: Recipe) -> dict[str, Rows]:
     """Return tasks and suites by their dotted keys."""
     rows: dict[str, Rows] = {f"data.tasks.{name}": task for name, task in r.data.tasks.items()}
@@ -563,18 +372,9 @@ def _rows(r: Recipe) -> dict[str, Rows]:
 
 
 def _graders(r: Recipe) -> Iterator[str]:
-    """Check for unknown graders, and services with a grader's name."""
+    """Check for unknown graders."""
     for key, grader in _named_graders(r).items():
-        yield from _named(key, grader, "grader", (*GRADERS, *r.data.services))
-    for name, task in r.data.tasks.items():
-        if task.train.startswith("reasoning-gym:") and task.grader in ("math", "exact"):
-            yield (
-                f"data.tasks.{name}.grader: problems of reasoning-gym need grader: reasoning-gym,"
-                " or one of your own"
-            )
-    for name in r.data.services:
-        if name in GRADERS:
-            yield f"data.services.{name}: a built-in grader has this name; choose another"
+        yield from unknown_name(key, grader, "grader", (*GRADERS, *r.data.services))
 
 
 def _named_graders(r: Recipe) -> dict[str, str]:
@@ -590,23 +390,12 @@ def _named_graders(r: Recipe) -> dict[str, str]:
     return graders
 
 
-def _reward_names(r: Recipe) -> Iterator[str]:
-    """Check for rewards with a reserved name."""
-    for key, rows in _rows(r).items():
-        for name in sorted(RESERVED.keys() & rows.rewards.keys()):
-            yield (
-                f"{key}.rewards.{name}: {RESERVED[name]} is logged under this name; choose another"
-            )
-
-
 RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (
     _layout,
-    _prompts,
+    _suites,
     _scores,
     _sharing,
     _serving,
-    _lengths,
-    _reward_names,
     _graders,
     _environments,
     _agents,

@@ -20,8 +20,8 @@ from megarl.core.algorithm.packing import cost_of, sizes_to_try
 from megarl.core.base.architecture import Architecture
 from megarl.core.client.servable import attention_problem, experts_problem, fp8_problem, undivided
 from megarl.core.recipe import Recipe
+from megarl.core.recipe.learner import Learner
 from megarl.core.recipe.rules import impossible, impossible_for
-from megarl.core.recipe.tree import Learner
 from megarl.predict.planning import memory, speed
 from megarl.predict.planning.hardware import ASSUMED, GB, Gpu
 from megarl.predict.planning.memory import LearnerMemory, ServerMemory

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from megarl.core.base import architecture
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
-from megarl.core.recipe.tree import FP8_BLOCK
+from megarl.core.recipe.model import FP8_BLOCK
 from megarl.predict.planning.hardware import ASSUMED
 from megarl.run import devices
 from megarl.run.devices import HostBytes

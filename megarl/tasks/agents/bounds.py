@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from megarl.core.base.messages import KEPT_FROM_INPUT
-from megarl.core.recipe.tree import Length
+from megarl.core.recipe.generation import Length
 from megarl.tasks.agents.errors import ContextFull, WireError
 
 BYTES_PER_TOKEN = 32

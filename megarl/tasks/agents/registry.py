@@ -36,7 +36,7 @@ from megarl.core.base.process import without_proxy
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt
 from megarl.core.recipe import Recipe
-from megarl.core.recipe.tree import AgentSection
+from megarl.core.recipe.agent import AgentSection
 from megarl.tasks.agents.gateway import MODEL, Gateway
 from megarl.tasks.agents.rendering import Rendering, tail_problem
 from megarl.tasks.agents.sandbox import agent_sandbox, check_agent_sandbox

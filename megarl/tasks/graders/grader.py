@@ -21,7 +21,7 @@ from megarl.core.base.contracts import WRONG, Grade, GraderDown, Verdict, answer
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Prompt
 from megarl.core.recipe import Recipe, Rows, Task
-from megarl.core.recipe.rules import GRADERS
+from megarl.core.recipe.data import GRADERS
 from megarl.tasks.data.reasoning_gym import check_package
 from megarl.tasks.graders.answer import Submission, graded, judged
 from megarl.tasks.graders.code import Code

@@ -29,7 +29,7 @@ from megarl.core.client.client import ServerClient, ServerLost
 from megarl.core.evaluation.answers import Answer
 from megarl.core.evaluation.metrics import Outcome
 from megarl.core.evaluation.score import Asker, Questions
-from megarl.core.recipe.tree import LM_EVAL
+from megarl.core.recipe.data import LM_EVAL
 from megarl.core.sampling.places import Order
 from megarl.core.sampling.sampler import MAX_RETRIES
 

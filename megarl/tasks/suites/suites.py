@@ -19,7 +19,7 @@ from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.evaluation.score import Sampled, choose
 from megarl.core.recipe import Recipe, Suite
-from megarl.core.recipe.tree import LM_EVAL
+from megarl.core.recipe.data import LM_EVAL
 from megarl.tasks.data.contamination import overlap_with
 from megarl.tasks.data.mappings import mapping_of
 from megarl.tasks.data.prompts import load_set, of_programs, renderer

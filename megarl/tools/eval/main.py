@@ -41,7 +41,7 @@ from megarl.core.evaluation.answers import Answer, Result, SuiteDir
 from megarl.core.evaluation.metrics import Outcome, read_outcomes, result_of, settings_of
 from megarl.core.evaluation.score import score
 from megarl.core.recipe import Recipe
-from megarl.core.recipe.tree import LM_EVAL
+from megarl.core.recipe.data import LM_EVAL
 from megarl.run.process import lock, outlive_screen
 from megarl.tasks.suites import suites
 from megarl.tasks.suites.harness import Documents, means

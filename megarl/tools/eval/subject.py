@@ -26,7 +26,7 @@ from megarl.core.base.retention import named_checkpoint, split_name
 from megarl.core.base.rundir import RunDir, complete, step_of
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.recipe import Recipe, from_tree, load, load_suite, shipped_suites
-from megarl.core.recipe.tree import LM_EVAL
+from megarl.core.recipe.data import LM_EVAL
 from megarl.run import devices
 from megarl.tasks.data.chat import load_chat, template_source
 

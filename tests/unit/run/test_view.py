@@ -15,7 +15,7 @@ from rich.console import Console
 
 from megarl.core.base.rundir import FORECAST, RunDir, append_jsonl, read_jsonl
 from megarl.core.recipe import Recipe
-from megarl.core.recipe.tree import Teacher
+from megarl.core.recipe.algorithm import Teacher
 from megarl.run import state
 from megarl.run.logs import last_lines, last_problem, log_of, log_sizes
 from megarl.run.restart import MESSAGE_STATUS, GiveUp, Restart, RestartPolicy, Role

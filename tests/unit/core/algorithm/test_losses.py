@@ -24,7 +24,7 @@ from megarl.core.algorithm.losses.terms import (
 )
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Loss
-from megarl.core.recipe.rules import LOSSES
+from megarl.core.recipe.algorithm import LOSSES
 
 Floats = np.ndarray
 Draw = tuple[

@@ -27,7 +27,7 @@ from megarl.core.engine.launch import (
     precision_arguments,
 )
 from megarl.core.recipe import Recipe, from_tree
-from megarl.core.recipe.tree import FP8_BLOCK
+from megarl.core.recipe.model import FP8_BLOCK
 from megarl.core.sync.block_fp8 import BLOCK
 
 LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"

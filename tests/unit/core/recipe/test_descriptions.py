@@ -4,7 +4,7 @@ import typing
 from collections.abc import Iterator
 
 from megarl.core.recipe import Recipe
-from megarl.core.recipe.tree import Section
+from megarl.core.recipe.section import Section
 
 MID_SENTENCE = ("of ", "or ", "as ", "the same", "instead of ")
 

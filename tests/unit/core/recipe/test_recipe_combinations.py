@@ -8,7 +8,7 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import from_tree
-from megarl.core.recipe.rules import ENVIRONMENTS
+from megarl.core.recipe.data import ENVIRONMENTS
 from megarl.tasks.environments.registry import BUILT_IN
 
 Tree = dict[str, Any]
@@ -291,8 +291,8 @@ def test_all_impossible_combinations_are_said_at_once() -> None:
     with pytest.raises(MegarlError) as error:
         from_tree({"loss": {"kind": "cispp"}, "model": {"tensor_parallel": 2}})
     first, second = str(error.value).splitlines()
-    assert first.startswith("recipe: resources.learner_ranks: 1 ranks do not divide")
-    assert second.startswith("recipe: loss.kind: unknown loss 'cispp'")
+    assert first.startswith("recipe: loss.kind: unknown loss 'cispp'")
+    assert second.startswith("recipe: resources.learner_ranks: 1 ranks do not divide")
 
 
 def test_neighbours_of_the_impossible_are_possible() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.recipe import differences, load
-from megarl.core.recipe.rules import LOSSES
+from megarl.core.recipe.algorithm import LOSSES
 
 ARMS = Path(__file__).parents[4] / "benchmarks" / "trust_regions"
 
