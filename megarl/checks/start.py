@@ -262,8 +262,9 @@ def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
     """Raise MegarlError if the servers cannot serve the model with these lengths."""
     gpus = placed[Role("server", 0)].gpus
     check_server(recipe, cuda=bool(gpus))
-    if gpus:
-        check_gpus(recipe, devices.capabilities())
+    for role, place in placed.items():
+        if role.kind == "server" and place.gpus:
+            check_gpus(recipe, place.capabilities)
     if gpus and STEP_COMMAND not in os.environ:  # otherwise the roles have another Python
         check_kernels()
 

@@ -250,15 +250,12 @@ def attention_problem(model: Architecture, longest: int, capabilities: Collectio
     attention into chunks.
     """
     in_one_chunk = not model.attention_chunk or model.attention_chunk >= longest
-    if (
-        in_one_chunk
-        or not capabilities
-        or any(capability.startswith("9.") for capability in capabilities)
-    ):
+    others = [capability for capability in capabilities if not capability.startswith("9.")]
+    if in_one_chunk or not others:
         return ""
     return (
         f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but on a GPU of"
-        f" compute capability {min(capabilities)} SGLang does not divide Llama 4's attention into"
+        f" compute capability {min(others)} SGLang does not divide Llama 4's attention into"
         f" chunks (attention_chunk_size={model.attention_chunk}), only on Hopper (9.0: H100, H200);"
         " serve there, or shorten length.*"
     )

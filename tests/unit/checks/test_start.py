@@ -376,17 +376,22 @@ def test_the_hosts_memory_holds_what_roles_copy(
     resources = {"learner_ranks": 4, "servers": 1, "server_tensor_parallel": 1}
     recipe = changed(tree, resources=resources, model={"dtype": "bf16"})
     nodes = [
-        replace(this_node(20, ""), name=f"n{i}", gpus=tuple("0123"), memory=100 * 10**9)
-        for i in range(2)
+        replace(
+            this_node(20, ""),
+            name=f"n{i}",
+            gpus=tuple("0123"),
+            memory=100 * 10**9,
+            capabilities=(capability,),
+        )
+        for i, capability in enumerate(["10.0", "9.0"])
     ]
     placed = place(recipe, nodes)
-    monkeypatch.setattr(devices, "capabilities", lambda: {"10.0"})
     asked: list[Any] = []
     with monkeypatch.context() as patched:
         patched.setattr(start, "check_gpus", lambda *arguments: asked.append(arguments))
         start.check_served(recipe, placed)
     start.check_host(recipe, placed, HostBytes(25e9, 0))
-    assert asked == [(recipe, {"10.0"})]
+    assert asked == [(recipe, {"10.0"})], "the servers' node, not the one that asks"
     with pytest.raises(
         MegarlError,
         match=r"^resources: n1 has 100 GB .* ranks for checkpoints, 4 x 26 GB need 104 GB; spread",
