@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 TE := $(HOME)/.cache/megarl/transformer-engine
-.PHONY: help setup quickstart quickstart-moe quickstart-tools quickstart-agent quickstart-real test test-unit test-slow test-agents test-faults test-recipes test-families test-gpu-paths soak lint bench bench-gpu lock clean
+.PHONY: help setup quickstart quickstart-moe quickstart-tools quickstart-agent quickstart-real test test-unit test-predict test-slow test-agents test-faults test-recipes test-families test-gpu-paths soak lint bench bench-gpu lock clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -31,6 +31,9 @@ test: setup lint ## everything CI runs: lint, unit, parallel layouts, the real r
 
 test-unit: setup ## what needs no server, no process group and no process of its own: under three minutes
 	$(PYTEST) tests/unit -n 2 -m "not slow and not processes"
+
+test-predict: setup ## the planner, scaling laws, studies and benchmarks, with what "make test" leaves out of them
+	$(PYTEST) tests/unit/predict tests/unit/benchmarks tests/e2e/test_study.py -n 2
 
 test-slow: setup ## what "make test" leaves out: more recipes, layouts and faults, real runs on a real Slurm: about an hour
 	$(PYTEST) tests -m slow

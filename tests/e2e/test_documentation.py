@@ -28,6 +28,7 @@ TESTED_ELSEWHERE = {
     "make test": "the gate",
     "make test-unit": "a part of it",
     "make test-slow": "the rest of it",
+    "make test-predict": "a part of it, and of the gate",
     "make test-agents": "tests/e2e/test_agents.py",
     "make test-faults": "tests/e2e/test_faults.py",
     "make test-recipes": "tests/e2e/test_recipe_twins.py",

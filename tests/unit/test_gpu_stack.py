@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_gpu_benchmark import ROOT, RUN, run_sh
+from tests.unit.benchmarks.test_gpu_benchmark import ROOT, RUN, run_sh
 from tests.unit.test_one_architecture import CODE, FATBIN, TEXT, library
 
 pytestmark = pytest.mark.processes

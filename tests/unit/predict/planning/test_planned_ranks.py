@@ -99,7 +99,10 @@ def off(found: dict[str, Any], recipe: Recipe, config: str) -> dict[str, float]:
             id="17bx16-256",
             marks=pytest.mark.slow,
         ),
-        pytest.param("qwen3-8b-2nodes", "qwen3-8b", [0, 3], [], id="qwen3-8b"),
+        pytest.param("qwen3-8b-2nodes", "qwen3-8b", [0], [], id="qwen3-8b"),
+        pytest.param(
+            "qwen3-8b-2nodes", "qwen3-8b", [3], [], id="qwen3-8b, last", marks=pytest.mark.slow
+        ),
         pytest.param(
             "qwen3-30b-a3b-2nodes",
             "qwen3-30b-a3b",

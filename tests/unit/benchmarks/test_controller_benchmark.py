@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_controller_makes_steps_with_stand_ins(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tests.processes import wait_until_gone
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RUN = ROOT / "benchmarks" / "gpu" / "run.sh"
 FIRST = """from benchmarks.gpu.rows import Absent, Row
 def rows(tiny):
@@ -107,6 +107,7 @@ def test_each_part_ends_alone(modules: Path, tmp_path: Path) -> None:
     assert "by SIGKILL |" in table
 
 
+@pytest.mark.slow
 def test_over_its_limit(modules: Path) -> None:
     """It and what it started are ended, in whatever session; its rows are kept, and
     what its servers wrote.
@@ -364,6 +365,7 @@ def test_part(name: str) -> None:
             assert (rows[f"{dtype}, kernels: mean difference of a log-prob"].ratio or 0) < 1
 
 
+@pytest.mark.slow
 def test_fp8_is_compared_with_bf16_and_refused_without_transformer_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
