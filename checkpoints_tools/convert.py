@@ -1,12 +1,12 @@
 """Converts between distributed checkpoints and Hugging Face directories, and between
 layouts, without changing a bit.
 
-    hf_to_megatron   safetensors ──slices──► parameter of a rank ──► its shards      at any layout, from one process
+    hf_to_megatron   safetensors ──slices──► parameter of a rank ──► its shards
     megatron_to_hf   shards ──► parameter ──► safetensors
     reshard          shards ──► shards of another layout, including the optimiser's
 
-One parameter is in memory at a time. Values are only copied, unless --dtype rounds
-them.
+One process writes the shards of any layout. One parameter is in memory at a time.
+Values are only copied, unless --dtype rounds them.
 """
 
 import gc

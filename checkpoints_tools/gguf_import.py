@@ -1,7 +1,8 @@
 """Makes a Hugging Face directory of a GGUF file, which holds weights, configuration and
 tokenizer.
 
-    FILE ──► transformers' reader (dequantised) ──► what it loses, repaired ──► checks ──► OUT
+    FILE ──► transformers' reader (dequantised) ──► repair of what it loses
+         ──► checks ──► OUT
 
 transformers loses what splits text before the merges (digits one by one, the composed
 form of accents), the decimal epsilon, and rope scaling. The first two are repaired; a
@@ -148,7 +149,7 @@ def _of_model(reader: gguf.GGUFReader, key: str) -> Any:
 
 
 def _supported(file: Path, reader: gguf.GGUFReader) -> Callable[[Backend], None]:
-    """Return the tokenizer's repair. MegarlError if the result would be another model."""
+    """Return the tokenizer's repair. MegarlError if it would be another model's."""
     architecture = _value(reader, "general.architecture")
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -173,7 +174,9 @@ def _supported(file: Path, reader: gguf.GGUFReader) -> Callable[[Backend], None]
 
 @contextmanager
 def _appearing(destination: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `destination` after the block, or goes if it fails."""
+    """Yield a folder that becomes `destination` after the block, or is deleted if the
+    block fails.
+    """
     partial = destination.with_name(f".{destination.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -216,7 +219,9 @@ def _repair_config(reader: gguf.GGUFReader, partial: Path, dtype: str) -> None:
 
 
 def _shortest(number: float) -> float:
-    """Return the decimal that was written: 1e-05 for the float32 9.999999747378752e-06."""
+    """Return the decimal that was written: 1e-05 for the float32
+    9.999999747378752e-06.
+    """
     return float(str(np.float32(number)))
 
 

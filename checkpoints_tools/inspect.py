@@ -1,7 +1,7 @@
 """Shows what a directory holds: architecture, size, step, recipe, the layout with which
-it was written, and a tree of tensors.
+it was written, and a tree of tensors in which equal siblings share a line.
 
-decoder                                                    in the tree, equal siblings share one line
+decoder
   layers.[0-31]
     mlp.down_proj.weight   [4096, 14336] bfloat16  117.4 MB
 """

@@ -1,10 +1,14 @@
 """Writes a directory. After a kill it can be continued, and it is never mistaken for a
 complete one.
 
-    .DST.partial/                left by a killed conversion; the next one with the same identity continues it
-        progress.jsonl           the identity, then one line per finished file, with any data that its writer wants to keep
-        model-00001-of-….part    a file being written; it is renamed and recorded once it is on disk
-    DST                          the same directory, renamed when complete, without progress.jsonl
+    .DST.partial/               left by a killed conversion; the next one with the same
+                                identity continues it
+        progress.jsonl          the identity, then one line per finished file, with any
+                                data that its writer wants to keep
+        model-00001-of-….part   a file being written; it is renamed and recorded once it
+                                is on disk
+    DST                         the same directory, renamed when complete, without
+                                progress.jsonl
 
 A second thread puts a file on disk (fsync) while the next one is filled. An error
 removes the directory; a kill or Ctrl-C leaves it, to be continued.
@@ -114,6 +118,9 @@ class Partial:
             self._pending = None
 
     def close(self) -> None:
+        """Stop the thread, after the file that it is putting on disk;
+        keep the folder.
+        """
         self._disk.shutdown()
         with suppress(OSError):  # on a full disk, a line may still be in memory
             self._log.close()

@@ -1,9 +1,11 @@
 """Converts Hugging Face directories from FP8 or MXFP4 to bf16. The stored tensors, and
 the numbers that they represent:
 
-fp8     NAME E4M3 [rows, columns], NAME_scale_inv a scale per block of it (DeepSeek-V3, arXiv 2412.19437, section 3.3)
+fp8     NAME E4M3 [rows, columns], NAME_scale_inv a scale per block of it (DeepSeek-V3,
+        arXiv 2412.19437, section 3.3)
         E4M3 * scale
-mxfp4   NAME_blocks U8 [experts, rows, groups, 16], two E2M1 per byte, lower bits first; NAME_scales U8 [experts, rows, groups]
+mxfp4   NAME_blocks U8 [experts, rows, groups, 16], two E2M1 per byte, lower bits first;
+        NAME_scales U8 [experts, rows, groups]
         E2M1 * 2^(scale - 127) (OCP Microscaling Formats 1.0); NAME [experts, columns,
         rows] is the transpose of that (gpt-oss)
 

@@ -1,8 +1,9 @@
 """Reads and writes megatron's torch_dist checkpoints, shard by shard, without a process
 group.
 
-    .metadata           torch.distributed.checkpoint.metadata.Metadata: the shards of every tensor, and where each lies
-    __RANK_N.distcp     shards one after another, each as written by torch.save
+    .metadata         torch.distributed.checkpoint.metadata.Metadata: the shards of
+                      every tensor, and where each lies
+    __RANK_N.distcp   shards one after another, each as written by torch.save
 
 Reading finds the values of a shard within its file, checks them against the CRC in
 torch's archive, and maps them. Writing appends shards and records them, and in the end
@@ -55,7 +56,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 @dataclass(frozen=True)
 class StoredTensor(Shape):
-    """A tensor in a checkpoint: its shape and type, and its shards as boxes within it."""
+    """A tensor in a checkpoint: its shape and type,
+    and its shards as boxes within it.
+    """
 
     boxes: tuple[Box, ...]
 

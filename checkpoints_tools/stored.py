@@ -1,8 +1,10 @@
 """Finds the model at a path, and gives its Hugging Face tensors by name, one Megatron
 parameter at a time.
 
-Hugging Face tensors  ──views──►  this part's pieces  ──merge──►  parameter  ──►  its shards      (value_of)
-shards  ──►  parameter  ──unmerge──►  views  ──►  Hugging Face tensors, or entries of stacked ones  (TensorGroup)
+value_of      Hugging Face tensors ──views──► this part's pieces ──merge──► parameter
+                  ──► its shards
+TensorGroup   shards ──► parameter ──unmerge──► views
+                  ──► Hugging Face tensors, or entries of stacked ones
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +48,7 @@ class TensorGroup:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all its Hugging Face tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 

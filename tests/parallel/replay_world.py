@@ -76,7 +76,9 @@ def step(trainer: Trainer, sequences: list[TrainSequence]) -> tuple[float, dict[
 
 
 def check_forced(recipe: Recipe, model: Path, what: str) -> list[TrainSequence]:
-    """With the batch's experts, loss and gradients are those of transformers with them."""
+    """With the batch's experts, loss and gradients are those of
+    transformers with them.
+    """
     sequences = training_sequences(
         decode(model.with_suffix(".msgpack").read_bytes(), Batch), recipe
     )

@@ -1,8 +1,9 @@
 """A stand-in for one GPU: tensors say that they are on cuda:0, and their numbers lie on
 the CPU.
 
-    env = environment(folder)                 # a new process, because torch asks for a driver when it is imported
-    install()                                 # in that process, before megatron is imported
+    env = environment(folder)   # for a new process: torch asks for a driver when it is
+                                # imported
+    install()                   # in that process, before megatron is imported
     with on_stand_in_gpu(): Trainer(...)
 
 Code then takes the branches for a GPU, and each operation is checked as a GPU's would

@@ -1,4 +1,6 @@
-"""The text of megarl: one thought a line. CONTRIBUTING.md says why; ruff and the formatter hold the rest."""
+"""The text of megarl: one thought a line. CONTRIBUTING.md says why; ruff and the
+formatter hold the rest.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -24,7 +26,9 @@ NOT_YET = ()
 
 
 def parallel_assignments(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield `a, b = x, y`. A swap (`a, b = b, a`) is allowed: it has no other spelling."""
+    """Yield `a, b = x, y`. A swap (`a, b = b, a`) is allowed:
+    it has no other spelling.
+    """
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
             continue
@@ -38,7 +42,9 @@ def parallel_assignments(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def statements(tree: ast.Module) -> Iterator[tuple[ast.stmt, list[ast.AST]]]:
-    """Yield each statement with the expressions in it, without those of the statements inside."""
+    """Yield each statement with the expressions in it, without those of the statements
+    inside.
+    """
     for node in ast.walk(tree):
         if not isinstance(node, ast.stmt):
             continue
@@ -54,7 +60,9 @@ def statements(tree: ast.Module) -> Iterator[tuple[ast.stmt, list[ast.AST]]]:
 
 
 def crowded_statements(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield statements with more than one ternary, and `:=` outside the head of an if or a while."""
+    """Yield statements with more than one ternary, and `:=` outside the head of an if
+    or a while.
+    """
     for statement, inside in statements(tree):
         ternaries = sum(isinstance(node, ast.IfExp) for node in inside)
         if ternaries > 1:
@@ -77,7 +85,9 @@ def nested_comprehensions(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield variables, parameters and functions whose name does not say what they are."""
+    """Yield variables, parameters and functions whose name does not say
+    what they are.
+    """
     for node in ast.walk(tree):
         name = ""
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

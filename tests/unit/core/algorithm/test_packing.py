@@ -112,7 +112,9 @@ def test_attention_weighs_where_lengths_differ():
 
 
 def test_where_all_have_the_longest_sequences_size_they_are_filled_to_it():
-    """Stages would pass on 21 micro-batches of 1,000 tokens, 20 of them mostly filler."""
+    """Stages would pass on 21 micro-batches of 1,000 tokens,
+    20 of them mostly filler.
+    """
     lengths = [1000] + [100] * 40
     assert len(pack(lengths, 200, 1, one_size=True)[0]) == 5
     assert len(pack(lengths, 200, 1)[0]) == 21

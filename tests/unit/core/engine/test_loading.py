@@ -36,7 +36,9 @@ class Served(Module):
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Served]:
-    """Make a model as SGLang does, of which there is only what `own_loading` replaces."""
+    """Make a model as SGLang does, of which there is only what
+    `own_loading` replaces.
+    """
     loader = SimpleNamespace(_initialize_model=Served)
     for name in ("sglang", "sglang.srt", "sglang.srt.model_loader"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))

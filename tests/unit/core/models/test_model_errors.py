@@ -207,7 +207,9 @@ def test_missing_and_extra_tensors_in_one_message(one_rank: None, directory: Pat
 
 
 def test_a_tied_head_that_is_another_matrix(directory: Path) -> None:
-    """transformers 5 keeps both; megarl and SGLang would drop the head and say nothing."""
+    """transformers 5 keeps both; megarl and SGLang would drop the head and
+    say nothing.
+    """
     open_model(directory)  # not tied
     edit_config(directory, tie_word_embeddings=True)
     with pytest.raises(

@@ -91,7 +91,9 @@ def test_means_over_sequences(here: list[int]) -> None:
 def gradients(
     inputs: list[Tensor], function: object, upstream: Tensor, device: torch.device
 ) -> list[Tensor]:
-    """Return the output and the inputs' gradients, computed on this device, on the CPU."""
+    """Return the output and the inputs' gradients, computed on this device,
+    on the CPU.
+    """
     leaves = [tensor.to(device).requires_grad_() for tensor in inputs]
     output = function(*leaves)  # type: ignore[operator]
     output.backward(upstream.to(device))

@@ -278,7 +278,9 @@ def test_texts_are_told_from_json_by_the_tools_schema(tmp_path: Path) -> None:
 
 
 def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> None:
-    """Its template writes ids, which it was trained to number through the conversation."""
+    """Its template writes ids, which it was trained to number through the
+    conversation.
+    """
     tokenizer, rendering = published(tmp_path, "Kimi K2")
     tree = SessionTree()
     tools = tuple(TOOLS)

@@ -228,7 +228,9 @@ DROPPED: list[tuple[dict[str, Any], int]] = [
 def test_calls_with_our_ids_name_an_answer_whose_text_was_dropped(
     changed: dict[str, Any], paths: int, history: str, tmp_path: Path
 ) -> None:
-    """Three turns, so that the dropped text is in the middle of the conversation, too."""
+    """Three turns, so that the dropped text is in the middle of the
+    conversation, too.
+    """
 
     async def test() -> None:
         said = "Let me look." + called(a=1, b=2) + called(a=3)
