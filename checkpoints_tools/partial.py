@@ -62,7 +62,7 @@ class Partial:
         self._pending: Future[None] | None = None
         self._log = log
 
-    def begin(self, same: Mapping[str, object]) -> None:
+    def open(self, same: Mapping[str, object]) -> None:
         """Continue the directory if it was begun with the same identity, else empty it
         and begin anew.
         """
@@ -80,9 +80,9 @@ class Partial:
             if (file := self.path / row["file"]).is_file() and file.stat().st_size == row["bytes"]:
                 self.finished[row["file"]] = row["note"]
 
-    def expect(self, what: str, total: int) -> None:
+    def expect(self, description: str, total: int) -> None:
         """Set the progress bar's text and the total number of bytes to write."""
-        self._progress.update(self._task, description=what, total=total)
+        self._progress.update(self._task, description=description, total=total)
 
     def skip(self, count: int) -> None:
         """Count bytes that were already written."""
@@ -151,7 +151,7 @@ def writing(destination: Path, same: Mapping[str, object]) -> Iterator[Partial]:
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    begin = time.monotonic()
+    started = time.monotonic()
     try:
         path.mkdir(parents=True, exist_ok=True)
         log = _locked(path)
@@ -164,7 +164,7 @@ def writing(destination: Path, same: Mapping[str, object]) -> Iterator[Partial]:
             # It is closed before the directory is removed, since the second thread may
             # be renaming a file in it.
             with closing(Partial(path, log, progress)) as partial:
-                partial.begin(same)
+                partial.open(same)
                 yield partial
                 partial.flush()
                 (path / PROGRESS).unlink()
@@ -177,7 +177,7 @@ def writing(destination: Path, same: Mapping[str, object]) -> Iterator[Partial]:
             raise MegarlError(
                 f"{destination}: could not be written (is the disk full?): {reason}"
             ) from None
-    seconds = time.monotonic() - begin
+    seconds = time.monotonic() - started
     megabytes = partial.done / 1e6
     terminal.say(
         f"{destination}: {megabytes:,.1f} MB written in {seconds:.1f} s ({megabytes / seconds:,.0f}"
@@ -207,8 +207,10 @@ def identity(command: str, source: Path, **settings: object) -> dict[str, object
     including name, size and time of every source file.
     """
     files = sorted(p for p in source.rglob("*") if p.is_file())
-    known = [[str(p.relative_to(source)), p.stat().st_size, p.stat().st_mtime_ns] for p in files]
-    return {"command": command, "source": str(source.resolve()), "files": known} | settings
+    file_states = [
+        [str(p.relative_to(source)), p.stat().st_size, p.stat().st_mtime_ns] for p in files
+    ]
+    return {"command": command, "source": str(source.resolve()), "files": file_states} | settings
 
 
 def _locked(path: Path) -> TextIO:
