@@ -41,7 +41,7 @@ class Late(dist._Work):
     def is_completed(self) -> bool:
         return self.ended.is_set()
 
-    def exception(self) -> RuntimeError | None:  # type: ignore[override]
+    def exception(self) -> RuntimeError | None:
         return self.error
 
     def fail(self, error: RuntimeError) -> None:

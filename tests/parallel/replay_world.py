@@ -142,7 +142,7 @@ def remembered(router: PartialReplay) -> list[torch.Tensor]:
         choices.append(experts)
         return probabilities, experts
 
-    router.get_replay_topk = remember  # type: ignore[method-assign]
+    router.get_replay_topk = remember
     return choices
 
 

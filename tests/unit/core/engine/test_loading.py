@@ -212,7 +212,7 @@ def test_each_rank_takes_its_part_of_single_experts(gpt_oss: ModuleType) -> None
         for name in prefix.split("."):
             module.add_module(name, Module())
             module = module.get_submodule(name)
-        module.moe_tp_rank = rank  # type: ignore[assignment]
+        module.moe_tp_rank = rank
         held = {
             "w13_weight": (3, 4, 6),
             "w13_weight_bias": (3, 4),

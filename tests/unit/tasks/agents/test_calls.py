@@ -311,7 +311,7 @@ def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> No
     renamed = AgentRequest((*request.messages, theirs, *other), tools)
     assert rendering.tail(node, renamed).tolist() == put.tolist(), (
         "whatever ids the agent gives them"
-    )  # type: ignore[union-attr]
+    )
     whole = tokenizer.decode(rendering.full_prompt(again))
     assert whole.count("functions.f:0") == whole.count("functions.g:1") == 2, (
         "the agent's own history is numbered"

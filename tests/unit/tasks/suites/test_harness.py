@@ -330,7 +330,7 @@ def test_lost_requests_are_asked_again_and_places_given_back(
             recipe=from_tree({}),
             tokenizer=tokenizer,
             sampler=SimpleNamespace(servers=pool),  # type: ignore[arg-type]
-            graders=SimpleNamespace(),  # type: ignore[arg-type]
+            graders=SimpleNamespace(),
             servers={0},
             salt="s",
             at_once=1,
