@@ -8,12 +8,15 @@ FOLDER holds run directories. The labels (by default FOLDER/labels.csv) have a l
 each:
 
     name,kind,seed,dose,step,named
-    rope-3,rope,3,1.1,60,kernels kernels_median RoPE        step: the first that the fault affects
-    clean-0,clean,0,,,                                      named: alarms, or words of a cause, that name the fault
+    rope-3,rope,3,1.1,60,kernels kernels_median RoPE
+    clean-0,clean,0,,,
 
-Records of clean runs (`python -m benchmarks.corpus`) are judged as well. Steps before a fault
-count as clean steps, too. A forked run may have a column `fork`, its own first step:
-earlier steps set its norm, but are not counted a second time.
+`step` is the first that the fault affects. `named` has alarms, or words of a cause,
+that name the fault.
+
+Records of clean runs (`python -m benchmarks.corpus`) are judged as well. Steps before a
+fault count as clean steps, too. A forked run may have a column `fork`, its own first
+step: earlier steps set its norm, but are not counted a second time.
 
 A fault is noticed by the first alarm raised at its step or later. It is named by the
 first such alarm that is one of `named`, or whose text contains one of them; without

@@ -3,7 +3,8 @@ roles, tiny policies, one fault each.
 
     python -m benchmarks.alarm_faults FOLDER [--only KIND] [--seconds N] [--at-once N]
 
-    data ─► models/init ─`megarl sft`─► models/warm ─► a clean run for each precision ─► forks of it: one for each fault
+    data ─► models/init ─`megarl sft`─► models/warm ─► a clean run for each precision
+                                            ─► forks of it: one for each fault
 
 A fork first runs cleanly for OWN steps, so that its pipeline is full again. Then the
 fault begins, as described in alarm_injected/sitecustomize.py; the recipe does not
@@ -12,12 +13,13 @@ two evaluations in a row, when parity ends it, or AFTER steps after the fault. C
 forks run as long: they show how often a pass rate falls by chance.
 
 FOLDER/labels.csv lists the finished runs. The same command resumes after an
-interruption; the interrupted run begins anew. With
---seconds no run begins after that time. --at-once: the number of concurrent runs. The exit status is 0 once all runs are done,
-else 1.
+interruption; the interrupted run begins anew. With --seconds no run begins after that
+time. --at-once: the number of concurrent runs. The exit status is 0 once all runs are
+done, else 1.
 
-The policy has 0.3 million parameters (as in `python -m benchmarks.corpus`); with experts, it is
-that of the shipped quickstart-moe. Each seed has a precision: 0 fp32, 1 bf16, 2 fp16.
+The policy has 0.3 million parameters (as in `python -m benchmarks.corpus`); with
+experts, it is that of the shipped quickstart-moe. Each seed has a precision: 0 fp32, 1
+bf16, 2 fp16.
 """
 
 import argparse

@@ -1,8 +1,11 @@
 """Does `megarl plan --allocate` choose well? Tests it on a grid of tiny runs with equal
 tokens, by choices from parts of a few.
 
-    python -m benchmarks.allocation run DIR [--task N]     makes the grid, or one run of it; resumes after an interruption
-    python -m benchmarks.allocation score                  prints the choices, compared with the grid's best cell
+    python -m benchmarks.allocation run DIR [--task N]
+    python -m benchmarks.allocation score
+
+`run` makes the grid, or one run of it, and resumes after an interruption. `score`
+prints the choices, compared with the grid's best cell.
 
 All runs are `quickstart` with 0.3 million active parameters, from one warm start, made
 as for the corpus. A cell is a run of P prompts x G rollouts per step, for ROLLOUTS

@@ -1,8 +1,10 @@
 """Many small, complete runs, to test forecasts with.
 
-    python -m benchmarks.corpus [--dry-run] [--seeds 0,1,2] [--dir DIR] [--task N] [key=value …]
+    python -m benchmarks.corpus [--dry-run] [--seeds 0,1,2] [--dir DIR] [--task N]
+    [key=value …]
 
-    DIR/data ─► DIR/models/SIZE ─`megarl sft`─► DIR/models/SIZE-TASK ─► a study of KINDS ─► DIR/records/NAME.jsonl.gz
+    DIR/data ─► DIR/models/SIZE ─`megarl sft`─► DIR/models/SIZE-TASK
+                    ─► a study of KINDS ─► DIR/records/NAME.jsonl.gz
 
 A kind is a shipped recipe with a policy size and a dtype. Runs are evaluated, on 4,096
 answers, at steps that grow by a factor, so that each part of the curve has points; a

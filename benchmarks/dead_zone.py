@@ -10,7 +10,8 @@ main weights, and in FP32. After each step it scores the rollouts of the first b
 
 changed  share of weights that are another bf16 number than at first; in FP32: rounded
 moved    mean |d|, for d the change of a token's log-prob since the first step
-along    bf16: how much of FP32's movement it makes, <d, d of FP32> / <d of FP32, d of FP32>
+along    bf16: how much of FP32's movement it makes,
+         <d, d of FP32> / <d of FP32, d of FP32>
 noise    bf16: mean |d - along x d of FP32|, what is not of that movement
 
 FP32 is the reference. In bf16 a weight moves only when its FP32 main weight has come
@@ -122,7 +123,9 @@ def recipe_with(name: str, model: Path, dtype: str, rate: float) -> Recipe:
 
 
 def movements(recipe: Recipe, model: Path, batches: Sequence[Batch]) -> Iterator[Movement]:
-    """Train on the batches; after each step yield how far the policy is from its start."""
+    """Train on the batches; after each step yield how far the policy is
+    from its start.
+    """
     trainer = Trainer(recipe, model)
     sequences = trainer.sequences(batches[0])
     scored = tuple(

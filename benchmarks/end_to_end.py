@@ -3,14 +3,19 @@ GRPOTrainer and its own bound, in one run.
 
     launch/bench.sh                          # starts it; options are passed on
     python -m benchmarks.end_to_end [--steps 24] [--fixed] [--json FILE]
-    python -m benchmarks.end_to_end --real [--steps 30] [--trl JSON] [--json FILE]    # real_comparison.py
+    python -m benchmarks.end_to_end --real [--steps 30] [--trl JSON] [--json FILE]
 
-    server alone S, learner alone L     tokens per second, one thread each, the other core free
-    bound = 2 / (1/S + 1/L)             two cores, every token costs 1/S core-seconds to sample and 1/L to train
-    megarl                              `megarl train`: server, controller and learner, from its own metrics
-    TRL                                 the same model, prompts, lengths and batch, loss "cispo", two threads
+    server alone S, learner alone L   tokens per second, one thread each, the other core
+                                      free
+    bound = 2 / (1/S + 1/L)           two cores, every token costs 1/S core-seconds to
+                                      sample and 1/L to train
+    megarl                            `megarl train`: server, controller and learner,
+                                      from its own metrics
+    TRL                               the same model, prompts, lengths and batch, loss
+                                      "cispo", two threads
 
-All of them count completion tokens. The workload is in workload.py.
+All of them count completion tokens. The workload is in workload.py; --real is in
+real_comparison.py.
 """
 
 import argparse

@@ -165,7 +165,9 @@ class Watched:
 def scored(
     trainer: Trainer, watched: Watched, held_out: list[TrainSequence], factor: float | None
 ) -> dict[str, Any]:
-    """Return log-probs of the held-out traces' learnt tokens, and the routers' choices."""
+    """Return log-probs of the held-out traces' learnt tokens,
+    and the routers' choices.
+    """
     rollouts = tuple(
         ScoredRollout(s.tokens, int(np.flatnonzero(s.loss_weight)[0])) for s in held_out
     )

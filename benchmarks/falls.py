@@ -9,9 +9,9 @@ forecast at any evaluation; `above`: runs with one above it. `fell`: the mean of
 last two scores is below the best mean of two in a row, by more than three standard
 errors of their answers, twice over, and by .06 at least.
 
---curves: other people's runs, points.csv (curve, x, score, answers) and index.csv (name, cls):
-evaluations (cls eval) and noisy short ones (tiny), where the answers behind each score
-are stated. Curves of more than 30 points are averaged to 30.
+--curves: other people's runs, points.csv (curve, x, score, answers) and index.csv
+(name, cls): evaluations (cls eval) and noisy short ones (tiny), where the answers
+behind each score are stated. Curves of more than 30 points are averaged to 30.
 """
 
 import argparse

@@ -1,17 +1,18 @@
 """Tests forecasts on real runs: fitted up to some compute, judged at twice and at four
 times as much.
 
-    python -m benchmarks.forecasts DIR/records [--part open | held-out] [--out
-    FILE.json]
+    python -m benchmarks.forecasts DIR/records [--part open | held-out]
+    [--out FILE.json]
 
-DIR is made by `python -m benchmarks.corpus`. A run is cut where it has made .3 to .8 of its
-final gain, and its own score at twice and four times the compute of the cut (within a
-tenth) is predicted. megarl's fit is compared with
+DIR is made by `python -m benchmarks.corpus`. A run is cut where it has made .3 to .8 of
+its final gain, and its own score at twice and four times the compute of the cut (within
+a tenth) is predicted. megarl's fit is compared with
 
-    last value    the score at the cut; its interval has only the noise of the two evaluations
-    power law     A − D / C^b, by scipy; interval of the linear approximation
-    least squares the law with R_0 fixed at the score before training, by scipy;
-    interval of the linear approximation
+    last value     the score at the cut; its interval has only the noise of the two
+                   evaluations
+    power law      A − D / C^b, by scipy; interval of the linear approximation
+    least squares  the law with R_0 fixed at the score before training, by scipy;
+                   interval of the linear approximation
 
 An interval is widened by the noise of the evaluation with which it is compared. The
 interval score is the mean of its width plus 40 times the distance by which the score

@@ -8,10 +8,12 @@ The model and the batch are those of benchmarks/gradients.py, the latter divided
 the ranks. megarl adds a rank's micro-batches in FP32 and reduces the sums in FP32,
 which is the reference. Three ways of megatron's reduce in bf16:
 
-    all in bf16            a rank's micro-batches are added in bf16, too: 2 bytes a parameter less, half of the bytes sent
-    sent in bf16           added in FP32, rounded, reduced in bf16: 2 bytes a parameter more, half of the bytes sent
-    sent in bf16, summed   the same, but the ranks' parts are added in FP32 and the sum is rounded
-    in FP32
+    all in bf16                    a rank's micro-batches are added in bf16, too: 2
+                                   bytes a parameter less, half of the bytes sent
+    sent in bf16                   added in FP32, rounded, reduced in bf16: 2 bytes a
+                                   parameter more, half of the bytes sent
+    sent in bf16, summed in FP32   the same, but the ranks' parts are added in FP32 and
+                                   the sum is rounded
 
 A difference is the norm of the difference of all gradients, relative to the reference's
 norm.
@@ -109,7 +111,9 @@ def measure(model: Path, microbatches: int, tokens: int) -> None:
 
 
 def sequences(count: int, tokens: int) -> list[TrainSequence]:
-    """Make random sequences, each a micro-batch, half of which are to become likelier."""
+    """Make random sequences, each a micro-batch,
+    half of which are to become likelier.
+    """
     draw = np.random.default_rng(0)
     weight = np.full(tokens, 1 / (count * (tokens - 1)), np.float32)
     weight[0] = 0

@@ -1,8 +1,11 @@
 """Tests the watch for over-optimisation: does it find a policy that exploits its
 reward, and does it accept clean curves?
 
-    python -m benchmarks.overoptimisation simulate [--runs 200]    how often, on curves whose trusted score is known
-    python -m benchmarks.overoptimisation run hacked | clean       the quickstart's policy in runs/NAME, then its scores
+    python -m benchmarks.overoptimisation simulate [--runs 200]
+    python -m benchmarks.overoptimisation run hacked | clean
+
+`simulate` says how often, on curves whose trusted score is known. `run` trains the
+quickstart's policy in runs/NAME, and then prints its scores.
 
 `hacked` adds to the quickstart's grader a reward for every character of the answer, so
 the highest reward is a long wrong number; `clean` has the quickstart's reward. The

@@ -1,13 +1,16 @@
 """Compares the planner's simulator with real runs of the quickstart on this machine:
 throughput and idle shares.
 
-    python -m benchmarks.planner [--steps 40] [--runs DIR] [--json FILE]     needs runs/quickstart-data and runs/quickstart-sft
+    python -m benchmarks.planner [--steps 40] [--runs DIR] [--json FILE]
 
-    calibration   decode steps: one server alone, at four concurrencies, all slowed by the same factor as beside a learner;
-                  that factor, training, publication, lengths: one real run, with the
-                  quickstart's batch and k
-    prediction    other batches, windows and a narrower server, simulated with only these costs
+    calibration   decode steps: one server alone, at four concurrencies, all slowed by
+                  the same factor as beside a learner; that factor, training,
+                  publication, lengths: one real run, with the quickstart's batch and k
+    prediction    other batches, windows and a narrower server, simulated with only
+                  these costs
     measured      the same, in real runs
+
+It needs runs/quickstart-data and runs/quickstart-sft.
 
 The policy does not change (a learning rate of almost nothing, no prompt excluded), so
 that every run has the same lengths and the same share of groups with a gradient. Steps
@@ -259,7 +262,9 @@ def linear(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
 
 
 def prediction(recipe: Recipe, known: Calibration, lengths: Lengths) -> Figures:
-    """Return the simulator's figures, for as many steps as are counted in the real run."""
+    """Return the simulator's figures, for as many steps as are counted in
+    the real run.
+    """
     sample = lengths.draw(
         np.random.default_rng(0), recipe.batch.prompts * recipe.sampling.generations
     )

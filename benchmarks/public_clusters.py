@@ -5,8 +5,10 @@ whole steps on other people's GPUs.
     [--picture FILE]
 
     rows ─► rules for leaving out rows ─► the planner's own functions (public/cases.py)
-               fit       efficiencies of each kind of GPU, on all models but one ─► that model's rows are predicted
-               figures   errors of these predictions, by file, kind of GPU and engine; ranking of layouts; the worst; a picture
+        fit       efficiencies of each kind of GPU, on all models but one
+                  ─► that model's rows are predicted
+        figures   errors of these predictions, by file, kind of GPU and engine; ranking
+                  of layouts; the worst; a picture
 
 It prints the values for hardware.yaml. --rows: another folder with train.csv,
 serve.csv, sync.csv, rl_steps.csv with the same columns; --keep: put the rows and

@@ -12,9 +12,10 @@ server, against a bare broadcast of the same bytes over the same kind of group.
     gather    the learner's part without sending: weights are put into buckets
     hash      gather, with computation of the expected checksums
     apart     hash, with each expert's tensors summed alone (only with --experts)
-    whole     a publication: transfer, the copy's checksums and their comparison, pause, swap, continue
+    whole     a publication: transfer, the copy's checksums and their comparison, pause,
+              swap, continue
     transfer  part of whole: hash, broadcast, and the server's loading into its copy, in
-    parallel
+              parallel
     pause     part of whole, from the pause to the reply that the server goes on
 
 Then it prints, in MiB, the peak memory of learner and server, and of the server before
@@ -256,7 +257,9 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
 
 
 def learner_alone(recipe: Recipe, repeats: int) -> None:
-    """Print the least CPU seconds of a learner's passes over all tensors, made in turn."""
+    """Print the least CPU seconds of a learner's passes over all tensors,
+    made in turn.
+    """
     parallel.start(recipe.model, 0, 120)
     path = Path(recipe.model.path)
     family = family_of(path)

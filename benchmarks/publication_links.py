@@ -1,7 +1,9 @@
 """Measures whether data-parallel copies of a learner that send to a server at once use
 all their network links.
 
-    python -m benchmarks.publication_links [--mbit 400] [--repeats 5]       as root, on Linux: it makes network namespaces
+    python -m benchmarks.publication_links [--mbit 400] [--repeats 5]
+
+It needs root, and Linux, for it makes network namespaces.
 
     learner rank 0, in a namespace ══ MBIT/s ══╗
                                                ╠══ bridge ── a server of two ranks

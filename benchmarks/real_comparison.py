@@ -1,8 +1,10 @@
 """Measures megarl against TRL's GRPOTrainer on a real pretrained model: `python -m
 benchmarks.end_to_end --real`.
 
-    megarl   `megarl train quickstart-real` as it is shipped: one core generates, one trains
-    TRL      the same model, prompts, sizes, rate, grader and steps on both cores (trl_real.py)
+    megarl   `megarl train quickstart-real` as it is shipped: one core generates, one
+             trains
+    TRL      the same model, prompts, sizes, rate, grader and steps on both cores
+             (trl_real.py)
 
 Of both: tokens generated per second, and seconds of training until the held-out pass
 rate first reaches `SCORE`. Neither counts its start. Evaluations are taken out: TRL

@@ -131,7 +131,9 @@ def read(path: Path) -> RealRun:
 
 
 def table(runs: Sequence[RealRun]) -> str:
-    """Return a table in Markdown. The last columns are means over the newest ten steps."""
+    """Return a table in Markdown. The last columns are means over the
+    newest ten steps.
+    """
     lines = [
         f"| run | changes | seed | held out | {' | '.join(COLUMNS)} | seconds a step |",
         "|---" * (5 + len(COLUMNS)) + "|",

@@ -3,13 +3,16 @@ seconds, for scaling-out.md.
 
     python -m benchmarks.scale [--json FILE] [--streams 16384]
 
-    routing     Places: one request finds its place, by the number of servers
-    streaming   ServerClient: one chunk of a completion, from a stand-in server in another process: 32 completions in bursts;
-                and --streams concurrent ones, whose chunks come one by one, at RATE
-                tokens/s
-    publication Fleet: all calls of a publication to stand-ins, by the number of servers
-    load        Fan: all servers are asked for their loads once, as the controller does every 5 s
-    journal     one finished group is written, and a batch of them read and encoded for the learner
+    routing      Places: one request finds its place, by the number of servers
+    streaming    ServerClient: one chunk of a completion, from a stand-in server in
+                 another process: 32 completions in bursts; and --streams concurrent
+                 ones, whose chunks come one by one, at RATE tokens/s
+    publication  Fleet: all calls of a publication to stand-ins, by the number of
+                 servers
+    load         Fan: all servers are asked for their loads once, as the controller does
+                 every 5 s
+    journal      one finished group is written, and a batch of them read and encoded for
+                 the learner
 
 They are CPU seconds of this process, so that other load matters little; the best of
 several repeats.

@@ -3,14 +3,15 @@ what would it have forgone?
 
     python -m benchmarks.stopping DIR/records [--part open | held-out] [--out FILE.json]
 
-DIR is made by `python -m benchmarks.corpus`. After each evaluation of a run the forecast is
-made from the data until then, and the rule is applied as in the controller. A price is
-a gain in pass rate per whole budget of the run, so `.02` means: stop if the rest brings
-less than .02 times its share of the budget. megarl's rule, with the upper end of the
-interval, is compared with
+DIR is made by `python -m benchmarks.corpus`. After each evaluation of a run the
+forecast is made from the data until then, and the rule is applied as in the controller.
+A price is a gain in pass rate per whole budget of the run, so `.02` means: stop if the
+rest brings less than .02 times its share of the budget. megarl's rule, with the upper
+end of the interval, is compared with
 
     point estimate   the same rule with the gain of the best fit
-    hindsight        the first evaluation after which the rest really brought less than the price, by the recorded scores
+    hindsight        the first evaluation after which the rest really brought less than
+                     the price, by the recorded scores
 
 A stop is wrong if the rest brought more than the price and two standard errors of the
 two evaluations.

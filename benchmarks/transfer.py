@@ -3,12 +3,12 @@ recipe in the corpus, from the others.
 
     python -m benchmarks.transfer DIR/records [--part open | all] [--out FILE.json]
 
-DIR is made by `python -m benchmarks.corpus`; without --part all, held-out runs are neither
-fitted nor predicted. Runs of a size are fitted together, whatever their dtype and seed.
-Predicted are each score of the largest size in the second half of its compute, and A
-and C_mid of its own fit. The power law is compared with the next smaller size's fit,
-with C_mid proportional to the size. An interval is widened by the noise of the
-evaluation with which it is compared.
+DIR is made by `python -m benchmarks.corpus`; without --part all, held-out runs are
+neither fitted nor predicted. Runs of a size are fitted together, whatever their dtype
+and seed. Predicted are each score of the largest size in the second half of its
+compute, and A and C_mid of its own fit. The power law is compared with the next smaller
+size's fit, with C_mid proportional to the size. An interval is widened by the noise of
+the evaluation with which it is compared.
 """
 
 import json

@@ -1,7 +1,9 @@
 """Measures TRL's GRPOTrainer (`loss_type="cispo"`, CPU) on the benchmark's workload:
 completion tokens/s, rollout and training.
 
-    PYTHONPATH=.bench:. python -m benchmarks.trl_grpo MODEL_DIR '{"prompts": 16, …}'     prints one JSON line
+    PYTHONPATH=.bench:. python -m benchmarks.trl_grpo MODEL_DIR '{"prompts": 16, …}'
+
+It prints one JSON line.
 
 The reward is random: it costs nothing, and leaves no group without variance.
 """

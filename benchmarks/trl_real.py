@@ -1,11 +1,12 @@
 """Trains a recipe's model on its questions by TRL's GRPOTrainer, and scores the
 held-out ones as the recipe says.
 
-    PYTHONPATH=.bench:. python -m benchmarks.trl_real RECIPE.yaml '{"loss_type": "dapo"}'    prints one JSON line
+    PYTHONPATH=.bench:. python -m benchmarks.trl_real RECIPE.yaml \
+        '{"loss_type": "dapo"}'
 
-The line is a `MeasuredTraining` (real_comparison.py). The second argument has other
-settings of GRPOConfig, to try them. With `bf16` weights are FP32 and products bf16;
-without it all is bf16.
+It prints one JSON line, a `MeasuredTraining` (real_comparison.py). The second argument
+has other settings of GRPOConfig, to try them. With `bf16` weights are FP32 and products
+bf16; without it all is bf16.
 """
 
 import asyncio

@@ -1,8 +1,11 @@
 """Tests `pipeline.window`: real runs limited by their learner, with a full window and
 with `auto`, in alternating pairs.
 
-    python -m benchmarks.window [--pairs 5] [--steps 80] [--json FILE]     ten runs of two minutes on two quiet cores
-    python -m benchmarks.window --simulate                                 scalerl-8b on 80 H100, two minutes of a core
+    python -m benchmarks.window [--pairs 5] [--steps 80] [--json FILE]
+    python -m benchmarks.window --simulate
+
+The first makes ten runs of two minutes, and needs two quiet cores; --simulate is
+scalerl-8b on 80 H100, two minutes of a core.
 
 The workload is that of `workload.py` with prompts four times as long as answers: a
 server reads a prompt once per group, the learner with every answer, so the learner is

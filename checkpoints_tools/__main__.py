@@ -47,6 +47,7 @@ app.add_typer(conversion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status. arguments: None for sys.argv's."""
     silence_libraries()
     try:
         status: int = (
@@ -109,7 +110,7 @@ def dequantize(
     ],
     destination: Destination,
 ) -> None:
-    """Write a quantised Hugging Face directory in bf16, which learner and servers need."""
+    """Write a quantised Hugging Face directory in bf16, for learner and servers."""
     with importing():
         from checkpoints_tools import quantized
 

@@ -88,8 +88,8 @@ def _training(run: RunDir, meta: CheckpointMeta) -> list[tuple[str, str]]:
         facts.append(("tokens trained", f"{sum(row['tokens_trained'] for row in rows):,.0f}"))
     if evaluations:
         last = evaluations[-1]
-        how = f"mean of {last['samples']} samples on {last['n_prompts']} held-out prompts"
+        basis = f"mean of {last['samples']} samples on {last['n_prompts']} held-out prompts"
         facts.append(
-            ("evaluation", f"pass rate {last['pass_rate']:.4g} at step {last['step']}: {how}")
+            ("evaluation", f"pass rate {last['pass_rate']:.4g} at step {last['step']}: {basis}")
         )
     return facts

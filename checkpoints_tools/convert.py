@@ -1,12 +1,12 @@
 """Converts between distributed checkpoints and Hugging Face directories, and between
 layouts, without changing a bit.
 
-    hf_to_megatron   safetensors ──slices──► parameter of a rank ──► its shards      at any layout, from one process
+    hf_to_megatron   safetensors ──slices──► parameter of a rank ──► its shards
     megatron_to_hf   shards ──► parameter ──► safetensors
     reshard          shards ──► shards of another layout, including the optimiser's
 
-One parameter is in memory at a time. Values are only copied, unless --dtype rounds
-them.
+One process writes the shards of any layout. One parameter is in memory at a time.
+Values are only copied, unless --dtype rounds them.
 """
 
 import gc
@@ -65,8 +65,10 @@ def hf_to_megatron(
     family = family_of(source)
     directory = Directory(source, model.tensors)
     dtype = dtype or NEAREST[model.dtype]
-    wanted = parts(source, layout, dtype)
-    types = {view.name: part.dtype for part in wanted for view in family.weight(part.name).sources}
+    stored_parts = parts(source, layout, dtype)
+    types = {
+        view.name: part.dtype for part in stored_parts for view in family.weight(part.name).sources
+    }
     if text := rounded(model.tensors, types):
         terminal.say(f"{source}: {text}")
     meta = checkpoint.CheckpointMeta(
@@ -85,7 +87,7 @@ def hf_to_megatron(
         destination, _same("hf-to-megatron", source, layout, dtype, file_bytes)
     ) as partial:
         _write_checkpoint(
-            partial, wanted, shards, no_objects(), file_bytes // layout.ranks, source, meta
+            partial, stored_parts, shards, no_objects(), file_bytes // layout.ranks, source, meta
         )
 
 
@@ -95,36 +97,21 @@ def reshard(
     """Write the same checkpoint, including step and optimiser, in the shards of another
     layout.
     """
-    what = stored(source)
-    if what.meta is None:
+    model = stored(source)
+    if model.meta is None:
         raise MegarlError(
             f"{source}: a Hugging Face directory has no shards; use `convert hf-to-megatron`"
         )
-    if what.meta.critic:
+    if model.meta.critic:
         raise MegarlError(
-            f"{what.path}: has a critic, whose shards reshard cannot convert; a run can resume it"
+            f"{model.path}: has a critic, whose shards reshard cannot convert; a run can resume it"
             " at any layout"
         )
     refuse_existing(destination)
-    shards = Shards(what.path)
-    wanted = parts(what.hf_dir, layout, what.dtype)
-    check_keys(shards, wanted)
-    states = sorted(
-        {key.split(".", 3)[2] for key in shards.tensors if key.startswith(f"{OPTIMIZER}state.")}
-    )
-    carried = {
-        f"{OPTIMIZER}state.{state}.{shard.key}"
-        for state in states
-        for part in wanted
-        for shard in part.shards()
-    }
-    if lost := sorted(
-        key for key in shards.tensors if key.startswith(OPTIMIZER) and key not in carried
-    ):
-        raise MegarlError(
-            f"{what.path}: {len(lost)} tensors of the optimiser do not belong to any weight of the"
-            f" model: {lost[0]}, …"
-        )
+    shards = Shards(model.path)
+    stored_parts = parts(model.hf_dir, layout, model.dtype)
+    check_keys(shards, stored_parts)
+    states = _optimizer_states(shards, stored_parts)
 
     def read(part: StoredPart) -> Iterator[Shard]:
         for shard in part.shards():
@@ -137,16 +124,34 @@ def reshard(
                         shards.read(key, box_of(shard)),
                     )
 
-    changed = layout.section(what.hf_dir, what.dtype).model_dump()
-    kept = {key: what.meta.model[key] for key in ("path", "fp32_head") if key in what.meta.model}
-    meta = msgspec.structs.replace(what.meta, model=changed | kept)
-    with writing(
-        destination, _same("reshard", what.path, layout, what.dtype, file_bytes)
-    ) as partial:
+    section = layout.section(model.hf_dir, model.dtype).model_dump()
+    for key in ("path", "fp32_head"):
+        if key in model.meta.model:
+            section[key] = model.meta.model[key]
+    meta = msgspec.structs.replace(model.meta, model=section)
+    same = _same("reshard", model.path, layout, model.dtype, file_bytes)
+    with writing(destination, same) as partial:
         limit = file_bytes // layout.ranks
-        _write_checkpoint(
-            partial, wanted, read, shards.objects(), limit, what.hf_dir, meta, 1 + len(states)
+        copies = 1 + len(states)
+        objects = shards.objects()
+        _write_checkpoint(partial, stored_parts, read, objects, limit, model.hf_dir, meta, copies)
+
+
+def _optimizer_states(shards: Shards, stored_parts: Sequence[StoredPart]) -> list[str]:
+    """Return what the optimiser keeps of each weight: exp_avg, …. MegarlError if it has
+    tensors of weights that the model lacks.
+    """
+    start = f"{OPTIMIZER}state."
+    keys = {key for key in shards.tensors if key.startswith(OPTIMIZER)}
+    states = sorted({key.split(".", 3)[2] for key in keys if key.startswith(start)})
+    weights = [shard.key for part in stored_parts for shard in part.shards()]
+    strays = sorted(keys - {f"{start}{state}.{weight}" for state in states for weight in weights})
+    if strays:
+        raise MegarlError(
+            f"{shards.path}: {len(strays)} tensors of the optimiser do not belong to any weight of"
+            f" the model: {strays[0]}, …"
         )
+    return states
 
 
 def megatron_to_hf(
@@ -158,30 +163,30 @@ def megatron_to_hf(
     one). base: the Hugging Face directory from which tensors that are not trained (a
     vision tower) are taken; None: the one from which the checkpoint was made.
     """
-    what = stored(source)
-    if what.meta is None:
+    model = stored(source)
+    if model.meta is None:
         raise MegarlError(f"{source}: already a Hugging Face directory")
     refuse_existing(destination)
-    trained = HuggingFaceTensors(what)
-    untouched = _untouched(base or Path(what.meta.hf_source), trained.family)
+    trained = HuggingFaceTensors(model)
+    untouched = _untouched(base or Path(model.meta.hf_source), trained.family)
     tensors = trained.groups + [
         TensorGroup((), {name: region}) for name, region in untouched.items()
     ]
 
     def values(group: TensorGroup) -> Iterator[tuple[str, int, Tensor]]:
         for view, value in trained.views_of(group):
-            check_finite(value, [view.name], what.path)
+            check_finite(value, [view.name], model.path)
             yield view.name, view.expert or 0, value
         for name, shape in group.tensors.items():
             if isinstance(shape, Region):
                 yield name, 0, shape.tensor()
 
     with writing(
-        destination, _same("megatron-to-hf", what.path, WHOLE, what.dtype, file_bytes)
+        destination, _same("megatron-to-hf", model.path, WHOLE, model.dtype, file_bytes)
     ) as partial:
         write_tensors(partial, tensors, values, file_bytes)
-        copy_description(what.hf_dir, partial.path, DTYPES[what.dtype])
-        (partial.path / card.FILE).write_text(card.render(what.path, what.meta))
+        copy_description(model.hf_dir, partial.path, DTYPES[model.dtype])
+        (partial.path / card.FILE).write_text(card.render(model.path, model.meta))
 
 
 def write_tensors(
@@ -227,7 +232,7 @@ def write_tensors(
 
 def _write_checkpoint(
     partial: Partial,
-    wanted: Sequence[StoredPart],
+    stored_parts: Sequence[StoredPart],
     read: Callable[[StoredPart], Iterable[Shard]],
     objects: dict[str, bytes],
     file_bytes: int,
@@ -238,22 +243,22 @@ def _write_checkpoint(
     """Write every part's shards into its rank's files. copies: the number of tensors
     that each part yields, all of its size.
     """
-    files = plan_files(wanted, copies, file_bytes)
+    files = plan_files(stored_parts, copies, file_bytes)
     first = "__0_objects.distcp"
-    partial.expect("shards", sum(part.nbytes for part in wanted) * copies)
+    partial.expect("shards", sum(part.nbytes for part in stored_parts) * copies)
     with closing(Writer(partial, Counter([first, *files]))) as writer:
         if first not in partial.finished:
             writer.write_objects(first, objects)
-        for part, file in zip(wanted, files, strict=True):
+        for part, file in zip(stored_parts, files, strict=True):
             if file in partial.finished:
                 partial.skip(part.nbytes * copies)
             else:
                 writer.write(file, read(part))
         writer.complete()
     copy_description(description, partial.path / "hf", DTYPES[meta.model["dtype"]])
-    sums = checksums(partial.path)
+    digests = checksums(partial.path)
     checkpoint.seal(
-        partial.path, meta, {name: value for name, value in sums.items() if name != PROGRESS}
+        partial.path, meta, {name: value for name, value in digests.items() if name != PROGRESS}
     )
 
 
@@ -264,8 +269,8 @@ def _untouched(base: Path, family: Family) -> dict[str, Region]:
     if not family.elsewhere:
         return {}
     untouched = {}
-    found = (base / "config.json").is_file()
-    if found:
+    is_directory = (base / "config.json").is_file()
+    if is_directory:
         untouched = {
             name: region
             for name, region in Directory(base).regions.items()
@@ -273,7 +278,7 @@ def _untouched(base: Path, family: Family) -> dict[str, Region]:
         }
     # transformers drops layers for multi-token prediction, although config.json still
     # mentions them.
-    if not untouched and not (found and family.architecture.predicting_layers):
+    if not untouched and not (is_directory and family.architecture.predicting_layers):
         raise MegarlError(
             f"{base}: lacks tensors {', '.join(f'{start}*' for start in family.elsewhere)}, which"
             " the exported model needs; give the original model with --base"

@@ -1,7 +1,8 @@
 """Makes a Hugging Face directory of a GGUF file, which holds weights, configuration and
 tokenizer.
 
-    FILE ──► transformers' reader (dequantised) ──► what it loses, repaired ──► checks ──► OUT
+    FILE ──► transformers' reader (dequantised) ──► repair of what it loses
+         ──► checks ──► OUT
 
 transformers loses what splits text before the merges (digits one by one, the composed
 form of accents), the decimal epsilon, and rope scaling. The first two are repaired; a
@@ -125,17 +126,17 @@ def _file(source: Path) -> Path:
 def _opened(file: Path) -> gguf.GGUFReader:
     try:
         with file.open("rb") as opened:
-            begin = opened.read(len(MAGIC))
+            magic = opened.read(len(MAGIC))
     except OSError as error:
         raise MegarlError(f"{file}: cannot be read: {error.strerror}") from None
-    if begin != MAGIC:
-        what = f"it does not begin with {MAGIC.decode()}" if begin else "it is empty"
-        raise MegarlError(f"{file}: not a GGUF file: {what}")
+    if magic != MAGIC:
+        fault = f"it does not begin with {MAGIC.decode()}" if magic else "it is empty"
+        raise MegarlError(f"{file}: not a GGUF file: {fault}")
     try:
         return gguf.GGUFReader(file)
     except Exception:  # a damaged file can fail anywhere, with what numpy says of an array
-        what = "its header or its tensors do not fit its size"
-        raise MegarlError(f"{file}: not a complete GGUF file: {what}; fetch it again") from None
+        fault = "its header or its tensors do not fit its size"
+        raise MegarlError(f"{file}: not a complete GGUF file: {fault}; fetch it again") from None
 
 
 def _value(reader: gguf.GGUFReader, key: str, otherwise: Any = None) -> Any:
@@ -148,11 +149,13 @@ def _of_model(reader: gguf.GGUFReader, key: str) -> Any:
 
 
 def _supported(file: Path, reader: gguf.GGUFReader) -> Callable[[Backend], None]:
-    """Return the tokenizer's repair. MegarlError if the result would be another model."""
+    """Return the tokenizer's repair. MegarlError if it would be another model's."""
     architecture = _value(reader, "general.architecture")
     if architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise MegarlError(f"{file}: architecture {architecture!r} cannot be imported, only {known}")
+        importable = ", ".join(ARCHITECTURES)
+        raise MegarlError(
+            f"{file}: architecture {architecture!r} cannot be imported, only {importable}"
+        )
     if _value(reader, "split.count", 1) > 1:
         advice = "join them: llama-gguf-split --merge FIRST WHOLE"
         raise MegarlError(f"{file}: one of {_value(reader, 'split.count')} parts; {advice}")
@@ -164,16 +167,20 @@ def _supported(file: Path, reader: gguf.GGUFReader) -> Callable[[Backend], None]
         raise MegarlError(f"{file}: it has rope scaling, which GGUF readers lose; {advice}")
     kinds = _value(reader, "tokenizer.ggml.model"), _value(reader, "tokenizer.ggml.pre")
     if kinds[0] != "gpt2" or kinds[1] not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
-        what = f"a tokenizer of the kind {kinds[0]!r}, pre-tokenizer {kinds[1]!r}"
-        advice = f"take tokenizer and weights from the original; these can be imported: {known}"
-        raise MegarlError(f"{file}: {what}, is not known; {advice}")
+        importable = ", ".join(PRE_TOKENIZERS)
+        kind_text = f"a tokenizer of the kind {kinds[0]!r}, pre-tokenizer {kinds[1]!r}"
+        advice = (
+            f"take tokenizer and weights from the original; these can be imported: {importable}"
+        )
+        raise MegarlError(f"{file}: {kind_text}, is not known; {advice}")
     return PRE_TOKENIZERS[kinds[1]]
 
 
 @contextmanager
 def _appearing(destination: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `destination` after the block, or goes if it fails."""
+    """Yield a folder that becomes `destination` after the block, or is deleted if the
+    block fails.
+    """
     partial = destination.with_name(f".{destination.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -216,7 +223,9 @@ def _repair_config(reader: gguf.GGUFReader, partial: Path, dtype: str) -> None:
 
 
 def _shortest(number: float) -> float:
-    """Return the decimal that was written: 1e-05 for the float32 9.999999747378752e-06."""
+    """Return the decimal that was written: 1e-05 for the float32
+    9.999999747378752e-06.
+    """
     return float(str(np.float32(number)))
 
 
@@ -238,11 +247,11 @@ def _repair_tokenizer(
 
 def _check_sizes(file: Path, reader: gguf.GGUFReader, partial: Path) -> None:
     config = read_config(partial)
-    wanted = {key: _of_model(reader, name) for key, name in SIZES.items()}
-    wanted["vocab_size"] = len(_value(reader, "tokenizer.ggml.tokens"))
+    expected = {key: _of_model(reader, name) for key, name in SIZES.items()}
+    expected["vocab_size"] = len(_value(reader, "tokenizer.ggml.tokens"))
     wrong = [
         f"{key} is {config.get(key)}, and {value} in the file"
-        for key, value in wanted.items()
+        for key, value in expected.items()
         if value is not None and config.get(key) != value
     ]
     if wrong:
@@ -256,16 +265,16 @@ def _check_tokenizer(file: Path, reader: gguf.GGUFReader, partial: Path) -> None
     merges = [merge.split(" ") for merge in _value(reader, "tokenizer.ggml.merges")]
     wrong = []
     in_file = {token: number for number, token in enumerate(tokens)}
-    if other := sorted(token for token, _ in backend.get_vocab().items() ^ in_file.items()):
-        wrong.append(f"transformers changes the tokens {few(other, ' ')}")
+    if changed := sorted(token for token, _ in backend.get_vocab().items() ^ in_file.items()):
+        wrong.append(f"transformers changes the tokens {few(changed, ' ')}")
     if written["merges"] != merges:
         wrong.append("its merges are others")
-    again = AutoTokenizer.from_pretrained(partial)
+    reloaded = AutoTokenizer.from_pretrained(partial)
     for text in SAMPLES:
         ids = backend.encode(text, add_special_tokens=False).ids
         if backend.decode(ids) != text:
             wrong.append(f"{text!r} comes back as {backend.decode(ids)!r}")
-        if again.encode(text, add_special_tokens=False) != ids:
+        if reloaded.encode(text, add_special_tokens=False) != ids:
             wrong.append(f"transformers reads other tokens in {text!r}")
     if wrong:
         raise MegarlError(f"{file}: the tokenizer cannot be imported: {few(wrong)}")
@@ -286,8 +295,8 @@ def _check_values(file: Path, reader: gguf.GGUFReader, partial: Path) -> None:
         if tensor is None:
             wrong.append(f"{name} is not in the file")
             continue
-        wanted = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
-        ordered = _in_order(name, wanted.view(value.shape), directory.architecture)
+        value_in_file = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        ordered = _in_order(name, value_in_file.view(value.shape), directory.architecture)
         if not torch.equal(value, ordered.to(value.dtype)):
             wrong.append(f"{name} has other values")
     wrong += [f"{name} has not been read" for name in in_file]
@@ -314,8 +323,8 @@ def _greedy(partial: Path) -> str:
     model = AutoModelForCausalLM.from_pretrained(partial)
     ids = torch.tensor([tokenizer.encode(PROMPT, add_special_tokens=False)])
     with torch.no_grad():
-        out = model.generate(ids, max_new_tokens=ANSWER_TOKENS, do_sample=False)
-    return str(tokenizer.decode(out[0, ids.shape[1] :]))
+        generated = model.generate(ids, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+    return str(tokenizer.decode(generated[0, ids.shape[1] :]))
 
 
 def _types(reader: gguf.GGUFReader) -> str:

@@ -1,7 +1,7 @@
 """Shows what a directory holds: architecture, size, step, recipe, the layout with which
-it was written, and a tree of tensors.
+it was written, and a tree of tensors in which equal siblings share a line.
 
-decoder                                                    in the tree, equal siblings share one line
+decoder
   layers.[0-31]
     mlp.down_proj.weight   [4096, 14336] bfloat16  117.4 MB
 """
@@ -32,32 +32,32 @@ def inspect(directory: Path, every_tensor: bool) -> None:
     """Print what a directory holds, without reading weights. every_tensor: one line for
     each tensor instead of the tree.
     """
-    what = stored(directory)
-    config = read_config(what.hf_dir)
-    terminal.say(what.path)
+    model = stored(directory)
+    config = read_config(model.hf_dir)
+    terminal.say(model.path)
     terminal.say(f"  architecture  {', '.join(names(config)) or 'unknown'}")
     tensors: Mapping[str, Region | StoredTensor]
-    tensors = Directory(what.path).regions if what.meta is None else Shards(what.path).tensors
-    if what.meta is not None:
+    tensors = Directory(model.path).regions if model.meta is None else Shards(model.path).tensors
+    if model.meta is not None:
         layout = {
             k: v
-            for k, v in what.meta.model.items()
+            for k, v in model.meta.model.items()
             if k.endswith("_parallel") and v not in (1, False)
         }
         optimizer = {k: v for k, v in tensors.items() if k.startswith(OPTIMIZER)}
         tensors = {k: v for k, v in tensors.items() if k not in optimizer}
         terminal.say(
-            f"  checkpoint    step {what.meta.step}, weights of version {what.meta.version}"
+            f"  checkpoint    step {model.meta.step}, weights of version {model.meta.version}"
         )
-        terminal.say(f"  made from     {what.meta.hf_source}")
-        terminal.say(f"  recipe        {_recipe(what)}")
+        terminal.say(f"  made from     {model.meta.hf_source}")
+        terminal.say(f"  recipe        {_recipe(model)}")
         terminal.say(
             "  written at   "
             f" {', '.join(f'{k}={v}' for k, v in layout.items()) or 'one rank per copy'}"
         )
         terminal.say(f"  optimiser     {_size(optimizer) if optimizer else 'none'}")
     terminal.say(f"  weights       {_size(tensors)}")
-    if what.meta is None and (problem := unusable(what.path)):
+    if model.meta is None and (problem := unusable(model.path)):
         terminal.say(f"  unusable      {problem}")
     described = {name: _described(tensor) for name, tensor in tensors.items()}
     every = [f"{name}  {text}" for name, text in sorted(described.items())]
@@ -69,16 +69,16 @@ def _described(tensor: Region | StoredTensor) -> str:
     """Return a tensor's shape, type, size, and file; for a checkpoint, instead of the
     file, number and shape of its pieces.
     """
-    where = (
+    place = (
         tensor.path.name
         if isinstance(tensor, Region)
         else f"{len(tensor.boxes)} x {list(tensor.boxes[0][1])}"
     )
-    return f"{list(tensor.shape)} {_plain(tensor.dtype)}  {tensor.nbytes / 1e6:,.1f} MB  {where}"
+    return f"{list(tensor.shape)} {_plain(tensor.dtype)}  {tensor.nbytes / 1e6:,.1f} MB  {place}"
 
 
-def _recipe(what: StoredModel) -> str:
-    run = run_of(what.path)
+def _recipe(model: StoredModel) -> str:
+    run = run_of(model.path)
     if run is None:
         return "none: not in a run directory"
     recipe = yaml.safe_load(run.recipe.read_text()) or {}
@@ -106,8 +106,8 @@ def _lines(node: Tree, indent: str = "") -> list[str]:
     lines: list[str] = []
     for name, child in _merged(node):
         while isinstance(child, dict) and len(below := _merged(child)) == 1:
-            ((joined, child),) = below
-            name = f"{name}.{joined}"
+            ((only_name, child),) = below
+            name = f"{name}.{only_name}"
         if isinstance(child, dict):
             lines += [f"{indent}{name}", *_lines(child, indent + "  ")]
         else:

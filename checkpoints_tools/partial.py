@@ -1,10 +1,14 @@
 """Writes a directory. After a kill it can be continued, and it is never mistaken for a
 complete one.
 
-    .DST.partial/                left by a killed conversion; the next one with the same identity continues it
-        progress.jsonl           the identity, then one line per finished file, with any data that its writer wants to keep
-        model-00001-of-….part    a file being written; it is renamed and recorded once it is on disk
-    DST                          the same directory, renamed when complete, without progress.jsonl
+    .DST.partial/               left by a killed conversion; the next one with the same
+                                identity continues it
+        progress.jsonl          the identity, then one line per finished file, with any
+                                data that its writer wants to keep
+        model-00001-of-….part   a file being written; it is renamed and recorded once it
+                                is on disk
+    DST                         the same directory, renamed when complete, without
+                                progress.jsonl
 
 A second thread puts a file on disk (fsync) while the next one is filled. An error
 removes the directory; a kill or Ctrl-C leaves it, to be continued.
@@ -58,7 +62,7 @@ class Partial:
         self._pending: Future[None] | None = None
         self._log = log
 
-    def begin(self, same: Mapping[str, object]) -> None:
+    def open(self, same: Mapping[str, object]) -> None:
         """Continue the directory if it was begun with the same identity, else empty it
         and begin anew.
         """
@@ -76,9 +80,9 @@ class Partial:
             if (file := self.path / row["file"]).is_file() and file.stat().st_size == row["bytes"]:
                 self.finished[row["file"]] = row["note"]
 
-    def expect(self, what: str, total: int) -> None:
+    def expect(self, description: str, total: int) -> None:
         """Set the progress bar's text and the total number of bytes to write."""
-        self._progress.update(self._task, description=what, total=total)
+        self._progress.update(self._task, description=description, total=total)
 
     def skip(self, count: int) -> None:
         """Count bytes that were already written."""
@@ -114,6 +118,9 @@ class Partial:
             self._pending = None
 
     def close(self) -> None:
+        """Stop the thread, after the file that it is putting on disk;
+        keep the folder.
+        """
         self._disk.shutdown()
         with suppress(OSError):  # on a full disk, a line may still be in memory
             self._log.close()
@@ -144,7 +151,7 @@ def writing(destination: Path, same: Mapping[str, object]) -> Iterator[Partial]:
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    begin = time.monotonic()
+    started = time.monotonic()
     try:
         path.mkdir(parents=True, exist_ok=True)
         log = _locked(path)
@@ -157,7 +164,7 @@ def writing(destination: Path, same: Mapping[str, object]) -> Iterator[Partial]:
             # It is closed before the directory is removed, since the second thread may
             # be renaming a file in it.
             with closing(Partial(path, log, progress)) as partial:
-                partial.begin(same)
+                partial.open(same)
                 yield partial
                 partial.flush()
                 (path / PROGRESS).unlink()
@@ -170,7 +177,7 @@ def writing(destination: Path, same: Mapping[str, object]) -> Iterator[Partial]:
             raise MegarlError(
                 f"{destination}: could not be written (is the disk full?): {reason}"
             ) from None
-    seconds = time.monotonic() - begin
+    seconds = time.monotonic() - started
     megabytes = partial.done / 1e6
     terminal.say(
         f"{destination}: {megabytes:,.1f} MB written in {seconds:.1f} s ({megabytes / seconds:,.0f}"
@@ -200,8 +207,10 @@ def identity(command: str, source: Path, **settings: object) -> dict[str, object
     including name, size and time of every source file.
     """
     files = sorted(p for p in source.rglob("*") if p.is_file())
-    known = [[str(p.relative_to(source)), p.stat().st_size, p.stat().st_mtime_ns] for p in files]
-    return {"command": command, "source": str(source.resolve()), "files": known} | settings
+    file_states = [
+        [str(p.relative_to(source)), p.stat().st_size, p.stat().st_mtime_ns] for p in files
+    ]
+    return {"command": command, "source": str(source.resolve()), "files": file_states} | settings
 
 
 def _locked(path: Path) -> TextIO:

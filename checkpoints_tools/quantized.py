@@ -1,9 +1,11 @@
 """Converts Hugging Face directories from FP8 or MXFP4 to bf16. The stored tensors, and
 the numbers that they represent:
 
-fp8     NAME E4M3 [rows, columns], NAME_scale_inv a scale per block of it (DeepSeek-V3, arXiv 2412.19437, section 3.3)
+fp8     NAME E4M3 [rows, columns], NAME_scale_inv a scale per block of it (DeepSeek-V3,
+        arXiv 2412.19437, section 3.3)
         E4M3 * scale
-mxfp4   NAME_blocks U8 [experts, rows, groups, 16], two E2M1 per byte, lower bits first; NAME_scales U8 [experts, rows, groups]
+mxfp4   NAME_blocks U8 [experts, rows, groups, 16], two E2M1 per byte, lower bits first;
+        NAME_scales U8 [experts, rows, groups]
         E2M1 * 2^(scale - 127) (OCP Microscaling Formats 1.0); NAME [experts, columns,
         rows] is the transpose of that (gpt-oss)
 
@@ -116,26 +118,26 @@ def planned(
             f"{source}: quant_method {method!r} in config.json: only fp8 and mxfp4 can be converted"
         )
     problems = [] if pairs else [f"no tensor is {method}"]
-    made: dict[str, WrittenTensor] = {}
+    weights: dict[str, WrittenTensor] = {}
     for name, (numbers, scales) in pairs.items():
         if scales not in stored:
             problems.append(f"{scales} is missing")
         elif wrong := _misshapen(stored[numbers], stored[scales], block):
             problems.append(f"{numbers} {wrong}")
         elif block is None:
-            made[name] = _from_mxfp4(stored[numbers], stored[scales])
+            weights[name] = _from_mxfp4(stored[numbers], stored[scales])
         else:
-            made[name] = _from_fp8(stored[numbers], stored[scales], *block)
+            weights[name] = _from_fp8(stored[numbers], stored[scales], *block)
     for name in sorted(stored.keys() - {part for pair in pairs.values() for part in pair}):
         region = stored[name]
-        made[name] = _untouched(region)
+        weights[name] = _untouched(region)
         if region.dtype in QUANTIZED or name.endswith(ENDINGS):
             problems.append(f"{name} has no counterpart")
     if problems:
         raise MegarlError(
             f"{source}: weights do not fit quant_method {method} in config.json: {few(problems)}"
         )
-    return dict(sorted(made.items()))
+    return dict(sorted(weights.items()))
 
 
 def _untouched(region: Region) -> WrittenTensor:
@@ -152,11 +154,11 @@ def _misshapen(numbers: Region, scales: Region, block: list[int] | None) -> str:
             and numbers.shape[3] == 16
             and numbers.dtype == scales.dtype == torch.uint8
         )
-        wanted = numbers.shape[:-1]
+        expected = numbers.shape[:-1]
     else:
         right = len(numbers.shape) == 2 and scales.dtype in SCALES
-        wanted = tuple(-(-n // size) for n, size in zip(numbers.shape, block, strict=False))
-    if right and scales.shape == wanted:
+        expected = tuple(-(-n // size) for n, size in zip(numbers.shape, block, strict=False))
+    if right and scales.shape == expected:
         return ""
     sides = (f"{str(r.dtype).removeprefix('torch.')} {list(r.shape)}" for r in (numbers, scales))
     return "is {} with scales {}".format(*sides)
@@ -168,11 +170,11 @@ def _from_fp8(numbers: Region, scales: Region, rows: int, columns: int) -> Writt
     """
 
     def values() -> Iterator[Tensor]:
-        out = torch.empty(numbers.shape, dtype=torch.bfloat16)
-        strips = numbers.tensor().split(rows), scales.tensor().float(), out.split(rows)
+        weights = torch.empty(numbers.shape, dtype=torch.bfloat16)
+        strips = numbers.tensor().split(rows), scales.tensor().float(), weights.split(rows)
         for strip, factors, to in zip(*strips, strict=True):
             to.copy_(strip.float() * factors.repeat_interleave(columns)[: numbers.shape[1]])
-        yield out
+        yield weights
 
     return WrittenTensor(Shape(numbers.shape, torch.bfloat16), values)
 

@@ -81,4 +81,5 @@ class SafetensorsFile:
         write_all(self._descriptor, value, self._values + self._begin[name] + entry * value.nbytes)
 
     def close(self) -> None:
+        """Close the file. What was written may not be on disk yet."""
         os.close(self._descriptor)

@@ -1,8 +1,9 @@
 """Reads and writes megatron's torch_dist checkpoints, shard by shard, without a process
 group.
 
-    .metadata           torch.distributed.checkpoint.metadata.Metadata: the shards of every tensor, and where each lies
-    __RANK_N.distcp     shards one after another, each as written by torch.save
+    .metadata         torch.distributed.checkpoint.metadata.Metadata: the shards of
+                      every tensor, and where each lies
+    __RANK_N.distcp   shards one after another, each as written by torch.save
 
 Reading finds the values of a shard within its file, checks them against the CRC in
 torch's archive, and maps them. Writing appends shards and records them, and in the end
@@ -55,7 +56,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 @dataclass(frozen=True)
 class StoredTensor(Shape):
-    """A tensor in a checkpoint: its shape and type, and its shards as boxes within it."""
+    """A tensor in a checkpoint: its shape and type,
+    and its shards as boxes within it.
+    """
 
     boxes: tuple[Box, ...]
 
@@ -70,11 +73,7 @@ class Shards:
         with safely(path):
             metadata = FileSystemReader(path).read_metadata()
         self.tensors: dict[str, StoredTensor] = {
-            key: StoredTensor(
-                tuple(entry.size),
-                entry.properties.dtype,
-                tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks),
-            )
+            key: _stored_tensor(entry)
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and not key.startswith(CRITIC)
         }
@@ -103,27 +102,27 @@ class Shards:
         offsets, sizes = box
         if box in stored.boxes:
             return self._shard(key, box)
-        out = torch.zeros(sizes, dtype=stored.dtype)
-        wanted = [
+        values = torch.zeros(sizes, dtype=stored.dtype)
+        inside = [
             max(0, min(o + n, end) - o)
             for o, n, end in zip(offsets, sizes, stored.shape, strict=True)
         ]
         count = 0
         for shard in stored.boxes:
-            begin = [max(a, b) for a, b in zip(offsets, shard[0], strict=True)]
+            start = [max(a, b) for a, b in zip(offsets, shard[0], strict=True)]
             end = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, *shard, strict=True)]
-            length = [e - b for b, e in zip(begin, end, strict=True)]
+            length = [e - b for b, e in zip(start, end, strict=True)]
             if min(length, default=1) > 0:
-                out[_slices(begin, offsets, length)] = self._shard(key, shard)[
-                    _slices(begin, shard[0], length)
+                values[_slices(start, offsets, length)] = self._shard(key, shard)[
+                    _slices(start, shard[0], length)
                 ]
                 count += math.prod(length)
-        if count != math.prod(wanted):
+        if count != math.prod(inside):
             raise MegarlError(
-                f"{self.path}: {count} of {math.prod(wanted)} values of {key} at {offsets} are"
+                f"{self.path}: {count} of {math.prod(inside)} values of {key} at {offsets} are"
                 " stored"
             )
-        return out
+        return values
 
     def _shard(self, key: str, box: Box) -> Tensor:
         offsets, sizes = box
@@ -153,7 +152,7 @@ class Shards:
         if place in self._checked:
             return
         path = self.path / info.relative_path
-        begin = (
+        start = (
             info.offset - info.offset % mmap.ALLOCATIONGRANULARITY
         )  # zipfile locates the archive from its end
         try:
@@ -161,8 +160,8 @@ class Shards:
                 path.open("rb") as file,
                 _Mapped(
                     file.fileno(),
-                    info.offset + info.length - begin,
-                    offset=begin,
+                    info.offset + info.length - start,
+                    offset=start,
                     access=mmap.ACCESS_READ,
                 ) as part,
                 ZipFile(cast(BinaryIO, part)) as archive,
@@ -171,8 +170,8 @@ class Shards:
         except Exception as error:  # a damaged archive can fail in any way
             raise MegarlError(f"{path}: {key} is unreadable: {error}") from None
         if damaged:
-            what = f"{key} has changed since it was written ({damaged})"
-            raise MegarlError(f"{path}: {what}; the checkpoint is damaged, use another")
+            fault = f"{key} has changed since it was written ({damaged})"
+            raise MegarlError(f"{path}: {fault}; the checkpoint is damaged, use another")
         self._checked.add(place)
 
     def _check_files(self) -> None:
@@ -200,10 +199,10 @@ class _Mapped(mmap.mmap):
 
 
 class WrittenPiece(msgspec.Struct, array_like=True):
-    """Bytes [begin, end) of a file: a shard, or another object if `shard` is None."""
+    """Bytes [start, end) of a file: a shard, or another object if `shard` is None."""
 
     key: str
-    begin: int
+    start: int
     end: int
     shard: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], str] | None = None
     """The shard's offsets and sizes, the shape of the whole tensor, and the dtype."""
@@ -226,18 +225,18 @@ class Writer:
         the whole tensor, and its values.
         """
         stream, entries = self._opened(file)
-        for key, offsets, whole, value in tensors:
+        for key, offsets, tensor_shape, value in tensors:
             stream.write(bytes(-stream.tell() % ALIGNMENT))
-            begin = stream.tell()
+            start = stream.tell()
             _save(value, stream)
             shard = (
                 tuple(offsets),
                 tuple(value.shape),
-                tuple(whole),
+                tuple(tensor_shape),
                 str(value.dtype).removeprefix("torch."),
             )
-            entries.append(WrittenPiece(key, begin, stream.tell(), shard))
-            self.partial.wrote(file, stream.tell() - begin)
+            entries.append(WrittenPiece(key, start, stream.tell(), shard))
+            self.partial.wrote(file, stream.tell() - start)
         self._part_done(file)
 
     def write_objects(self, file: str, objects: Mapping[str, bytes]) -> None:
@@ -265,16 +264,16 @@ class Writer:
         for file, note in self.partial.finished.items():
             for entry in msgspec.convert(note, list[WrittenPiece]):
                 info = _StorageInfo(
-                    relative_path=file, offset=entry.begin, length=entry.end - entry.begin
+                    relative_path=file, offset=entry.start, length=entry.end - entry.start
                 )
                 if entry.shard is None:
                     tensors[entry.key] = BytesStorageMetadata()
                     places[MetadataIndex(entry.key)] = info
                     continue
-                offsets, sizes, whole, dtype = entry.shard
+                offsets, sizes, tensor_shape, dtype = entry.shard
                 properties = TensorProperties(dtype=getattr(torch, dtype))
                 tensor = tensors.setdefault(
-                    entry.key, TensorStorageMetadata(properties, torch.Size(whole), [])
+                    entry.key, TensorStorageMetadata(properties, torch.Size(tensor_shape), [])
                 )
                 tensor.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
                 places[MetadataIndex(entry.key, offsets)] = info
@@ -321,16 +320,21 @@ def no_objects() -> dict[str, bytes]:
     return {COMMON: data.getvalue()}
 
 
+def _stored_tensor(entry: TensorStorageMetadata) -> StoredTensor:
+    boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
+    return StoredTensor(tuple(entry.size), entry.properties.dtype, boxes)
+
+
 def _save(value: Tensor, stream: io.BufferedWriter) -> None:
     # torch.save writes the whole storage behind a view, so the same memory is wrapped
     # in a storage of its own.
-    alone = (
+    copy = (
         torch.from_numpy(value.reshape(-1).view(torch.uint8).numpy())
         .view(value.dtype)
         .view(value.shape)
     )
     try:
-        torch.save(alone, stream)
+        torch.save(copy, stream)
     except RuntimeError as error:
         if isinstance(
             error.__context__, OSError
@@ -340,9 +344,9 @@ def _save(value: Tensor, stream: io.BufferedWriter) -> None:
 
 
 def _slices(
-    begin: Sequence[int], origin: Sequence[int], length: Sequence[int]
+    start: Sequence[int], origin: Sequence[int], length: Sequence[int]
 ) -> tuple[slice, ...]:
-    return tuple(slice(b - o, b - o + n) for b, o, n in zip(begin, origin, length, strict=True))
+    return tuple(slice(b - o, b - o + n) for b, o, n in zip(start, origin, length, strict=True))
 
 
 def _write(path: Path, data: bytes) -> None:

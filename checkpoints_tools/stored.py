@@ -1,8 +1,10 @@
 """Finds the model at a path, and gives its Hugging Face tensors by name, one Megatron
 parameter at a time.
 
-Hugging Face tensors  ──views──►  this part's pieces  ──merge──►  parameter  ──►  its shards      (value_of)
-shards  ──►  parameter  ──unmerge──►  views  ──►  Hugging Face tensors, or entries of stacked ones  (TensorGroup)
+value_of      Hugging Face tensors ──views──► this part's pieces ──merge──► parameter
+                  ──► its shards
+TensorGroup   shards ──► parameter ──unmerge──► views
+                  ──► Hugging Face tensors, or entries of stacked ones
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +48,7 @@ class TensorGroup:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all its Hugging Face tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -85,10 +88,10 @@ def views(part: StoredPart, family: Family, value: Tensor) -> Iterator[tuple[Sou
     of the same one are joined.
     """
     weight = family.weight(part.name)
-    joined: dict[tuple[str, int | None], list[Tensor]] = {}
+    pieces_of: dict[tuple[str, int | None], list[Tensor]] = {}
     for source, view in zip(weight.sources, weight.unmerge(value), strict=True):
-        joined.setdefault((source.name, source.expert), []).append(view[: weight.vocabulary])
-    for (name, expert), pieces in joined.items():
+        pieces_of.setdefault((source.name, source.expert), []).append(view[: weight.vocabulary])
+    for (name, expert), pieces in pieces_of.items():
         yield SourceView(name, expert), pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
 
@@ -96,16 +99,15 @@ def check_keys(shards: Shards, needed: Sequence[StoredPart]) -> None:
     """Raise MegarlError if the checkpoint lacks any of these parameters, or holds
     others.
     """
-    wanted = {shard.key: shard for part in needed for shard in part.shards()}
+    expected = {shard.key: shard for part in needed for shard in part.shards()}
     present = {key for key in shards.tensors if not key.startswith(OPTIMIZER)}
-    problems = [f"missing {key}" for key in sorted(wanted.keys() - present)]
-    problems += [f"not of this model: {key}" for key in sorted(present - wanted.keys())]
-    for key in sorted(wanted.keys() & present):
+    problems = [f"missing {key}" for key in sorted(expected.keys() - present)]
+    problems += [f"not of this model: {key}" for key in sorted(present - expected.keys())]
+    for key in sorted(expected.keys() & present):
         shape = shards.tensors[key].shape
-        shard = wanted[key]
-        if (
-            shape != tuple(shard.global_shape) and not shard.allow_shape_mismatch
-        ):  # a padded vocabulary may differ
+        shard = expected[key]
+        # A padded vocabulary may differ.
+        if shape != tuple(shard.global_shape) and not shard.allow_shape_mismatch:
             problems.append(f"{key} is {list(shape)} instead of {list(shard.global_shape)}")
     if problems:
         raise MegarlError(f"{shards.path}: tensors do not fit its config.json: {few(problems)}")
@@ -201,8 +203,8 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
                 tensors[source.name] = view
             else:
                 shape = group.tensors[source.name]
-                whole = tensors.setdefault(source.name, torch.empty(shape.shape, dtype=shape.dtype))
-                whole[source.expert] = view
+                stack = tensors.setdefault(source.name, torch.empty(shape.shape, dtype=shape.dtype))
+                stack[source.expert] = view
         return tensors
 
 

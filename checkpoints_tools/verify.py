@@ -36,18 +36,20 @@ def verify(a: Path, b: Path, prompts: int = 0) -> int:
     """
     sides = stored(a), stored(b)
     directories = all(side.meta is None for side in sides)
-    left, right = (tensors_of(side, everything=directories) for side in sides)
-    differences = list(compare(left, right))
+    first, second = (tensors_of(side, everything=directories) for side in sides)
+    differences = list(compare(first, second))
     for line in differences[:SHOWN]:
         terminal.say(line)
     if len(differences) > SHOWN:
         terminal.say(f"… and {len(differences) - SHOWN} more")
     terminal.say(
-        f"{len(differences)} differences" if differences else f"equal: {len(left)} tensors"
+        f"{len(differences)} differences" if differences else f"equal: {len(first)} tensors"
     )
     problems = {side.path: unusable(side.path) for side in sides if side.meta is None}
     broken = [f"{path}: {problem}" for path, problem in problems.items() if problem]
-    broken += _not_finite(a, left) + (_not_finite(b, right) if differences else [])
+    broken += _not_finite(a, first)
+    if differences:
+        broken += _not_finite(b, second)
     for line in dict.fromkeys(broken):
         terminal.say(line)
     agree = _logits_agree(*sides, prompts) if prompts else True
@@ -87,10 +89,12 @@ def _difference(name: str, x: Tensor, y: Tensor) -> str:
 
 
 def _logits_agree(a: StoredModel, b: StoredModel, prompts: int) -> bool:
-    vocabulary, other = (in_directory(side.hf_dir).vocabulary for side in (a, b))
-    if vocabulary != other:
+    vocabulary = in_directory(a.hf_dir).vocabulary
+    second_vocabulary = in_directory(b.hf_dir).vocabulary
+    if vocabulary != second_vocabulary:
         terminal.say(
-            f"logits cannot be compared: the vocabularies have {vocabulary} and {other} tokens"
+            f"logits cannot be compared: the vocabularies have {vocabulary} and"
+            f" {second_vocabulary} tokens"
         )
         return False
     tokens = torch.randint(

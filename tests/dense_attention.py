@@ -56,7 +56,7 @@ def values_and_gradients(attend: Callable[..., Tensor], tensors: Sequence[Tensor
     inputs = [t.detach().clone().requires_grad_() for t in (*tensors[:3], *tensors[4:])]
     out = attend(*inputs)
     out.backward(tensors[3])
-    return [t.detach().double().cpu() for t in (out, *(t.grad for t in inputs))]  # type: ignore[union-attr]
+    return [t.detach().double().cpu() for t in (out, *(t.grad for t in inputs))]
 
 
 def exact(

@@ -71,7 +71,9 @@ def install() -> None:
 
 
 def serve(arguments: Sequence[str]) -> int:
-    """`megarl serve` with the stand-in, of a recipe that it would refuse without a GPU."""
+    """`megarl serve` with the stand-in, of a recipe that it would refuse
+    without a GPU.
+    """
     from megarl.core.client import servable
     from megarl.core.engine import workers
     from tests.processes import command_line

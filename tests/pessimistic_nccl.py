@@ -1,7 +1,9 @@
 """A stand-in for NCCL over gloo that keeps none of the promises that NCCL does not
 make.
 
-    dist.new_group(backend="pessimistic_nccl")       after this module is imported, in every member's process
+    dist.new_group(backend="pessimistic_nccl")
+
+This module must have been imported in every member's process.
 
 The first collective makes the communicator, and waits for the others without a limit.
 `Work.wait` returns at once and never raises. A work is done some time after the bytes
@@ -39,7 +41,7 @@ class Late(dist._Work):
     def is_completed(self) -> bool:
         return self.ended.is_set()
 
-    def exception(self) -> RuntimeError | None:  # type: ignore[override]
+    def exception(self) -> RuntimeError | None:
         return self.error
 
     def fail(self, error: RuntimeError) -> None:

@@ -1,7 +1,8 @@
 """The tiny twin of every shipped recipe: the recipe itself, with overrides that make it
 small enough for two CPU cores.
 
-    twin("scalerl-8b")  ──►  overrides  ──►  megarl train scalerl-8b model.path=models/llama run.steps=4 …
+    twin("scalerl-8b") ──► overrides
+        ──► megarl train scalerl-8b model.path=models/llama run.steps=4 …
 
 A twin is run in a workplace that `tests.twin_models.write_workplace` makes. RULES is
 the whole list of keys that a twin replaces; every other key is the recipe's own:
@@ -70,7 +71,9 @@ def steps(recipe: Recipe) -> int:
 
 
 def model_ranks(recipe: Recipe) -> int:
-    """Ranks of one copy of the twin's model. Experts divide among the ranks of a stage."""
+    """Ranks of one copy of the twin's model.
+    Experts divide among the ranks of a stage.
+    """
     model = recipe.model
     of_a_stage = min(model.tensor_parallel, 2) * model.context_parallel
     return of_a_stage * min(model.pipeline_parallel, 2)

@@ -4,8 +4,9 @@ few minutes.
     python -m tests.soak [--seconds 7200] [--between 180] [--folder runs/soak] [--seed
     0]
 
-    start ──► a random fault (FAULTS) ──► the next step is trained ──► … ──► Ctrl-C ──► checks ──► FOLDER/soak.json, and a table
+    start ──► a random fault (FAULTS) ──► the next step is trained ──► … ──► Ctrl-C
                     every 5 s: memory of each role, zombies
+          ──► checks ──► FOLDER/soak.json, and a table
 
 Checked in the end: the pass rate has risen; memory of no role has grown; nobody was a
 zombie for longer than a moment; each ticket of the journal was trained in one step,

@@ -4,7 +4,10 @@ random.
     python -m tests.soak_fleet [--seconds 3600] [--between 60] [--folder
     runs/soak-fleet] [--seed 0] [--windows 6] [--enter …]
 
-    window 0: two joined servers stay    window 1: a join, SIGTERM or SIGKILL every `between` s    window 2: as 0   …   Ctrl-C
+    window 0: two joined servers stay
+    window 1: a join, SIGTERM or SIGKILL every `between` s
+    window 2: as 0
+    …         Ctrl-C
 
 Checked in the end: every SIGTERM was obeyed with status 0 within its limit; each ticket
 of the journal was trained in one step and none is missing. Measured: trained tokens per

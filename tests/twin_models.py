@@ -1,10 +1,12 @@
 """What the twins of tests/recipe_twins.py train: tiny models of several families, and
 prompts for each grader and environment.
 
-    prompt  "k3?" (math)     the answer is the digit      <think>.........</think>\\boxed{3}
-            "k3=" (exact)                                 <think>.........</think>3
-            "k3!" (code)     a program that prints it     <think>.........</think>```python … print(3) … ```
-            "k3+" (calculator)                            <think>[3+0]3</think>3          3 after `]` is the calculator's
+    "k3?" (math)         the digit    <think>.........</think>\\boxed{3}
+    "k3=" (exact)        the digit    <think>.........</think>3
+    "k3!" (code)         a program    <think>.........</think>```python … print(3) … ```
+    "k3+" (calculator)   the digit    <think>[3+0]3</think>3
+
+The program prints the digit. The 3 after `]` is the calculator's.
 
 A random policy is never right, and a group of equal rewards has no gradient. So each
 model first learns these completions from a teacher that is right half of the time. Its

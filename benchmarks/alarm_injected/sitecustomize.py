@@ -282,7 +282,9 @@ def temperature() -> None:
 
 
 def after_swap(act: Callable[[Any], None]) -> None:
-    """Let `act` change the model of a server each time that it has taken new weights."""
+    """Let `act` change the model of a server each time that it has taken
+    new weights.
+    """
 
     @replaces("megarl.core.sync.staging:Staging.swap")
     def swapped(swap: Any) -> Any:

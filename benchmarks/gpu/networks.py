@@ -1,6 +1,7 @@
 """Random models of real shapes in megarl's own trainer, and functions that time them.
 
-    config ──► recipe ──► Trainer (the same as in `megarl learn`) ──► timed(step), peak_bytes(step), flop(…)
+    config ──► recipe ──► Trainer (the same as in `megarl learn`)
+                              ──► timed(step), peak_bytes(step), flop(…)
 
 Weights are made on the device instead of being read from a directory; everything else
 is as in training.
@@ -100,7 +101,9 @@ def fill(
 
 
 def lengths_of(tokens: int) -> list[int]:
-    """Return lengths of sequences that fill a micro-batch: a half of it, a quarter, …"""
+    """Return lengths of sequences that fill a micro-batch:
+    a half of it, a quarter, …
+    """
     parts = [tokens >> i for i in range(1, 6)]
     return [*parts, tokens - sum(parts)]
 
@@ -153,8 +156,8 @@ def matmul_flops(tiny: bool) -> float:
 
 
 def datasheet() -> Gpu | None:
-    """Return this GPU's record in megarl/predict/planning/hardware.yaml; None for boards
-    with lower rates than SXM's.
+    """Return this GPU's record in megarl/predict/planning/hardware.yaml; None for
+    boards with lower rates than SXM's.
     """
     return known(torch.cuda.get_device_properties(0).name) if DEVICE == "cuda" else None
 

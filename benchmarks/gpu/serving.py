@@ -1,8 +1,8 @@
 """Shared by parts with SGLang: a random model on disk that a run can train,
 `scalerl-1gpu` for it, and one server.
 
-    one_gpu(folder, tiny, "run.steps=8") ──► Recipe ──► served(recipe)     a server alone
-                                                    └─► megarl train       training.py
+    one_gpu(folder, tiny, "run.steps=8") ──► Recipe ──► served(recipe)   a server alone
+                                                    └─► megarl train     training.py
 
 Each token has a text of its own, so that a reward by a hash of the text differs between
 completions.

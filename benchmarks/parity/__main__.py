@@ -2,7 +2,9 @@
 parity reports.
 
     python -m benchmarks.parity clean llama-24 --dtype bf16 --steps 40
-    python -m benchmarks.parity faults --out faults.jsonl          # every fault and dose: when is it detected, and how named?
+    python -m benchmarks.parity faults --out faults.jsonl
+
+`faults` runs every fault and dose: when is it detected, and how named?
 
 A run is ScaleRL's pipeline with a grader that tosses a coin, so that weights move
 although the model is random. Each run prints one JSON object: distributions by cause,

@@ -65,7 +65,9 @@ PROBABILITY_SCALE = 256.0
 
 
 def e4m3(tensor: Tensor) -> Tensor:
-    """Return the tensor rounded to FP8, in FP32; numbers beyond the largest become it."""
+    """Return the tensor rounded to FP8, in FP32;
+    numbers beyond the largest become it.
+    """
     largest = torch.finfo(VALUES).max
     return tensor.float().clamp(-largest, largest).to(VALUES).float()
 
@@ -142,7 +144,9 @@ def multiply_experts(
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
-    """Return FP32 logits of the last hidden states: the head is in FP32 on both sides."""
+    """Return FP32 logits of the last hidden states:
+    the head is in FP32 on both sides.
+    """
     return hidden.float() @ model.lm_head.weight.float().T
 
 

@@ -1,7 +1,8 @@
 """Turns rows of published measurements into cases for the planner; some are left out by
 rule.
 
-    row ─► shape of the model (models.yaml), recipe with the row's layout ─► Case: the published value, the planner's for a GPU
+    row ─► shape of the model (models.yaml), recipe with the row's layout
+        ─► Case: the published value, the planner's for a GPU
 
 Sequences have one length in training, uniform lengths in serving, and log-normal
 lengths, cut at the longest, in RL. Megatron-Bridge, and rows that name DeepEP, send a
@@ -76,9 +77,12 @@ CaseRow = Mapping[str, str]
 class Case(NamedTuple):
     """A row in the planner's terms.
 
-    fitted     the values of hardware.yaml that it calibrates        value      published seconds, or GiB of memory
-    rival      rows with the same one differ only in layout          seconds    the planner's estimate of the value
-    layout     identifies the layout and the work                    share      x value = GPU-seconds of a unit of work, by rank
+    fitted     the values of hardware.yaml that it calibrates
+    rival      rows with the same one differ only in layout
+    layout     identifies the layout and the work
+    value      published seconds, or GiB of memory
+    seconds    the planner's estimate of the value
+    share      x value = GPU-seconds of a unit of work, by rank
     """
 
     file: str
@@ -240,7 +244,9 @@ def parallel(
 
 
 def copies(recipe: Recipe, kind: str) -> int:
-    """Return the number of data-parallel ranks. RowLeftOut if the layout is impossible."""
+    """Return the number of data-parallel ranks.
+    RowLeftOut if the layout is impossible.
+    """
     model = recipe.model
     ranks = recipe.resources.learner_ranks
     dense = model.tensor_parallel * model.pipeline_parallel * model.context_parallel

@@ -3,7 +3,7 @@ MegarlError says how to correct a fault. checks/table.py has the order.
 
     model.path ──► config.json, tokenizer, weights ─────────────────────┐
     data.tasks ──► prompts as the model sees them, with answers ────────┼─► fingerprints
-    evaluation.suites ──► questions, which a resumed run may change     (checks/start.py)
+    evaluation.suites ──► questions, which a resumed run may change    (checks/start.py)
 
 Files of up to WHOLE bytes are hashed completely. Of larger ones (shards of weights)
 only the size and BLOCKS blocks are hashed, spread evenly from the first byte to the

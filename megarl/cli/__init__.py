@@ -588,7 +588,7 @@ def _join(run: Path, interface: str, index: int | None, port: int | None) -> int
 def _serve_model(
     recipe: str | None, overrides: Sequence[str], model: Path, host: str, port: int, api_key: str
 ) -> int:
-    """Serve a model without a run. recipe: whose other keys apply; None: the defaults."""
+    """Serve a model without a run. recipe: gives all other keys; None: the defaults."""
     from megarl.core.base.api_key import check_key_place, read_api_key
     from megarl.core.engine.launch import serve_model
     from megarl.core.recipe import from_tree, load

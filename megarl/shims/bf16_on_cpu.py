@@ -27,8 +27,10 @@ _one_at_a_time = RLock()
 
 @cache
 def has_instructions() -> bool:
-    """Return whether oneDNN multiplies FP32 numbers as bf16 ones on this CPU. It does so
-    with AMX only, not with AVX512-BF16 (brgemm_matmul.cpp asks for avx512_core_amx).
+    """Return whether oneDNN multiplies FP32 numbers as bf16 ones on this CPU.
+
+    It does so with AMX only, not with AVX512-BF16 (brgemm_matmul.cpp asks for
+    avx512_core_amx).
     """
     return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def write_policy(folder: Path) -> None:
 
 
 def write_recipe(
-    folder: Path, name: str, agents: dict[str, object], **sections: dict[str, object]
+    folder: Path, name: str, agents: dict[str, Any], **sections: dict[str, Any]
 ) -> Path:
     """agents: by task."""
     (folder / "chance.py").write_text(GRADER)

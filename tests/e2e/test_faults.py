@@ -34,7 +34,9 @@ Start = Callable[..., LiveRun]
 
 @pytest.fixture
 def start(workplace: Path) -> Iterator[Start]:
-    """start(name, *overrides): a run that is killed at the latest when the test ends."""
+    """start(name, *overrides): a run that is killed at the latest when
+    the test ends.
+    """
     started: list[LiveRun] = []
 
     def begin(name: str, *overrides: str) -> LiveRun:

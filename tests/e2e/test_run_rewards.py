@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -128,7 +128,7 @@ def service(port: int) -> Iterator[None]:
         process.wait()
 
 
-def expected(rollout: Rollout, task: str, decode) -> Expected:
+def expected(rollout: Rollout, task: str, decode: Callable[[Sequence[int]], str]) -> Expected:
     """By the tokens alone."""
     tokens = rollout.tokens.tolist()
     stopped = tokens[:-1] if tokens[-1] == 0 else tokens
@@ -156,7 +156,7 @@ def check_rewards(run: LiveRun, steps: int) -> Counter[str]:
     tokenizer = load_tokenizer(run.cwd / "policy")
     seen = Counter[str]()
 
-    def decode(ids):
+    def decode(ids: Sequence[int]) -> str:
         return tokenizer.backend.decode(ids, skip_special_tokens=False)
 
     rows = runs.latest_rows(run.rundir.metrics)

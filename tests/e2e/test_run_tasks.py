@@ -39,7 +39,9 @@ OVERRIDES = (
 
 
 def few(source: Path, target: Path, easy: int, harder: int) -> None:
-    """Prompts of one and two digits: a policy this young solves the first now and then."""
+    """Prompts of one and two digits: a policy this young solves the first
+    now and then.
+    """
     rows = [json.loads(line) for line in source.open()]
     chosen = [r for r in rows if r["difficulty"] == 1][:easy] + [
         r for r in rows if r["difficulty"] == 2

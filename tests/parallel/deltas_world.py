@@ -15,6 +15,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ from torch.nn import Module, Parameter
 
 from megarl.core import recipe as recipes
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.messages import Publish, ServerAddress
+from megarl.core.base.messages import Publish, Published, ServerAddress
 from megarl.core.base.ranks import gathered
 from megarl.core.client.client import HeldChecksums
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.models.families import Family
+from megarl.core.recipe import Recipe
 from megarl.core.sync.checksum import checksum, written
 from megarl.core.sync.delta import load
 from megarl.core.sync.publisher import Publisher
@@ -40,6 +42,7 @@ from megarl.core.sync.transport import Sent, SentChecksums
 from tests.stack.publish_world import nudge
 
 NO_ENDPOINTS: Any = None
+CHECKPOINT_EVERY = 25
 
 
 class StandIn(Module):
@@ -153,6 +156,109 @@ class InProcess:
         return Sent(errors, expected, sum(tensor.nbytes for _, tensor in sent))
 
 
+class Learner:
+    """A rank of a learner that publishes every step, and may be killed: it then goes on
+    from its last checkpoint.
+    """
+
+    def __init__(self, recipe: Recipe, model: Path) -> None:
+        self.family = family_of(model)
+        self._recipe = recipe
+        self._chunks = build.build(recipe.model, model)
+        hf.load(self._chunks, self.family, model)
+        self._publisher = self._new_publisher()
+        self._save(0)
+
+    def train(self, version: int) -> None:
+        nudge(self._chunks, version)
+        if version % CHECKPOINT_EVERY == 0:
+            self._save(version)
+
+    def restart(self, version: int) -> None:
+        """Die, load the last checkpoint, and repeat the steps up to `version`."""
+        named = hf.named_tensors(self._chunks)
+        for (_, parameter), values in zip(named, self._saved, strict=True):
+            parameter.data.copy_(values)
+        for step in range(self._checkpoint + 1, version + 1):
+            nudge(self._chunks, step)
+        self._publisher = self._new_publisher()
+
+    def publish(self, servers: dict[int, StandIn], version: int) -> Published | None:
+        fleet: Any = StandInFleet(servers, version)
+        return self._publisher._publish(fleet, Publish(version, ()), "test")
+
+    def whole_model(self) -> list[tuple[str, Tensor]]:
+        return whole_model(self._chunks, self.family)
+
+    def _save(self, version: int) -> None:
+        self._checkpoint = version
+        self._saved = [p.detach().clone() for _, p in hf.named_tensors(self._chunks)]
+
+    def _new_publisher(self) -> Publisher:
+        publisher = Publisher(self._recipe, NO_ENDPOINTS, self._chunks, self.family)
+        publisher._transport = InProcess(self._chunks, self.family, publisher._last)
+        return publisher
+
+
+class Servers:
+    """Servers by their ids. Each starts with the weights of the model's directory."""
+
+    def __init__(self, ranks: int, family: Family, first: list[tuple[str, Tensor]]) -> None:
+        self._arguments = (ranks, family, first)
+        self.by_id: dict[int, StandIn] = {}
+        for i in range(4):
+            self.start(i)
+
+    def start(self, i: int) -> None:
+        """Start a server, in place of the one of this id."""
+        self.by_id[i] = StandIn(i, *self._arguments)
+
+
+@dataclass
+class Counts:
+    """What happened: publications of changes and of all weights, kills, and servers
+    that reported an error.
+    """
+
+    deltas: int = 0
+    full: int = 0
+    kills: int = 0
+    failed: int = 0
+
+
+def kill_one(learner: Learner, servers: Servers, version: int, draw: random.Random) -> None:
+    """Kill a server or the learner, or replace a server by one of a new id."""
+    victim = draw.choice(list(servers.by_id))
+    match draw.choice(("server", "in the middle", "learner", "joins")):
+        case "server":
+            servers.start(victim)
+        case "in the middle":
+            servers.by_id[victim].dies_after = draw.randrange(1, 40)
+        case "learner":
+            learner.restart(version)
+        case "joins":
+            del servers.by_id[victim]
+            servers.start(max(servers.by_id) + 1)
+
+
+def count(
+    published: Published, servers: Servers, weights: list[tuple[str, Tensor]], counts: Counts
+) -> None:
+    """Count a publication. Servers that failed are restarted, as their supervisor does;
+    all others must hold `weights`.
+    """
+    everything = sum(tensor.nbytes for _, tensor in weights)
+    counts.deltas += published.bytes_sent < everything
+    counts.full += published.bytes_sent == everything
+    for result in published.results:
+        if result.error:
+            counts.failed += 1
+            servers.start(result.id)
+        else:
+            server = servers.by_id[result.id]
+            assert holds(server, weights), f"server {result.id} at version {published.version}"
+
+
 def main(model: Path, ranks: int, publications: int, kills: int) -> None:
     recipe = recipes.from_tree(
         {
@@ -168,68 +274,24 @@ def main(model: Path, ranks: int, publications: int, kills: int) -> None:
         }
     )
     parallel.start(recipe.model, seed=0, timeout_s=60)
-    family = family_of(model)
-    chunks = build.build(recipe.model, model)
-    hf.load(chunks, family, model)
+    learner = Learner(recipe, model)
+    servers = Servers(ranks, learner.family, learner.whole_model())
     draw = random.Random(0)
     killed_at = set(draw.sample(range(2, publications), kills))
-    first = whole_model(chunks, family)
-    checkpoint = 0
-    saved = [p.detach().clone() for _, p in hf.named_tensors(chunks)]
-
-    def learner() -> Publisher:
-        publisher = Publisher(recipe, NO_ENDPOINTS, chunks, family)
-        publisher._transport = InProcess(chunks, family, publisher._last)
-        return publisher
-
-    publisher = learner()
-    servers = {i: StandIn(i, ranks, family, first) for i in range(4)}
-    deltas = full = killed = failed = 0
+    counts = Counts()
     for version in range(1, publications + 1):
-        nudge(chunks, version)
-        if version % 25 == 0:
-            checkpoint = version
-            saved = [p.detach().clone() for _, p in hf.named_tensors(chunks)]
+        learner.train(version)
         if version in killed_at:
-            killed += 1
-            victim = draw.choice(list(servers))
-            match draw.choice(("server", "in the middle", "learner", "joins")):
-                case "server":  # is back with the weights of its directory
-                    servers[victim] = StandIn(victim, ranks, family, first)
-                case "in the middle":
-                    servers[victim].dies_after = draw.randrange(1, 40)
-                case "learner":  # goes on from its checkpoint
-                    for (_, parameter), values in zip(hf.named_tensors(chunks), saved, strict=True):
-                        parameter.data.copy_(values)
-                    for step in range(checkpoint + 1, version + 1):
-                        nudge(chunks, step)
-                    publisher = learner()
-                case "joins":
-                    del servers[victim]
-                    new = max(servers) + 1
-                    servers[new] = StandIn(new, ranks, family, first)
-        held_back = draw.choice(list(servers)) if draw.random() < 0.05 else -1
-        asked = {i: s for i, s in servers.items() if i != held_back}
-        published = publisher._publish(StandInFleet(asked, version), Publish(version, ()), "test")
-        now = whole_model(chunks, family)
-        if published is None:
-            continue
-        everything = sum(tensor.nbytes for _, tensor in now)
-        deltas += published.bytes_sent < everything
-        full += published.bytes_sent == everything
-        for result in published.results:
-            if result.error:
-                failed += 1
-                servers[result.id] = StandIn(
-                    result.id, ranks, family, first
-                )  # as the supervisor restarts it
-            else:
-                assert holds(servers[result.id], now), f"server {result.id} at version {version}"
+            counts.kills += 1
+            kill_one(learner, servers, version, draw)
+        held_back = draw.choice(list(servers.by_id)) if draw.random() < 0.05 else -1
+        asked = {i: server for i, server in servers.by_id.items() if i != held_back}
+        published = learner.publish(asked, version)
+        weights = learner.whole_model()
+        if published is not None:
+            count(published, servers, weights, counts)
     if dist.get_rank() == 0:
-        print(
-            json.dumps({"deltas": deltas, "full": full, "kills": killed, "failed": failed}),
-            flush=True,
-        )
+        print(json.dumps(asdict(counts)), flush=True)
     parallel.stop()
 
 

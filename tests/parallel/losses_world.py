@@ -129,7 +129,9 @@ def check(
 def check_reference(
     sequences: list[TrainSequence], expected: dict[tuple[int, int], torch.Tensor], recipe: Recipe
 ) -> None:
-    """Its log-probs are transformers'; what is not trained has none and pays nothing."""
+    """Its log-probs are transformers'; what is not trained has none and
+    pays nothing.
+    """
     for s in sequences:
         trained = s.loss_weight > 0
         assert (

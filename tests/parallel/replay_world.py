@@ -76,7 +76,9 @@ def step(trainer: Trainer, sequences: list[TrainSequence]) -> tuple[float, dict[
 
 
 def check_forced(recipe: Recipe, model: Path, what: str) -> list[TrainSequence]:
-    """With the batch's experts, loss and gradients are those of transformers with them."""
+    """With the batch's experts, loss and gradients are those of
+    transformers with them.
+    """
     sequences = training_sequences(
         decode(model.with_suffix(".msgpack").read_bytes(), Batch), recipe
     )
@@ -140,7 +142,7 @@ def remembered(router: PartialReplay) -> list[torch.Tensor]:
         choices.append(experts)
         return probabilities, experts
 
-    router.get_replay_topk = remember  # type: ignore[method-assign]
+    router.get_replay_topk = remember
     return choices
 
 

@@ -70,7 +70,7 @@ def make_batch() -> Batch:
     )
 
 
-def scalerl_by_transformers(model: Any, batch: Batch, path: Path) -> dict[str, object]:
+def scalerl_by_transformers(model: Any, batch: Batch, path: Path) -> dict[str, Any]:
     """The loss of ScaleRL in float64, rollout by rollout, from the formulas of arXiv
     2510.13786, section 3.
     """

@@ -125,7 +125,7 @@ def main(arguments: list[str]) -> int:
         def start_this(self: LocalLauncher, task: RoleCommand, n: int = 0) -> LocalProcess:
             return start(self, replace(task, arguments=(__file__, *task.arguments[2:])), n)
 
-        LocalLauncher.start = start_this  # type: ignore[method-assign]
+        LocalLauncher.start = start_this
         return megarl(arguments)
     die_with_parent()
     app = web.Application()

@@ -29,7 +29,9 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """A run with one stand-in server of its own; both sides score each token with -1."""
+    """A run with one stand-in server of its own;
+    both sides score each token with -1.
+    """
     monkeypatch.setattr(
         test_controller,
         "scores",

@@ -65,7 +65,9 @@ def served(
 
 @pytest.fixture(scope="module")
 def chunks_of(served: Stack) -> Iterator[Any]:
-    """chunks_of("b"): the learner's chunks with that model's weights, and their family."""
+    """chunks_of("b"): the learner's chunks with that model's weights,
+    and their family.
+    """
     parallel.start(served.recipe.model, seed=0, timeout_s=60)
     family = family_of(served.directory / "a")
     chunks = build.build(served.recipe.model, served.directory / "a")

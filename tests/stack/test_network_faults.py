@@ -1,7 +1,8 @@
 """A network that is gone for half a minute, between the learner and one of its servers:
 a namespace behind a cable (veth).
 
-learner, server 0 ── 10.231.77.1 megarl0 ══════ megarl1 10.231.77.2 ── server 1, in the namespace megarl-faults
+learner, server 0                          ── 10.231.77.1 megarl0 ══╗
+server 1, in the namespace megarl-faults   ── 10.231.77.2 megarl1 ══╝
 """
 
 import asyncio

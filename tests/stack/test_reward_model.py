@@ -1,7 +1,8 @@
 """A reward model that a real SGLang serves, asked through the example service as a run
 asks it: its numbers are transformers'.
 
-Remote (megarl/tasks/graders/remote.py) ── key, batches ──► examples/reward_server.py ── /classify ──► SGLang --is-embedding
+Remote (megarl/tasks/graders/remote.py) ── key, batches ──► examples/reward_server.py
+    ── /classify ──► SGLang --is-embedding
 """
 
 import asyncio

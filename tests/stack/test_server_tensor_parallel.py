@@ -111,7 +111,9 @@ async def test_when_one_source_fails_all_send_again(served: Stack) -> None:
     ],
 )
 async def test_deltas_reach_both_ranks(served: Stack, transport: str, layout: list[str]) -> None:
-    """Experts, fused and turned tensors too. Everything, sent again, changes nothing."""
+    """Experts, fused and turned tensors too.
+    Everything, sent again, changes nothing.
+    """
     overrides = [f"weights.transport={transport}", "weights.full_every=9", *layout]
     if transport == "process_group":
         overrides.append("resources.colocate=false")

@@ -1,8 +1,9 @@
 """A stand-in for one GPU: tensors say that they are on cuda:0, and their numbers lie on
 the CPU.
 
-    env = environment(folder)                 # a new process, because torch asks for a driver when it is imported
-    install()                                 # in that process, before megatron is imported
+    env = environment(folder)   # for a new process: torch asks for a driver when it is
+                                # imported
+    install()                   # in that process, before megatron is imported
     with on_stand_in_gpu(): Trainer(...)
 
 Code then takes the branches for a GPU, and each operation is checked as a GPU's would
@@ -84,7 +85,7 @@ def install() -> None:
         pci_bus_id=0,
         pci_device_id=0,
     )
-    answers: dict[str, object] = {
+    answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
         "init": None,
@@ -109,7 +110,7 @@ def install() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
-    torch.cuda.Stream = torch.cuda.Event = _Stream  # type: ignore[misc, assignment]
+    torch.cuda.Stream = torch.cuda.Event = _Stream
     torch.cuda.default_generators = (torch.Generator(),)
     torch._C._set_only_lift_cpu_tensors(
         True
@@ -144,18 +145,18 @@ class OnGpu(Tensor):
         return computed(func, args, kwargs or {})
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
     def data(self, other: "OnGpu") -> None:
         with torch._C.DisableTorchFunction():
-            Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+            Tensor.data.__set__(self, other)
         self.in_truth = other.in_truth
 
     def record_stream(self, stream: object) -> None: ...
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"OnGpu({self.in_truth})"
 
 
@@ -510,11 +511,11 @@ class _Functions(TorchFunctionMode):
             return first.in_truth.tolist()
         if name == "type" and on_gpu(first) and len(args) == 1:
             return first.in_truth.type().replace("torch.", "torch.cuda.")
-        if func == Tensor.data.__set__ and on_gpu(args[1]) and not isinstance(first, OnGpu):  # type: ignore[attr-defined]
+        if func == Tensor.data.__set__ and on_gpu(args[1]) and not isinstance(first, OnGpu):
             func(*args)
             first.in_truth = args[1].in_truth
             return None
-        if func == Tensor.data.__get__ and on_gpu(first):  # type: ignore[attr-defined]
+        if func == Tensor.data.__get__ and on_gpu(first):
             return first.detach()
         if func is torch.tensor:  # of scalars on the GPU
             args = (_mapped(lambda x: x.in_truth.item() if on_gpu(x) else x, first), *args[1:])

@@ -128,7 +128,7 @@ def errors(directory: Path, name: str) -> tuple[int, list[str]]:
     found = []
     servers = [Server(model), Server(model, VICTIM[name]), Server(model, VICTIM[name], lost=True)]
     for version, server in enumerate(servers, 1):
-        publisher.open_fleet = lambda *_, server=server, version=version: Fleet([server], version)  # type: ignore[assignment]
+        publisher.open_fleet = lambda *_, server=server, version=version: Fleet([server], version)
         published = by.publish(Publish(version=version, servers=(ADDRESS,)), "test")
         assert published is not None
         found.append(published.results[0].error)

@@ -16,6 +16,7 @@ import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import torch
@@ -58,7 +59,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(__path__=[], __version__="99", __getattr__=attribute)
 
 
-def resolved(major: int) -> Iterator[tuple[str, dict[str, object], dict[str, object]]]:
+def resolved(major: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Yield a recipe's name, what `megarl serve` asks of SGLang, and what that makes of
     it.
     """
@@ -86,9 +87,7 @@ def resolved(major: int) -> Iterator[tuple[str, dict[str, object], dict[str, obj
         if hasattr(function, "cache_clear"):
             function.cache_clear()
 
-    def asked_and_made(
-        recipe: Recipe, nodes: int = 1
-    ) -> tuple[dict[str, object], dict[str, object]]:
+    def asked_and_made(recipe: Recipe, nodes: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
         asked = engine_arguments(recipe, 0, "127.0.0.1", 1, cuda=True) | precision_arguments(
             recipe, major
         )

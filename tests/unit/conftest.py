@@ -97,7 +97,9 @@ TASKS = {"math": 0.0, "code": -0.2}
 
 @pytest.fixture
 def write_tasks_run(tree: Tree, tmp_path: Path) -> Callable[[int], tuple[Recipe, RunDir]]:
-    """write_tasks_run(steps): a recipe of two tasks, and its run after so many steps."""
+    """write_tasks_run(steps): a recipe of two tasks,
+    and its run after so many steps.
+    """
 
     def write(steps: int) -> tuple[Recipe, RunDir]:
         tasks = dict.fromkeys(TASKS, tree["data"]["tasks"]["math"])

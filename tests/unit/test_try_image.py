@@ -1,4 +1,6 @@
-"""launch/try_image.py knows every step of the Dockerfile, and says so when one fails."""
+"""launch/try_image.py knows every step of the Dockerfile,
+and says so when one fails.
+"""
 
 import importlib.util
 import sys

@@ -645,7 +645,7 @@ class ServerClient:
         return reply
 
     def asking(self, ask: Callable[[ServerQuestion], Awaitable[ServerAnswer]]) -> "ServerClient":
-        """Return the same client, except that `ask` sends the questions of its calls."""
+        """Return the same client, whose calls send their questions by `ask`."""
         client = copy(self)
         client._ask = ask
         return client

@@ -1,7 +1,7 @@
 """Calls to several servers at once.
 
-    Fleet    synchronous, for the learner: an event loop in a thread, a Fan for each call
-    Fan      asynchronous; sends the questions of all calls (ServerClient.asking)
+    Fleet   synchronous, for the learner: an event loop in a thread, a Fan for each call
+    Fan     asynchronous; sends the questions of all calls (ServerClient.asking)
 
 Equal questions to many servers are sent as one call to one of them, which relays it
 (relay.py), and equal answers come back as one. Questions go directly if there are at

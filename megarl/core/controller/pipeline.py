@@ -5,9 +5,9 @@ evaluations, and describes the present state.
             while a server has places free for it              │ recorded first
                             decision.decide ◄─ view() ◄─ batches()
 
-The controller and the simulator (predict/planning/simulate.py) run this code. They differ
-in the `Source` that draws prompts and makes groups, and in where records go: to the
-journal, or only into the state. Records are in the order of these events, so a
+The controller and the simulator (predict/planning/simulate.py) run this code. They
+differ in the `Source` that draws prompts and makes groups, and in where records go: to
+the journal, or only into the state. Records are in the order of these events, so a
 restarted controller continues with the same tickets, prompts and budgets, and loses
 only tokens of unfinished tickets.
 """

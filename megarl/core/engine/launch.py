@@ -1,7 +1,8 @@
 """`megarl serve`: start one SGLang server of the policy from the recipe, or of any
 model for others, such as a teacher.
 
-    recipe + RUN/endpoints.json ──► checks (one MegarlError) ──► environment() + engine_arguments() ──► SGLang, in this process
+    recipe + RUN/endpoints.json ──► checks (one MegarlError)
+        ──► environment() + engine_arguments() ──► SGLang, in this process
 
 A server that spans nodes (`Endpoints.meetings`) has such a process on each of them. The
 first one's handles all requests, and SGLang passes them on to all ranks.

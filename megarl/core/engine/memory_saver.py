@@ -3,9 +3,10 @@
 
     SGLang starts a rank with
     LD_PRELOAD=…/torch_memory_saver_hook_mode_preload_cu13.abi3.so
-                                                    │ needs libcuda.so.1 and libcudart.so.13
+                    │ needs libcuda.so.1 and libcudart.so.13
     the system's loader ──finds both──► the rank runs, and its memory can be released
-                        └──lacks one──► the rank ends before its first line, with the loader's message
+                        └──lacks one──► the rank ends before its first line, with the
+                                        loader's message
 
 A container's CUDA toolkit has libcudart where the loader looks. An environment made by
 pip has it in a package of torch, where only torch looks.
@@ -88,7 +89,7 @@ def check_preload(hook: Path, environment: Mapping[str, str]) -> None:
 
 
 def installed_hook() -> Path:
-    """Return the library of the installed torch_memory_saver for torch's CUDA version."""
+    """Return torch_memory_saver's installed library for torch's CUDA version."""
     from torch_memory_saver.utils import get_binary_path_from_package
 
     try:

@@ -1,5 +1,5 @@
-"""`data` and the suites of `evaluation`: rows, what the model sees of them, how its answers
-are graded.
+"""`data` and the suites of `evaluation`: rows, what the model sees of them, and how its
+answers are graded.
 """
 
 from collections.abc import Iterator

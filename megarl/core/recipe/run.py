@@ -1,4 +1,4 @@
-"""`run`, `checkpoint`, `journal` and `monitor`: a run as a whole, and what stays of it."""
+"""`run`, `checkpoint`, `journal` and `monitor`: a run as a whole, what stays of it."""
 
 from collections.abc import Iterator
 from pathlib import Path

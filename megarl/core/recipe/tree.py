@@ -1,5 +1,6 @@
 """The typed tree of a recipe: one class per section, one file per kind of section.
-Defaults are ScaleRL's (arXiv 2510.13786); "not stated": the paper gives no number for it.
+Defaults are ScaleRL's (arXiv 2510.13786); "not stated": the paper gives no number
+for it.
 """
 
 from megarl.core.recipe.agent import AgentSection

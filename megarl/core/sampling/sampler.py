@@ -424,7 +424,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What a request added. finish is None if the rest has to be requested elsewhere."""
+    """What a request added. finish: None if the rest has to be requested elsewhere."""
 
     segments: list[Segment]
     finish: FinishReason | None

@@ -249,8 +249,8 @@ class BroadcastGroup:
         failed: Callable[[], str] = str,
         pause_s: float = 0.0005,
     ) -> None:
-        """Wait until `done()`. RuntimeError after limit_s, saying that the group was not
-        `expected`, or as soon as `failed()` or another member gives a reason.
+        """Wait until `done()`. RuntimeError after limit_s, saying that the group was
+        not `expected`, or as soon as `failed()` or another member gives a reason.
         """
         started = time.monotonic()
         next_look = started + LOOK_S

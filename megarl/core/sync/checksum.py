@@ -1,19 +1,22 @@
 """A 64-bit checksum of a parameter: the sum of its pieces' checksums, which may be
 computed in any order, on any device.
 
-    learner   q ──► checksum(q, 0) ─────────┐              server   qkv_proj ──► checksum(qkv_proj)
-              v ──► checksum(v, |q| + |k|) ─┼─► +                         ▲
-              k ──► checksum(k, |q|) ───────┘   └──────── equal ──────────┘
+    learner   q ──► checksum(q, 0) ─────────┐       server   qkv_proj
+              v ──► checksum(v, |q| + |k|) ─┼─► +                │
+              k ──► checksum(k, |q|) ───────┘   │                ▼
+                                                └─ equal ─ checksum(qkv_proj)
 
 The parameter's bytes are signed numbers x(0), x(1), …. Modulo 2^64,
 
-    checksum = bytes · LENGTH + Σ x(i) · w(i)        w(i) = column(i mod COLUMNS) · row(i div COLUMNS)
+    checksum = bytes · LENGTH + Σ x(i) · w(i)
+    w(i) = column(i mod COLUMNS) · row(i div COLUMNS)
 
 with fixed pseudo-random odd 64-bit columns and rows. To compute it, each column is
 written as eight signed digits of base 256, so that one matrix product of 8-bit numbers,
 for which CPUs and GPUs have instructions, reads the bytes once:
 
-    bytes [rows, COLUMNS] int8 · digits [COLUMNS, 8] int8 ──► [rows, 8] int32, exact: at most 2^26 ──► · 256^digit · row ──► Σ
+    bytes [rows, COLUMNS] int8 · digits [COLUMNS, 8] int8
+        ──► [rows, 8] int32, exact: at most 2^26 ──► · 256^digit · row ──► Σ
 
 On a GPU the product is cuBLASLt's, whose tensor-core kernels for 8-bit numbers take one
 layout only, "TN": rows of bytes and columns of digits that lie contiguous (NVIDIA's
@@ -219,7 +222,7 @@ def _wrong_product(device: torch.device) -> str:
 
 @functools.cache
 def _odd(seed: int, count: int, device: torch.device) -> Tensor:
-    """Return the first `count` odd numbers [count] int64 of a pseudo-random sequence."""
+    """Return the first odd numbers [count] int64 of a pseudo-random sequence."""
     numbers = np.random.PCG64(seed).random_raw(count).view(np.int64)
     return torch.from_numpy(numbers | 1).to(device)
 

@@ -1,7 +1,7 @@
 """The changes of a tensor, encoded in a few bytes and exact to the bit.
 
-    old, new ──encode──► gaps between the changed elements, and by how much each changed ──► Huffman code
-    held by a server ──add── decode ◄──┘
+    old, new ──encode──► gaps between the changed elements, and by how much each changed
+                             ──► Huffman code ──decode──► add to what a server holds
 
 The bits of each element are compared and subtracted as an integer, modulo 2^bits, so
 adding the difference to `old` gives `new` whatever the bits mean: a NaN, -0.0, an

@@ -12,8 +12,8 @@ in that time, and loaded buckets cannot be undone.
 
 The copy is in the host's memory (pinned if there is a GPU) and has this rank's part of
 the model, with the same names, shapes and types. A copy that is not swapped in (a
-broken group, a wrong checksum, a lost learner) is dropped by the next `open_version`. Until a
-swap the server keeps its complete old version.
+broken group, a wrong checksum, a lost learner) is dropped by the next `open_version`.
+Until a swap the server keeps its complete old version.
 """
 
 import threading
@@ -50,7 +50,7 @@ class Unloadable(Exception):
 
 
 class Staging:
-    """The copy of one scheduler process. All steps but `swap` run in threads (`job`)."""
+    """The copy of one scheduler process. Steps but `swap` run in threads (`job`)."""
 
     def __init__(self) -> None:
         self._version = ""  # being received, or the last one received

@@ -22,7 +22,7 @@ REFUSED = (
     " sched_setparam sched_setattr migrate_pages move_pages"
 ).split()
 REFUSED_NUMBERS = {"memfd_secret": 447}
-"""Calls that a libseccomp of 2021 does not know; new ones have one number everywhere."""
+"""Calls that a libseccomp of 2021 does not know. They have one number everywhere."""
 OF_FILES = (
     "chmod fchmod fchmodat chown fchown lchown fchownat utime utimes futimesat utimensat setxattr"
     " lsetxattr fsetxattr removexattr lremovexattr fremovexattr truncate"
@@ -32,7 +32,7 @@ are also refused where the user's own files are visible.
 """
 OF_FILES_NUMBERS = {"fchmodat2": 452, "setxattrat": 463, "removexattrat": 466, "file_setattr": 469}
 OWNING = (fcntl.F_SETOWN, 10, 15, fcntl.F_SETLEASE, fcntl.F_NOTIFY)
-"""Commands of fcntl (10: F_SETSIG, 15: F_SETOWN_EX): a pipe sends signals to any owner."""
+"""Commands of fcntl (10: F_SETSIG, 15: F_SETOWN_EX): pipes signal any owner."""
 IOCTLS = (0x5452, 0x8901, 0x8902)
 """FIOASYNC, FIOSETOWN, SIOCSPGRP, of the same effect."""
 CLONE_FLAGS = (

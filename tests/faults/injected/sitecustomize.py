@@ -1,14 +1,14 @@
 """Faults from within. Python imports this before all else in every process that has
 this folder on its PYTHONPATH.
 
-INJECT_AT=TrainedNetwork.update:2:KILL:/tmp/marker[:RANK]   the 2nd call in a process sends SIGKILL to itself; once, for a
-                                                            process that finds the
-                                                            marker is left alone
-INJECT_CLOCK=/tmp/offset                                    time.time() is off by the seconds that are in this file
-INJECT_SEEN=/tmp/folder                                     SGLang's scheduler writes what it was sent and what it sampled of
-                                                            each request that it lets go
-                                                            of, `[ids, ids]` a line of
-                                                            PID.jsonl
+INJECT_AT=TrainedNetwork.update:2:KILL:/tmp/marker[:RANK]
+    The 2nd call in a process sends SIGKILL to itself. It happens once: a process that
+    finds the marker is left alone.
+INJECT_CLOCK=/tmp/offset
+    time.time() is off by the seconds that are in this file.
+INJECT_SEEN=/tmp/folder
+    SGLang's scheduler writes what it was sent and what it sampled of each request that
+    it lets go of, `[ids, ids]` a line of PID.jsonl.
 
 Functions are found by their qualified name as they are called (PEP 669): the code under
 test knows nothing of this.

@@ -266,7 +266,9 @@ def test_a_gpu_too_small_for_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_of_several_runs_are_one_table(
     modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of one machine and commit stand together; another's are not mixed with them."""
+    """Rows of one machine and commit stand together;
+    another's are not mixed with them.
+    """
 
     def measure(*names: str) -> list[str]:
         parts = {name: Part(f"part_{name}", 60) for name in names}

@@ -32,7 +32,9 @@ class FakeTime:
 
 
 def training(*pass_rates: float, seconds_per_step: float, tokens: int) -> MeasuredTraining:
-    """Twenty steps of equal length; evaluations every ten steps have these pass rates."""
+    """Twenty steps of equal length; evaluations every ten steps have these
+    pass rates.
+    """
     ends = tuple(seconds_per_step * step for step in range(1, 21))
     scores = tuple(
         HeldOutScore(step=10 * number, seconds=10 * number * seconds_per_step, pass_rate=rate)

@@ -62,7 +62,9 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def evaluated_often(seed: int, falls_from: int) -> RealRun:
-    """A run whose scores follow a law of compute until a step, and are .3 from then on."""
+    """A run whose scores follow a law of compute until a step,
+    and are .3 from then on.
+    """
     scores = []
     for step in range(0, 31, 3):
         hours = step / 100

@@ -527,7 +527,9 @@ def test_a_directory_at_every_door(
 
 
 def same_as_transformers(read: Tensors, path: Path, text: str, case: Case) -> None:
-    """text: what the door said. It must speak of rounding if, and only if, it rounded."""
+    """text: what the door said. It must speak of rounding if, and only if,
+    it rounded.
+    """
     wanted = by_transformers(path)
     shared = wanted.keys() & read.keys()
     assert len(shared) >= 7  # of experts transformers has other names

@@ -44,7 +44,9 @@ def written(directory: Path, quantization: object, tensors: dict[str, Tensor]) -
 
 
 def fp8_tensors(scale_type: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Every code but the two NaNs, scales of many sizes, and tensors that are not FP8."""
+    """Every code but the two NaNs, scales of many sizes,
+    and tensors that are not FP8.
+    """
     generator = torch.Generator().manual_seed(0)
     tensors = {
         "norm": torch.randn(7, dtype=torch.bfloat16, generator=generator),

@@ -86,7 +86,9 @@ def test_every_bit_survives_two_layouts(tmp_path: Path, name: str, dtype: torch.
 
 
 def test_the_learner_loads_what_was_converted_at_another_layout(tmp_path: Path) -> None:
-    """Through megatron's own loading, on one rank. tests/parallel does it on several."""
+    """Through megatron's own loading, on one rank.
+    tests/parallel does it on several.
+    """
     tiny_llama(tmp_path / "hf", tie_word_embeddings=True, vocab_size=131)
     run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "step", "--tp", 2, "--pp", 2)
     model = Model(path=str(tmp_path / "hf"), dtype="fp32")
@@ -113,7 +115,9 @@ def test_dtype_rounds_once(tmp_path: Path, dtype: str) -> None:
 
 
 def test_files_and_index(tmp_path: Path) -> None:
-    """Several files in, several files out, as transformers names them; it loads them."""
+    """Several files in, several files out, as transformers names them;
+    it loads them.
+    """
     reference = tiny_llama(tmp_path / "made")
     reference.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2

@@ -25,7 +25,9 @@ from safetensors.torch import load_file, save_file
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """bf16, tied, a vocabulary of odd size, and something that stands for a tokenizer."""
+    """bf16, tied, a vocabulary of odd size,
+    and something that stands for a tokenizer.
+    """
     tiny_llama(
         tmp_path / "hf",
         torch.bfloat16,

@@ -183,7 +183,9 @@ def test_the_recipe_of_a_cluster_does_not_start_on_a_login_node(
 def test_servers_with_gpus_need_sglangs_kernels_where_they_run(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a container they have another Python than the supervisor, which is not asked."""
+    """In a container they have another Python than the supervisor,
+    which is not asked.
+    """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     recipe = changed(tree, resources={"servers": 1, "learner_ranks": 1}, model={"dtype": "bf16"})
     monkeypatch.setattr("megarl.core.client.servable.find_spec", lambda name: None)

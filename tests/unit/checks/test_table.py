@@ -1,4 +1,6 @@
-"""The table of checks: it names every check, and commands make and show them from it."""
+"""The table of checks: it names every check,
+and commands make and show them from it.
+"""
 
 import inspect
 import io

@@ -375,7 +375,9 @@ def test_a_dry_run_may_be_looked_at_with_head(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_a_lasting_command_says_is_seen_at_once(unbuffered: str) -> None:
-    """Also where Python's own streams have no buffer, as in containers and Slurm jobs."""
+    """Also where Python's own streams have no buffer,
+    as in containers and Slurm jobs.
+    """
     code = (
         "import os, sys; from megarl.run.process import outlive_screen as o; o(); print('a',"
         " file=sys.stderr); os._exit(0)"

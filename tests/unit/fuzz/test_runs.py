@@ -100,7 +100,9 @@ def test_any_file_of_a_run(
 
 
 def contents(name: str, before: bytes) -> st.SearchStrategy[bytes]:
-    """Generate contents for a file of this name: nearly as it was, or quite different."""
+    """Generate contents for a file of this name:
+    nearly as it was, or quite different.
+    """
     rows = {
         "metrics.jsonl": metrics_row(0, random.Random(0)),
         "eval.jsonl": evaluation_row(0),

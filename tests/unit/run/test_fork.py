@@ -100,7 +100,9 @@ def records(seed: int) -> list[JournalRecord]:
 
 
 def by_hand(made: list[JournalRecord], step: int) -> tuple[int, dict[str, float]]:
-    """The first ticket that a fork draws at `step`, and the pass rates that it knows."""
+    """The first ticket that a fork draws at `step`,
+    and the pass rates that it knows.
+    """
     removed = {r.ticket for r in made if isinstance(r, Removed)}
     drawn = [r.ticket for r in made if isinstance(r, Admitted) and r.ticket not in removed]
     first = (

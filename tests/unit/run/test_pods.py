@@ -188,7 +188,9 @@ def test_a_role_is_killed_in_its_pods(
 
 
 def test_a_lost_connection_is_not_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its role may still have the GPUs, until the step notices that nobody answers it."""
+    """Its role may still have the GPUs, until the step notices that nobody
+    answers it.
+    """
     code = """print('{"node": "a"}', flush=True); raise SystemExit(1)"""
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE

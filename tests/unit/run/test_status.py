@@ -156,7 +156,9 @@ def test_of_a_finished_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a folder with a blank in its name: the commands that are shown can be copied."""
+    """In a folder with a blank in its name:
+    the commands that are shown can be copied.
+    """
     rundir = write_run(41)
     values = summary.summarise(recipe, rundir) | {"outcome": "finished", "reason": "all steps done"}
     rundir.summary.write_text(json.dumps(values))

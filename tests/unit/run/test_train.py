@@ -239,7 +239,9 @@ def test_stop_file_is_obeyed(live: Callable[..., Life]) -> None:
 
 @pytest.mark.parametrize("role", ["controller-0", "learner-0"])
 def test_a_role_that_is_told_to_end_ends_the_run(live: Callable[..., Life], role: str) -> None:
-    """As Slurm tells all processes of a job that has to make room, but not its script."""
+    """As Slurm tells all processes of a job that has to make room,
+    but not its script.
+    """
     life = live()
     life.wait_for_steps(2)
     os.kill(life.newest(role), signal.SIGTERM)

@@ -149,7 +149,9 @@ def test_a_head_in_pieces(columns: int) -> None:
 
 
 def test_sglangs_fp32_head_is_the_one_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where its head is FP32 and its weights are bf16; other heads stay SGLang's own."""
+    """Where its head is FP32 and its weights are bf16;
+    other heads stay SGLang's own.
+    """
     sglang_cpu.install()
     sglang_cpu.patch()
     from sglang.srt.layers.logits_processor import LogitsProcessor

@@ -1,11 +1,14 @@
 """Models that SGLang imports from here instead of its own package
 (SGLANG_EXTERNAL_MODEL_PACKAGE, set in launch.py).
 
-llama4.py   Llama 4, which also runs correctly on a CPU and loads text-only directories
-deepseek.py DeepSeek-V3, whose tensors can be loaded one by one, with transformers'
-epsilon; GLM-4.5, unchanged gpt_oss.py  gpt-oss, whose experts can be loaded one by one,
-with sinks in the model's precision
-stock.py    SGLang's own dense Llama, Qwen2 and Qwen3, and Qwen3-MoE, so that its two hundred others need not be imported
+llama4.py     Llama 4, which also runs correctly on a CPU and loads text-only
+              directories
+deepseek.py   DeepSeek-V3, whose tensors can be loaded one by one, with transformers'
+              epsilon; GLM-4.5, unchanged
+gpt_oss.py    gpt-oss, whose experts can be loaded one by one, with sinks in the model's
+              precision
+stock.py      SGLang's own dense Llama, Qwen2 and Qwen3, and Qwen3-MoE, so that its two
+              hundred others need not be imported
 
 SGLang imports every module of this package in the processes of a server, and serves the
 classes in `EntryClass`. ../served.py describes how a server stores the tensors.

@@ -1,11 +1,14 @@
 """Corrections to DeepSeek-V3 in SGLang 0.5.23; GLM-4.5 needs none.
 
 Everywhere:
-    loading     q_a_proj and kv_a_proj_with_mqa are one parameter, which SGLang fills only if both come in one call; otherwise
-                it silently changes nothing. It copies tensors on the host in other
-                threads, where sync/delta.py has no effect
-    norms       of compressed q, k and v: SGLang uses rms_norm_eps, transformers (and the released models' code) 1e-6
-    config      moe_layer_freq, topk_method and scoring_func must be in config.json; transformers 5 does not write them
+    loading     q_a_proj and kv_a_proj_with_mqa are one parameter, which SGLang fills
+                only if both come in one call; otherwise it silently changes nothing. It
+                copies tensors on the host in other threads, where sync/delta.py has no
+                effect
+    norms       of compressed q, k and v: SGLang uses rms_norm_eps, transformers (and
+                the released models' code) 1e-6
+    config      moe_layer_freq, topk_method and scoring_func must be in config.json;
+                transformers 5 does not write them
 
 Without a GPU also:
     attention   SGLang gives the plain backend work that only the triton backend can do
@@ -46,6 +49,9 @@ class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):
                     getattr(layer.self_attn, name).variance_epsilon = EPSILON
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], is_nextn: bool = False) -> None:
+        """Load Hugging Face tensors, any number a call. is_nextn: SGLang's, for the
+        layer that drafts tokens.
+        """
         super().load_weights(
             self._others(weights) if self.fuse_qkv_a_proj and not is_nextn else weights, is_nextn
         )

@@ -20,6 +20,7 @@ class GptOssForCausalLM(gpt_oss.GptOssForCausalLM):
     def load_weights(
         self, weights: Iterable[tuple[str, Tensor]], *args: Any, **options: Any
     ) -> None:
+        """Load Hugging Face tensors, any number a call; the rest is for SGLang."""
         super().load_weights(list(self._others(weights)), *args, **options)
 
     def _others(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

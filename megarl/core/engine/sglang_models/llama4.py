@@ -4,9 +4,11 @@ Everywhere: `Llama4ForCausalLM`, the text-only class, loads no expert weights an
 not reorder q and k for its rotary embedding (only the multimodal class does both).
 
 Without a GPU also:
-    attention   q and k are cast to bfloat16, the rotary embedding's result is dropped (it works in place only on a GPU), and
-                RoPE layers attend beyond their chunk
-    experts     the router's weight on an expert's input is not implemented, and choosing experts needs a compiler
+    attention   q and k are cast to bfloat16, the rotary embedding's result is dropped
+                (it works in place only on a GPU), and RoPE layers attend beyond their
+                chunk
+    experts     the router's weight on an expert's input is not implemented, and
+                choosing experts needs a compiler
 """
 
 import dataclasses
@@ -33,6 +35,7 @@ class Llama4ForCausalLM(llama4.Llama4ForCausalLM):
     """The text model, loaded from any of its Hugging Face tensors."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load Hugging Face tensors, any number a call."""
         super().load_weights(self._dense(weights))
 
     def _dense(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -44,7 +45,7 @@ def advantages(
 GROUPS = [group(0, 1.0, -1.0), group(1, 1.0, 1.0), group(3, -1.0, 1.0, 1.0)]
 
 
-def test_advantages_of_the_batch():
+def test_advantages_of_the_batch() -> None:
     centred = [[1.0, -1.0], [0.0, 0.0], [-4 / 3, 2 / 3, 2 / 3]]
     deviation = statistics.pstdev(centred[0] + centred[1] + centred[2])
     found = advantages(GROUPS, "batch")
@@ -53,7 +54,7 @@ def test_advantages_of_the_batch():
 
 
 @pytest.mark.parametrize("kind", ["batch", "running"])
-def test_groups_of_one_reward_count_in_the_deviation_where_they_are_kept(kind):
+def test_groups_of_one_reward_count_in_the_deviation_where_they_are_kept(kind: Any) -> None:
     """ScaleRL divides by the deviation of all advantages in the batch; the filter
     decides which are in it. Two groups of four, one of them half right: its advantages
     are ±1, and ±sqrt(2) with four zeros beside them.
@@ -66,7 +67,7 @@ def test_groups_of_one_reward_count_in_the_deviation_where_they_are_kept(kind):
     np.testing.assert_allclose([s.advantage for s in kept], [*(np.sqrt(2) * signs), 0, 0, 0, 0])
 
 
-def test_the_overlong_penalty_does_not_put_a_group_of_right_answers_into_the_loss():
+def test_the_overlong_penalty_does_not_put_a_group_of_right_answers_into_the_loss() -> None:
     """DAPO keeps a prompt if some, but not all, of its answers are right (arXiv
     2503.14476, equation 11). Else one right answer of sixteen that is a token too long
     would have advantage -3.87, as one wrong answer has among fifteen right ones.
@@ -84,7 +85,7 @@ def test_the_overlong_penalty_does_not_put_a_group_of_right_answers_into_the_los
     )
 
 
-def test_scores_of_a_reward_model_have_variance_though_all_are_right():
+def test_scores_of_a_reward_model_have_variance_though_all_are_right() -> None:
     assert group(0, 0.7, 0.3).has_variance
     assert not group(0, 0.7, 0.7).has_variance
 
@@ -98,7 +99,7 @@ def penalised_group(ticket: int, *rewards: float) -> Group:
     return msgspec.structs.replace(made, rollouts=tuple(rollouts))
 
 
-def test_a_rounding_of_a_reward_model_is_no_signal():
+def test_a_rounding_of_a_reward_model_is_no_signal() -> None:
     """The same answer, scored in different batches. By the paper's formula one of them
     would have an advantage of 1.7.
     """
@@ -108,7 +109,7 @@ def test_a_rounding_of_a_reward_model_is_no_signal():
     assert found[1] == pytest.approx(3**0.5)
 
 
-def test_advantages_of_the_group_and_undivided():
+def test_advantages_of_the_group_and_undivided() -> None:
     found = advantages(GROUPS, "group")
     np.testing.assert_allclose(found[0], [1, -1])
     np.testing.assert_allclose(found[1], [0, 0])
@@ -116,7 +117,7 @@ def test_advantages_of_the_group_and_undivided():
     np.testing.assert_allclose(advantages(GROUPS, "none")[2], np.array([-4, 2, 2]) / 3)
 
 
-def test_leave_one_out_takes_off_the_mean_of_the_others():
+def test_leave_one_out_takes_off_the_mean_of_the_others() -> None:
     found = advantages(GROUPS, "none", "leave_one_out")
     for group_, gains in zip(GROUPS, found, strict=True):
         rewards = group_.rewards.tolist()
@@ -128,7 +129,7 @@ def test_leave_one_out_takes_off_the_mean_of_the_others():
         np.testing.assert_allclose(gains, raw / deviation, rtol=1e-12)
 
 
-def test_uncentred_rewards():
+def test_uncentred_rewards() -> None:
     assert [a.tolist() for a in advantages(GROUPS, "none", "none")] == [[1, -1], [1, 1], [-1, 1, 1]]
     deviation = statistics.pstdev([1, -1, 1, 1, -1, 1, 1])
     np.testing.assert_allclose(advantages(GROUPS, "batch", "none")[1], np.ones(2) / deviation)
@@ -136,7 +137,7 @@ def test_uncentred_rewards():
 
 @pytest.mark.parametrize("centring", ["group", "leave_one_out"])
 @pytest.mark.parametrize("kind", ["batch", "group", "running", "none"])
-def test_one_reward_throughout_has_advantage_zero_exactly(kind, centring):
+def test_one_reward_throughout_has_advantage_zero_exactly(kind: Any, centring: Any) -> None:
     same = group(0, 0.1, 0.1, 0.1)  # the mean of three 0.1 is not 0.1 in floating point
     assert advantages([same], kind, centring)[0].tolist() == [0, 0, 0]
 
@@ -150,7 +151,7 @@ def penalised(sequences: list[TrainSequence], *penalties: float) -> list[TrainSe
     return [dataclasses.replace(s, kl_penalty=a) for s, a in zip(sequences, arrays, strict=True)]
 
 
-def test_a_kl_penalty_is_taken_off_before_centring_and_dividing():
+def test_a_kl_penalty_is_taken_off_before_centring_and_dividing() -> None:
     batch = Batch(step=0, groups=(*GROUPS,))
     settings = recipe(advantage="batch")
     penalties = [0.25, 0.5, 0.0, 1.0, 0.5]
@@ -165,7 +166,7 @@ def test_a_kl_penalty_is_taken_off_before_centring_and_dividing():
 
 
 @pytest.mark.parametrize("kind", ["batch", "group", "running", "none"])
-def test_a_kl_penalty_gives_a_group_of_one_reward_no_gradient(kind):
+def test_a_kl_penalty_gives_a_group_of_one_reward_no_gradient(kind: Any) -> None:
     """However the penalty spreads them."""
     batch = Batch(step=0, groups=(group(0, 1.0, 1.0), group(1, 1.0, -1.0)))
     assert {s.ticket for s in sequences_in_loss(batch, recipe())} == {1}
@@ -196,7 +197,7 @@ STREAM = st.lists(REWARDS, min_size=1, max_size=5)
 
 
 @given(stream=STREAM, centring=st.sampled_from(["group", "leave_one_out", "none"]))
-def test_running_deviation_is_that_of_all_batches_so_far(stream, centring):
+def test_running_deviation_is_that_of_all_batches_so_far(stream: Any, centring: Any) -> None:
     """numpy's deviation over the whole history of rollouts in the loss."""
     settings = recipe(centring=centring)
     moments = NOTHING_SEEN
@@ -220,7 +221,7 @@ def test_running_deviation_is_that_of_all_batches_so_far(stream, centring):
 
 
 @given(rewards=REWARDS)
-def test_running_statistics_of_one_batch_are_the_batchs(rewards):
+def test_running_statistics_of_one_batch_are_the_batchs(rewards: Any) -> None:
     batch = Batch(step=0, groups=tuple(group(i, *r) for i, r in enumerate(rewards)))
     running, of_batch = (
         training_sequences(batch, recipe(advantage=kind)) for kind in ("running", "batch")
@@ -230,7 +231,7 @@ def test_running_statistics_of_one_batch_are_the_batchs(rewards):
     )
 
 
-def test_running_deviation_keeps_its_digits_far_from_zero():
+def test_running_deviation_keeps_its_digits_far_from_zero() -> None:
     values = np.array([1e6, 1e6 + 1e-3, 1e6 - 1e-3])
     moments = NOTHING_SEEN
     for value in values:
@@ -238,7 +239,7 @@ def test_running_deviation_keeps_its_digits_far_from_zero():
     assert moments.deviation == pytest.approx(statistics.pstdev(values), rel=1e-6)
 
 
-def test_a_batch_without_variance_is_divided_as_others_are():
+def test_a_batch_without_variance_is_divided_as_others_are() -> None:
     seen = Moments(8.0, 0.0, 8 * 0.25)
     assert [a.tolist() for a in advantages([group(0, 1.0, 1.0)], "running", "none", seen)] == [
         [2.0, 2.0]
@@ -247,7 +248,7 @@ def test_a_batch_without_variance_is_divided_as_others_are():
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-def test_a_penalty_that_is_no_number_breaks_its_group_and_no_later_batch(broken):
+def test_a_penalty_that_is_no_number_breaks_its_group_and_no_later_batch(broken: float) -> None:
     batch = Batch(step=0, groups=(group(0, 1.0, -1.0), group(1, 1.0, -1.0)))
     settings = recipe()
     before = Moments(8.0, 0.0, 8.0)
@@ -258,7 +259,7 @@ def test_a_penalty_that_is_no_number_breaks_its_group_and_no_later_batch(broken)
     assert [np.isfinite(s.advantage) for s in found] == [False, False, True, True]
 
 
-def test_a_batch_without_variance_is_remembered_only_where_it_is_kept():
+def test_a_batch_without_variance_is_remembered_only_where_it_is_kept() -> None:
     before = Moments(8.0, 0.0, 4.0)
     batch = Batch(step=1, groups=(group(0, 1.0, 1.0),))
     drop = recipe()

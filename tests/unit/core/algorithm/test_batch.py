@@ -97,7 +97,7 @@ def reference_loss(
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("aggregation", ALL_AGGREGATIONS)
-def test_weighted_sum_is_the_aggregation(aggregation: str, keep: bool):
+def test_weighted_sum_is_the_aggregation(aggregation: str, keep: bool) -> None:
     rng = np.random.default_rng(0)
     losses = {
         (g.ticket, r.sample): rng.normal(size=r.trained_tokens).tolist()
@@ -117,7 +117,7 @@ def test_weighted_sum_is_the_aggregation(aggregation: str, keep: bool):
     assert whole == pytest.approx(filled if aggregation == "constant" else 1.0, rel=1e-6)
 
 
-def test_dr_grpo_is_centring_alone_over_a_constant():
+def test_dr_grpo_is_centring_alone_over_a_constant() -> None:
     """A token's weight and advantage depend on no length and on no deviation (arXiv
     2503.20783, section 3.1).
     """
@@ -127,7 +127,7 @@ def test_dr_grpo_is_centring_alone_over_a_constant():
     np.testing.assert_array_equal(weights, np.array([0, 1 / (5 * LONGEST)], np.float32))
 
 
-def test_statistics_of_advantages():
+def test_statistics_of_advantages() -> None:
     found = advantage_statistics(training_sequences(MIXED, recipe(advantage="none")))
     gains = [1, -1, -4 / 3, 2 / 3, 2 / 3]
     assert found == pytest.approx(
@@ -140,7 +140,7 @@ def test_statistics_of_advantages():
     )
 
 
-def test_advantages_that_do_not_follow_rewards_are_told_from_those_that_do():
+def test_advantages_that_do_not_follow_rewards_are_told_from_those_that_do() -> None:
     """Turned ones, each of its neighbour, tokens with their own, with a teacher,
     without variance, and a shift of a prompt.
     """
@@ -182,7 +182,7 @@ def test_advantages_that_do_not_follow_rewards_are_told_from_those_that_do():
     assert fit(lambda s: {"turns": np.zeros(len(s), np.int32)}) == math.inf
 
 
-def test_sequences_hold_the_rollout_as_sampled():
+def test_sequences_hold_the_rollout_as_sampled() -> None:
     sequences = training_sequences(MIXED, recipe())
     assert [(s.ticket, s.sample) for s in sequences] == [(0, 0), (0, 1), (3, 0), (3, 1), (3, 2)]
     s = sequences[1]
@@ -203,7 +203,7 @@ def test_sequences_hold_the_rollout_as_sampled():
 
 
 @pytest.mark.parametrize("zero_variance", ["drop", "refill", "keep"])
-def test_nothing_to_train(zero_variance: str):
+def test_nothing_to_train(zero_variance: str) -> None:
     assert (
         training_sequences(
             Batch(step=0, groups=(group(0, void="dead"),)), recipe(zero_variance=zero_variance)
@@ -226,7 +226,7 @@ DEVIATION = statistics.pstdev([1, -1, -4 / 3, 2 / 3, 2 / 3])
 )
 def test_a_truncated_rollout_that_is_dropped_has_a_reward_but_no_weight(
     aggregation: str, weights: list[float]
-):
+) -> None:
     """Group 3 of MIXED by hand: rewards -1 (truncated, 2 tokens), 1 (6 tokens), 1 (1
     token), whose mean is 1/3.
     """
@@ -239,7 +239,7 @@ def test_a_truncated_rollout_that_is_dropped_has_a_reward_but_no_weight(
     assert [s.advantage for s in kept if (s.ticket, s.sample) != (3, 0)] == pytest.approx(gains)
 
 
-def test_a_group_of_truncated_rollouts_is_not_in_the_loss():
+def test_a_group_of_truncated_rollouts_is_not_in_the_loss() -> None:
     """Graded differently, so it has variance; where it is kept, both are trained."""
     cut = group(
         1,
@@ -257,14 +257,14 @@ def test_a_group_of_truncated_rollouts_is_not_in_the_loss():
     )
 
 
-def test_a_batch_without_variance_is_empty_unless_kept():
+def test_a_batch_without_variance_is_empty_unless_kept() -> None:
     batch = Batch(step=0, groups=(MIXED.groups[1],))
     assert training_sequences(batch, recipe()) == []
     assert [s.advantage for s in training_sequences(batch, recipe(zero_variance="keep"))] == [0, 0]
 
 
 @pytest.mark.parametrize("aggregation", ALL_AGGREGATIONS)
-def test_a_rollout_without_a_sampled_token_counts_in_no_mean(aggregation):
+def test_a_rollout_without_a_sampled_token_counts_in_no_mean(aggregation: Any) -> None:
     silent = group(0, rollout(0, 1.0, (4, 0, True)), rollout(1, -1.0, (3, 0, False)))
     (only,) = training_sequences(Batch(step=0, groups=(silent,)), recipe(aggregation=aggregation))
     assert only.advantage == 1.0
@@ -277,14 +277,14 @@ COUNTS = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=5), min_size
 
 
 @given(counts=COUNTS, aggregation=st.sampled_from(["prompt", "sample", "token"]))
-def test_weights_sum_to_one(counts, aggregation):
+def test_weights_sum_to_one(counts: Any, aggregation: Any) -> None:
     weights = token_weights(counts, aggregation, 50)
     total = sum(float(np.dot(w, c)) for w, c in zip(weights, counts, strict=True))
     assert total == pytest.approx(1.0 if any(map(any, counts)) else 0.0)
 
 
 @given(counts=COUNTS)
-def test_constant_weights_sum_to_the_share_of_the_longest_that_is_used(counts):
+def test_constant_weights_sum_to_the_share_of_the_longest_that_is_used(counts: Any) -> None:
     weights = token_weights(counts, "constant", 50)
     used = [n / 50 for group_ in counts for n in group_ if n]
     assert sum(float(np.dot(w, c)) for w, c in zip(weights, counts, strict=True)) == pytest.approx(
@@ -304,14 +304,16 @@ def test_constant_weights_sum_to_the_share_of_the_longest_that_is_used(counts):
 
 
 @given(counts=COUNTS, aggregation=st.sampled_from(ALL_AGGREGATIONS))
-def test_every_rollout_with_a_trained_token_weighs(counts, aggregation):
+def test_every_rollout_with_a_trained_token_weighs(counts: Any, aggregation: Any) -> None:
     for w, c in zip(token_weights(counts, aggregation, 50), counts, strict=True):
         assert ((w > 0) >= (np.array(c) > 0)).all()
         assert np.isfinite(w).all()
 
 
 @given(n=st.integers(1, 50), groups=st.integers(1, 5), generations=st.integers(1, 5))
-def test_all_aggregations_agree_where_all_rollouts_are_of_the_longest(n, groups, generations):
+def test_all_aggregations_agree_where_all_rollouts_are_of_the_longest(
+    n: int, groups: int, generations: int
+) -> None:
     every = [
         np.concatenate(token_weights([[n] * generations] * groups, a, n)) for a in ALL_AGGREGATIONS
     ]
@@ -320,7 +322,9 @@ def test_all_aggregations_agree_where_all_rollouts_are_of_the_longest(n, groups,
 
 
 @given(counts=COUNTS, aggregation=st.sampled_from(ALL_AGGREGATIONS), data=st.data())
-def test_weights_do_not_depend_on_the_order_of_groups(counts, aggregation, data):
+def test_weights_do_not_depend_on_the_order_of_groups(
+    counts: Any, aggregation: Any, data: st.DataObject
+) -> None:
     order = data.draw(st.permutations(range(len(counts))))
     weights = token_weights(counts, aggregation, 50)
     for place, w in zip(
@@ -329,7 +333,7 @@ def test_weights_do_not_depend_on_the_order_of_groups(counts, aggregation, data)
         np.testing.assert_allclose(w, weights[place], rtol=1e-12)
 
 
-def test_statistics_of_a_mixed_batch():
+def test_statistics_of_a_mixed_batch() -> None:
     found = batch_statistics(MIXED)
     assert found["pass_rate_train"] == pytest.approx(
         5 / 7
@@ -351,7 +355,7 @@ def test_statistics_of_a_mixed_batch():
     assert all(type(v) is float for v in found.values())
 
 
-def test_statistics_of_a_batch_that_is_void_throughout():
+def test_statistics_of_a_batch_that_is_void_throughout() -> None:
     found = batch_statistics(Batch(step=0, groups=(group(0, void="dead"),)))
     assert found["void_groups"] == 1
     assert found["lag_max"] == found["generated_tokens"] == 0
@@ -386,7 +390,7 @@ def test_a_teachers_advantage_is_mixed_in_token_by_token() -> None:
         for t, trained in enumerate(r.trained):
             apart = -1 - t - r.logprobs[t] if trained else 0.0
             assert teacher.advantage[3 + t] == pytest.approx(apart)  # type: ignore[index]  # three prompt tokens
-            assert both.advantage[3 + t] == pytest.approx(0.75 * reward.advantage + 0.25 * apart)  # type: ignore[index,operator]
+            assert both.advantage[3 + t] == pytest.approx(0.75 * reward.advantage + 0.25 * apart)
         assert not np.any(teacher.advantage[:3])  # type: ignore[index]
     shown = batch_statistics(scored(MIXED))["kl_teacher"]
     assert shown == pytest.approx(

@@ -84,7 +84,7 @@ def test_normalised_over_the_trained_tokens_of_the_batch() -> None:
     expected = (flat - flat.mean()) / flat.std()
     assert np.concatenate([s.advantage[s.loss_weight > 0] for s in scaled]) == pytest.approx(
         expected, abs=1e-5
-    )  # type: ignore[index]
+    )
     statistics = advantage_statistics(scaled)
     assert (statistics["advantage_mean"], statistics["advantage_std"]) == pytest.approx(
         (0, 1), abs=1e-6

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -361,7 +362,7 @@ def test_correction_bounds_the_weight(kind: str) -> None:
 )
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
 def test_an_infinite_ratio_is_bounded_or_dropped(
-    section: dict[str, object], weight: float, advantage: float
+    section: dict[str, Any], weight: float, advantage: float
 ) -> None:
     """e^99.5 is infinite in float32. The other sequence learns as it does alone."""
     loss = policy_loss(Loss.model_validate(section | {"cap": 4.0}))
@@ -578,12 +579,12 @@ def test_sequence_mean_over_the_parts_of_two_ranks(monkeypatch: pytest.MonkeyPat
     group = object()
     some = Tokens(
         one, one, one, one, one, one, torch.tensor([2, 0]), torch.tensor([3.0, 2.0]), group
-    )  # type: ignore[arg-type]
+    )
     assert some.sequence_mean(torch.tensor([1.0, 4.0])).tolist() == [5.0, 5.0]
     one = torch.ones(1)
     filler = Tokens(
         one, one, one, one, one, one * 0, torch.tensor([1, 0]), torch.tensor([3.0, 2.0]), group
-    )  # type: ignore[arg-type]
+    )
     sums = filler.sequence_mean(torch.tensor([99.0]))
     assert sums.tolist() == pytest.approx([10 / 3])
 

@@ -4,6 +4,7 @@ filling finds.
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,9 @@ COSTS = st.builds(
     cost=COSTS,
     one_size=st.booleans(),
 )
-def test_packing(lengths, max_tokens, ranks, cost, one_size):
+def test_packing(
+    lengths: list[int], max_tokens: int, ranks: int, cost: Cost, one_size: bool
+) -> None:
     packed = pack(lengths, max_tokens, ranks, cost, one_size)
     assert packed == pack(lengths, max_tokens, ranks, cost, one_size)
     if one_size:  # what all are padded to, all may be filled to
@@ -48,7 +51,7 @@ def test_packing(lengths, max_tokens, ranks, cost, one_size):
     assert len(packed[0]) == len(by_tokens[0])
 
 
-def costs_of(packed, lengths, cost):
+def costs_of(packed: Any, lengths: list[int], cost: Cost) -> list[list[float]]:
     return [[sum(cost.of(lengths[i]) for i in m) for m in rank] for rank in packed]
 
 
@@ -59,7 +62,9 @@ def costs_of(packed, lengths, cost):
     ranks=st.integers(1, 5),
     cost=COSTS,
 )
-def test_ranks_and_rounds_are_balanced_by_cost(lengths, max_tokens, ranks, cost):
+def test_ranks_and_rounds_are_balanced_by_cost(
+    lengths: list[int], max_tokens: int, ranks: int, cost: Cost
+) -> None:
     packed = costs_of(pack(lengths, max_tokens, ranks, cost), lengths, cost)
     rounds = list(zip(*packed, strict=True))
     assert all(min(one) >= max(after) - 1e-9 for one, after in itertools.pairwise(rounds)), (
@@ -78,8 +83,8 @@ def test_ranks_and_rounds_are_balanced_by_cost(lengths, max_tokens, ranks, cost)
 
 @given(lengths=LENGTHS, max_tokens=st.integers(150, 300), ranks=st.integers(1, 5))
 def test_by_tokens_no_two_micro_batches_differ_by_more_than_the_longest_sequence(
-    lengths, max_tokens, ranks
-):
+    lengths: list[int], max_tokens: int, ranks: int
+) -> None:
     loads = [
         load
         for rank in costs_of(pack(lengths, max_tokens, ranks), lengths, BY_TOKENS)
@@ -89,7 +94,7 @@ def test_by_tokens_no_two_micro_batches_differ_by_more_than_the_longest_sequence
 
 
 @given(lengths=LENGTHS, ranks=st.integers(1, 4))
-def test_loss_does_not_depend_on_packing(lengths, ranks):
+def test_loss_does_not_depend_on_packing(lengths: list[int], ranks: int) -> None:
     values = np.random.default_rng(1).normal(size=len(lengths))
     whole = math.fsum(values)
     packed = pack(lengths, 64, ranks, Cost(pair=0.1))
@@ -97,7 +102,7 @@ def test_loss_does_not_depend_on_packing(lengths, ranks):
     assert math.fsum(parts) == pytest.approx(whole, abs=1e-9)
 
 
-def test_attention_weighs_where_lengths_differ():
+def test_attention_weighs_where_lengths_differ() -> None:
     """One of 300 tokens costs as much as 40 of 40: as many tokens on both ranks would
     be a third more work for its rank.
     """
@@ -111,8 +116,10 @@ def test_attention_weighs_where_lengths_differ():
     assert max(by_tokens) / np.mean(by_tokens) > 1.3
 
 
-def test_where_all_have_the_longest_sequences_size_they_are_filled_to_it():
-    """Stages would pass on 21 micro-batches of 1,000 tokens, 20 of them mostly filler."""
+def test_where_all_have_the_longest_sequences_size_they_are_filled_to_it() -> None:
+    """Stages would pass on 21 micro-batches of 1,000 tokens,
+    20 of them mostly filler.
+    """
     lengths = [1000] + [100] * 40
     assert len(pack(lengths, 200, 1, one_size=True)[0]) == 5
     assert len(pack(lengths, 200, 1)[0]) == 21
@@ -120,7 +127,7 @@ def test_where_all_have_the_longest_sequences_size_they_are_filled_to_it():
 
 @settings(deadline=None)
 @given(tokens=st.integers(1, 100), chunk=st.integers(1, 40))
-def test_cost_is_half_of_the_pairs_of_positions(tokens, chunk):
+def test_cost_is_half_of_the_pairs_of_positions(tokens: int, chunk: int) -> None:
     """Counted one by one: each position and those before it in its chunk, half of one
     for itself.
     """
@@ -139,7 +146,9 @@ def test_cost_is_half_of_the_pairs_of_positions(tokens, chunk):
     ranks=st.integers(1, 5),
     cost=COSTS,
 )
-def test_never_slower_than_filled_by_tokens(lengths, max_tokens, ranks, cost):
+def test_never_slower_than_filled_by_tokens(
+    lengths: list[int], max_tokens: int, ranks: int, cost: Cost
+) -> None:
     """Where stages pass on one size, too: dealt by attention, either filling."""
     for one_size in (False, True):
         by_tokens = pack(lengths, max_tokens, ranks, BY_TOKENS)

@@ -53,4 +53,4 @@ def test_before_the_first_update_the_clip_is_nothing() -> None:
         values = old.clone().requires_grad_()
         value_loss(values, old, returns, clip)[0].sum().backward()
         gradients.append(values.grad)
-    assert torch.equal(gradients[0], gradients[1])  # type: ignore[arg-type]
+    assert torch.equal(gradients[0], gradients[1])

@@ -28,7 +28,7 @@ def due_by_definition(records: list[tuple[str, int]], ticket: int, prompts_per_b
     return sum(1 for t in range(ticket) if t not in removed) // prompts_per_batch
 
 
-def test_batches_are_the_oldest_tickets_that_were_not_removed():
+def test_batches_are_the_oldest_tickets_that_were_not_removed() -> None:
     admission = Admission(prompts_per_batch=2, max_lag=1)
     assert [admission.admit() for _ in range(4)] == [0, 1, 2, 3]
     assert not admission.can_admit(0)  # D(4) = 2 > 0 + 1
@@ -48,7 +48,7 @@ def test_batches_are_the_oldest_tickets_that_were_not_removed():
     assert admission.unfinished() == []
 
 
-def test_a_ticket_may_go_only_to_servers_within_the_lag():
+def test_a_ticket_may_go_only_to_servers_within_the_lag() -> None:
     admission = Admission(prompts_per_batch=1, max_lag=2)
     tickets = [admission.admit() for _ in range(3)]
     assert [admission.eligible(t, 0) for t in tickets] == [True, True, True]
@@ -61,7 +61,7 @@ def test_a_ticket_may_go_only_to_servers_within_the_lag():
 
 @pytest.mark.parametrize("again", ["finish", "remove"])
 @pytest.mark.parametrize("first", ["finish", "remove"])
-def test_a_ticket_is_settled_once(first: str, again: str):
+def test_a_ticket_is_settled_once(first: str, again: str) -> None:
     admission = Admission(1, 0)
     admission.admit()
     getattr(admission, first)(0)
@@ -71,7 +71,7 @@ def test_a_ticket_is_settled_once(first: str, again: str):
         getattr(admission, again)(5)
 
 
-def test_a_removed_ticket_is_due_nowhere():
+def test_a_removed_ticket_is_due_nowhere() -> None:
     admission = Admission(1, 0)
     admission.admit()
     admission.remove(0)
@@ -79,7 +79,7 @@ def test_a_removed_ticket_is_due_nowhere():
         admission.step_of(0)
 
 
-def test_forgetting_changes_nothing_that_is_still_asked_for():
+def test_forgetting_changes_nothing_that_is_still_asked_for() -> None:
     admission = Admission(2, 3)
     whole = Admission(2, 3)
     for a in (admission, whole):
@@ -100,7 +100,7 @@ def test_forgetting_changes_nothing_that_is_still_asked_for():
         admission.batch(0)
 
 
-def test_a_long_run_stays_quick():
+def test_a_long_run_stays_quick() -> None:
     """150,000 tickets, each asked for its step many times; a run takes seconds only if
     no call walks over them.
     """

@@ -15,7 +15,9 @@ FAR = "0001:af:00.0"
 
 @pytest.fixture
 def sys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two NUMA nodes with a GPU each, and devices whose node the kernel does not know."""
+    """Two NUMA nodes with a GPU each, and devices whose node the kernel
+    does not know.
+    """
     for address, node in ((NEAR, "0"), (FAR, "1"), ("0000:00:05.0", "-1"), ("0000:00:06.0", "2")):
         folder = tmp_path / "bus/pci/devices" / address
         folder.mkdir(parents=True)

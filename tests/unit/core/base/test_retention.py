@@ -23,7 +23,9 @@ HOURS_A_STEP = 1.43
 
 
 def run_with(path: Path, *steps: int, unit: str = "gpu", rows: int = 1000) -> RunDir:
-    """A run with complete checkpoints of these steps, and the compute of all its steps."""
+    """A run with complete checkpoints of these steps,
+    and the compute of all its steps.
+    """
     rundir = RunDir(path)
     for step in steps:
         folder = step_folder(rundir.checkpoints, step)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -61,7 +62,7 @@ def test_a_long_event_is_joined_once() -> None:
     assert asyncio.run(parsed()) == [body]
 
 
-def chunk(tokens: list[int], finish: dict[str, object] | None = None) -> bytes:
+def chunk(tokens: list[int], finish: dict[str, Any] | None = None) -> bytes:
     entries = [[-0.5 * t, t, None] for t in tokens]
     spans = [{"version": "3", "start": 0, "end": 4}]
     meta = {
@@ -211,7 +212,7 @@ def test_the_first_request_is_sampled_like_an_evaluations(top_p: float) -> None:
     """Or the kernels of its nucleus would be compiled, for minutes, while a server is
     to answer.
     """
-    asked: list[dict[str, object]] = []
+    asked: list[dict[str, Any]] = []
 
     async def handle(request: web.Request) -> web.Response:
         body = await request.json()

@@ -240,7 +240,9 @@ def test_a_journal_that_is_older_than_the_checkpoints_is_left_to_the_learners_re
 def test_a_checkpoint_that_is_kept_as_a_milestone_does_not_keep_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing restarts from it: the journal goes back to the older of the two newest."""
+    """Nothing restarts from it: the journal goes back to the older of the
+    two newest.
+    """
     monkeypatch.setattr(module, "DROP_S", 0.01)
     rundir = RunDir(tmp_path)
     for step in (5, 30, 40):

@@ -38,7 +38,7 @@ def test_an_answer_that_took_long_goes_to_where_the_learner_listens_now() -> Non
             carry_out=slowly,
             new_learner=lambda: None,
         )
-        conversation = Conversation(link, answers)  # type: ignore[arg-type]
+        conversation = Conversation(link, answers)
         tasks = [
             asyncio.create_task(part) for part in (conversation.listen(), conversation.answer())
         ]

@@ -1,5 +1,7 @@
 """What the learner is told, case by case."""
 
+from typing import Any
+
 import pytest
 
 from megarl.core.base.messages import Next, Publish, Refused, ServerAddress, Stop, Wait
@@ -29,7 +31,7 @@ def told(
     version: int | None = None,
     **standing: object,
 ) -> object:
-    usual: dict[str, object] = {
+    usual: dict[str, Any] = {
         "batches": 8,
         "published_version": 5,
         "final_step": 10,
@@ -89,14 +91,14 @@ def test_a_version_to_be_scored_is_not_trained_over() -> None:
 
 
 def test_a_phase_is_waited_for_with_the_weights_that_generate_it() -> None:
-    phases: dict[str, object] = {"phase_steps": 4, "published_version": 4, "final_step": 12}
+    phases: dict[str, Any] = {"phase_steps": 4, "published_version": 4, "final_step": 12}
     assert isinstance(told(4, servers(0), batches=4, **phases), Publish)
     assert isinstance(told(4, servers(4), batches=7, **phases), Wait)
     assert told(4, servers(4), batches=8, **phases) == TrainStep(4)
 
 
 def test_nothing_is_published_or_scored_within_a_phase() -> None:
-    phases: dict[str, object] = {
+    phases: dict[str, Any] = {
         "phase_steps": 4,
         "published_version": 4,
         "final_step": 12,
@@ -110,7 +112,7 @@ def test_nothing_is_published_or_scored_within_a_phase() -> None:
 
 
 def test_a_run_that_ends_within_a_phase_publishes_its_last_version() -> None:
-    phases: dict[str, object] = {"phase_steps": 4, "published_version": 8, "final_step": 10}
+    phases: dict[str, Any] = {"phase_steps": 4, "published_version": 8, "final_step": 10}
     assert isinstance(told(8, servers(8), batches=9, **phases), Wait)
     assert told(8, servers(8), batches=10, **phases) == TrainStep(8)
     assert isinstance(told(10, servers(8), batches=10, **phases), Publish)
@@ -118,7 +120,7 @@ def test_a_run_that_ends_within_a_phase_publishes_its_last_version() -> None:
 
 
 def test_a_run_made_longer_goes_on_within_the_phase() -> None:
-    phases: dict[str, object] = {"phase_steps": 4, "published_version": 10, "final_step": 20}
+    phases: dict[str, Any] = {"phase_steps": 4, "published_version": 10, "final_step": 20}
     assert isinstance(told(10, servers(None), batches=10, **phases), Publish)
     assert told(10, servers(10), batches=12, **phases) == TrainStep(10)
 

@@ -335,7 +335,7 @@ def test_an_answer_that_no_grader_can_judge_is_void(
             Asker(recipe, TOKENIZER, answers, answers, frozenset(), "", 1),
             kept.append,
         )
-    )  # type: ignore[arg-type]
+    )
     assert {(a.void, a.correct, a.grader_error, a.scores) for a in kept} == {
         (void, correct, True, UNSET)
     }

@@ -1,4 +1,6 @@
-"""Which rollouts are compared, who scores them when, and what is made of their scores."""
+"""Which rollouts are compared, who scores them when,
+and what is made of their scores.
+"""
 
 import asyncio
 from collections import Counter
@@ -36,7 +38,9 @@ def segment(version: int, logprobs: Sequence[float], trained: bool = True) -> Se
 
 
 class Server:
-    """Scores the n-th completion token as -n - version / 10. `lost`: instead, it fails."""
+    """Scores the n-th completion token as -n - version / 10. `lost`:
+    instead, it fails.
+    """
 
     lost = False
     version = 4

@@ -28,7 +28,9 @@ from tests.unit.core.sampling.test_places import anywhere
 
 
 def servers_of(count: int, url: str = "") -> Servers:
-    """Clean ones, of which nobody is at the address unless that of the first is given."""
+    """Clean ones, of which nobody is at the address unless that of the
+    first is given.
+    """
     recipe = recipes.from_tree(
         {"run": {"name": "r"}, "model": {"path": "m"}, "serving": {"max_running_requests": 64}}
     )

@@ -167,7 +167,7 @@ async def run(
         Letters(),
         Pool({0: asked}, places, lossless=True),
         TaskEnvironments(recipe, Letters()),
-    )  # type: ignore[arg-type,dict-item]
+    )
     graders = TaskGraders(recipe, str, 1, 1.0)
     records = JournalWriter(journal)
     done = asyncio.Event()
@@ -190,7 +190,7 @@ async def run(
         changed,
         pytest.fail,
         "",
-    )  # type: ignore[dict-item]
+    )
     tickets = Tickets(
         recipe, PROMPTS, mixture_of(recipe, PROMPTS, journal.state), sampler, graders, parity, ""
     )

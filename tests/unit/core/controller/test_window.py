@@ -44,7 +44,9 @@ def recipe(
 
 
 class Growing:
-    """Lengths with a mean of 60 tokens that grow by so much a step, to at most 1,100."""
+    """Lengths with a mean of 60 tokens that grow by so much a step,
+    to at most 1,100.
+    """
 
     def __init__(self, growth: float) -> None:
         self._growth = growth

@@ -36,7 +36,9 @@ class Served(Module):
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Served]:
-    """Make a model as SGLang does, of which there is only what `own_loading` replaces."""
+    """Make a model as SGLang does, of which there is only what
+    `own_loading` replaces.
+    """
     loader = SimpleNamespace(_initialize_model=Served)
     for name in ("sglang", "sglang.srt", "sglang.srt.model_loader"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -210,7 +212,7 @@ def test_each_rank_takes_its_part_of_single_experts(gpt_oss: ModuleType) -> None
         for name in prefix.split("."):
             module.add_module(name, Module())
             module = module.get_submodule(name)
-        module.moe_tp_rank = rank  # type: ignore[assignment]
+        module.moe_tp_rank = rank
         held = {
             "w13_weight": (3, 4, 6),
             "w13_weight_bias": (3, 4),

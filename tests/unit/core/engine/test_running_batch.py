@@ -53,7 +53,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_batch_info, "get_exec", lambda: found)
 
 
-def needs(info: SamplingBatchInfo) -> dict[str, object]:
+def needs(info: SamplingBatchInfo) -> dict[str, Any]:
     """All that is not a number per request: what one request may have set for the
     others.
     """
@@ -66,7 +66,7 @@ def needs(info: SamplingBatchInfo) -> dict[str, object]:
     return told | {"penalties": info.penalizer_orchestrator.is_required}
 
 
-def left(stays: str, *leave: str, forgets: bool = True) -> dict[str, object]:
+def left(stays: str, *leave: str, forgets: bool = True) -> dict[str, Any]:
     """What a batch needs in which all of these were, and one has stayed."""
     batch = Batch(stays)
     info = SamplingBatchInfo.from_schedule_batch(batch, VOCABULARY)

@@ -143,7 +143,9 @@ def test_the_watchdog_waits_for_no_batch_in_a_pause(monkeypatch: pytest.MonkeyPa
 
 
 def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warning would name all parameters that are not in it. Errors are still logged."""
+    """A warning would name all parameters that are not in it.
+    Errors are still logged.
+    """
     from megarl.core.base import ranks
 
     name = "sglang.srt.models.mllama4"

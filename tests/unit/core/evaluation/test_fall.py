@@ -109,7 +109,7 @@ def write(folder: Path, step: int, task: str, rates: dict[str, float] | None) ->
     known = {} if rates is None else {"pass_rates": rates}
     result = Result(
         suite=task, model="m", samples=1, settings={}, metrics={}, time=0.0, versions={}, **known
-    )  # type: ignore[arg-type]
+    )
     place.write_result(result)
 
 

@@ -1,4 +1,6 @@
-"""Metrics and votes of answers, how answers are stored, and the curves made from them."""
+"""Metrics and votes of answers, how answers are stored,
+and the curves made from them.
+"""
 
 import asyncio
 import json

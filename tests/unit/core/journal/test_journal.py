@@ -95,7 +95,7 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "LOCK_TIMEOUT_S", 0.3)
 
 
-def test_records_come_back_in_order(tmp_path: Path):
+def test_records_come_back_in_order(tmp_path: Path) -> None:
     evaluated = Evaluated(
         version=3, time=9.0, compute_hours=0.5, pass_rate=0.25, n_prompts=10, samples=2
     )
@@ -121,7 +121,7 @@ def test_records_come_back_in_order(tmp_path: Path):
     again.close()
 
 
-def test_state_is_the_fold(tmp_path: Path):
+def test_state_is_the_fold(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path, 2, 1)
     journal.append(*(admitted(t) for t in range(4)))
     journal.append(finished(2, correct=False), finished(0), finished(1, void="server answered 400"))
@@ -147,7 +147,7 @@ def test_state_is_the_fold(tmp_path: Path):
     journal.close()
 
 
-def test_compute_hours_add_up_over_sessions(tmp_path: Path):
+def test_compute_hours_add_up_over_sessions(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path, 1, 0)
     assert journal.state.compute_hours(5.0) == 0
     journal.append(Session(session="one", time=0.0, devices=4, compute_unit="gpu"))
@@ -164,7 +164,7 @@ def test_compute_hours_add_up_over_sessions(tmp_path: Path):
     journal.close()
 
 
-def test_groups_are_read_back_from_any_file(tmp_path: Path):
+def test_groups_are_read_back_from_any_file(tmp_path: Path) -> None:
     records = written(tmp_path, 40, rotate_bytes=2000)
     groups = {r.group.ticket: r.group for r in records if isinstance(r, Finished)}
     journal = Journal.open(tmp_path, 2, 1, rotate_bytes=2000)
@@ -183,7 +183,7 @@ def test_groups_are_read_back_from_any_file(tmp_path: Path):
     journal.close()
 
 
-def test_every_file_begins_with_the_fold_of_those_before(tmp_path: Path):
+def test_every_file_begins_with_the_fold_of_those_before(tmp_path: Path) -> None:
     written(tmp_path, 40, rotate_bytes=2000)
     state: State | None = None
     for record in JournalReader(tmp_path).replay():
@@ -195,7 +195,7 @@ def test_every_file_begins_with_the_fold_of_those_before(tmp_path: Path):
             state.apply(record)
 
 
-def test_files_no_checkpoint_replays_are_dropped(tmp_path: Path):
+def test_files_no_checkpoint_replays_are_dropped(tmp_path: Path) -> None:
     written(tmp_path, 40, rotate_bytes=2000)
     journal = Journal.open(tmp_path, 2, 1, rotate_bytes=2000)
     whole = JournalReader(tmp_path).fold()
@@ -216,7 +216,7 @@ def test_files_no_checkpoint_replays_are_dropped(tmp_path: Path):
     again.close()
 
 
-def test_a_file_with_one_late_group_is_kept(tmp_path: Path):
+def test_a_file_with_one_late_group_is_kept(tmp_path: Path) -> None:
     """A slow ticket of an early file is what a replay needs: its file stays, whatever
     else is in it.
     """
@@ -235,7 +235,9 @@ def test_a_file_with_one_late_group_is_kept(tmp_path: Path):
 
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
-def test_cut_anywhere_it_opens_with_the_whole_records_before_the_cut(tmp_path_factory, data):
+def test_cut_anywhere_it_opens_with_the_whole_records_before_the_cut(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     path = tmp_path_factory.mktemp("journal")
     records = written(path, 6)
     file = last_file(path)
@@ -263,7 +265,7 @@ def test_cut_anywhere_it_opens_with_the_whole_records_before_the_cut(tmp_path_fa
     journal.close()
 
 
-def test_a_torn_tail_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_torn_tail_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written(tmp_path, 2)
     with last_file(tmp_path).open("ab") as file:
         file.write(bytes(100))  # a file system may leave zeros after a power failure
@@ -275,7 +277,7 @@ def test_a_torn_tail_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     assert caplog.text == ""
 
 
-def test_a_file_of_any_size_is_read_in_little_memory(tmp_path: Path):
+def test_a_file_of_any_size_is_read_in_little_memory(tmp_path: Path) -> None:
     """A stranger's may be a few bytes on the disk, and more than memory when it is
     read.
     """
@@ -289,7 +291,7 @@ def test_a_file_of_any_size_is_read_in_little_memory(tmp_path: Path):
     tracemalloc.stop()
 
 
-def test_a_pipe_is_no_journal(tmp_path: Path):
+def test_a_pipe_is_no_journal(tmp_path: Path) -> None:
     written(tmp_path, 1)
     file = last_file(tmp_path)
     file.unlink()
@@ -300,7 +302,9 @@ def test_a_pipe_is_no_journal(tmp_path: Path):
 
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
-def test_damage_in_the_middle_is_an_error_with_its_place(tmp_path_factory, data):
+def test_damage_in_the_middle_is_an_error_with_its_place(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     path = tmp_path_factory.mktemp("journal")
     written(path, 6)
     file = last_file(path)
@@ -324,7 +328,9 @@ def test_damage_in_the_middle_is_an_error_with_its_place(tmp_path_factory, data)
 
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
-def test_a_record_that_comes_twice_is_refused_or_changes_nothing(tmp_path_factory, data):
+def test_a_record_that_comes_twice_is_refused_or_changes_nothing(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     """What admits, finishes or removes a ticket is refused the second time; the rest
     says again what is known.
     """
@@ -356,7 +362,9 @@ def test_a_record_that_comes_twice_is_refused_or_changes_nothing(tmp_path_factor
 
 
 @pytest.mark.parametrize("rotate_bytes", [1 << 20, 2000])
-def test_a_copied_record_of_an_earlier_session_is_refused(tmp_path: Path, rotate_bytes: int):
+def test_a_copied_record_of_an_earlier_session_is_refused(
+    tmp_path: Path, rotate_bytes: int
+) -> None:
     """It would change compute hours. The first session is then in the last file, or
     only in the snapshot at its head.
     """
@@ -390,7 +398,7 @@ def test_a_copied_record_of_an_earlier_session_is_refused(tmp_path: Path, rotate
         Journal.open(tmp_path, 2, 1)
 
 
-def test_a_file_that_is_gone_is_named_when_its_groups_are_asked_for(tmp_path: Path):
+def test_a_file_that_is_gone_is_named_when_its_groups_are_asked_for(tmp_path: Path) -> None:
     written(tmp_path, 40, rotate_bytes=2000)
     reader = JournalReader(tmp_path)
     lost = max(reader._groups_of(2))
@@ -405,7 +413,7 @@ def test_a_file_that_is_gone_is_named_when_its_groups_are_asked_for(tmp_path: Pa
     journal.close()
 
 
-def test_damage_in_an_old_file_is_found_when_it_is_read(tmp_path: Path):
+def test_damage_in_an_old_file_is_found_when_it_is_read(tmp_path: Path) -> None:
     written(tmp_path, 40, rotate_bytes=2000)
     reader = JournalReader(tmp_path)
     file = tmp_path / "000000.journal"
@@ -419,7 +427,7 @@ def test_damage_in_an_old_file_is_found_when_it_is_read(tmp_path: Path):
         list(reader.replay())
 
 
-def test_another_schema_version_is_refused(tmp_path: Path):
+def test_another_schema_version_is_refused(tmp_path: Path) -> None:
     written(tmp_path, 1)
     file = last_file(tmp_path)
     content = bytearray(file.read_bytes())
@@ -429,13 +437,13 @@ def test_another_schema_version_is_refused(tmp_path: Path):
         Journal.open(tmp_path, 2, 1)
 
 
-def test_a_file_that_is_no_journal_is_refused(tmp_path: Path):
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     (tmp_path / "000000.journal").write_text('{"step": 0}\n')
     with pytest.raises(MegarlError, match=r"not a rollout journal \(offset 0\)"):
         Journal.open(tmp_path, 2, 1)
 
 
-def test_another_batch_size_is_refused(tmp_path: Path):
+def test_another_batch_size_is_refused(tmp_path: Path) -> None:
     written(tmp_path, 1)
     with pytest.raises(MegarlError, match=r"batch.prompts: 3, but .* was begun with 2"):
         Journal.open(tmp_path, 3, 1)
@@ -446,7 +454,7 @@ def test_another_batch_size_is_refused(tmp_path: Path):
     Journal.open(tmp_path, 2, 1).close()
 
 
-def test_a_contradiction_is_not_written(tmp_path: Path):
+def test_a_contradiction_is_not_written(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path, 2, 1)
     journal.append(admitted(0), finished(0))
     size = last_file(tmp_path).stat().st_size
@@ -460,7 +468,7 @@ def test_a_contradiction_is_not_written(tmp_path: Path):
 
 def test_a_file_system_that_fails_while_a_file_is_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     """The records that filled the last one are whole; nothing is written behind them by
     this writer.
     """
@@ -494,7 +502,7 @@ def hold(path: Path, ready: "multiprocessing.synchronize.Event") -> None:
     multiprocessing.Event().wait()
 
 
-def test_one_writer_at_a_time(tmp_path: Path):
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     ready = spawn.Event()
     other = spawn.Process(target=hold, args=(tmp_path, ready))
@@ -513,7 +521,7 @@ def test_one_writer_at_a_time(tmp_path: Path):
 
 def test_a_journal_of_many_files_is_listed_once_and_searched_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     """A long run has thousands of them, and the learner waits for its batch."""
     written(tmp_path, 40, rotate_bytes=1000)
     files = JournalReader.files
@@ -538,7 +546,7 @@ def bytes_read() -> int:
     return io_counts()["rchar"]
 
 
-def test_a_search_for_groups_reads_headers_alone(tmp_path: Path):
+def test_a_search_for_groups_reads_headers_alone(tmp_path: Path) -> None:
     """Not a buffer for each, which on NFS has a MiB: as much as a group of long
     rollouts.
     """
@@ -551,7 +559,7 @@ def test_a_search_for_groups_reads_headers_alone(tmp_path: Path):
     assert bytes_read() - before < 20_000
 
 
-def test_an_old_batch_is_found_by_the_snapshots_of_few_files(tmp_path: Path):
+def test_an_old_batch_is_found_by_the_snapshots_of_few_files(tmp_path: Path) -> None:
     """After a month there are thousands of files, with a thousand headers each."""
     written(tmp_path, 600, rotate_bytes=6000)
     reader = JournalReader(tmp_path)
@@ -563,14 +571,14 @@ def test_an_old_batch_is_found_by_the_snapshots_of_few_files(tmp_path: Path):
     )
 
 
-def test_the_last_file_is_searched_once_for_all_groups_of_a_batch(tmp_path: Path):
+def test_the_last_file_is_searched_once_for_all_groups_of_a_batch(tmp_path: Path) -> None:
     written(tmp_path, 200)
     before = io_counts()
     assert len(JournalReader(tmp_path).groups(range(100, 200))) == 100
     assert io_counts()["syscr"] - before["syscr"] < 3000
 
 
-def test_a_group_is_found_whenever_it_was_finished(tmp_path: Path):
+def test_a_group_is_found_whenever_it_was_finished(tmp_path: Path) -> None:
     rng = random.Random(0)
     journal = Journal.open(tmp_path, 4, 30, rotate_bytes=2500)
     running = list[int]()
@@ -595,7 +603,7 @@ def test_a_group_is_found_whenever_it_was_finished(tmp_path: Path):
     journal.close()
 
 
-def test_a_writer_does_not_remember_where_all_groups_of_a_long_run_are(tmp_path: Path):
+def test_a_writer_does_not_remember_where_all_groups_of_a_long_run_are(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path, 2, 1, rotate_bytes=1000)
     for ticket in range(60):
         journal.append(admitted(ticket), finished(ticket))
@@ -605,7 +613,7 @@ def test_a_writer_does_not_remember_where_all_groups_of_a_long_run_are(tmp_path:
     journal.close()
 
 
-def test_a_reader_sees_the_appends_of_a_live_writer(tmp_path: Path):
+def test_a_reader_sees_the_appends_of_a_live_writer(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path, 2, 1, rotate_bytes=1500)
     reader = JournalReader(tmp_path)
     for ticket in range(20):
@@ -617,7 +625,7 @@ def test_a_reader_sees_the_appends_of_a_live_writer(tmp_path: Path):
     journal.close()
 
 
-def test_what_is_written_while_it_is_read_is_no_damage(tmp_path: Path):
+def test_what_is_written_while_it_is_read_is_no_damage(tmp_path: Path) -> None:
     written(tmp_path / "whole", 3)
     whole = last_file(tmp_path / "whole").read_bytes()
     entries = [entry for entry, _ in scan(last_file(tmp_path / "whole"))]
@@ -649,7 +657,7 @@ except MegarlError as error:
 """
 
 
-def test_no_room_is_an_error_that_leaves_the_file_whole(tmp_path: Path):
+def test_no_room_is_an_error_that_leaves_the_file_whole(tmp_path: Path) -> None:
     """The kernel refuses in the middle of a write, as on a full disk: a process with a
     limit on the size of files.
     """
@@ -666,12 +674,12 @@ def test_no_room_is_an_error_that_leaves_the_file_whole(tmp_path: Path):
     journal.close()
 
 
-def test_no_journal_is_an_error(tmp_path: Path):
+def test_no_journal_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(MegarlError, match="no journal here"):
         JournalReader(tmp_path).fold()
 
 
-def test_arrays_come_back_as_they_were(tmp_path: Path):
+def test_arrays_come_back_as_they_were(tmp_path: Path) -> None:
     written(tmp_path, 3)
     group = JournalReader(tmp_path).groups([2])[0]
     np.testing.assert_array_equal(group.rollouts[0].tokens, np.arange(5, dtype=np.int32))

@@ -214,7 +214,9 @@ def test_a_checkpoint_that_cannot_be_removed_is_removed_after_a_later_one(
 
 
 def test_milestones_stay_beside_the_newest_also_after_a_restart(checkpoints: Checkpoints) -> None:
-    """A step, and compute, which the checkpoint of step 4 is the first to have passed."""
+    """A step, and compute, which the checkpoint of step 4 is the first to
+    have passed.
+    """
     run = RunDir(checkpoints.folder.parent)
     checkpoints.keep = 1
     checkpoints.milestones = (2, "6.5 core-hours")

@@ -47,7 +47,7 @@ def balancing_by_transformers(
         seen.clear()
         model(torch.from_numpy(tokens).long()[None])
         share = len(tokens) / sum(map(len, ids))
-        sum(COEFFICIENT * share * switch_loss(logits, 2) for logits in seen).backward()  # type: ignore[union-attr]
+        sum(COEFFICIENT * share * switch_loss(logits, 2) for logits in seen).backward()
     return gradients(model, path)
 
 

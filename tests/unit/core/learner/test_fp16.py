@@ -118,7 +118,9 @@ def gradients_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 def of_transformers(
     reference: Any, sequences: list[TrainSequence], path: Path
 ) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
-    """Log-probs of each sequence, and the gradient of their weighted sum, in float64."""
+    """Log-probs of each sequence, and the gradient of their weighted sum,
+    in float64.
+    """
     reference = reference.double()
     logprobs = []
     loss = torch.zeros((), dtype=torch.float64)

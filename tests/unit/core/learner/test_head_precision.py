@@ -1,4 +1,6 @@
-"""model.fp32_head: what a bf16 policy says of its own hidden states, against float64."""
+"""model.fp32_head: what a bf16 policy says of its own hidden states,
+against float64.
+"""
 
 from pathlib import Path
 

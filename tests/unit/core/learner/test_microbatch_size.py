@@ -229,7 +229,7 @@ def test_a_trial_fills_micro_batches_and_running_out_steps_down(trainer: Trainer
         seen.append(sum(map(len, sequences)))
         return metrics
 
-    trainer.policy.forward_backward = counting  # type: ignore[method-assign, assignment]
+    trainer.policy.forward_backward = counting
     memory = Kinked(trainer, 0, 0)
     settle(trainer, 60, 900, None, memory)
     assert seen == memory.tried
@@ -265,7 +265,7 @@ def test_memory_that_runs_out_in_training_names_the_keys(
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    trainer.policy.lm_head = lambda _: full  # type: ignore[assignment, method-assign]
+    trainer.policy.lm_head = lambda _: full
     ids = np.arange(tokens, dtype=np.int32)
     with pytest.raises(
         MegarlError,

@@ -35,7 +35,7 @@ def test_choices_do_not_pile_up_during_a_step(tmp_path: Path, recompute: str) ->
         kept.extend(len(router.replay_backward_list) for _, router in replay._columns[0])
         end()
 
-    replay.close = count_and_end  # type: ignore[method-assign]
+    replay.close = count_and_end
     chosen = np.tile(np.array([1, 0], np.int16), (19, 2, 1))
     metrics = trainer.policy.forward_backward(
         [unrewarded(i, tokens, 1, chosen) for i in range(MICROBATCHES)]

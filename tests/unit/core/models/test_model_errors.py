@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_unsupported_architecture_names_the_supported(directory: Path) -> None:
         },  # beside the rope_parameters, as Qwen3's README has it
     ],
 )
-def test_unsupported_settings_are_refused(directory: Path, change: dict[str, object]) -> None:
+def test_unsupported_settings_are_refused(directory: Path, change: dict[str, Any]) -> None:
     edit_config(directory, **change)
     with pytest.raises(MegarlError, match=r"config.json: .* not supported"):
         family_of(directory)
@@ -109,7 +110,7 @@ def test_unsupported_settings_are_refused(directory: Path, change: dict[str, obj
     ],
 )
 def test_unsupported_experts_and_latent_attention_are_refused(
-    tmp_path: Path, change: dict[str, object], said: str
+    tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
     tiny_deepseek_v3(tmp_path, num_hidden_layers=1)
     family_of(tmp_path)
@@ -133,9 +134,7 @@ def test_unsupported_experts_and_latent_attention_are_refused(
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method mxfp4"),
     ],
 )
-def test_unsupported_gpt_oss_are_refused(
-    tmp_path: Path, change: dict[str, object], said: str
-) -> None:
+def test_unsupported_gpt_oss_are_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     tiny_gpt_oss(tmp_path, num_hidden_layers=1)
     family_of(tmp_path)
     edit_config(tmp_path, **change)
@@ -207,7 +206,9 @@ def test_missing_and_extra_tensors_in_one_message(one_rank: None, directory: Pat
 
 
 def test_a_tied_head_that_is_another_matrix(directory: Path) -> None:
-    """transformers 5 keeps both; megarl and SGLang would drop the head and say nothing."""
+    """transformers 5 keeps both; megarl and SGLang would drop the head and
+    say nothing.
+    """
     open_model(directory)  # not tied
     edit_config(directory, tie_word_embeddings=True)
     with pytest.raises(

@@ -1,4 +1,6 @@
-"""What families share: rotary frequencies, precision, directories, settings of experts."""
+"""What families share: rotary frequencies, precision, directories,
+settings of experts.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -212,7 +214,9 @@ def test_fp32_products_are_fp32() -> None:
 def test_transformer_engine_is_not_taken_in_fp32(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its products would be of TF32, and its attention would make matrices of scores."""
+    """Its products would be of TF32, and its attention would make
+    matrices of scores.
+    """
     tiny_qwen3_moe(tmp_path, num_hidden_layers=1)
     monkeypatch.setattr(build, "HAVE_TE", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -91,7 +91,9 @@ def test_means_over_sequences(here: list[int]) -> None:
 def gradients(
     inputs: list[Tensor], function: object, upstream: Tensor, device: torch.device
 ) -> list[Tensor]:
-    """Return the output and the inputs' gradients, computed on this device, on the CPU."""
+    """Return the output and the inputs' gradients, computed on this device,
+    on the CPU.
+    """
     leaves = [tensor.to(device).requires_grad_() for tensor in inputs]
     output = function(*leaves)  # type: ignore[operator]
     output.backward(upstream.to(device))
@@ -131,7 +133,7 @@ def test_gradients_of_chosen_positions(dtype: torch.dtype) -> None:
     chosen = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:20]
 
     def choose(hidden: Tensor) -> Tensor:
-        return trained_positions(hidden, head, chosen.to(hidden.device), in_parts=False)  # type: ignore[arg-type]
+        return trained_positions(hidden, head, chosen.to(hidden.device), in_parts=False)
 
     case = [drawn(50, 1, 16, dtype=dtype)], choose, drawn(20, 16, dtype=dtype, seed=1)
     for mine, theirs in zip(

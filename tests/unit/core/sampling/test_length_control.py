@@ -79,7 +79,7 @@ def complete(
             Pool({0: server}, places, lossless=True),
             environments,
             positions=positions,
-        )  # type: ignore[arg-type,dict-item]
+        )
         prompt = Prompt(id="", tokens=int32([7, 7]), answer="")
         job = Job(
             prompt,

@@ -167,7 +167,7 @@ def test_every_token_but_the_last_has_a_row_over_losses_and_legs(alone: bool) ->
     server.alone = alone
     recipe = from_tree({"length": {"answer_tokens": 4}})
     pool = Pool({0: server}, places)
-    pool.server_lost = lambda number, life, reason: lost.append(number)  # type: ignore[method-assign]
+    pool.server_lost = lambda number, life, reason: lost.append(number)
     sampler = Sampler(recipe, Words(), pool, TaskEnvironments(recipe, Words()))  # type: ignore[arg-type]
     prompt = Prompt(id="", tokens=np.arange(6, dtype=np.int32), answer="")
     job = Job(

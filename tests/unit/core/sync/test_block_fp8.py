@@ -64,7 +64,9 @@ def test_sglang_restores_the_weight_to_three_bits_of_mantissa() -> None:
 
 
 def test_what_is_quantised_once_stays() -> None:
-    """A directory that was made from quantised weights is quantised to the same ones."""
+    """A directory that was made from quantised weights is quantised to
+    the same ones.
+    """
     values, scales = quantise(weight(256, 256))
     again, again_scales = quantise(dequantise(values, scales).bfloat16())
     assert_same_bits(dequantise(again, again_scales), dequantise(values, scales))

@@ -1,4 +1,6 @@
-"""Checksums as sent against the checksum of the server's parameters, put together here."""
+"""Checksums as sent against the checksum of the server's parameters,
+put together here.
+"""
 
 from concurrent.futures import Future
 from dataclasses import replace

@@ -107,7 +107,7 @@ def bare_transport() -> ProcessGroupTransport:
     made._limit_s = 5.0
     made._bucket_bytes = 1 << 20
     made._group = FakeGroup()  # type: ignore[assignment]
-    made._join = lambda *_: None  # type: ignore[method-assign]
+    made._join = lambda *_: None
     made._groups = 1
     made._group_number = 0
     made._exports = True
@@ -215,7 +215,7 @@ def test_no_server_swaps_to_what_is_not_checked(unchecked: str) -> None:
     publisher = Publisher.__new__(Publisher)
     fleet = FakeFleet()
     errors = {}
-    publisher._transport = SimpleNamespace(staged=True)  # type: ignore[assignment]
+    publisher._transport = SimpleNamespace(staged=True)
     checksums = publisher._compare(fleet, Sent({}, {}, 0, unchecked), errors)  # type: ignore[arg-type]
     if not unchecked:
         assert (checksums, errors) == ({0: "whole"}, {})

@@ -29,7 +29,9 @@ def random_bytes(size: int, seed: int) -> Tensor:
 
 
 def of_type(size: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Make tensors of any bits, also those of NaN: [elements], in about `size` bytes."""
+    """Make tensors of any bits, also those of NaN:
+    [elements], in about `size` bytes.
+    """
     return random_bytes(max(1, size // dtype.itemsize) * dtype.itemsize, seed).view(dtype)
 
 

@@ -1,4 +1,6 @@
-"""When servers are paused: after the transfer, or before it if they have several GPUs."""
+"""When servers are paused: after the transfer,
+or before it if they have several GPUs.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable

@@ -120,7 +120,9 @@ def test_the_first_stage_of_a_pipeline_has_as_much_in_flight_as_a_single_one() -
 
 
 def test_the_head_holds_a_chunk_and_no_logits() -> None:
-    """0.20 GB of chunk, 0.40 of gradients of hidden states; all logits would be 8.4 GB."""
+    """0.20 GB of chunk, 0.40 of gradients of hidden states;
+    all logits would be 8.4 GB.
+    """
     assert math.prod(head.CHUNK) == memory.HEAD_CHUNK
     assert memory.head_bytes(16384, EIGHT, 2) == pytest.approx(0.60 * GB, rel=0.01)
 

@@ -116,7 +116,9 @@ def off(found: dict[str, Any], recipe: Recipe, config: str) -> dict[str, float]:
 def test_a_rank_holds_what_is_planned(
     name: str, config: str, numbers: list[int], overrides: list[str]
 ) -> None:
-    """The plan is of the rank that holds most: of a pipeline's stages one or the other."""
+    """The plan is of the rank that holds most:
+    of a pipeline's stages one or the other.
+    """
     recipe = load(name, overrides)
     found = ranks(name, config, numbers, *overrides)
     assert [each["rank"] for each in found] == numbers

@@ -159,7 +159,9 @@ def test_counts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_are_those_of_the_model(name: str, tmp_path: Path) -> None:
-    """Which have experts, which do not rotate q and k, and which attend within chunks."""
+    """Which have experts, which do not rotate q and k,
+    and which attend within chunks.
+    """
     make, overrides = MODELS[name]
     modules = make(tmp_path, **overrides).named_modules()
     layers = [

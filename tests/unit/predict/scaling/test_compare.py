@@ -37,7 +37,7 @@ def test_all_are_refitted_at_one_ceiling() -> None:
     assert row["B_at_A_common"] == found.at_ceiling["off-policy"].B
     assert (
         row["B_at_A_common_interval"][0] <= row["B_at_A_common"] <= row["B_at_A_common_interval"][1]
-    )  # type: ignore[index, operator]
+    )
     assert 0.6 < compare(runs).ceiling < 0.61, "left out: the mean"
     with pytest.raises(
         MegarlError,

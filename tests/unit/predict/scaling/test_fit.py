@@ -31,7 +31,7 @@ def test_published_rows_are_recovered_from_half_of_the_compute(published_law: La
     hours = np.linspace(500, published_law.hours or 16_000, 32)
     curve = Curve("x", hours, published_law(hours), published_law.r0)
     for grid in ("free", "paper"):
-        found = fit([curve], end=hours[-1] / 2, grid=grid)  # type: ignore[arg-type]
+        found = fit([curve], end=hours[-1] / 2, grid=grid)
         exact = (
             1 if grid == "paper" else 50
         )  # the mode knows a little of B before it has seen the points

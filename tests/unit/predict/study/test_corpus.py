@@ -1,4 +1,6 @@
-"""Records of a corpus, what a task needs before it runs, and how its runs are judged."""
+"""Records of a corpus, what a task needs before it runs,
+and how its runs are judged.
+"""
 
 import json
 import math

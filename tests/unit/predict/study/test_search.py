@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,7 +90,7 @@ def order(path: Path) -> list[str]:
     return (path / "order").read_text().splitlines()
 
 
-def rung(path: Path, step: int) -> dict[str, object]:
+def rung(path: Path, step: int) -> dict[str, Any]:
     return json.loads((path / "rungs" / f"{step}.json").read_text())
 
 

@@ -3,6 +3,7 @@ have the papers' numbers.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from megarl.core.recipe.algorithm import LOSSES
 ARMS = Path(__file__).parents[4] / "benchmarks" / "trust_regions"
 
 
-def changed(arm: Path) -> dict[str, object]:
+def changed(arm: Path) -> dict[str, Any]:
     return {k: new for k, _, new in differences(load("quickstart-moe"), load(str(arm)))}
 
 

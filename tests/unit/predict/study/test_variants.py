@@ -53,7 +53,9 @@ def test_all_shipped_studies_are_tested() -> None:
 
 
 def test_axes_that_leave_the_batch_as_it_is() -> None:
-    """arXiv 2510.13786, section 5: 8, 24 and 32 rollouts per prompt at a batch of 768."""
+    """arXiv 2510.13786, section 5: 8, 24 and 32 rollouts per prompt at a
+    batch of 768.
+    """
     sizes = {
         name: (
             r.sampling.generations,

@@ -50,7 +50,9 @@ LONG: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def resident_mib(field: str) -> float:
-    """Return VmRSS, what is resident now, or VmHWM, the most since it was last reset."""
+    """Return VmRSS, what is resident now, or VmHWM,
+    the most since it was last reset.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 

@@ -278,7 +278,9 @@ def test_texts_are_told_from_json_by_the_tools_schema(tmp_path: Path) -> None:
 
 
 def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> None:
-    """Its template writes ids, which it was trained to number through the conversation."""
+    """Its template writes ids, which it was trained to number through the
+    conversation.
+    """
     tokenizer, rendering = published(tmp_path, "Kimi K2")
     tree = SessionTree()
     tools = tuple(TOOLS)
@@ -309,7 +311,7 @@ def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> No
     renamed = AgentRequest((*request.messages, theirs, *other), tools)
     assert rendering.tail(node, renamed).tolist() == put.tolist(), (
         "whatever ids the agent gives them"
-    )  # type: ignore[union-attr]
+    )
     whole = tokenizer.decode(rendering.full_prompt(again))
     assert whole.count("functions.f:0") == whole.count("functions.g:1") == 2, (
         "the agent's own history is numbered"

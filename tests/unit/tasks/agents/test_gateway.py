@@ -62,21 +62,21 @@ def test_two_turns_with_openais_client_are_one_path(tmp_path: Path, stream: bool
             if stream:
                 async with api.chat.completions.stream(
                     model="policy", messages=messages, tools=TOOLS
-                ) as events:  # type: ignore[arg-type]
+                ) as events:
                     async for _ in events:
                         pass
                     message = (await events.get_final_completion()).choices[0].message
             else:
                 completion = await api.chat.completions.create(
                     model="policy", messages=messages, tools=TOOLS
-                )  # type: ignore[arg-type]
+                )
                 message = completion.choices[0].message
                 assert completion.choices[0].finish_reason == "tool_calls"
                 assert completion.usage is not None
                 assert completion.usage.prompt_tokens == len(served.asked[0])
             assert message.content == "\n\nLet me look.".strip("\n")
             assert message.tool_calls is not None
-            calls = [json.loads(c.function.arguments) for c in message.tool_calls]  # type: ignore[union-attr]
+            calls = [json.loads(c.function.arguments) for c in message.tool_calls]
             assert calls == [{"a": 1, "b": 2}, {"a": 3}]
             results = [
                 {"role": "tool", "tool_call_id": c.id, "content": "3"} for c in message.tool_calls
@@ -84,7 +84,7 @@ def test_two_turns_with_openais_client_are_one_path(tmp_path: Path, stream: bool
             said = message.model_dump(exclude_none=True, exclude={"parsed"})
             answer = await api.chat.completions.create(
                 model="policy", messages=[*messages, said, *results], tools=TOOLS
-            )  # type: ignore[list-item,arg-type]
+            )
             assert answer.choices[0].message.content == "Three."
             assert served.sent().count("Let me look.") == 1
             segments, paths = served.session.tree.paths()
@@ -228,7 +228,9 @@ DROPPED: list[tuple[dict[str, Any], int]] = [
 def test_calls_with_our_ids_name_an_answer_whose_text_was_dropped(
     changed: dict[str, Any], paths: int, history: str, tmp_path: Path
 ) -> None:
-    """Three turns, so that the dropped text is in the middle of the conversation, too."""
+    """Three turns, so that the dropped text is in the middle of the
+    conversation, too.
+    """
 
     async def test() -> None:
         said = "Let me look." + called(a=1, b=2) + called(a=3)
@@ -553,7 +555,7 @@ def test_long_waits_are_kept_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 async for c in await api.chat.completions.create(
                     model="policy", messages=USER, stream=True
                 )
-            ]  # type: ignore[arg-type]
+            ]
             assert "".join(c.choices[0].delta.content or "" for c in parts) == "b"
             assert len(sent) > 3
 

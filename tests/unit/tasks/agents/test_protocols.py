@@ -119,7 +119,7 @@ def test_openais_client_gets_items_and_their_results_go_on(tmp_path: Path, strea
                                 pass
                             said = await events.get_final_response()
                     else:
-                        said = await api.responses.create(input=items, **asked)  # type: ignore[assignment]
+                        said = await api.responses.create(input=items, **asked)
                     items += said.output
                     for item in said.output:
                         if item.type == "function_call":

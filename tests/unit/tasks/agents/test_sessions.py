@@ -1,4 +1,6 @@
-"""Agents in processes of their own: rewards, crashes, limits, and what is left of them."""
+"""Agents in processes of their own: rewards, crashes, limits,
+and what is left of them.
+"""
 
 import asyncio
 import sys

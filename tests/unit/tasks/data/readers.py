@@ -1,4 +1,6 @@
-"""A reader of expected answers in place of the grader's, with hostile ones among them."""
+"""A reader of expected answers in place of the grader's,
+with hostile ones among them.
+"""
 
 import os
 

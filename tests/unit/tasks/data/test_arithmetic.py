@@ -4,6 +4,7 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ RNG = st.integers(0, 2**32).map(random.Random)
 
 
 @st.composite
-def problems(draw):
+def problems(draw: st.DrawFn) -> Exercise:
     one = draw(NUMBERS)
     other = draw(NUMBERS)
     sign = draw(st.sampled_from("+-"))
@@ -38,21 +39,21 @@ def problems(draw):
     )
 
 
-def false_columns(work):
+def false_columns(work: str) -> int:
     """How many of a scratchpad's equations do not hold."""
     found = [EQUATION.fullmatch(equation) for equation in work.split(";")]
     assert all(found), work
     return sum(eval(m[0].split("=")[0]) != int(m[5]) for m in found)
 
 
-def split(completion):
+def split(completion: list[str]) -> tuple[str, str]:
     """Scratchpad and answer of a well-formed completion."""
     work, answer = completion.removeprefix("<think>").split("</think>")
     return work, answer
 
 
 @given(problems(), RNG)
-def test_a_right_trace_is_right_column_by_column(problem, rng):
+def test_a_right_trace_is_right_column_by_column(problem: Exercise, rng: random.Random) -> None:
     work, answer = split(trace(problem, "right", rng))
     assert int(answer) == eval(problem.prompt.rstrip("="))
     assert str(int(answer)) == answer  # written one way: `exact` compares text
@@ -61,7 +62,7 @@ def test_a_right_trace_is_right_column_by_column(problem, rng):
 
 
 @given(problems())
-def test_columns_hold_the_digits_of_the_problem_and_of_the_answer(problem):
+def test_columns_hold_the_digits_of_the_problem_and_of_the_answer(problem: Exercise) -> None:
     equations, answer = columns(problem)
     assert answer == eval(problem.prompt.rstrip("="))
     for place, equation in enumerate(equations):
@@ -72,14 +73,18 @@ def test_columns_hold_the_digits_of_the_problem_and_of_the_answer(problem):
 
 
 @given(problems(), RNG)
-def test_a_wrong_trace_has_one_false_column_and_a_false_answer(problem, rng):
+def test_a_wrong_trace_has_one_false_column_and_a_false_answer(
+    problem: Exercise, rng: random.Random
+) -> None:
     work, answer = split(trace(problem, "wrong", rng))
     assert false_columns(work) == 1
     assert int(answer) != eval(problem.prompt.rstrip("="))
 
 
 @given(problems(), RNG)
-def test_malformed_traces_break_the_rule_they_are_named_after(problem, rng):
+def test_malformed_traces_break_the_rule_they_are_named_after(
+    problem: Exercise, rng: random.Random
+) -> None:
     length = load("quickstart").length
     assert "</think>" not in trace(problem, "unclosed", rng)
     work, answer = split(trace(problem, "overlong", rng))
@@ -93,7 +98,7 @@ def test_malformed_traces_break_the_rule_they_are_named_after(problem, rng):
 
 
 @given(problems())
-def test_a_right_trace_fits_every_budget(problem):
+def test_a_right_trace_fits_every_budget(problem: Exercise) -> None:
     length = load("quickstart").length
     work, answer = split(trace(problem, "right", random.Random(0)))
     assert len(problem.prompt) <= length.prompt_tokens
@@ -102,17 +107,17 @@ def test_a_right_trace_fits_every_budget(problem):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("arithmetic")
     arithmetic.write(folder, seed=3)
     return folder
 
 
-def rows(path):
+def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_prompts_are_right_different_and_disjoint(written):
+def test_prompts_are_right_different_and_disjoint(written: Path) -> None:
     train = rows(written / "train.jsonl")
     heldout = rows(written / "heldout.jsonl")
     assert (len(train), len(heldout)) == (arithmetic.TRAIN_PROMPTS, arithmetic.HELDOUT_PROMPTS)
@@ -151,7 +156,7 @@ def test_prompts_are_right_different_and_disjoint(written):
     check_disjoint(*sets)
 
 
-def test_the_teacher_is_right_as_often_as_it_says(written):
+def test_the_teacher_is_right_as_often_as_it_says(written: Path) -> None:
     traces = rows(written / "sft.jsonl")
     right = sum(
         false_columns(split(t["completion"])[0]) == 0
@@ -161,7 +166,9 @@ def test_the_teacher_is_right_as_often_as_it_says(written):
     assert right / len(traces) == pytest.approx(arithmetic.TRACES["right"], abs=0.01)
 
 
-def test_the_same_seed_writes_the_same_bytes_and_another_one_does_not(written, tmp_path):
+def test_the_same_seed_writes_the_same_bytes_and_another_one_does_not(
+    written: Path, tmp_path: Path
+) -> None:
     arithmetic.write(tmp_path / "same", seed=3)
     arithmetic.write(tmp_path / "other", seed=4)
     files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
@@ -172,20 +179,20 @@ def test_the_same_seed_writes_the_same_bytes_and_another_one_does_not(written, t
         assert (tmp_path / "other" / name).read_bytes() != (written / name).read_bytes()
 
 
-def test_writing_again_replaces_and_leaves_nothing_else(written):
+def test_writing_again_replaces_and_leaves_nothing_else(written: Path) -> None:
     before = sorted(written.rglob("*"))
     arithmetic.write(written, seed=3)
     assert sorted(written.rglob("*")) == before
 
 
-def test_every_text_of_the_task_comes_back_from_its_tokens(written):
+def test_every_text_of_the_task_comes_back_from_its_tokens(written: Path) -> None:
     tokenizer = load_tokenizer(written / "init")
     for row in rows(written / "sft.jsonl")[:2000]:
         text = row["prompt"] + row["completion"] + "<eos>"
         assert tokenizer.decode(tokenizer.ids(text)) == text
 
 
-def test_the_special_texts_are_one_token_each(written):
+def test_the_special_texts_are_one_token_each(written: Path) -> None:
     tokenizer = load_tokenizer(written / "init")
     assert all(len(tokenizer.ids(text)) == 1 for text in arithmetic_models.SPECIAL)
     assert tokenizer.ids("<eos>").tolist() == [tokenizer.end]
@@ -194,7 +201,7 @@ def test_the_special_texts_are_one_token_each(written):
     assert interruption == arithmetic_models.INTERRUPTION
 
 
-def test_the_model_is_a_million_parameters_and_takes_every_token(written):
+def test_the_model_is_a_million_parameters_and_takes_every_token(written: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(written / "init")
     assert model.dtype == torch.float32
     assert 0.5e6 < model.num_parameters() < 1.5e6

@@ -3,6 +3,8 @@ same directory.
 """
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -68,7 +70,7 @@ CONVERSATIONS = [
 ]
 
 
-def save(folder, template):
+def save(folder: Path, template: str) -> Any:
     """A model's directory, as transformers saves it."""
     made = arithmetic_models.character_tokenizer()
     tokenizer = PreTrainedTokenizerFast(
@@ -82,7 +84,7 @@ def save(folder, template):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_it_renders_as_transformers_does(tmp_path, name):
+def test_it_renders_as_transformers_does(tmp_path: Path, name: str) -> None:
     theirs = save(tmp_path, TEMPLATES[name])
     ours = load_chat(tmp_path)
     for messages in CONVERSATIONS:
@@ -90,7 +92,7 @@ def test_it_renders_as_transformers_does(tmp_path, name):
         assert ours.render(messages) == expected
 
 
-def test_todays_date_is_the_same_on_every_day(tmp_path):
+def test_todays_date_is_the_same_on_every_day(tmp_path: Path) -> None:
     """A run that is resumed on the next day would else be refused, because its prompts
     have changed.
     """
@@ -98,7 +100,7 @@ def test_todays_date_is_the_same_on_every_day(tmp_path):
     assert load_chat(tmp_path).render(CONVERSATIONS[0]) == "Today Date: 26 Jul 20241+1="
 
 
-def test_a_template_within_the_tokenizers_configuration(tmp_path):
+def test_a_template_within_the_tokenizers_configuration(tmp_path: Path) -> None:
     for template in (
         "{{ bos_token }}x",
         [
@@ -112,7 +114,7 @@ def test_a_template_within_the_tokenizers_configuration(tmp_path):
         assert load_chat(tmp_path).render([]) == "<b>x"
 
 
-def test_none_a_broken_one_and_one_that_refuses(tmp_path):
+def test_none_a_broken_one_and_one_that_refuses(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     with pytest.raises(
         MegarlError, match=r"no chat template can be loaded: .*tokenizer_config\.json"
@@ -161,14 +163,16 @@ HYBRID = """{%- for m in messages %}{{ m.content }}{% endfor %}
     ],
 )
 @pytest.mark.timeout(60)
-def test_a_template_that_would_not_end(tmp_path, monkeypatch, template, words):
+def test_a_template_that_would_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, words: str
+) -> None:
     monkeypatch.setattr(template_environment, "MOST_STEPS", 50_000)
     save(tmp_path, template)
     with pytest.raises(MegarlError, match=words):
         load_chat(tmp_path).render(CONVERSATIONS[0])
 
 
-def test_a_long_conversation_ends(tmp_path):
+def test_a_long_conversation_ends(tmp_path: Path) -> None:
     """A template that goes through all messages for each message."""
     save(
         tmp_path,
@@ -177,7 +181,7 @@ def test_a_long_conversation_ends(tmp_path):
     assert load_chat(tmp_path).render([{"role": "user", "content": "1"}] * 300) == "1" * 300**2
 
 
-def test_options_of_the_template_are_set_as_transformers_sets_them(tmp_path):
+def test_options_of_the_template_are_set_as_transformers_sets_them(tmp_path: Path) -> None:
     theirs = save(tmp_path, HYBRID)
     for options in ({}, {"enable_thinking": False}, {"enable_thinking": True, "date_string": "1"}):
         expected = theirs.apply_chat_template(
@@ -204,7 +208,7 @@ PLAIN = (
 )
 
 
-def test_a_task_puts_its_system_message_and_the_template_around_the_prompt(tmp_path):
+def test_a_task_puts_its_system_message_and_the_template_around_the_prompt(tmp_path: Path) -> None:
     save(tmp_path, PLAIN)
     file = tmp_path / "p.jsonl"
     file.write_text("".join(json.dumps({"q": f"{n}+1", "a": n + 1}) + "\n" for n in range(8)))
@@ -245,14 +249,18 @@ def test_a_task_puts_its_system_message_and_the_template_around_the_prompt(tmp_p
         ),
     ],
 )
-def test_a_template_that_leaves_a_message_out_is_refused(tmp_path, template, words):
+def test_a_template_that_leaves_a_message_out_is_refused(
+    tmp_path: Path, template: str, words: str
+) -> None:
     save(tmp_path, template)
     task = task_with_chat()
     with pytest.raises(MegarlError, match=f"the chat template leaves {words}"):
         renderer(task.model_copy(update={"system": "3"}), load_tokenizer(tmp_path))
 
 
-def test_a_template_whose_turns_end_with_another_token_than_completions(tmp_path, caplog):
+def test_a_template_whose_turns_end_with_another_token_than_completions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As in Qwen2.5's base models, whose end token ends a document. One that ends
     nothing, as GLM-4.5's, is left alone.
     """
@@ -281,7 +289,7 @@ def task_with_chat() -> Task:
     ).data.tasks["t"]
 
 
-def test_of_messages_the_assistants_last_is_learnt_behind_the_same_prompt(tmp_path):
+def test_of_messages_the_assistants_last_is_learnt_behind_the_same_prompt(tmp_path: Path) -> None:
     save(tmp_path, PLAIN)
     tokenizer = load_tokenizer(tmp_path)
     file = tmp_path / "s.jsonl"
@@ -306,8 +314,8 @@ def test_of_messages_the_assistants_last_is_learnt_behind_the_same_prompt(tmp_pa
 
 @pytest.mark.parametrize(("said", "lacks"), [("5", True), ("[*]5", False)])
 def test_what_the_template_writes_before_an_answer_and_a_trace_lacks_is_said(
-    tmp_path, caplog, said, lacks
-):
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, said: str, lacks: bool
+) -> None:
     """As gpt-oss's channel: without it the policy would learn to answer in a form that
     the model never had.
     """
@@ -332,7 +340,7 @@ def test_what_the_template_writes_before_an_answer_and_a_trace_lacks_is_said(
 
 
 @pytest.mark.parametrize("said", ["<think>4</think>5", "\n<think>4</think>5", "4</think>5"])
-def test_a_tag_that_the_template_has_written_is_not_learnt_again(tmp_path, said):
+def test_a_tag_that_the_template_has_written_is_not_learnt_again(tmp_path: Path, said: str) -> None:
     """Templates of models that always think open the trace."""
     save(tmp_path, PLAIN.replace("}={%", "}=<think>{%"))
     tokenizer = load_tokenizer(tmp_path)
@@ -349,8 +357,8 @@ def test_a_tag_that_the_template_has_written_is_not_learnt_again(tmp_path, said)
 
 @pytest.mark.parametrize(("said", "lacks"), [("5", True), ("4</think>5", False)])
 def test_thinking_that_the_template_opens_and_a_trace_does_not_close_is_said(
-    tmp_path, caplog, said, lacks
-):
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, said: str, lacks: bool
+) -> None:
     """As of DeepSeek's distilled models with plain answers: all that the policy learns
     to write would count as thinking.
     """
@@ -381,14 +389,16 @@ def test_thinking_that_the_template_opens_and_a_trace_does_not_close_is_said(
         ({"text": "x"}, "not a row of prompt and completion, of messages, or of conversations"),
     ],
 )
-def test_bad_messages_are_named_with_their_line(tmp_path, row, words):
+def test_bad_messages_are_named_with_their_line(
+    tmp_path: Path, row: dict[str, Any], words: str
+) -> None:
     save(tmp_path, PLAIN)
     (tmp_path / "s.jsonl").write_text("\n" + json.dumps(row))
     with pytest.raises(MegarlError, match=rf"s\.jsonl:2: .*{words}"):
         load_traces(tmp_path / "s.jsonl", load_tokenizer(tmp_path))
 
 
-def test_a_message_that_the_template_leaves_out_is_refused(tmp_path):
+def test_a_message_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
     """Qwen's templates leave out roles that they do not know; what earlier turns
     thought may be left out.
     """

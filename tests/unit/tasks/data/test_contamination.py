@@ -3,6 +3,7 @@ states.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,9 @@ LETTERS = st.lists(st.sampled_from("abc"), max_size=30)
     evaluation=st.lists(st.sampled_from("ab"), min_size=SHORTEST, max_size=20),
     text=st.lists(st.sampled_from("ab"), max_size=40),
 )
-def test_a_text_is_found_exactly_if_it_shares_a_run_of_words(evaluation, text):
+def test_a_text_is_found_exactly_if_it_shares_a_run_of_words(
+    evaluation: list[str], text: list[str]
+) -> None:
     length = min(len(evaluation), NGRAM)
     runs = {tuple(evaluation[n : n + length]) for n in range(len(evaluation) - length + 1)}
     shares = any(tuple(text[n : n + length]) in runs for n in range(len(text)))
@@ -29,7 +32,7 @@ def test_a_text_is_found_exactly_if_it_shares_a_run_of_words(evaluation, text):
         assert tuple(hit.shared.split()) in runs
 
 
-def test_punctuation_and_case_do_not_hide_a_prompt():
+def test_punctuation_and_case_do_not_hide_a_prompt() -> None:
     question = (
         r"Let $ABCD$ be a tetrahedron with $AB=CD=\sqrt{41}$, $AC=BD=\sqrt{80}$, and"
         r" $BC=AD=\sqrt{89}$. Find it."
@@ -41,14 +44,14 @@ def test_punctuation_and_case_do_not_hide_a_prompt():
     assert hit.evaluation == "aime"
 
 
-def test_short_texts_count_only_whole_and_with_their_signs():
+def test_short_texts_count_only_whole_and_with_their_signs() -> None:
     index = Overlap([("sum", "27 + 58 =")])
     assert index.find(" 27 + 58  =") == Hit("sum", "27 + 58 =")
     assert index.find("27 - 58 =") is None
     assert index.find("What is 27 + 58 = ?") is None
 
 
-def test_an_instruction_that_all_evaluation_texts_have_is_not_looked_for():
+def test_an_instruction_that_all_evaluation_texts_have_is_not_looked_for() -> None:
     instruction = (
         "Solve the following math problem step by step and put the answer on a line of its own"
     )
@@ -60,7 +63,7 @@ def test_an_instruction_that_all_evaluation_texts_have_is_not_looked_for():
     assert few.find(f"{instruction} and another problem") is not None
 
 
-def test_an_evaluation_set_that_repeats_its_problems_is_still_looked_for():
+def test_an_evaluation_set_that_repeats_its_problems_is_still_looked_for() -> None:
     problem = (
         "Find the number of ordered pairs of positive integers below one hundred whose product is a"
         " perfect square"
@@ -72,11 +75,11 @@ def test_an_evaluation_set_that_repeats_its_problems_is_still_looked_for():
     assert len(Overlap(copies)) == 3 * COMMON
 
 
-def test_chinese_has_a_word_a_character():
+def test_chinese_has_a_word_a_character() -> None:
     assert words("若x_1=2，求值") == ["若", "x", "1", "2", "求", "值"]
 
 
-def test_evaluation_files_are_read_by_the_columns_of_their_schemas(tmp_path):
+def test_evaluation_files_are_read_by_the_columns_of_their_schemas(tmp_path: Path) -> None:
     text = "one two three four five six seven eight"
     rows = {
         "prompt": [{"role": "user", "content": text}],

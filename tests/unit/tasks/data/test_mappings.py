@@ -4,7 +4,7 @@ the schemas: mappings.py).
 
 import json
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -16,11 +16,11 @@ HELPED = 'def helper(n):\n    return n + 1\n\n\ndef f(n):\n    """The same as he
 STDIN = [{"input": "1 2\n", "output": "3\n"}]
 
 
-def user(text):
+def user(text: str) -> list[dict[str, str]]:
     return [{"content": text, "role": "user"}]
 
 
-def dapo(text, answer):
+def dapo(text: str, answer: Any) -> dict[str, Any]:
     return {
         "data_source": "math_dapo",
         "prompt": user(text),
@@ -30,7 +30,7 @@ def dapo(text, answer):
     }
 
 
-def unit_tests_in(*rows):
+def unit_tests_in(*rows: Any) -> str:
     return json.dumps({"tests": rows}, separators=(",", ":"))
 
 
@@ -188,7 +188,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "raw", "prompt", "answer", "difficulty"), CASES)
-def test_a_published_row(name, raw, prompt, answer, difficulty):
+def test_a_published_row(
+    name: str, raw: dict[str, Any], prompt: str, answer: Any, difficulty: float | None
+) -> None:
     row = mapping_of(name, {})(raw)
     assert (row.prompt, row.answer, row.difficulty) == (prompt, answer, difficulty)
     assert row.id
@@ -233,19 +235,19 @@ def test_a_published_row(name, raw, prompt, answer, difficulty):
         ),
     ],
 )
-def test_what_is_not_of_the_schema_says_how(name, raw, words):
+def test_what_is_not_of_the_schema_says_how(name: str, raw: dict[str, Any], words: str) -> None:
     with pytest.raises(UnfitError, match=words):
         mapping_of(name, {})(raw)
 
 
-def test_empty_answers_stay_empty_for_the_survey_to_count():
+def test_empty_answers_stay_empty_for_the_survey_to_count() -> None:
     assert (
         mapping_of("deepscaler", {})({"problem": "P", "answer": None, "solution": ""}).answer == ""
     )
     assert mapping_of("deepcoder", {})({"problem": "P", "tests": "[]"}).answer == ""
 
 
-def test_columns_of_a_recipe_go_before_the_mapping():
+def test_columns_of_a_recipe_go_before_the_mapping() -> None:
     raw = {"problem": "P", "solution": {"final": 4}, "level": "Level 3", "uid": 17}
     columns = {"prompt": "problem", "answer": "solution.final", "difficulty": "level", "id": "uid"}
     assert mapping_of("", columns)(raw) == PromptRow("17", "P", "4", 3)
@@ -261,7 +263,7 @@ def test_columns_of_a_recipe_go_before_the_mapping():
     assert mapping_of("", dict.fromkeys(columns, "")) is read_own
 
 
-def test_a_prompt_without_an_id_is_named_after_its_text_alone():
+def test_a_prompt_without_an_id_is_named_after_its_text_alone() -> None:
     read = mapping_of("", {"prompt": "q", "answer": "a"})
     one, other, third = (
         read({"q": q, "a": a}) for q, a in (("x  y", "1"), ("x y", "2"), ("xy", "1"))
@@ -281,11 +283,11 @@ def test_a_prompt_without_an_id_is_named_after_its_text_alone():
         (r"\boxed{}", ""),
     ],
 )
-def test_the_last_box(text, found):
+def test_the_last_box(text: str, found: str | None) -> None:
     assert last_box(text) == found
 
 
-def test_the_recipe_knows_every_mapping():
+def test_the_recipe_knows_every_mapping() -> None:
     assert set(get_args(Task.model_fields["mapping"].annotation)) == {
         "",
         *MAPPINGS,

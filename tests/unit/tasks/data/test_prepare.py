@@ -3,6 +3,8 @@ reports that add up.
 """
 
 import json
+from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -32,13 +34,13 @@ ROWS = [
 
 
 @pytest.fixture
-def source(tmp_path):
+def source(tmp_path: Path) -> Path:
     datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "polaris.parquet")
     (tmp_path / "aime.jsonl").write_text(json.dumps({"problem": EVALUATION}))
     return tmp_path
 
 
-def prepare(source, *more):
+def prepare(source: Path, *more: str) -> Any:
     out = source / "out"
     words = [
         "data",
@@ -54,7 +56,9 @@ def prepare(source, *more):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_is_prepared_is_whole_clean_split_and_reported(source, form, capsys):
+def test_what_is_prepared_is_whole_clean_split_and_reported(
+    source: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, out = prepare(source, "--format", form)
     assert status == 0
     sides = [
@@ -87,7 +91,9 @@ def test_what_is_prepared_is_whole_clean_split_and_reported(source, form, capsys
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_conversations_and_lists_of_answers_are_written_as_they_are_read(tmp_path, form):
+def test_conversations_and_lists_of_answers_are_written_as_they_are_read(
+    tmp_path: Path, form: str
+) -> None:
     system = {"role": "system", "content": "Be brief."}
     user = {"role": "user", "content": "2?"}
     rows = [
@@ -109,7 +115,9 @@ def test_conversations_and_lists_of_answers_are_written_as_they_are_read(tmp_pat
     )
 
 
-def test_inspect_tells_lists_from_their_json_text(tmp_path, capsys, monkeypatch):
+def test_inspect_tells_lists_from_their_json_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     rows = [{"prompt": "1?", "answer": ["1", "2"]}, {"prompt": "2?", "answer": '["1", "2"]'}]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -120,7 +128,7 @@ def test_inspect_tells_lists_from_their_json_text(tmp_path, capsys, monkeypatch)
         assert words in shown
 
 
-def test_it_is_the_same_again_and_leaves_nothing_of_another_format(source):
+def test_it_is_the_same_again_and_leaves_nothing_of_another_format(source: Path) -> None:
     _, out = prepare(source)
     first = {path.name: path.read_bytes() for path in out.iterdir()}
     prepare(source, "--format", "arrow")
@@ -144,7 +152,9 @@ def test_it_is_the_same_again_and_leaves_nothing_of_another_format(source):
         (["--against", "none.jsonl"], "'none.jsonl' is not a file"),
     ],
 )
-def test_what_cannot_be_done_is_one_message_and_leaves_no_files(source, capsys, more, words):
+def test_what_cannot_be_done_is_one_message_and_leaves_no_files(
+    source: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str
+) -> None:
     status, out = prepare(source, *more)
     assert status == 2
     assert words in capsys.readouterr().err
@@ -153,7 +163,7 @@ def test_what_cannot_be_done_is_one_message_and_leaves_no_files(source, capsys, 
     ]
 
 
-def test_a_source_is_not_written_over(source, capsys):
+def test_a_source_is_not_written_over(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out = prepare(source)
     for name in ("train.jsonl", "removed.jsonl"):
         before = (out / name).read_text()
@@ -162,7 +172,7 @@ def test_a_source_is_not_written_over(source, capsys):
         assert (out / name).read_text() == before
 
 
-def test_a_source_is_shown(source, capsys):
+def test_a_source_is_shown(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         cli.main(
             [
@@ -189,7 +199,9 @@ def test_a_source_is_shown(source, capsys):
         assert words in shown
 
 
-def test_a_terminal_does_not_obey_a_source(tmp_path, capsys):
+def test_a_terminal_does_not_obey_a_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nor is a name in brackets taken for rich's markup."""
     evil = {"id": "\x1b[2J", "prompt": "\x9b2J", "answer": "\x1b]0;x\x07"}
     bad = {"id": "2", "prompt": "[/b]"}
@@ -201,7 +213,9 @@ def test_a_terminal_does_not_obey_a_source(tmp_path, capsys):
         assert words in shown.replace("\n", "")
 
 
-def test_a_recipe_is_shown_as_its_run_would_have_it(tmp_path, capsys):
+def test_a_recipe_is_shown_as_its_run_would_have_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tmp_path / "model"
     rows = [{"q": f"{n}+1=", "a": n + 1} for n in range(12)]
     made = arithmetic_models.character_tokenizer()
@@ -255,5 +269,5 @@ def test_a_recipe_is_shown_as_its_run_would_have_it(tmp_path, capsys):
         ("{broken", "expression"),
     ],
 )
-def test_kinds_of_answers(answer, kind):
+def test_kinds_of_answers(answer: str, kind: str) -> None:
     assert kind_of_answer(answer) == kind

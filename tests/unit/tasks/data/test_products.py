@@ -3,6 +3,8 @@
 import json
 import random
 import re
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,13 +28,13 @@ PRODUCTS = st.builds(Exercise, st.integers(10, 999), st.just("*"), st.integers(1
 RNG = st.integers(0, 2**32).map(random.Random)
 
 
-def read(kind, of, rng):
+def read(kind: str, of: Any, rng: random.Random) -> Any:
     parts = trace(of, kind, rng)
     return parts, re.fullmatch(r"<think>(.*?)(?:</think>(\d+))?", "".join(parts)).groups()
 
 
 @given(PRODUCTS, RNG)
-def test_a_call_is_answered_as_the_calculator_does(of, rng):
+def test_a_call_is_answered_as_the_calculator_does(of: Any, rng: random.Random) -> None:
     for kind, right in (("called", True), ("miscalled", False), ("miscopied", False)):
         (call, reply, rest), (_, answer) = read(kind, of, rng)
         expression = call.removeprefix("<think>[").removesuffix("]")
@@ -43,7 +45,7 @@ def test_a_call_is_answered_as_the_calculator_does(of, rng):
 
 
 @given(PRODUCTS, RNG)
-def test_work_by_hand(of, rng):
+def test_work_by_hand(of: Any, rng: random.Random) -> None:
     for kind, false in (("worked", 0), ("slipped", 1), ("unclosed", 0)):
         (text,), (work, answer) = read(kind, of, rng)
         sides = [equation.split("=") for equation in work.split(";")]
@@ -57,7 +59,7 @@ def test_work_by_hand(of, rng):
 
 
 @given(PRODUCTS, RNG)
-def test_every_trace_comes_back_from_its_tokens_and_fits(of, rng):
+def test_every_trace_comes_back_from_its_tokens_and_fits(of: Any, rng: random.Random) -> None:
     assert len(TOKENIZER.ids(of.prompt)) <= LENGTH.prompt_tokens
     assert len(str(of.answer)) + 1 <= LENGTH.answer_tokens
     assert len(str(of.answer)) <= TASK.reply_tokens
@@ -67,11 +69,11 @@ def test_every_trace_comes_back_from_its_tokens_and_fits(of, rng):
     assert ("..." + "</think>") in "".join(trace(of, "interrupted", rng))
 
 
-def rows(path):
+def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_files_are_disjoint_and_functions_of_the_seed(tmp_path):
+def test_files_are_disjoint_and_functions_of_the_seed(tmp_path: Path) -> None:
     for name, seed in (("one", 3), ("same", 3), ("other", 4)):
         (tmp_path / name).mkdir()
         products.write(tmp_path / name, seed)
@@ -93,7 +95,7 @@ def test_files_are_disjoint_and_functions_of_the_seed(tmp_path):
         assert file.read_bytes() != (tmp_path / "other" / file.name).read_bytes()
 
 
-def test_what_a_tool_said_is_not_learnt(tmp_path):
+def test_what_a_tool_said_is_not_learnt(tmp_path: Path) -> None:
     file = tmp_path / "s.jsonl"
     parts = ["<think>[12*34]", "408", "</think>408"]
     file.write_text(
@@ -118,7 +120,7 @@ def test_what_a_tool_said_is_not_learnt(tmp_path):
         ([1], "not a row"),
     ],
 )
-def test_parts_that_are_none(tmp_path, completion, words):
+def test_parts_that_are_none(tmp_path: Path, completion: list[str], words: str) -> None:
     file = tmp_path / "s.jsonl"
     file.write_text(json.dumps({"prompt": "1", "completion": completion}))
     with pytest.raises(MegarlError, match=words):

@@ -4,7 +4,9 @@ which words.
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,23 +27,23 @@ from tests.prompts import load_prompts
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
+def tokenizer() -> Tokenizer:
     made = arithmetic_models.character_tokenizer()
     return Tokenizer(made.backend_tokenizer, made.eos_token_id, Path())
 
 
-def write(path, *rows):
+def write(path: Path, *rows: Any) -> Path:
     path.write_text(
         "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
     )
     return path
 
 
-def row(name="a", prompt="1+1=", answer="2", **more):
+def row(name: str = "a", prompt: str = "1+1=", answer: str = "2", **more: Any) -> dict[str, Any]:
     return {"id": name, "prompt": prompt, "answer": answer, **more}
 
 
-def test_rows_become_prompts_in_file_order(tmp_path, tokenizer):
+def test_rows_become_prompts_in_file_order(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = write(
         tmp_path / "p.jsonl", row("b", "2+2=", "4", difficulty=1, source="x"), "", row("a")
     )
@@ -57,7 +59,9 @@ def test_rows_become_prompts_in_file_order(tmp_path, tokenizer):
     assert names == [f"{fingerprint(text):016x}" for text in ("2+2=", "1+1=")]
 
 
-def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, tokenizer, caplog):
+def test_prompts_that_are_too_long_are_left_out_and_counted(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
     file = write(tmp_path / "p.jsonl", row("a"), row("b", "1111+1111="))
     with caplog.at_level(logging.INFO):
         assert [p.id for p in load_prompts(file, tokenizer, 4, "sums")] == ["a"]
@@ -71,12 +75,14 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, tokenizer,
 class Measured(Tokenizer):
     """A tokenizer that notes the longest text that it encodes."""
 
-    def encode_all(self, texts, framed=False):
+    def encode_all(self, texts: Sequence[str], framed: bool = False) -> Any:
         self.__dict__.setdefault("lengths", []).extend(map(len, texts))
         return super().encode_all(texts, framed)
 
 
-def test_what_must_be_too_long_is_not_encoded(tmp_path, tokenizer, caplog):
+def test_what_must_be_too_long_is_not_encoded(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
     """Encoding takes hundreds of bytes per token. The longest token here, </think>, has
     eight characters.
     """
@@ -101,7 +107,7 @@ def test_what_must_be_too_long_is_not_encoded(tmp_path, tokenizer, caplog):
         load_prompts(write(tmp_path / "q.jsonl", row("a", long)), measured, 4, "sums")
 
 
-def test_texts_encoded_at_once_are_bounded_together():
+def test_texts_encoded_at_once_are_bounded_together() -> None:
     lengths = [
         list(map(len, part))
         for part in in_parts(["x" * (1 << 19)] * 3 + ["y" * (1 << 21)] + ["z"] * 1025, len)
@@ -126,12 +132,16 @@ def test_texts_encoded_at_once_are_bounded_together():
         ([row("a", "1+x=")], r"cannot encode '1\+x='"),
     ],
 )
-def test_bad_rows_are_named_with_their_line(tmp_path, tokenizer, rows, words):
+def test_bad_rows_are_named_with_their_line(
+    tmp_path: Path, tokenizer: Tokenizer, rows: list[Any], words: str
+) -> None:
     with pytest.raises(MegarlError, match=words):
         load_prompts(write(tmp_path / "p.jsonl", *rows), tokenizer, 16, "sums")
 
 
-def test_one_error_names_all_faults_and_counts_what_it_does_not_show(tmp_path, tokenizer):
+def test_one_error_names_all_faults_and_counts_what_it_does_not_show(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     file = write(
         tmp_path / "p.jsonl",
         row("a"),
@@ -146,7 +156,7 @@ def test_one_error_names_all_faults_and_counts_what_it_does_not_show(tmp_path, t
     assert lines[-1] == "… and 6 more"
 
 
-def test_missing_files_and_models_are_said(tmp_path, tokenizer):
+def test_missing_files_and_models_are_said(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(MegarlError, match="is not a file"):
         load_prompts(tmp_path / "none.jsonl", tokenizer, 16, "sums")
     with pytest.raises(MegarlError, match="no such directory"):
@@ -155,8 +165,8 @@ def test_missing_files_and_models_are_said(tmp_path, tokenizer):
         load_tokenizer(tmp_path)
 
 
-def test_a_shared_prompt_is_found_whatever_its_id(tmp_path, tokenizer):
-    def read(task, key, *rows):
+def test_a_shared_prompt_is_found_whatever_its_id(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    def read(task: str, key: str, *rows: Any) -> Any:
         source = str(write(tmp_path / "p.jsonl", *rows))
         return load_set(
             survey_of(source, read_own),
@@ -180,7 +190,7 @@ def test_a_shared_prompt_is_found_whatever_its_id(tmp_path, tokenizer):
         check_disjoint(train, shared)
 
 
-def test_no_task_holds_out_what_any_trains_on(tmp_path, tokenizer):
+def test_no_task_holds_out_what_any_trains_on(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = {"math": ("1+1=", "1+2="), "code": ("2+1=", "2+2="), "law": ("3+1=", "3+2=")}
     tasks = {
         name: {
@@ -203,7 +213,9 @@ def test_no_task_holds_out_what_any_trains_on(tmp_path, tokenizer):
         load_tasks(from_tree({"data": {"tasks": tasks}}), tokenizer)
 
 
-def test_traces_end_with_the_end_token_and_know_their_prompt(tmp_path, tokenizer):
+def test_traces_end_with_the_end_token_and_know_their_prompt(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     file = write(
         tmp_path / "s.jsonl",
         {"prompt": "1+1=", "completion": "<think>1+1=2</think>2"},
@@ -219,7 +231,7 @@ def test_traces_end_with_the_end_token_and_know_their_prompt(tmp_path, tokenizer
         load_traces(file, tokenizer, longest=2)
 
 
-def test_many_texts_at_once_are_the_texts_one_by_one(tokenizer):
+def test_many_texts_at_once_are_the_texts_one_by_one(tokenizer: Tokenizer) -> None:
     texts = ["1+1=", "22-7=", "<think></think>"]
     assert [t.tolist() for t in tokenizer.encode_all(texts)] == [
         tokenizer.ids(text).tolist() for text in texts
@@ -227,8 +239,8 @@ def test_many_texts_at_once_are_the_texts_one_by_one(tokenizer):
 
 
 def test_faults_of_a_published_set_are_left_out_and_named_and_its_split_is_disjoint(
-    tmp_path, tokenizer, caplog
-):
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [{"problem": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
     faults = [
         {"problem": "7+1=", "answer": "9"},
@@ -261,7 +273,7 @@ def test_faults_of_a_published_set_are_left_out_and_named_and_its_split_is_disjo
         assert words in caplog.text
 
 
-def test_templates_do_not_hide_a_shared_prompt(tmp_path, tokenizer):
+def test_templates_do_not_hide_a_shared_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """The texts are compared, not the tokens, so blanks hide it as little."""
     first = write(tmp_path / "a.jsonl", row("a"))
     second = write(tmp_path / "b.jsonl", row("b", "1+1=\n"), row("c", "2+2="))
@@ -283,7 +295,7 @@ def test_templates_do_not_hide_a_shared_prompt(tmp_path, tokenizer):
         check_disjoint(*sets)
 
 
-def test_a_token_that_the_model_does_not_know_is_refused(tmp_path):
+def test_a_token_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
     """A server would end at it."""
     made = arithmetic_models.character_tokenizer()
     made.save_pretrained(tmp_path)
@@ -298,7 +310,7 @@ def test_a_token_that_the_model_does_not_know_is_refused(tmp_path):
         load_tokenizer(tmp_path).ids("1+1=")
 
 
-def test_all_ids_at_which_a_server_stops_end_a_completion(tmp_path):
+def test_all_ids_at_which_a_server_stops_end_a_completion(tmp_path: Path) -> None:
     made = arithmetic_models.character_tokenizer()
     made.save_pretrained(tmp_path)
     end = made.eos_token_id
@@ -314,7 +326,7 @@ def test_all_ids_at_which_a_server_stops_end_a_completion(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_ends_that_the_model_cannot_write(tmp_path):
+def test_ends_that_the_model_cannot_write(tmp_path: Path) -> None:
     """Added to the tokenizer and not to the embedding. A server refuses requests that
     would stop at them.
     """
@@ -336,7 +348,7 @@ def test_ends_that_the_model_cannot_write(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_a_begin_token_that_only_tokenizer_config_asks_for(tmp_path):
+def test_a_begin_token_that_only_tokenizer_config_asks_for(tmp_path: Path) -> None:
     """As in DeepSeek's models. It is framing: prompts do not get it."""
     made = arithmetic_models.character_tokenizer()
     made.save_pretrained(tmp_path)
@@ -355,7 +367,9 @@ def test_a_begin_token_that_only_tokenizer_config_asks_for(tmp_path):
     assert load_tokenizer(tmp_path).encode_all(["1+1="], framed=True)[0].tolist() == plain
 
 
-def test_prompts_without_the_begin_token_are_noticed(tmp_path, caplog):
+def test_prompts_without_the_begin_token_are_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As in raw prompts for a Llama 3."""
     made = arithmetic_models.character_tokenizer()
     made.save_pretrained(tmp_path)
@@ -379,7 +393,7 @@ def test_prompts_without_the_begin_token_are_noticed(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kind", ["prepended", "metaspace", "bytes"])
-def test_a_text_that_follows_another_keeps_its_first_space(tmp_path, kind):
+def test_a_text_that_follows_another_keeps_its_first_space(tmp_path: Path, kind: str) -> None:
     """Llama 2's tokenizer.json, as converted at first and as now; Llama 3's has no such
     rule.
     """

@@ -15,7 +15,7 @@ DEFAULT = Recipe()
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_it_loads_describes_itself_and_is_named_after_its_file(name):
+def test_it_loads_describes_itself_and_is_named_after_its_file(name: str) -> None:
     recipe = load(name)
     described = shipped()[name].read_text().partition("\n")[0]
     assert described.startswith("# ")
@@ -29,7 +29,7 @@ def test_it_loads_describes_itself_and_is_named_after_its_file(name):
 @pytest.mark.parametrize(
     "name", [name for name in shipped() if name.startswith(("scalerl-", "quickstart"))]
 )
-def test_the_structure_is_scalerls(name):
+def test_the_structure_is_scalerls(name: str) -> None:
     recipe = load(name)
     assert recipe.pipeline.k == (2 if name == "quickstart-real" else 8), (
         "8 of sixty steps would be too many"
@@ -59,7 +59,9 @@ arXiv 2503.20783.
 
 @pytest.mark.parametrize("base", ["scalerl-8b", "quickstart"])
 @pytest.mark.parametrize("name", BASELINES)
-def test_a_baseline_is_its_paper_and_otherwise_the_scalerl_of_its_size(name, base):
+def test_a_baseline_is_its_paper_and_otherwise_the_scalerl_of_its_size(
+    name: str, base: str
+) -> None:
     r = load(name, [f"base={base}"])
     scalerl = load(base)
     bounds = (0, r.loss.cap) if r.loss.kind == "cispo" else (r.loss.clip_low, r.loss.clip_high)
@@ -87,7 +89,9 @@ def test_a_baseline_is_its_paper_and_otherwise_the_scalerl_of_its_size(name, bas
 
 
 @pytest.mark.parametrize("base", ["scalerl-8b", "quickstart"])
-def test_ppo_with_a_critic_is_as_it_is_usually_given_and_otherwise_the_scalerl_of_its_size(base):
+def test_ppo_with_a_critic_is_as_it_is_usually_given_and_otherwise_the_scalerl_of_its_size(
+    base: str,
+) -> None:
     r = load("ppo-critic", [f"base={base}"])
     scalerl = load(base)
     assert r.has_critic
@@ -114,7 +118,7 @@ def test_ppo_with_a_critic_is_as_it_is_usually_given_and_otherwise_the_scalerl_o
     assert needed(r) == needed(scalerl)
 
 
-def test_scalerl_8b_is_the_papers():
+def test_scalerl_8b_is_the_papers() -> None:
     """arXiv 2510.13786: 80 GPUs, 48 x 16 rollouts, lr 5e-7 after 100 steps, 10k-12k
     thinking, mean@16 on 1,000 prompts.
     """
@@ -138,7 +142,7 @@ def test_scalerl_8b_is_the_papers():
     assert r.model.dtype == "bf16"
 
 
-def test_scalerl_17bx16_is_the_papers_where_it_differs_from_8b():
+def test_scalerl_17bx16_is_the_papers_where_it_differs_from_8b() -> None:
     """arXiv 2510.13786: 7,100 steps; as many GPUs, and the same hyperparameters."""
     r = load("scalerl-17bx16")
     dense = load("scalerl-8b")
@@ -154,7 +158,7 @@ def test_scalerl_17bx16_is_the_papers_where_it_differs_from_8b():
     assert r.model.moe == DEFAULT.model.moe
 
 
-def test_the_17bx16_of_h100_differs_only_in_its_layout():
+def test_the_17bx16_of_h100_differs_only_in_its_layout() -> None:
     """Which is two sections of the recipe, and what the learner computes again."""
     r = load("scalerl-17bx16-h100")
     base = load("scalerl-17bx16")
@@ -166,7 +170,7 @@ def test_the_17bx16_of_h100_differs_only_in_its_layout():
     assert needed(r) == needed(base)
 
 
-def test_scalerl_8b_32k_is_scalerl_8b_with_the_papers_longer_context():
+def test_scalerl_8b_32k_is_scalerl_8b_with_the_papers_longer_context() -> None:
     """32,768 tokens, with room for the phrase; a micro-batch holds one rollout; all
     else is as it was.
     """
@@ -182,7 +186,7 @@ def test_scalerl_8b_32k_is_scalerl_8b_with_the_papers_longer_context():
     assert r.run.model_copy(update={"name": base.run.name}) == base.run
 
 
-def test_scalerl_8b_batch_2048_is_the_papers_longest_run():
+def test_scalerl_8b_batch_2048_is_the_papers_longest_run() -> None:
     r = load("scalerl-8b-batch-2048")
     base = load("scalerl-8b")
     assert (r.batch.prompts * r.sampling.generations, r.run.steps) == (2048, 7400)
@@ -195,7 +199,7 @@ def test_scalerl_8b_batch_2048_is_the_papers_longest_run():
 @pytest.mark.parametrize(
     ("name", "law"), [("scalerl-8b-32k", "context-32k"), ("scalerl-8b-batch-2048", "batch-2048")]
 )
-def test_the_fits_that_a_recipe_names_are_the_published_ones(name, law):
+def test_the_fits_that_a_recipe_names_are_the_published_ones(name: str, law: str) -> None:
     said = " ".join(shipped()[name].read_text().replace("#", "").split())
     fit = law_named(law)
     base = law_named("scalerl-8b")
@@ -203,7 +207,7 @@ def test_the_fits_that_a_recipe_names_are_the_published_ones(name, law):
     assert f"an asymptote of {fit.A:.3f} instead of {base.A:.3f}".replace("0.", ".") in said
 
 
-def test_math_and_code_is_scalerl_8b_with_a_second_task():
+def test_math_and_code_is_scalerl_8b_with_a_second_task() -> None:
     r = load("scalerl-8b-math-code")
     math = load("scalerl-8b")
     assert {name: task.grader for name, task in r.data.tasks.items()} == {
@@ -217,7 +221,7 @@ def test_math_and_code_is_scalerl_8b_with_a_second_task():
     assert r.run.model_copy(update={"name": math.run.name}) == math.run
 
 
-def test_one_gpu_is_all_that_scalerl_1gpu_needs():
+def test_one_gpu_is_all_that_scalerl_1gpu_needs() -> None:
     r = load("scalerl-1gpu")
     assert (r.resources.servers, r.resources.server_tensor_parallel, r.resources.learner_ranks) == (
         1,
@@ -230,7 +234,7 @@ def test_one_gpu_is_all_that_scalerl_1gpu_needs():
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart-tools"])
-def test_the_quickstart_fits_its_task_and_its_machine(name):
+def test_the_quickstart_fits_its_task_and_its_machine(name: str) -> None:
     r = load(name)
     assert r.evaluation.prompts <= arithmetic_models.HELDOUT_PROMPTS
     assert r.resources.learner_ranks + r.resources.servers == 2  # cores
@@ -239,7 +243,7 @@ def test_the_quickstart_fits_its_task_and_its_machine(name):
     assert r.serving.kv_tokens >= r.serving.max_running_requests * longest
 
 
-def test_the_experts_of_all_tokens_of_a_run_are_not_kept():
+def test_the_experts_of_all_tokens_of_a_run_are_not_kept() -> None:
     """48 layers x 8 of 128 experts, one byte each: 500 steps would take a terabyte
     beside 1.3 TB of checkpoints.
     """

@@ -4,6 +4,8 @@ apart.
 
 import json
 import re
+from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -18,7 +20,7 @@ from megarl.tasks.data.sources import Unreadable, stream
 ROWS = [{"problem": f"What is {n}?", "nested": {"answer": str(n)}} for n in range(5)]
 
 
-def test_every_kind_of_file_has_the_same_rows(tmp_path):
+def test_every_kind_of_file_has_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
     (tmp_path / "a.json").write_text(json.dumps(ROWS))
     made = datasets.Dataset.from_list(ROWS)
@@ -31,13 +33,13 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path):
         assert list(stream(source)) == list(enumerate(ROWS, 1)), name
 
 
-def test_several_files_of_a_pattern_are_read_in_the_order_of_their_names(tmp_path):
+def test_several_files_of_a_pattern_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     for name, rows in (("b", ROWS[3:]), ("a", ROWS[:3])):
         datasets.Dataset.from_list(rows).to_parquet(tmp_path / f"{name}.parquet")
     assert [row for _, row in stream(str(tmp_path / "*.parquet"))] == ROWS
 
 
-def test_lines_of_jsonl_keep_their_numbers_and_bad_ones_are_told(tmp_path):
+def test_lines_of_jsonl_keep_their_numbers_and_bad_ones_are_told(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"a": 1}\n\n[1]\n{"a"\n\xff\n{"a": "1"}')
     found = list(stream(str(file)))
@@ -56,7 +58,7 @@ def test_lines_of_jsonl_keep_their_numbers_and_bad_ones_are_told(tmp_path):
         ("hub:a/b:", "is not hub:ORG/NAME"),
     ],
 )
-def test_what_cannot_be_read_is_said_before_anything_is(source, words):
+def test_what_cannot_be_read_is_said_before_anything_is(source: str, words: str) -> None:
     with pytest.raises(MegarlError, match=words):
         next(iter(stream(source)))
 
@@ -71,10 +73,12 @@ def test_what_cannot_be_read_is_said_before_anything_is(source, words):
         ("https://huggingface.co/datasets/a/b/viewer/main/test?row=3", ("a/b", "main", "test")),
     ],
 )
-def test_addresses_of_the_hub_are_read_as_its_sets(monkeypatch, source, asked):
+def test_addresses_of_the_hub_are_read_as_its_sets(
+    monkeypatch: pytest.MonkeyPatch, source: str, asked: Any
+) -> None:
     called = []
 
-    def load_dataset(name, config, split):
+    def load_dataset(name: str, config: str | None, split: str) -> Any:
         called.append((name, config, split))
         return datasets.Dataset.from_list(ROWS)
 
@@ -104,11 +108,11 @@ def test_addresses_of_the_hub_are_read_as_its_sets(monkeypatch, source, asked):
         ("hub:https://huggingface.co/datasets/a/b", "is not hub:ORG/NAME"),
     ],
 )
-def test_other_addresses_are_told_what_to_write(source, words):
+def test_other_addresses_are_told_what_to_write(source: str, words: str) -> None:
     assert re.search(words, sources.problem(source))
 
 
-def test_pictures_of_a_hub_set_are_not_decoded(monkeypatch):
+def test_pictures_of_a_hub_set_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = datasets.Dataset.from_list([{"a": "1", "picture": {"bytes": b"none", "path": None}}])
     made = rows.cast_column("picture", datasets.Image())
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: made)
@@ -117,7 +121,7 @@ def test_pictures_of_a_hub_set_are_not_decoded(monkeypatch):
     assert list(row) == ["a", "picture"]
 
 
-def test_a_value_that_cannot_be_converted_is_only_that_rows(tmp_path):
+def test_a_value_that_cannot_be_converted_is_only_that_rows(tmp_path: Path) -> None:
     days = pa.array([0, 1 << 62], pa.timestamp("us"))
     pq.write_table(pa.table({"day": days}), tmp_path / "a.parquet")
     first, second = (row for _, row in stream(str(tmp_path / "a.parquet")))
@@ -126,7 +130,7 @@ def test_a_value_that_cannot_be_converted_is_only_that_rows(tmp_path):
         second["day"]
 
 
-def test_a_file_of_another_kind_and_a_broken_one(tmp_path):
+def test_a_file_of_another_kind_and_a_broken_one(tmp_path: Path) -> None:
     (tmp_path / "a.xlsx").write_text("a,b\n")
     assert "ends in none of .jsonl" in sources.problem(str(tmp_path / "a.xlsx"))
     (tmp_path / "a.parquet").write_text("no parquet")
@@ -134,7 +138,7 @@ def test_a_file_of_another_kind_and_a_broken_one(tmp_path):
         list(stream(str(tmp_path / "a.parquet")))
 
 
-def test_json_keeps_each_value_as_it_is(tmp_path):
+def test_json_keeps_each_value_as_it_is(tmp_path: Path) -> None:
     """`datasets` reads these two columns as quoted texts and numbers, as rounded
     numbers, and as dates.
     """
@@ -154,12 +158,12 @@ def test_json_keeps_each_value_as_it_is(tmp_path):
     assert [row for _, row in stream(str(file))] == [{"a": 1}, Unreadable("int, not an object")]
 
 
-def test_why_a_set_could_not_be_generated_is_said(monkeypatch):
+def test_why_a_set_could_not_be_generated_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """`datasets` itself says only that an error occurred, and keeps the reason as its
     cause.
     """
 
-    def fails(*_, **__):
+    def fails(*_: Any, **__: Any) -> Any:
         try:
             raise ValueError("Couldn't cast array of type string to null")
         except ValueError as error:
@@ -174,10 +178,12 @@ def test_why_a_set_could_not_be_generated_is_said(monkeypatch):
         list(stream("hub:a/b"))
 
 
-def test_a_hub_name_is_asked_of_datasets_and_its_failure_says_what_to_do(monkeypatch):
+def test_a_hub_name_is_asked_of_datasets_and_its_failure_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = []
 
-    def load_dataset(name, config, split):
+    def load_dataset(name: str, config: str | None, split: str) -> Any:
         asked.append((name, config, split))
         if name == "away/set":
             raise ConnectionError("Couldn't reach 'away/set' on the Hub")

@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,14 +18,14 @@ from megarl.tasks.data.survey import chosen, survey
 READ = mapping_of("", {"prompt": "q", "answer": "a"})
 
 
-def write(path, rows):
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
     path.write_text(
         "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
     )
     return str(path)
 
 
-def test_reasons_are_counted_and_the_first_are_named(tmp_path):
+def test_reasons_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
     rows = [
         {"q": "one", "a": "1"},
         {"q": " one ", "a": "1"},
@@ -48,7 +50,7 @@ def test_reasons_are_counted_and_the_first_are_named(tmp_path):
     assert found.left_out.named()[0] == "2: its prompt was on line 1; leave one out (the same in 3)"
 
 
-def test_latex_that_json_has_eaten_is_left_out(tmp_path):
+def test_latex_that_json_has_eaten_is_left_out(tmp_path: Path) -> None:
     """`"\\frac"` is a form feed and `rac`, `"\\boxed"` a backspace and `oxed`: valid
     texts, and answers that nobody gives.
     """
@@ -65,7 +67,7 @@ def test_latex_that_json_has_eaten_is_left_out(tmp_path):
     ]
 
 
-def test_what_is_wrong_with_several_rows_is_said_once_and_how_to_say_it(tmp_path):
+def test_what_is_wrong_with_several_rows_is_said_once_and_how_to_say_it(tmp_path: Path) -> None:
     rows = [{"question": f"{n}?", "answer": n} for n in range(12)] + [{"prompt": "", "answer": 1}]
     with pytest.raises(MegarlError, match="--column prompt=question") as said:
         list(chosen(survey(write(tmp_path / "a.jsonl", rows), read_own)))
@@ -75,7 +77,7 @@ def test_what_is_wrong_with_several_rows_is_said_once_and_how_to_say_it(tmp_path
     assert "a.jsonl:13: the prompt of" in second
 
 
-def test_of_a_thousand_repeats_ten_are_named(tmp_path):
+def test_of_a_thousand_repeats_ten_are_named(tmp_path: Path) -> None:
     found = survey(write(tmp_path / "a.jsonl", [{"q": "one", "a": "1"}] * 1001), READ)
     assert found.left_out.counts == {under_test.REPEATED: 1000}
     assert len(found.left_out.first[under_test.REPEATED]) == 10
@@ -87,8 +89,8 @@ def test_of_a_thousand_repeats_ten_are_named(tmp_path):
     shuffled=st.randoms(use_true_random=False),
 )
 def test_splits_are_disjoint_complete_and_do_not_depend_on_the_order(
-    tmp_path_factory, prompts, heldout, shuffled
-):
+    tmp_path_factory: pytest.TempPathFactory, prompts: list[int], heldout: float, shuffled: Any
+) -> None:
     folder = tmp_path_factory.mktemp("split")
     rows = [{"q": f"prompt {n}", "a": "1"} for n in prompts]
     different = {row["q"] for row in rows}
@@ -110,7 +112,9 @@ def test_splits_are_disjoint_complete_and_do_not_depend_on_the_order(
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=30))
-def test_the_first_of_each_prompt_and_id_is_kept(tmp_path_factory, pairs):
+def test_the_first_of_each_prompt_and_id_is_kept(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[int, int]]
+) -> None:
     """Against a plain loop: rows go whose prompt was there, then of those left the ones
     whose id was.
     """
@@ -126,7 +130,7 @@ def test_the_first_of_each_prompt_and_id_is_kept(tmp_path_factory, pairs):
     assert found.left_out.counts.total() == len(rows) - len(by_id)
 
 
-def test_rows_of_an_evaluation_set_go_and_are_reported(tmp_path):
+def test_rows_of_an_evaluation_set_go_and_are_reported(tmp_path: Path) -> None:
     text = "alpha beta gamma delta epsilon zeta eta theta"
     rows = [
         {"q": f"Given {text}, what follows?", "a": "1"},
@@ -144,7 +148,7 @@ def test_rows_of_an_evaluation_set_go_and_are_reported(tmp_path):
     assert reported == [(rows[0]["q"], 1, ("eval:3", text))]
 
 
-def test_a_source_of_which_nothing_can_be_used_and_one_that_grows(tmp_path):
+def test_a_source_of_which_nothing_can_be_used_and_one_that_grows(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [{"q": "", "a": "1"}, {"a": "2"}])
     for heldout in (0, 1):
         with pytest.raises(
@@ -162,8 +166,8 @@ def test_a_source_of_which_nothing_can_be_used_and_one_that_grows(tmp_path):
 
 
 def test_what_the_user_says_is_compared_with_evaluation_sets_and_all_messages_with_each_other(
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     question = (
         "Find the sum of all integer bases b greater than nine for which seventeen divides ninety"
         " seven"

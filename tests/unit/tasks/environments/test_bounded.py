@@ -59,7 +59,9 @@ def prompt_of(task: str, program: str = "") -> Prompt:
 
 
 def run(found: TaskEnvironments, *episodes: Any) -> list[Any]:
-    """What comes of the coroutines, in a loop as the controller's; errors are results."""
+    """What comes of the coroutines, in a loop as the controller's;
+    errors are results.
+    """
 
     async def all_of_them() -> list[Any]:
         try:

@@ -163,7 +163,7 @@ def play(recipe: Recipe, servers: Servers, script: Script) -> Completion | None:
         clients = {n: servers.client(n) for n in range(3)}
         sampler = Sampler(
             recipe, Letters(), Pool(clients, places), TaskEnvironments(recipe, Letters())
-        )  # type: ignore[arg-type]
+        )
 
         async def take() -> tuple[int, int]:
             server, version = await places.take((1, 0, 0), lambda _, version: version >= DUE - LAG)
@@ -322,7 +322,7 @@ class OneTurnEach:
         finish = "stop" if tokens[-1] in stop_token_ids else "length"
         return Generation(
             int32(tokens), float32([-1.0] * len(tokens)), (VersionSpan(3, 0, len(tokens)),), finish
-        )  # type: ignore[arg-type]
+        )
 
 
 def say(
@@ -349,7 +349,7 @@ def say(
             Pool({0: server}, places),
             TaskEnvironments(recipe, Letters()),
             positions=positions,
-        )  # type: ignore[arg-type,dict-item]
+        )
         return await sampler.complete(
             Job(
                 PROMPT,
@@ -469,7 +469,7 @@ def test_one_that_fails_ends_the_rollout_which_then_cannot_be_judged() -> None:
             Letters(),
             Pool({0: OneTurnEach([[4, END]])}, places),
             TaskEnvironments(recipe, Letters()),
-        )  # type: ignore[arg-type,dict-item]
+        )
         prompt = Prompt(id="", tokens=PROMPT.tokens, answer="", task="step")
         done = await sampler.complete(
             Job(

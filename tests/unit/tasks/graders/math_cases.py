@@ -3,9 +3,11 @@ accepts and what it does not.
 
 The tables below are grouped by kind. In each of them
 
-    gold   85√3                     is a data set's answer, as GSM8K, MATH, AIME, DAPO, Omni-MATH, … write them,
+    gold   85√3                     is a data set's answer, as GSM8K, MATH, AIME, DAPO,
+                                    Omni-MATH, … write them,
     right  85\sqrt{3} ¦ √3 · 85     are answers that a teacher accepts for it,
-    wrong  85 ¦ 85\sqrt{2}          are answers that she does not: near misses, and numbers out of a larger expression.
+    wrong  85 ¦ 85\sqrt{2}          are answers that she does not: near misses, and
+                                    numbers out of a larger expression.
 
 `¦` separates answers and `⏎` stands for a line break. BOXED has the contents of a
 `\boxed{…}`; WRITTEN has whole answers, with the words around them. What teachers might

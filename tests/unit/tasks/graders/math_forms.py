@@ -4,7 +4,8 @@ and near misses.
 gold    an expected answer
 prompt  the question, where the verdict depends on it
 right   answers that equal it, between `¦`; `⏎` is a line break
-wrong   answers that do not: one sign, digit, bound or letter is another, or a number was taken out of it
+wrong   answers that do not: one sign, digit, bound or letter is another, or a number
+        was taken out of it
 """
 
 from typing import NamedTuple

@@ -1,4 +1,6 @@
-"""The math grader against tables of answers written by hand; hostile ones cost little."""
+"""The math grader against tables of answers written by hand;
+hostile ones cost little.
+"""
 
 import asyncio
 import itertools

@@ -102,7 +102,9 @@ def test_an_evaluation_asks_the_grader_of_the_task_alone() -> None:
 
 
 def test_a_trusted_grader_is_asked_by_evaluations_alone_and_adds_nothing() -> None:
-    """The reward of the task is for any answer; the trusted grader knows the right one."""
+    """The reward of the task is for any answer;
+    the trusted grader knows the right one.
+    """
     rewards = {"form": {"grader": "format", "weight": 0.5}}
 
     async def run(more: dict[str, Any]) -> list[Grade]:
@@ -181,7 +183,9 @@ def test_graders_of_the_user() -> None:
 
 @pytest.mark.usefixtures("mine")
 def test_functions_that_cannot_judge(caplog: pytest.LogCaptureFixture) -> None:
-    """They say so with None or NaN; a connection that fails is not the answer's fault."""
+    """They say so with None or NaN; a connection that fails is not the
+    answer's fault.
+    """
 
     async def run(name: str, as_reward: bool) -> Grade:
         own = (

@@ -1,4 +1,6 @@
-"""Answers that a length limit cut off: what counts in them, and which graders are told."""
+"""Answers that a length limit cut off: what counts in them,
+and which graders are told.
+"""
 
 import asyncio
 import json

@@ -70,7 +70,9 @@ OPEN = {
 
 
 def write_task(folder: Path, task: dict[str, Any], rows: list[dict[str, Any]] = ROWS) -> str:
-    """Write a task in lm-eval's own format with its rows beside it; return its source."""
+    """Write a task in lm-eval's own format with its rows beside it;
+    return its source.
+    """
     data = folder / f"{task['task']}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     local = {
@@ -328,7 +330,7 @@ def test_lost_requests_are_asked_again_and_places_given_back(
             recipe=from_tree({}),
             tokenizer=tokenizer,
             sampler=SimpleNamespace(servers=pool),  # type: ignore[arg-type]
-            graders=SimpleNamespace(),  # type: ignore[arg-type]
+            graders=SimpleNamespace(),
             servers={0},
             salt="s",
             at_once=1,

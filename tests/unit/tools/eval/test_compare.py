@@ -384,7 +384,9 @@ def test_the_screen_shows_what_was_answered(
 def test_a_run_and_a_directory_are_asked_with_equal_lengths_about_the_runs_task(
     tmp_path: Path,
 ) -> None:
-    """Room for the answer decides the score: a directory alone has its whole context."""
+    """Room for the answer decides the score:
+    a directory alone has its whole context.
+    """
     model = tmp_path / "model"
     byte_llama(model)
     made = [tmp_path / name for name in ("run", "other")]

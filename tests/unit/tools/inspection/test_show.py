@@ -88,7 +88,7 @@ def shown(run: Path, width: int = 120, **choice: Any) -> str:
     return out.getvalue()
 
 
-def test_table_of_groups(run: Path):
+def test_table_of_groups(run: Path) -> None:
     title, head, *rows = [line.split() for line in shown(run, limit=3).splitlines()]
     assert title == ["3", "groups", "of", "15", "finished"]
     assert head == [
@@ -110,7 +110,7 @@ def test_table_of_groups(run: Path):
     assert rows[2] == f"7 14 c 0.00 -1.00 4 3 12 {notes}".split()
 
 
-def test_the_task_is_named_where_there_are_several(tmp_path: Path):
+def test_the_task_is_named_where_there_are_several(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "rollouts", 1, 8)
     for ticket, task in enumerate(("math", "code")):
         group = Group(
@@ -128,17 +128,17 @@ def test_the_task_is_named_where_there_are_several(tmp_path: Path):
     assert "prompt code/a" in shown(tmp_path, ticket=1)
 
 
-def test_limit_takes_the_latest(run: Path):
+def test_limit_takes_the_latest(run: Path) -> None:
     assert [row.split()[1] for row in shown(run, limit=2).splitlines()[2:]] == ["13", "14"]
 
 
-def test_a_batch(run: Path):
+def test_a_batch(run: Path) -> None:
     assert [row.split()[1] for row in shown(run, step=6).splitlines()[2:]] == ["12", "13"]
     with pytest.raises(MegarlError, match=r"no batch of step 7 .* complete batches are 0 to 6"):
         shown(run, step=7)
 
 
-def test_a_ticket(run: Path):
+def test_a_ticket(run: Path) -> None:
     text = shown(run, ticket=12)
     assert "ticket 12 · step 6 · prompt a · epoch 0 · answer 85 · pass rate 0.50" in text
     assert "27+58=" in text
@@ -156,7 +156,7 @@ def test_a_ticket(run: Path):
         shown(run, ticket=99)
 
 
-def test_turns(tmp_path: Path):
+def test_turns(tmp_path: Path) -> None:
     """What a tool replied is dim; turns and calls are told."""
     parts = (
         segment("[12*34]", 4),
@@ -188,7 +188,7 @@ def test_turns(tmp_path: Path):
     assert json.loads(line)["rollouts"][0]["episode"]["turns"] == 3
 
 
-def test_what_is_not_trained_is_dim(run: Path):
+def test_what_is_not_trained_is_dim(run: Path) -> None:
     out = StringIO()
     show(
         run,
@@ -199,7 +199,7 @@ def test_what_is_not_trained_is_dim(run: Path):
     assert "\x1b[2;3m</think>\x1b[0m" in out.getvalue()
 
 
-def test_json(run: Path):
+def test_json(run: Path) -> None:
     lines = shown(
         run, width=20, limit=3, as_json=True
     ).splitlines()  # a line is never broken, however narrow
@@ -216,13 +216,13 @@ def test_json(run: Path):
     assert second["void"] == "server answered 400"
 
 
-def test_without_a_tokenizer_ids_are_shown(run: Path):
+def test_without_a_tokenizer_ids_are_shown(run: Path) -> None:
     out = StringIO()
     show(run, ticket=12, console=Console(file=out, width=120))
     assert " ".join(map(str, TOKENIZER.ids("27+58=").tolist())) in out.getvalue()
 
 
-def test_a_terminal_does_not_obey_what_is_shown(tmp_path: Path):
+def test_a_terminal_does_not_obey_what_is_shown(tmp_path: Path) -> None:
     """Nor is it taken for rich's markup."""
     evil = "[/b]\x1b]0;title\x07\x9b2J\n"
     one = msgspec.structs.replace(prompt(evil, "1+1="), answer=evil)

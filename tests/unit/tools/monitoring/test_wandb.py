@@ -69,7 +69,7 @@ class FakeWandb(SimpleNamespace):
 
 
 def use(monkeypatch: pytest.MonkeyPatch, fake: FakeWandb) -> FakeWandb:
-    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
     return fake
 
 

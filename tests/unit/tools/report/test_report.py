@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -325,7 +326,7 @@ VALUES = st.one_of(
 )
 @example(wrong={"step": 9, "predicted_hours": 9.0, "predicted_final": 0.5}, without=set())
 def test_every_reader_survives_any_row_of_eval_jsonl(
-    recipe: Recipe, write_run: Callable[[int], RunDir], wrong: dict[str, object], without: set[str]
+    recipe: Recipe, write_run: Callable[[int], RunDir], wrong: dict[str, Any], without: set[str]
 ) -> None:
     """Some rows of this kind are whole all the same."""
     rundir = write_run(5)

@@ -115,7 +115,7 @@ def recorded(path: Path, steps: list[dict[str, list[tuple[float, float]]]]) -> R
         )
         controller.event("controller/batches", f"batch {n}", step=n, tickets=[n])
         event = controller._rows[-1]
-        controller._rows[-1] = type(event)(event.on, event.name, step["wait"][0][1], event.args)  # type: ignore[union-attr, call-arg]
+        controller._rows[-1] = type(event)(event.on, event.name, step["wait"][0][1], event.args)
         append_jsonl(rundir.metrics, {"step": n, "lag_mean": n / 4, "lag_max": float(n)})
     controller.flush()
     learner.flush()
