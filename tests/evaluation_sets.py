@@ -160,7 +160,7 @@ LIVECODEBENCH = [
         "metadata": json.dumps({"func_name": "total"}),
     },
 ]
-SETS = {
+SETS: dict[str, list[dict[str, Any]]] = {
     "aime24": AIME,
     "aime25": AIME,
     "math-500": MATH_500,

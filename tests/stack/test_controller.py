@@ -172,14 +172,15 @@ class Learner:
             else:
                 results.append(ServerResult(id=server.id, checksum="same"))
         self.published.append(command.version)
-        seconds = {f"{part}_seconds": 0.1 for part in ("pause", "transfer", "resume")}
         self.ask(
             Published(
                 incarnation=self.incarnation,
                 version=command.version,
                 results=tuple(results),
                 bytes_sent=1,
-                **seconds,
+                pause_seconds=0.1,
+                transfer_seconds=0.1,
+                resume_seconds=0.1,
             )
         )
 

@@ -164,7 +164,7 @@ def test_a_server_elsewhere_is_handed_nothing(
 def test_handles_want_the_admin_key(sharing: Stack) -> None:
     def said(key: str) -> int:
         connection = http.client.HTTPConnection(
-            *sharing.server.address.url.removeprefix("http://").split(":"), timeout=20
+            sharing.server.address.url.removeprefix("http://"), timeout=20
         )
         body = json.dumps({"serialized_named_tensors": [""]})
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}

@@ -229,7 +229,7 @@ def test_a_scale_that_did_not_arrive_is_noticed(
     assert_arrived(by.publish(30))
     lost = "layers.1.self_attn.o_proj.weight_scale_inv"
 
-    def one_doubled(tensors: Iterable[tuple[str, Tensor]], *sizes: float) -> Iterator[Any]:
+    def one_doubled(tensors: Iterable[tuple[str, Tensor]], *sizes: Any) -> Iterator[Any]:
         return buckets(
             ((name, 2 * tensor if name.endswith(lost) else tensor) for name, tensor in tensors),
             *sizes,

@@ -250,6 +250,7 @@ async def test_the_same_log_likelihoods_and_accuracies(
             if answer.loglikelihoods is not UNSET:
                 theirs = [float(each[0][0]) for each in sample["resps"]]
                 np.testing.assert_allclose(answer.loglikelihoods, theirs, rtol=0, atol=1e-4)
+                assert answer.choices is not UNSET
                 continuations = [" " + choice for choice in answer.choices]
                 assert continuations == [arguments[1] for arguments in sample["arguments"]]
         for metric, mean in means([Outcome.of(answer) for answer in ours]).items():

@@ -110,7 +110,7 @@ async def test_requests_that_begin_as_weights_change_are_labelled_right(
             if {0, 1} <= seen:
                 break
             assert_good(await asyncio.to_thread(publish, stack, learner, "a", version, publisher))
-            tasks = []
+            tasks: list[Any] = []
             publishing = asyncio.create_task(
                 asyncio.to_thread(publish, stack, learner, "b", version + 1, publisher)
             )
@@ -161,7 +161,7 @@ def test_weights_that_a_server_did_not_take_are_noticed(
     assert_good(publish(stack, learner, "b", 19))
     chunks, family = learner("a")
 
-    def first_doubled(tensors: Iterable[tuple[str, torch.Tensor]], *sizes: float) -> Iterator[Any]:
+    def first_doubled(tensors: Iterable[tuple[str, torch.Tensor]], *sizes: Any) -> Iterator[Any]:
         names = iter(tensors)
         name, tensor = next(names)
         return buckets(itertools.chain([(name, 2 * tensor)], names), *sizes)

@@ -434,7 +434,7 @@ def test_the_hosts_memory_holds_what_roles_copy(
 def test_expandable_segments_cannot_be_handed_over(
     tree: Tree, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    sharing = {
+    sharing: dict[str, Any] = {
         "resources": {
             "colocate": True,
             "servers": 1,

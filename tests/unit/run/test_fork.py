@@ -49,7 +49,7 @@ def records(seed: int) -> list[JournalRecord]:
     until STEPS batches were trained.
     """
     rng = random.Random(seed)
-    made = []
+    made: list[JournalRecord] = []
     step = 0
     queue: list[int] = []  # not removed
     open_now: list[int] = []

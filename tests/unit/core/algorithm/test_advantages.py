@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -33,6 +34,10 @@ def group(ticket: int, *rewards: float) -> Group:
     )
 
 
+def advantages_of(sequences: Sequence[TrainSequence]) -> np.ndarray:
+    return np.array([s.advantage for s in sequences])
+
+
 def advantages(
     groups: list[Group],
     kind: Normalisation,
@@ -62,9 +67,9 @@ def test_groups_of_one_reward_count_in_the_deviation_where_they_are_kept(kind: A
     batch = Batch(step=0, groups=(group(0, 1.0, -1.0, 1.0, -1.0), group(1, 1.0, 1.0, 1.0, 1.0)))
     signs = np.array([1, -1, 1, -1])
     dropped = training_sequences(batch, recipe(advantage=kind))
-    np.testing.assert_allclose([s.advantage for s in dropped], signs)
+    np.testing.assert_allclose(advantages_of(dropped), signs)
     kept = training_sequences(batch, recipe(advantage=kind, zero_variance="keep"))
-    np.testing.assert_allclose([s.advantage for s in kept], [*(np.sqrt(2) * signs), 0, 0, 0, 0])
+    np.testing.assert_allclose(advantages_of(kept), [*(np.sqrt(2) * signs), 0, 0, 0, 0])
 
 
 def test_the_overlong_penalty_does_not_put_a_group_of_right_answers_into_the_loss() -> None:
@@ -160,9 +165,8 @@ def test_a_kl_penalty_is_taken_off_before_centring_and_dividing() -> None:
     )
     lowered = [[0.75, -1.5], [-1.0, 0.0, 0.5]]
     centred = [r - statistics.mean(rewards) for rewards in lowered for r in rewards]
-    np.testing.assert_allclose(
-        [s.advantage for s in found], np.array(centred) / statistics.pstdev(centred), rtol=1e-12
-    )
+    expected = np.array(centred) / statistics.pstdev(centred)
+    np.testing.assert_allclose(advantages_of(found), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["batch", "group", "running", "none"])
@@ -213,9 +217,7 @@ def test_running_deviation_is_that_of_all_batches_so_far(stream: Any, centring: 
             expected = np.concatenate(advantages(varied, "none", centring)) / np.std(
                 np.concatenate(history)
             )
-            np.testing.assert_allclose(
-                [s.advantage for s in sequences], expected, rtol=1e-12, atol=1e-15
-            )
+            np.testing.assert_allclose(advantages_of(sequences), expected, rtol=1e-12, atol=1e-15)
         else:
             assert sequences == []
 

@@ -156,7 +156,8 @@ def test_what_parity_compares_of_a_path() -> None:
 
 
 def test_paths_pass_between_roles() -> None:
-    back = decode(encode(BATCH), Batch).groups[0].rollouts[0]
+    batch: Batch = decode(encode(BATCH), Batch)
+    back = batch.groups[0].rollouts[0]
     assert encode(back) == encode(AGENT)
 
 

@@ -240,7 +240,7 @@ async def test_a_difference_that_lasts_ends_the_run_with_its_cause() -> None:
                 0,
                 version,
                 PROMPT.tokens,
-                (segment(version - 1, -np.arange(1, 70) - 0.4),),
+                (segment(version - 1, list(-np.arange(1, 70) - 0.4)),),
                 0,
                 0,
             )

@@ -41,7 +41,7 @@ from tests.server_pool import Pool
 END = 0
 CLOSE = 1
 B = 4
-STAGES = [
+STAGES: list[dict[str, Any]] = [
     {"until_step": 2, "thinking_tokens": [4, 6]},
     {"until_step": 4, "thinking_tokens": [10, 12]},
 ]
@@ -162,11 +162,12 @@ async def run(
     asked = server()
     places = Places(members, 16)
     settled = 0
+    letters: Any = Letters()
     sampler = Sampler(
         recipe,
-        Letters(),
+        letters,
         Pool({0: asked}, places, lossless=True),
-        TaskEnvironments(recipe, Letters()),
+        TaskEnvironments(recipe, letters),
     )
     graders = TaskGraders(recipe, str, 1, 1.0)
     records = JournalWriter(journal)
@@ -182,11 +183,12 @@ async def run(
     def whole() -> bool:
         return not pipeline.running and pipeline.batches() >= recipe.run.steps
 
+    servers: Any = SimpleNamespace(clients={0: asked}, membership=members)
     parity = Parity(
         recipe,
         END,
         read("llama-3.1-8b"),
-        SimpleNamespace(clients={0: asked}, membership=members),
+        servers,
         changed,
         pytest.fail,
         "",
@@ -244,11 +246,11 @@ def check_budgets(recipe: Recipe, found: list[JournalRecord]) -> set[int]:
     due = {r.ticket: r.due_step for r in found if isinstance(r, Admitted)}
     met = set()
     for group in (r.group for r in found if isinstance(r, Finished)):
-        stage = sum(due[group.ticket] >= s["until_step"] for s in STAGES)  # type: ignore[operator]
+        stage = sum(due[group.ticket] >= s["until_step"] for s in STAGES)
         bounds = [*(s["thinking_tokens"] for s in STAGES), FULL][stage]
         met.add(stage)
         for rollout in group.rollouts:
-            budget = thinking_budget(recipe.run.seed, group.ticket, rollout.sample, tuple(bounds))  # type: ignore[arg-type]
+            budget = thinking_budget(recipe.run.seed, group.ticket, rollout.sample, tuple(bounds))
             assert int((rollout.tokens == 7).sum()) == budget
             assert bounds[0] <= budget <= bounds[1]
     return met

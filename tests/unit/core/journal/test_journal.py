@@ -99,7 +99,7 @@ def test_records_come_back_in_order(tmp_path: Path) -> None:
     evaluated = Evaluated(
         version=3, time=9.0, compute_hours=0.5, pass_rate=0.25, n_prompts=10, samples=2
     )
-    records = [
+    records: list[JournalRecord] = [
         Session(session="s", time=1.0, devices=2, compute_unit="core"),
         admitted(0),
         admitted(1),
@@ -256,7 +256,9 @@ def test_cut_anywhere_it_opens_with_the_whole_records_before_the_cut(
     assert file.stat().st_size == cut
     journal = Journal.open(path, 2, 1)
     assert file.stat().st_size == ends[complete]
-    expected = State.restored(next(iter(reader.replay())))
+    snapshot = next(iter(reader.replay()))
+    assert isinstance(snapshot, Snapshot)
+    expected = State.restored(snapshot)
     for record in records[:complete]:
         expected.apply(record)
     assert same(journal.state, expected)

@@ -29,7 +29,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 LENGTHS = (40, 7, 23, 31)
 LOGPROB_LIMIT = 5e-3
 GRADIENT_LIMIT = 8e-3
-CRITIC = {"batch": {"centring": "critic", "zero_variance": "keep", "aggregation": "token"}}
+CRITIC: dict[str, Any] = {
+    "batch": {"centring": "critic", "zero_variance": "keep", "aggregation": "token"}
+}
 
 
 @pytest.fixture(scope="module")

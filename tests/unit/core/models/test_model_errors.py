@@ -307,7 +307,7 @@ def test_a_router_without_effect_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_layouts_that_experts_do_not_allow(
-    one_rank: None, experts: Path, layout: dict[str, int], message: str
+    one_rank: None, experts: Path, layout: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(MegarlError, match=message):
         build.build(Model(path="m", **layout), experts)

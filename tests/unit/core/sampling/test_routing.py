@@ -66,7 +66,8 @@ def test_many_experts_and_the_way_through_msgpack() -> None:
     rollout = Rollout(
         sample=0, segments=(segment,), reward=1, correct=True, finish="stop", routing=routing
     )
-    again = decode(encode(rollout), Rollout).routing
+    decoded: Rollout = decode(encode(rollout), Rollout)
+    again = decoded.routing
     assert again is not None
     assert again.table.dtype == np.int16
     np.testing.assert_array_equal(again.table, table)
@@ -167,7 +168,7 @@ def test_every_token_but_the_last_has_a_row_over_losses_and_legs(alone: bool) ->
     server.alone = alone
     recipe = from_tree({"length": {"answer_tokens": 4}})
     pool = Pool({0: server}, places)
-    pool.server_lost = lambda number, life, reason: lost.append(number)
+    pool.server_lost = lambda server, life, reason: lost.append(server)
     sampler = Sampler(recipe, Words(), pool, TaskEnvironments(recipe, Words()))  # type: ignore[arg-type]
     prompt = Prompt(id="", tokens=np.arange(6, dtype=np.int32), answer="")
     job = Job(

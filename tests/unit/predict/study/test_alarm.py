@@ -76,7 +76,8 @@ def test_faults_and_clean_runs(
     (tmp_path / "labels.csv").write_text(LABELS + "\n".join([*lines, "clean,clean,0,,,"]) + "\n")
     runs = {run.name: run for run in alarm.folder(tmp_path, alarm.labels(tmp_path / "labels.csv"))}
     lr, other, ended, missed = (runs[name] for name in ("lr", "other", "ended", "missed"))
-    assert lr.first == lr.naming is not None
+    assert lr.first is not None
+    assert lr.first == lr.naming
     assert (lr.first.raised, lr.suffers, lr.lead, lr.steps, lr.false_alarms) == (62, 70, 8, 60, [])
     assert other.first is not None
     assert (other.first.name, other.naming, other.false_alarms) == (

@@ -30,7 +30,7 @@ ADD = {
     "function": {"name": "add", "strict": True, "parameters": {"type": "object", "properties": {}}},
 }
 ROOMY = LENGTH | {"prompt_tokens": 200_000}
-USER = [{"role": "user", "content": "u"}]
+USER: list[Any] = [{"role": "user", "content": "u"}]
 
 
 def called(**arguments: int) -> str:
@@ -106,9 +106,10 @@ async def gateway(
             for letter in text.removesuffix("…").removesuffix(end)
             for token in tokenizer.ids(letter)
         ]
-        ids = int32([*ids, *tokenizer.ids(end)])[:limit]
+        tokens = int32([*ids, *tokenizer.ids(end)])[:limit]
         return PolicyTurn(
-            (Segment(tokens=ids, logprobs=float32([-1] * len(ids)), weight_version=3),), not cut
+            (Segment(tokens=tokens, logprobs=float32([-1] * len(tokens)), weight_version=3),),
+            not cut,
         )
 
     await server.start()

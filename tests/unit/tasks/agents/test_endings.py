@@ -23,7 +23,7 @@ from tests.unit.tasks.agents.serving import LENGTH, Served, gateway, run
 from tests.unit.tasks.agents.templates import rendering_of
 
 ANSWER_LIMIT_S = 20.0
-REACHED = {
+REACHED: dict[str, tuple[dict[str, Any], str]] = {
     "paths": ({"paths": 2}, "agent.paths=2"),
     "requests": ({"requests": 3}, "agent.requests=3"),
     "trained_tokens": ({"trained_tokens": 9}, "agent.trained_tokens=9"),

@@ -3,6 +3,7 @@ template's whole conversation.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -36,7 +37,7 @@ def test_transformers_renders_the_same(tmp_path: Path) -> None:
         "type": "function",
         "function": {"name": "f", "arguments": {"é": [1, 2.0, None]}},
     }
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "", "tool_calls": [call, call]},
         {"role": "tool", "content": "1"},

@@ -61,7 +61,7 @@ def test_what_is_prepared_is_whole_clean_split_and_reported(
 ) -> None:
     status, out = prepare(source, "--format", form)
     assert status == 0
-    sides = [
+    sides: list[list[Any]] = [
         [row for _, row in stream(str(out / f"{side}.{form}"))] for side in ("train", "heldout")
     ]
     assert [len(side) for side in sides] == [15, 5]

@@ -188,7 +188,7 @@ def test_functions_that_cannot_judge(caplog: pytest.LogCaptureFixture) -> None:
     """
 
     async def run(name: str, as_reward: bool) -> Grade:
-        own = (
+        own: dict[str, Any] = (
             {"task": {"rewards": {"own": {"grader": f"my_graders:{name}", "weight": 1.0}}}}
             if as_reward
             else {}

@@ -125,7 +125,11 @@ def test_what_is_asked(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rolling = {"task": "rolling", "output_type": "loglikelihood_rolling", "doc_to_text": ""}
+    rolling: dict[str, Any] = {
+        "task": "rolling",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+    }
     rolling |= {"doc_to_target": "{{question}}", "metric_list": [{"metric": "word_perplexity"}]}
     with pytest.raises(MegarlError, match="asks for the perplexity of texts"):
         load_documents(write_task(tmp_path, rolling))
@@ -252,7 +256,11 @@ def test_a_text_ends_where_the_task_says(
 
 def test_greedy_continuations(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """As in LAMBADA, where a word is right if the model itself would say it."""
-    task = {"task": "words", "output_type": "loglikelihood", "doc_to_text": "{{question}}"}
+    task: dict[str, Any] = {
+        "task": "words",
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{question}}",
+    }
     task |= {"doc_to_target": " {{choices[gold]}}", "metric_list": [{"metric": "acc"}]}
     document, _ = load_documents(write_task(tmp_path, task))
 

@@ -11,6 +11,7 @@ import shutil
 import zlib
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -87,7 +88,8 @@ def grades(recipe: Recipe, name: str, tokenizer: Tokenizer, answers: list[str]) 
     loaded = suites.load(name, recipe.evaluation.suites[name], tokenizer, 2000)
     mapping = MAPPINGS[recipe.evaluation.suites[name].mapping]
     in_file = [mapping(row).id for row in SETS[name]]
-    in_order = sorted(loaded.questions.prompts, key=lambda p: in_file.index(p.id))
+    asked: Any = loaded.questions.prompts
+    in_order = sorted(asked, key=lambda p: in_file.index(p.id))
     assert len(in_order) == len(answers) == loaded.rows
     assert not loaded.left_out
 
@@ -125,6 +127,7 @@ def test_all_shipped_suites_are_tested_here() -> None:
 
 def test_what_the_model_sees(tokenizer: Tokenizer, tmp_path: Path) -> None:
     recipe = recipe_of("gsm8k", write_rows(tmp_path / "rows.jsonl", SETS["gsm8k"][:1]))
+    prompt: Any
     (prompt,) = suites.load(
         "gsm8k", recipe.evaluation.suites["gsm8k"], tokenizer, 2000
     ).questions.prompts
@@ -181,6 +184,7 @@ def test_tests_of_any_size_are_kept(tokenizer: Tokenizer, tmp_path: Path) -> Non
     big = {"input": "1 " * 600_000, "output": "3\n", "testtype": "stdin"}
     row = SETS["livecodebench"][0] | {"public_test_cases": json.dumps([big])}
     recipe = recipe_of("livecodebench", write_rows(tmp_path / "rows.jsonl", [row]))
+    prompt: Any
     (prompt,) = suites.load(
         "livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000
     ).questions.prompts

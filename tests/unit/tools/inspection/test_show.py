@@ -243,8 +243,8 @@ def test_a_terminal_does_not_obey_what_is_shown(tmp_path: Path) -> None:
     journal.close()
     out = StringIO()
     writes = cast(Tokenizer, SimpleNamespace(continued=lambda _: evil))
-    for ticket, times in ((None, 2), (0, 4), (1, 4)):
-        show(tmp_path, ticket, tokenizer=writes, console=Console(file=out, width=200))
+    for shown, times in ((None, 2), (0, 4), (1, 4)):
+        show(tmp_path, shown, tokenizer=writes, console=Console(file=out, width=200))
         text = out.getvalue()
         assert not set(text) & {"\x1b", "\x07", "\x9b"}
         assert text.count("[/b]\\x1b]0;title\\x07\\x9b2J") >= times

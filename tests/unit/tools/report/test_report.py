@@ -520,7 +520,7 @@ def test_bars_are_the_intervals_of_the_rows(ends: dict[str, float], bars: int) -
 def test_report_with_a_fit(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     """The law's curve beside the points, as far as the run will go."""
     rundir = write_run(0)
-    rows = [{"step": 0, "compute_hours": 0.0, "pass_rate": 0.2}]
+    rows: list[dict[str, Any]] = [{"step": 0, "compute_hours": 0.0, "pass_rate": 0.2}]
     rows += [
         {"step": n, "compute_hours": n / 10, "pass_rate": 0.2 + 0.6 / (1 + (5 / n) ** 2)}
         for n in range(1, 21)
