@@ -169,8 +169,3 @@ SETS: dict[str, list[dict[str, Any]]] = {
     "humaneval": HUMANEVAL,
     "mbpp": MBPP,
 }
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path

@@ -47,6 +47,7 @@ from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Admitted
 from megarl.core.recipe import Recipe, dump
 from megarl.run.process import free_ports
+from tests import make
 from tests.stack.conftest import ROOT, Stack, stack_recipe
 from tests.tiny_scores import scores
 
@@ -247,7 +248,7 @@ def write_prompts(path: Path, start: int, count: int) -> None:
         }
         for n in range(start, start + count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make.write_rows(path, rows)
 
 
 def controller_recipe(

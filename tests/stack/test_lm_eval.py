@@ -22,6 +22,7 @@ from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.evaluation.answers import Answer
 from megarl.core.evaluation.metrics import Outcome
 from megarl.tasks.suites.harness import AskedModel, answered, load_documents, means
+from tests import make
 from tests.stack.conftest import POSITIONS, Stack
 from tests.stack.harness import GENERATED
 
@@ -119,12 +120,12 @@ def folder(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{label}: {a} {b.capitalize()} {' '.join(endings)}" for label, a, b, endings in HELLASWAG
     ]
     save_tokenizer(model, [*texts, *SUMS])
-    write_rows(folder / "arc.jsonl", arc_rows())
-    write_rows(folder / "hellaswag.jsonl", hellaswag_rows())
+    make.write_rows(folder / "arc.jsonl", arc_rows())
+    make.write_rows(folder / "hellaswag.jsonl", hellaswag_rows())
     for name in ("mc1", "mc2"):
-        write_rows(folder / f"{name}.jsonl", truthful_rows())
-    write_rows(folder / "nq.jsonl", [{"question": q, "answer": ["a", "in"]} for q in SUMS])
-    write_rows(folder / "gsm8k.jsonl", gsm8k_rows(stack.models["a"], model))
+        make.write_rows(folder / f"{name}.jsonl", truthful_rows())
+    make.write_rows(folder / "nq.jsonl", [{"question": q, "answer": ["a", "in"]} for q in SUMS])
+    make.write_rows(folder / "gsm8k.jsonl", gsm8k_rows(stack.models["a"], model))
     environment = os.environ | {
         "HF_HOME": str(folder / "cache"),
         "HF_HUB_OFFLINE": "1",
@@ -217,10 +218,6 @@ def gsm8k_rows(model: Any, directory: Path) -> list[dict[str, Any]]:
         text = tokenizer.decode(said[0, len(tokens) :].numpy()).removesuffix(END)
         rows.append({"question": question, "answer": "#### 5" if n % 2 else text})
     return rows
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 async def answers(stack: Stack, folder: Path, name: str, salt: str) -> list[Answer]:

@@ -22,10 +22,7 @@ from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe, dump, from_tree, load, shipped
 from megarl.core.telemetry.names import NAMES
 
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def test_help_and_recipes_import_nothing_heavy() -> None:

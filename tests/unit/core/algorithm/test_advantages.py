@@ -15,17 +15,16 @@ from megarl.core.algorithm.advantages import with_advantages
 from megarl.core.algorithm.advantages.group import Centring, Normalisation, centred_rewards, divided
 from megarl.core.algorithm.advantages.moments import NOTHING_SEEN, Moments
 from megarl.core.algorithm.batch import TrainSequence, sequences_in_loss
-from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.base.types import Batch, Group, Prompt, int32
 from megarl.core.recipe import Recipe, from_tree
+from tests import make
 from tests.sequences import training_sequences
 
 
 def group(ticket: int, *rewards: float) -> Group:
     """One token a rollout."""
-    segment = Segment(tokens=int32([5]), logprobs=float32([-1.0]), weight_version=0)
     rollouts = tuple(
-        Rollout(sample=i, segments=(segment,), reward=reward, correct=reward > 0, finish="stop")
-        for i, reward in enumerate(rewards)
+        make.rollout(make.segment([5]), reward=reward, sample=i) for i, reward in enumerate(rewards)
     )
     return Group(
         ticket=ticket,

@@ -22,24 +22,21 @@ from megarl.core.algorithm.batch import (
     sequences_in_loss,
     token_weights,
 )
-from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.base.types import Batch, Group, Prompt, Rollout, int32
 from megarl.core.recipe import Recipe, from_tree
+from tests import make
 from tests.sequences import training_sequences
 
 
 def rollout(sample: int, reward: float, *parts: tuple[int, int, bool], **fields: Any) -> Rollout:
     """parts: (tokens, weight version, trained)."""
     segments = tuple(
-        Segment(
-            tokens=int32(range(100 * sample, 100 * sample + n)),
-            logprobs=float32([-0.5 - sample] * n),
-            weight_version=version,
-            trained=trained,
+        make.segment(
+            range(100 * sample, 100 * sample + n), version, logprob=-0.5 - sample, trained=trained
         )
         for n, version, trained in parts
     )
-    known: dict[str, Any] = {"correct": reward > 0, "finish": "stop", **fields}
-    return Rollout(sample=sample, segments=segments, reward=reward, **known)
+    return make.rollout(*segments, reward=reward, sample=sample, **fields)
 
 
 def group(ticket: int, *rollouts: Rollout, void: str = "") -> Group:

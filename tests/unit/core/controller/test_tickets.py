@@ -19,7 +19,7 @@ from megarl.core.base.admission import Admission
 from megarl.core.base.architecture import read
 from megarl.core.base.contracts import Grade, GraderDown, TaskPrompts
 from megarl.core.base.messages import Next, Refused, ServerAddress
-from megarl.core.base.types import Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.base.types import Group, Prompt, float32, int32
 from megarl.core.client.client import Generation, ServerLost, VersionSpan
 from megarl.core.client.membership import Membership
 from megarl.core.controller.decision import TrainStep, decide
@@ -30,12 +30,13 @@ from megarl.core.controller.tickets import Tickets, with_means
 from megarl.core.journal.journal import Journal, JournalReader
 from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, State
 from megarl.core.journal.writer import JournalWriter
-from megarl.core.recipe import Recipe, from_tree
+from megarl.core.recipe import Recipe
 from megarl.core.sampling.length_control import thinking_budget
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Sampler
 from megarl.tasks.environments.registry import TaskEnvironments
 from megarl.tasks.graders.grader import TaskGraders
+from tests import make
 from tests.server_pool import Pool
 
 END = 0
@@ -124,7 +125,7 @@ def recipe_of(**sections: Any) -> Recipe:
         "sampling": {"generations": 4},
         "length": {"thinking_tokens": FULL, "answer_tokens": 3, "stages": STAGES},
     }
-    return from_tree({key: tree.get(key, {}) | sections.get(key, {}) for key in tree | sections})
+    return make.recipe(tree, **sections)
 
 
 class Wordy(Server):
@@ -346,17 +347,8 @@ def test_solved_prompts_are_begun_again_task_by_task(tmp_path: Path) -> None:
 def test_an_answer_that_no_grader_could_judge_has_no_part_in_what_is_learnt(
     rewards: list[float], expected: list[float], variance: bool
 ) -> None:
-    segment = Segment(tokens=int32([5]), logprobs=float32([-1.0]), weight_version=0)
     made = [
-        Rollout(
-            sample=n,
-            segments=(segment,),
-            reward=r,
-            graded=r,
-            correct=r > 0,
-            finish="stop",
-            grader_error=r != r,
-        )
+        make.rollout(make.segment([5]), reward=r, sample=n, graded=r, grader_error=math.isnan(r))
         for n, r in enumerate(rewards)
     ]
     group = Group(ticket=0, prompt=PROMPTS["math"].train[0], rollouts=with_means(made, []))
@@ -371,7 +363,7 @@ def test_an_answer_that_no_grader_could_judge_has_no_part_in_what_is_learnt(
 
 
 def test_a_group_of_which_no_answer_could_be_judged_is_void() -> None:
-    unknown = Rollout(sample=0, segments=(), reward=math.nan, correct=False, finish="stop")
+    unknown = make.rollout(reward=math.nan)
     with pytest.raises(GraderDown, match="no answer could be judged"):
         with_means([unknown, unknown], [])
     with pytest.raises(GraderDown, match=r"^its process ended$"):

@@ -26,9 +26,10 @@ from megarl.core.engine.launch import (
     node_arguments,
     precision_arguments,
 )
-from megarl.core.recipe import Recipe, from_tree
+from megarl.core.recipe import Recipe
 from megarl.core.recipe.tree import FP8_BLOCK
 from megarl.core.sync.block_fp8 import BLOCK
+from tests import make
 
 LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 BINDING = "SGLANG_NUMA_BIND_V2"
@@ -57,7 +58,7 @@ def a_recipe(
         "length": {"prompt_tokens": 100, "thinking_tokens": [100, 200], "answer_tokens": 100},
         "serving": {"kv_tokens": 4096},
     }
-    return from_tree({k: tree.get(k, {}) | sections.get(k, {}) for k in tree | sections})
+    return make.recipe(tree, **sections)
 
 
 def test_arguments_follow_the_recipe(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.types import Group, Prompt, Rollout, Segment, encode, float32, int32
+from megarl.core.base.types import Group, Prompt, encode, int32
 from megarl.core.journal import journal as journal_module
 from megarl.core.journal.file import RECORD_HEADER, record_of, scan
 from megarl.core.journal.journal import REMEMBERED, Journal, JournalReader
@@ -35,21 +35,14 @@ from megarl.core.journal.records import (
     Snapshot,
     State,
 )
+from tests import make
 
 
 def finished(
     ticket: int, correct: bool = True, tokens: int = 5, void: str = "", time: float = 0.0
 ) -> Finished:
-    segment = Segment(
-        tokens=int32(range(tokens)), logprobs=float32([-ticket] * tokens), weight_version=ticket
-    )
-    rollout = Rollout(
-        sample=0,
-        segments=(segment,),
-        reward=1.0 if correct else -1.0,
-        correct=correct,
-        finish="stop",
-    )
+    segment = make.segment(range(tokens), ticket, logprob=-ticket)
+    rollout = make.rollout(segment, reward=1.0 if correct else -1.0)
     prompt = Prompt(id=f"p{ticket % 3}", tokens=int32([7, 8]), answer="15")
     return Finished(
         group=Group(ticket=ticket, prompt=prompt, rollouts=() if void else (rollout,), void=void),

@@ -10,13 +10,13 @@ import torch
 
 from checkpoints_tools.convert import megatron_to_hf, reshard
 from checkpoints_tools.layout import Parallelism
-from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.base.errors import MegarlError
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import hf, parallel
+from tests import make
 from tests.tiny import tiny_llama
 
 # isort: split
@@ -43,18 +43,13 @@ def trainer_of(
     **sections: dict[str, Any],
 ) -> Trainer:
     optimizer = {"optimizer": {"lr": 1e-3, "warmup_steps": 0}}
-    sections.setdefault("critic", {})
     tree = {
         "model": {"path": str(model), "dtype": dtype},
         "loss": {"kind": "clip"},
         "learner": {"microbatch_tokens": 64, **optimizer, **(learner or {})},
+        "critic": {"optimizer": {"lr": 1e-3}},
     }
-    return Trainer(
-        recipes.from_tree(
-            tree | sections | {"critic": {"optimizer": {"lr": 1e-3}} | sections["critic"]}
-        ),
-        model,
-    )
+    return Trainer(make.recipe(tree, **sections), model)
 
 
 def batch() -> list[TrainSequence]:

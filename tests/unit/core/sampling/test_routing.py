@@ -16,12 +16,13 @@ import pytest
 from megarl.core.base.architecture import CONFIGS, in_directory, read
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.types import Prompt, Rollout, Segment, decode, encode
+from megarl.core.base.types import Prompt, Rollout, decode, encode
 from megarl.core.client.client import Generation, ServerLost, VersionSpan
 from megarl.core.client.membership import Membership
 from megarl.core.recipe import from_tree
 from megarl.core.sampling.sampler import Job, Sampler, routed_model
 from megarl.tasks.environments.registry import TaskEnvironments
+from tests import make
 from tests.server_pool import Pool
 from tests.tiny import tiny_qwen3_moe
 
@@ -60,12 +61,8 @@ def test_many_experts_and_the_way_through_msgpack() -> None:
     routing = MANY.routing(
         [MANY.routed_experts(reply(part, "<i2")) for part in (table[:2], table[2:])]
     )
-    segment = Segment(
-        tokens=np.zeros(3, np.int32), logprobs=np.zeros(3, np.float32), weight_version=0
-    )
-    rollout = Rollout(
-        sample=0, segments=(segment,), reward=1, correct=True, finish="stop", routing=routing
-    )
+    segment = make.segment([0, 0, 0], logprob=0.0)
+    rollout = make.rollout(segment, reward=1.0, routing=routing)
     decoded: Rollout = decode(encode(rollout), Rollout)
     again = decoded.routing
     assert again is not None

@@ -19,6 +19,7 @@ from megarl.predict.planning import allocate
 from megarl.predict.planning.allocate import choose, main, measured, read_run
 from megarl.predict.scaling.cells import CellLaw, CellRun
 from megarl.predict.scaling.points import Curve
+from tests import make
 
 CORNERS = ((8, 4), (32, 16), (16, 8), (8, 16), (32, 4))
 GRID = tuple(product((8, 16, 32), (4, 8, 16)))
@@ -125,7 +126,7 @@ def write(path: Path, cell: tuple[int, int], device: str = "core") -> Path:
     rollouts = cell[0] * cell[1]
     steps = int(3300 / rollouts) + 1
     metrics = [{"step": n, "training_hours": hours(*cell) * n, "epoch": 0} for n in range(steps)]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    make.write_rows(path / "metrics.jsonl", metrics)
     scores = [
         (0, R0),
         *((c / rollouts, r) for c, r in zip(run.curve.hours, run.curve.pass_rate, strict=True)),
@@ -222,7 +223,7 @@ def test_answers_of_another_task_say_nothing_of_a_suite(tmp_path: Path) -> None:
         for row in rows:
             row |= {"n_prompts/arc-easy": 1000, "samples/arc-easy": 1}
             row |= dict.fromkeys(("pass_rate/arc-easy", "pass@1/arc-easy"), row["pass_rate"])
-        (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        make.write_rows(path / "eval.jsonl", rows)
     runs = [read_run(path) for path in paths]
     (split,) = allocate.splits(CellLaw(runs), measured(runs, GRID), 0.1, 500, paths)
     assert split.n == 1
@@ -233,7 +234,7 @@ def rescored(path: Path, rates: list[float], without: tuple[str, ...] = ()) -> N
     rows = [json.loads(line) for line in (path / "eval.jsonl").read_text().splitlines()]
     rows = [row | {"pass_rate": rate} for row, rate in zip(rows, rates, strict=True)]
     kept = [{key: value for key, value in row.items() if key not in without} for row in rows]
-    (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    make.write_rows(path / "eval.jsonl", kept)
 
 
 @pytest.mark.filterwarnings("error")

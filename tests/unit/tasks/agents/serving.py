@@ -13,10 +13,11 @@ import numpy as np
 
 from megarl.core.base.contracts import PolicyTurn
 from megarl.core.base.tokenizer import Tokenizer
-from megarl.core.base.types import Segment, float32, int32
+from megarl.core.base.types import int32
 from megarl.core.recipe import from_tree
 from megarl.tasks.agents.gateway import Gateway
 from megarl.tasks.agents.session import AgentSession
+from tests import make
 from tests.unit.tasks.agents.templates import PUBLISHED, published, rendering_of
 
 LENGTH: dict[str, Any] = {
@@ -108,7 +109,7 @@ async def gateway(
         ]
         tokens = int32([*ids, *tokenizer.ids(end)])[:limit]
         return PolicyTurn(
-            (Segment(tokens=tokens, logprobs=float32([-1] * len(tokens)), weight_version=3),),
+            (make.segment(tokens, 3),),
             not cut,
         )
 

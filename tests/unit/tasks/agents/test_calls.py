@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.base.types import Segment, float32
 from megarl.tasks.agents.calls import CallFormat, Marks, call_format, read_turn
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall
 from megarl.tasks.agents.tree import SessionTree
 from megarl.tasks.data.chat import load_chat
+from tests import make
 from tests.unit.tasks.agents.templates import (
     FAMILIES,
     PUBLISHED,
@@ -293,9 +293,7 @@ def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> No
     text = written("Kimi K2", [("f", {}), ("g", {})]).replace("g:1", "g:7")
     tokens = tokenizer.ids(text)
     said = read_turn(text, rendering.calls, "", 0, tools)
-    tree.answer(
-        node, (Segment(tokens=tokens, logprobs=float32([0] * len(tokens)), weight_version=0),), said
-    )
+    tree.answer(node, (make.segment(tokens, logprob=0.0),), said)
     back = (
         *request.messages,
         CanonicalMessage("assistant", calls=tuple(c._replace(written="") for c in said.calls)),

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from megarl.core.base.contracts import PolicyTurn
-from megarl.core.base.types import Segment, float32, int32, paths_of
+from megarl.core.base.types import int32, paths_of
 from megarl.core.recipe import from_tree
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall
 from megarl.tasks.agents.session import AgentSession
+from tests import make
 from tests.unit.tasks.agents.templates import MERGES, SPECIAL, rendering_of
 
 LONG = {
@@ -99,10 +100,7 @@ class World:
         self.made[number].sampled = sampled
         parts = np.split(sampled, [len(sampled) // 2])
         return PolicyTurn(
-            tuple(
-                Segment(tokens=p, logprobs=float32([-1] * len(p)), weight_version=number)
-                for p in parts
-            ),
+            tuple(make.segment(p, number) for p in parts),
             ended,
         )
 

@@ -4,7 +4,6 @@ right. The real harness on a real server: tests/stack/test_lm_eval.py.
 
 import asyncio
 import builtins
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +38,7 @@ from megarl.tasks.suites.harness import (
     means,
 )
 from megarl.tools.eval.subject import _suite
+from tests import make
 from tests.server_pool import Pool
 
 ROWS = [
@@ -74,7 +74,7 @@ def write_task(folder: Path, task: dict[str, Any], rows: list[dict[str, Any]] = 
     return its source.
     """
     data = folder / f"{task['task']}.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make.write_rows(data, rows)
     local = {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(data)}},
