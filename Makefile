@@ -63,7 +63,7 @@ soak: setup      ## two hours of the quickstart with a random fault every few mi
 lint: setup      ## ruff and mypy
 	$(PYTHON) -m ruff check megarl checkpoints_tools tests benchmarks examples setup.py
 	$(PYTHON) -m ruff format --check megarl checkpoints_tools tests benchmarks examples setup.py
-	$(PYTHON) -m mypy megarl checkpoints_tools
+	$(PYTHON) -m mypy megarl checkpoints_tools tests
 
 bench: setup     ## benchmarks/end_to_end.py: megarl against TRL and against its own bound
 	launch/bench.sh

@@ -160,7 +160,7 @@ LIVECODEBENCH = [
         "metadata": json.dumps({"func_name": "total"}),
     },
 ]
-SETS = {
+SETS: dict[str, list[dict[str, Any]]] = {
     "aime24": AIME,
     "aime25": AIME,
     "math-500": MATH_500,
@@ -169,8 +169,3 @@ SETS = {
     "humaneval": HUMANEVAL,
     "mbpp": MBPP,
 }
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path

@@ -30,8 +30,14 @@ class Case:
     temperature: float
 
     def to(self, device: str) -> "Case":
-        tensors = (t.to(device) for t in (self.hidden, self.weight, self.labels, self.upstream))
-        return Case(*tensors, self.vocabulary, self.temperature)
+        return Case(
+            self.hidden.to(device),
+            self.weight.to(device),
+            self.labels.to(device),
+            self.upstream.to(device),
+            self.vocabulary,
+            self.temperature,
+        )
 
 
 @dataclass(frozen=True)

@@ -188,14 +188,14 @@ def tiny_gpt_oss(
     layer, YaRN from fractions of a pair on, biases and sinks that matter, gates that
     reach the limit.
     """
-    oss = {
+    oss: dict[str, Any] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
         "intermediate_size": 48,
         "sliding_window": 16,
         "swiglu_limit": 0.9,
     }
-    yarn = {
+    yarn: dict[str, Any] = {
         "rope_type": "yarn",
         "rope_theta": 150000.0,
         "factor": 32.0,

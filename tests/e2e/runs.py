@@ -132,9 +132,15 @@ class LiveRun:
         ]
         return "\n".join([self.output.read_text(errors="replace")[-3000:], *logs])
 
+    def has_trained(self, steps: int) -> bool:
+        return self.steps() >= steps
+
+    def has_role(self, role: str) -> bool:
+        return role in self.roles()
+
     def roles(self) -> dict[str, psutil.Process]:
         """The main process of each role, by role."""
-        found = {}
+        found: dict[str, psutil.Process] = {}
         for child in psutil.Process(self.process.pid).children():
             try:
                 words = child.cmdline()
@@ -229,8 +235,8 @@ def check_draws(rundir: RunDir, recipe: Recipe, cwd: Path) -> list[Admitted]:
     for record in JournalReader(rundir.rollouts).replay():
         match record:
             case Admitted():
-                task, drawn = mixture.draw()
-                assert (task, drawn) == (
+                name, drawn = mixture.draw()
+                assert (name, drawn) == (
                     record.task,
                     (record.prompt_id, record.epoch, record.reset, record.pool),
                 )
@@ -286,7 +292,11 @@ def check_nothing_left(family: list[psutil.Process], ports: list[int]) -> None:
 def check_ended(family: list[psutil.Process], ports: list[int]) -> None:
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    taken = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    taken = {
+        c.laddr.port
+        for c in psutil.net_connections("tcp")
+        if c.laddr and c.status == psutil.CONN_LISTEN
+    }
     assert not taken & set(ports)
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import string
 from collections import Counter, defaultdict
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -92,7 +93,7 @@ def write_recipe(
     (folder / "policy").mkdir()
     write_policy(folder / "policy")
     rows = {"train": "prompts.jsonl", "heldout": 4, "grader": "chance:odd"}
-    recipe = {
+    recipe: dict[str, Any] = {
         "base": "quickstart",
         "run": {"name": name, "steps": 2},  # servers and learner are compared before the second
         "model": {"path": "policy"},
@@ -222,10 +223,10 @@ def test_what_the_servers_saw_is_what_is_trained(
     family = []
     try:
         for role, step in (("rollout", 6), ("learn", 12), ("rollout", 18)):
-            run.wait_for(lambda step=step: run.steps() >= step, f"step {step}", limit_s=900)
+            run.wait_for(partial(run.has_trained, step), f"step {step}", limit_s=900)
             family += run.family()
             run.roles()[role].kill()
-            run.wait_for(lambda role=role: role in run.roles(), f"a new {role}")
+            run.wait_for(partial(run.has_role, role), f"a new {role}")
         family = family + run.family()
         ports = run.ports()
         assert run.finish(900) == 0, run.tail()

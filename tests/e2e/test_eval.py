@@ -19,8 +19,9 @@ from megarl.cli import main
 from megarl.core.base.rundir import complete, latest_rows, step_of
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.evaluation.answers import Answer, SuiteDir
+from tests import make
 from tests.e2e.runs import LiveRun, megarl, quiet
-from tests.evaluation_sets import SETS, byte_llama, write_rows
+from tests.evaluation_sets import SETS, byte_llama
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
 
@@ -34,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("eval")
     model = byte_llama(folder / "model")
     for name in ("gsm8k", "humaneval"):
-        write_rows(folder / f"{name}.jsonl", SETS[name])
+        make.write_rows(folder / f"{name}.jsonl", SETS[name])
     return folder, model
 
 

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,12 @@ def test_killed_roles_are_restarted(start: Start, workplace: Path) -> None:
     run = start("kill", *OVERRIDES)
     family: list[psutil.Process] = []
     for role, step in (("serve", 5), ("learn", 7), ("rollout", 10)):
-        run.wait_for(lambda step=step: run.steps() >= step, f"step {step}", runs.RUN_LIMIT_S)
+        run.wait_for(partial(run.has_trained, step), f"step {step}", runs.RUN_LIMIT_S)
         family += run.family()
         ports = run.ports()
         time.sleep(random.random())
         run.roles()[role].kill()
-        run.wait_for(lambda role=role: role in run.roles(), f"a new {role}")
+        run.wait_for(partial(run.has_role, role), f"a new {role}")
     family += run.family()
     assert run.finish() == 0, run.tail()
     check_whole(run)
@@ -247,7 +248,7 @@ def test_the_clock_jumps_and_the_grader_hangs(
         monkeypatch.setenv(name, value)
     run = start("surroundings", "data.tasks.arithmetic.grader=hanging:grade", "evaluation.every=16")
     for step, jump in ((3, 3600.0), (6, -3600.0)):
-        run.wait_for(lambda step=step: run.steps() >= step, f"step {step}", runs.RUN_LIMIT_S)  # type: ignore[misc]
+        run.wait_for(partial(run.has_trained, step), f"step {step}", runs.RUN_LIMIT_S)
         (workplace / "offset.new").write_text(str(jump))
         os.replace(workplace / "offset.new", offset)
     began = time.monotonic()

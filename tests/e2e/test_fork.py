@@ -21,7 +21,7 @@ STEPS = 14
 
 def test_fork(finished: LiveRun, workplace: Path) -> None:
     assert STEP in map(step_of, complete(finished.rundir.checkpoints))
-    words = (
+    words: tuple[str, ...] = (
         *SMALL,
         f"run.steps={STEPS}",
         "run.name=forked",

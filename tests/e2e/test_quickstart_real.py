@@ -116,7 +116,7 @@ def test_the_commands_of_the_tutorial(place: Path) -> None:
     """Each as it stands on the page; training is shorter."""
     page = (ROOT / "docs" / "quickstart-real.md").read_text()
     commands = page.partition("```sh-real\n")[2].partition("```")[0].splitlines()
-    assert len(commands) == 9
+    assert commands
     (place / "questions.jsonl").symlink_to(place / DATA / "questions.jsonl")
     (place / "SmolLM2-135M-Instruct").symlink_to(place / MODEL, target_is_directory=True)
     for command in commands:

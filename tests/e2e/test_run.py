@@ -244,9 +244,11 @@ def test_trace_tells_the_times_of_metrics_and_journal(
     arrows = {e["name"] for e in trace["traceEvents"] if e["ph"] == "f"}
     assert arrows == {f"step {row['step']}" for row in rows}
     paused = {e["name"]: e["dur"] for e in threads["server 0/paused"]}
-    for record in publications(rundir):
-        seconds = record.pause_seconds + record.resume_seconds  # it generated through the transfer
-        assert paused[f"version {record.version}"] == pytest.approx(1e6 * seconds, abs=1000)
+    for publication in publications(rundir):
+        seconds = (
+            publication.pause_seconds + publication.resume_seconds
+        )  # it generated through the transfer
+        assert paused[f"version {publication.version}"] == pytest.approx(1e6 * seconds, abs=1000)
     assert len(paused) == len(publications(rundir))
     check_busy(trace, rows)
 
@@ -300,8 +302,11 @@ def test_exported_policy_answers_the_same_in_transformers_and_sglang(
 ) -> None:
     tokenizer = load_tokenizer(exported)
     end = tokenizer.end
-    heldout = finished.cwd / recipe.data.tasks["arithmetic"].heldout
-    prompts = load_prompts(heldout, tokenizer, recipe.length.prompt_tokens, "arithmetic")[:24]
+    heldout = recipe.data.tasks["arithmetic"].heldout
+    assert isinstance(heldout, str)
+    prompts = load_prompts(
+        finished.cwd / heldout, tokenizer, recipe.length.prompt_tokens, "arithmetic"
+    )[:24]
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     ours = []
     for prompt in prompts:

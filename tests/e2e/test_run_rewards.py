@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -180,14 +180,13 @@ def check_rewards(run: LiveRun, steps: int) -> Counter[str]:
                 seen["timeout"] += wanted.timeout
                 seen["error"] += wanted.error
             if found:
-                rates = {
+                rates: dict[str, list[Any]] = {
                     f"grader_timeout_rate/{task}": [w.timeout for _, w in found],
                     f"grader_error_rate/{task}": [w.error for _, w in found],
                     f"reward_mean/{task}": [w.reward for _, w in found],
-                } | {
-                    f"reward/{name}/{task}": [w.rewards[name] for _, w in found]
-                    for name in found[0][1].rewards
                 }
+                for name in found[0][1].rewards:
+                    rates[f"reward/{name}/{task}"] = [w.rewards[name] for _, w in found]
                 assert {name: row[name] for name in rates} == pytest.approx(
                     {name: math.fsum(values) / len(values) for name, values in rates.items()}
                 )

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.core.base.rundir import step_folder
 from megarl.core.evaluation.answers import SuiteDir
+from tests import make
 from tests.e2e import runs
 from tests.e2e.runs import batches, check_draws, check_nothing_left, publications
 
@@ -46,7 +47,7 @@ def few(source: Path, target: Path, easy: int, harder: int) -> None:
     chosen = [r for r in rows if r["difficulty"] == 1][:easy] + [
         r for r in rows if r["difficulty"] == 2
     ][:harder]
-    target.write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    make.write_rows(target, chosen)
 
 
 def check_suite(score: dict[str, Any], suite: SuiteDir) -> None:

@@ -44,13 +44,13 @@ def python_of(harness: str) -> Path:
     if not done.exists():
         uv = Path(sys.executable).parent / "uv"
         for words in (
-            ["venv", "--clear", "--python", sys.executable, place],
-            ["pip", "install", "--python", python, package, "uv"],
+            ["venv", "--clear", "--python", sys.executable, str(place)],
+            ["pip", "install", "--python", str(python), package, "uv"],
         ):
             subprocess.run([uv, *words, "--quiet"], check=True, timeout=LIMIT_S)
         if node_packages:
-            npm = [place / "bin" / "npm", "install", "--prefix", place, "--silent", *node_packages]
-            subprocess.run(npm, check=True, timeout=LIMIT_S)
+            npm = [str(place / "bin" / "npm"), "install", "--prefix", str(place), "--silent"]
+            subprocess.run([*npm, *node_packages], check=True, timeout=LIMIT_S)
         done.touch()
     if node_packages:
         shutil.copy(NODE_PROGRAMS, place)  # Node.js looks for packages beside a program

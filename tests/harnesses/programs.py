@@ -52,7 +52,7 @@ def openai_chat(prompt: str, stream: bool = False) -> None:
                 with client.chat.completions.stream(
                     model=MODEL, messages=messages, tools=tools
                 ) as events:
-                    said = events.get_final_completion().choices[0].message
+                    said: Any = events.get_final_completion().choices[0].message
             else:
                 said = (
                     client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
@@ -84,7 +84,7 @@ def openai_responses(prompt: str, stream: bool = False) -> None:
         for _ in range(TURNS):
             if stream:
                 with client.responses.stream(input=items, **asked) as events:
-                    said = events.get_final_response()
+                    said: Any = events.get_final_response()
             else:
                 said = client.responses.create(input=items, **asked)
             items += said.output
@@ -115,7 +115,7 @@ def anthropic_messages(prompt: str, stream: bool = False) -> None:
         for _ in range(TURNS):
             if stream:
                 with client.messages.stream(messages=messages, **asked) as events:
-                    said = events.get_final_message()
+                    said: Any = events.get_final_message()
             else:
                 said = client.messages.create(messages=messages, **asked)
             messages.append({"role": "assistant", "content": said.content})
@@ -287,7 +287,7 @@ def agno(prompt: str) -> None:
 def javascript(prompt: str) -> None:
     """Run the mode in Node.js, by the program in this Python's environment."""
     place = Path(sys.executable).parents[1]
-    words = [place / "bin" / "node", place / "programs.mjs", sys.argv[1]]
+    words = [str(place / "bin" / "node"), str(place / "programs.mjs"), sys.argv[1]]
     subprocess.run(words, check=True, input=json.dumps({"prompt": prompt}).encode())
 
 

@@ -43,7 +43,7 @@ LAMBDA = 0.9
 
 
 def main(directory: Path) -> None:
-    batch = decode((directory / "batch.msgpack").read_bytes(), Batch)
+    batch: Batch = decode((directory / "batch.msgpack").read_bytes(), Batch)
     for layout in LAYOUTS:
         check_gradients(directory, batch, layout)
         if "context_parallel" not in layout:

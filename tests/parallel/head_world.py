@@ -52,7 +52,7 @@ def main(directory: Path) -> None:
         worst = check_shapes(sequence_parallel)
         if parallel_state.get_tensor_model_parallel_rank() == 0:
             print(f"TP {world}, sequence parallel {sequence_parallel}: {worst}", flush=True)
-    batch = decode((directory / "batch.msgpack").read_bytes(), Batch)
+    batch: Batch = decode((directory / "batch.msgpack").read_bytes(), Batch)
     for layout in TIED[world]:
         check_step(
             directory / "tied",
@@ -107,11 +107,12 @@ def on_this_rank(case: Case, at: torch.Tensor, length: int, sequence_parallel: b
     states = torch.full((length, 1, width), torch.nan)
     states[at, 0] = case.hidden
     states = (states.chunk(size)[rank] if sequence_parallel else states).clone().requires_grad_()
+    context: Any = SimpleNamespace(positions=at, labels=case.labels)
     logprobs, entropy = selected_logprobs(
         hidden_states=states,
         output_layer=layer,
         output_weight=None,
-        context=SimpleNamespace(positions=at, labels=case.labels),
+        context=context,
         vocab_size=case.vocabulary,
         temperature=case.temperature,
         precision=torch.float32,

@@ -78,7 +78,7 @@ to come back.
 
 def main(directory: Path) -> None:
     world = int(os.environ["WORLD_SIZE"])
-    batch = decode((directory / "batch.msgpack").read_bytes(), Batch)
+    batch: Batch = decode((directory / "batch.msgpack").read_bytes(), Batch)
     for path in sorted(p for p in directory.iterdir() if p.is_dir()):
         check_model(path, batch, world)
     parallel.stop()
@@ -136,7 +136,7 @@ def check_step(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None
     """
     trainer = start(directory, recipe)
     metrics = trainer.policy.forward_backward(training_sequences(batch, recipe))
-    result = {"loss": metrics["loss"], "gradients": full_gradients(trainer.policy)}
+    result: dict[str, Any] = {"loss": metrics["loss"], "gradients": full_gradients(trainer.policy)}
     one_rank = directory / "one_rank.pt"
     if dist.get_world_size() == 1 and not one_rank.exists():
         torch.save(result, one_rank)
@@ -300,7 +300,7 @@ def resume(directory: Path, folder: Path, recipe: Recipe) -> list[dict[str, floa
     assert Checkpoints(folder, 2, trainer, directory / "model").load_latest()
     assert trainer.step == RESUMED
     assert (trainer.skipped_steps, trainer.skipped_in_row, trainer.moments) == COUNTED
-    batch = decode((directory.parent / "batch.msgpack").read_bytes(), Batch)
+    batch: Batch = decode((directory.parent / "batch.msgpack").read_bytes(), Batch)
     return [trainer.train_step(training_sequences(batch, recipe)) for _ in range(3)]
 
 

@@ -72,7 +72,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def main(directory: Path) -> None:
-    batch = decode((directory / "batch.msgpack").read_bytes(), Batch)
+    batch: Batch = decode((directory / "batch.msgpack").read_bytes(), Batch)
     for layout in LAYOUTS:
         for name, setting in SETTINGS.items():
             check(directory, batch, name, setting, layout)
@@ -134,6 +134,7 @@ def check_reference(
     """
     for s in sequences:
         trained = s.loss_weight > 0
+        assert isinstance(s.reference_logprobs, np.ndarray)
         assert (
             abs(s.reference_logprobs[trained] - expected[s.ticket, s.sample].numpy()).max() <= 1e-5
         )

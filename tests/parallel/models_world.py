@@ -288,6 +288,8 @@ def mine_of(packed: PackedSeqParams | None) -> torch.Tensor | None:
     rank = parallel_state.get_context_parallel_rank()
     if size == 1:
         return None
+    assert packed is not None
+    assert packed.cu_seqlens_q is not None
     rows = []
     for a, b in zip(packed.cu_seqlens_q.tolist(), packed.cu_seqlens_q.tolist()[1:], strict=False):
         rows.append(torch.arange(a, b).view(2 * size, -1)[[rank, 2 * size - 1 - rank]].flatten())

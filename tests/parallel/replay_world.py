@@ -111,7 +111,7 @@ def check_scores(trainer: Trainer, model: Path, expected: dict[str, Any], what: 
     """Scoring takes the learner's own experts: log-probs, and choices that differ, are
     those of a free transformers.
     """
-    batch = decode(model.with_suffix(".msgpack").read_bytes(), Batch)
+    batch: Batch = decode(model.with_suffix(".msgpack").read_bytes(), Batch)
     rollouts = tuple(
         ScoredRollout(
             tokens=np.concatenate([g.prompt.tokens, r.tokens]),
@@ -142,7 +142,7 @@ def remembered(router: PartialReplay) -> list[torch.Tensor]:
         choices.append(experts)
         return probabilities, experts
 
-    router.get_replay_topk = remember
+    router.get_replay_topk = remember  # type: ignore[assignment]
     return choices
 
 

@@ -253,7 +253,7 @@ def a_run_continues(path: Path, model: Model, what: str, output: Path) -> None:
     run.step = 3
     for number, tensor in enumerate(adamw(run)):
         tensor.copy_(number + torch.rand(tensor.shape) if tensor.dim() else torch.tensor(3.0))
-    states = []
+    states: list[Any] = []
     for engine in (False, True, False):  # the first makes copies alike that ranks have of a tensor
         folder = output / f"run-{len(states)}"
         checkpoints = Checkpoints(folder, 1, run, path)

@@ -74,7 +74,8 @@ def test_whole(tmp_path: Path) -> None:
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTEST_PLUGINS": "pytest_timeout",
     }
-    words = [ROOT / "benchmarks" / "gpu" / "run.sh", "--tiny", "--output", tmp_path]
+    script = ROOT / "benchmarks" / "gpu" / "run.sh"
+    words = [str(script), "--tiny", "--output", str(tmp_path)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     (text,) = tmp_path.glob("gpu-*-cpu.json")
     parts = {part["part"]: part for part in json.loads(text.read_text())["parts"]}

@@ -3,7 +3,7 @@ autograd compute from the paper's formulas.
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -154,7 +154,7 @@ def counted_experts(model: Any, routed: dict[int, torch.Tensor]) -> Iterator[Non
         hook.remove()
 
 
-MODELS = {
+MODELS: dict[str, Callable[..., Any]] = {
     "llama": partial(tiny_llama, num_hidden_layers=8),
     "qwen3_moe": partial(tiny_qwen3_moe, mlp_only_layers=[1]),
     "llama4": tiny_llama4,

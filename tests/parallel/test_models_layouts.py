@@ -2,8 +2,10 @@
 for bit.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from tests.tiny import (
     tiny_qwen3_moe,
 )
 
-MODELS = {
+MODELS: dict[str, Callable[..., Any]] = {
     "llama": tiny_llama,
     "qwen2": partial(tiny_qwen2, num_hidden_layers=3),  # which no pipeline divides
     # A vocabulary that no TP divides, a tied head, norms that each TP rank applies to

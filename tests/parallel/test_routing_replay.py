@@ -3,6 +3,7 @@ computes for the same tokens and experts. Also: how many of its own choices diff
 them, which is what parity counts.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.parallel.worlds import run_world
 from tests.tiny import tiny_deepseek_v3, tiny_gpt_oss, tiny_llama4, tiny_qwen3_moe
 
 # Layers with experts, experts a token.
-MODELS = {
+MODELS: dict[str, tuple[Callable[..., Any], int, int]] = {
     "qwen3_moe": (tiny_qwen3_moe, 4, 2),
     "llama4": (tiny_llama4, 3, 1),
     "deepseek_v3": (

@@ -3,8 +3,10 @@ exported, stored and restored, bit for bit.
 """
 
 import importlib.metadata
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from tests.tiny import (
 
 pytestmark = [pytest.mark.te, pytest.mark.timeout(1000)]
 
-MODELS = {
+MODELS: dict[str, Callable[..., Any]] = {
     "llama": tiny_llama,
     "qwen2": tiny_qwen2,
     "qwen3": partial(tiny_qwen3, tie_word_embeddings=True),

@@ -22,7 +22,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     try:
         return (yield)
     except Exception as error:
-        dead = item.funcargs["cluster"].dead() if "cluster" in item.funcargs else []
+        fixtures = getattr(item, "funcargs", {})
+        dead = fixtures["cluster"].dead() if "cluster" in fixtures else []
         if dead and not isinstance(error, DaemonDied):
             raise DaemonDied(f"{', '.join(dead)} died meanwhile") from error
         raise

@@ -6,6 +6,7 @@ do.
 """
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 
@@ -36,11 +37,11 @@ class StandInLauncher(SrunLauncher):
 
 if __name__ == "__main__":
     launchers.choose_launcher = StandInLauncher
-    train.Watch = lambda start_s: Watch(start_s, stopped_s=1.0)
+    train.Watch = functools.partial(Watch, stopped_s=1.0)  # type: ignore[misc, assignment]
     train.WATCH_S = 0.5
     # There is no model and no data; a report takes seconds of matplotlib.
     start.check_served = lambda recipe, placed: None
-    start.check_disk = lambda recipe, rundir: None
+    start.check_disk = lambda recipe, rundir, folder: None
     recipe = load(sys.argv[2], sys.argv[3:])
     facts = inputs.facts_of(recipe) | {"fingerprints": {}, "host_bytes": HostBytes(0, 0)}
     sys.exit(train.main(recipe, facts, inputs.check_start, lambda rundir: None))

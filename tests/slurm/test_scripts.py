@@ -48,10 +48,10 @@ def test_warm_start_experts_conversion_evaluation(jobs: Jobs) -> None:
     assert f"in steps {saved[-1] + 1} to 150" in completed(job)
     assert (jobs.cwd / "runs/quickstart-moe-sft/config.json").exists()
 
-    words = ("run.name=experts", "run.steps=3", *SMALL)
+    experts = ("run.name=experts", "run.steps=3", *SMALL)
     completed(
         jobs.submit(
-            "scalerl_17bx16.sbatch", *words, options=("--nodes=2",), RECIPE="quickstart-moe"
+            "scalerl_17bx16.sbatch", *experts, options=("--nodes=2",), RECIPE="quickstart-moe"
         )
     )
     rundir = jobs.cwd / "runs" / "experts"
@@ -77,8 +77,8 @@ def test_warm_start_experts_conversion_evaluation(jobs: Jobs) -> None:
     job.wait_for(lambda: answers.exists() and bool(answers.read_text()), "an answer")
     jobs.cluster.says("scancel", "--batch", "--signal=USR1", job.number)
     job.wait_for(lambda: jobs.cluster.field(job.number, "Restarts") == "1", "requeue")
-    kept = [(row["id"], row["sample"]) for row in read_jsonl(answers)]
+    before = [(row["id"], row["sample"]) for row in read_jsonl(answers)]
     completed(job)
-    found = [(row["id"], row["sample"]) for row in read_jsonl(answers)]
-    assert 0 < len(kept) < len(found) == len(set(found)) == 1600
-    assert found[: len(kept)] == kept
+    after = [(row["id"], row["sample"]) for row in read_jsonl(answers)]
+    assert 0 < len(before) < len(after) == len(set(after)) == 1600
+    assert after[: len(before)] == before

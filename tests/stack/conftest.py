@@ -22,15 +22,17 @@ import pytest
 import torch
 
 from megarl.core import recipe as recipes
-from megarl.core.base.messages import ServerAddress
+from megarl.core.base.messages import Published, ServerAddress
 from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
 from megarl.core.client.client import Generation, ServerClient
 from megarl.core.recipe import Recipe
 from megarl.run.process import free_ports
 from megarl.tools.eval.servers import wait_ready
+from tests import make
 from tests.processes import SERVERS, Forked
 from tests.tiny import tiny_llama
+from tests.tiny_scores import difference
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 240.0
@@ -71,6 +73,10 @@ class Stack:
     def client(self) -> ServerClient:
         return client_of(self.server, self.endpoints)
 
+    def difference(self, name: str) -> float:
+        """The largest difference of its log-probs from those of the model `name`."""
+        return difference(self.server.address.url, self.endpoints, self.models[name])
+
     def ask[T](self, call: Callable[[ServerClient], Coroutine[Any, Any, T]]) -> T:
         """One call of the server, from synchronous code."""
 
@@ -100,6 +106,13 @@ async def under_way(
     return task
 
 
+def assert_arrived(published: Published) -> str:
+    """Return the checksum of the one server, which has loaded what was published."""
+    (result,) = published.results
+    assert result.error == ""
+    return result.checksum
+
+
 def stack_recipe(directory: Path, **sections: Any) -> Recipe:
     tree = {
         "run": {"name": "run", "dir": str(directory)},
@@ -108,7 +121,7 @@ def stack_recipe(directory: Path, **sections: Any) -> Recipe:
         "serving": {"kv_tokens": 16384, "max_running_requests": 32},
         "weights": {"timeout_s": 20, "bucket_mb": 1},
     }
-    return recipes.from_tree({k: tree.get(k, {}) | sections.get(k, {}) for k in tree | sections})
+    return make.recipe(tree, **sections)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ all that it writes is compared.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import lm_eval
 import torch
@@ -35,7 +36,7 @@ GENERATED = 40
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     for name, own in TASKS.items():
-        changes = {
+        changes: dict[str, Any] = {
             "include": str(ITS_TASKS / own),
             "task": f"local_{name}",
             "dataset_path": "json",

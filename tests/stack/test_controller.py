@@ -47,6 +47,7 @@ from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Admitted
 from megarl.core.recipe import Recipe, dump
 from megarl.run.process import free_ports
+from tests import make
 from tests.stack.conftest import ROOT, Stack, stack_recipe
 from tests.tiny_scores import scores
 
@@ -172,14 +173,15 @@ class Learner:
             else:
                 results.append(ServerResult(id=server.id, checksum="same"))
         self.published.append(command.version)
-        seconds = {f"{part}_seconds": 0.1 for part in ("pause", "transfer", "resume")}
         self.ask(
             Published(
                 incarnation=self.incarnation,
                 version=command.version,
                 results=tuple(results),
                 bytes_sent=1,
-                **seconds,
+                pause_seconds=0.1,
+                transfer_seconds=0.1,
+                resume_seconds=0.1,
             )
         )
 
@@ -246,7 +248,7 @@ def write_prompts(path: Path, start: int, count: int) -> None:
         }
         for n in range(start, start + count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make.write_rows(path, rows)
 
 
 def controller_recipe(

@@ -24,7 +24,7 @@ from megarl.core.sync.publisher import Publisher
 from megarl.core.sync.sent_deltas import LastSent
 from megarl.core.sync.served_weights import ServedWeights
 from tests.stack.conftest import Stack, running, under_way
-from tests.tiny_scores import difference, scores
+from tests.tiny_scores import scores
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio]
 
@@ -72,10 +72,6 @@ def publish(stack: Stack, by: Publisher, name: str, version: int) -> Published:
     return published
 
 
-def served_difference(stack: Stack, name: str) -> float:
-    return difference(stack.server.address.url, stack.endpoints, stack.models[name])
-
-
 async def test_weights_arrive_whole_while_a_request_goes_on(sharing: Stack, learner: Any) -> None:
     by = publisher(sharing, learner, "a")
     async with sharing.client() as client:
@@ -83,7 +79,7 @@ async def test_weights_arrive_whole_while_a_request_goes_on(sharing: Stack, lear
         task = await under_way(client, PROMPT, 900)
         learner("b")
         second = await asyncio.to_thread(publish, sharing, by, "b", 2)
-        assert await asyncio.to_thread(served_difference, sharing, "b") <= 1e-5
+        assert await asyncio.to_thread(sharing.difference, "b") <= 1e-5
         done = await task
     for published in (first, second):
         (result,) = published.results
@@ -142,7 +138,7 @@ async def test_what_a_lost_learner_has_borrowed_comes_back_with_the_next_publica
         await asyncio.to_thread(publish, sharing, publisher(sharing, learner, "b"), "b", 11)
     ).results
     assert result.error == ""
-    assert await asyncio.to_thread(served_difference, sharing, "b") <= 1e-5
+    assert await asyncio.to_thread(sharing.difference, "b") <= 1e-5
     async with sharing.client() as client:
         await client.resume_memory()  # said twice
         assert (await client.generate(PROMPT, 5)).spans[0].version == 11
@@ -164,7 +160,7 @@ def test_a_server_elsewhere_is_handed_nothing(
 def test_handles_want_the_admin_key(sharing: Stack) -> None:
     def said(key: str) -> int:
         connection = http.client.HTTPConnection(
-            *sharing.server.address.url.removeprefix("http://").split(":"), timeout=20
+            sharing.server.address.url.removeprefix("http://"), timeout=20
         )
         body = json.dumps({"serialized_named_tensors": [""]})
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}

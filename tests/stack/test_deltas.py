@@ -12,7 +12,7 @@ from megarl.core.base.messages import Publish, Published
 from megarl.core.sync import delta
 from megarl.core.sync import sent_deltas as deltas
 from megarl.core.sync.publisher import Publisher
-from tests.stack.conftest import Stack
+from tests.stack.conftest import Stack, assert_arrived
 from tests.stack.publish_world import nudge
 
 pytestmark = [pytest.mark.stack]
@@ -52,20 +52,14 @@ class Deltas:
         return self.publish(version)
 
 
-def checksum(published: Published) -> str:
-    (result,) = published.results
-    assert result.error == ""
-    return result.checksum
-
-
 def test_only_what_changed_is_sent_in_all_but_one_of_so_many(stack: Stack, learner: Any) -> None:
     by = Deltas(stack, learner, 4)
     found = [by.nudged(200 + n) for n in range(9)]
     whole = found[0].bytes_sent
     assert [p.bytes_sent < 0.02 * whole for p in found] == [n % 4 > 0 for n in range(9)]
-    assert len({checksum(p) for p in found}) == 9
+    assert len({assert_arrived(p) for p in found}) == 9
     again = by.publish(209, by.new())
-    assert (again.bytes_sent, checksum(again)) == (whole, checksum(found[-1]))
+    assert (again.bytes_sent, assert_arrived(again)) == (whole, assert_arrived(found[-1]))
 
 
 def test_a_server_that_holds_something_else_gets_everything(
@@ -80,7 +74,7 @@ def test_a_server_that_holds_something_else_gets_everything(
     found = by.nudged(222)
     assert "server 0: not the weights that were sent" in caplog.text
     assert found.bytes_sent == whole
-    assert checksum(found)
+    assert assert_arrived(found)
     assert by.nudged(223).bytes_sent < 0.02 * whole
 
 
@@ -109,7 +103,7 @@ def test_everything_follows_half_a_delta(
     assert stack.ask(lambda server: server.checksums()) == before
     monkeypatch.undo()
     found = by.nudged(232)
-    assert (found.bytes_sent, checksum(found) != "") == (whole, True)
+    assert (found.bytes_sent, assert_arrived(found) != "") == (whole, True)
 
 
 def test_a_delta_that_is_not_what_changed_is_noticed(

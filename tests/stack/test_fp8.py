@@ -22,7 +22,7 @@ from megarl.core.sync.publisher import Publisher
 from megarl.core.sync.transport import SentChecksums, buckets
 from tests import fp8_stand_in
 from tests.processes import SERVERS, Forked
-from tests.stack.conftest import POSITIONS, Stack, running, two_models
+from tests.stack.conftest import POSITIONS, Stack, assert_arrived, running, two_models
 from tests.stack.publish_world import nudge
 from tests.tiny import tiny_qwen3, tiny_qwen3_moe
 
@@ -99,12 +99,6 @@ class Publications:
         )
         assert published is not None
         return published
-
-
-def assert_arrived(published: Published) -> str:
-    (result,) = published.results
-    assert result.error == ""
-    return result.checksum
 
 
 def tensors_of(directory: Path) -> dict[str, Tensor]:
@@ -229,7 +223,7 @@ def test_a_scale_that_did_not_arrive_is_noticed(
     assert_arrived(by.publish(30))
     lost = "layers.1.self_attn.o_proj.weight_scale_inv"
 
-    def one_doubled(tensors: Iterable[tuple[str, Tensor]], *sizes: float) -> Iterator[Any]:
+    def one_doubled(tensors: Iterable[tuple[str, Tensor]], *sizes: Any) -> Iterator[Any]:
         return buckets(
             ((name, 2 * tensor if name.endswith(lost) else tensor) for name, tensor in tensors),
             *sizes,

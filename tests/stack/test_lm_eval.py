@@ -22,6 +22,7 @@ from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.evaluation.answers import Answer
 from megarl.core.evaluation.metrics import Outcome
 from megarl.tasks.suites.harness import AskedModel, answered, load_documents, means
+from tests import make
 from tests.stack.conftest import POSITIONS, Stack
 from tests.stack.harness import GENERATED
 
@@ -119,12 +120,12 @@ def folder(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{label}: {a} {b.capitalize()} {' '.join(endings)}" for label, a, b, endings in HELLASWAG
     ]
     save_tokenizer(model, [*texts, *SUMS])
-    write_rows(folder / "arc.jsonl", arc_rows())
-    write_rows(folder / "hellaswag.jsonl", hellaswag_rows())
+    make.write_rows(folder / "arc.jsonl", arc_rows())
+    make.write_rows(folder / "hellaswag.jsonl", hellaswag_rows())
     for name in ("mc1", "mc2"):
-        write_rows(folder / f"{name}.jsonl", truthful_rows())
-    write_rows(folder / "nq.jsonl", [{"question": q, "answer": ["a", "in"]} for q in SUMS])
-    write_rows(folder / "gsm8k.jsonl", gsm8k_rows(stack.models["a"], model))
+        make.write_rows(folder / f"{name}.jsonl", truthful_rows())
+    make.write_rows(folder / "nq.jsonl", [{"question": q, "answer": ["a", "in"]} for q in SUMS])
+    make.write_rows(folder / "gsm8k.jsonl", gsm8k_rows(stack.models["a"], model))
     environment = os.environ | {
         "HF_HOME": str(folder / "cache"),
         "HF_HUB_OFFLINE": "1",
@@ -219,10 +220,6 @@ def gsm8k_rows(model: Any, directory: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 async def answers(stack: Stack, folder: Path, name: str, salt: str) -> list[Answer]:
     tokenizer = load_tokenizer(folder / "model")
     async with stack.client() as client:
@@ -250,6 +247,7 @@ async def test_the_same_log_likelihoods_and_accuracies(
             if answer.loglikelihoods is not UNSET:
                 theirs = [float(each[0][0]) for each in sample["resps"]]
                 np.testing.assert_allclose(answer.loglikelihoods, theirs, rtol=0, atol=1e-4)
+                assert answer.choices is not UNSET
                 continuations = [" " + choice for choice in answer.choices]
                 assert continuations == [arguments[1] for arguments in sample["arguments"]]
         for metric, mean in means([Outcome.of(answer) for answer in ours]).items():

@@ -23,8 +23,8 @@ from megarl.core.sync.sent_deltas import LastSent
 from megarl.core.sync.served_weights import ServedWeights
 from megarl.core.sync.transport import buckets
 from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
-from tests.stack.conftest import Stack, client_of, stack_recipe, under_way
-from tests.tiny_scores import difference, scores
+from tests.stack.conftest import Stack, assert_arrived, client_of, stack_recipe, under_way
+from tests.tiny_scores import scores
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio]
 
@@ -58,16 +58,6 @@ def publish(
     return published
 
 
-def assert_good(published: Published) -> str:
-    (result,) = published.results
-    assert result.error == ""
-    return result.checksum
-
-
-def served_difference(stack: Stack, name: str) -> float:
-    return difference(stack.server.address.url, stack.endpoints, stack.models[name])
-
-
 @pytest.mark.parametrize("backend", ["gloo", PESSIMISTIC_NCCL])
 async def test_a_running_request_goes_on_over_a_publication(
     stack: Stack, learner: Any, monkeypatch: pytest.MonkeyPatch, backend: str
@@ -75,15 +65,15 @@ async def test_a_running_request_goes_on_over_a_publication(
     monkeypatch.setattr(process_group, "backend", lambda: backend)
     chunks, family = learner("a")
     publisher = Publisher(stack.recipe, stack.endpoints, chunks, family)
-    first = assert_good(publish(stack, learner, "a", 1, publisher))
+    first = assert_arrived(publish(stack, learner, "a", 1, publisher))
     async with stack.client() as client:
         tasks = await asyncio.gather(*(under_way(client, PROMPT, 900, str(n)) for n in range(3)))
         published = await asyncio.to_thread(publish, stack, learner, "b", 2, publisher)
-        assert await asyncio.to_thread(served_difference, stack, "b") < 1e-4
+        assert await asyncio.to_thread(stack.difference, "b") < 1e-4
         done = await asyncio.gather(*tasks)
         again = await asyncio.to_thread(publish, stack, learner, "a", 3, publisher)
-    second = assert_good(published)
-    assert first == assert_good(again) != second
+    second = assert_arrived(published)
+    assert first == assert_arrived(again) != second
     assert published.bytes_sent == sum(p.nbytes for p in stack.models["b"].parameters())
     for generation in done:
         assert generation.finish == "length"
@@ -109,8 +99,10 @@ async def test_requests_that_begin_as_weights_change_are_labelled_right(
         for version in range(50, 70, 2):
             if {0, 1} <= seen:
                 break
-            assert_good(await asyncio.to_thread(publish, stack, learner, "a", version, publisher))
-            tasks = []
+            assert_arrived(
+                await asyncio.to_thread(publish, stack, learner, "a", version, publisher)
+            )
+            tasks: list[Any] = []
             publishing = asyncio.create_task(
                 asyncio.to_thread(publish, stack, learner, "b", version + 1, publisher)
             )
@@ -118,7 +110,7 @@ async def test_requests_that_begin_as_weights_change_are_labelled_right(
                 salt = f"{version}/{len(tasks)}"
                 tasks.append(asyncio.create_task(client.generate(PROMPT, 6, cache_salt=salt)))
                 await asyncio.sleep(0.004)
-            assert_good(await publishing)
+            assert_arrived(await publishing)
             for generation in await asyncio.gather(*tasks):
                 new = [span for span in generation.spans if span.version == version + 1]
                 switch = new[0].start if new else len(generation.tokens)
@@ -140,16 +132,16 @@ async def test_requests_that_begin_as_weights_change_are_labelled_right(
 
 
 def test_disk_brings_the_same_weights_as_the_group(stack: Stack, learner: Any) -> None:
-    by_group = assert_good(publish(stack, learner, "b", 10))
+    by_group = assert_arrived(publish(stack, learner, "b", 10))
     chunks, family = learner("a")
     recipe = stack_recipe(stack.directory, weights={"transport": "disk", "timeout_s": 20})
     publisher = Publisher(recipe, stack.endpoints, chunks, family)
     sums = [
-        assert_good(publish(stack, learner, n, v, publisher))
+        assert_arrived(publish(stack, learner, n, v, publisher))
         for n, v in (("a", 11), ("b", 12), ("a", 13))
     ]
     assert sums == [sums[0], by_group, sums[0]]
-    assert served_difference(stack, "a") < 1e-4
+    assert stack.difference("a") < 1e-4
     kept = sorted(p.name for p in (stack.directory / "run" / "weights").iterdir())
     assert kept == ["v12", "v13"]
 
@@ -158,10 +150,10 @@ def test_weights_that_a_server_did_not_take_are_noticed(
     stack: Stack, learner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One tensor is changed behind the checksums' back, on its way to the server."""
-    assert_good(publish(stack, learner, "b", 19))
+    assert_arrived(publish(stack, learner, "b", 19))
     chunks, family = learner("a")
 
-    def first_doubled(tensors: Iterable[tuple[str, torch.Tensor]], *sizes: float) -> Iterator[Any]:
+    def first_doubled(tensors: Iterable[tuple[str, torch.Tensor]], *sizes: Any) -> Iterator[Any]:
         names = iter(tensors)
         name, tensor = next(names)
         return buckets(itertools.chain([(name, 2 * tensor)], names), *sizes)
@@ -171,9 +163,9 @@ def test_weights_that_a_server_did_not_take_are_noticed(
     (result,) = publish(stack, learner, "a", 20, publisher).results
     assert "checksum: 1 differ" in result.error
     assert stack.ask(lambda client: client.served_version()) == 19
-    assert served_difference(stack, "b") < 1e-4, "the old version stays, whole"
+    assert stack.difference("b") < 1e-4, "the old version stays, whole"
     monkeypatch.undo()
-    assert_good(publish(stack, learner, "a", 21))
+    assert_arrived(publish(stack, learner, "a", 21))
 
 
 def test_a_directory_that_a_server_does_not_load_is_noticed(
@@ -192,7 +184,7 @@ def test_a_directory_that_a_server_does_not_load_is_noticed(
     (result,) = publish(stack, learner, "b", 22, publisher).results
     assert "version 22 to server 0: checksum: " in result.error
     monkeypatch.undo()
-    assert_good(publish(stack, learner, "b", 23, publisher))
+    assert_arrived(publish(stack, learner, "b", 23, publisher))
 
 
 async def test_an_update_left_open_by_a_lost_learner_does_not_hinder_the_next(
@@ -201,7 +193,7 @@ async def test_an_update_left_open_by_a_lost_learner_does_not_hinder_the_next(
     async with stack.client() as client:
         await client.pause("in_place")
         await client.begin_update()
-        assert_good(await asyncio.to_thread(publish, stack, learner, "a", 31))
+        assert_arrived(await asyncio.to_thread(publish, stack, learner, "a", 31))
         assert (await client.generate(PROMPT, 5)).spans[0].version == 31
 
 
@@ -211,7 +203,7 @@ async def test_what_was_checked_is_what_is_served_and_a_copy_that_was_left_is_dr
     """A learner that is lost while it sends leaves its group and its copy; the server
     serves on, and the next begins anew.
     """
-    before = assert_good(await asyncio.to_thread(publish, stack, learner, "a", 34))
+    before = assert_arrived(await asyncio.to_thread(publish, stack, learner, "a", 34))
     chunks, family = learner("b")
     weights = ServedWeights(chunks, family, fp8=False)
     transport = process_group.ProcessGroupTransport(weights, LastSent(1), 100_000, 20, 1)
@@ -240,7 +232,7 @@ async def test_what_was_checked_is_what_is_served_and_a_copy_that_was_left_is_dr
             await client.stage(36, base=33)
         assert [(s.version, s.end) for s in (await request).spans] == [(34, 900)]
         assert (await client.checksums())[0] == before
-        after = assert_good(await asyncio.to_thread(publish, stack, learner, "b", 37))
+        after = assert_arrived(await asyncio.to_thread(publish, stack, learner, "b", 37))
         assert (
             after == (await client.checksums())[0] == (await client.staged_checksums())[0] != before
         )
@@ -265,4 +257,4 @@ async def test_an_error_on_the_learners_side_leaves_no_server_paused(
         await asyncio.to_thread(publisher.publish, command, "test")
     async with stack.client() as client:
         await asyncio.wait_for(client.generate(PROMPT, 5), 20)
-    assert_good(await asyncio.to_thread(publish, stack, learner, "a", 41))
+    assert_arrived(await asyncio.to_thread(publish, stack, learner, "a", 41))

@@ -17,6 +17,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 import psutil
@@ -127,10 +128,10 @@ def test_all_sockets_listen_on_loopback(live: LiveRun) -> None:
 
 def test_sockets_in_the_file_system_are_closed_to_others(live: LiveRun) -> None:
     paths = {
-        Path(c.laddr)
+        Path(str(c.laddr))
         for process in live.family()
         for c in process.net_connections("unix")
-        if c.laddr and Path(c.laddr).is_socket()
+        if c.laddr and Path(str(c.laddr)).is_socket()
     }
     assert paths, "SGLang's processes talk through them"
     assert [path for path in paths if path.stat().st_mode & OTHERS] == []
@@ -230,10 +231,13 @@ def test_a_host_header_does_not_change_what_is_asked(live: LiveRun) -> None:
 
 
 def test_websockets_are_closed(live: LiveRun) -> None:
-    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
-    assert ask(
-        live, "GET", "/v1/realtime", **upgrade, **{"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="}
-    ) in (
+    upgrade: dict[str, Any] = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==",
+    }
+    assert ask(live, "GET", "/v1/realtime", **upgrade) in (
         403,
         404,
     )

@@ -140,12 +140,12 @@ async def test_scores_are_transformers_also_behind_a_cached_prefix(stack: Stack)
                 assert each.logprobs.dtype == np.float32
                 np.testing.assert_allclose(each.logprobs, reference[first - 1 :], atol=1e-5)
                 assert np.isnan(each.against).all()
-        (found,) = await client.score(sequences[:1], [5], "another salt", against=7)
+        (one,) = await client.score(sequences[:1], [5], "another salt", against=7)
         everywhere = [
             np.append(sequences[0][:at], np.int32(7)) for at in range(5, len(sequences[0]))
         ]
         expected = [each[-1] for each in scores(stack.models["a"], everywhere)]
-        np.testing.assert_allclose(found.against, expected, atol=1e-5)
+        np.testing.assert_allclose(one.against, expected, atol=1e-5)
         with pytest.raises(ServerRefused, match="400"):
             await client.score([np.ones(3000, np.int32)], [1], "salt")
 
@@ -187,7 +187,7 @@ async def test_its_load_its_cache_and_its_relay(stack: Stack) -> None:
     heard = list[RelayedAnswer]()
     url = stack.server.address.url
 
-    async def hear(answer: RelayedAnswer) -> None:
+    def hear(answer: RelayedAnswer) -> None:
         heard.append(answer)
 
     async with stack.client() as client:

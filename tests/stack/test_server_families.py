@@ -291,7 +291,7 @@ async def test_tensors_arrive_one_by_one_while_it_generates(
         chunks = build.build(recipe.model, served.directory / "a")
         family = family_of(served.directory / "a")
         publisher = Publisher(recipe, served.endpoints, chunks, family)
-        publisher._transport._bucket_bytes = 1
+        publisher._transport._bucket_bytes = 1  # type: ignore[attr-defined]
 
         def publish(version: int) -> str:
             published = publisher.publish(

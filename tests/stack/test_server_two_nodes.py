@@ -74,9 +74,9 @@ def nodes(
         wait_ready(address.url, START_LIMIT_S, running[0].process.poll)
         yield Stack(tmp_path, recipe, endpoints, models, running[0]), running[1]
     finally:
-        for node in running:
-            node.stop()
-            print(node.log.read_text()[-4000:])
+        for server in running:
+            server.stop()
+            print(server.log.read_text()[-4000:])
 
 
 async def test_it_serves_what_is_published_and_listens_on_the_network_alone(

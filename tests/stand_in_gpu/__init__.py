@@ -504,7 +504,7 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if name == "cuda":
             return first.to(GPU)
         if name == "tolist" and on_gpu(first):

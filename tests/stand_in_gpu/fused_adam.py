@@ -100,7 +100,7 @@ def row(trainer: Trainer, sequences: Any) -> dict[str, float]:
 
 def parts(trainer: Trainer) -> list[Any]:
     """The optimisers that update this rank's parameters."""
-    found = []
+    found: list[Any] = []
     for part in (part.optimizer for part in trainer.policy.optimizer.chained_optimizers):
         found += part.sub_optimizers if isinstance(part, HybridDeviceOptimizer) else [part]
     return found

@@ -136,7 +136,8 @@ def errors(directory: Path, name: str) -> tuple[int, list[str]]:
 
 
 def main(directory: Path, file: Path) -> None:
-    cuda_ipc.handle = lambda bucket: bucket  # type: ignore[assignment, return-value]  no memory to share
+    # There is no memory to share.
+    cuda_ipc.handle = lambda bucket: bucket  # type: ignore[assignment, return-value]
     with stand_in_gpu.on_stand_in_gpu():
         found = {name: errors(directory, name) for name in MODELS}
     file.write_text(json.dumps(found))

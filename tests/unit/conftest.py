@@ -67,6 +67,11 @@ def write_model(folder: Path) -> None:
 
 
 @pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
 def recipe(tree: Tree) -> Recipe:
     return from_tree(tree)
 

@@ -166,7 +166,7 @@ def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
             else:
                 shutil.copy(ROOT / name, source / target / name)
     assert "uv build --wheel --out-dir /wheels ." in stage
-    uv = [BIN / "uv", "--quiet"]
+    uv = [str(BIN / "uv"), "--quiet"]
     subprocess.run(
         [
             *uv,
@@ -176,7 +176,7 @@ def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
             "--python",
             sys.executable,
             "--out-dir",
-            tmp_path,
+            str(tmp_path),
             ".",
         ],
         cwd=source,
@@ -184,7 +184,17 @@ def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
     )
     (wheel,) = tmp_path.glob("*.whl")
     subprocess.run(
-        [*uv, "pip", "install", "--python", sys.executable, "--no-deps", "--target", root, wheel],
+        [
+            *uv,
+            "pip",
+            "install",
+            "--python",
+            sys.executable,
+            "--no-deps",
+            "--target",
+            str(root),
+            str(wheel),
+        ],
         check=True,
     )
     environment = os.environ | {"PYTHONPATH": str(root), "COLUMNS": "120"}

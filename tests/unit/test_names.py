@@ -44,15 +44,3 @@ def test_no_two_things_have_one_name() -> None:
     twice = {name: dict(things) for name, things in places.items() if len(things) > 1}
     assert {name: things for name, things in twice.items() if name != BY_SGLANG} == {}
     assert {"Recipe", "Row", "Decision"} <= places.keys()  # a class, `type …`, and `… = …`
-
-
-def test_no_docstring_begins_with_of() -> None:
-    begun = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for part in ("megarl", "checkpoints_tools", "benchmarks", "tests")
-        for path in (ROOT / part).rglob("*.py")
-        if PROGRAM_OF_ITS_OWN not in path.parents
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if line.lstrip().startswith(('"""Of ', 'r"""Of '))
-    ]
-    assert begun == []

@@ -95,7 +95,7 @@ def compiled(folder: Path, *architectures: int) -> Path:
     path = folder / "square.so"
     source.write_text(SOURCE)
     codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in architectures]
-    words = [nvcc, "-shared", "-Xcompiler", "-fPIC", *codes, "-o", path, source]
+    words = [nvcc, "-shared", "-Xcompiler", "-fPIC", *codes, "-o", str(path), str(source)]
     subprocess.run(words, check=True, timeout=120)
     return path
 

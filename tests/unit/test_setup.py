@@ -136,7 +136,7 @@ class Machine:
 
     def python(self) -> str:
         shown = [
-            self.checkout / ".venv" / "bin" / "python",
+            str(self.checkout / ".venv" / "bin" / "python"),
             "-c",
             "import sys; print(*sys.version_info[:2])",
         ]

@@ -96,6 +96,7 @@ def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             name = node.name.lstrip("_")
         if name in VAGUE_NAMES:
+            assert isinstance(node, (ast.expr, ast.stmt, ast.arg))
             yield node.lineno, f"`{name}` does not say what it is"
 
 
@@ -104,7 +105,7 @@ def long_functions(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        length = node.end_lineno - node.lineno + 1
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
         if length > LONGEST_FUNCTION:
             yield node.lineno, f"`{node.name}` has {length} lines, more than {LONGEST_FUNCTION}"
 

@@ -156,6 +156,7 @@ class Environment(Protocol):
         """Begin the episode. The prompt's tokens are the first thing that the policy
         sees.
         """
+        return None
 
     async def step(self, tokens: np.ndarray) -> Observation:
         """Answer a turn. tokens [n] int32, the end or stop token included."""
@@ -168,6 +169,7 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Release resources; always called."""
+        return None
 
 
 class PlayedEnvironment(Protocol):

@@ -23,6 +23,7 @@ from checkpoints_tools.partial import PROGRESS, Partial, writing
 from checkpoints_tools.safetensors_files import Directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import checkpoint
+from tests import make
 from tests.damage import flip_a_bit
 from tests.full_disk import files_no_larger_than
 from tests.tiny import tiny_llama, tiny_qwen3_moe
@@ -62,15 +63,10 @@ def nothing_left(folder: Path) -> bool:
     return not any("out" in path.name for path in folder.iterdir())
 
 
-def edit_config(directory: Path, **changes: object) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | changes))
-
-
 def test_unsupported_architecture(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    edit_config(directory, architectures=["GPT2LMHeadModel"])
+    make.edit_config(directory, architectures=["GPT2LMHeadModel"])
     message = refused(capsys, "convert", "hf-to-megatron", directory, tmp_path / "out")
     assert "GPT2LMHeadModel is not supported; supported: " in message
     assert nothing_left(tmp_path)
@@ -79,7 +75,7 @@ def test_unsupported_architecture(
 def test_config_that_contradicts_the_tensors(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    edit_config(directory, intermediate_size=80)
+    make.edit_config(directory, intermediate_size=80)
     message = refused(capsys, "convert", "hf-to-megatron", directory, tmp_path / "out")
     assert "do not have the shapes config.json says" in message
     assert "model.layers.0.mlp.gate_proj.weight [96, 64] instead of [80, 64]" in message
@@ -191,10 +187,10 @@ def test_damaged_checkpoint(
             (step / ".metadata").write_bytes(b"junk")
             expected = ".metadata: its checksum is "
         case "other description":
-            edit_config(step / "hf", num_hidden_layers=6)
+            make.edit_config(step / "hf", num_hidden_layers=6)
             expected = "config.json: its checksum is "
         case "another model":
-            edit_config(step / "hf", num_hidden_layers=6, intermediate_size=80)
+            make.edit_config(step / "hf", num_hidden_layers=6, intermediate_size=80)
             meta = checkpoint.read_meta(step)
             unchanged = {
                 name: value for name, value in meta.files.items() if not name.startswith("hf/")

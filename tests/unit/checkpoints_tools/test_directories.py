@@ -108,7 +108,7 @@ def sharded(path: Path) -> None:
     names = sorted(tensors)
     (path / "model.safetensors").unlink()
     halves = names[: len(names) // 2], names[len(names) // 2 :]
-    file_of = {}
+    file_of: dict[str, str] = {}
     for number, half in enumerate(halves, 1):
         file = f"model-{number:05}-of-00002.safetensors"
         save_file({name: tensors[name] for name in half}, path / file)

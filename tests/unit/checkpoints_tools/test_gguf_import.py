@@ -25,7 +25,11 @@ from safetensors.torch import load_file
 ALPHABET = sorted(ByteLevel.alphabet())
 MERGES = ["1 2", "a n", "an d", "Ġ and"]
 TOKENS = ["<|endoftext|>", "<|start|>", *ALPHABET, *(merge.replace(" ", "") for merge in MERGES)]
-SIZES = {"vocab_size": len(TOKENS), "num_hidden_layers": 1, "rope_parameters": PLAIN_ROPE}
+SIZES: dict[str, Any] = {
+    "vocab_size": len(TOKENS),
+    "num_hidden_layers": 1,
+    "rope_parameters": PLAIN_ROPE,
+}
 
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:

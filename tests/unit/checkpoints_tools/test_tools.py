@@ -179,18 +179,18 @@ def test_model_card_of_a_run(
     data = {"services": {"taste": {"url": "http://judge?key=secret"}}, "sandbox": "bubblewrap"}
     recipe = {"run": {"name": "sums"}, "model": {"path": "meta-llama/Llama-3.1-8B"}, "data": data}
     run.recipe.write_text(yaml.safe_dump(recipe))
-    for step in range(5):
+    for trained in range(5):
         append_jsonl(
             run.metrics,
             {
-                "step": step,
-                "compute_hours": 1.0 + step,
+                "step": trained,
+                "compute_hours": 1.0 + trained,
                 "compute_unit": "gpu",
                 "tokens_trained": 1000,
             },
         )
-    for step, rate in ((0, 0.25), (3, 0.5), (4, 0.75)):
-        append_jsonl(run.eval, {"step": step, "pass_rate": rate, "samples": 4, "n_prompts": 200})
+    for trained, rate in ((0, 0.25), (3, 0.5), (4, 0.75)):
+        append_jsonl(run.eval, {"step": trained, "pass_rate": rate, "samples": 4, "n_prompts": 200})
     assert main(["convert", "megatron-to-hf", str(run.path), str(tmp_path / "out")]) == 0
     written = (tmp_path / "out" / "README.md").read_text()
     front = yaml.safe_load(written.split("---")[1])

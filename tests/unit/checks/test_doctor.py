@@ -11,10 +11,7 @@ from megarl.core.recipe import Recipe
 from megarl.run import devices
 from megarl.tasks.data import template_environment
 
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def test_this_machine_can_run_something(capsys: pytest.CaptureFixture[str]) -> None:

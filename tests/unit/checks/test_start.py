@@ -30,20 +30,13 @@ from megarl.run.devices import HostBytes
 from megarl.run.nodes import this_node
 from megarl.run.placement import place
 from megarl.run.prepare import endpoints_of, prepare
+from tests import make
 from tests.make import start_facts
 
 Tree = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
-def changed(tree: Tree, **sections: Tree) -> Recipe:
-    return from_tree(
-        tree | {name: tree.get(name, {}) | section for name, section in sections.items()}
-    )
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def test_all_is_there(recipe: Recipe) -> None:
@@ -99,7 +92,7 @@ def test_missing_model(tree: Tree) -> None:
         MegarlError,
         match=r"model\.path: '/nowhere' is not a Hugging Face model directory.*hf download",
     ):
-        inputs.check_inputs(changed(tree, model={"path": "/nowhere"}, sft={"init": ""}))
+        inputs.check_inputs(make.recipe(tree, model={"path": "/nowhere"}, sft={"init": ""}))
 
 
 def test_prompts_in_which_the_template_has_closed_the_thinking(tree: Tree) -> None:
@@ -119,7 +112,7 @@ def test_prompts_in_which_the_template_has_closed_the_thinking(tree: Tree) -> No
         match=r"data\.tasks\.math\.template_options: the prompts end with </think> already",
     ):
         inputs.check_inputs(from_tree(tree))
-    inputs.check_inputs(changed(tree, length={"end_of_thinking": "", "control": "none"}))
+    inputs.check_inputs(make.recipe(tree, length={"end_of_thinking": "", "control": "none"}))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +146,7 @@ def test_the_recipe_of_a_cluster_does_not_start_on_a_login_node(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    most = changed(tree, resources={"servers": 3, "learner_ranks": 1, "threads": 4})
+    most = make.recipe(tree, resources={"servers": 3, "learner_ranks": 1, "threads": 4})
     assert inputs.check_all(most) == "3 servers, 1 rank, 0 GPUs"
     for resources in (
         {"servers": 64, "learner_ranks": 16, "threads": 8},
@@ -164,17 +157,17 @@ def test_the_recipe_of_a_cluster_does_not_start_on_a_login_node(
             MegarlError,
             match=r"^resources: .* threads, and this machine has no GPU and 2 cores; start",
         ):
-            inputs.check_all(changed(tree, resources=resources))
+            inputs.check_all(make.recipe(tree, resources=resources))
         with monkeypatch.context() as confirmed:
             confirmed.setenv("MEGARL_LARGE_ON_CPU", "1")
-            inputs.check_all(changed(tree, resources=resources))
+            inputs.check_all(make.recipe(tree, resources=resources))
     with pytest.raises(
         MegarlError, match=r"^resources: 24 learner ranks of 1 threads are 24 threads"
     ):
-        inputs.check_sft(changed(tree, resources={"learner_ranks": 24}))
+        inputs.check_sft(make.recipe(tree, resources={"learner_ranks": 24}))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(80))))
     monkeypatch.setattr(start, "check_kernels", lambda: None)
-    there = changed(
+    there = make.recipe(
         tree, resources={"servers": 64, "learner_ranks": 16, "threads": 8}, model={"dtype": "bf16"}
     )
     assert inputs.check_all(there) == "64 servers, 16 ranks, 80 GPUs"
@@ -187,7 +180,9 @@ def test_servers_with_gpus_need_sglangs_kernels_where_they_run(
     which is not asked.
     """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    recipe = changed(tree, resources={"servers": 1, "learner_ranks": 1}, model={"dtype": "bf16"})
+    recipe = make.recipe(
+        tree, resources={"servers": 1, "learner_ranks": 1}, model={"dtype": "bf16"}
+    )
     monkeypatch.setattr("megarl.core.client.servable.find_spec", lambda name: None)
     with pytest.raises(MegarlError, match="SGLang's kernels for GPUs"):
         inputs.check_all(recipe)
@@ -201,10 +196,10 @@ def test_a_large_model_needs_a_gpu(tree: Tree, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(
             MegarlError, match=rf"^model\.dtype: {dtype} for .*B parameters, .* no GPU"
         ):
-            inputs.check_all(changed(tree, model={"dtype": dtype}))
-    inputs.check_all(changed(tree, model={"dtype": "fp32"}))
+            inputs.check_all(make.recipe(tree, model={"dtype": dtype}))
+    inputs.check_all(make.recipe(tree, model={"dtype": "fp32"}))
     monkeypatch.setenv("MEGARL_LARGE_ON_CPU", "1")
-    inputs.check_all(changed(tree, model={"dtype": "bf16"}))
+    inputs.check_all(make.recipe(tree, model={"dtype": "bf16"}))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +224,7 @@ def test_missing_graders(
     services = {"judge": {"url": "http://127.0.0.1:1/", "api_key": "env:MEGARL_NO_KEY"}}
     tasks = {"math": tree["data"]["tasks"]["math"] | task}
     with pytest.raises(MegarlError, match=words):
-        inputs.check_inputs(changed(tree, data={"tasks": tasks, "services": services}))
+        inputs.check_inputs(make.recipe(tree, data={"tasks": tasks, "services": services}))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +248,7 @@ def test_what_would_end_the_controller_as_it_starts(
 ) -> None:
     tasks = {"math": tree["data"]["tasks"]["math"] | task}
     with pytest.raises(MegarlError, match=words):
-        inputs.check_inputs(changed(tree, data={"tasks": tasks} | data))
+        inputs.check_inputs(make.recipe(tree, data={"tasks": tasks} | data))
 
 
 def test_a_loss_of_the_users(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,18 +256,18 @@ def test_a_loss_of_the_users(tree: Tree, tmp_path: Path, monkeypatch: pytest.Mon
     Path("my_losses.py").write_text(
         "def good(tokens, settings):\n    return -tokens.logp * tokens.advantage, {}\nbad = 3\n"
     )
-    inputs.check_own_loss(changed(tree, loss={"kind": "my_losses:good"}))
+    inputs.check_own_loss(make.recipe(tree, loss={"kind": "my_losses:good"}))
     with pytest.raises(
         MegarlError, match=r"^loss\.kind: my_losses:bad is a int and cannot be called; see docs"
     ):
-        inputs.check_inputs(changed(tree, loss={"kind": "my_losses:bad"}))
+        inputs.check_inputs(make.recipe(tree, loss={"kind": "my_losses:bad"}))
 
 
 def test_missing_warm_start(tree: Tree) -> None:
     with pytest.raises(
         MegarlError, match=r"model\.path: .*run `megarl sft` with this recipe first"
     ):
-        inputs.check_inputs(changed(tree, model={"path": "/nowhere"}))
+        inputs.check_inputs(make.recipe(tree, model={"path": "/nowhere"}))
 
 
 def test_missing_data(tree: Tree) -> None:
@@ -285,36 +280,38 @@ def test_missing_data(tree: Tree) -> None:
         with pytest.raises(
             MegarlError, match=f"data.tasks.math.heldout: '{file}' is not a file.*{cure}"
         ):
-            inputs.check_inputs(changed(tree, data={"tasks": tasks}))
+            inputs.check_inputs(make.recipe(tree, data={"tasks": tasks}))
     math = tree["data"]["tasks"]["math"] | {"heldout": 3}
-    inputs.check_inputs(changed(tree, data={"tasks": {"math": math}}))
+    inputs.check_inputs(make.recipe(tree, data={"tasks": {"math": math}}))
     with pytest.raises(MegarlError, match=r"data\.decontaminate: 'aime\.parquet' is not a file"):
         inputs.check_inputs(
-            changed(tree, data={"tasks": {"math": math}, "decontaminate": ["aime.parquet"]})
+            make.recipe(tree, data={"tasks": {"math": math}, "decontaminate": ["aime.parquet"]})
         )
     with pytest.raises(MegarlError, match=r"the model has no chat template"):
-        inputs.check_inputs(changed(tree, data={"tasks": {"math": math | {"template": "chat"}}}))
+        inputs.check_inputs(
+            make.recipe(tree, data={"tasks": {"math": math | {"template": "chat"}}})
+        )
     with pytest.raises(MegarlError, match=r"data\.tasks: there is none; give one"):
-        inputs.check_inputs(changed(tree, data={"tasks": {}}))
+        inputs.check_inputs(make.recipe(tree, data={"tasks": {}}))
     with pytest.raises(MegarlError, match=r"sft\.data: 'gone' is not a file"):
-        inputs.check_sft(changed(tree, sft={"data": "gone"}))
+        inputs.check_sft(make.recipe(tree, sft={"data": "gone"}))
 
 
 def test_a_warm_start_on_more_ranks_than_the_machine_has_gpus(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    inputs.check_sft(changed(tree, resources={"learner_ranks": 2}))
+    inputs.check_sft(make.recipe(tree, resources={"learner_ranks": 2}))
     with pytest.raises(
         MegarlError,
         match=r"resources\.learner_ranks: 4 ranks, and this machine, .* has 2 GPUs; set",
     ):
-        inputs.check_sft(changed(tree, resources={"learner_ranks": 4}))
+        inputs.check_sft(make.recipe(tree, resources={"learner_ranks": 4}))
 
 
 def test_metrics_have_addresses_and_a_key_if_they_are_wanted(tree: Tree) -> None:
     def endpoints(**monitor: Any) -> Endpoints:
-        recipe = changed(tree, monitor=monitor)
+        recipe = make.recipe(tree, monitor=monitor)
         return endpoints_of(
             recipe, place(recipe, (this_node(2 * (4 + recipe.resources.servers), ""),))
         )
@@ -333,7 +330,7 @@ def test_metrics_have_addresses_and_a_key_if_they_are_wanted(tree: Tree) -> None
 
 
 def test_the_ranks_of_a_server_on_several_nodes_meet_at_a_port_of_the_first(tree: Tree) -> None:
-    recipe = changed(tree, resources={"servers": 2, "server_tensor_parallel": 8})
+    recipe = make.recipe(tree, resources={"servers": 2, "server_tensor_parallel": 8})
     nodes = [
         replace(this_node(20, ""), name=f"n{n}", address=f"10.0.0.{n}", gpus=tuple("0123"))
         for n in range(5)
@@ -365,7 +362,7 @@ def test_the_ranks_of_a_server_on_several_nodes_meet_at_a_port_of_the_first(tree
 def test_what_saves_a_gpus_memory_needs_one(tree: Tree, key: str, value: Any) -> None:
     model = {"dtype": "bf16"} if key == "optimizer_offload" else {}
     with pytest.raises(MegarlError, match=rf"learner\.{key}: .* this machine has none"):
-        inputs.check_all(changed(tree, learner={key: value}, model=model))
+        inputs.check_all(make.recipe(tree, learner={key: value}, model=model))
 
 
 def test_the_hosts_memory_holds_what_roles_copy(
@@ -376,7 +373,7 @@ def test_the_hosts_memory_holds_what_roles_copy(
     """
     monkeypatch.setattr(start, "check_kernels", lambda: None)
     resources = {"learner_ranks": 4, "servers": 1, "server_tensor_parallel": 1}
-    recipe = changed(tree, resources=resources, model={"dtype": "bf16"})
+    recipe = make.recipe(tree, resources=resources, model={"dtype": "bf16"})
     nodes = [
         replace(
             this_node(20, ""),
@@ -402,7 +399,7 @@ def test_the_hosts_memory_holds_what_roles_copy(
     with monkeypatch.context() as patched:
         patched.setattr(memory, "host_bytes", lambda recipe: HostBytes(1e15, 0))
         with pytest.raises(MegarlError, match=r"4 x 1000000 GB need 4000000 GB"):
-            inputs.check_all(changed(tree, resources=resources))
+            inputs.check_all(make.recipe(tree, resources=resources))
     start.check_host(recipe, placed, HostBytes(20e9, 16e9))
     small = [replace(node, memory=16 * 10**9) for node in nodes]
     with pytest.raises(
@@ -413,7 +410,7 @@ def test_the_hosts_memory_holds_what_roles_copy(
         ),
     ):
         start.check_host(recipe, place(recipe, small), HostBytes(1e9, 17e9))
-    spanning = changed(
+    spanning = make.recipe(
         tree, resources=resources | {"server_tensor_parallel": 8}, model={"dtype": "bf16"}
     )
     third = replace(small[0], name="n2")
@@ -439,7 +436,7 @@ def test_the_hosts_memory_holds_what_roles_copy(
 def test_expandable_segments_cannot_be_handed_over(
     tree: Tree, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    sharing = {
+    sharing: dict[str, Any] = {
         "resources": {
             "colocate": True,
             "servers": 1,
@@ -459,9 +456,9 @@ def test_expandable_segments_cannot_be_handed_over(
             with pytest.raises(
                 MegarlError, match=rf"^{name}: expandable_segments:True.*weights\.transport=disk"
             ):
-                inputs.check_all(changed(tree, **sharing))
+                inputs.check_all(make.recipe(tree, **sharing))
         else:
-            inputs.check_all(changed(tree, **sharing))
+            inputs.check_all(make.recipe(tree, **sharing))
 
 
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,7 +510,7 @@ def test_history_is_not_altered(
 ) -> None:
     tree["run"]["resume"] = "auto"
     with pytest.raises(MegarlError, match=said):
-        start.check_history(changed(tree, **{section: change}), write_run(1), {})
+        start.check_history(make.recipe(tree, **{section: change}), write_run(1), {})
 
 
 @pytest.mark.parametrize(
@@ -532,7 +529,7 @@ def test_the_rest_may_change(
     tree: Tree, write_run: Callable[[int], RunDir], section: str, change: Tree
 ) -> None:
     tree["run"]["resume"] = "auto"
-    assert start.check_history(changed(tree, **{section: change}), write_run(1), {}) is True
+    assert start.check_history(make.recipe(tree, **{section: change}), write_run(1), {}) is True
 
 
 def test_routers_may_be_frozen_but_not_thawed(
@@ -541,7 +538,7 @@ def test_routers_may_be_frozen_but_not_thawed(
     """Their part of the optimiser is in no checkpoint since."""
     tree["run"]["resume"] = "auto"
     rundir = write_run(1)
-    frozen = changed(tree, model={"moe": {"freeze_router": True}})
+    frozen = make.recipe(tree, model={"moe": {"freeze_router": True}})
     assert start.check_history(frozen, rundir, {})
     rundir.recipe.write_text(dump(frozen))
     with pytest.raises(MegarlError, match=r"model\.moe\.freeze_router: True in .*, False now"):
@@ -663,7 +660,7 @@ def test_a_run_goes_on_where_model_and_prompts_have_moved_to(
         "tasks": {"math": tree["data"]["tasks"]["math"] | {"train": prompts}},
         "services": {"judge": {"url": "http://another-node/"}},
     }
-    moved = changed(tree, model={"path": str(there)}, data=data)
+    moved = make.recipe(tree, model={"path": str(there)}, data=data)
     assert start.check_history(moved, rundir, inputs.check_inputs(moved)["fingerprints"])
     Path(prompts).write_text(Path(prompts).read_text().replace('"answer": "3"', '"answer": "4"'))
     with pytest.raises(
@@ -797,7 +794,7 @@ def test_lengths_that_servers_would_refuse_are_refused_before(tree: Tree) -> Non
     with pytest.raises(
         MegarlError, match=r"serving\.kv_tokens: 1 cannot hold one longest sequence"
     ):
-        inputs.check_all(changed(tree, serving={"kv_tokens": 1}))
+        inputs.check_all(make.recipe(tree, serving={"kv_tokens": 1}))
 
 
 def test_a_configuration_whose_values_are_of_other_types(recipe: Recipe) -> None:
@@ -813,10 +810,10 @@ def test_a_folder_that_cannot_be_written_in(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    inputs.check_all(changed(tree, run={"dir": str(tmp_path / "not" / "yet")}))
+    inputs.check_all(make.recipe(tree, run={"dir": str(tmp_path / "not" / "yet")}))
     for folder in (tmp_path / "file", tmp_path / "file" / "runs"):
         with pytest.raises(MegarlError, match=r"run\.dir: cannot write in .*/file; give another"):
-            inputs.check_all(changed(tree, run={"dir": str(folder)}))
+            inputs.check_all(make.recipe(tree, run={"dir": str(folder)}))
     monkeypatch.setattr(
         "os.access", lambda path, mode: False
     )  # a file system that was mounted to be read
@@ -825,8 +822,8 @@ def test_a_folder_that_cannot_be_written_in(
 
 
 def test_a_price_in_hours_that_the_run_does_not_count(tree: Tree) -> None:
-    inputs.check_all(changed(tree, run={"stop_when": "gain < 0.1 per core-hour"}))
-    priced = changed(tree, run={"stop_when": "gain < 0.1 per GPU-hour"})
+    inputs.check_all(make.recipe(tree, run={"stop_when": "gain < 0.1 per core-hour"}))
+    priced = make.recipe(tree, run={"stop_when": "gain < 0.1 per GPU-hour"})
     with pytest.raises(
         MegarlError,
         match=r"run\.stop_when: 'gain < 0.1 per GPU-hour', but this run counts core-hours",
@@ -836,11 +833,11 @@ def test_a_price_in_hours_that_the_run_does_not_count(tree: Tree) -> None:
         MegarlError, match=r"run\.stop_when: .* counts core-hours"
     ):  # in a job, only now are its devices known
         train.main(priced, start_facts(priced), inputs.check_start, lambda _: None)
-    inputs.check_all(changed(tree, checkpoint={"milestones": [5, "1 core-hours"]}))
+    inputs.check_all(make.recipe(tree, checkpoint={"milestones": [5, "1 core-hours"]}))
     with pytest.raises(
         MegarlError, match=r"checkpoint\.milestones: '1 GPU-hours', but this run counts core-hours"
     ):
-        inputs.check_all(changed(tree, checkpoint={"milestones": ["1 GPU-hours"]}))
+        inputs.check_all(make.recipe(tree, checkpoint={"milestones": ["1 GPU-hours"]}))
 
 
 @pytest.mark.processes
@@ -848,7 +845,7 @@ def test_a_file_system_that_is_mounted_to_be_read(tree: Tree, tmp_path: Path) ->
     """Root may write wherever permissions are asked, but not there."""
     (tmp_path / "mounted").mkdir()
     (tmp_path / "recipe.yaml").write_text(
-        dump(changed(tree, run={"dir": str(tmp_path / "mounted" / "runs")}))
+        dump(make.recipe(tree, run={"dir": str(tmp_path / "mounted" / "runs")}))
     )
     mount = "mount --bind mounted mounted && mount -o remount,bind,ro mounted"
     private = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
@@ -864,6 +861,6 @@ def test_a_file_system_that_is_mounted_to_be_read(tree: Tree, tmp_path: Path) ->
 
 
 def test_differences_are_dotted(tree: Tree) -> None:
-    other = changed(tree, learner={"optimizer": {"lr": 1e-3}})
+    other = make.recipe(tree, learner={"optimizer": {"lr": 1e-3}})
     assert differences(from_tree(tree), other) == [("learner.optimizer.lr", 5e-7, 1e-3)]
     assert "resume: never" in dump(other)

@@ -22,10 +22,7 @@ from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe, dump, from_tree, load, shipped
 from megarl.core.telemetry.names import NAMES
 
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def test_help_and_recipes_import_nothing_heavy() -> None:
@@ -69,10 +66,9 @@ def test_metrics_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert all(f"\n  {name} " in shown and meaning in shown for name, (_, meaning) in NAMES.items())
     assert cli.main(["metrics", "idle"]) == 0
-    assert (
-        capsys.readouterr().out
-        == "speed\n  learner_idle_share           wait_seconds / step_seconds\n"
-    )
+    section, explained = capsys.readouterr().out.splitlines()
+    assert section == "speed"
+    assert explained.split(maxsplit=1) == ["learner_idle_share", NAMES["learner_idle_share"][1]]
     assert cli.main(["metrics", "speling"]) == 2
     assert "no metric's name contains 'speling'" in capsys.readouterr().err
 
@@ -83,7 +79,8 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     names = [line.split()[0] for line in listed.splitlines()[1:] if not line.startswith(" ")]
     assert names == list(shipped())
     assert names[0] == "quickstart"
-    assert "Arithmetic with a scratchpad by a tiny Llama:" in listed, "the first line of its file"
+    first_line = shipped()["quickstart"].read_text().splitlines()[0]
+    assert first_line.removeprefix("# ").partition(":")[0] in listed
     assert names[-1] == "ppo-critic", "a baseline"
 
 
@@ -92,9 +89,7 @@ def test_the_list_of_recipes_fits_a_narrow_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(["recipes"]) == 0
-    rows = capsys.readouterr().out.splitlines()
-    assert max(map(len, rows)) <= 80
-    assert len(rows) <= 3 * len(shipped()) + 1
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

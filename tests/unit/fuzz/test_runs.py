@@ -7,6 +7,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -71,9 +72,12 @@ def commands(rundir: RunDir) -> list[list[str]]:
     ]
 
 
+PROFILE: Any = settings.default
+
+
 @settings(
     suppress_health_check=list(HealthCheck),
-    max_examples=settings.default.max_examples // 3,
+    max_examples=PROFILE.max_examples // 3,
     phases=(Phase.generate,),  # an example takes long, and what is shown of one is short
 )
 @given(data=st.data())

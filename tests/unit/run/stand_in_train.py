@@ -3,6 +3,7 @@ place of the roles.
 """
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 
@@ -39,7 +40,7 @@ if __name__ == "__main__":
     launchers.choose_launcher = lambda recipe, rundir: StandInLauncher(
         RunDir(loaded.run.path).path, str(loaded.run.steps)
     )
-    train.Watch = lambda start_s: Watch(start_s, stopped_s=1.0)
+    train.Watch = functools.partial(Watch, stopped_s=1.0)  # type: ignore[misc, assignment]
     train.WATCH_S = 0.2
     restart.LONGEST_DELAY_S = 0.1
     report = (

@@ -16,7 +16,7 @@ from megarl.checks import start
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_rows, latest_scores, write_jsonl
-from megarl.core.base.types import Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.base.types import Group, Prompt, int32
 from megarl.core.controller.draw import mixture_of
 from megarl.core.journal.journal import Journal, JournalReader
 from megarl.core.journal.records import (
@@ -28,8 +28,9 @@ from megarl.core.journal.records import (
     Removed,
     Session,
 )
-from megarl.core.recipe import Recipe, dump, from_tree
+from megarl.core.recipe import Recipe, dump
 from megarl.run import fork
+from tests import make
 
 STEPS = 6
 PROMPTS = 3
@@ -37,8 +38,7 @@ LAG = 2
 
 
 def group(ticket: int, prompt: str, correct: bool) -> Group:
-    segment = Segment(tokens=int32([5, 6]), logprobs=float32([-1, -2]), weight_version=0)
-    rollout = Rollout(sample=0, segments=(segment,), reward=1.0, correct=correct, finish="stop")
+    rollout = make.rollout(make.segment([5, 6]), reward=1.0, correct=correct)
     return Group(
         ticket=ticket, prompt=Prompt(id=prompt, tokens=int32([7]), answer=""), rollouts=(rollout,)
     )
@@ -49,7 +49,7 @@ def records(seed: int) -> list[JournalRecord]:
     until STEPS batches were trained.
     """
     rng = random.Random(seed)
-    made = []
+    made: list[JournalRecord] = []
     step = 0
     queue: list[int] = []  # not removed
     open_now: list[int] = []
@@ -180,9 +180,7 @@ def recipe_of(
         "batch": {"prompts": PROMPTS},
     }
     tree |= {"pipeline": {"k": LAG}}
-    for section, values in sections.items():
-        tree[section] = tree.get(section, {}) | values
-    return from_tree(tree)
+    return make.recipe(tree, **sections)
 
 
 def begun(recipe: Recipe) -> RunDir:

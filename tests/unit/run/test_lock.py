@@ -40,7 +40,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
 def test_the_lock_is_of_the_kind_that_file_systems_keep_for_all_nodes(tmp_path: Path) -> None:
     """One on bytes, as POSIX has them. GPFS keeps flock's for each node by itself."""
     code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'ab'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    words = [sys.executable, "-c", code, tmp_path / ".lock"]
+    words = [sys.executable, "-c", code, str(tmp_path / ".lock")]
     with lock(tmp_path, *COMMAND):
         assert b"BlockingIOError" in subprocess.run(words, stderr=subprocess.PIPE).stderr
     assert subprocess.run(words).returncode == 0
@@ -111,7 +111,7 @@ def test_a_reader_of_the_run_cannot_hold_its_lock(ours: bool) -> None:
                 pass
         else:
             file.touch()
-        words = ["/usr/bin/python3", "-c", READS, file]
+        words = ["/usr/bin/python3", "-c", READS, str(file)]
         done = subprocess.run(words, capture_output=True, text=True)
     assert bool(done.returncode) == ours
     assert ("PermissionError" in done.stderr) == ours

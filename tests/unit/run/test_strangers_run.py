@@ -23,7 +23,7 @@ from megarl.cli import main
 from megarl.core.base import terminal
 from megarl.core.base.rundir import RunDir, append_jsonl
 from megarl.core.base.tokenizer import load_tokenizer
-from megarl.core.base.types import Group, Prompt, Rollout, Segment, float32
+from megarl.core.base.types import Group, Prompt
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted, Finished
 from megarl.core.recipe import Recipe, load
@@ -31,6 +31,7 @@ from megarl.core.telemetry.spans import Spans
 from megarl.predict.scaling.plot import plot_fits
 from megarl.run.summary import summarise
 from megarl.tools.report import charts
+from tests import make
 from tests.unit.predict.scaling.curves import exact
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b]0;title\x07\x9b31m\r\u202e[bold][/none]:smile:$\\frac{"
@@ -58,10 +59,8 @@ def run(write_tasks_run: Callable[[int], tuple[Recipe, RunDir]]) -> RunDir:
     """A run of two tasks whose files have HOSTILE wherever a text may stand."""
     recipe, rundir = write_tasks_run(30)
     tokens = load_tokenizer(recipe.model.path).ids("1+1=")
-    part = Segment(tokens=tokens, logprobs=float32([0.0] * len(tokens)), weight_version=1)
-    rollout = Rollout(
-        sample=0, segments=(part,), reward=1.0, correct=True, finish="stop", rewards={HOSTILE: 1.0}
-    )
+    part = make.segment(tokens, 1, logprob=0.0)
+    rollout = make.rollout(part, reward=1.0, rewards={HOSTILE: 1.0})
     prompt = Prompt(id=HOSTILE, tokens=tokens, answer=HOSTILE, task=HOSTILE)
     journal = Journal.open(rundir.rollouts, recipe.batch.prompts, recipe.pipeline.k)
     for ticket, void in enumerate(("", HOSTILE)):

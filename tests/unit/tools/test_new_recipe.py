@@ -33,9 +33,7 @@ WRITES_EQUALS = (
 QUESTIONS = KnownData(1000, 120, (20, 30, 41), longest_question=20, longest_answer=3, grader="math")
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,23 +15,26 @@ from megarl.core.algorithm.advantages import with_advantages
 from megarl.core.algorithm.advantages.group import Centring, Normalisation, centred_rewards, divided
 from megarl.core.algorithm.advantages.moments import NOTHING_SEEN, Moments
 from megarl.core.algorithm.batch import TrainSequence, sequences_in_loss
-from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.base.types import Batch, Group, Prompt, int32
 from megarl.core.recipe import Recipe, from_tree
+from tests import make
 from tests.sequences import training_sequences
 
 
 def group(ticket: int, *rewards: float) -> Group:
     """One token a rollout."""
-    segment = Segment(tokens=int32([5]), logprobs=float32([-1.0]), weight_version=0)
     rollouts = tuple(
-        Rollout(sample=i, segments=(segment,), reward=reward, correct=reward > 0, finish="stop")
-        for i, reward in enumerate(rewards)
+        make.rollout(make.segment([5]), reward=reward, sample=i) for i, reward in enumerate(rewards)
     )
     return Group(
         ticket=ticket,
         prompt=Prompt(id=f"p{ticket}", tokens=int32([1, 2, 3]), answer="4"),
         rollouts=rollouts,
     )
+
+
+def advantages_of(sequences: Sequence[TrainSequence]) -> np.ndarray:
+    return np.array([s.advantage for s in sequences])
 
 
 def advantages(
@@ -62,9 +66,9 @@ def test_groups_of_one_reward_count_in_the_deviation_where_they_are_kept(kind: A
     batch = Batch(step=0, groups=(group(0, 1.0, -1.0, 1.0, -1.0), group(1, 1.0, 1.0, 1.0, 1.0)))
     signs = np.array([1, -1, 1, -1])
     dropped = training_sequences(batch, recipe(advantage=kind))
-    np.testing.assert_allclose([s.advantage for s in dropped], signs)
+    np.testing.assert_allclose(advantages_of(dropped), signs)
     kept = training_sequences(batch, recipe(advantage=kind, zero_variance="keep"))
-    np.testing.assert_allclose([s.advantage for s in kept], [*(np.sqrt(2) * signs), 0, 0, 0, 0])
+    np.testing.assert_allclose(advantages_of(kept), [*(np.sqrt(2) * signs), 0, 0, 0, 0])
 
 
 def test_the_overlong_penalty_does_not_put_a_group_of_right_answers_into_the_loss() -> None:
@@ -160,9 +164,8 @@ def test_a_kl_penalty_is_taken_off_before_centring_and_dividing() -> None:
     )
     lowered = [[0.75, -1.5], [-1.0, 0.0, 0.5]]
     centred = [r - statistics.mean(rewards) for rewards in lowered for r in rewards]
-    np.testing.assert_allclose(
-        [s.advantage for s in found], np.array(centred) / statistics.pstdev(centred), rtol=1e-12
-    )
+    expected = np.array(centred) / statistics.pstdev(centred)
+    np.testing.assert_allclose(advantages_of(found), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["batch", "group", "running", "none"])
@@ -213,9 +216,7 @@ def test_running_deviation_is_that_of_all_batches_so_far(stream: Any, centring: 
             expected = np.concatenate(advantages(varied, "none", centring)) / np.std(
                 np.concatenate(history)
             )
-            np.testing.assert_allclose(
-                [s.advantage for s in sequences], expected, rtol=1e-12, atol=1e-15
-            )
+            np.testing.assert_allclose(advantages_of(sequences), expected, rtol=1e-12, atol=1e-15)
         else:
             assert sequences == []
 

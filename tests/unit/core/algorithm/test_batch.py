@@ -22,24 +22,21 @@ from megarl.core.algorithm.batch import (
     sequences_in_loss,
     token_weights,
 )
-from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.base.types import Batch, Group, Prompt, Rollout, int32
 from megarl.core.recipe import Recipe, from_tree
+from tests import make
 from tests.sequences import training_sequences
 
 
-def rollout(sample: int, reward: float, *parts: tuple[int, int, bool], **fields: object) -> Rollout:
+def rollout(sample: int, reward: float, *parts: tuple[int, int, bool], **fields: Any) -> Rollout:
     """parts: (tokens, weight version, trained)."""
     segments = tuple(
-        Segment(
-            tokens=int32(range(100 * sample, 100 * sample + n)),
-            logprobs=float32([-0.5 - sample] * n),
-            weight_version=version,
-            trained=trained,
+        make.segment(
+            range(100 * sample, 100 * sample + n), version, logprob=-0.5 - sample, trained=trained
         )
         for n, version, trained in parts
     )
-    known = {"correct": reward > 0, "finish": "stop", **fields}
-    return Rollout(sample=sample, segments=segments, reward=reward, **known)
+    return make.rollout(*segments, reward=reward, sample=sample, **fields)
 
 
 def group(ticket: int, *rollouts: Rollout, void: str = "") -> Group:
@@ -54,7 +51,7 @@ def recipe(**batch: object) -> Recipe:
 
 
 LONGEST = 10
-ALL_AGGREGATIONS = ["prompt", "sample", "token", "constant"]
+ALL_AGGREGATIONS: list[Any] = ["prompt", "sample", "token", "constant"]
 
 
 MIXED = Batch(
@@ -167,14 +164,14 @@ def test_advantages_that_do_not_follow_rewards_are_told_from_those_that_do() -> 
     assert fit(
         lambda s: {"advantage": np.where(s.loss_weight > 0, np.float32(s.advantage), 99)}
     ) == pytest.approx(1)
-    rewards = [s.reward for s in good]
-    gains = [s.advantage + 0.3 * n**2 for n, s in enumerate(good)]
+    rewards: list[Any] = [s.reward for s in good]
+    gains: list[Any] = [s.advantage + 0.3 * n**2 for n, s in enumerate(good)]
     centred = [
         np.concatenate([np.array(x[:2]) - np.mean(x[:2]), np.array(x[2:]) - np.mean(x[2:])])
         for x in (gains, rewards)
     ]
     assert fit(lambda s: {"advantage": gains[good.index(s)]}) == pytest.approx(
-        np.corrcoef(*centred)[0, 1]
+        np.corrcoef(centred[0], centred[1])[0, 1]
     )
     assert math.isnan(fit(lambda s: {"advantage": 0.7}))
     assert math.isnan(fit(lambda s: {"reward": 0.1}))
@@ -387,11 +384,13 @@ def test_a_teachers_advantage_is_mixed_in_token_by_token() -> None:
     plain, mixed, alone = (made(scored(MIXED), weight) for weight in (0.0, 0.25, 1.0))
     rollouts = [r for g in MIXED.groups for r in g.rollouts]
     for reward, both, teacher, r in zip(plain, mixed, alone, rollouts, strict=True):
+        assert isinstance(teacher.advantage, np.ndarray)
+        assert isinstance(both.advantage, np.ndarray)
         for t, trained in enumerate(r.trained):
             apart = -1 - t - r.logprobs[t] if trained else 0.0
-            assert teacher.advantage[3 + t] == pytest.approx(apart)  # type: ignore[index]  # three prompt tokens
+            assert teacher.advantage[3 + t] == pytest.approx(apart)  # three prompt tokens
             assert both.advantage[3 + t] == pytest.approx(0.75 * reward.advantage + 0.25 * apart)
-        assert not np.any(teacher.advantage[:3])  # type: ignore[index]
+        assert not np.any(teacher.advantage[:3])
     shown = batch_statistics(scored(MIXED))["kl_teacher"]
     assert shown == pytest.approx(
         np.mean([r.logprobs[t] + 1 + t for r in rollouts for t in np.flatnonzero(r.trained)])

@@ -2,8 +2,10 @@
 model gives.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from tests.tiny import (
     tiny_qwen3_moe,
 )
 
-MODELS = {
+MODELS: dict[str, Callable[..., Any]] = {
     "llama": tiny_llama,
     "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,

@@ -74,17 +74,17 @@ def test_text_that_was_not_sampled_is_no_step_of_time() -> None:
 def test_normalised_over_the_trained_tokens_of_the_batch() -> None:
     draw = np.random.default_rng(0)
     batch = [
-        rollout([0, *draw.integers(0, 2, n), 1], reward=draw.choice([-1.0, 1.0]))
+        rollout([0, *draw.integers(0, 2, n), 1], reward=float(draw.choice([-1.0, 1.0])))
         for n in (3, 9, 30)
     ]
     values = [draw.normal(size=len(s)).astype(np.float32) for s in batch]
     plain, _ = critic.estimated(batch, values, 0.95, "none")
     scaled, _ = critic.estimated(batch, values, 0.95, "batch")
-    flat = np.concatenate([s.advantage[s.loss_weight > 0] for s in plain])  # type: ignore[index]
+    flat = np.concatenate([np.asarray(s.advantage)[s.loss_weight > 0] for s in plain])
     expected = (flat - flat.mean()) / flat.std()
-    assert np.concatenate([s.advantage[s.loss_weight > 0] for s in scaled]) == pytest.approx(
-        expected, abs=1e-5
-    )
+    assert np.concatenate(
+        [np.asarray(s.advantage)[s.loss_weight > 0] for s in scaled]
+    ) == pytest.approx(expected, abs=1e-5)
     statistics = advantage_statistics(scaled)
     assert (statistics["advantage_mean"], statistics["advantage_std"]) == pytest.approx(
         (0, 1), abs=1e-6
@@ -106,7 +106,7 @@ def test_running_statistics_are_those_of_all_tokens_so_far() -> None:
         now = np.concatenate([s.advantage[s.loss_weight > 0] for s in plain])  # type: ignore[index]
         seen = np.append(seen, now)
         scaled, moments = critic.estimated(batch, values, 0.95, "running", moments)
-        found = np.concatenate([s.advantage[s.loss_weight > 0] for s in scaled])  # type: ignore[index]
+        found = np.concatenate([np.asarray(s.advantage)[s.loss_weight > 0] for s in scaled])
         assert found == pytest.approx((now - seen.mean()) / seen.std(), abs=1e-5)
 
 

@@ -21,30 +21,22 @@ from megarl.core.base.types import (
     Segment,
     decode,
     encode,
-    float32,
     int32,
     paths_of,
 )
 from megarl.core.controller.parity_schedule import compared
-from megarl.core.recipe import from_tree
+from megarl.core.recipe import Recipe, from_tree
+from tests import make
 
 PROMPT = int32([90, 91])
 
 
 def segment(tokens: list[int], trained: bool = True, version: int = 0) -> Segment:
-    logprobs = float32([-0.5 * trained] * len(tokens))
-    return Segment(tokens=int32(tokens), logprobs=logprobs, weight_version=version, trained=trained)
+    return make.segment(tokens, version, logprob=-0.5 * trained, trained=trained)
 
 
 def rollout(sample: int, reward: float, segments: list[Segment], *paths: Branch) -> Rollout:
-    return Rollout(
-        sample=sample,
-        segments=tuple(segments),
-        reward=reward,
-        correct=reward > 0,
-        finish="stop",
-        paths=paths,
-    )
+    return make.rollout(*segments, reward=reward, sample=sample, paths=paths)
 
 
 AGENT = rollout(
@@ -65,7 +57,7 @@ AGENT = rollout(
 PLAIN = rollout(1, -1.0, [segment([3, 3, 3]), segment([4], False), segment([5])])
 
 
-def recipe(**batch: object):  # type: ignore[no-untyped-def]
+def recipe(**batch: object) -> Recipe:
     return from_tree({"batch": {"prompts": 1} | batch, "sampling": {"generations": 2}})
 
 
@@ -156,7 +148,8 @@ def test_what_parity_compares_of_a_path() -> None:
 
 
 def test_paths_pass_between_roles() -> None:
-    back = decode(encode(BATCH), Batch).groups[0].rollouts[0]
+    batch: Batch = decode(encode(BATCH), Batch)
+    back = batch.groups[0].rollouts[0]
     assert encode(back) == encode(AGENT)
 
 

@@ -3,6 +3,7 @@ vocabulary.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,10 +81,11 @@ def test_mean_gradients_in_the_loss_and_in_the_reward(seed: int) -> None:
     log_r = torch.tensor(np.log(r))
     forward = gradient(lambda logp: (torch.tensor(r) * (log_r - logp)).sum(), logits)
     reverse = gradient(lambda logp: (logp.exp() * (logp - log_r)).sum(), logits)
-    in_loss = {
-        e: gradient(lambda logp, e=e: (often * estimate(logp, log_r, e)).sum(), logits)
-        for e in FORMULAS
-    }
+
+    def gradient_of(estimator: Any) -> Any:
+        return gradient(lambda logp: (often * estimate(logp, log_r, estimator)).sum(), logits)
+
+    in_loss = {estimator: gradient_of(estimator) for estimator in FORMULAS}
     np.testing.assert_allclose(in_loss["k1"], 0, atol=1e-15)
     np.testing.assert_allclose(in_loss["k2"], reverse, rtol=1e-9, atol=1e-14)
     np.testing.assert_allclose(in_loss["k3"], forward, rtol=1e-9, atol=1e-14)

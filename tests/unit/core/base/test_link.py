@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import zmq
@@ -67,7 +68,7 @@ def link(address: str) -> Iterator[ControllerLink]:
 
 def test_a_reply_is_the_controllers(address: str, link: ControllerLink) -> None:
     heard = serve(address, [to_frames(Wait(reason="no batch"))])
-    reply = decode(link.ask(NEXT), Reply)
+    reply: Any = decode(link.ask(NEXT), Reply)
     assert isinstance(reply, Wait)
     assert reply.reason == "no batch"
     assert [from_frames(f, Request).step for f in heard()] == [3]

@@ -35,7 +35,9 @@ def listening() -> set[tuple[str, int]]:
     port.
     """
     return {
-        tuple(c.laddr) for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN
+        (c.laddr.ip, c.laddr.port)
+        for c in psutil.Process().net_connections()
+        if c.laddr and c.status == psutil.CONN_LISTEN
     }
 
 

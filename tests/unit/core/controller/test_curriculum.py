@@ -3,6 +3,7 @@ if nothing had happened.
 """
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -77,7 +78,7 @@ def test_resume_equals_uninterrupted(events: list[str], rates: list[float], pace
 
     live = new()
     last = None
-    pass_rates = {}
+    pass_rates: dict[str, Any] = {}
     count = 0
     for event, rate in zip(events, rates, strict=False):
         if event == "draw":

@@ -29,7 +29,7 @@ def told(
     *,
     incarnation: str = "a",
     version: int | None = None,
-    **standing: object,
+    **standing: Any,
 ) -> object:
     usual: dict[str, Any] = {
         "batches": 8,
@@ -37,7 +37,7 @@ def told(
         "final_step": 10,
         "score_due": False,
     }
-    now = ControllerView(**(usual | standing), membership=members)  # type: ignore[arg-type]
+    now = ControllerView(**(usual | standing), membership=members)
     return decide(
         Next(incarnation=incarnation, step=step, version=step if version is None else version), now
     )

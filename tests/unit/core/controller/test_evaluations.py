@@ -51,9 +51,9 @@ def recipe_of(tmp_path: Path, **weights: float) -> Recipe:
 
 
 def questions(recipe: Recipe, count: int) -> list[Sampled]:
-    return questions_of(
-        recipe, {name: prompts(name, count) for name in recipe.data.tasks}, TOKENIZER
-    )
+    sets = {name: prompts(name, count) for name in recipe.data.tasks}
+    questions: list[Any] = questions_of(recipe, sets, TOKENIZER)
+    return questions
 
 
 def prompts(task: str, count: int) -> TaskPrompts:
@@ -326,7 +326,7 @@ def test_an_answer_that_no_grader_can_judge_is_void(
             return Grade(math.nan, correct, True, error=True)
 
     recipe = recipe_of(tmp_path, one=1.0)
-    answers = Doubtful(0)
+    answers: Any = Doubtful(0)
     kept = list[Answer]()
     answers.servers = Pool({}, Places(Membership([ServerAddress(id=0, url="")]), 1))
     asyncio.run(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megarl.core.base.admission import Admission
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.types import Group, Prompt, Rollout, decode, encode, int32
+from megarl.core.base.types import Group, Prompt, decode, encode, int32
 from megarl.core.controller.draw import (
     Draw,
     Mixture,
@@ -23,6 +23,7 @@ from megarl.core.controller.draw import (
 )
 from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, Snapshot, State
 from megarl.core.recipe import Recipe, from_tree
+from tests import make
 
 WEIGHTS = st.dictionaries(
     st.sampled_from("abcde"), st.sampled_from([0.1, 0.3, 1.0, 1.5, 2.0, 7.0]), min_size=1
@@ -124,10 +125,7 @@ class Run:
         if not self.unfinished:
             return
         admitted = self.unfinished.pop(sorted(self.unfinished)[which % len(self.unfinished)])
-        rollouts = tuple(
-            Rollout(sample=n, segments=(), reward=0.0, correct=n < right, finish="stop")
-            for n in range(2)
-        )
+        rollouts = tuple(make.rollout(reward=0.0, sample=n, correct=n < right) for n in range(2))
         group = Group(
             ticket=admitted.ticket,
             prompt=prompt(admitted.task, int(admitted.prompt_id[1:])),

@@ -17,7 +17,8 @@ from megarl.core.base.types import Prompt, Segment, float32, int32
 from megarl.core.client.client import Prefill, ServerLost
 from megarl.core.client.membership import Membership
 from megarl.core.controller.parity_schedule import Candidate, Parity, chosen_slots
-from megarl.core.recipe import Recipe, from_tree, load
+from megarl.core.recipe import Recipe, load
+from tests import make
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +28,7 @@ END = 2
 
 def recipe_of(**sections: Any) -> Recipe:
     tree: dict[str, Any] = {"batch": {"prompts": 6}, "sampling": {"generations": 4}}
-    return from_tree({key: tree.get(key, {}) | sections.get(key, {}) for key in tree | sections})
+    return make.recipe(tree, **sections)
 
 
 def segment(version: int, logprobs: Sequence[float], trained: bool = True) -> Segment:
@@ -240,7 +241,7 @@ async def test_a_difference_that_lasts_ends_the_run_with_its_cause() -> None:
                 0,
                 version,
                 PROMPT.tokens,
-                (segment(version - 1, -np.arange(1, 70) - 0.4),),
+                (segment(version - 1, list(-np.arange(1, 70) - 0.4)),),
                 0,
                 0,
             )

@@ -8,22 +8,19 @@ from typing import Any
 import pytest
 
 from megarl.core.algorithm.batch import batch_statistics
-from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.base.types import Batch, Group, Prompt, int32
 from megarl.core.controller.metrics import OF_EACH_TASK, task_statistics
 from megarl.core.recipe import Recipe, from_tree
 from megarl.core.telemetry.names import tag
+from tests import make
 
 
 def group(ticket: int, task: str, right: int, tokens: int) -> Group:
-    segment = Segment(
-        tokens=int32([3] * tokens), logprobs=float32([-1.0] * tokens), weight_version=2
-    )
     rollouts = tuple(
-        Rollout(
-            sample=n,
-            segments=(segment,),
+        make.rollout(
+            make.segment([3] * tokens, 2),
             reward=1.0 if n < right else -1.0,
-            correct=n < right,
+            sample=n,
             finish="length" if n < right - 1 else "stop",
         )
         for n in range(4)

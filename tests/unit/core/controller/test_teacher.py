@@ -14,11 +14,11 @@ from aiohttp import web
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
-from megarl.core.base.types import Segment
 from megarl.core.controller.teacher import TeacherEndpoint, check_endpoint
 from megarl.core.recipe import Recipe, from_tree
 from megarl.run.process import free_ports
 from megarl.tasks.data import arithmetic_models
+from tests import make
 
 KEY = "let-me-in"
 
@@ -90,9 +90,7 @@ def test_long_rollouts_do_not_wait_in_a_teachers_queue_until_their_time_is_up(
             "answer_tokens": 1000,
         }
         teacher = TeacherEndpoint(from_tree({"length": length, "teacher": {"url": url}}))
-        segment = Segment(
-            tokens=np.array([5, 6], np.int32), logprobs=np.zeros(2, np.float32), weight_version=0
-        )
+        segment = make.segment([5, 6], logprob=0.0)
         prompt = np.array([3, 4], np.int32)
         try:
             return await asyncio.gather(*(teacher.logprobs(prompt, [segment]) for _ in range(8)))

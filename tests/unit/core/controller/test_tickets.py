@@ -19,7 +19,7 @@ from megarl.core.base.admission import Admission
 from megarl.core.base.architecture import read
 from megarl.core.base.contracts import Grade, GraderDown, TaskPrompts
 from megarl.core.base.messages import Next, Refused, ServerAddress
-from megarl.core.base.types import Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.base.types import Group, Prompt, float32, int32
 from megarl.core.client.client import Generation, ServerLost, VersionSpan
 from megarl.core.client.membership import Membership
 from megarl.core.controller.decision import TrainStep, decide
@@ -30,18 +30,19 @@ from megarl.core.controller.tickets import Tickets, with_means
 from megarl.core.journal.journal import Journal, JournalReader
 from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, State
 from megarl.core.journal.writer import JournalWriter
-from megarl.core.recipe import Recipe, from_tree
+from megarl.core.recipe import Recipe
 from megarl.core.sampling.length_control import thinking_budget
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Sampler
 from megarl.tasks.environments.registry import TaskEnvironments
 from megarl.tasks.graders.grader import TaskGraders
+from tests import make
 from tests.server_pool import Pool
 
 END = 0
 CLOSE = 1
 B = 4
-STAGES = [
+STAGES: list[dict[str, Any]] = [
     {"until_step": 2, "thinking_tokens": [4, 6]},
     {"until_step": 4, "thinking_tokens": [10, 12]},
 ]
@@ -124,7 +125,7 @@ def recipe_of(**sections: Any) -> Recipe:
         "sampling": {"generations": 4},
         "length": {"thinking_tokens": FULL, "answer_tokens": 3, "stages": STAGES},
     }
-    return from_tree({key: tree.get(key, {}) | sections.get(key, {}) for key in tree | sections})
+    return make.recipe(tree, **sections)
 
 
 class Wordy(Server):
@@ -162,11 +163,12 @@ async def run(
     asked = server()
     places = Places(members, 16)
     settled = 0
+    letters: Any = Letters()
     sampler = Sampler(
         recipe,
-        Letters(),
+        letters,
         Pool({0: asked}, places, lossless=True),
-        TaskEnvironments(recipe, Letters()),
+        TaskEnvironments(recipe, letters),
     )
     graders = TaskGraders(recipe, str, 1, 1.0)
     records = JournalWriter(journal)
@@ -182,11 +184,12 @@ async def run(
     def whole() -> bool:
         return not pipeline.running and pipeline.batches() >= recipe.run.steps
 
+    servers: Any = SimpleNamespace(clients={0: asked}, membership=members)
     parity = Parity(
         recipe,
         END,
         read("llama-3.1-8b"),
-        SimpleNamespace(clients={0: asked}, membership=members),
+        servers,
         changed,
         pytest.fail,
         "",
@@ -244,11 +247,11 @@ def check_budgets(recipe: Recipe, found: list[JournalRecord]) -> set[int]:
     due = {r.ticket: r.due_step for r in found if isinstance(r, Admitted)}
     met = set()
     for group in (r.group for r in found if isinstance(r, Finished)):
-        stage = sum(due[group.ticket] >= s["until_step"] for s in STAGES)  # type: ignore[operator]
+        stage = sum(due[group.ticket] >= s["until_step"] for s in STAGES)
         bounds = [*(s["thinking_tokens"] for s in STAGES), FULL][stage]
         met.add(stage)
         for rollout in group.rollouts:
-            budget = thinking_budget(recipe.run.seed, group.ticket, rollout.sample, tuple(bounds))  # type: ignore[arg-type]
+            budget = thinking_budget(recipe.run.seed, group.ticket, rollout.sample, tuple(bounds))
             assert int((rollout.tokens == 7).sum()) == budget
             assert bounds[0] <= budget <= bounds[1]
     return met
@@ -344,17 +347,8 @@ def test_solved_prompts_are_begun_again_task_by_task(tmp_path: Path) -> None:
 def test_an_answer_that_no_grader_could_judge_has_no_part_in_what_is_learnt(
     rewards: list[float], expected: list[float], variance: bool
 ) -> None:
-    segment = Segment(tokens=int32([5]), logprobs=float32([-1.0]), weight_version=0)
     made = [
-        Rollout(
-            sample=n,
-            segments=(segment,),
-            reward=r,
-            graded=r,
-            correct=r > 0,
-            finish="stop",
-            grader_error=r != r,
-        )
+        make.rollout(make.segment([5]), reward=r, sample=n, graded=r, grader_error=math.isnan(r))
         for n, r in enumerate(rewards)
     ]
     group = Group(ticket=0, prompt=PROMPTS["math"].train[0], rollouts=with_means(made, []))
@@ -369,7 +363,7 @@ def test_an_answer_that_no_grader_could_judge_has_no_part_in_what_is_learnt(
 
 
 def test_a_group_of_which_no_answer_could_be_judged_is_void() -> None:
-    unknown = Rollout(sample=0, segments=(), reward=math.nan, correct=False, finish="stop")
+    unknown = make.rollout(reward=math.nan)
     with pytest.raises(GraderDown, match="no answer could be judged"):
         with_means([unknown, unknown], [])
     with pytest.raises(GraderDown, match=r"^its process ended$"):

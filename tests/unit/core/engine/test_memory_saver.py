@@ -22,7 +22,7 @@ def compiled(library: Path, *needed: str) -> Path:
     source.write_text("int stands_for_nothing;\n")
     name = f"-Wl,-soname,{library.name}"
     needs = [f"-l:{other}" for other in needed]
-    words = ["cc", "-shared", "-fPIC", name, "-o", library, source, "-Wl,--no-as-needed"]
+    words = ["cc", "-shared", "-fPIC", name, "-o", str(library), str(source), "-Wl,--no-as-needed"]
     subprocess.run([*words, f"-L{library.parent}", *needs], check=True, timeout=60)
     return library
 

@@ -26,9 +26,10 @@ from megarl.core.engine.launch import (
     node_arguments,
     precision_arguments,
 )
-from megarl.core.recipe import Recipe, from_tree
+from megarl.core.recipe import Recipe
 from megarl.core.recipe.model import FP8_BLOCK
 from megarl.core.sync.block_fp8 import BLOCK
+from tests import make
 
 LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 BINDING = "SGLANG_NUMA_BIND_V2"
@@ -57,7 +58,7 @@ def a_recipe(
         "length": {"prompt_tokens": 100, "thinking_tokens": [100, 200], "answer_tokens": 100},
         "serving": {"kv_tokens": 4096},
     }
-    return from_tree({k: tree.get(k, {}) | sections.get(k, {}) for k in tree | sections})
+    return make.recipe(tree, **sections)
 
 
 def test_arguments_follow_the_recipe(tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_experts_keep_their_rows_whatever_the_shell_says(
 
 
 def test_a_shared_gpu_is_said_to_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = {
+    shares: dict[str, Any] = {
         "resources": {"colocate": True},
         "weights": {"transport": "cuda_ipc"},
         "pipeline": {"k": 0},
@@ -279,8 +280,8 @@ BALANCED = {
 
 
 def test_gpus_with_whole_experts(tmp_path: Path) -> None:
-    whole = {"serving": {"kv_tokens": 4096, "expert_parallel": True}}
-    four = {"resources": {"server_tensor_parallel": 4}}
+    whole: dict[str, Any] = {"serving": {"kv_tokens": 4096, "expert_parallel": True}}
+    four: dict[str, Any] = {"resources": {"server_tensor_parallel": 4}}
     recipe = a_recipe(tmp_path, config=BALANCED, **four, **whole)
     for cuda in (False, True):
         check(recipe, cuda)
@@ -599,7 +600,7 @@ def test_fp8_needs_a_gpu_that_has_it(tmp_path: Path, serving: dict[str, Any]) ->
 def test_what_sglang_cannot_divide_into_blocks_is_refused(
     tmp_path: Path, config: dict[str, Any], ranks: int, problem: str
 ) -> None:
-    moe = {
+    moe: dict[str, Any] = {
         "num_experts_per_tok": 2,
         "n_routed_experts": 4,
         "moe_intermediate_size": 128,

@@ -150,11 +150,12 @@ def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPa
 
     name = "sglang.srt.models.mllama4"
     seen = []
-    source = (
-        Path(importlib.util.find_spec("sglang").origin).parent / "srt" / "models" / "mllama4.py"
-    )
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).parent / "srt" / "models" / "mllama4.py"
     assert "logger = logging.getLogger(__name__)\n" in source.read_text()
-    scheduler = ModuleType("scheduler")  # theirs takes seconds to import
+    scheduler: Any = ModuleType("scheduler")  # theirs takes seconds to import
     scheduler.run_scheduler_process = lambda: seen.append(
         logging.getLogger(name).getEffectiveLevel()
     )

@@ -3,6 +3,7 @@ the answers' noise may pass.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,7 +115,7 @@ def test_noise_alone_seldom_alarms() -> None:
 
 
 def test_the_score_that_is_forecast_is_the_one_that_is_judged() -> None:
-    of_code = {
+    of_code: dict[str, Any] = {
         "predicted_score": "pass_rate/code",
         "predicted_least": 0.58,
         "predicted_least_low": 0.53,

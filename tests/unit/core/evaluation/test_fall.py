@@ -4,6 +4,7 @@ small dip pass.
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,7 +107,7 @@ def test_two_simulated_scores_differ_as_those_of_the_real_model_did() -> None:
 def write(folder: Path, step: int, task: str, rates: dict[str, float] | None) -> None:
     place = SuiteDir(step_folder(folder, step), task)
     place.path.mkdir(parents=True)
-    known = {} if rates is None else {"pass_rates": rates}
+    known: dict[str, Any] = {} if rates is None else {"pass_rates": rates}
     result = Result(
         suite=task, model="m", samples=1, settings={}, metrics={}, time=0.0, versions={}, **known
     )

@@ -314,7 +314,7 @@ def test_causes_are_named_by_their_patterns() -> None:
     assert "Likely cause: temperature" in last(rescored=lambda s: s.learner * 1.1)
     assert "Likely cause: temperature" in last(behaviour=lambda s: s.sampled_at * 1.1)
     assert "Likely cause: RoPE" in last(rescored=lambda s: s.learner + noise * s.position / 40)
-    old = {"behaviour": lambda s: s.rescored, "sampled_at": lambda s: s.rescored}
+    old: dict[str, Any] = {"behaviour": lambda s: s.rescored, "sampled_at": lambda s: s.rescored}
     assert "Likely cause: stale server" in last(learner=lambda s: s.learner + noise, **old)
     assert "kv_cache_dtype" in last(behaviour=lambda s: s.sampled_at + noise * s.position / 40)
     assert "Likely cause: routing" in last(True, choices=1000, differing=300)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.types import Group, Prompt, Rollout, Segment, encode, float32, int32
+from megarl.core.base.types import Group, Prompt, encode, int32
 from megarl.core.journal import journal as journal_module
 from megarl.core.journal.file import RECORD_HEADER, record_of, scan
 from megarl.core.journal.journal import REMEMBERED, Journal, JournalReader
@@ -35,21 +35,14 @@ from megarl.core.journal.records import (
     Snapshot,
     State,
 )
+from tests import make
 
 
 def finished(
     ticket: int, correct: bool = True, tokens: int = 5, void: str = "", time: float = 0.0
 ) -> Finished:
-    segment = Segment(
-        tokens=int32(range(tokens)), logprobs=float32([-ticket] * tokens), weight_version=ticket
-    )
-    rollout = Rollout(
-        sample=0,
-        segments=(segment,),
-        reward=1.0 if correct else -1.0,
-        correct=correct,
-        finish="stop",
-    )
+    segment = make.segment(range(tokens), ticket, logprob=-ticket)
+    rollout = make.rollout(segment, reward=1.0 if correct else -1.0)
     prompt = Prompt(id=f"p{ticket % 3}", tokens=int32([7, 8]), answer="15")
     return Finished(
         group=Group(ticket=ticket, prompt=prompt, rollouts=() if void else (rollout,), void=void),
@@ -99,7 +92,7 @@ def test_records_come_back_in_order(tmp_path: Path) -> None:
     evaluated = Evaluated(
         version=3, time=9.0, compute_hours=0.5, pass_rate=0.25, n_prompts=10, samples=2
     )
-    records = [
+    records: list[JournalRecord] = [
         Session(session="s", time=1.0, devices=2, compute_unit="core"),
         admitted(0),
         admitted(1),
@@ -256,7 +249,9 @@ def test_cut_anywhere_it_opens_with_the_whole_records_before_the_cut(
     assert file.stat().st_size == cut
     journal = Journal.open(path, 2, 1)
     assert file.stat().st_size == ends[complete]
-    expected = State.restored(next(iter(reader.replay())))
+    snapshot = next(iter(reader.replay()))
+    assert isinstance(snapshot, Snapshot)
+    expected = State.restored(snapshot)
     for record in records[:complete]:
         expected.apply(record)
     assert same(journal.state, expected)

@@ -10,13 +10,13 @@ import torch
 
 from checkpoints_tools.convert import megatron_to_hf, reshard
 from checkpoints_tools.layout import Parallelism
-from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.base.errors import MegarlError
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import hf, parallel
+from tests import make
 from tests.tiny import tiny_llama
 
 # isort: split
@@ -24,7 +24,9 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-CRITIC = {"batch": {"centring": "critic", "zero_variance": "keep", "aggregation": "token"}}
+CRITIC: dict[str, Any] = {
+    "batch": {"centring": "critic", "zero_variance": "keep", "aggregation": "token"}
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +43,13 @@ def trainer_of(
     **sections: dict[str, Any],
 ) -> Trainer:
     optimizer = {"optimizer": {"lr": 1e-3, "warmup_steps": 0}}
-    sections.setdefault("critic", {})
     tree = {
         "model": {"path": str(model), "dtype": dtype},
         "loss": {"kind": "clip"},
         "learner": {"microbatch_tokens": 64, **optimizer, **(learner or {})},
+        "critic": {"optimizer": {"lr": 1e-3}},
     }
-    return Trainer(
-        recipes.from_tree(
-            tree | sections | {"critic": {"optimizer": {"lr": 1e-3}} | sections["critic"]}
-        ),
-        model,
-    )
+    return Trainer(make.recipe(tree, **sections), model)
 
 
 def batch() -> list[TrainSequence]:
@@ -149,7 +146,10 @@ def test_the_policys_warm_up_begins_after_the_critics(model: Path) -> None:
     could be at the full rate.
     """
     optimizer = {"lr": 1e-3, "warmup_steps": 2, "schedule": "linear"}
-    given = {"run": {"steps": 6}, "learner": {"microbatch_tokens": 96, "optimizer": optimizer}}
+    given: dict[str, Any] = {
+        "run": {"steps": 6},
+        "learner": {"microbatch_tokens": 96, "optimizer": optimizer},
+    }
     trainer = trainer_of(model, **CRITIC | given, critic={"warmup_steps": 2})
     rows = [trainer.train_step(batch()) for _ in range(6)]
     assert [row.get("lr") for row in rows] == [
@@ -176,16 +176,14 @@ def test_what_was_not_sampled_has_no_gradient(model: Path) -> None:
         )  # so that the layers below have a gradient
     plain, _ = trainer.critic.estimated(batch())
     masked = [s.loss_weight == 0 for s in plain]
-    noisy = [
-        dataclasses.replace(
-            s,
-            **{
-                name: np.where(m, np.float32(1e6), getattr(s, name)).astype(np.float32)
-                for name in ("advantage", "value", "value_target", "behaviour_logprobs")
-            },
-        )
-        for s, m in zip(plain, masked, strict=True)
-    ]
+
+    def with_noise(sequence: TrainSequence, where: np.ndarray) -> dict[str, Any]:
+        return {
+            name: np.where(where, np.float32(1e6), getattr(sequence, name)).astype(np.float32)
+            for name in ("advantage", "value", "value_target", "behaviour_logprobs")
+        }
+
+    noisy = [dataclasses.replace(s, **with_noise(s, m)) for s, m in zip(plain, masked, strict=True)]
     found = []
     for sequences in (plain, noisy):
         trainer.policy.forward_backward(sequences)

@@ -21,6 +21,7 @@ from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import hf
+from tests import make
 from tests.sequences import logprobs
 from tests.tiny import gradients, tiny_llama, tiny_llama4, tiny_qwen3, tiny_qwen3_moe
 
@@ -29,7 +30,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 LENGTHS = (40, 7, 23, 31)
 LOGPROB_LIMIT = 5e-3
 GRADIENT_LIMIT = 8e-3
-CRITIC = {"batch": {"centring": "critic", "zero_variance": "keep", "aggregation": "token"}}
+CRITIC: dict[str, Any] = {
+    "batch": {"centring": "critic", "zero_variance": "keep", "aggregation": "token"}
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +45,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe_of(path: Path, dtype: str = "fp16", **sections: dict[str, Any]) -> recipes.Recipe:
     adamw = {"optimizer": {"lr": 1e-3, "warmup_steps": 0}}
     tree = {
-        "model": {"path": str(path), "dtype": dtype, **sections.pop("model", {})},
-        "learner": {"microbatch_tokens": 64, **adamw, **sections.pop("learner", {})},
-        "critic": {"optimizer": {"lr": 1e-3}} | sections.pop("critic", {}),
+        "model": {"path": str(path), "dtype": dtype},
+        "learner": {"microbatch_tokens": 64, **adamw},
+        "critic": {"optimizer": {"lr": 1e-3}},
     }
-    return recipes.from_tree(tree | sections)
+    return make.recipe(tree, **sections)
 
 
 def trainer_of(path: Path, dtype: str = "fp16", **sections: dict[str, Any]) -> Trainer:

@@ -4,7 +4,7 @@ what is skipped, what is never made.
 
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -190,7 +190,7 @@ def test_masked_tokens_meet_no_arithmetic(one_rank: None) -> None:
             tp_group=parallel_state.get_tensor_model_parallel_group(),
         ),
         output_weight=None,
-        context=SimpleNamespace(positions=at, labels=case.labels),
+        context=cast(Any, SimpleNamespace(positions=at, labels=case.labels)),
         vocab_size=13,
         temperature=1.0,
         precision=torch.float32,

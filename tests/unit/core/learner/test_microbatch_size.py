@@ -4,7 +4,7 @@ nothing.
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -223,7 +223,7 @@ def test_a_trial_fills_micro_batches_and_running_out_steps_down(trainer: Trainer
 
     plain = trainer.policy.forward_backward
 
-    def counting(sequences: list[TrainSequence]) -> dict[str, float]:
+    def counting(sequences: Sequence[TrainSequence]) -> dict[str, float]:
         metrics = plain(sequences)
         assert metrics["microbatches"] == 1
         seen.append(sum(map(len, sequences)))
@@ -262,10 +262,10 @@ def test_memory_that_runs_out_in_training_names_the_keys(
     tiny_llama(tmp_path / "hf")
     trainer = Trainer(recipe_of(tmp_path / "hf", microbatch_tokens=64), tmp_path / "hf")
 
-    def full(*_: Any, **__: Any) -> None:
+    def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    trainer.policy.lm_head = lambda _: full
+    trainer.policy.lm_head = lambda temperature: full
     ids = np.arange(tokens, dtype=np.int32)
     with pytest.raises(
         MegarlError,

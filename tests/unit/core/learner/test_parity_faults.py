@@ -3,6 +3,7 @@ lasts.
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +40,7 @@ def scores(network: Network) -> np.ndarray:
 def test_each_changes_the_scores_and_leaves_nothing_behind(network: Network) -> None:
     assert set(DOSES) == set(LEARNER_FAULTS)
     clean = scores(network)
+    fault: Any
     for name, fault in LEARNER_FAULTS.items():
         with fault(network, DOSES[name]):
             changed = scores(network)

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from megarl.core import recipe as recipes
-from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment
+from megarl.core.base.types import Batch, Group, Prompt
 from megarl.core.learner.trainer import Trainer
+from tests import make
 from tests.tiny import tiny_llama
 
 
@@ -28,12 +29,8 @@ def batch() -> Batch:
     rollouts = []
     for sample, reward in enumerate((1.0, -1.0)):
         tokens = draw.integers(0, 128, 9).astype(np.int32)
-        segment = Segment(tokens=tokens, logprobs=np.full(9, -5, np.float32), weight_version=0)
-        rollouts.append(
-            Rollout(
-                sample=sample, segments=(segment,), reward=reward, correct=reward > 0, finish="stop"
-            )
-        )
+        segment = make.segment(tokens, logprob=-5.0)
+        rollouts.append(make.rollout(segment, reward=reward, sample=sample))
     prompt = Prompt(id="p", tokens=np.array([1, 2], np.int32), answer="")
     return Batch(step=0, groups=(Group(ticket=0, prompt=prompt, rollouts=tuple(rollouts)),))
 

@@ -168,7 +168,7 @@ def test_the_next_step_does_not_change_what_is_being_written(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_models_keep_them_in_fp32(tmp_path: Path, dtype: str) -> None:
+def test_half_precision_models_keep_them_in_fp32(tmp_path: Path, dtype: Any) -> None:
     """Loaded, published and saved bit for bit. For servers GLM-4.5's router weights,
     too, are FP32, with the same values.
     """

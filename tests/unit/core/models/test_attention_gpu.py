@@ -102,7 +102,8 @@ def test_unpacked(dtype: torch.dtype) -> None:
     tensors = [t.cuda() for t in row([0, 600], 8, 2, 64, dtype)]
 
     def attend(*parts: torch.Tensor) -> torch.Tensor:
-        return causal(*(t.unflatten(0, (3, 200)) for t in parts), scale=None).flatten(0, 1)
+        q, k, v = (t.unflatten(0, (3, 200)) for t in parts)
+        return causal(q, k, v, scale=None).flatten(0, 1)
 
     found = values_and_gradients(attend, tensors)
     expected = exact(tensors, [0, 200, 400, 600])
@@ -125,7 +126,8 @@ def test_memory_grows_with_the_tokens(dtype: torch.dtype, lengths: list[int]) ->
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        attend(*tensors[:3], None).backward(tensors[3].detach())
+        q, k, v = tensors[:3]
+        attend(q, k, v, None).backward(tensors[3].detach())
         peaks.append(torch.cuda.max_memory_allocated() - before)
         own = tensors[0].numel() * tensors[0].element_size()
     assert peaks[1] <= 2.2 * peaks[0], peaks

@@ -258,7 +258,7 @@ def made_by(entry: Any) -> str:
     """The architecture that an entry's function of tests/tiny.py makes, whose
     annotations are texts.
     """
-    make = getattr(entry, "make", entry[0] if isinstance(entry, tuple) else entry)
+    make: Any = getattr(entry, "make", entry[0] if isinstance(entry, tuple) else entry)
     return str(inspect.signature(getattr(make, "func", make)).return_annotation)
 
 

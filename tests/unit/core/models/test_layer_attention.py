@@ -126,8 +126,9 @@ class Kernels(torch.nn.Module):
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         rows = []
         for a, b in itertools.pairwise(bounds):
-            heads = [t[a:b].transpose(0, 1) for t in (q, k, v)]
-            rows.append(scaled_dot_product_attention(*heads, is_causal=True).transpose(0, 1))
+            query, key, value = (t[a:b].transpose(0, 1) for t in (q, k, v))
+            mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+            rows.append(mixed.transpose(0, 1))
         return torch.cat(rows).flatten(1)
 
 
@@ -152,9 +153,8 @@ def test_transformer_engine_is_told_shorter_sequences() -> None:
     sequence = torch.repeat_interleave(torch.tensor([20, 10]))
     chunk = positions_of([0, 20, 30]) // 8
     mask = ((sequence[:, None] == sequence) & (chunk[:, None] == chunk)).tril()
-    expected = scaled_dot_product_attention(
-        *(t.transpose(0, 1) for t in (q, k, v)), attn_mask=mask
-    ).transpose(0, 1)
+    query, key, value = (t.transpose(0, 1) for t in (q, k, v))
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(0, 1)
     assert torch.allclose(out, expected.flatten(1), atol=1e-6)
 
 

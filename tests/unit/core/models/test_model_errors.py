@@ -21,6 +21,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.model_directory import open_model
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.recipe import Model
+from tests import make
 from tests.damage import flip_a_bit
 from tests.full_disk import files_no_larger_than
 from tests.tiny import (
@@ -50,11 +51,6 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
-def edit_config(directory: Path, **changes: object) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | changes))
-
-
 def test_no_directory(tmp_path: Path) -> None:
     with pytest.raises(
         MegarlError, match=r"nowhere: no Hugging Face model there \(no config.json\)"
@@ -63,7 +59,7 @@ def test_no_directory(tmp_path: Path) -> None:
 
 
 def test_unsupported_architecture_names_the_supported(directory: Path) -> None:
-    edit_config(directory, architectures=["GPT2LMHeadModel"])
+    make.edit_config(directory, architectures=["GPT2LMHeadModel"])
     with pytest.raises(
         MegarlError, match=r"GPT2LMHeadModel is not supported; supported: .*LlamaForCausalLM"
     ):
@@ -82,7 +78,7 @@ def test_unsupported_architecture_names_the_supported(directory: Path) -> None:
     ],
 )
 def test_unsupported_settings_are_refused(directory: Path, change: dict[str, Any]) -> None:
-    edit_config(directory, **change)
+    make.edit_config(directory, **change)
     with pytest.raises(MegarlError, match=r"config.json: .* not supported"):
         family_of(directory)
 
@@ -114,7 +110,7 @@ def test_unsupported_experts_and_latent_attention_are_refused(
 ) -> None:
     tiny_deepseek_v3(tmp_path, num_hidden_layers=1)
     family_of(tmp_path)
-    edit_config(tmp_path, **change)
+    make.edit_config(tmp_path, **change)
     with pytest.raises(MegarlError, match=rf"config.json: .*{re.escape(said)}.* not supported"):
         family_of(tmp_path)
 
@@ -137,7 +133,7 @@ def test_unsupported_experts_and_latent_attention_are_refused(
 def test_unsupported_gpt_oss_are_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     tiny_gpt_oss(tmp_path, num_hidden_layers=1)
     family_of(tmp_path)
-    edit_config(tmp_path, **change)
+    make.edit_config(tmp_path, **change)
     with pytest.raises(MegarlError, match=said):
         family_of(tmp_path)
 
@@ -156,7 +152,9 @@ def test_experts_with_biases_are_not_divided(tmp_path: Path) -> None:
 
 def test_glm_without_plain_rotation_is_refused(tmp_path: Path) -> None:
     tiny_glm4_moe(tmp_path, num_hidden_layers=1)
-    edit_config(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0})
+    make.edit_config(
+        tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    )
     with pytest.raises(MegarlError, match="rope_type 'yarn' is not supported"):
         family_of(tmp_path)
 
@@ -164,7 +162,7 @@ def test_glm_without_plain_rotation_is_refused(tmp_path: Path) -> None:
 def test_a_temperature_of_llama4_that_no_server_loads(tmp_path: Path) -> None:
     """The first releases have 4, which transformers 5 refuses."""
     tiny_llama4(tmp_path)
-    edit_config(tmp_path, attn_temperature_tuning=4)
+    make.edit_config(tmp_path, attn_temperature_tuning=4)
     with pytest.raises(
         MegarlError, match=r"attn_temperature_tuning=4 is not supported: .* set it to true"
     ):
@@ -175,7 +173,9 @@ def test_a_temperature_of_llama4_that_no_server_loads(tmp_path: Path) -> None:
 
 def test_dual_chunk_attention_is_refused(tmp_path: Path) -> None:
     tiny_qwen2(tmp_path, num_hidden_layers=1)
-    edit_config(tmp_path, dual_chunk_attention_config={"chunk_size": 262144, "local_size": 8192})
+    make.edit_config(
+        tmp_path, dual_chunk_attention_config={"chunk_size": 262144, "local_size": 8192}
+    )
     with pytest.raises(
         MegarlError, match=r"dual_chunk_attention_config=\{.* is not supported, only None"
     ):
@@ -185,9 +185,9 @@ def test_dual_chunk_attention_is_refused(tmp_path: Path) -> None:
 def test_sliding_windows_are_refused(tmp_path: Path) -> None:
     """Qwen2 may have them; released configurations name a window and do not use it."""
     tiny_qwen2(tmp_path, num_hidden_layers=1)
-    edit_config(tmp_path, sliding_window=4096, use_sliding_window=False)
+    make.edit_config(tmp_path, sliding_window=4096, use_sliding_window=False)
     family_of(tmp_path)
-    edit_config(tmp_path, use_sliding_window=True)
+    make.edit_config(tmp_path, use_sliding_window=True)
     with pytest.raises(
         MegarlError, match=r"config.json: use_sliding_window=True is not supported, only False"
     ):
@@ -210,7 +210,7 @@ def test_a_tied_head_that_is_another_matrix(directory: Path) -> None:
     say nothing.
     """
     open_model(directory)  # not tied
-    edit_config(directory, tie_word_embeddings=True)
+    make.edit_config(directory, tie_word_embeddings=True)
     with pytest.raises(
         MegarlError,
         match=r"lm_head.weight and model.embed_tokens.weight differ, .* set it to false",
@@ -243,7 +243,7 @@ def test_the_type_in_a_copied_description(tmp_path: Path, names: tuple[str, ...]
 
 
 def test_wrong_shapes(one_rank: None, directory: Path) -> None:
-    edit_config(directory, intermediate_size=80)
+    make.edit_config(directory, intermediate_size=80)
     with pytest.raises(MegarlError, match=r"do not have the shapes config.json says"):
         hf.load(build.build(Model(dtype="fp32"), directory), family_of(directory), directory)
 
@@ -256,19 +256,19 @@ def test_cut_off_weights(one_rank: None, directory: Path) -> None:
 
 
 def test_another_number_of_experts(one_rank: None, experts: Path) -> None:
-    edit_config(experts, num_local_experts=2)
+    make.edit_config(experts, num_local_experts=2)
     with pytest.raises(MegarlError, match=r"router.weight \[4, 64\] instead of \[2, 64\]"):
         hf.load(build.build(Model(dtype="fp32"), experts), family_of(experts), experts)
 
 
 def test_expert_of_another_size(one_rank: None, experts: Path) -> None:
-    edit_config(experts, intermediate_size=64)
+    make.edit_config(experts, intermediate_size=64)
     with pytest.raises(MegarlError, match=r"do not have the shapes config.json says: .*experts"):
         hf.load(build.build(Model(dtype="fp32"), experts), family_of(experts), experts)
 
 
 def test_more_than_one_expert_of_llama4_is_refused(experts: Path) -> None:
-    edit_config(experts, num_experts_per_tok=2)
+    make.edit_config(experts, num_experts_per_tok=2)
     with pytest.raises(MegarlError, match=r"num_experts_per_tok=2 is not supported, only 1"):
         family_of(experts)
 
@@ -286,7 +286,7 @@ def test_config_without_a_size(experts: Path) -> None:
 
 def test_a_router_without_effect_is_refused(tmp_path: Path) -> None:
     tiny_qwen3_moe(tmp_path, num_hidden_layers=1)
-    edit_config(tmp_path, num_experts_per_tok=1)
+    make.edit_config(tmp_path, num_experts_per_tok=1)
     with pytest.raises(
         MegarlError, match=r"norm_topk_prob with num_experts_per_tok=1 is not supported"
     ):
@@ -307,7 +307,7 @@ def test_a_router_without_effect_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_layouts_that_experts_do_not_allow(
-    one_rank: None, experts: Path, layout: dict[str, int], message: str
+    one_rank: None, experts: Path, layout: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(MegarlError, match=message):
         build.build(Model(path="m", **layout), experts)

@@ -61,7 +61,7 @@ def objects(path: Path) -> list[Any]:
     return [info for index, info in places.items() if "common_state" in index.fqn]
 
 
-def attacked(place: Callable[[Path, Attack], None], path: Path, mark: Path) -> None:
+def attacked(place: Callable[[Path, Attack], object], path: Path, mark: Path) -> None:
     """With checksums that fit: they are made against accidents, and keep nobody out."""
     place(path, Attack(mark))
     meta = checkpoint.read_meta(path)

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from megarl.core.base.types import Rollout, Segment, float32, int32
 from megarl.core.sampling.length_control import masked, merge, sampled, thinking_budget
+from tests import make
 
 
 def rollout(segments: tuple[Segment, ...] | list[Segment]) -> Rollout:
-    return Rollout(sample=0, segments=tuple(segments), reward=0.0, correct=False, finish="stop")
+    return make.rollout(*segments, reward=0.0)
 
 
 def test_budgets_are_uniform_and_belong_to_the_rollout() -> None:

@@ -5,7 +5,7 @@ answer is worth.
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ def complete(
         environments = TaskEnvironments(recipe, Letters())  # type: ignore[arg-type]
         sampler = Sampler(
             recipe,
-            Letters(),
+            cast(Any, Letters()),
             Pool({0: server}, places, lossless=True),
             environments,
             positions=positions,

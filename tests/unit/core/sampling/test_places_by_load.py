@@ -71,15 +71,15 @@ async def driven(
         while any(use.free for use in places.use.values()):
             server, _ = await places.take((1, 0, 0), anywhere)
             servers[server].waiting.append(0)
-        for number, server in enumerate(servers):
-            for _ in range(server.tick()):
+        for number, queue in enumerate(servers):
+            for _ in range(queue.tick()):
                 places.give_back(number)
             assert places.use[number].limit <= CAP
             assert places.use[number].running <= CAP
         if tick % EVERY == EVERY - 1 and adapts:
-            for number, server in enumerate(servers):
-                places.observe(number, server.load(), server.retractions > retractions[number])
-                retractions[number] = server.retractions
+            for number, queue in enumerate(servers):
+                places.observe(number, queue.load(), queue.retractions > retractions[number])
+                retractions[number] = queue.retractions
             places.refresh()
             seen.append([use.limit for use in places.use.values()])
     return seen

@@ -16,12 +16,13 @@ import pytest
 from megarl.core.base.architecture import CONFIGS, in_directory, read
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.types import Prompt, Rollout, Segment, decode, encode
+from megarl.core.base.types import Prompt, Rollout, decode, encode
 from megarl.core.client.client import Generation, ServerLost, VersionSpan
 from megarl.core.client.membership import Membership
 from megarl.core.recipe import from_tree
 from megarl.core.sampling.sampler import Job, Sampler, routed_model
 from megarl.tasks.environments.registry import TaskEnvironments
+from tests import make
 from tests.server_pool import Pool
 from tests.tiny import tiny_qwen3_moe
 
@@ -60,13 +61,10 @@ def test_many_experts_and_the_way_through_msgpack() -> None:
     routing = MANY.routing(
         [MANY.routed_experts(reply(part, "<i2")) for part in (table[:2], table[2:])]
     )
-    segment = Segment(
-        tokens=np.zeros(3, np.int32), logprobs=np.zeros(3, np.float32), weight_version=0
-    )
-    rollout = Rollout(
-        sample=0, segments=(segment,), reward=1, correct=True, finish="stop", routing=routing
-    )
-    again = decode(encode(rollout), Rollout).routing
+    segment = make.segment([0, 0, 0], logprob=0.0)
+    rollout = make.rollout(segment, reward=1.0, routing=routing)
+    decoded: Rollout = decode(encode(rollout), Rollout)
+    again = decoded.routing
     assert again is not None
     assert again.table.dtype == np.int16
     np.testing.assert_array_equal(again.table, table)
@@ -167,7 +165,7 @@ def test_every_token_but_the_last_has_a_row_over_losses_and_legs(alone: bool) ->
     server.alone = alone
     recipe = from_tree({"length": {"answer_tokens": 4}})
     pool = Pool({0: server}, places)
-    pool.server_lost = lambda number, life, reason: lost.append(number)
+    pool.server_lost = lambda server, life, reason: lost.append(server)
     sampler = Sampler(recipe, Words(), pool, TaskEnvironments(recipe, Words()))  # type: ignore[arg-type]
     prompt = Prompt(id="", tokens=np.arange(6, dtype=np.int32), answer="")
     job = Job(

@@ -210,8 +210,8 @@ def test_nothing_is_summed_for_servers_of_several_ranks_alone(
     """No answer of theirs is compared with it, and they are paused meanwhile."""
     addresses = [SimpleNamespace(tensor_parallel=width) for width in widths]
     servers = {i: SimpleNamespace(address=address) for i, address in enumerate(addresses)}
-    fleet: Any = SimpleNamespace(servers=servers, version=1, start=lambda *_: finished)
     finished = SimpleNamespace(end=Future(), results={}, errors={})
+    fleet: Any = SimpleNamespace(servers=servers, version=1, start=lambda *_: finished)
     finished.end.set_result(None)
     transport: Any = ProcessGroupTransport.__new__(ProcessGroupTransport)
     family: Any = SimpleNamespace(architecture=PLAIN)

@@ -213,10 +213,10 @@ def test_what_cannot_be_gathered_ends_the_learner(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("unchecked", ["", WHY])
 def test_no_server_swaps_to_what_is_not_checked(unchecked: str) -> None:
     publisher = Publisher.__new__(Publisher)
-    fleet = FakeFleet()
-    errors = {}
+    fleet: Any = FakeFleet()
+    errors: dict[int, str] = {}
     publisher._transport = SimpleNamespace(staged=True)
-    checksums = publisher._compare(fleet, Sent({}, {}, 0, unchecked), errors)  # type: ignore[arg-type]
+    checksums = publisher._compare(fleet, Sent({}, {}, 0, unchecked), errors)
     if not unchecked:
         assert (checksums, errors) == ({0: "whole"}, {})
         return

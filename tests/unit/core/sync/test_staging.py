@@ -56,6 +56,11 @@ class Group:
         self.closed = broken
 
 
+def stand_in(*buckets: tuple[bytes, Tensor], between: Any = lambda: None) -> Any:
+    """Return a `Group` in place of a BroadcastGroup."""
+    return Group(*buckets, between=between)
+
+
 def bucket(name: str, value: Tensor) -> tuple[bytes, Tensor]:
     head = BucketHead([name], [str(value.dtype).removeprefix("torch.")], [list(value.shape)])
     return msgspec.json.encode(head), value.flatten().view(torch.uint8)
@@ -116,7 +121,7 @@ def test_what_loading_derives_is_staged_and_swapped_too(staging: Staging) -> Non
     held = model.first.w_kc
     old = model.first.w_kc.clone()
     staging.open_version(model, "6", "7")
-    staging.receive(Group(bucket("first.weight", NEW)))
+    staging.receive(stand_in(bucket("first.weight", NEW)))
     assert torch.equal(model.first.w_kc, old)
     staging.checksums()
     staging.swap(model, "7")
@@ -128,7 +133,7 @@ def test_the_model_changes_at_the_swap_and_only_with_checksums(staging: Staging)
     model = Model()
     bias = model.first.bias.clone()
     staging.open_version(model, "6", "7")
-    staging.receive(Group(bucket("first.weight", NEW)))
+    staging.receive(stand_in(bucket("first.weight", NEW)))
     for version in ("7", "8"):
         with pytest.raises(
             RuntimeError, match=f"version {version} is not staged with its checksums"
@@ -146,7 +151,7 @@ def test_differences_want_their_base_and_begin_from_it(staging: Staging) -> None
     model = Model()
     old = model.first.weight.clone()
     staging.open_version(model, "6", "7")
-    staging.receive(Group(bucket("first.weight", NEW)))
+    staging.receive(stand_in(bucket("first.weight", NEW)))
     with pytest.raises(
         RuntimeError, match="version 8 comes as differences from 7, and this server has 6"
     ):
@@ -172,7 +177,9 @@ def test_weights_that_a_swap_would_leave_old_are_refused(staging: Staging) -> No
 def test_a_bucket_of_an_earlier_publication_is_not_loaded(staging: Staging) -> None:
     model = Model()
     staging.open_version(model, "6", "7")
-    late = Group(bucket("first.weight", NEW), between=lambda: staging.open_version(model, "6", "7"))
+    late = stand_in(
+        bucket("first.weight", NEW), between=lambda: staging.open_version(model, "6", "7")
+    )
     with pytest.raises(RuntimeError, match="another publication has begun"):
         staging.receive(late)
     assert "another publication" in late.closed
@@ -181,7 +188,7 @@ def test_a_bucket_of_an_earlier_publication_is_not_loaded(staging: Staging) -> N
 
 def test_what_the_model_does_not_take_is_the_servers_fault(staging: Staging) -> None:
     staging.open_version(Model(), "6", "7")
-    group = Group(bucket("third.weight", NEW))
+    group = stand_in(bucket("third.weight", NEW))
     with pytest.raises(Unloadable, match="third"):
         staging.receive(group)
     assert "third.weight" in group.closed

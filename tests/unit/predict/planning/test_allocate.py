@@ -19,6 +19,7 @@ from megarl.predict.planning import allocate
 from megarl.predict.planning.allocate import choose, main, measured, read_run
 from megarl.predict.scaling.cells import CellLaw, CellRun
 from megarl.predict.scaling.points import Curve
+from tests import make
 
 CORNERS = ((8, 4), (32, 16), (16, 8), (8, 16), (32, 4))
 GRID = tuple(product((8, 16, 32), (4, 8, 16)))
@@ -28,9 +29,7 @@ B = 1.15
 ANSWERS = 2048
 
 
-def law(
-    rollouts: np.ndarray, prompts: float, generations: float, powers: tuple[float, float]
-) -> np.ndarray:
+def law(rollouts: Any, prompts: float, generations: float, powers: tuple[float, float]) -> Any:
     middle = 4000 * (prompts / 16) ** powers[0] * (generations / 8) ** powers[1]
     return R0 + (A - R0) / (1 + (middle / rollouts) ** B)
 
@@ -61,7 +60,7 @@ def test_choice_is_near_the_best_of_the_grid(powers: tuple[float, float]) -> Non
     ranked, _ = choose(CellLaw(runs), measured(runs, GRID), budget := 0.1)
 
     def gain(cell: tuple[int, int]) -> float:
-        rollouts = np.prod(cell) * int(budget / hours(*cell))
+        rollouts = cell[0] * cell[1] * int(budget / hours(*cell))
         return float(law(rollouts, *cell, powers)) - R0
 
     gains = {cell: gain(cell) for cell in GRID}
@@ -127,7 +126,7 @@ def write(path: Path, cell: tuple[int, int], device: str = "core") -> Path:
     rollouts = cell[0] * cell[1]
     steps = int(3300 / rollouts) + 1
     metrics = [{"step": n, "training_hours": hours(*cell) * n, "epoch": 0} for n in range(steps)]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    make.write_rows(path / "metrics.jsonl", metrics)
     scores = [
         (0, R0),
         *((c / rollouts, r) for c, r in zip(run.curve.hours, run.curve.pass_rate, strict=True)),
@@ -224,7 +223,7 @@ def test_answers_of_another_task_say_nothing_of_a_suite(tmp_path: Path) -> None:
         for row in rows:
             row |= {"n_prompts/arc-easy": 1000, "samples/arc-easy": 1}
             row |= dict.fromkeys(("pass_rate/arc-easy", "pass@1/arc-easy"), row["pass_rate"])
-        (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        make.write_rows(path / "eval.jsonl", rows)
     runs = [read_run(path) for path in paths]
     (split,) = allocate.splits(CellLaw(runs), measured(runs, GRID), 0.1, 500, paths)
     assert split.n == 1
@@ -235,7 +234,7 @@ def rescored(path: Path, rates: list[float], without: tuple[str, ...] = ()) -> N
     rows = [json.loads(line) for line in (path / "eval.jsonl").read_text().splitlines()]
     rows = [row | {"pass_rate": rate} for row, rate in zip(rows, rates, strict=True)]
     kept = [{key: value for key, value in row.items() if key not in without} for row in rows]
-    (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    make.write_rows(path / "eval.jsonl", kept)
 
 
 @pytest.mark.filterwarnings("error")

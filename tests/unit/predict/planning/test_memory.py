@@ -143,7 +143,7 @@ def test_a_critic_and_a_reference_model_are_counted() -> None:
     each of the policy's.
     """
     plain = memory.learner(recipe(), EIGHT, 1000, 8).state
-    reference = {"reference__coefficient": 0.1, "reference__estimator": "k3"}
+    reference: dict[str, Any] = {"reference__coefficient": 0.1, "reference__estimator": "k3"}
     scored = memory.learner(recipe(**reference), EIGHT, 1000, 8).state
     assert scored - plain == pytest.approx(2 * EIGHT.parameters / 4, rel=1e-6)
     critic = {
@@ -160,7 +160,7 @@ def test_recomputation_keeps_the_inputs_of_layers_and_one_layer_at_a_time() -> N
     """arXiv 2205.05198, section 5: 2 sbh a layer in bf16. Selective: no MLP, whose 3 x
     14336 are most of a layer.
     """
-    alone = {"model__tensor_parallel": 1}
+    alone: dict[str, Any] = {"model__tensor_parallel": 1}
     none, selective, full = (
         memory.learner(recipe(**alone, learner__recompute=what), EIGHT, 1000, 8).activations
         for what in ("none", "selective", "full")
@@ -176,7 +176,7 @@ def test_light_recomputation_keeps_no_product_of_experts_and_no_norm_before_them
     experts; one layer's are made again.
     """
     shape = architecture.read("qwen3-30b-a3b")
-    alone = {"model__tensor_parallel": 1}
+    alone: dict[str, Any] = {"model__tensor_parallel": 1}
     none, light, selective = (
         memory.learner(recipe(**alone, learner__recompute=what), shape, 1000, 8).activations
         for what in ("none", "light", "selective")
@@ -190,7 +190,7 @@ def test_a_pipeline_holds_what_it_keeps_of_all_its_micro_batches_and_computes_on
     """TP 1, PP 4: the first stage has four micro-batches of a quarter of the layers,
     and one layer of one.
     """
-    one = {"model__tensor_parallel": 1, "learner__recompute": "full"}
+    one: dict[str, Any] = {"model__tensor_parallel": 1, "learner__recompute": "full"}
     alone, four = (
         memory.learner(recipe(**one, model__pipeline_parallel=stages), EIGHT, 16384, 8).activations
         for stages in (1, 4)
@@ -208,10 +208,8 @@ def test_an_offloaded_optimiser_takes_12_bytes_a_parameter_off_the_ranks_that_sh
 
 
 def test_a_server_holds_no_more_tokens_than_it_is_told() -> None:
-    free, told = (
-        memory.server(recipe(**keys), EIGHT, 80 * GB).kv_tokens
-        for keys in ({}, {"serving__kv_tokens": 100_000})
-    )
+    free = memory.server(recipe(), EIGHT, 80 * GB).kv_tokens
+    told = memory.server(recipe(serving__kv_tokens=100_000), EIGHT, 80 * GB).kv_tokens
     assert free > 300_000
     assert told == 100_000
 
@@ -224,7 +222,7 @@ def test_a_servers_host_memory_is_new_weights_and_the_experts_of_each_token() ->
 
     sglang_cpu.patch()
     shape = architecture.read("qwen3-30b-a3b")
-    keys = {"resources__server_tensor_parallel": 2, "serving__kv_tokens": 20_000}
+    keys: dict[str, Any] = {"resources__server_tensor_parallel": 2, "serving__kv_tokens": 20_000}
     table = BaseHostCache(
         20_000, shape.layers, shape.experts_per_token, "routed_experts", "cpu"
     ).get_buffer_size_bytes()
@@ -244,7 +242,7 @@ def test_each_learners_rank_has_the_experts_of_all_rollouts() -> None:
     bytes.
     """
     shape = architecture.read("qwen3-30b-a3b")
-    keys = {"resources__learner_ranks": 8, "model__tensor_parallel": 1}
+    keys: dict[str, Any] = {"resources__learner_ranks": 8, "model__tensor_parallel": 1}
     hosts = [
         memory.learner(
             recipe(**keys, model__moe={"routing_replay": replayed}), shape, 16_384, 8

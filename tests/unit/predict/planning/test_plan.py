@@ -796,7 +796,10 @@ def test_auto_plans_with_the_largest_micro_batch_that_fits() -> None:
     keys = ("learner.microbatch_tokens=auto", "learner.recompute=full")
     less = written(problem("scalerl-8b", "llama-3.1-8b", "gb200", 80, 8000, *keys))
     longest = plain.recipe.length.context_tokens
-    assert longest <= plain.recipe.learner.microbatch_tokens < less.recipe.learner.microbatch_tokens
+    few, many = (found.recipe.learner.microbatch_tokens for found in (plain, less))
+    assert isinstance(few, int)
+    assert isinstance(many, int)
+    assert longest <= few < many
     room = gpu_named("gb200").usable
     assert plain.learner.total <= room
     assert less.learner.total <= room

@@ -145,7 +145,7 @@ def synthetic(
     made = []
     for case in read(HERE)[0]:
         if case.file == "train" and "FSDP" not in case.engine:
-            shares = {
+            shares: dict[str, Any] = {
                 share: efficiencies[share, case.kind] for share in ("training", "fp8_training")
             }
             gpu = replace(GPUS[case.kind], expert_layer_s=seconds, **shares)

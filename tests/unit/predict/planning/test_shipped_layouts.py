@@ -83,7 +83,7 @@ def asked(recipe: Recipe, cluster: Cluster) -> PlanningProblem:
 def nodes(problem: PlanningProblem) -> list[Node]:
     """The nodes of the cluster; the last one may have fewer GPUs for the run."""
     width = problem.gpu.node_gpus
-    made = []
+    made: list[Node] = []
     for first in range(0, problem.gpus, width):
         gpus = tuple(map(str, range(min(width, problem.gpus - first))))
         name = f"n{len(made)}"

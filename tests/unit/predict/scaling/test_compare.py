@@ -1,6 +1,7 @@
 """Comparisons whose answer is known."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,12 +33,11 @@ def test_all_are_refitted_at_one_ceiling() -> None:
     )
     assert "scalerl is quicker" in found.verdict
     assert "scalerl is ahead throughout" in found.verdict
-    row = found.rows()[1]
+    row: dict[str, Any] = found.rows()[1]
     assert (row["name"], row["A_common"]) == ("off-policy", 0.605)
     assert row["B_at_A_common"] == found.at_ceiling["off-policy"].B
-    assert (
-        row["B_at_A_common_interval"][0] <= row["B_at_A_common"] <= row["B_at_A_common_interval"][1]
-    )
+    low, high = row["B_at_A_common_interval"]
+    assert low <= row["B_at_A_common"] <= high
     assert 0.6 < compare(runs).ceiling < 0.61, "left out: the mean"
     with pytest.raises(
         MegarlError,

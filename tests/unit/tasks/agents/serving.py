@@ -13,10 +13,11 @@ import numpy as np
 
 from megarl.core.base.contracts import PolicyTurn
 from megarl.core.base.tokenizer import Tokenizer
-from megarl.core.base.types import Segment, float32, int32
+from megarl.core.base.types import int32
 from megarl.core.recipe import from_tree
 from megarl.tasks.agents.gateway import Gateway
 from megarl.tasks.agents.session import AgentSession
+from tests import make
 from tests.unit.tasks.agents.templates import PUBLISHED, published, rendering_of
 
 LENGTH: dict[str, Any] = {
@@ -30,7 +31,7 @@ ADD = {
     "function": {"name": "add", "strict": True, "parameters": {"type": "object", "properties": {}}},
 }
 ROOMY = LENGTH | {"prompt_tokens": 200_000}
-USER = [{"role": "user", "content": "u"}]
+USER: list[Any] = [{"role": "user", "content": "u"}]
 
 
 def called(**arguments: int) -> str:
@@ -106,9 +107,10 @@ async def gateway(
             for letter in text.removesuffix("…").removesuffix(end)
             for token in tokenizer.ids(letter)
         ]
-        ids = int32([*ids, *tokenizer.ids(end)])[:limit]
+        tokens = int32([*ids, *tokenizer.ids(end)])[:limit]
         return PolicyTurn(
-            (Segment(tokens=ids, logprobs=float32([-1] * len(ids)), weight_version=3),), not cut
+            (make.segment(tokens, 3),),
+            not cut,
         )
 
     await server.start()

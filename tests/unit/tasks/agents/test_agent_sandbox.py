@@ -129,10 +129,12 @@ def test_nobody_reads_what_an_agent_needs_and_nothing_else_of_a_closed_directory
     monkeypatch.setenv("PYTHONPATH", str(home / "packages"))
     monkeypatch.chdir(home / "project")
     command = [str(home / "link" / "bin" / "agent")]
-    with scratch() as folder:
-        hand_over(folder)
+    with scratch() as workplace:
+        hand_over(workplace)
         done = subprocess.run(
-            [*agent_sandbox(folder, folder, command), *command], capture_output=True, text=True
+            [*agent_sandbox(workplace, workplace, command), *command],
+            capture_output=True,
+            text=True,
         )
         assert done.stdout.split() == [
             "package",

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.base.types import Segment, float32
 from megarl.tasks.agents.calls import CallFormat, Marks, call_format, read_turn
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall
 from megarl.tasks.agents.tree import SessionTree
 from megarl.tasks.data.chat import load_chat
+from tests import make
 from tests.unit.tasks.agents.templates import (
     FAMILIES,
     PUBLISHED,
@@ -103,8 +103,10 @@ def test_sglang_reads_the_same_calls(family: str, tmp_path: Path) -> None:
     tool = importlib.import_module("sglang.srt.entrypoints.openai.protocol").Tool
     form = published(tmp_path, family)[1].calls
     assert form is not None
+    texts: Any = ARGUMENTS["s"]
+    calls: Any
     for calls in (
-        *([("f", {"n": 1, "s": text})] for text in ARGUMENTS["s"]),
+        *([("f", {"n": 1, "s": text})] for text in texts),
         (
             [("f", {"n": -2})]
             if family == "gpt-oss"
@@ -291,9 +293,7 @@ def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> No
     text = written("Kimi K2", [("f", {}), ("g", {})]).replace("g:1", "g:7")
     tokens = tokenizer.ids(text)
     said = read_turn(text, rendering.calls, "", 0, tools)
-    tree.answer(
-        node, (Segment(tokens=tokens, logprobs=float32([0] * len(tokens)), weight_version=0),), said
-    )
+    tree.answer(node, (make.segment(tokens, logprob=0.0),), said)
     back = (
         *request.messages,
         CanonicalMessage("assistant", calls=tuple(c._replace(written="") for c in said.calls)),
@@ -301,7 +301,8 @@ def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> No
     results = tuple(CanonicalMessage("tool", "r", answers=call.id) for call in said.calls)
     again = AgentRequest((*back, *results), tools)
     put = rendering.tail(tree.find(again)[0], again)  # type: ignore[arg-type]
-    assert [line for line in tokenizer.decode(put).splitlines() if "Return" in line] == [  # type: ignore[arg-type]
+    assert put is not None
+    assert [line for line in tokenizer.decode(put).splitlines() if "Return" in line] == [
         "<|im_end|><|im_system|>tool<|im_middle|>## Return of functions.f:0",
         "r<|im_end|><|im_system|>tool<|im_middle|>## Return of functions.g:7",
     ]
@@ -309,9 +310,9 @@ def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> No
     other = tuple(replace(m, answers=named[m.answers]) for m in results)
     theirs = replace(back[-1], calls=tuple(c._replace(id=named[c.id]) for c in back[-1].calls))
     renamed = AgentRequest((*request.messages, theirs, *other), tools)
-    assert rendering.tail(node, renamed).tolist() == put.tolist(), (
-        "whatever ids the agent gives them"
-    )
+    again_put = rendering.tail(node, renamed)
+    assert again_put is not None
+    assert again_put.tolist() == put.tolist(), "whatever ids the agent gives them"
     whole = tokenizer.decode(rendering.full_prompt(again))
     assert whole.count("functions.f:0") == whole.count("functions.g:1") == 2, (
         "the agent's own history is numbered"

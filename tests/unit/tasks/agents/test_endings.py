@@ -14,16 +14,17 @@ import numpy as np
 import pytest
 
 from megarl.core.base.contracts import PolicyTurn
-from megarl.core.base.types import Segment, float32, int32, paths_of
+from megarl.core.base.types import int32, paths_of
 from megarl.core.recipe import from_tree
 from megarl.tasks.agents import gateway as module
 from megarl.tasks.agents.gateway import Gateway
 from megarl.tasks.agents.session import AgentSession
+from tests import make
 from tests.unit.tasks.agents.serving import LENGTH, Served, gateway, run
 from tests.unit.tasks.agents.templates import rendering_of
 
 ANSWER_LIMIT_S = 20.0
-REACHED = {
+REACHED: dict[str, tuple[dict[str, Any], str]] = {
     "paths": ({"paths": 2}, "agent.paths=2"),
     "requests": ({"requests": 3}, "agent.requests=3"),
     "trained_tokens": ({"trained_tokens": 9}, "agent.trained_tokens=9"),
@@ -198,9 +199,7 @@ def test_whatever_ends_a_session_each_request_is_answered(tmp_path: Path) -> Non
             await asyncio.sleep(rng.random() / 50)
             ids = int32([*tokenizer.ids(f"{rng.randrange(10**8):08}"), tokenizer.end])[:limit]
             written.add(tokenizer.decode(ids).removesuffix("<|im_end|>"))
-            return PolicyTurn(
-                (Segment(tokens=ids, logprobs=float32([-1] * len(ids)), weight_version=0),), True
-            )
+            return PolicyTurn((make.segment(ids),), True)
 
         recipe = from_tree({"length": LENGTH, "agent": limits})
         async with server.session(recipe, tokenizer, rendering, policy) as session:

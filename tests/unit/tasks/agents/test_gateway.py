@@ -20,7 +20,7 @@ from megarl.tasks.agents.wire import with_whole_characters
 from tests.unit.tasks.agents.serving import ADD, USER, Served, called, gateway, run
 from tests.unit.tasks.agents.templates import FAMILIES
 
-TOOLS = [ADD]
+TOOLS: Any = [ADD]
 WORDS = "<think>Hm.\n</think>\n\nLet me look." + called(a=1, b=2) + called(a=3)
 
 
@@ -65,7 +65,7 @@ def test_two_turns_with_openais_client_are_one_path(tmp_path: Path, stream: bool
                 ) as events:
                     async for _ in events:
                         pass
-                    message = (await events.get_final_completion()).choices[0].message
+                    message: Any = (await events.get_final_completion()).choices[0].message
             else:
                 completion = await api.chat.completions.create(
                     model="policy", messages=messages, tools=TOOLS
@@ -78,10 +78,10 @@ def test_two_turns_with_openais_client_are_one_path(tmp_path: Path, stream: bool
             assert message.tool_calls is not None
             calls = [json.loads(c.function.arguments) for c in message.tool_calls]
             assert calls == [{"a": 1, "b": 2}, {"a": 3}]
-            results = [
+            results: list[Any] = [
                 {"role": "tool", "tool_call_id": c.id, "content": "3"} for c in message.tool_calls
             ]
-            said = message.model_dump(exclude_none=True, exclude={"parsed"})
+            said: Any = message.model_dump(exclude_none=True, exclude={"parsed"})
             answer = await api.chat.completions.create(
                 model="policy", messages=[*messages, said, *results], tools=TOOLS
             )
@@ -473,7 +473,7 @@ def test_a_full_context_and_a_session_that_is_over_are_400(tmp_path: Path) -> No
     ("limit", "said"),
     [({"paths": 2}, "agent.paths=2"), ({"trained_tokens": 6}, "agent.trained_tokens=6")],
 )
-def test_limits_on_paths_and_tokens(tmp_path: Path, limit: dict[str, int], said: str) -> None:
+def test_limits_on_paths_and_tokens(tmp_path: Path, limit: dict[str, Any], said: str) -> None:
     async def test() -> None:
         async with gateway(tmp_path, "abc", "abc", "abc", **limit) as served:
             replies = [await served.chat([{"role": "user", "content": f"{n}"}]) for n in range(3)]
@@ -545,17 +545,15 @@ def test_long_waits_are_kept_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
             monkeypatch.setattr(module, "_send", seen)
             served.hold.clear()
-            slow = await api.chat.completions.create(model="policy", messages=USER)  # type: ignore[arg-type]
+            slow = await api.chat.completions.create(model="policy", messages=USER)
             assert slow.choices[0].message.content == "a"
             assert len(sent) > 3
             sent.clear()
             served.hold.clear()
-            parts = [
-                c
-                async for c in await api.chat.completions.create(
-                    model="policy", messages=USER, stream=True
-                )
-            ]
+            chunks: Any = await api.chat.completions.create(
+                model="policy", messages=USER, stream=True
+            )
+            parts = [chunk async for chunk in chunks]
             assert "".join(c.choices[0].delta.content or "" for c in parts) == "b"
             assert len(sent) > 3
 

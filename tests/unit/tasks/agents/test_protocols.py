@@ -25,7 +25,10 @@ TOOLS: dict[str, list[Any]] = {
     "messages": [{"name": "add", "input_schema": SCHEMA}],
     "responses": [{"type": "function", "name": "add", "parameters": SCHEMA}],
 }
-ASKED = {"messages": {"messages": USER, "max_tokens": 500}, "responses": {"input": USER}}
+ASKED: dict[str, dict[str, Any]] = {
+    "messages": {"messages": USER, "max_tokens": 500},
+    "responses": {"input": USER},
+}
 
 
 def events_of(text: str) -> list[dict[str, Any]]:

@@ -3,17 +3,19 @@ template's whole conversation.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from megarl.checks.doctor import chat_template
-from megarl.core.base.types import Segment, float32, int32
+from megarl.core.base.types import int32
 from megarl.tasks.agents.calls import PROBE, read_turn
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall
 from megarl.tasks.agents.rendering import Rendering, tail_problem
 from megarl.tasks.agents.tree import SessionTree
 from megarl.tasks.data.chat import load_chat
+from tests import make
 from tests.unit.tasks.agents.templates import (
     FAMILIES,
     MARKS,
@@ -36,7 +38,7 @@ def test_transformers_renders_the_same(tmp_path: Path) -> None:
         "type": "function",
         "function": {"name": "f", "arguments": {"é": [1, 2.0, None]}},
     }
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "", "tool_calls": [call, call]},
         {"role": "tool", "content": "1"},
@@ -148,7 +150,7 @@ def test_the_end_of_a_turn_is_the_templates_or_stands_for_it(
     assert answer.calls == ((CALL,) if role == RESULT else ())
     tree.answer(
         node,
-        (Segment(tokens=tokens, logprobs=float32([0] * len(tokens)), weight_version=0),),
+        (make.segment(tokens, logprob=0.0),),
         answer,
     )
     again = AgentRequest(
@@ -203,7 +205,7 @@ def test_prompt_answer_and_tail_are_what_the_template_writes(family: str, tmp_pa
     )
     answer = read_turn(written, rendering.calls, "</think>", 0)
     assert answer.calls == (ToolCall("call_0000_000", "f", {"a": 1}),)
-    segment = Segment(tokens=tokens, logprobs=float32([0] * len(tokens)), weight_version=0)
+    segment = make.segment(tokens, logprob=0.0)
     tree.answer(node, (segment,), answer)
     result = CanonicalMessage("tool", "result <|im_start|> é", answers="call_0000_000")
     again = AgentRequest((*begin, answer, result), TOOLS)
@@ -237,7 +239,7 @@ def test_an_answer_cut_by_its_limit_is_ended_by_a_token_that_is_put_in(tmp_path:
     node = tree.add(
         None, rendering.full_prompt(request), request, tree.find(request)[1], tree.moment()
     )
-    segment = Segment(tokens=tokenizer.ids("cut"), logprobs=float32([0] * 3), weight_version=0)
+    segment = make.segment(tokenizer.ids("cut"), logprob=0.0)
     tree.answer(node, (segment,), CanonicalMessage("assistant", "cut"))
     again = AgentRequest(
         (*request.messages, CanonicalMessage("assistant", "cut"), CanonicalMessage("user", "y"))
@@ -265,7 +267,7 @@ def test_thinking_is_kept_or_a_new_path_begins(
     tokens = tokenizer.ids(written)
     tree.answer(
         node,
-        (Segment(tokens=tokens, logprobs=float32([0] * len(tokens)), weight_version=0),),
+        (make.segment(tokens, logprob=0.0),),
         read_turn(written.removesuffix("<|im_end|>"), rendering.calls, "</think>", 0),
     )
     assert node.answer.reasoning == "\nabc\n"

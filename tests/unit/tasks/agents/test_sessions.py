@@ -15,10 +15,11 @@ import pytest
 
 from megarl.core.base.contracts import AgentDown, AgentRollout, PolicyTurn, Verdict
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.types import Prompt, Segment, float32, int32
+from megarl.core.base.types import Prompt, int32
 from megarl.core.recipe import from_tree
 from megarl.tasks.agents import registry
 from megarl.tasks.agents.registry import TaskAgents, Turns
+from tests import make
 from tests.unit.tasks.agents.serving import LENGTH, gateway
 from tests.unit.tasks.agents.templates import QWEN, tokenizer_of
 
@@ -54,9 +55,7 @@ def play(
         if fails:
             raise Lost
         ids = int32([*tokenizer.ids("7"), tokenizer.end])
-        return PolicyTurn(
-            (Segment(tokens=ids, logprobs=float32([-1, -1]), weight_version=0),), True
-        )
+        return PolicyTurn((make.segment(ids),), True)
 
     async def run() -> list[AgentRollout]:
         prompt = Prompt(id="p", tokens=tokenizer.ids("3+4="), answer="7", task="t")

@@ -39,14 +39,19 @@ def problems(draw: st.DrawFn) -> Exercise:
     )
 
 
+def matched(equation: str) -> re.Match[str]:
+    match = EQUATION.fullmatch(equation)
+    assert match is not None, equation
+    return match
+
+
 def false_columns(work: str) -> int:
     """How many of a scratchpad's equations do not hold."""
-    found = [EQUATION.fullmatch(equation) for equation in work.split(";")]
-    assert all(found), work
+    found = [matched(equation) for equation in work.split(";")]
     return sum(eval(m[0].split("=")[0]) != int(m[5]) for m in found)
 
 
-def split(completion: list[str]) -> tuple[str, str]:
+def split(completion: str) -> tuple[str, str]:
     """Scratchpad and answer of a well-formed completion."""
     work, answer = completion.removeprefix("<think>").split("</think>")
     return work, answer
@@ -66,7 +71,7 @@ def test_columns_hold_the_digits_of_the_problem_and_of_the_answer(problem: Exerc
     equations, answer = columns(problem)
     assert answer == eval(problem.prompt.rstrip("="))
     for place, equation in enumerate(equations):
-        left, _, right, _, result = EQUATION.fullmatch(equation).groups()
+        left, _, right, _, result = matched(equation).groups()
         assert int(left) % 10 == problem.first // 10**place % 10
         assert int(right) == problem.second // 10**place % 10
         assert int(result) % 10 == answer // 10**place % 10

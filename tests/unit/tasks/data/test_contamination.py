@@ -58,7 +58,9 @@ def test_an_instruction_that_all_evaluation_texts_have_is_not_looked_for() -> No
     bodies = [" ".join(f"w{i}x{n}" for n in range(NGRAM)) for i in range(COMMON + 1)]
     index = Overlap((f"e{i}", f"{instruction} {body}") for i, body in enumerate(bodies))
     assert index.find(f"{instruction} and another problem") is None
-    assert index.find(bodies[3]).evaluation == "e3"
+    hit = index.find(bodies[3])
+    assert hit is not None
+    assert hit.evaluation == "e3"
     few = Overlap((f"e{i}", f"{instruction} {body}") for i, body in enumerate(bodies[:COMMON]))
     assert few.find(f"{instruction} and another problem") is not None
 
@@ -92,6 +94,7 @@ def test_evaluation_files_are_read_by_the_columns_of_their_schemas(tmp_path: Pat
         file = tmp_path / f"{name}.jsonl"
         file.write_text(json.dumps({name: value}))
         index = overlap_with([str(file)])
+        assert index is not None
         assert len(index) == 1
         assert index.find(f"so {text} nine") == Hit(f"{file}:1", text)
     file.write_text('{"q": 1}')

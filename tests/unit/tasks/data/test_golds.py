@@ -2,7 +2,6 @@
 or refused.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe, from_tree
 from megarl.tasks.data import golds
 from megarl.tasks.data.prompts import load_tasks
+from tests import make
 from tests.unit.tasks.environments.texts import byte_tokenizer
 
 ROWS = [("a", "x=1"), ("b", "?1"), ("c", "3"), ("d", ["?2", "4"]), ("e", ["?3", "?4"]), ("f", "?1")]
@@ -35,7 +35,7 @@ def recipe(folder: Path, unreadable: str, **task: Any) -> Recipe:
             {"prompt": f"{name} {prompt}", "answer": answer, "id": prompt}
             for prompt, answer in ROWS
         ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        make.write_rows(folder / f"{name}.jsonl", rows)
     files = {name: str(folder / f"{name}.jsonl") for name in ("train", "heldout")}
     return from_tree({"data": {"tasks": {"t": {**files, **task}}, "unreadable": unreadable}})
 

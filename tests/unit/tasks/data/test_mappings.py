@@ -249,7 +249,12 @@ def test_empty_answers_stay_empty_for_the_survey_to_count() -> None:
 
 def test_columns_of_a_recipe_go_before_the_mapping() -> None:
     raw = {"problem": "P", "solution": {"final": 4}, "level": "Level 3", "uid": 17}
-    columns = {"prompt": "problem", "answer": "solution.final", "difficulty": "level", "id": "uid"}
+    columns: dict[Any, str] = {
+        "prompt": "problem",
+        "answer": "solution.final",
+        "difficulty": "level",
+        "id": "uid",
+    }
     assert mapping_of("", columns)(raw) == PromptRow("17", "P", "4", 3)
     of_floats = raw | {
         "solution": {"final": 4.0},

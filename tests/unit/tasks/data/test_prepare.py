@@ -17,6 +17,7 @@ from megarl.tasks.data.sources import stream
 from megarl.tasks.data.survey import chosen, survey
 from megarl.tools.inspection import data as data_inspection
 from megarl.tools.inspection.data import kind_of_answer
+from tests import make
 
 EVALUATION = (
     "Find the sum of all integer bases b greater than nine for which seventeen divides ninety seven"
@@ -61,7 +62,7 @@ def test_what_is_prepared_is_whole_clean_split_and_reported(
 ) -> None:
     status, out = prepare(source, "--format", form)
     assert status == 0
-    sides = [
+    sides: list[list[Any]] = [
         [row for _, row in stream(str(out / f"{side}.{form}"))] for side in ("train", "heldout")
     ]
     assert [len(side) for side in sides] == [15, 5]
@@ -96,11 +97,11 @@ def test_conversations_and_lists_of_answers_are_written_as_they_are_read(
 ) -> None:
     system = {"role": "system", "content": "Be brief."}
     user = {"role": "user", "content": "2?"}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"prompt": "1?", "answer": "1", "id": "a"},
         {"prompt": [system, user], "answer": ["2", "2.0"], "id": "b"},
     ]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make.write_rows(tmp_path / "x.jsonl", rows)
     out = tmp_path / "out"
     assert cli.main(["data", "prepare", str(tmp_path / "x.jsonl"), str(out), "--format", form]) == 0
     first, again = (
@@ -119,8 +120,11 @@ def test_inspect_tells_lists_from_their_json_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    rows = [{"prompt": "1?", "answer": ["1", "2"]}, {"prompt": "2?", "answer": '["1", "2"]'}]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows: list[dict[str, Any]] = [
+        {"prompt": "1?", "answer": ["1", "2"]},
+        {"prompt": "2?", "answer": '["1", "2"]'},
+    ]
+    make.write_rows(tmp_path / "x.jsonl", rows)
     monkeypatch.setattr(data_inspection, "unreadable", lambda answers: frozenset())
     assert cli.main(["data", "inspect", str(tmp_path / "x.jsonl")]) == 0
     shown = capsys.readouterr().out
@@ -205,7 +209,7 @@ def test_a_terminal_does_not_obey_a_source(
     """Nor is a name in brackets taken for rich's markup."""
     evil = {"id": "\x1b[2J", "prompt": "\x9b2J", "answer": "\x1b]0;x\x07"}
     bad = {"id": "2", "prompt": "[/b]"}
-    (tmp_path / "part[a].jsonl").write_text("".join(json.dumps(row) + "\n" for row in (evil, bad)))
+    make.write_rows(tmp_path / "part[a].jsonl", (evil, bad))
     assert cli.main(["data", "inspect", str(tmp_path / "part[a].jsonl")]) == 0
     shown = capsys.readouterr().out
     assert not set(shown) & {"\x1b", "\x07", "\x9b"}
@@ -221,7 +225,7 @@ def test_a_recipe_is_shown_as_its_run_would_have_it(
     made = arithmetic_models.character_tokenizer()
     made.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     made.save_pretrained(model)
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make.write_rows(tmp_path / "sums.jsonl", rows)
     (tmp_path / "test.jsonl").write_text(json.dumps({"question": "3+1="}))
     task = {
         "train": str(tmp_path / "sums.jsonl"),

@@ -21,7 +21,7 @@ from megarl.tasks.data.traces import load_traces
 from megarl.tasks.environments.calculator import calculated
 
 MADE = arithmetic_models.character_tokenizer()
-TOKENIZER = Tokenizer(MADE.backend_tokenizer, MADE.eos_token_id, None)
+TOKENIZER = Tokenizer(MADE.backend_tokenizer, MADE.eos_token_id, Path())
 LENGTH = load("quickstart-tools").length
 TASK = load("quickstart-tools").data.tasks["products"]
 PRODUCTS = st.builds(Exercise, st.integers(10, 999), st.just("*"), st.integers(10, 999))
@@ -30,7 +30,9 @@ RNG = st.integers(0, 2**32).map(random.Random)
 
 def read(kind: str, of: Any, rng: random.Random) -> Any:
     parts = trace(of, kind, rng)
-    return parts, re.fullmatch(r"<think>(.*?)(?:</think>(\d+))?", "".join(parts)).groups()
+    match = re.fullmatch(r"<think>(.*?)(?:</think>(\d+))?", "".join(parts))
+    assert match is not None
+    return parts, match.groups()
 
 
 @given(PRODUCTS, RNG)

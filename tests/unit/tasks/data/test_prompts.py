@@ -4,7 +4,6 @@ which words.
 
 import json
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from megarl.core.recipe import from_tree
 from megarl.tasks.data import arithmetic_models
 from megarl.tasks.data.mappings import read_own
 from megarl.tasks.data.prompts import check_disjoint, in_parts, load_set, load_tasks
-from megarl.tasks.data.rows import fingerprint
+from megarl.tasks.data.rows import PromptRow, fingerprint
 from megarl.tasks.data.survey import survey_of
 from megarl.tasks.data.traces import load_traces
 from tests.prompts import load_prompts
@@ -39,7 +38,7 @@ def write(path: Path, *rows: Any) -> Path:
     return path
 
 
-def row(name: str = "a", prompt: str = "1+1=", answer: str = "2", **more: Any) -> dict[str, Any]:
+def row(name: str = "a", prompt: str = "1+1=", answer: Any = "2", **more: Any) -> dict[str, Any]:
     return {"id": name, "prompt": prompt, "answer": answer, **more}
 
 
@@ -73,9 +72,11 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(
 
 
 class Measured(Tokenizer):
-    """A tokenizer that notes the longest text that it encodes."""
+    """A tokenizer that notes the lengths of the texts that it encodes."""
 
-    def encode_all(self, texts: Sequence[str], framed: bool = False) -> Any:
+    lengths: list[int]
+
+    def encode_all(self, texts: list[str], framed: bool = False) -> Any:
         self.__dict__.setdefault("lengths", []).extend(map(len, texts))
         return super().encode_all(texts, framed)
 
@@ -277,17 +278,14 @@ def test_templates_do_not_hide_a_shared_prompt(tmp_path: Path, tokenizer: Tokeni
     """The texts are compared, not the tokens, so blanks hide it as little."""
     first = write(tmp_path / "a.jsonl", row("a"))
     second = write(tmp_path / "b.jsonl", row("b", "1+1=\n"), row("c", "2+2="))
-    sets = [
-        load_set(
-            survey_of(str(file), read_own),
-            lambda row, suffix=suffix: row.prompt.strip() + suffix,
-            tokenizer,
-            16,
-            "sums",
-            name,
-        )[0]
-        for file, suffix, name in ((first, "", "train"), (second, "=", "heldout"))
-    ]
+
+    def load(file: Path, suffix: str, name: str) -> Any:
+        def render(row: PromptRow) -> str:
+            return row.prompt.strip() + suffix
+
+        return load_set(survey_of(str(file), read_own), render, tokenizer, 16, "sums", name)[0]
+
+    sets = [load(first, "", "train"), load(second, "=", "heldout")]
     with pytest.raises(
         MegarlError,
         match=r"heldout and train share prompts \(1\):\nheld-out 'b' is training prompt 'a'",
@@ -415,7 +413,9 @@ def test_a_text_that_follows_another_keeps_its_first_space(tmp_path: Path, kind:
     write(tmp_path / "tokenizer_config.json", json.dumps({"eos_token": "</s>"}))
     tokenizer = load_tokenizer(tmp_path)
     space, word = [("▁", "▁a"), ("Ġ", "Ġa")][kind == "bytes"]
-    ids = int32([tokenizer.backend.token_to_id(each) for each in (space, word, "b", "</s>", word)])
+    found = [tokenizer.backend.token_to_id(each) for each in (space, word, "b", "</s>", word)]
+    ids = int32([number for number in found if number is not None])
+    assert len(ids) == 5
     assert tokenizer.continued(ids) == "  ab</s> a"
     assert "".join(tokenizer.continued(ids[n : n + 1]) for n in range(len(ids))) == "  ab</s> a"
     assert tokenizer.continued(ids[:0]) == ""

@@ -229,6 +229,7 @@ def test_one_gpu_is_all_that_scalerl_1gpu_needs() -> None:
         1,
     )
     assert (r.resources.colocate, r.weights.transport) == (True, "cuda_ipc")
+    assert isinstance(r.learner.microbatch_tokens, int)
     assert r.learner.microbatch_tokens >= r.length.context_tokens
     assert r.length.end_of_thinking == DEFAULT.length.end_of_thinking
 
@@ -240,6 +241,7 @@ def test_the_quickstart_fits_its_task_and_its_machine(name: str) -> None:
     assert r.resources.learner_ranks + r.resources.servers == 2  # cores
     assert r.model.dtype == "fp32"
     longest = r.length.context_tokens + len("...") + 1
+    assert r.serving.kv_tokens is not None
     assert r.serving.kv_tokens >= r.serving.max_running_requests * longest
 
 

@@ -109,13 +109,14 @@ def test_addresses_of_the_hub_are_read_as_its_sets(
     ],
 )
 def test_other_addresses_are_told_what_to_write(source: str, words: str) -> None:
-    assert re.search(words, sources.problem(source))
+    assert re.search(words, sources.problem(source) or "")
 
 
 def test_pictures_of_a_hub_set_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = datasets.Dataset.from_list([{"a": "1", "picture": {"bytes": b"none", "path": None}}])
     made = rows.cast_column("picture", datasets.Image())
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: made)
+    row: Any
     ((_, row),) = stream("hub:a/b")
     assert row["a"] == "1"
     assert list(row) == ["a", "picture"]
@@ -124,6 +125,8 @@ def test_pictures_of_a_hub_set_are_not_decoded(monkeypatch: pytest.MonkeyPatch) 
 def test_a_value_that_cannot_be_converted_is_only_that_rows(tmp_path: Path) -> None:
     days = pa.array([0, 1 << 62], pa.timestamp("us"))
     pq.write_table(pa.table({"day": days}), tmp_path / "a.parquet")
+    first: Any
+    second: Any
     first, second = (row for _, row in stream(str(tmp_path / "a.parquet")))
     assert first["day"].year == 1970
     with pytest.raises(UnfitError, match="the column 'day' cannot be read"):
@@ -132,7 +135,7 @@ def test_a_value_that_cannot_be_converted_is_only_that_rows(tmp_path: Path) -> N
 
 def test_a_file_of_another_kind_and_a_broken_one(tmp_path: Path) -> None:
     (tmp_path / "a.xlsx").write_text("a,b\n")
-    assert "ends in none of .jsonl" in sources.problem(str(tmp_path / "a.xlsx"))
+    assert "ends in none of .jsonl" in (sources.problem(str(tmp_path / "a.xlsx")) or "")
     (tmp_path / "a.parquet").write_text("no parquet")
     with pytest.raises(MegarlError, match=r"a\.parquet: cannot be read"):
         list(stream(str(tmp_path / "a.parquet")))

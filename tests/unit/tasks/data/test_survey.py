@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megarl.tasks.data.survey import chosen, survey
 READ = mapping_of("", {"prompt": "q", "answer": "a"})
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
+def write(path: Path, rows: Sequence[dict[str, Any] | str]) -> str:
     path.write_text(
         "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
     )
@@ -26,7 +27,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def test_reasons_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
-    rows = [
+    rows: list[dict[str, Any] | str] = [
         {"q": "one", "a": "1"},
         {"q": " one ", "a": "1"},
         {"q": "one", "a": "2"},
@@ -89,7 +90,7 @@ def test_of_a_thousand_repeats_ten_are_named(tmp_path: Path) -> None:
     shuffled=st.randoms(use_true_random=False),
 )
 def test_splits_are_disjoint_complete_and_do_not_depend_on_the_order(
-    tmp_path_factory: pytest.TempPathFactory, prompts: list[int], heldout: float, shuffled: Any
+    tmp_path_factory: pytest.TempPathFactory, prompts: list[int], heldout: int, shuffled: Any
 ) -> None:
     folder = tmp_path_factory.mktemp("split")
     rows = [{"q": f"prompt {n}", "a": "1"} for n in prompts]

@@ -2,7 +2,6 @@
 at.
 """
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.tasks.data.arithmetic_models import character_tokenizer
 from megarl.tasks.data.traces import are_traces, load_traces, spoken
+from tests import make
 from tests.unit.tasks.agents.templates import PUBLISHED, published, tokenizer_of
 
 QUESTION = (
@@ -29,8 +29,7 @@ PAIR = {"prompt": "12+1=", "completion": "<think>2+1=3</think>13"}
 
 
 def write(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return make.write_rows(path, rows)
 
 
 def tokenizer() -> Tokenizer:

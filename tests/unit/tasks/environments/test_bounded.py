@@ -307,8 +307,12 @@ class Said:
     stops: Any = ()
 
 
+PROFILE: Any = settings.default
+BAD_TOKENS: Any = []
+
+
 @settings(
-    max_examples=max(300, settings.default.max_examples),
+    max_examples=max(300, PROFILE.max_examples),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
@@ -324,7 +328,9 @@ class Said:
     stops=st.one_of(st.just(()), TOKENS.map(tuple), ANYTHING),
 )
 @example(reply=Observation(int32([1])), verdict=Verdict(1.0), stops=())
-@example(reply=Observation([]), verdict=Verdict(1.0, error="\ud800"), stops=(-(1 << 63) - 1,))
+@example(
+    reply=Observation(BAD_TOKENS), verdict=Verdict(1.0, error="\ud800"), stops=(-(1 << 63) - 1,)
+)
 @example(reply="\ud800", verdict=Verdict(1.0, error="\ud800"), stops=())
 def test_any_reply_is_a_good_one_or_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: Any, verdict: Any, stops: Any

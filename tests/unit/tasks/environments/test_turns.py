@@ -64,6 +64,9 @@ class Letters:
     continued = decode
 
 
+LETTERS: Any = Letters()
+
+
 class Servers:
     """Stand-ins that sample at random. log: of each request the ids it was sent, the
     tokens it sent back, their versions, whether the end token alone stopped it.
@@ -127,9 +130,9 @@ class Client:
             versions = [version] * at + [newer] * (len(tokens) - at)
         self.servers.log.append((ids, int32(tokens), versions, stop_token_ids == (END,)))
         rows = np.arange(routing_from, len(ids) + len(tokens) - 1, dtype="<i2")
-        finish = "stop" if tokens[-1] in stop_token_ids else "length"
+        finish: Any = "stop" if tokens[-1] in stop_token_ids else "length"
         table = base64.b64encode(rows.tobytes()).decode()
-        return Generation(int32(tokens), float32([-1.0] * len(tokens)), tuple(spans), finish, table)  # type: ignore[arg-type]
+        return Generation(int32(tokens), float32([-1.0] * len(tokens)), tuple(spans), finish, table)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -161,9 +164,7 @@ def play(recipe: Recipe, servers: Servers, script: Script) -> Completion | None:
     async def run() -> Completion:
         places = Places(servers.members, 4)
         clients = {n: servers.client(n) for n in range(3)}
-        sampler = Sampler(
-            recipe, Letters(), Pool(clients, places), TaskEnvironments(recipe, Letters())
-        )
+        sampler = Sampler(recipe, LETTERS, Pool(clients, places), TaskEnvironments(recipe, LETTERS))
 
         async def take() -> tuple[int, int]:
             server, version = await places.take((1, 0, 0), lambda _, version: version >= DUE - LAG)
@@ -319,7 +320,7 @@ class OneTurnEach:
     ) -> Generation:
         self.asked.append((limit, stop_token_ids))
         tokens = self.turns.pop(0)[:limit]
-        finish = "stop" if tokens[-1] in stop_token_ids else "length"
+        finish: Any = "stop" if tokens[-1] in stop_token_ids else "length"
         return Generation(
             int32(tokens), float32([-1.0] * len(tokens)), (VersionSpan(3, 0, len(tokens)),), finish
         )
@@ -345,9 +346,9 @@ def say(
         places = Places(members, 1)
         sampler = Sampler(
             recipe,
-            Letters(),
+            LETTERS,
             Pool({0: server}, places),
-            TaskEnvironments(recipe, Letters()),
+            TaskEnvironments(recipe, LETTERS),
             positions=positions,
         )
         return await sampler.complete(
@@ -466,9 +467,9 @@ def test_one_that_fails_ends_the_rollout_which_then_cannot_be_judged() -> None:
         places = Places(members, 1)
         sampler = Sampler(
             recipe,
-            Letters(),
+            LETTERS,
             Pool({0: OneTurnEach([[4, END]])}, places),
-            TaskEnvironments(recipe, Letters()),
+            TaskEnvironments(recipe, LETTERS),
         )
         prompt = Prompt(id="", tokens=PROMPT.tokens, answer="", task="step")
         done = await sampler.complete(
@@ -531,7 +532,7 @@ class Asks:
         policy: Policy,
         waited: Callable[[], float],
     ) -> AgentRollout:
-        asked = asyncio.create_task(policy(prompt.tokens, 5, 0))  # type: ignore[arg-type]
+        asked: asyncio.Task[Any] = asyncio.create_task(policy(prompt.tokens, 5, 0))  # type: ignore[arg-type]
         while (told := waited()) < 0.02:
             await asyncio.sleep(0.005)
         self.gate.set()

@@ -127,6 +127,7 @@ def test_a_worker_that_dies_is_replaced_and_the_answer_graded_again(
             (starting,) = pool._workers
             worker = await starting
             os.kill(worker.pid, signal.SIGKILL)
+            assert worker.stdin is not None
             while noticed and not worker.stdin.is_closing():
                 await asyncio.sleep(0.01)
             return await pool.check(Submission("7", "7"))

@@ -33,7 +33,7 @@ class Stub:
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
-        self.requests = []
+        self.requests: list[Any] = []
         self.headers = []  # type: ignore[var-annotated]
 
     async def __call__(self, request: web.Request) -> web.StreamResponse:

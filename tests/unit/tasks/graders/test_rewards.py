@@ -16,6 +16,7 @@ from megarl.core.controller.metrics import task_statistics
 from megarl.core.recipe import from_tree
 from megarl.tasks.graders.answer import graded, judged
 from megarl.tasks.graders.grader import TaskGraders, check_graders
+from tests import make
 from tests.unit.tasks.graders.asking import graders_of, prompt_of
 
 MODULE = """
@@ -188,7 +189,7 @@ def test_functions_that_cannot_judge(caplog: pytest.LogCaptureFixture) -> None:
     """
 
     async def run(name: str, as_reward: bool) -> Grade:
-        own = (
+        own: dict[str, Any] = (
             {"task": {"rewards": {"own": {"grader": f"my_graders:{name}", "weight": 1.0}}}}
             if as_reward
             else {}
@@ -299,9 +300,7 @@ def test_good_recipes() -> None:
 
 def test_each_reward_is_a_metric_of_its_own() -> None:
     def rollout(reward: float, **rewards: float) -> Rollout:
-        return Rollout(
-            sample=0, segments=(), reward=reward, correct=reward > 0, finish="stop", rewards=rewards
-        )
+        return make.rollout(reward=reward, rewards=rewards)
 
     def group(task: str, *rollouts: Rollout) -> Group:
         prompt = Prompt(id="p", tokens=int32([1]), answer="5", task=task)

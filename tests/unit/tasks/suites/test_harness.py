@@ -4,7 +4,6 @@ right. The real harness on a real server: tests/stack/test_lm_eval.py.
 
 import asyncio
 import builtins
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +38,7 @@ from megarl.tasks.suites.harness import (
     means,
 )
 from megarl.tools.eval.subject import _suite
+from tests import make
 from tests.server_pool import Pool
 
 ROWS = [
@@ -74,7 +74,7 @@ def write_task(folder: Path, task: dict[str, Any], rows: list[dict[str, Any]] = 
     return its source.
     """
     data = folder / f"{task['task']}.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make.write_rows(data, rows)
     local = {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(data)}},
@@ -125,7 +125,11 @@ def test_what_is_asked(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rolling = {"task": "rolling", "output_type": "loglikelihood_rolling", "doc_to_text": ""}
+    rolling: dict[str, Any] = {
+        "task": "rolling",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+    }
     rolling |= {"doc_to_target": "{{question}}", "metric_list": [{"metric": "word_perplexity"}]}
     with pytest.raises(MegarlError, match="asks for the perplexity of texts"):
         load_documents(write_task(tmp_path, rolling))
@@ -252,7 +256,11 @@ def test_a_text_ends_where_the_task_says(
 
 def test_greedy_continuations(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """As in LAMBADA, where a word is right if the model itself would say it."""
-    task = {"task": "words", "output_type": "loglikelihood", "doc_to_text": "{{question}}"}
+    task: dict[str, Any] = {
+        "task": "words",
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{question}}",
+    }
     task |= {"doc_to_target": " {{choices[gold]}}", "metric_list": [{"metric": "acc"}]}
     document, _ = load_documents(write_task(tmp_path, task))
 

@@ -11,6 +11,7 @@ import shutil
 import zlib
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -36,7 +37,8 @@ from megarl.tasks.suites import suites
 from megarl.tools.eval.main import counted, earlier_settings, never_thinks, void_answers
 from megarl.tools.eval.subject import Subject, _suite
 from megarl.tools.eval.subject import recipe_of as asked_with
-from tests.evaluation_sets import SETS, byte_llama, write_rows
+from tests import make
+from tests.evaluation_sets import SETS, byte_llama
 
 FENCED = "Here it is:\n```python\n{}\n```"
 RIGHT = {
@@ -87,7 +89,8 @@ def grades(recipe: Recipe, name: str, tokenizer: Tokenizer, answers: list[str]) 
     loaded = suites.load(name, recipe.evaluation.suites[name], tokenizer, 2000)
     mapping = MAPPINGS[recipe.evaluation.suites[name].mapping]
     in_file = [mapping(row).id for row in SETS[name]]
-    in_order = sorted(loaded.questions.prompts, key=lambda p: in_file.index(p.id))
+    asked: Any = loaded.questions.prompts
+    in_order = sorted(asked, key=lambda p: in_file.index(p.id))
     assert len(in_order) == len(answers) == loaded.rows
     assert not loaded.left_out
 
@@ -110,7 +113,7 @@ def grades(recipe: Recipe, name: str, tokenizer: Tokenizer, answers: list[str]) 
 
 @pytest.mark.parametrize("name", SETS)
 def test_right_and_wrong_answers(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    recipe = recipe_of(name, write_rows(tmp_path / "rows.jsonl", SETS[name]))
+    recipe = recipe_of(name, make.write_rows(tmp_path / "rows.jsonl", SETS[name]))
     assert [g.correct for g in grades(recipe, name, tokenizer, RIGHT[name])] == [True] * len(
         SETS[name]
     )
@@ -124,7 +127,8 @@ def test_all_shipped_suites_are_tested_here() -> None:
 
 
 def test_what_the_model_sees(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    recipe = recipe_of("gsm8k", write_rows(tmp_path / "rows.jsonl", SETS["gsm8k"][:1]))
+    recipe = recipe_of("gsm8k", make.write_rows(tmp_path / "rows.jsonl", SETS["gsm8k"][:1]))
+    prompt: Any
     (prompt,) = suites.load(
         "gsm8k", recipe.evaluation.suites["gsm8k"], tokenizer, 2000
     ).questions.prompts
@@ -149,7 +153,7 @@ def test_rows_that_are_not_asked_are_told(tokenizer: Tokenizer, tmp_path: Path) 
         {"question": "No hashes?", "answer": "7"},
         {"question": "long " * 400, "answer": "#### 1"},
     ]
-    recipe = recipe_of("gsm8k", write_rows(tmp_path / "rows.jsonl", rows))
+    recipe = recipe_of("gsm8k", make.write_rows(tmp_path / "rows.jsonl", rows))
     loaded = suites.load("gsm8k", recipe.evaluation.suites["gsm8k"], tokenizer, 1000)
     assert loaded.left_out == {"not of the schema": 1, "longer than 1000 tokens": 1}
     assert (len(loaded.questions.prompts), loaded.rows) == (3, 5)
@@ -158,7 +162,7 @@ def test_rows_that_are_not_asked_are_told(tokenizer: Tokenizer, tmp_path: Path) 
 def test_fewer_prompts_are_the_first_of_more_and_the_set_is_the_same(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", SETS["gsm8k"])
+    data = make.write_rows(tmp_path / "rows.jsonl", SETS["gsm8k"])
     loaded = {
         n: suites.load(
             "gsm8k", recipe_of("gsm8k", data, prompts=n).evaluation.suites["gsm8k"], tokenizer, 2000
@@ -169,7 +173,7 @@ def test_fewer_prompts_are_the_first_of_more_and_the_set_is_the_same(
         p.id for p in loaded[None].questions.prompts
     ][:2]
     assert loaded[2].digest == loaded[None].digest
-    write_rows(data, SETS["gsm8k"][1:])
+    make.write_rows(data, SETS["gsm8k"][1:])
     changed = suites.load(
         "gsm8k", recipe_of("gsm8k", data).evaluation.suites["gsm8k"], tokenizer, 2000
     )
@@ -180,7 +184,8 @@ def test_tests_of_any_size_are_kept(tokenizer: Tokenizer, tmp_path: Path) -> Non
     """Training data leaves such rows out; suites keep them."""
     big = {"input": "1 " * 600_000, "output": "3\n", "testtype": "stdin"}
     row = SETS["livecodebench"][0] | {"public_test_cases": json.dumps([big])}
-    recipe = recipe_of("livecodebench", write_rows(tmp_path / "rows.jsonl", [row]))
+    recipe = recipe_of("livecodebench", make.write_rows(tmp_path / "rows.jsonl", [row]))
+    prompt: Any
     (prompt,) = suites.load(
         "livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000
     ).questions.prompts
@@ -193,8 +198,8 @@ def test_the_held_out_rows_of_a_task_are_those_of_training(
     rows = [
         {"id": f"p{n}", "prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(40)
     ]
-    train = write_rows(tmp_path / "train.jsonl", rows)
-    banned = write_rows(
+    train = make.write_rows(tmp_path / "train.jsonl", rows)
+    banned = make.write_rows(
         tmp_path / "banned.jsonl", rows[:20]
     )  # what is held out is chosen from the others
     tree = {
@@ -326,7 +331,7 @@ def test_a_pickle_that_is_no_text_is_not_run(tokenizer: Tokenizer, tmp_path: Pat
 
     private = base64.b64encode(zlib.compress(pickle.dumps(Harmful()))).decode()
     rows = [SETS["livecodebench"][0] | {"private_test_cases": private}, SETS["livecodebench"][1]]
-    recipe = recipe_of("livecodebench", write_rows(tmp_path / "rows.jsonl", rows))
+    recipe = recipe_of("livecodebench", make.write_rows(tmp_path / "rows.jsonl", rows))
     loaded = suites.load(
         "livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000
     )
@@ -340,7 +345,7 @@ def test_tests_that_become_too_long_are_left_out(
     monkeypatch.setattr(programs, "LARGEST_TESTS", 1 << 20)
     bomb = base64.b64encode(zlib.compress(pickle.dumps(f"[{' ' * (1 << 21)}]"))).decode()
     rows = [SETS["livecodebench"][0] | {"private_test_cases": bomb}, SETS["livecodebench"][1]]
-    recipe = recipe_of("livecodebench", write_rows(tmp_path / "rows.jsonl", rows))
+    recipe = recipe_of("livecodebench", make.write_rows(tmp_path / "rows.jsonl", rows))
     loaded = suites.load(
         "livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000
     )

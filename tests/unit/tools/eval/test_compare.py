@@ -268,7 +268,8 @@ def test_the_page_shows_hostile_text_and_asks_no_network(tmp_path: Path) -> None
         "calm": calm,
         "hostile": {key: HOSTILE + key for key in calm} | {"expected": HOSTILE},
     }.items():
-        one = answer(texts["id"], False, **{k: v for k, v in texts.items() if k != "id"})
+        others: dict[str, Any] = {k: v for k, v in texts.items() if k != "id"}
+        one = answer(texts["id"], False, **others)
         a, b = (
             write(
                 tmp_path / f"{name}-{side}",

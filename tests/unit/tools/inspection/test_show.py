@@ -14,20 +14,20 @@ from rich.console import Console
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
-from megarl.core.base.types import Episode, Group, Prompt, Rollout, Segment, float32
+from megarl.core.base.types import Episode, Group, Prompt, Rollout, Segment
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted, Finished
 from megarl.tasks.data.arithmetic_models import character_tokenizer
 from megarl.tools.inspection.rollouts import show
+from tests import make
 
 MADE = character_tokenizer()
 TOKENIZER = Tokenizer(MADE.backend_tokenizer, MADE.eos_token_id, Path())
 
 
 def segment(text: str, version: int, trained: bool = True) -> Segment:
-    tokens = TOKENIZER.ids(text)
-    logprobs = float32([-0.25 if trained else 0.0] * len(tokens))
-    return Segment(tokens=tokens, logprobs=logprobs, weight_version=version, trained=trained)
+    logprob = -0.25 if trained else 0.0
+    return make.segment(TOKENIZER.ids(text), version, logprob=logprob, trained=trained)
 
 
 @pytest.fixture
@@ -226,9 +226,7 @@ def test_a_terminal_does_not_obey_what_is_shown(tmp_path: Path) -> None:
     """Nor is it taken for rich's markup."""
     evil = "[/b]\x1b]0;title\x07\x9b2J\n"
     one = msgspec.structs.replace(prompt(evil, "1+1="), answer=evil)
-    rollout = Rollout(
-        sample=0, segments=(segment("2", 0),), reward=1.0, correct=True, finish="stop"
-    )
+    rollout = make.rollout(segment("2", 0), reward=1.0)
     journal = Journal.open(tmp_path / "rollouts", 1, 8)
     for ticket, group in enumerate(
         (
@@ -243,8 +241,8 @@ def test_a_terminal_does_not_obey_what_is_shown(tmp_path: Path) -> None:
     journal.close()
     out = StringIO()
     writes = cast(Tokenizer, SimpleNamespace(continued=lambda _: evil))
-    for ticket, times in ((None, 2), (0, 4), (1, 4)):
-        show(tmp_path, ticket, tokenizer=writes, console=Console(file=out, width=200))
+    for shown, times in ((None, 2), (0, 4), (1, 4)):
+        show(tmp_path, shown, tokenizer=writes, console=Console(file=out, width=200))
         text = out.getvalue()
         assert not set(text) & {"\x1b", "\x07", "\x9b"}
         assert text.count("[/b]\\x1b]0;title\\x07\\x9b2J") >= times

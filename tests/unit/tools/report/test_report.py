@@ -19,7 +19,7 @@ from rich.console import Console
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import FORECAST, RunDir, append_jsonl, latest_rows, latest_scores
 from megarl.core.base.tokenizer import load_tokenizer
-from megarl.core.base.types import Group, Prompt, Rollout, Segment, float32
+from megarl.core.base.types import Group, Prompt, Rollout
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted, Finished
 from megarl.core.recipe import Recipe, from_tree
@@ -27,6 +27,7 @@ from megarl.predict.scaling.extrapolate import forecast
 from megarl.run import status, summary, view
 from megarl.run.state import Observer
 from megarl.tools.report import charts, report
+from tests import make
 from tests.summaries import WORDS, recomputed
 
 
@@ -445,17 +446,8 @@ def test_rollouts_are_shown(
             (ids("</think>"), 5, False),
             (ids(answer), 6, True),
         ]
-        segments = [
-            Segment(tokens=t, logprobs=float32([0.0] * len(t)), weight_version=v, trained=yes)
-            for t, v, yes in parts
-        ]
-        return Rollout(
-            sample=sample,
-            segments=tuple(segments),
-            reward=1.0 if correct else -1.0,
-            correct=correct,
-            finish="stop",
-        )
+        segments = [make.segment(t, v, logprob=0.0, trained=trained) for t, v, trained in parts]
+        return make.rollout(*segments, reward=1.0 if correct else -1.0, sample=sample)
 
     prompt = Prompt(id="p", tokens=ids("1+2="), answer="3")
     group = Group(ticket=0, prompt=prompt, rollouts=(rollout(0, "3", True), rollout(1, "7", False)))
@@ -520,7 +512,7 @@ def test_bars_are_the_intervals_of_the_rows(ends: dict[str, float], bars: int) -
 def test_report_with_a_fit(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     """The law's curve beside the points, as far as the run will go."""
     rundir = write_run(0)
-    rows = [{"step": 0, "compute_hours": 0.0, "pass_rate": 0.2}]
+    rows: list[dict[str, Any]] = [{"step": 0, "compute_hours": 0.0, "pass_rate": 0.2}]
     rows += [
         {"step": n, "compute_hours": n / 10, "pass_rate": 0.2 + 0.6 / (1 + (5 / n) ** 2)}
         for n in range(1, 21)

@@ -6,6 +6,7 @@ import gzip
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -114,7 +115,7 @@ def recorded(path: Path, steps: list[dict[str, list[tuple[float, float]]]]) -> R
             "groups/tickets", "ticket", ticket, step["wait"][0][0], ticket=n, removed=False
         )
         controller.event("controller/batches", f"batch {n}", step=n, tickets=[n])
-        event = controller._rows[-1]
+        event: Any = controller._rows[-1]
         controller._rows[-1] = type(event)(event.on, event.name, step["wait"][0][1], event.args)
         append_jsonl(rundir.metrics, {"step": n, "lag_mean": n / 4, "lag_max": float(n)})
     controller.flush()
