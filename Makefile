@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 TE := $(HOME)/.cache/megarl/transformer-engine
-.PHONY: help setup quickstart quickstart-moe quickstart-tools quickstart-agent quickstart-real test test-unit test-predict test-slow test-agents test-faults test-recipes test-families test-gpu-paths soak lint bench bench-gpu lock clean
+.PHONY: help setup quickstart quickstart-moe quickstart-tools quickstart-agent quickstart-real test test-unit test-predict test-slow test-agents test-faults test-recipes test-families test-gpu-paths soak lint docs bench bench-gpu lock clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -61,9 +61,12 @@ soak: setup      ## two hours of the quickstart with a random fault every few mi
 	$(PYTHON) -m tests.soak $(ARGS)
 
 lint: setup      ## ruff and mypy
-	$(PYTHON) -m ruff check megarl checkpoints_tools tests benchmarks examples setup.py
-	$(PYTHON) -m ruff format --check megarl checkpoints_tools tests benchmarks examples setup.py
+	$(PYTHON) -m ruff check megarl checkpoints_tools tests benchmarks examples launch setup.py
+	$(PYTHON) -m ruff format --check megarl checkpoints_tools tests benchmarks examples launch setup.py
 	$(PYTHON) -m mypy megarl checkpoints_tools tests
+
+docs: setup      ## docs/ as a site with a search field, in site/index.html: no network is needed to build or to read it
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 bench: setup     ## benchmarks/end_to_end.py: megarl against TRL and against its own bound
 	launch/bench.sh
@@ -74,5 +77,5 @@ bench-gpu:       ## measure a GPU in half an hour, also where there is no networ
 lock: setup      ## pin what requirements/cpu.in and gpu.in ask for (ARGS=--upgrade: the newest of all)
 	launch/lock.sh $(ARGS)
 
-clean:           ## remove runs/ (keeps .venv)
-	rm -rf runs
+clean:           ## remove runs/ and site/ (keeps .venv)
+	rm -rf runs site

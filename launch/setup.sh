@@ -12,7 +12,7 @@ if ! command -v bwrap >/dev/null; then
         install=(timeout 300 apt-get install -y -qq --no-install-recommends bubblewrap)
         "${install[@]}" >/dev/null 2>&1 || { timeout 300 apt-get update -qq && "${install[@]}"; } >/dev/null 2>&1 || true
     fi
-    command -v bwrap >/dev/null || echo "megarl: bubblewrap is missing; the grader code, the environment python and agents need it (docs/install.md)"
+    command -v bwrap >/dev/null || echo "megarl: bubblewrap is missing; the grader code, the environment python and agents need it (docs/how-to/install.md)"
 fi
 
 stamp=.venv/.megarl-setup

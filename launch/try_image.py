@@ -206,7 +206,9 @@ class Trial:
         python = stage.root / "venv" / "bin" / "python"
         if not python.exists():
             folder = python.parents[1]
-            subprocess.run([uv(), "venv", "--quiet", "--python", sys.executable, folder], check=True)
+            subprocess.run(
+                [uv(), "venv", "--quiet", "--python", sys.executable, folder], check=True
+            )
             if not self._install:
                 (site,) = python.parents[1].glob("lib/python3.12/site-packages")
                 (ours,) = Path(sys.executable).parents[1].glob("lib/python3.12/site-packages")

@@ -1,4 +1,4 @@
-"""What a notebook imports (docs/scaling.md): `from megarl.scaling.fit import fit`.
+"""What a notebook imports (docs/how-to/scaling.md): `from megarl.scaling.fit import fit`.
 Modules of megarl/predict/scaling/.
 """
 

@@ -14,7 +14,7 @@ CONTAINER=${CONTAINER:-none}                      # none | pyxis | apptainer
 IMAGE=${IMAGE:-}                                  # registry/name:tag, or a .sqsh file (pyxis); a .sif file (apptainer)
 MOUNTS=${MOUNTS:-$PWD}                            # folders that the container sees, comma-separated: shared storage with RUN, models, data;
                                                   # each is FOLDER, or FOLDER:PLACE[:OPTIONS] for another place or :ro
-INTERFACE=${INTERFACE:-slurm}                     # run.interface: the network on which the nodes trust each other (docs/security.md)
+INTERFACE=${INTERFACE:-slurm}                     # run.interface: the network on which the nodes trust each other (docs/reference/security.md)
 MEGARL=${MEGARL:-$PWD/.venv/bin/megarl}           # on the host: the supervisor and, without a container, everything else
 PYTHON=$(dirname "$MEGARL")/python
 export PYTHONUNBUFFERED=1

@@ -49,7 +49,7 @@ MODULES = {
     "sglang": "sglang",
     "transformers": "transformers",
 }
-SETUP = "run `make setup` and use .venv/bin/megarl (with GPUs: docs/install.md)"
+SETUP = "run `make setup` and use .venv/bin/megarl (with GPUs: docs/how-to/install.md)"
 
 
 def noted(name: str, text: str, advice: str = "") -> Finding:
@@ -170,7 +170,7 @@ def kernels() -> Finding:
     try:
         version = importlib.metadata.version("sglang-kernel")
     except importlib.metadata.PackageNotFoundError:
-        advice = "install requirements/gpu.txt (docs/install.md)" if gpus() else ""
+        advice = "install requirements/gpu.txt (docs/how-to/install.md)" if gpus() else ""
         return noted(KERNELS, "not installed", advice)
     if loads("libnuma.so.1"):
         return noted(KERNELS, version)
@@ -198,7 +198,7 @@ def compilers() -> Finding:
     missing = ", ".join(name for name, part in parts.items() if not part)
     if missing:
         advice = (
-            "install them (docs/install.md), or use the container; CUDA_HOME says where the"
+            "install them (docs/how-to/install.md), or use the container; CUDA_HOME says where the"
             " toolkit is"
         )
         return noted(COMPILERS, f"no {missing}", advice if gpus() else "")
@@ -229,7 +229,9 @@ def transformer_engine() -> Finding:
         version = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
         return noted(
-            name, "not installed", "only needed with GPUs: docs/install.md says how to build it"
+            name,
+            "not installed",
+            "only needed with GPUs: docs/how-to/install.md says how to build it",
         )
     words = [sys.executable, "-W", "ignore", "-c", "import torch, transformer_engine.pytorch"]
     environment = os.environ | cudnn_of_torch()  # as for a learner
@@ -245,7 +247,7 @@ def transformer_engine() -> Finding:
     return noted(
         name,
         "cannot be imported",
-        f"{lines[-1]}; build it again for this torch, or uninstall it (docs/install.md)",
+        f"{lines[-1]}; build it again for this torch, or uninstall it (docs/how-to/install.md)",
     )
 
 

@@ -151,8 +151,8 @@ def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: i
     if os.environ.get(LARGE_ON_CPU) == "1":
         return
     advice = (
-        "start it where the GPUs are (`megarl submit` writes a Slurm job, docs/cluster.md), take a"
-        f" smaller recipe (quickstart), or export {LARGE_ON_CPU}=1"
+        "start it where the GPUs are (`megarl submit` writes a Slurm job, docs/how-to/cluster.md),"
+        f" take a smaller recipe (quickstart), or export {LARGE_ON_CPU}=1"
     )
     threads = sum(processes.values()) * recipe.resources.threads
     if threads > THREADS_A_CORE * cores:

@@ -16,7 +16,7 @@ earlier values are not updated, for at most RELEARN values; then the new values 
 the norm.
 
 Thresholds were fixed on clean runs, before any faulty one was seen
-(docs/monitoring.md#health). Nothing here is random, and nothing ends a run.
+(docs/how-to/monitoring.md#health). Nothing here is random, and nothing ends a run.
 """
 
 import math
@@ -219,7 +219,7 @@ _CALMER = "lower learner.optimizer.lr or grad_clip, and fork from an earlier ste
 _LOG = "see megarl logs RUN --role controller"
 _EXPERTS = (
     "raise model.moe.aux_loss, or model.moe.bias_update_rate where routers have biases"
-    " (docs/models.md)"
+    " (docs/reference/models.md)"
 )
 _SAMPLER = "compare temperature, top-p and top-k of servers with sampling.temperature"
 
@@ -474,7 +474,7 @@ SIGNALS = (
         learning=True,
     ),
 )
-"""All signals. docs/monitoring.md has a table of them, which
+"""All signals. docs/how-to/monitoring.md has a table of them, which
 tests/unit/run/test_health.py compares with this one.
 """
 

@@ -126,7 +126,7 @@ def check_container(job: JobOptions) -> None:
     if job.container in IMAGES and not job.image:
         example = IMAGES[job.container]
         raise MegarlError(
-            f"--container {job.container} needs --image, such as {example} (docs/cluster.md)"
+            f"--container {job.container} needs --image, such as {example} (docs/how-to/cluster.md)"
         )
     if job.image and job.container not in IMAGES:
         raise MegarlError(
@@ -150,7 +150,7 @@ def _check_kubernetes(job: JobOptions) -> None:
     if not job.image:
         raise MegarlError(
             "--kubernetes needs --image, such as registry.example.org/team/megarl:1"
-            " (docs/cluster.md)"
+            " (docs/how-to/cluster.md)"
         )
 
 

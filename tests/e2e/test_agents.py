@@ -176,7 +176,9 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 def test_a_users_own_agent_learns(workplace: Path) -> None:
-    """What docs/agents.md says: from a copy of the calculator to a curve that rises."""
+    """What docs/how-to/agents.md says: from a copy of the calculator to a curve that
+    rises.
+    """
     made = runs.megarl("sft", "quickstart-agent", cwd=workplace)
     assert made.returncode == 0, made.stderr
     source = (PROGRAMS.parents[2] / "megarl" / "tasks" / "agents" / "calculator.py").read_text()

@@ -122,6 +122,7 @@ def check(run: LiveRun, family: list[psutil.Process], ports: list[int]) -> None:
     )
     apart = [row["kl_teacher"] for row in latest_rows(run.rundir.metrics)]
     print("kl_teacher", *(f"{x:.3f}" for x in apart))
-    # Not the last steps: at this rate and lag it may rise again (docs/distillation.md).
+    # Not the last steps: at this rate and lag it may rise again
+    # (docs/how-to/distillation.md).
     # Of four runs the weakest had 0.86.
     assert np.mean(apart[7:10]) < 0.95 * np.mean(apart[:3])

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "benchmarks").glob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md"), key=lambda page: page.name),
 ]
 LIMIT_S = 200.0
 TESTED_ELSEWHERE = {
@@ -128,10 +128,11 @@ def test_the_commands_are_found() -> None:
 
 
 def test_metrics_that_the_pages_name_exist() -> None:
-    """`megarl metrics` explains all of them; docs/run-directory.md names those to look
-    at first.
+    """`megarl metrics` explains all of them; docs/reference/run-directory.md names those
+    to look at first.
     """
-    table = (ROOT / "docs" / "run-directory.md").read_text().partition("Worth a look first")[2]
+    page = (ROOT / "docs/reference/run-directory.md").read_text()
+    table = page.partition("Worth a look first")[2]
     named = re.findall(r"`(\w+)(?:/\w+)?`", table)
     assert len(named) > 15
     assert [name for name in named if name not in NAMES] == []

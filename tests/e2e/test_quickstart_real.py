@@ -114,7 +114,7 @@ def test_a_few_steps(place: Path) -> None:
 @pytest.mark.slow
 def test_the_commands_of_the_tutorial(place: Path) -> None:
     """Each as it stands on the page; training is shorter."""
-    page = (ROOT / "docs" / "quickstart-real.md").read_text()
+    page = (ROOT / "docs/tutorials/quickstart-real.md").read_text()
     commands = page.partition("```sh-real\n")[2].partition("```")[0].splitlines()
     assert commands
     (place / "questions.jsonl").symlink_to(place / DATA / "questions.jsonl")

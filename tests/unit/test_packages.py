@@ -1,4 +1,6 @@
-"""The packages' descriptions, which docs/architecture.md sends its readers to."""
+"""The packages' descriptions, which docs/explanation/architecture.md sends its
+readers to.
+"""
 
 from pathlib import Path
 

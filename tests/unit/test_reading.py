@@ -1,5 +1,5 @@
-"""docs/reading.md is true: each file exists, none uses a file that comes after it, and
-what several use is explained.
+"""docs/explanation/reading.md is true: each file exists, none uses a file that comes
+after it, and what several use is explained.
 """
 
 import ast
@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "reading.md").read_text()
-FILES = re.findall(r"^\d+\. \[(\S+)\]\(\.\./megarl/\1\)", PAGE, re.MULTILINE)
-HELPERS = re.findall(r"^- \[\S+\]\(\.\./megarl/(\S+)\)", PAGE, re.MULTILINE)
+PAGE = (ROOT / "docs/explanation/reading.md").read_text()
+FILES = re.findall(r"^\d+\. \[(\S+)\]\(\.\./\.\./megarl/\1\)", PAGE, re.MULTILINE)
+HELPERS = re.findall(r"^- \[\S+\]\(\.\./\.\./megarl/(\S+)\)", PAGE, re.MULTILINE)
 
 
 @cache

@@ -1,5 +1,5 @@
-"""docs/start-here.md: its commands, on rows of the published schemas, and its figures,
-against the planner's.
+"""docs/tutorials/start-here.md: its commands, on rows of the published schemas, and
+its figures, against the planner's.
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.twin_models import character_tokenizer
 from tests.unit.conftest import metrics_row, status_tree
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "start-here.md").read_text()
+PAGE = (ROOT / "docs/tutorials/start-here.md").read_text()
 
 
 def lines_of(kind: str) -> list[str]:
@@ -185,10 +185,10 @@ def test_another_model(
 
 
 def test_the_stated_error_is_that_of_the_plans_page() -> None:
-    """Ratios of the table of docs/plan.md, largest and smallest."""
+    """Ratios of the table of docs/how-to/plan.md, largest and smallest."""
     rows = re.findall(
         r"^\| 8B.* \| ([\d. to]+) / ([\d. to]+) / ([\d. to]+) \|$",
-        (ROOT / "docs/plan.md").read_text(),
+        (ROOT / "docs/how-to/plan.md").read_text(),
         re.M,
     )
     ratios = [float(ratio) for row in rows for cell in row for ratio in cell.split(" to ")]

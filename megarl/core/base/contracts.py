@@ -3,8 +3,8 @@
     controller ─► TaskPrompts ─► sampler ⇄ PlayedEnvironment, Agents ─► Grader ─► Grade
 
 megarl/tasks/ has the implementations; megarl/cli passes them to the controller as one
-`Tasks`. Users write an `Environment` (docs/tools.md) or a grading function
-(docs/grading.md).
+`Tasks`. Users write an `Environment` (docs/how-to/tools.md) or a grading function
+(docs/how-to/grading.md).
 """
 
 import re

@@ -1,5 +1,5 @@
-"""The run directory (docs/run-directory.md says what each file is), the addresses of a
-live run, and the one JSONL writer.
+"""The run directory (docs/reference/run-directory.md says what each file is), the
+addresses of a live run, and the one JSONL writer.
 """
 
 import errno

@@ -226,7 +226,7 @@ def check_kernels() -> None:
     if find_spec("sgl_kernel") is None:
         raise MegarlError(
             "SGLang's kernels for GPUs (the package sglang-kernel) are not installed; install"
-            " requirements/gpu.txt or run the roles in the container (docs/install.md), or set"
+            " requirements/gpu.txt or run the roles in the container (docs/how-to/install.md), or set"
             " CUDA_VISIBLE_DEVICES= to train a tiny model on the CPU"
         )
 

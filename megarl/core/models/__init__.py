@@ -47,7 +47,7 @@ def _check_transformer_engine() -> None:
         raise MegarlError(
             f"Transformer Engine is installed, but cannot be imported: {type(error).__name__}:"
             f" {error}. Build it again for this torch, or uninstall it to train with megarl's own"
-            " layers (docs/install.md)"
+            " layers (docs/how-to/install.md)"
         ) from error
 
 

@@ -102,7 +102,7 @@ class Loss(Section):
         "cispo",
         description=(
             "policy loss: cispo, clip (PPO, GRPO, DAPO), dppo, gmpo, gspo, reinforce, or"
-            " package.module:function of your own (docs/add-a-loss.md)"
+            " package.module:function of your own (docs/how-to/add-a-loss.md)"
         ),
     )
     cap: float = Field(

@@ -66,7 +66,9 @@ MEANINGS = {
         "tool_seconds": "seconds of a call, the wait for a free place included",
     },
     "health": {
-        "health": "1 if every signal keeps its course, 0 if an alarm lasts (docs/monitoring.md)",
+        "health": (
+            "1 if every signal keeps its course, 0 if an alarm lasts (docs/how-to/monitoring.md)"
+        ),
         "alarm": (
             "alarm/SIGNAL: 1 while this signal is off its course; `megarl health RUN` says it in"
             " words"

@@ -29,11 +29,11 @@ class Simulated:
 
 BEST = 5
 MOST_REASONS = 12
-NEARER = "±: half of the published rows have a smaller error (docs/plan.md)"
+NEARER = "±: half of the published rows have a smaller error (docs/how-to/plan.md)"
 LIKELY = "likely: eight of ten published steps of RL took so much, over their plan"
 TAKEN_OVER_PLANNED = (1.7, 14)
 """GPU-hours that the ScaleRL paper's runs of 8B took, divided by those planned for them
-(a table in docs/plan.md).
+(a table in docs/how-to/plan.md).
 """
 
 
@@ -220,7 +220,7 @@ def cost(plan: Plan, price: float | None = None) -> str:
         f"{steps:,} steps take {hours:,.1f} h and {gpu_hours:,.0f} GPU-hours{money} (likely"
         f" {in_short(likely(hours))} h and {in_short(likely(gpu_hours))} GPU-hours), without starts"
         f" and evaluations; the ScaleRL paper's runs of 8B took {low:g} to {high:g} times what is"
-        " planned for them (docs/plan.md)"
+        " planned for them (docs/how-to/plan.md)"
     )
 
 

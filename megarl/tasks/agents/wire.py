@@ -5,9 +5,9 @@ texts in several parts; OpenAI's errors.
     anthropic_messages.py ├─► WireProtocol ─► gateway.py
     responses.py          ┘
 
-A table in docs/agents.md says which field is which. A field is refused if with it the
-policy would sample from a distribution other than the one that is trained, or if it
-asks for something that the policy cannot do.
+A table in docs/how-to/agents.md says which field is which. A field is refused if with
+it the policy would sample from a distribution other than the one that is trained, or if
+it asks for something that the policy cannot do.
 """
 
 import re

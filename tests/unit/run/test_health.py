@@ -408,7 +408,7 @@ def test_few_groups_are_no_sign_of_another_temperature(clean: list[CorpusRun]) -
 
 
 def test_the_documentation_has_all_signals() -> None:
-    page = (ROOT / "docs" / "monitoring.md").read_text()
+    page = (ROOT / "docs/how-to/monitoring.md").read_text()
     section = page[page.index("## Health") :].partition("\n## ")[0]
     listed = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     names = [name.strip(" `") for cell in listed for name in cell.split(",")]

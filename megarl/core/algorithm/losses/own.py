@@ -1,4 +1,4 @@
-"""A user's own loss: `loss.kind: package.module:function` (docs/add-a-loss.md).
+"""A user's own loss: `loss.kind: package.module:function` (docs/how-to/add-a-loss.md).
 
     function(tokens: Tokens, settings: recipe.loss) ─► (losses [n], metrics {name: [n]})
 
@@ -82,4 +82,4 @@ def _mistake_in_metrics(metrics: dict[str, object], tokens: Tokens) -> str:
 
 
 def _refused(kind: str, reason: str) -> MegarlError:
-    return MegarlError(f"loss.kind: {kind} {reason}; see docs/add-a-loss.md")
+    return MegarlError(f"loss.kind: {kind} {reason}; see docs/how-to/add-a-loss.md")

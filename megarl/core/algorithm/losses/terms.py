@@ -1,5 +1,5 @@
 """What losses share: their input `Tokens`, and the terms that combine with any of them.
-docs/recipe.md says when to use which.
+docs/reference/recipe.md says when to use which.
 
 Ratios. Every policy loss reports statistics of rho_t = pi(y_t) / mu(y_t), the
 importance ratio of each trained token. k3 = rho - 1 - log rho estimates KL(mu || pi) on

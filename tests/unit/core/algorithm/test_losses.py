@@ -255,7 +255,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
 
 def test_the_loss_of_the_docs(own_module: Callable[[str], None]) -> None:
-    page = Path(__file__).parents[4] / "docs" / "add-a-loss.md"
+    page = Path(__file__).parents[4] / "docs/how-to/add-a-loss.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     own_module(code)
     section = Loss(kind="my_losses:tapered", cap=0.9)

@@ -590,7 +590,8 @@ def test_every_key_of_a_row_is_documented(tmp_path: Path) -> None:
     ]
     keys = row({"math": outcomes}, recipe_of(tmp_path, math=1), 0)
     docs = Path(__file__).parents[4] / "docs"
-    pages = (docs / "evaluation.md").read_text() + (docs / "run-directory.md").read_text()
+    evaluation = (docs / "how-to/evaluation.md").read_text()
+    pages = evaluation + (docs / "reference/run-directory.md").read_text()
     plain = {re.sub(r"@\d+", "@k", key.removesuffix("_low").removesuffix("_high")) for key in keys}
     assert plain >= {"pass_rate", "pass@k", "maj@k", "best@k", "entropy"}
     assert [key for key in plain if f"`{key}`" not in pages] == []

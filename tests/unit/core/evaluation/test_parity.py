@@ -519,7 +519,7 @@ LIMITS_ROW = re.compile(
 
 
 def test_the_documented_limits_are_the_judges() -> None:
-    page = (Path(__file__).parents[4] / "docs/monitoring.md").read_text()
+    page = (Path(__file__).parents[4] / "docs/how-to/monitoring.md").read_text()
     found = {}
     for dtype, model, kernels, decode, median, few, routing in LIMITS_ROW.findall(page):
         share = 1.0 if routing == "–" else float(routing)

@@ -341,7 +341,7 @@ SPLIT = (
 """How the paper divided its 80 GB200 (arXiv 2510.13786); the layout is ours, it states
 none.
 """
-PLANS_PAGE = Path(__file__).parents[4] / "docs" / "plan.md"
+PLANS_PAGE = Path(__file__).parents[4] / "docs/how-to/plan.md"
 
 
 @pytest.mark.parametrize(
@@ -351,8 +351,8 @@ PLANS_PAGE = Path(__file__).parents[4] / "docs" / "plan.md"
 def test_the_papers_runs_beside_their_plan(
     prompts: int, begins: str, hours: tuple[float, float]
 ) -> None:
-    """The figures of docs/plan.md: rates that published clusters reach, and mean
-    lengths, which the paper does not state.
+    """The figures of docs/how-to/plan.md: rates that published clusters reach, and
+    mean lengths, which the paper does not state.
     """
     (row,) = [
         line for line in PLANS_PAGE.read_text().splitlines() if line.startswith(f"| {begins}")

@@ -42,7 +42,7 @@ def setting(tokenizer: Tokenizer, limit: int = 200) -> Setting:
 
 
 def test_the_example_of_the_docs_works_with_the_quickstarts_tokenizer() -> None:
-    page = Path(__file__).parents[4] / "docs" / "tools.md"
+    page = Path(__file__).parents[4] / "docs/how-to/tools.md"
     (code,) = re.findall(r"```python\n(.*?class Echo.*?)```", page.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
