@@ -1,12 +1,14 @@
-"""Carry out the Dockerfile's steps on this machine, in order, as far as they go without a container engine.
+"""Carry out the Dockerfile's steps on this machine, in order, as far as they go without a
+container engine.
 
     .venv/bin/python launch/try_image.py [--folder FOLDER] [--install]
 
-Each step is read from the Dockerfile. A line says what was done with it: `ran`, in a folder that
-stands for the image's root; `resolved`, all its packages exist for the image's Python and platform,
-but none was fetched; or `not run`, and why. --install: fetch and install the packages too (7 GB for
-the image `cpu`, 12 GB for `gpu`). The exit status is 1 as soon as a step fails, and also if the
-Dockerfile has a step that this program does not know.
+Each step is read from the Dockerfile. A line says what was done with it: `ran`, in a
+folder that stands for the image's root; `resolved`, all its packages exist for the
+image's Python and platform, but none was fetched; or `not run`, and why. --install:
+fetch and install the packages too (7 GB for the image `cpu`, 12 GB for `gpu`). The exit
+status is 1 as soon as a step fails, and also if the Dockerfile has a step that this
+program does not know.
 """
 
 import argparse
@@ -42,7 +44,9 @@ class StepFailed(Exception):
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction of a Dockerfile, such as RUN, with its lines joined. stage: the name after AS."""
+    """An instruction of a Dockerfile, such as RUN, with its lines joined. stage: the
+    name after AS.
+    """
 
     stage: str
     word: str
@@ -64,7 +68,7 @@ def instructions(text: str) -> Iterator[Instruction]:
 
 
 def commands(run: str) -> list[str]:
-    """Return the commands of a RUN instruction, each of which must succeed for the next."""
+    """Return the commands of a RUN instruction. Each must succeed for the next."""
     return [part.strip() for part in run.split("&&")]
 
 
@@ -96,7 +100,7 @@ class Trial:
         self.stages: dict[str, Stage] = {}
 
     def carry_out(self, text: str) -> None:
-        """Carry out all instructions of a Dockerfile. StepFailed at the first that fails."""
+        """Carry out all instructions of a Dockerfile. StepFailed at the first failure."""
         for instruction in instructions(text):
             if instruction.word == "FROM":
                 self._begin(instruction)
@@ -178,8 +182,9 @@ class Trial:
         return f"ran by .venv's own, which is {pin}"
 
     def _packages(self, stage: Stage, words: list[str]) -> str:
-        """Install packages of a lock if that was asked for, else look whether all of them exist.
-        megarl's own wheel is always installed."""
+        """Install packages of a lock if that was asked for, else look whether all of
+        them exist. megarl's own wheel is always installed.
+        """
         python = self._python(stage)
         listed = "--requirements" in words
         wheels = [str(path) for word in words if "*.whl" in word for path in wheels_at(stage, word)]
@@ -202,7 +207,9 @@ class Trial:
         return self._do(stage, str(stage.here("launch/build_te.sh")) + moved.partition(".sh")[2])
 
     def _python(self, stage: Stage) -> Path:
-        """Return the Python of a stage's environment. Without --install it also sees .venv's packages."""
+        """Return the Python of a stage's environment. Without --install it also sees
+        .venv's packages.
+        """
         python = stage.root / "venv" / "bin" / "python"
         if not python.exists():
             folder = python.parents[1]

@@ -1,6 +1,6 @@
 """Reinforcement learning with Megatron-Core and SGLang.
 
-    core/    what a run is made of: read it in an afternoon (docs/explanation/reading.md)
+    core/    what a run is made of: read it by docs/explanation/reading.md
     shims/   patches of megatron-core, SGLang and torch, each with the version it is for
     tasks/   data, graders and environments: what core/base/contracts.py asks for
     run/     the supervisor: starts, watches and restarts the roles

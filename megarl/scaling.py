@@ -1,5 +1,5 @@
-"""What a notebook imports (docs/how-to/scaling.md): `from megarl.scaling.fit import fit`.
-Modules of megarl/predict/scaling/.
+"""What a notebook imports (docs/how-to/scaling.md), such as `from megarl.scaling.fit
+import fit`: modules of megarl/predict/scaling/.
 """
 
 import sys

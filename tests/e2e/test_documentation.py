@@ -128,8 +128,8 @@ def test_the_commands_are_found() -> None:
 
 
 def test_metrics_that_the_pages_name_exist() -> None:
-    """`megarl metrics` explains all of them; docs/reference/run-directory.md names those
-    to look at first.
+    """`megarl metrics` explains all of them; reference/run-directory.md names those to
+    look at first.
     """
     page = (ROOT / "docs/reference/run-directory.md").read_text()
     table = page.partition("Worth a look first")[2]

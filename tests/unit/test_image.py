@@ -94,8 +94,8 @@ def test_extras_ask_for_the_versions_of_the_stack(monkeypatch: pytest.MonkeyPatc
 
 def test_torch_bounds_cublas() -> None:
     """docs/reference/models.md says why experts' products take the slower way on
-    Hopper. When torch asks for a cuBLAS from 13.4 on, they need not, and the page is out
-    of date.
+    Hopper. When torch asks for a cuBLAS from 13.4 on, they need not, and the page is
+    out of date.
     """
     (bound,) = {
         re.search(r"nvidia-cublas==([0-9.]+)\.\*", line)[1]  # type: ignore[index]

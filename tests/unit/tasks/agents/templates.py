@@ -165,7 +165,7 @@ PUBLISHED = {
     "GLM-4.5": (GLM, "<|endoftext|>", "<|user|>", "<|observation|>"),
     "gpt-oss": (GPT_OSS, "<|return|>", "<|call|>"),
 }
-"""By family of docs/reference/models.md: a template written, shorter, after the one that
+"""By family of reference/models.md: a template written, shorter, after the one that
 its models are published with, their eos_token, and the others at which their
 generation_config.json stops; where a text stands is theirs, instructions to the model
 are cut.
