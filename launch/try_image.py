@@ -68,7 +68,7 @@ def instructions(text: str) -> Iterator[Instruction]:
 
 
 def commands(run: str) -> list[str]:
-    """Return the commands of a RUN instruction. Each must succeed for the next."""
+    """Return the commands of a RUN instruction."""
     return [part.strip() for part in run.split("&&")]
 
 
@@ -100,7 +100,7 @@ class Trial:
         self.stages: dict[str, Stage] = {}
 
     def carry_out(self, text: str) -> None:
-        """Carry out all instructions of a Dockerfile. StepFailed at the first failure."""
+        """Carry out all instructions. StepFailed at the first failure."""
         for instruction in instructions(text):
             if instruction.word == "FROM":
                 self._begin(instruction)

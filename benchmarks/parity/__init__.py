@@ -1,3 +1,3 @@
 """Parity of servers and learner: the effects of rounding and of faults
-(benchmarks/README.md).
+(benchmarks/parity.md).
 """

@@ -79,7 +79,7 @@ LIMITS = {
     ("fp16", False): ParityLimits(mean=0.0046, p50=0.0037, few=5.5),
     ("fp16", True): ParityLimits(mean=0.1, p50=0.012, routing=0.05),
 }
-"""Limits by model.dtype and whether the model has experts. benchmarks/README.md has the
+"""Limits by model.dtype and whether the model has experts. benchmarks/parity.md has the
 distributions behind them.
 """
 

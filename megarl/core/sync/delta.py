@@ -12,7 +12,7 @@ A gap of g elements is written as g div 255 bytes of 255 and one byte for the re
 difference is a byte, or 255 if it is too large; large ones are in a list. bf16 has 8
 bits of mantissa, which a step of 5e-7 seldom reaches: at most about one element in a
 hundred changes, and then by one. So a gap costs 8 bits and a difference 1
-(benchmarks/README.md). zlib only exploits the frequencies of bytes, as there is no
+(benchmarks/publication.md). zlib only exploits the frequencies of bytes, as there is no
 other redundancy; its checksum (Adler-32) guards the bytes.
 """
 

@@ -82,7 +82,7 @@ def hours_to(fit: Fit, score: float) -> Reached:
 TESTED = 4.0
 FAR = 10.0
 """Multiples of the last point's compute: up to which intervals were tested on real runs
-(benchmarks/README.md), and from which a prediction says so.
+(benchmarks/forecasts.md), and from which a prediction says so.
 """
 
 

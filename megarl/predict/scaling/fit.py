@@ -159,7 +159,7 @@ PRIOR = Prior(
 )
 """What is known without the points. B: 1.1 to 2.4 in the paper's fits, 1.0 to 1.15 in
 runs of the corpus. seeds: the paper's three differ by .015 in A, with a gain of .2. The
-rest comes from the open part of the corpus (benchmarks/README.md).
+rest comes from the open part of the corpus (benchmarks/forecasts.md).
 """
 UNKNOWN_NOISE = tuple(np.geomspace(1e-4, 0.3, 12))  # shares of the gain
 

@@ -33,7 +33,7 @@ TRACE = 1e-6
 DRAWS = 4000
 MOST = 48  # most points; if there are more, neighbours are averaged
 # of the slope ahead, in misfits over one unit of x; chosen on runs of the corpus
-# (benchmarks/README.md)
+# (benchmarks/forecasts.md)
 DRIFT = 6.0
 LEVELS_OFF = 2.0  # units of x ahead at which the drift has grown to 1 − 1/e of its largest
 EXACT = 1e-6  # standard deviation of a value that is given

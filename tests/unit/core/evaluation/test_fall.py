@@ -77,7 +77,7 @@ def test_a_small_fall_shows_once_it_has_lasted() -> None:
 
 def test_the_recorded_scores_are_called_falling_and_steady_ones_are_not() -> None:
     """.117 .487 .633 .683 .733 .821 .863 .746 .679 of a real model; the whole table is
-    in benchmarks/README.md.
+    in benchmarks/alarms.md.
     """
     recorded = next(kind for kind in kinds() if kind.name == "the recorded scores")
     noticed = [alarms_of(recorded, np.random.default_rng(seed)) for seed in range(60)]

@@ -2,7 +2,7 @@
 named as the cause.
 
 That the limits hold for real kernels, and that real faults break them, is measured on
-the real stack (benchmarks/README.md).
+the real stack (benchmarks/parity.md).
 """
 
 import csv

@@ -193,7 +193,7 @@ def test_the_documentation_has_the_figures_of_the_clean_records() -> None:
     root = Path(__file__).parents[4]
     said = alarm.tables(alarm.records(root / "benchmarks" / "results" / "corpus", "open"))
     assert "False alarms: 0 (none)" in said
-    page = (root / "benchmarks" / "README.md").read_text()
+    page = (root / "benchmarks" / "alarms.md").read_text()
     found = re.search(r"Clean steps: ([\d,]+) of (\d+) runs", said)
     assert found is not None
     assert found.groups() == ("4,500", "30")
