@@ -1,5 +1,5 @@
-"""Carry out the Dockerfile's steps on this machine, in order, as far as they go without a
-container engine.
+"""Carry out the Dockerfile's steps on this machine, in order, as far as they go without
+a container engine.
 
     .venv/bin/python launch/try_image.py [--folder FOLDER] [--install]
 
