@@ -1,12 +1,12 @@
 """A reward service for `data.services`, with only the standard library. Copy it, and
 write your own judgement into `scores`.
 
-    REWARD_KEY=secret python examples/reward_server.py --port 8100 REWARD_KEY=secret
+    REWARD_KEY=secret python examples/reward_server.py --port 8100
     python examples/reward_server.py --port 8100 --classify http://127.0.0.1:30000
 
 By default it compares texts. With --classify it queries a reward model served by SGLang
-(`python -m sglang.launch_server
---model-path MODEL --is-embedding`), which gives one number for prompt and completion. Without REWARD_KEY anybody may query it.
+(`python -m sglang.launch_server --model-path MODEL --is-embedding`), which gives one
+number for prompt and completion. Without REWARD_KEY anybody may query it.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def scores(items: list[dict[str, str]], classify: str) -> list[float | None]:
         f"{classify}/classify", body, {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=CLASSIFY_LIMIT_S) as reply:
-        return [found["embedding"][0] for found in json.load(reply)]
+        return [result["embedding"][0] for result in json.load(reply)]
 
 
 class Handler(BaseHTTPRequestHandler):
