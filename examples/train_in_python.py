@@ -30,7 +30,6 @@ from megarl.core import recipe as recipes
 from megarl.core.algorithm.advantages import NOTHING_SEEN
 from megarl.core.algorithm.advantages.group import centred_rewards, divided
 from megarl.core.algorithm.batch import TrainSequence, groups_in_loss, sequences_in_loss, unrewarded
-from megarl.core.base.contracts import Grader
 from megarl.core.base.rundir import write_jsonl
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
@@ -42,14 +41,13 @@ from megarl.core.recipe import Recipe
 from megarl.tasks.data.arithmetic_models import LLAMA, save_model
 from megarl.tasks.data.prompts import load_tasks
 from megarl.tasks.data.traces import MAX_TOKENS, load_traces
-from megarl.tasks.graders.grader import TaskGraders
+from megarl.tasks.graders.grader import TaskGrader, TaskGraders
 from megarl.tools import sft
 
 RECIPE = """  # what it leaves out is as in ScaleRL: the loss is CISPO
 model: {path: policy, dtype: fp32}
 data: {tasks: {sums: {train: train.jsonl, heldout: heldout.jsonl, grader: exact}}}
-length:  # "3+9=" is answered "12" and the end token, without thinking
-  {control: none, end_of_thinking: "", prompt_tokens: 4, thinking_tokens: [0, 0], answer_tokens: 3}
+length: {control: none, end_of_thinking: "", thinking_tokens: [0, 0], answer_tokens: 3}
 sampling: {generations: 16}
 batch: {prompts: 32}
 learner: {microbatch_tokens: 4096, optimizer: {lr: 1.0e-3, warmup_steps: 5}}
@@ -98,7 +96,7 @@ class Loop:
 
     recipe: Recipe
     tokenizer: Tokenizer
-    grader: Grader
+    grader: TaskGrader
     trainer: Trainer
     random: np.random.Generator
 
@@ -109,6 +107,8 @@ class Loop:
         logprobs: list[list[float]] = [[] for _ in prompts]
         for _ in range(self.recipe.length.completion_tokens):
             unfinished = [n for n, text in enumerate(texts) if text[-1] != self.tokenizer.end]
+            if not unfinished:
+                break
             # `ask` answers for given tokens; the 0 only stands where the next will be
             extended = [np.append(texts[n], int32([0])) for n in unfinished]
             questions = [unrewarded(n, text, len(text) - 1) for n, text in enumerate(extended)]

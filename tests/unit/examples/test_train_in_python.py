@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from megarl.core.base.types import Batch
 from megarl.core.learner.trainer import Trainer
@@ -43,6 +44,8 @@ async def check_a_step(loop: Any) -> None:
     """
     prompts = load_tasks(loop.recipe, loop.tokenizer)["sums"].train
     assert 0 <= await loop.pass_rate(prompts[:4]) <= 1
+    ended = structs.replace(prompts[0], tokens=np.append(prompts[0].tokens, loop.tokenizer.end))
+    assert len(loop.sample([ended])[0].tokens) == 0
     groups = await loop.groups(prompts[:32], loop.recipe.sampling.generations)
     batch = Batch(step=loop.trainer.step, groups=groups)
     sequences = loop.advantages(batch)
