@@ -17,11 +17,11 @@ def main(directory: str, question: str, system: str = "") -> None:
     messages = [{"role": "user", "content": question}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    asked = tokenizer.apply_chat_template(
+    inputs = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    output = model.generate(**asked, max_new_tokens=32, do_sample=False)
-    answer = output[0, asked["input_ids"].shape[1] :]
+    output = model.generate(**inputs, max_new_tokens=32, do_sample=False)
+    answer = output[0, inputs["input_ids"].shape[1] :]
     print(f"{question} {tokenizer.decode(answer, skip_special_tokens=True)}")
 
 

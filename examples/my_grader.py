@@ -9,10 +9,12 @@ nothing is right, or all is, look at the answers before you look at the model.
 
 import re
 
+from megarl.tasks.graders.answer import Submission
+
 NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
 
 
-def last_number(submission):
+def last_number(submission: Submission) -> bool:
     """Return whether the last number in the answer is the expected one.
 
     All that a submission has is text, `expected` too: convert both sides before you

@@ -35,7 +35,7 @@ def scores(items: list[dict[str, str]], classify: str) -> list[float | None]:
         f"{classify}/classify", body, {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=CLASSIFY_LIMIT_S) as reply:
-        return [found["embedding"][0] for found in json.load(reply)]
+        return [result["embedding"][0] for result in json.load(reply)]
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -3,7 +3,6 @@ surrogate in float64 (gradient), and the special cases that tie the losses toget
 """
 
 import importlib
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -254,10 +253,8 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     sys.modules.pop("my_losses", None)
 
 
-def test_the_loss_of_the_docs(own_module: Callable[[str], None]) -> None:
-    page = Path(__file__).parents[4] / "docs/how-to/add-a-loss.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    own_module(code)
+def test_the_loss_of_the_examples(own_module: Callable[[str], None]) -> None:
+    own_module((Path(__file__).parents[4] / "examples" / "my_loss.py").read_text())
     section = Loss(kind="my_losses:tapered", cap=0.9)
     drawn = draw([3, 17, 4], lag=0.8)
     logp, behaviour, gain, _ = drawn

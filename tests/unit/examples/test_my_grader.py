@@ -10,7 +10,7 @@ from megarl.core.base.process import imported
 from megarl.tasks.graders.answer import Submission
 from megarl.tasks.graders.functions import check_importable
 
-EXAMPLES = Path(__file__).parents[4] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.mark.parametrize(
