@@ -1,5 +1,5 @@
 """The examples of what one writes oneself: questions, a recipe, an environment, an
-agent, a reward service. Each does what its docstring says, with megarl's own other side.
+agent, a reward service. Each does what its docstring says, with the other side real.
 
 my_loss.py is tried as every loss is, in tests/unit/core/algorithm/test_losses.py.
 """

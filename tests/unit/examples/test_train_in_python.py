@@ -1,4 +1,4 @@
-"""examples/train_in_python.py: its step is the learner's own, and the command learns."""
+"""examples/train_in_python.py: its step is the learner's own, and it learns."""
 
 import asyncio
 import importlib
