@@ -68,9 +68,9 @@ class Equality:
             return False
         return self._same_at_points(first, second, names)
 
-    def constant(self, formula: Formula, precision: int = PRECISION) -> Numeric:
+    def constant(self, formula: Formula) -> Numeric:
         """Return the value of a formula without variables. NoValue if it has none."""
-        return self._evaluator({}, False, precision).value(formula)
+        return self._evaluator({}, False, PRECISION).value(formula)
 
     def proportional(self, first: Formula, second: Formula, positive: bool = False) -> bool:
         """Return whether one is the other times a constant (a positive one) that is not
