@@ -774,12 +774,15 @@ def _risen(rows: Iterable[Row], name: str, since: int) -> float:
     else it is 0.
     """
     measured = [row for row in rows if math.isfinite(row.get(name, math.nan))]
-    newest = [row[name] for row in measured if row["step"] >= since][-RECENT:]
     earlier = [row[name] for row in measured if row["step"] < since]
+    newest = [row[name] for row in measured if row["step"] >= since]
+    newest = newest[-RECENT:]
     if len(newest) < FIRST or len(earlier) < FIRST:
         return 0.0
     risen = fmean(newest) - fmean(earlier)
-    error = math.sqrt(variance(newest) / len(newest) + variance(earlier) / len(earlier))
+    of_newest = variance(newest) / len(newest)
+    of_earlier = variance(earlier) / len(earlier)
+    error = math.sqrt(of_newest + of_earlier)
     return risen if abs(risen) > 2 * error else 0.0
 
 

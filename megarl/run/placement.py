@@ -241,13 +241,18 @@ def described(placed: Mapping[Role, Place], nodes: Sequence[Node]) -> list[str]:
         for n, node in enumerate(place.nodes):
             if role.kind == "server":
                 servers[node.name].append(role.index)
-            elif place.ranks == 1:
-                lines[node.name].append(role.name)
-            else:
+                continue
+            text = role.name
+            if place.ranks > 1:
                 first = n * place.ranks
                 last = first + place.ranks - 1
-                lines[node.name].append(f"learner ranks {first}-{last}")
+                text = f"learner ranks {first}-{last}"
+            lines[node.name].append(text)
     for name, indices in servers.items():
         if indices:
             lines[name].append(listed(indices))
-    return [f"{name}: {', '.join(roles) or 'nothing'}" for name, roles in lines.items()]
+    texts = []
+    for name, roles in lines.items():
+        contents = ", ".join(roles) or "nothing"
+        texts.append(f"{name}: {contents}")
+    return texts

@@ -215,11 +215,14 @@ def _task(figures: Row) -> str:
 def _step_lines(values: Row) -> Iterable[tuple[str, str]]:
     """Yield the figures that a run has after its first step."""
     averaged = newest_words(values.get("newest_steps", NEWEST))
-    yield "pass rate, training", f"{show(values['pass_rate_train'], '.3f')} ({averaged})"
+    rate = show(values["pass_rate_train"], ".3f")
+    yield "pass rate, training", f"{rate} ({averaged})"
     speed = show(values["tokens_per_second"], ",.0f")
-    yield "speed", f"{speed} tokens/s · {show(values['step_seconds'], '.2f')} s a step"
+    seconds = show(values["step_seconds"], ".2f")
+    yield "speed", f"{speed} tokens/s · {seconds} s a step"
     servers = show(values["server_idle_share"], ".0%")
-    yield "idle", f"servers {servers} · learner {show(values['learner_idle_share'], '.0%')}"
+    learner = show(values["learner_idle_share"], ".0%")
+    yield "idle", f"servers {servers} · learner {learner}"
     yield "publication", _publication(values)
     largest = show(values["lag_max"], ".0f")
     lag = show(values["lag_mean"], ".2f")
@@ -233,9 +236,14 @@ def _step_lines(values: Row) -> Iterable[tuple[str, str]]:
 
 
 def _publication(values: Row) -> str:
-    texts = [f"{part} {show(values[f'{part}_seconds'], '.3f')}" for part in PUBLICATION[1:]]
+    texts = []
+    for part in PUBLICATION[1:]:
+        seconds = show(values[f"{part}_seconds"], ".3f")
+        texts.append(f"{part} {seconds}")
+    parts = " · ".join(texts)
     seconds = show(values["publish_seconds"], ".3f")
-    return f"{seconds} s each of {values.get('publications', '–')} ({' · '.join(texts)})"
+    count = values.get("publications", "–")
+    return f"{seconds} s each of {count} ({parts})"
 
 
 def _scores(values: Row) -> str:
@@ -243,12 +251,14 @@ def _scores(values: Row) -> str:
     first = values["pass_rate_before_step"]
     last = values["pass_rate_after_step"]
     best = values.get("pass_rate_best_step")
-    texts = [f"{show(values['pass_rate_before'], '.3f')} (step {first})"]
+    score_before = show(values["pass_rate_before"], ".3f")
+    texts = [f"{score_before} (step {first})"]
     if first == last:
         return f"{texts[0]}, not scored since"
     if best not in (None, first, last):
         texts.append(f"best {values['pass_rate_best']:.3f} (step {best})")
-    texts.append(f"{show(values['pass_rate_after'], '.3f')} (step {last})")
+    score_after = show(values["pass_rate_after"], ".3f")
+    texts.append(f"{score_after} (step {last})")
     return " → ".join(texts)
 
 
@@ -260,8 +270,9 @@ def _parity(values: Row) -> str:
         return "not compared"
     if largest == 0:
         return f"same bits at {publications} publications"
+    mean = show(values["parity_mean"], ".1e")
     return (
-        f"log-probs differ by {show(values['parity_mean'], '.1e')} on average,"
+        f"log-probs differ by {mean} on average,"
         f" {show(largest, '.1e')} at the worst of {publications} publications"
     )
 

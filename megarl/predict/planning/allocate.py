@@ -255,8 +255,11 @@ def _of_n(rows: Sequence[dict[str, float]], name: str, single: np.ndarray) -> fl
     logits = np.log(pairs / (1 - pairs))
     single = single.clip(1e-3, 1 - 1e-3)
     single_logits = np.log(single / (1 - single))
-    slope, intercept = np.polyfit(logits[:, 0], logits[:, 1], 1)
-    return float((1 / (1 + np.exp(-intercept - slope * single_logits))).mean())
+    logits_of_one, logits_of_n = logits.T
+    slope, intercept = np.polyfit(logits_of_one, logits_of_n, 1)
+    odds_against = np.exp(-intercept - slope * single_logits)
+    scores = 1 / (1 + odds_against)
+    return float(scores.mean())
 
 
 def main(

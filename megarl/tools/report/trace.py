@@ -286,7 +286,8 @@ def trace_of(rundir: RunDir, steps: int) -> JsonObject:
             f"{rundir.trace}: nothing is recorded there yet; try again once the run samples"
         )
     complete = [span for span in spans if _is_step(span)][-steps:]
-    since = complete[0].start if complete else spans[0].start
+    first_span = complete[0] if complete else spans[0]
+    since = first_span.start
     rows = _places(spans)
     lives = group_lives(spans, events)
     drawn_lives = [life for life in lives if life.end > since]
@@ -299,7 +300,9 @@ def trace_of(rundir: RunDir, steps: int) -> JsonObject:
     trace = ChromeTrace(first)
     for place in sorted(rows, key=_order):
         units = [[span] for span in drawn[place]]
-        _draw(trace, place, nested(drawn[place]) if place == LEARNER else units)
+        if place == LEARNER:
+            units = nested(drawn[place])
+        _draw(trace, place, units)
     _draw_groups(trace, drawn_lives, rows[LEARNER])
     _count(trace, rows, lives, since)
     _draw_lags(trace, rundir, complete)
