@@ -194,7 +194,8 @@ def _learner(ranks: int, allocation: Allocation) -> Place:
         del free[-1][width - ranks :]
         return Place((allocation.nodes[-1],), _named(gpus), ranks)
     count = ranks // width if width else 0
-    if not count or ranks % width or any(names != free[-1] for names in free[-count:]):
+    are_unlike = any(names != free[-1] for names in free[-count:])
+    if not count or ranks % width or are_unlike:
         raise MegarlError(
             f"resources.learner_ranks: {ranks} ranks take whole nodes, and the last nodes have"
             f" {', '.join(str(len(names)) for names in free)} GPUs each; use a multiple of a"

@@ -158,7 +158,9 @@ def render(values: Row, rundir: RunDir) -> RenderableType:
     """Return the closing summary. values: of RUN/summary.json."""
     style = {"finished": "green", "failed": "red"}.get(values["outcome"], "yellow")
     outcome = Text(f"{values['outcome']}: {values['reason']}", style=f"bold {style}")
-    parts = Group(outcome, Text(), grid(lines(values)), Text(), grid(_places(values, rundir)))
+    figures = grid(lines(values))
+    places = grid(_places(values, rundir))
+    parts = Group(outcome, Text(), figures, Text(), places)
     return Panel(parts, title=Text(f"megarl · {rundir.path}"), padding=(0, 1), width=100)
 
 
@@ -228,8 +230,11 @@ def _step_lines(values: Row) -> Iterable[tuple[str, str]]:
     lag = show(values["lag_mean"], ".2f")
     yield "lag", f"largest {largest} of {values['lag_limit']} · mean {lag}"
     yield "servers vs learner", _parity(values)
-    rates = " · ".join(f"{word} {show(values[key], '.1%')}" for word, key in RATES)
-    yield "answers", f"{rates} ({averaged})"
+    rates = []
+    for word, key in RATES:
+        share = show(values[key], ".1%")
+        rates.append(f"{word} {share}")
+    yield "answers", f"{' · '.join(rates)} ({averaged})"
     if values["restarts"] or values["void_groups"]:
         void = show(values["void_groups"], ".0f")
         yield "mishaps", f"{values['restarts']} restarts of a role · {void} void groups"

@@ -188,7 +188,9 @@ def sparkline(values: Sequence[float], width: int) -> str:
     count = min(width, len(values))
     bars = []
     for i in range(count):
-        part = values[i * len(values) // count : (i + 1) * len(values) // count]
+        start = i * len(values) // count
+        end = (i + 1) * len(values) // count
+        part = values[start:end]
         share = sum(part) / len(part)
         bars.append(BARS[max(0, min(len(BARS) - 1, int(share * len(BARS))))])
     return "".join(bars)

@@ -39,7 +39,8 @@ class Cost:
         else:
             full_chunks, remainder = divmod(tokens, self.chunk)
             local = full_chunks * self.chunk**2 + remainder**2
-        return self.token * tokens + (self.pair * tokens**2 + self.local_pair * local) / 2
+        pairs = self.pair * tokens**2 + self.local_pair * local
+        return self.token * tokens + pairs / 2
 
     def attention(self, tokens: int) -> float:
         """Return the part that is not linear in tokens."""

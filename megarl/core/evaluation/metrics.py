@@ -163,7 +163,8 @@ def pass_rates(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Return each prompt's share of right answers, by id."""
     rates: dict[str, float] = {}
     for group in by_prompt(outcomes):
-        rates[group[0].id] = sum(o.correct for o in group) / len(group)
+        right = sum(outcome.correct for outcome in group)
+        rates[group[0].id] = right / len(group)
     return rates
 
 

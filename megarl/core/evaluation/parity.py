@@ -460,7 +460,8 @@ def grid_steps(gap: np.ndarray, dtype: str) -> np.ndarray:
     """Return differences of two logits [n] in spacings of `dtype`, without those that
     say nothing: 0 or not finite.
     """
-    return gap[np.isfinite(gap) & (gap != 0)].astype(np.float64) * GRID[dtype]
+    chosen = gap[np.isfinite(gap) & (gap != 0)]
+    return chosen.astype(np.float64) * GRID[dtype]
 
 
 def grid_share(gap: np.ndarray, dtype: str) -> float:

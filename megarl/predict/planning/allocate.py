@@ -239,7 +239,8 @@ def _answer_hours(recipe: Recipe, row: Row) -> float:
     for suite in recipe.evaluation.suites:
         if f"n_prompts/{suite}" in row:
             answers += row[f"n_prompts/{suite}"] * row[f"samples/{suite}"]
-    return row.get("seconds", math.nan) * devices / 3600 / answers
+    device_seconds = row.get("seconds", math.nan) * devices
+    return device_seconds / 3600 / answers
 
 
 def _of_n(rows: Sequence[dict[str, float]], name: str, single: np.ndarray) -> float | None:
@@ -404,7 +405,9 @@ def _caveats(
     recipes = [load(str(RunDir(path).recipe)) for path in paths]
     keys = set()
     for compared in [*recipes[1:], recipe]:
-        keys |= {key for key, *_ in differences(recipes[0], compared) if not key.startswith(FREE)}
+        for key, *_ in differences(recipes[0], compared):
+            if not key.startswith(FREE):
+                keys.add(key)
     if keys:
         yield f"the runs and the recipe differ in more than the batch: {', '.join(sorted(keys))}"
 

@@ -110,7 +110,9 @@ class Fit:
         """Return the fitted pass rate [points] at compute above 0."""
         a, u, w, r0 = self.theta
         form = FORMS[self.form]
-        return r0 + (a - r0) * form.share(np.exp(w) * (form.x(hours, self.scale) - u))
+        x = form.x(hours, self.scale)
+        share = form.share(np.exp(w) * (x - u))
+        return r0 + (a - r0) * share
 
     def record(self) -> dict[str, object]:
         """Return what is printed and written of a fit, by name, for JSON."""
@@ -260,9 +262,12 @@ def _described(
     low, high = np.quantile(posterior.theta, (0.025, 0.975), axis=0)
     low = np.minimum(low, theta).tolist()
     high = np.maximum(high, theta).tolist()
-    fitted = r0 + (a - r0) * form.share(np.exp(w) * (x - u))
-    sse = float(((scores - fitted) ** 2).sum())
-    spread = float(((scores - scores.mean()) ** 2).sum())
+    share = form.share(np.exp(w) * (x - u))
+    fitted = r0 + (a - r0) * share
+    residuals = scores - fitted
+    deviations = scores - scores.mean()
+    sse = float((residuals**2).sum())
+    spread = float((deviations**2).sum())
     return Fit(
         form=form.name,
         A=a,

@@ -296,7 +296,8 @@ def _by_objective(task: str, table: AnswerTable, has_rewards: bool) -> Iterator[
         all_scores = np.concatenate(scores)
         low = float(all_scores.min())
         width = float(np.ptp(all_scores)) or 1.0
-        means = np.array([values.mean() for values in scores]).reshape(len(columns), -1).T
+        means = np.array([values.mean() for values in scores])
+        means = means.reshape(len(columns), -1).T
         yield Slice(task, "objective", name, (means - low) / width, unit=(low, low + width))
 
 

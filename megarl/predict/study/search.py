@@ -188,7 +188,8 @@ def _rungs(recipes: Mapping[str, Recipe], options: SearchOptions) -> list[int]:
     else:
         halvings = math.ceil(math.log2(len(recipes)))
         rungs = [end >> n for n in range(halvings, 0, -1)]
-    if sorted(set(rungs)) != rungs or not 0 <= options.branch < rungs[0] or rungs[-1] >= end:
+    is_rising = sorted(set(rungs)) == rungs
+    if not is_rising or not 0 <= options.branch < rungs[0] or rungs[-1] >= end:
         raise MegarlError(
             f"--rungs {','.join(map(str, rungs))}, --branch {options.branch}: they have to rise,"
             f" from the branch (0: none) to below run.steps, which is {end}"

@@ -349,7 +349,8 @@ def _repeats(column: "array[int]", live: np.ndarray) -> _Repeats:
     blocks = []
     for start in range(0, len(keys), BLOCK):
         block = slice(start, start + BLOCK)
-        blocks.append(np.flatnonzero(live[block] & np.isin(keys[block], several)) + start)
+        is_duplicate = live[block] & np.isin(keys[block], several)
+        blocks.append(np.flatnonzero(is_duplicate) + start)
     rows = np.concatenate(blocks)
     _, first_places, group = np.unique(keys[rows], return_index=True, return_inverse=True)
     first = rows[first_places[group]]

@@ -191,7 +191,9 @@ def binned(xs: np.ndarray, ys: np.ndarray, limit: int) -> tuple[np.ndarray, np.n
         return xs, ys
     edges = np.linspace(0, len(xs), limit + 1).astype(int)[:-1]
     counts = np.diff(np.append(edges, len(xs)))
-    return np.add.reduceat(xs, edges) / counts, np.add.reduceat(ys, edges) / counts
+    mean_x = np.add.reduceat(xs, edges) / counts
+    mean_y = np.add.reduceat(ys, edges) / counts
+    return mean_x, mean_y
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

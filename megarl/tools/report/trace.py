@@ -195,7 +195,8 @@ class ChromeTrace:
         """Add a span on `process/thread`. Spans of one thread must be nested or
         disjoint.
         """
-        self.add("X", on, name, start, dur=self._us(end) - self._us(start), args=args)
+        duration = self._us(end) - self._us(start)
+        self.add("X", on, name, start, dur=duration, args=args)
 
     def counter(self, process: str, name: str, at: float, values: dict[str, float]) -> None:
         """Set a counter from this time on; several values are drawn stacked."""
@@ -338,7 +339,8 @@ def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
             rows[span.on].append(span)
     for place in [place for place in rows if place.endswith(REQUESTS)]:
         busy = place.removesuffix(REQUESTS) + BUSY
-        rows[busy] = [Span(busy, "busy", start, end) for start, end in union(rows[place])]
+        intervals = union(rows[place])
+        rows[busy] = [Span(busy, "busy", start, end) for start, end in intervals]
     return rows
 
 

@@ -118,8 +118,10 @@ class Equality:
             return a == b
         if evaluator.spread > MOST_SPREAD:
             return False
-        coarse = abs(as_real(a) - as_real(b))
-        scale = max(abs(as_real(a)), abs(as_real(b)))
+        real_a = as_real(a)
+        real_b = as_real(b)
+        coarse = abs(real_a - real_b)
+        scale = max(abs(real_a), abs(real_b))
         precision = PRECISION
         if evaluator.spread < PRECISION // 4:
             if coarse > scale * Real(2) ** (-PRECISION // 4):
@@ -224,7 +226,8 @@ class Equality:
             return a == b
         first = as_real(a)
         second = as_real(b)
-        return abs(first - second) <= abs(first) * Real(2) ** (-PRECISION // 2)
+        largest_difference = abs(first) * Real(2) ** (-PRECISION // 2)
+        return abs(first - second) <= largest_difference
 
 
 def _extreme_point(names: list[str], number: int, size: Fraction) -> dict[str, Fraction]:

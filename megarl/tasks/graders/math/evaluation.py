@@ -344,7 +344,8 @@ def _newton_root(value: int, degree: int) -> int:
         return value
     guess = 1 << -(-value.bit_length() // degree)
     while True:
-        better = ((degree - 1) * guess + value // guess ** (degree - 1)) // degree
+        quotient = value // guess ** (degree - 1)
+        better = ((degree - 1) * guess + quotient) // degree
         if better >= guess:
             return guess
         guess = better

@@ -222,7 +222,8 @@ class FormulaParser(Cursor):
         raise CannotRead("too many signs behind a factor")
 
     def _is_temperature(self) -> bool:
-        return self.peek(1).text in ("C", "F", "K") and self.peek(2).kind is TokenKind.END
+        is_scale = self.peek(1).text in ("C", "F", "K")
+        return is_scale and self.peek(2).kind is TokenKind.END
 
     def _power(self, value: Parsed) -> Parsed:
         self.expect("^")
