@@ -179,7 +179,8 @@ def _servers(recipe: Recipe, allocation: Allocation) -> dict[Role, Place]:
                 f" GPUs (free: {allocation.free_by_node}); it lies within a node or on whole ones:"
                 f" choose {key} so that it divides a node's GPUs, or ask for more nodes"
             )
-        placed[Role("server", i)] = allocation.take(candidates[:count], width // count)
+        chosen = candidates[:count]
+        placed[Role("server", i)] = allocation.take(chosen, width // count)
     return placed
 
 

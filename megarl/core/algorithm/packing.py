@@ -152,7 +152,8 @@ def step_cost(packed: Packed, lengths: Sequence[int], cost: Cost, one_size: bool
 
     def load(members: list[int]) -> float:
         if one_size:
-            return cost.token * fullest + sum(cost.attention(lengths[i]) for i in members)
+            attention = sum(cost.attention(lengths[i]) for i in members)
+            return cost.token * fullest + attention
         return sum(cost.of(lengths[i]) for i in members)
 
     return sum(max(map(load, microbatches)) for microbatches in zip(*packed, strict=True))

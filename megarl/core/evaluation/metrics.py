@@ -123,7 +123,8 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
     if any(o.by_length is not None for o in outcomes):
         by_length = []
         for group in prompts:
-            by_length.append(sum(bool(o.by_length) for o in group) / len(group))
+            right = sum(bool(o.by_length) for o in group)
+            by_length.append(right / len(group))
         metrics |= over_prompts(by_length, n).columns("pass_rate_by_length")
     means = proxy_and_trusted(outcomes)
     if means:

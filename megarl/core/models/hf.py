@@ -389,7 +389,8 @@ def read_view(
     if source.expert is not None:
         view = view.squeeze(0)
     if weight.vocabulary is not None and padding:
-        view = torch.cat([view, view.new_zeros(padding, *view.shape[1:])])
+        zeros = view.new_zeros(padding, *view.shape[1:])
+        view = torch.cat([view, zeros])
     return view
 
 

@@ -79,7 +79,8 @@ def inverse_frequencies(model: Architecture) -> Tensor:
     )
     if scaling.low == scaling.high:  # Llama 4: there is no range in between
         return stretched
-    smooth = (scaling.original / wavelengths - scaling.low) / (scaling.high - scaling.low)
+    turns = scaling.original / wavelengths
+    smooth = (turns - scaling.low) / (scaling.high - scaling.low)
     interpolated = (1 - smooth) * stretched / scaling.factor + smooth * stretched
     is_between = (wavelengths >= longest_kept) & (wavelengths <= shortest_stretched)
     return torch.where(is_between, interpolated, stretched)

@@ -129,7 +129,8 @@ def planned(posed: PlanningProblem, batches: Sequence[BatchSize]) -> dict[BatchS
         plan = as_written(with_batch)
         plans = search(with_batch).plans if isinstance(plan, str) else [plan]
         if plans:
-            prices[prompts, generations] = plans[0].gpus * plans[0].step_seconds / 3600
+            chosen = plans[0]
+            prices[prompts, generations] = chosen.gpus * chosen.step_seconds / 3600
     return prices
 
 

@@ -520,7 +520,8 @@ def doubts(fit: Fit) -> Iterator[str]:
         )
     if fit.n < FEW_POINTS:
         yield f"only {fit.n} points; even {FEW_POINTS} are few"
-    if low < high and min(fit.A - low, high - fit.A) < 1e-6:
+    to_end = min(fit.A - low, high - fit.A)
+    if low < high and to_end < 1e-6:
         yield (
             f"A = {fit.A:.3f} is at the edge of its range {low:g} … {high:g}: the points do not"
             " determine it"

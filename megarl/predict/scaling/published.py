@@ -70,7 +70,8 @@ def synthetic(law: Law, hours: np.ndarray, seed: int) -> Curve:
     """
     rng = np.random.default_rng(seed)
     scores = rng.binomial(SAMPLES, law(hours)) / SAMPLES
-    return Curve(law.name, hours, scores, float(rng.binomial(SAMPLES, law.r0) / SAMPLES))
+    r0 = float(rng.binomial(SAMPLES, law.r0) / SAMPLES)
+    return Curve(law.name, hours, scores, r0)
 
 
 def csv_of(curves: list[Curve], about: str) -> str:

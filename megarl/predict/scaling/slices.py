@@ -79,7 +79,8 @@ class Slice:
 
     def in_own_unit(self, value: float) -> float:
         """Return a score in the objective's own unit."""
-        return self.unit[0] + value * (self.unit[1] - self.unit[0])
+        low, high = self.unit
+        return low + value * (high - low)
 
     @property
     def ends(self) -> list[float]:
@@ -298,7 +299,8 @@ def _by_objective(task: str, table: AnswerTable, has_rewards: bool) -> Iterator[
         width = float(np.ptp(all_scores)) or 1.0
         means = np.array([values.mean() for values in scores])
         means = means.reshape(len(columns), -1).T
-        yield Slice(task, "objective", name, (means - low) / width, unit=(low, low + width))
+        scaled = (means - low) / width
+        yield Slice(task, "objective", name, scaled, unit=(low, low + width))
 
 
 def _scored_by(objective: str, column: Sequence[AnswersTo]) -> bool:

@@ -222,7 +222,8 @@ def _check_faults(source: str, left_out: LeftOut, refuse: frozenset[str]) -> Non
     faults = refused.counts.total()
     if faults:
         head = f"{source}: {faults} {'fault' if faults == 1 else 'faults'}:"
-        raise MegarlError(listed(head, [f"{source}:{line}" for line in refused.named()], faults))
+        places = [f"{source}:{line}" for line in refused.named()]
+        raise MegarlError(listed(head, places, faults))
 
 
 def chosen(survey: Survey) -> Iterator[tuple[PromptRow, bool]]:

@@ -465,7 +465,8 @@ def paired_difference(a: Sequence[float], b: Sequence[float], step: float) -> Es
     variance = math.inf
     if len(spread) > 1:
         variance = float(spread.var(ddof=freedom_lost))
-    half = student(len(differences) - 1) * math.sqrt(variance / len(spread))
+    error = math.sqrt(variance / len(spread))
+    half = student(len(differences) - 1) * error
     centre = float(spread.mean())
     low = max(-bound, min(mean, centre - half))
     high = min(bound, max(mean, centre + half))
@@ -584,4 +585,5 @@ def shortened(text: str, limit: int | None) -> list[str | int]:
     if limit is None or len(text) <= limit:
         return [text]
     start = limit // 4
-    return [text[:start], len(text) - limit, text[start - limit :]]
+    left_out = len(text) - limit
+    return [text[:start], left_out, text[start - limit :]]

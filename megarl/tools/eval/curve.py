@@ -58,7 +58,8 @@ def curves(name: str, outcomes: Sequence[Outcome]) -> list[ScoreCurve]:
         points = []
         for n in numbers:
             scores = [choose(answers, n) for answers in prompts]
-            points.append(CurvePoint(n, n * mean_tokens, metrics.over_prompts(scores, count, n)))
+            score = metrics.over_prompts(scores, count, n)
+            points.append(CurvePoint(n, n * mean_tokens, score))
         drawn.append(ScoreCurve(name, kind, points))
     return drawn
 

@@ -202,8 +202,9 @@ def smooth(values: np.ndarray) -> np.ndarray:
     """
     half = max(2, len(values) // 40)
     cumulative = np.concatenate([[0.0], np.cumsum(values)])
-    low = np.maximum(np.arange(len(values)) - half, 0)
-    high = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    positions = np.arange(len(values))
+    low = np.maximum(positions - half, 0)
+    high = np.minimum(positions + half + 1, len(values))
     return (cumulative[high] - cumulative[low]) / (high - low)
 
 

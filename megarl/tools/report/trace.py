@@ -300,9 +300,10 @@ def trace_of(rundir: RunDir, steps: int) -> JsonObject:
     first = min(starts)
     trace = ChromeTrace(first)
     for place in sorted(rows, key=_order):
-        units = [[span] for span in drawn[place]]
         if place == LEARNER:
             units = nested(drawn[place])
+        else:
+            units = [[span] for span in drawn[place]]
         _draw(trace, place, units)
     _draw_groups(trace, drawn_lives, rows[LEARNER])
     _count(trace, rows, lives, since)

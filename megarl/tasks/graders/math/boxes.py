@@ -153,7 +153,8 @@ def last_list(text: str, spans: list[Excerpt], may_touch: bool) -> list[Excerpt]
 
 
 def _with_name(text: str, span: Excerpt) -> str:
-    name = NAME_BEFORE.search(text[max(0, span.start - 40) : span.start])
+    prefix = text[max(0, span.start - 40) : span.start]
+    name = NAME_BEFORE.search(prefix)
     if name is None or "=" in span.text:
         return span.text
     return f"{name[1]} = {span.text}"

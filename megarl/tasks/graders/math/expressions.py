@@ -648,7 +648,8 @@ def _recurring(text: str) -> Fraction:
     period = re.sub(r"\\[a-z]+|[{}()]", "", decimals[mark.start() :])
     scale = 10 ** len(once)
     fixed = Fraction(int(is_whole + once or "0"), scale)
-    return fixed + Fraction(int(period), scale * (10 ** len(period) - 1))
+    nines = 10 ** len(period) - 1
+    return fixed + Fraction(int(period), scale * nines)
 
 
 def is_run_of_variables(letters: str) -> bool:
