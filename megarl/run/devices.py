@@ -79,7 +79,10 @@ def kinds() -> tuple[str, ...]:
 
 def memory() -> float:
     """Return the bytes of this machine's smallest GPU; 0 where there is none."""
-    sizes = [float(size.split()[0]) * 2**20 for size in _query("memory.total")]
+    sizes = []
+    for text in _query("memory.total"):
+        mebibytes = float(text.split()[0])
+        sizes.append(mebibytes * 2**20)
     return min(sizes, default=0.0)
 
 

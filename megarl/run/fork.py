@@ -108,7 +108,8 @@ def start(recipe: Recipe, rundir: RunDir) -> None:
         )
     _copy_rows(parent.metrics, rundir.metrics, step)
     _copy_rows(parent.eval, rundir.eval, step + 1)
-    state = _forked(JournalReader(parent.rollouts).state_before(step), recipe, rows[step - 1])
+    parent_state = JournalReader(parent.rollouts).state_before(step)
+    state = _forked(parent_state, recipe, rows[step - 1])
     if recipe.data.shares != load(str(parent.recipe)).data.shares:
         state.drawn_before = {task: history.drawn for task, history in state.tasks.items()}
     file.create(rundir.rollouts / f"{0:06}.journal", file.head(state.snapshot()))

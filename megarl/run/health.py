@@ -160,7 +160,8 @@ def _cut_tokens(row: Row, _: str) -> float:
 
 def _void(row: Row, _: str) -> float:
     """Return the share of groups that were lost."""
-    return row["void_groups"] / (row["void_groups"] + row["groups_in_loss"])
+    void = row["void_groups"]
+    return void / (void + row["groups_in_loss"])
 
 
 def _no_variance(row: Row, _: str) -> float:
@@ -172,7 +173,8 @@ def _all_wrong(row: Row, task: str) -> float:
     """Return 1 if all answers are wrong and get the same grade, so that nothing is
     learnt; else 0.
     """
-    return float(row["pass_rate_train" + task] == 0 and row["zero_variance_share" + task] == 1)
+    no_answer_is_right = row["pass_rate_train" + task] == 0
+    return float(no_answer_is_right and row["zero_variance_share" + task] == 1)
 
 
 def _why_all_wrong(row: Row, task: str) -> str:
@@ -597,7 +599,8 @@ class _Course:
         if not self._signal.rises:
             z = -z
         clipped = max(-CLIP, min(z, CLIP))
-        self._sum = min(max(0.0, self._sum + clipped - DRIFT), 2 * THRESHOLD)
+        changed = max(0.0, self._sum + clipped - DRIFT)
+        self._sum = min(changed, 2 * THRESHOLD)
         self._alarmed = self._sum > (0 if self._alarmed else THRESHOLD)
 
     def forget(self) -> None:
@@ -620,7 +623,10 @@ class _Course:
         median = earlier[count // 2]
         distances = sorted(abs(value.scaled - median.scaled) for value in earlier)
         of_all = distances[count // 2] / 0.6745
-        decile = earlier[count * 9 // 10] if signal.rises else earlier[count // 10]
+        index = count // 10
+        if signal.rises:
+            index = count * 9 // 10
+        decile = earlier[index]
         of_bad_side = abs(decile.scaled - median.scaled) / 1.2816
         return Norm(median, max(of_all, of_bad_side, signal.noise))
 
@@ -774,12 +780,15 @@ def _risen(rows: Iterable[Row], name: str, since: int) -> float:
     else it is 0.
     """
     measured = [row for row in rows if math.isfinite(row.get(name, math.nan))]
-    newest = [row[name] for row in measured if row["step"] >= since][-RECENT:]
     earlier = [row[name] for row in measured if row["step"] < since]
+    newest = [row[name] for row in measured if row["step"] >= since]
+    newest = newest[-RECENT:]
     if len(newest) < FIRST or len(earlier) < FIRST:
         return 0.0
     risen = fmean(newest) - fmean(earlier)
-    error = math.sqrt(variance(newest) / len(newest) + variance(earlier) / len(earlier))
+    of_newest = variance(newest) / len(newest)
+    of_earlier = variance(earlier) / len(earlier)
+    error = math.sqrt(of_newest + of_earlier)
     return risen if abs(risen) > 2 * error else 0.0
 
 

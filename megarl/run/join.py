@@ -97,7 +97,8 @@ def serve(run: Path, interface: str, request: StopRequest) -> str:
     urls = {port: f"http://{node.address}:{port}" for port in node.ports}
     # those of the run's servers may be free because these are down for a moment
     port = next(port for port, url in urls.items() if url not in endpoints.servers)
-    role = task(recipe, rundir, Role("server"), port, Place((node,), node.gpus[:width]))
+    place = Place((node,), node.gpus[:width])
+    role = task(recipe, rundir, Role("server"), port, place)
     join = ("-m", "megarl", "serve", "--join", str(rundir.path))
     words = (*join, "--interface", interface, "--port", str(port), "--index")
     guest = Guest(endpoints, replace(role, arguments=words), urls[port], request)

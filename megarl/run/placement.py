@@ -179,7 +179,8 @@ def _servers(recipe: Recipe, allocation: Allocation) -> dict[Role, Place]:
                 f" GPUs (free: {allocation.free_by_node}); it lies within a node or on whole ones:"
                 f" choose {key} so that it divides a node's GPUs, or ask for more nodes"
             )
-        placed[Role("server", i)] = allocation.take(candidates[:count], width // count)
+        chosen = candidates[:count]
+        placed[Role("server", i)] = allocation.take(chosen, width // count)
     return placed
 
 
@@ -194,7 +195,8 @@ def _learner(ranks: int, allocation: Allocation) -> Place:
         del free[-1][width - ranks :]
         return Place((allocation.nodes[-1],), _named(gpus), ranks)
     count = ranks // width if width else 0
-    if not count or ranks % width or any(names != free[-1] for names in free[-count:]):
+    are_unlike = any(names != free[-1] for names in free[-count:])
+    if not count or ranks % width or are_unlike:
         raise MegarlError(
             f"resources.learner_ranks: {ranks} ranks take whole nodes, and the last nodes have"
             f" {', '.join(str(len(names)) for names in free)} GPUs each; use a multiple of a"
@@ -241,13 +243,18 @@ def described(placed: Mapping[Role, Place], nodes: Sequence[Node]) -> list[str]:
         for n, node in enumerate(place.nodes):
             if role.kind == "server":
                 servers[node.name].append(role.index)
-            elif place.ranks == 1:
-                lines[node.name].append(role.name)
-            else:
+                continue
+            text = role.name
+            if place.ranks > 1:
                 first = n * place.ranks
                 last = first + place.ranks - 1
-                lines[node.name].append(f"learner ranks {first}-{last}")
+                text = f"learner ranks {first}-{last}"
+            lines[node.name].append(text)
     for name, indices in servers.items():
         if indices:
             lines[name].append(listed(indices))
-    return [f"{name}: {', '.join(roles) or 'nothing'}" for name, roles in lines.items()]
+    texts = []
+    for name, roles in lines.items():
+        contents = ", ".join(roles) or "nothing"
+        texts.append(f"{name}: {contents}")
+    return texts

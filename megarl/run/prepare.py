@@ -91,7 +91,9 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
         return f"{node.address}:{next(ports[node.name])}"
 
     def meeting(role: Role) -> Meeting:
-        return Meeting(len(placed[role].nodes), int(address(role).rpartition(":")[2]))
+        nodes = len(placed[role].nodes)
+        port = int(address(role).rpartition(":")[2])
+        return Meeting(nodes, port)
 
     rendezvous_host, _, rendezvous_port = address(learner).rpartition(":")
     servers = [Role("server", i) for i in range(recipe.resources.servers)]

@@ -158,7 +158,9 @@ def render(values: Row, rundir: RunDir) -> RenderableType:
     """Return the closing summary. values: of RUN/summary.json."""
     style = {"finished": "green", "failed": "red"}.get(values["outcome"], "yellow")
     outcome = Text(f"{values['outcome']}: {values['reason']}", style=f"bold {style}")
-    parts = Group(outcome, Text(), grid(lines(values)), Text(), grid(_places(values, rundir)))
+    figures = grid(lines(values))
+    places = grid(_places(values, rundir))
+    parts = Group(outcome, Text(), figures, Text(), places)
     return Panel(parts, title=Text(f"megarl · {rundir.path}"), padding=(0, 1), width=100)
 
 
@@ -215,27 +217,38 @@ def _task(figures: Row) -> str:
 def _step_lines(values: Row) -> Iterable[tuple[str, str]]:
     """Yield the figures that a run has after its first step."""
     averaged = newest_words(values.get("newest_steps", NEWEST))
-    yield "pass rate, training", f"{show(values['pass_rate_train'], '.3f')} ({averaged})"
+    rate = show(values["pass_rate_train"], ".3f")
+    yield "pass rate, training", f"{rate} ({averaged})"
     speed = show(values["tokens_per_second"], ",.0f")
-    yield "speed", f"{speed} tokens/s · {show(values['step_seconds'], '.2f')} s a step"
+    seconds = show(values["step_seconds"], ".2f")
+    yield "speed", f"{speed} tokens/s · {seconds} s a step"
     servers = show(values["server_idle_share"], ".0%")
-    yield "idle", f"servers {servers} · learner {show(values['learner_idle_share'], '.0%')}"
+    learner = show(values["learner_idle_share"], ".0%")
+    yield "idle", f"servers {servers} · learner {learner}"
     yield "publication", _publication(values)
     largest = show(values["lag_max"], ".0f")
     lag = show(values["lag_mean"], ".2f")
     yield "lag", f"largest {largest} of {values['lag_limit']} · mean {lag}"
     yield "servers vs learner", _parity(values)
-    rates = " · ".join(f"{word} {show(values[key], '.1%')}" for word, key in RATES)
-    yield "answers", f"{rates} ({averaged})"
+    rates = []
+    for word, key in RATES:
+        share = show(values[key], ".1%")
+        rates.append(f"{word} {share}")
+    yield "answers", f"{' · '.join(rates)} ({averaged})"
     if values["restarts"] or values["void_groups"]:
         void = show(values["void_groups"], ".0f")
         yield "mishaps", f"{values['restarts']} restarts of a role · {void} void groups"
 
 
 def _publication(values: Row) -> str:
-    texts = [f"{part} {show(values[f'{part}_seconds'], '.3f')}" for part in PUBLICATION[1:]]
+    texts = []
+    for part in PUBLICATION[1:]:
+        seconds = show(values[f"{part}_seconds"], ".3f")
+        texts.append(f"{part} {seconds}")
+    parts = " · ".join(texts)
     seconds = show(values["publish_seconds"], ".3f")
-    return f"{seconds} s each of {values.get('publications', '–')} ({' · '.join(texts)})"
+    count = values.get("publications", "–")
+    return f"{seconds} s each of {count} ({parts})"
 
 
 def _scores(values: Row) -> str:
@@ -243,12 +256,14 @@ def _scores(values: Row) -> str:
     first = values["pass_rate_before_step"]
     last = values["pass_rate_after_step"]
     best = values.get("pass_rate_best_step")
-    texts = [f"{show(values['pass_rate_before'], '.3f')} (step {first})"]
+    score_before = show(values["pass_rate_before"], ".3f")
+    texts = [f"{score_before} (step {first})"]
     if first == last:
         return f"{texts[0]}, not scored since"
     if best not in (None, first, last):
         texts.append(f"best {values['pass_rate_best']:.3f} (step {best})")
-    texts.append(f"{show(values['pass_rate_after'], '.3f')} (step {last})")
+    score_after = show(values["pass_rate_after"], ".3f")
+    texts.append(f"{score_after} (step {last})")
     return " → ".join(texts)
 
 
@@ -260,8 +275,9 @@ def _parity(values: Row) -> str:
         return "not compared"
     if largest == 0:
         return f"same bits at {publications} publications"
+    mean = show(values["parity_mean"], ".1e")
     return (
-        f"log-probs differ by {show(values['parity_mean'], '.1e')} on average,"
+        f"log-probs differ by {mean} on average,"
         f" {show(largest, '.1e')} at the worst of {publications} publications"
     )
 

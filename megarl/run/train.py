@@ -263,7 +263,8 @@ class Supervisor:
             self.observer.forget_status()
         self.watch.forget(role, time.monotonic())
         self.begins |= log_sizes(self.rundir, role)
-        command = task(self.recipe, self.rundir, role, self._port(role), self.placed[role])
+        port = self._port(role)
+        command = task(self.recipe, self.rundir, role, port, self.placed[role])
         self.running[role] = self.launcher.start(command)
         self._note("started", role, pid=self.running[role].pid, nodes=self._nodes(role))
 

@@ -97,7 +97,9 @@ def line(frame: ViewFrame) -> str:
         parts.append(f"{len(guests)} servers joined")
     if state.rows:
         parts.append(f"{show(recent(state, 'tokens_per_second'))} tok/s")
-        parts.append(f"lag {show(row.get('lag_mean'), ',.1f')}/{show(row.get('lag_max'))}")
+        mean_lag = show(row.get("lag_mean"), ",.1f")
+        largest_lag = show(row.get("lag_max"))
+        parts.append(f"lag {mean_lag}/{largest_lag}")
         parts.append(f"parity {parity.kernels_text(state.compared)}")
     return "  ".join(parts)
 
@@ -188,7 +190,9 @@ def sparkline(values: Sequence[float], width: int) -> str:
     count = min(width, len(values))
     bars = []
     for i in range(count):
-        part = values[i * len(values) // count : (i + 1) * len(values) // count]
+        start = i * len(values) // count
+        end = (i + 1) * len(values) // count
+        part = values[start:end]
         share = sum(part) / len(part)
         bars.append(BARS[max(0, min(len(BARS) - 1, int(share * len(BARS))))])
     return "".join(bars)

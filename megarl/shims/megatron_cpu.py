@@ -213,7 +213,8 @@ def _own_step_for_each_parameter(optimizer_class: "type[DistributedOptimizer]") 
         self: "DistributedOptimizer", model_param: torch.Tensor, tensors: Mapping[str, torch.Tensor]
     ) -> None:
         group, index = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+        parameter = self.optimizer.param_groups[group]["params"][index]
+        state = self.optimizer.state[parameter]
         if "step" in state:
             state["step"] = state["step"].clone()
             tensors = {**tensors, "step": state["step"]}

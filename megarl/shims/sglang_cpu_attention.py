@@ -101,10 +101,12 @@ def attend_with_sinks(
     q, k, v [batch, heads, .., head_dim]; mask: which keys a query attends to. Only the
     scores' log-sum-exp is needed for this (core/models/attention.py).
     """
-    added = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+    added = torch.zeros(mask.shape, dtype=q.dtype)
+    added.masked_fill_(~mask, -torch.inf)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     output, scores = kernel(q, k, v, attn_mask=added, scale=scale)
-    return (output * torch.sigmoid(scores - sinks)[..., None]).to(q.dtype)
+    share_without_sink = torch.sigmoid(scores - sinks)
+    return (output * share_without_sink[..., None]).to(q.dtype)
 
 
 class BatchedDecode(TorchNativeAttnBackend):

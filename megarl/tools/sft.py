@@ -253,7 +253,8 @@ def _endless(traces: Sequence[Trace], seed: int) -> Iterator[Trace]:
 
 
 def _sequences(traces: Sequence[Trace]) -> list[TrainSequence]:
-    weight = np.float32(1 / sum(int(trace.learnt.sum()) for trace in traces))
+    learnt_tokens = sum(int(trace.learnt.sum()) for trace in traces)
+    weight = np.float32(1 / learnt_tokens)
     return [
         TrainSequence(
             ticket=i,

@@ -356,7 +356,8 @@ def seconds_of(time: str) -> int:
         raise MegarlError(f"--time: {time!r} is not a time limit; give {FORMS}")
     parts = [int(part) for part in match["clock"].split(":")]
     if match["days"] is not None:
-        parts = [24 * int(match["days"]) + parts[0], *parts[1:], 0, 0][:3]
+        parts[0] += 24 * int(match["days"])
+        parts = [*parts, 0, 0][:3]
     elif len(parts) < 3:
         parts = [0, *parts, 0][:3]
     hours, minutes, seconds = parts

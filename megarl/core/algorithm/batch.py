@@ -130,7 +130,8 @@ def token_weights(
                 divisor = tokens
             case "constant":
                 divisor = rollouts * longest
-        weights.append(np.divide(1.0, divisor, out=np.zeros(len(group)), where=group > 0))
+        zeros = np.zeros(len(group))
+        weights.append(np.divide(1.0, divisor, out=zeros, where=group > 0))
     return weights
 
 
@@ -177,8 +178,9 @@ def _teacher_gain(rollout: Rollout, tokens: int) -> PerToken:
     if rollout.teacher_logprobs is None:
         return 0.0
     gain = rollout.teacher_logprobs - rollout.logprobs
-    prompt = np.zeros(tokens - len(gain), np.float32)
-    return np.concatenate([prompt, np.where(rollout.trained, gain, np.float32(0))])
+    gain_of_trained = np.where(rollout.trained, gain, np.float32(0))
+    of_prompt = np.zeros(tokens - len(gain), np.float32)
+    return np.concatenate([of_prompt, gain_of_trained])
 
 
 def unrewarded(
@@ -205,10 +207,12 @@ def batch_statistics(batch: Batch, recipe: Recipe = SCALERL) -> dict[str, float]
     rewards = np.array([r.reward for r in rollouts])
     correct = np.array([r.correct for r in rollouts], dtype=bool)
     lengths = np.array([len(r.tokens) for r in rollouts])
+    reward_right = _mean(rewards[correct])
+    reward_wrong = _mean(rewards[~correct])
     statistics = {
         "pass_rate_train": _mean(correct),
         "reward_mean": _mean(rewards),
-        "reward_gap": _mean(rewards[correct]) - _mean(rewards[~correct]),
+        "reward_gap": reward_right - reward_wrong,
         "zero_variance_share": 1 - _mean([g.has_variance for g in groups]),
         "groups_in_loss": float(len(groups_with_tokens)),
         "void_groups": float(len(batch.groups) - len(groups)),
@@ -236,10 +240,14 @@ def _version_statistics(rollouts: Sequence[Rollout], step: int) -> dict[str, flo
         sampled += segments
         versions.append(len({s.weight_version for s in segments}))
     counts = np.array([len(s.tokens) for s in sampled], dtype=np.int64)
-    lags = step - np.array([s.weight_version for s in sampled], dtype=np.int64)
+    sampled_versions = np.array([s.weight_version for s in sampled], dtype=np.int64)
+    lags = step - sampled_versions
+    mean_lag = math.nan
+    if len(lags):
+        mean_lag = float(np.average(lags, weights=counts))
     return {
         "generated_tokens": float(counts.sum()),
-        "lag_mean": float(np.average(lags, weights=counts)) if len(lags) else float("nan"),
+        "lag_mean": mean_lag,
         "lag_max": float(lags.max(initial=0)),
         "versions_per_rollout": _mean(versions),
         "versions_per_rollout_max": float(max(versions, default=0)),
@@ -263,11 +271,11 @@ def _reward_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _teacher_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    differences = [
-        (r.logprobs - r.teacher_logprobs)[r.trained]
-        for r in rollouts
-        if r.teacher_logprobs is not None
-    ]
+    differences = []
+    for rollout in rollouts:
+        if rollout.teacher_logprobs is not None:
+            difference = rollout.logprobs - rollout.teacher_logprobs
+            differences.append(difference[rollout.trained])
     if not differences:
         return {}
     return {"kl_teacher": _mean(np.concatenate(differences))}
@@ -279,7 +287,11 @@ def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]
     rewards do not vary, and left out if advantages do not come only from rewards.
     """
     first = {(s.ticket, s.sample): s for s in reversed(sequences)}
-    counted = [s for s in sequences if np.ndim(s.advantage) or first[s.ticket, s.sample] is s]
+    counted = []
+    for sequence in sequences:
+        is_first = first[sequence.ticket, sequence.sample] is sequence
+        if is_first or np.ndim(sequence.advantage):
+            counted.append(sequence)
     advantages = np.concatenate([_advantages(s) for s in counted])
     statistics = {
         "advantage_mean": float(advantages.mean()),
@@ -294,9 +306,12 @@ def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]
 def _fit(rollouts: Sequence[TrainSequence]) -> float:
     """Return the correlation of advantages and rewards, both centred by group."""
     _, group = np.unique([s.ticket for s in rollouts], return_inverse=True)
-    advantages = _less_group_mean(np.array([_advantages(s).mean() for s in rollouts]), group)
+    mean_advantages = np.array([_advantages(s).mean() for s in rollouts])
+    advantages = _less_group_mean(mean_advantages, group)
     rewards = _less_group_mean(np.array([s.reward for s in rollouts]), group)
-    norm = math.sqrt((advantages @ advantages) * (rewards @ rewards))
+    squares_of_advantages = advantages @ advantages
+    squares_of_rewards = rewards @ rewards
+    norm = math.sqrt(squares_of_advantages * squares_of_rewards)
     if norm <= ROUNDING:
         return math.nan
     return float(advantages @ rewards) / norm

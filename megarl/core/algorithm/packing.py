@@ -39,7 +39,8 @@ class Cost:
         else:
             full_chunks, remainder = divmod(tokens, self.chunk)
             local = full_chunks * self.chunk**2 + remainder**2
-        return self.token * tokens + (self.pair * tokens**2 + self.local_pair * local) / 2
+        pairs = self.pair * tokens**2 + self.local_pair * local
+        return self.token * tokens + pairs / 2
 
     def attention(self, tokens: int) -> float:
         """Return the part that is not linear in tokens."""
@@ -151,7 +152,8 @@ def step_cost(packed: Packed, lengths: Sequence[int], cost: Cost, one_size: bool
 
     def load(members: list[int]) -> float:
         if one_size:
-            return cost.token * fullest + sum(cost.attention(lengths[i]) for i in members)
+            attention = sum(cost.attention(lengths[i]) for i in members)
+            return cost.token * fullest + attention
         return sum(cost.of(lengths[i]) for i in members)
 
     return sum(max(map(load, microbatches)) for microbatches in zip(*packed, strict=True))

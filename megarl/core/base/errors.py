@@ -4,6 +4,8 @@ to do.
 The CLI prints the text and exits with status 2.
 """
 
+from collections.abc import Sequence
+
 
 class MegarlError(Exception):
     """Bad input, or a wait that timed out. Its text is complete, so no traceback is
@@ -28,6 +30,14 @@ def listed(head: str, items: list[str], count: int | None = None) -> str:
     if total > SHOWN:
         lines.append(f"… and {total - SHOWN} more")
     return "\n".join(lines)
+
+
+def few(names: Sequence[str], limit: int) -> str:
+    """Join at most `limit` names for a message, and count the rest."""
+    text = ", ".join(names[:limit])
+    if len(names) > limit:
+        text += f" and {len(names) - limit} more"
+    return text
 
 
 def first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:

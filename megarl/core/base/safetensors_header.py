@@ -100,7 +100,7 @@ def _tensors(path: Path) -> dict[str, TensorInFile]:
     for start, end, name, entry in sorted(entries, key=itemgetter(0, 1)):
         if entry["dtype"] not in BITS:
             raise ValueError(f"{name} has the unknown type {entry['dtype']}")
-        if not _are_counts(start, end, *entry["shape"]):
+        if not are_counts(start, end, *entry["shape"]):
             raise ValueError(f"{name} has the shape {entry['shape']} at {start} to {end}")
         tensor = TensorInFile(entry["dtype"], tuple(entry["shape"]), path, values_offset + start)
         if tensor.nbytes != end - start:
@@ -116,5 +116,6 @@ def _tensors(path: Path) -> dict[str, TensorInFile]:
     return tensors
 
 
-def _are_counts(*values: object) -> bool:
+def are_counts(*values: object) -> bool:
+    """Return whether all of these values, read from a file, are integers from 0."""
     return all(type(value) is int and value >= 0 for value in values)

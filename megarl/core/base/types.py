@@ -199,7 +199,8 @@ class Rollout(Record, frozen=True):
     @property
     def trained(self) -> np.ndarray:
         """Whether the loss may use each token. [completion_len] bool"""
-        return _concatenated([np.full(len(s.tokens), s.trained) for s in self.segments], np.bool_)
+        parts = [np.full(len(s.tokens), s.trained) for s in self.segments]
+        return _concatenated(parts, np.bool_)
 
     @property
     def versions(self) -> np.ndarray:

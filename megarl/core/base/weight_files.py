@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.errors import MegarlError, few
 from megarl.core.base.hf_files import gguf_advice, read_json
 from megarl.core.base.safetensors_header import TensorInFile, read_header
 
@@ -56,13 +56,13 @@ def check_served(hf_dir: Path) -> None:
     added = [file.name for file in files_of_server if file not in files]
     if added:
         raise MegarlError(
-            f"{hf_dir}: SGLang would load it besides {SINGLE}; move {few_names(added)} out of the"
+            f"{hf_dir}: SGLang would load it besides {SINGLE}; move {few(added, SHOWN)} out of the"
             " directory"
         )
     unread = [str(file.relative_to(hf_dir)) for file in files if file not in files_of_server]
     if unread:
         raise MegarlError(
-            f"{hf_dir}: SGLang reads no files of weights in subfolders; move {few_names(unread)}"
+            f"{hf_dir}: SGLang reads no files of weights in subfolders; move {few(unread, SHOWN)}"
             f" up, and correct {INDEX}"
         )
 
@@ -105,14 +105,6 @@ def counted(count: int) -> str:
     return f"{count / 1e6:.3g}M"
 
 
-def few_names(names: Sequence[str]) -> str:
-    """Join the first names for a message."""
-    text = ", ".join(names[:SHOWN])
-    if len(names) > SHOWN:
-        text += f" and {len(names) - SHOWN} more"
-    return text
-
-
 def _safetensors(hf_dir: Path) -> list[Path]:
     files = sorted(hf_dir.glob("*.safetensors"))
     return [file for file in files if file.is_file() and not file.name.startswith(".")]
@@ -127,13 +119,13 @@ def _indexed(hf_dir: Path) -> list[Path]:
             raise MegarlError(f"{hf_dir}: {_two_models(names, missing)}")
         if not missing:
             raise MegarlError(
-                f"{hf_dir}: {INDEX} names {few_names(names)}; rename {SINGLE}, which transformers"
+                f"{hf_dir}: {INDEX} names {few(names, SHOWN)}; rename {SINGLE}, which transformers"
                 " would read alone, there and in the index"
             )
     if missing:
         raise MegarlError(
             f"{hf_dir}: {len(missing)} of {len(names)} files of weights are missing:"
-            f" {few_names(missing)}; fetch them"
+            f" {few(missing, SHOWN)}; fetch them"
         )
     return [hf_dir / name for name in names]
 
@@ -142,7 +134,7 @@ def _two_models(names: Sequence[str], missing: Sequence[str]) -> str:
     """Return what is wrong with an index that does not name the model.safetensors
     beside it.
     """
-    problem = f"{SINGLE} is there, and {INDEX} names other files ({few_names(names)})"
+    problem = f"{SINGLE} is there, and {INDEX} names other files ({few(names, SHOWN)})"
     if missing:
         return f"{problem}, of which {len(missing)} are missing; remove the index, which is stale"
     return (
@@ -174,7 +166,7 @@ def _other_format(hf_dir: Path) -> str:
     )
     if torch_files:
         return (
-            f"only {few_names(torch_files)}: transformers' from_pretrained and save_pretrained"
+            f"only {few(torch_files, SHOWN)}: transformers' from_pretrained and save_pretrained"
             " write safetensors"
         )
     return "*.safetensors; convert other formats with transformers first"

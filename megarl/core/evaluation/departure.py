@@ -56,7 +56,8 @@ class _Bound:
     end: float
 
     def broken_by(self, score: float, noise: float) -> bool:
-        return self.sign * (self.value - score) > hypot(self.value - self.end, noise)
+        loss = self.sign * (self.value - score)
+        return loss > hypot(self.value - self.end, noise)
 
 
 def lasting_departure(evaluations: Sequence[Row]) -> Departure | None:

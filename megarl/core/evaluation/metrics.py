@@ -123,7 +123,8 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
     if any(o.by_length is not None for o in outcomes):
         by_length = []
         for group in prompts:
-            by_length.append(sum(bool(o.by_length) for o in group) / len(group))
+            right = sum(bool(o.by_length) for o in group)
+            by_length.append(right / len(group))
         metrics |= over_prompts(by_length, n).columns("pass_rate_by_length")
     means = proxy_and_trusted(outcomes)
     if means:
@@ -163,7 +164,8 @@ def pass_rates(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Return each prompt's share of right answers, by id."""
     rates: dict[str, float] = {}
     for group in by_prompt(outcomes):
-        rates[group[0].id] = sum(o.correct for o in group) / len(group)
+        right = sum(outcome.correct for outcome in group)
+        rates[group[0].id] = right / len(group)
     return rates
 
 
@@ -218,8 +220,10 @@ def maj_at_k(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
     for answers in by_vote.values():
         if any(answers):
             size = len(answers)
-            rivals = tuple(sorted((sizes - Counter([size])).elements()))
-            total += sum(answers) / size * _wins(size, rivals, silent, k)
+            sizes_of_others = sizes - Counter([size])
+            rivals = tuple(sorted(sizes_of_others.elements()))
+            share_right = sum(answers) / size
+            total += share_right * _wins(size, rivals, silent, k)
     return total
 
 
@@ -234,8 +238,9 @@ def best_at_k(rewards: Sequence[float], correct: Sequence[bool], k: int) -> floa
     total = 0.0
     for reward in sorted(answers):
         up_to_reward = below + answers[reward]
-        is_highest = (math.comb(up_to_reward, k) - math.comb(below, k)) / subsets
-        total += is_highest * right[reward] / answers[reward]
+        subsets_with_highest = math.comb(up_to_reward, k) - math.comb(below, k)
+        chance = subsets_with_highest / subsets
+        total += chance * right[reward] / answers[reward]
         below = up_to_reward
     return total
 
@@ -258,17 +263,23 @@ def over_prompts(values: Sequence[float], answers: int, k: int = 1) -> Estimate:
     p = math.fsum(values) / n
     variance_of_one = p * (1 - p)
     variance = math.fsum((value - p) ** 2 for value in values) / n
+    groups = answers / k
     if variance > 0:
         correction = (student(answers - 1) / student(n - 1)) ** 2
-        effective = min(variance_of_one * n / variance * correction, answers / k)
+        independent = variance_of_one * n / variance
+        effective = min(independent * correction, groups)
     elif variance_of_one > 0:
-        effective = answers / k
+        effective = groups
     else:
         effective = n
     shrink = 1 + Z * Z / effective
     centre = (p + Z * Z / (2 * effective)) / shrink
-    half = Z / shrink * math.sqrt(variance_of_one / effective + (Z / (2 * effective)) ** 2)
-    return Estimate(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
+    from_values = variance_of_one / effective
+    from_few_answers = (Z / (2 * effective)) ** 2
+    half = Z / shrink * math.sqrt(from_values + from_few_answers)
+    low = max(0.0, min(p, centre - half))
+    high = min(1.0, max(p, centre + half))
+    return Estimate(p, low, high)
 
 
 def student(freedom: int) -> float:

@@ -160,7 +160,8 @@ class RolloutScores:
             case "stale_kv":
                 return self.behaviour[self.stale], self.sampled_at[self.stale]
             case "staleness":
-                return self.sampled_at[self.lag > 0], self.rescored[self.lag > 0]
+                is_late = self.lag > 0
+                return self.sampled_at[is_late], self.rescored[is_late]
             case _:
                 return self.behaviour, self.learner
 
@@ -460,7 +461,8 @@ def grid_steps(gap: np.ndarray, dtype: str) -> np.ndarray:
     """Return differences of two logits [n] in spacings of `dtype`, without those that
     say nothing: 0 or not finite.
     """
-    return gap[np.isfinite(gap) & (gap != 0)].astype(np.float64) * GRID[dtype]
+    chosen = gap[np.isfinite(gap) & (gap != 0)]
+    return chosen.astype(np.float64) * GRID[dtype]
 
 
 def grid_share(gap: np.ndarray, dtype: str) -> float:
@@ -471,7 +473,8 @@ def grid_share(gap: np.ndarray, dtype: str) -> float:
     steps = grid_steps(gap, dtype)
     if len(steps) < FEWEST_TOKENS:
         return float("nan")
-    return float(np.mean(np.abs(steps - np.round(steps)) < GRID_TOLERANCE))
+    distances = np.abs(steps - np.round(steps))
+    return float(np.mean(distances < GRID_TOLERANCE))
 
 
 UNCERTAIN = 1e-3
@@ -592,7 +595,8 @@ def same_bits(scores: RolloutScores) -> float:
     servers with too few others.
     """
     changed = scores.select(scores.lag > 0)
-    is_valid = ~np.isnan(changed.sampled_at) & (-np.expm1(changed.rescored) > UNCERTAIN)
+    uncertainty = -np.expm1(changed.rescored)
+    is_valid = ~np.isnan(changed.sampled_at) & (uncertainty > UNCERTAIN)
     is_same = changed.sampled_at == changed.rescored
     shares = [0.0]
     for server in np.unique(changed.server):

@@ -165,7 +165,8 @@ def assemble(
         on_rank = _positions_on_rank(row, layout)
         tokens = tokens[on_rank]
         padding = padding[on_rank]
-        experts = None if experts is None else experts[on_rank]
+        if experts is not None:
+            experts = experts[on_rank]
         trained = _trained_on_rank(trained, on_rank)
     chosen = trained if len(trained.source) else _FILLER_TOKEN
 
@@ -174,11 +175,14 @@ def assemble(
 
     def of_chosen(values: Sequence[PerToken]) -> Tensor:
         per_token = [np.broadcast_to(v, n) for v, n in zip(values, lengths, strict=True)]
-        return on_device(_end_to_end(per_token, np.float32)[chosen.source])
+        row_values = _end_to_end(per_token, np.float32)
+        return on_device(row_values[chosen.source])
 
     ends = on_device(row.boundaries.astype(np.int32))
     longest = int(np.diff(row.boundaries).max())
     local_lengths = np.bincount(chosen.sequence, minlength=len(trained_lengths))
+    divisors = np.maximum(trained_lengths, 1).astype(np.float32)
+    is_counted = (chosen.source >= 0).astype(np.float32)
     return MicroBatch(
         tokens=on_device(tokens)[None],
         padding=on_device(padding)[None],
@@ -192,10 +196,10 @@ def assemble(
         value=of_chosen([s.value for s in sequences]),
         value_target=of_chosen([s.value_target for s in sequences]),
         weight=on_device(weight[chosen.source]),
-        counted=on_device((chosen.source >= 0).astype(np.float32)),
+        counted=on_device(is_counted),
         source=trained.source,
         local_lengths=on_device(local_lengths),
-        lengths=on_device(np.maximum(trained_lengths, 1).astype(np.float32)),
+        lengths=on_device(divisors),
         experts=None if experts is None else torch.from_numpy(experts),
     )
 
@@ -207,26 +211,32 @@ def _row(lengths: np.ndarray, length: int, layout: RowLayout) -> _PackedRow:
     multiple = layout.sequence_multiple
     padded = -(-lengths // multiple) * multiple
     starts = np.concatenate([[0], np.cumsum(padded)])
-    size = max(length, _up(int(starts[-1]), layout.row_multiple))
+    filler_start = int(starts[-1])
+    size = max(length, _up(filler_start, layout.row_multiple))
     first_tokens = np.cumsum(lengths) - lengths
     within_sequence = np.arange(lengths.sum()) - np.repeat(first_tokens, lengths)
-    filler = _up(max(FILLER, int(padded.max(initial=0))), multiple)
-    filler_ends = np.arange(starts[-1], size, filler) + filler
-    boundaries = np.concatenate([starts, np.minimum(filler_ends, size)])
-    return _PackedRow(boundaries, np.repeat(starts[:-1], lengths) + within_sequence)
+    places = np.repeat(starts[:-1], lengths) + within_sequence
+    longest = int(padded.max(initial=0))
+    filler = _up(max(FILLER, longest), multiple)
+    filler_ends = np.arange(filler_start, size, filler) + filler
+    filler_ends = np.minimum(filler_ends, size)
+    boundaries = np.concatenate([starts, filler_ends])
+    return _PackedRow(boundaries, places)
 
 
 def _trained(weight: np.ndarray, lengths: np.ndarray, row: _PackedRow) -> _Trained:
     source = np.flatnonzero(weight)
-    sequence = np.repeat(np.arange(len(lengths)), lengths)[source]
+    sequence_of_token = np.repeat(np.arange(len(lengths)), lengths)
+    sequence = sequence_of_token[source]
     return _Trained(source, sequence, row.places[source] - 1)
 
 
 def _positions_on_rank(row: _PackedRow, layout: RowLayout) -> np.ndarray:
     """Return whether this context-parallel rank has each position, [row.size] bool."""
     ranks = layout.model.context_parallel
+    parts = segments(row.boundaries.tolist(), None, ranks, layout.context_rank)
     on_rank = np.zeros(row.size, dtype=np.bool_)
-    on_rank[segments(row.boundaries.tolist(), None, ranks, layout.context_rank).queries] = True
+    on_rank[parts.queries] = True
     return on_rank
 
 
@@ -257,7 +267,8 @@ def _experts(
             continue
         if table is None:
             table = np.full((row.size, *recorded.shape[1:]), -1, np.int16)
-        table[row.places[start : start + len(recorded)]] = recorded
+        places = row.places[start : start + len(recorded)]
+        table[places] = recorded
     return table
 
 

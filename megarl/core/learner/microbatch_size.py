@@ -130,10 +130,15 @@ def largest(sizes: Sequence[int], share_of: Callable[[int], float]) -> int | Non
         else:
             (size_before, used_before), (size, used) = fit[-2:]
             slope = (used - used_before) / (size - size_before)
-            allowed = [i for i in range(low + 1, high) if used + slope * (sizes[i] - size) <= 1]
+            allowed = []
+            for i in range(low + 1, high):
+                predicted = used + slope * (sizes[i] - size)
+                if predicted <= 1:
+                    allowed.append(i)
             if not allowed:
                 break
-            middle = max((i for i in allowed if sizes[i] <= 2 * size), default=allowed[0])
+            up_to_double = [i for i in allowed if sizes[i] <= 2 * size]
+            middle = max(up_to_double, default=allowed[0])
         used = share_of(sizes[middle])
         if used <= 1:
             low = middle

@@ -255,7 +255,8 @@ class ExpertLoad:
         if torch.is_grad_enabled():
             _, padding = inputs
             _, routing_map = outputs
-            self._tokens[layer] += (routing_map & ~padding.reshape(-1, 1)).sum(0)
+            is_counted = routing_map & ~padding.reshape(-1, 1)
+            self._tokens[layer] += is_counted.sum(0)
 
 
 def _weigh(waiting: deque[float], router: Module, _: object) -> None:

@@ -145,14 +145,16 @@ class Network:
         """Return the head's output [n, *shape] for each trained token: [len, *shape]
         per sequence, on all ranks.
         """
-        starts = np.cumsum([0] + [len(s) for s in sequences])
+        lengths = [len(sequence) for sequence in sequences]
+        starts = np.cumsum([0, *lengths])
         outputs = torch.zeros(int(starts[-1]), *shape, device=self.device)
 
         def collect(members: Sequence[int], micro: MicroBatch, values: Tensor) -> Tensor:
             if len(micro.source):
                 # Of each token, its index among the tokens of all sequences.
-                indices = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
-                outputs[torch.from_numpy(indices[micro.source]).to(self.device)] = values
+                ranges = [np.arange(starts[i], starts[i + 1]) for i in members]
+                indices = np.concatenate(ranges)[micro.source]
+                outputs[torch.from_numpy(indices).to(self.device)] = values
             return values.sum()
 
         self.run(self.chunks, sequences, head, collect, forward_only=True)

@@ -210,7 +210,9 @@ def _wrapped(chunks: list[GPTModel], gathers_late: bool) -> list[DistributedData
     if gathers_late:
         late_gathering.gather_before_head(ddp)
     if overlap:
-        config.no_sync_func = [d.no_sync for d in ddp] if len(ddp) > 1 else ddp[0].no_sync
+        config.no_sync_func = ddp[0].no_sync
+        if len(ddp) > 1:
+            config.no_sync_func = [chunk.no_sync for chunk in ddp]
     return ddp
 
 

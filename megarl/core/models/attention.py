@@ -90,9 +90,10 @@ def _query_ranges(start: int, end: int, cp_size: int, cp_rank: int) -> list[tupl
     """
     if cp_size == 1:
         return [(start, end)]
-    length = (end - start) // (2 * cp_size)
+    pieces = 2 * cp_size
+    length = (end - start) // pieces
     first = start + cp_rank * length
-    second = start + (2 * cp_size - 1 - cp_rank) * length
+    second = start + (pieces - 1 - cp_rank) * length
     return [(first, first + length), (second, second + length)]
 
 
@@ -100,15 +101,19 @@ def _window_segments(start: int, at: int, to: int, window: int) -> Iterator[tupl
     """Yield segments of at most `window` queries, from the first query on."""
     for cut in range(at, to, window):
         first_key = max(start, cut - window + 1)
-        yield first_key, cut, min(to, cut + window)
+        end = min(to, cut + window)
+        yield first_key, cut, end
 
 
 def _chunk_segments(start: int, at: int, to: int, chunk: int) -> Iterator[tuple[int, int, int]]:
     """Yield segments within chunks, which begin at multiples of their length in the
     sequence that begins at `start`.
     """
-    for cut in range(at - (at - start) % chunk, to, chunk):
-        yield cut, max(at, cut), min(to, cut + chunk)
+    into_chunk = (at - start) % chunk
+    for cut in range(at - into_chunk, to, chunk):
+        first_query = max(at, cut)
+        end = min(to, cut + chunk)
+        yield cut, first_query, end
 
 
 def ranges(starts: Tensor, ends: Tensor) -> Tensor:
@@ -154,7 +159,8 @@ class _ScaledNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, epsilon: float, weight: Tensor | None) -> Tensor:
         x_fp32 = x.float()
-        inverse = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + epsilon)
+        mean_square = x_fp32.pow(2).mean(-1, keepdim=True)
+        inverse = torch.rsqrt(mean_square + epsilon)
         ctx.save_for_backward(x, inverse, weight)
         normal = (x_fp32 * inverse).to(x.dtype)
         if weight is None:
@@ -172,8 +178,10 @@ class _ScaledNorm(torch.autograd.Function):
             of_x = gradient_fp32 * inverse
         else:
             rows = product.flatten(0, -2)
-            of_weight = (rows.t() @ inverse.flatten()).to(weight.dtype)
-            mean = (product @ weight.float()).div_(len(weight))[..., None]
+            of_weight = rows.t() @ inverse.flatten()
+            of_weight = of_weight.to(weight.dtype)
+            mean = (product @ weight.float()).div_(len(weight))
+            mean = mean[..., None]
             of_x = (gradient_fp32 * weight).mul_(inverse)
         of_x.addcmul_(x, mean * inverse.pow(3), value=-1)
         return of_x.to(x.dtype), None, of_weight
@@ -248,7 +256,9 @@ def _repeated_for_queries(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
     queries_per_group = q.shape[1] // k.shape[1]
     if queries_per_group == 1:
         return k, v
-    return k.repeat_interleave(queries_per_group, 1), v.repeat_interleave(queries_per_group, 1)
+    k = k.repeat_interleave(queries_per_group, 1)
+    v = v.repeat_interleave(queries_per_group, 1)
+    return k, v
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, **arguments: object) -> Tensor:
@@ -266,9 +276,10 @@ def _varlen_attn() -> tuple[Callable[..., Tensor], bool]:
     """Return varlen_attn, and whether it has `enable_gqa`. Imported late, since it
     takes seconds, for torch's compiler.
     """
-    from torch.nn.attention import varlen
+    from torch.nn.attention.varlen import varlen_attn
 
-    return varlen.varlen_attn, "enable_gqa" in signature(varlen.varlen_attn).parameters
+    has_enable_gqa = "enable_gqa" in signature(varlen_attn).parameters
+    return varlen_attn, has_enable_gqa
 
 
 def band(q: Tensor, window: int) -> Tensor:
@@ -379,8 +390,11 @@ class _WithSinks(torch.autograd.Function):
         ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: _Kernel
     ) -> Tensor:
         output, scores, *others = kernel.forward(q, k, v)
-        with_sink = torch.logaddexp(scores, sinks.float()[:, None])
-        output = (output * _by_query(torch.exp(scores - with_sink), output)).to(q.dtype)
+        sink_scores = sinks.float()[:, None]
+        with_sink = torch.logaddexp(scores, sink_scores)
+        share_without_sink = torch.exp(scores - with_sink)
+        output = output * _by_query(share_without_sink, output)
+        output = output.to(q.dtype)
         ctx.kernel = kernel
         ctx.save_for_backward(sinks, q, k, v, output, with_sink, *others)
         return output
@@ -389,11 +403,13 @@ class _WithSinks(torch.autograd.Function):
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         sinks, *saved = ctx.saved_tensors
         output, with_sink = saved[3:5]
-        probability = _by_query(torch.exp(sinks.float()[:, None] - with_sink), output)
-        of_sinks = -(probability * gradient * output).sum(-1)
-        all_but_heads = [dimension for dimension in range(of_sinks.dim()) if dimension != 1]
+        sink_scores = sinks.float()[:, None]
+        probability = _by_query(torch.exp(sink_scores - with_sink), output)
+        by_head = -(probability * gradient * output).sum(-1)
+        all_but_heads = [dimension for dimension in range(by_head.dim()) if dimension != 1]
         of_inputs = ctx.kernel.backward(gradient.contiguous(), *saved)
-        return *of_inputs, of_sinks.sum(all_but_heads).to(sinks.dtype), None
+        of_sinks = by_head.sum(all_but_heads).to(sinks.dtype)
+        return *of_inputs, of_sinks, None
 
 
 def _by_query(scores: Tensor, output: Tensor) -> Tensor:
@@ -423,8 +439,8 @@ class Flash:
         keys_each = parts.to - parts.start
         window_left = -1 if window is None else window - 1
         self.arguments = {
-            "cu_seq_q": F.pad(queries_each.cumsum(0), (1, 0)).int().to(device),
-            "cu_seq_k": F.pad(keys_each.cumsum(0), (1, 0)).int().to(device),
+            "cu_seq_q": _boundaries(queries_each).to(device),
+            "cu_seq_k": _boundaries(keys_each).to(device),
             "max_q": int(queries_each.max()),
             "max_k": int(keys_each.max()),
             "window_size": (window_left, 0),
@@ -440,6 +456,12 @@ class Flash:
         if sinks is None:
             return flash(q, k, v, scale=scale, **self.arguments)
         return _WithSinks.apply(q, k, v, sinks, _varlen(scale, self.arguments))
+
+
+def _boundaries(lengths: Tensor) -> Tensor:
+    """Return where each segment begins, and the last one ends, [segments + 1] int32."""
+    ends = lengths.cumsum(0)
+    return F.pad(ends, (1, 0)).int()
 
 
 class PaddedSegments:
@@ -466,16 +488,21 @@ class PaddedSegments:
         self.shapes, first = _padded(lengths.tolist())
         self.sizes = [count * longest for count, longest in self.shapes]
         slots = sum(self.sizes)
-        pack = ranges(first + parts.at - parts.start, first + lengths)
+        ends = first + lengths
+        first_queries = first + parts.at - parts.start
+        pack = ranges(first_queries, ends)
         self.unpack = self.pack = self.padding = self.keys = None
         if keys is not None:
-            self.keys = _scattered(ranges(first, first + lengths), keys, slots).to(device)
+            key_slots = ranges(first, ends)
+            self.keys = _scattered(key_slots, keys, slots).to(device)
         if slots == len(pack) and torch.equal(pack, torch.arange(slots)):
             return
-        occupied = torch.zeros(slots, dtype=torch.bool).index_fill_(0, pack, True)
-        self.unpack = _scattered(pack, torch.arange(len(pack)), slots).to(device)
+        tokens = torch.arange(len(pack))
+        is_padding = torch.ones(slots, dtype=torch.bool)
+        is_padding[pack] = False
+        self.unpack = _scattered(pack, tokens, slots).to(device)
         self.pack = pack.to(device)
-        self.padding = (~occupied).nonzero().flatten().to(device)
+        self.padding = is_padding.nonzero().flatten().to(device)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None = None
@@ -493,7 +520,8 @@ class PaddedSegments:
         buckets = (t.split(self.sizes) for t in (q, k, v))
         for shape, *bucket in zip(self.shapes, *buckets, strict=True):
             q, k, v = (t.unflatten(0, shape) for t in bucket)
-            outputs.append(causal(q, k, v, scale, sinks, self.window).flatten(0, 1))
+            attended = causal(q, k, v, scale, sinks, self.window)
+            outputs.append(attended.flatten(0, 1))
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         if self.pack is None:
             return output
@@ -533,11 +561,16 @@ def _padded(lengths: list[int]) -> tuple[list[tuple[int, int]], Tensor]:
     first = torch.zeros(len(lengths), dtype=torch.int64)
     slots = 0
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    count = 0
+    longest = 0
     for i in longest_first:
-        if not buckets or 2 * lengths[i] < buckets[-1][1]:
-            buckets.append((0, lengths[i]))
-        count, longest = buckets[-1]
-        buckets[-1] = (count + 1, longest)
+        length = lengths[i]
+        if not buckets or 2 * length < longest:
+            count = 0
+            longest = length
+            buckets.append((count, longest))
+        count += 1
+        buckets[-1] = (count, longest)
         first[i] = slots
         slots += longest
     return buckets, first
@@ -545,7 +578,8 @@ def _padded(lengths: list[int]) -> tuple[list[tuple[int, int]], Tensor]:
 
 def _scattered(places: Tensor, values: Tensor, size: int) -> Tensor:
     """Return [size]: `values` at their places, 0 elsewhere."""
-    return torch.zeros(size, dtype=torch.int64).index_copy_(0, places, values)
+    scattered = torch.zeros(size, dtype=torch.int64)
+    return scattered.index_copy_(0, places, values)
 
 
 class _Gather(torch.autograd.Function):

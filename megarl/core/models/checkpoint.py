@@ -60,6 +60,7 @@ from megarl.core.base.hf_files import read_config
 from megarl.core.base.process import environment
 from megarl.core.base.retention import named_checkpoint, split_name
 from megarl.core.base.rundir import CHECKPOINT, META, complete, write_atomically
+from megarl.core.base.safetensors_header import are_counts
 from megarl.core.base.schema import check_schema
 from megarl.core.models.hf import copy_description, everywhere, partial_of, prepared_partial
 
@@ -493,17 +494,13 @@ def _check_metadata(metadata: Any, files: Mapping[str, int]) -> None:
         if not isinstance(key, str) or not is_typed:
             raise ValueError(f"{key!r} is not described as a tensor")
         for chunk in chunks:
-            if not _are_counts(*chunk.offsets, *chunk.sizes, *entry.size):
+            if not are_counts(*chunk.offsets, *chunk.sizes, *entry.size):
                 raise ValueError(f"{key} has no sizes")
     for index, place in metadata.storage_data.items():
         if place.relative_path not in files:
             raise ValueError(f"{index.fqn} is in {place.relative_path!r}, which has no checksum")
-        if not _are_counts(place.offset, place.length):
+        if not are_counts(place.offset, place.length):
             raise ValueError(f"{index.fqn} has no place in {place.relative_path}")
-
-
-def _are_counts(*values: object) -> bool:
-    return all(type(value) is int and value >= 0 for value in values)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

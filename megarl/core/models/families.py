@@ -338,12 +338,14 @@ def _merge_qkv(head_dim: int, views: Sequence[Tensor]) -> Tensor:
     """
     hidden = views[0].shape[1:]  # empty for a bias
     groups = views[1].shape[0] // head_dim  # of this shard
-    grouped = torch.cat([view.reshape(groups, -1, *hidden) for view in views], 1)
+    by_group = [view.reshape(groups, -1, *hidden) for view in views]
+    grouped = torch.cat(by_group, 1)
     return grouped.reshape(-1, *hidden)
 
 
 def _unmerge_qkv(model: Architecture, tensor: Tensor) -> list[Tensor]:
     hidden = tensor.shape[1:]
-    parts = [model.heads // model.groups * model.head_dim, model.head_dim, model.head_dim]
+    queries_per_group = model.heads // model.groups
+    parts = [queries_per_group * model.head_dim, model.head_dim, model.head_dim]
     grouped = tensor.reshape(-1, sum(parts), *hidden)
     return [t.reshape(-1, *hidden) for t in grouped.split(parts, 1)]

@@ -373,12 +373,15 @@ def read_view(
     if source.part is not None:
         k, parts = source.part
         length = shape[-1]
-        bounds[-1] = slice(k * length // parts, (k + 1) * length // parts)
+        first = k * length // parts
+        last = (k + 1) * length // parts
+        bounds[-1] = slice(first, last)
     padding = 0
     if dimension is not None:
+        start = bounds[dimension].start
         end = bounds[dimension].stop
-        shard_length = -(-(end - bounds[dimension].start) // size)
-        first = min(bounds[dimension].start + rank * shard_length, end)
+        shard_length = -(-(end - start) // size)
+        first = min(start + rank * shard_length, end)
         last = min(first + shard_length, end)
         bounds[dimension] = slice(first, last)
         padding = shard_length - (last - first)
@@ -386,7 +389,8 @@ def read_view(
     if source.expert is not None:
         view = view.squeeze(0)
     if weight.vocabulary is not None and padding:
-        view = torch.cat([view, view.new_zeros(padding, *view.shape[1:])])
+        zeros = view.new_zeros(padding, *view.shape[1:])
+        view = torch.cat([view, zeros])
     return view
 
 

@@ -79,7 +79,8 @@ def inverse_frequencies(model: Architecture) -> Tensor:
     )
     if scaling.low == scaling.high:  # Llama 4: there is no range in between
         return stretched
-    smooth = (scaling.original / wavelengths - scaling.low) / (scaling.high - scaling.low)
+    turns = scaling.original / wavelengths
+    smooth = (turns - scaling.low) / (scaling.high - scaling.low)
     interpolated = (1 - smooth) * stretched / scaling.factor + smooth * stretched
     is_between = (wavelengths >= longest_kept) & (wavelengths <= shortest_stretched)
     return torch.where(is_between, interpolated, stretched)
@@ -402,7 +403,8 @@ class LatentAttention(MLASelfAttention):
         kv = kv.unflatten(-1, (heads, -1))
         k, v = kv.split([config.qk_head_dim, config.v_head_dim], -1)
         position = tensor_parallel.copy_to_tensor_model_parallel_region(position).unsqueeze(-2)
-        k = torch.cat([k, position.expand(*k.shape[:-1], -1)], -1)
+        position = position.expand(*k.shape[:-1], -1)
+        k = torch.cat([k, position], -1)
         if packed_seq_params is not None:
             q, k, v = (t.squeeze(1) for t in (q, k, v))
         return q, k, v, None, None

@@ -153,7 +153,8 @@ def _near_sibling(section: Key, origin: Origin) -> str:
     parent = section[:-1]
     if not _has_sections(_kind_at(parent)):
         return ""
-    others = [key[-1] for key in origin if key[:-1] == parent and key != section]
+    siblings = [key for key in origin if key[:-1] == parent and key != section]
+    others = [key[-1] for key in siblings]
     if parent == SUITES:
         others += shipped_suites()
     close = difflib.get_close_matches(section[-1], others, 1)

@@ -109,7 +109,8 @@ class Completion:
     @property
     def tokens(self) -> np.ndarray:
         """[completion_len] int32"""
-        return np.concatenate([np.zeros(0, np.int32), *(s.tokens for s in self.segments)])
+        parts = [segment.tokens for segment in self.segments]
+        return np.concatenate([np.zeros(0, np.int32), *parts])
 
     @property
     def message_tokens(self) -> np.ndarray:

@@ -129,7 +129,8 @@ def planned(posed: PlanningProblem, batches: Sequence[BatchSize]) -> dict[BatchS
         plan = as_written(with_batch)
         plans = search(with_batch).plans if isinstance(plan, str) else [plan]
         if plans:
-            prices[prompts, generations] = plans[0].gpus * plans[0].step_seconds / 3600
+            chosen = plans[0]
+            prices[prompts, generations] = chosen.gpus * chosen.step_seconds / 3600
     return prices
 
 
@@ -239,7 +240,8 @@ def _answer_hours(recipe: Recipe, row: Row) -> float:
     for suite in recipe.evaluation.suites:
         if f"n_prompts/{suite}" in row:
             answers += row[f"n_prompts/{suite}"] * row[f"samples/{suite}"]
-    return row.get("seconds", math.nan) * devices / 3600 / answers
+    device_seconds = row.get("seconds", math.nan) * devices
+    return device_seconds / 3600 / answers
 
 
 def _of_n(rows: Sequence[dict[str, float]], name: str, single: np.ndarray) -> float | None:
@@ -255,8 +257,11 @@ def _of_n(rows: Sequence[dict[str, float]], name: str, single: np.ndarray) -> fl
     logits = np.log(pairs / (1 - pairs))
     single = single.clip(1e-3, 1 - 1e-3)
     single_logits = np.log(single / (1 - single))
-    slope, intercept = np.polyfit(logits[:, 0], logits[:, 1], 1)
-    return float((1 / (1 + np.exp(-intercept - slope * single_logits))).mean())
+    logits_of_one, logits_of_n = logits.T
+    slope, intercept = np.polyfit(logits_of_one, logits_of_n, 1)
+    odds_against = np.exp(-intercept - slope * single_logits)
+    scores = 1 / (1 + odds_against)
+    return float(scores.mean())
 
 
 def main(
@@ -401,7 +406,9 @@ def _caveats(
     recipes = [load(str(RunDir(path).recipe)) for path in paths]
     keys = set()
     for compared in [*recipes[1:], recipe]:
-        keys |= {key for key, *_ in differences(recipes[0], compared) if not key.startswith(FREE)}
+        for key, *_ in differences(recipes[0], compared):
+            if not key.startswith(FREE):
+                keys.add(key)
     if keys:
         yield f"the runs and the recipe differ in more than the batch: {', '.join(sorted(keys))}"
 

@@ -64,7 +64,8 @@ class LearnerMemory:
     @property
     def total(self) -> float:
         """Bytes on the GPU at the moment when there are most."""
-        return self.state + max(self.activations + self.head, self.publication)
+        in_a_pass = self.activations + self.head
+        return self.state + max(in_a_pass, self.publication)
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,14 @@ def learner(
     ends = shape.embedding_parameters / model.tensor_parallel
     if one_stage:
         ends += shape.head_parameters / model.tensor_parallel
-    publication = recipe.weights.bucket_mb * 2**20 + 2 * largest_bucket(recipe, shape)
+    bucket = recipe.weights.bucket_mb * 2**20
+    publication = bucket + 2 * largest_bucket(recipe, shape)
     state = _state(recipe, shape, ends)
     if recipe.has_critic:
         state += critic_state(recipe, shape)
     if recipe.reference.coefficient:
-        state += width * (sum(_parameters(recipe, shape)) + ends)
+        parameters = sum(_parameters(recipe, shape)) + ends
+        state += width * parameters
     host = _host(recipe, shape, ends)
     host += batch_bytes(recipe, shape, microbatch_tokens * microbatches)
     microbatches_held = in_flight(
@@ -133,7 +136,8 @@ def critic_state(recipe: Recipe, shape: Architecture) -> float:
     """
     learner = recipe.learner.model_copy(update={"optimizer_offload": 0.0})
     critic = recipe.model_copy(update={"model": recipe.critic_model, "learner": learner})
-    return _state(critic, shape, shape.embedding_parameters / recipe.model.tensor_parallel)
+    embedding = shape.embedding_parameters / recipe.model.tensor_parallel
+    return _state(critic, shape, ends=embedding)
 
 
 def _parameters(recipe: Recipe, shape: Architecture) -> tuple[float, float]:
@@ -143,14 +147,17 @@ def _parameters(recipe: Recipe, shape: Architecture) -> tuple[float, float]:
     tensor = recipe.model.tensor_parallel
     experts = recipe.model.expert_parallel * recipe.model.expert_tensor_parallel
     share = stage_share(recipe, shape)
-    return shape.dense_parameters * share / tensor, shape.routed_parameters * share / experts
+    dense = shape.dense_parameters * share / tensor
+    routed = shape.routed_parameters * share / experts
+    return dense, routed
 
 
 def stage_share(recipe: Recipe, shape: Architecture) -> float:
     """Return the share of the model's layers that a pipeline stage has. The last one
     may have fewer.
     """
-    return recipe.model.stage_layers(shape.layers)[0] / shape.layers
+    layers = recipe.model.stage_layers(shape.layers)[0]
+    return layers / shape.layers
 
 
 def layer_parameters(recipe: Recipe, shape: Architecture) -> float:
@@ -171,7 +178,8 @@ def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
     # In each pipeline stage, ranks that have different parameters, and copies of them.
     stage_ranks = recipe.resources.learner_ranks // model.pipeline_parallel
     copies = stage_ranks // model.tensor_parallel
-    expert_copies = stage_ranks // (model.expert_parallel * model.expert_tensor_parallel)
+    expert_ranks = model.expert_parallel * model.expert_tensor_parallel
+    expert_copies = stage_ranks // expert_ranks
     # FP8 matrix units read both factors row by row, so each weight is also kept
     # transposed (Transformer Engine's guide).
     fp8_weights = 0.0
@@ -207,8 +215,10 @@ def batch_bytes(recipe: Recipe, shape: Architecture, tokens: float) -> float:
         return 0.0
     choices = shape.moe_layers * shape.experts_per_token
     width = 1 if shape.experts <= 256 else 2
-    all_ranks = 2 * recipe.data_parallel * (INT32 + FP32 + choices * width)
-    return tokens * (all_ranks + 2 * choices)
+    token_bytes = INT32 + FP32 + choices * width
+    all_ranks = 2 * recipe.data_parallel * token_bytes
+    own = 2 * choices
+    return tokens * (all_ranks + own)
 
 
 def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tuple[float, float]:
@@ -228,20 +238,25 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
     layers = shape.layers
     moe = shape.moe_layers
     share = stage_share(recipe, shape)
+    all_attention = layers * attention
+    all_dense = (layers - moe) * dense
     if recompute == "none":
-        return (layers * attention + (layers - moe) * dense + moe * sparse) * share, 0.0
+        kept = all_attention + all_dense + moe * sparse
+        return kept * share, 0.0
     if recompute == "light":
         light = light_activation_bytes(shape, input_width) / tensor
-        return (layers * attention + (layers - moe) * dense + moe * (sparse - light)) * share, light
+        kept = all_attention + all_dense + moe * (sparse - light)
+        return kept * share, light
     largest = 0.0
     if moe < layers:
         largest = dense
     if moe:
         largest = max(largest, sparse)
     if recompute == "selective":
-        return layers * attention * share, largest
+        return all_attention * share, largest
     # Each layer's input, divided like the norms': [AR] section 5
-    return layers * shape.hidden * width / tensor * share, attention + largest
+    inputs = layers * shape.hidden * width / tensor
+    return inputs * share, attention + largest
 
 
 def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemory:
@@ -253,14 +268,16 @@ def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemo
     ranks = recipe.resources.server_tensor_parallel
     running = recipe.serving.max_running_requests
     weights = served_bytes(recipe, shape) / ranks
-    logits = FP32 * max(running / ranks, SCORED_AT_ONCE) * shape.vocabulary
+    rows_of_logits = max(running / ranks, SCORED_AT_ONCE)
+    logits = FP32 * rows_of_logits * shape.vocabulary
     landings = 2 if recipe.stages_weights else 1
     kv_token = kv_bytes(shape, ranks, kv_width(recipe))
     share = recipe.serving.memory_fraction or ASSUMED.static_share
     most_kv = (recipe.serving.kv_tokens or math.inf) * kv_token
+    without_weights = share * gpu_memory - weights
     return ServerMemory(
         weights=weights,
-        kv=max(0.0, min(share * gpu_memory - weights, most_kv)),
+        kv=max(0.0, min(without_weights, most_kv)),
         kv_token=kv_token,
         transient=logits + landings * largest_bucket(recipe, shape),
         staged=weights if recipe.stages_weights else 0.0,
@@ -270,7 +287,9 @@ def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemo
 
 def kv_width(recipe: Recipe) -> int:
     """Return the bytes of a number in the servers' KV cache."""
-    return WIDTH[recipe.model.dtype] if recipe.serving.kv_cache_dtype == "auto" else FP8
+    if recipe.serving.kv_cache_dtype == "auto":
+        return WIDTH[recipe.model.dtype]
+    return FP8
 
 
 def map_width(recipe: Recipe) -> float:
@@ -286,14 +305,18 @@ def dense_served_bytes(recipe: Recipe, shape: Architecture) -> float:
     """Return bytes of what servers hold, without routed experts, embedding and head.
     Routers, norms and biases are not quantised.
     """
-    exact = shape.vector_parameters + shape.moe_layers * shape.experts * shape.hidden
-    return exact * WIDTH[recipe.model.dtype] + (shape.dense_parameters - exact) * map_width(recipe)
+    routers = shape.moe_layers * shape.experts * shape.hidden
+    exact = shape.vector_parameters + routers
+    maps = shape.dense_parameters - exact
+    return exact * WIDTH[recipe.model.dtype] + maps * map_width(recipe)
 
 
 def served_bytes(recipe: Recipe, shape: Architecture) -> float:
     """Return bytes of the model as servers hold it, and as it is published."""
-    ends = (shape.embedding_parameters + shape.head_parameters) * WIDTH[recipe.model.dtype]
-    return dense_served_bytes(recipe, shape) + shape.routed_parameters * map_width(recipe) + ends
+    ends = shape.embedding_parameters + shape.head_parameters
+    end_bytes = ends * WIDTH[recipe.model.dtype]
+    routed_bytes = shape.routed_parameters * map_width(recipe)
+    return dense_served_bytes(recipe, shape) + routed_bytes + end_bytes
 
 
 def largest_bucket(recipe: Recipe, shape: Architecture) -> float:
@@ -312,7 +335,8 @@ def state_bytes(parameters: float, width: int, shards: int, on_gpu: float = 1.0)
     of the optimiser's state that is not in the host's memory.
     """
     optimizer_numbers = 3 if width == HALF else 2
-    return parameters * (width + FP32 + optimizer_numbers * FP32 / shards * on_gpu)
+    optimizer = optimizer_numbers * FP32 / shards * on_gpu
+    return parameters * (width + FP32 + optimizer)
 
 
 def replicated_activation_bytes(shape: Architecture, width: int, input_width: int) -> float:
@@ -337,7 +361,8 @@ def attention_activation_bytes(shape: Architecture, width: int, input_width: int
     numbers = shape.query + shape.key + shape.value + shape.attended
     latent = shape.latent
     if latent:  # v and the output are padded to the width of q (models/layers.py)
-        numbers += (latent.query or 0) + latent.shared + 2 * (shape.query - shape.attended)
+        padding = 2 * (shape.query - shape.attended)
+        numbers += (latent.query or 0) + latent.shared + padding
     output_in_fp8 = 0
     if input_width != width:
         output_in_fp8 = shape.attended * input_width
@@ -360,7 +385,8 @@ def routed_activation_bytes(
     """
     rows = shape.hidden * (width + input_width) * expert_tensor_parallel
     inner = mlp_activation_bytes(shape.expert_feed_forward, width, input_width)
-    return shape.experts_per_token * (rows + inner) + FP32 * shape.experts
+    router_logits = FP32 * shape.experts
+    return shape.experts_per_token * (rows + inner) + router_logits
 
 
 def light_activation_bytes(shape: Architecture, input_width: int) -> float:
@@ -382,7 +408,8 @@ def in_flight(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
     """
     if virtual == 1:
         return min(pipeline_parallel, microbatches)
-    return pipeline_parallel * (1 + (pipeline_parallel - 1) / (pipeline_parallel * virtual))
+    extra = (pipeline_parallel - 1) / (pipeline_parallel * virtual)
+    return pipeline_parallel * (1 + extra)
 
 
 HEAD_CHUNK = 4096 * 8192
@@ -404,4 +431,5 @@ def kv_bytes(shape: Architecture, tensor_parallel: int, width: int) -> float:
     """
     if shape.latent:  # one vector for all heads, which every GPU holds
         return shape.layers * shape.cached * width
-    return 2 * shape.layers * max(shape.groups / tensor_parallel, 1) * shape.head_dim * width
+    groups = max(shape.groups / tensor_parallel, 1)
+    return 2 * shape.layers * groups * shape.head_dim * width

@@ -190,7 +190,8 @@ class _SimulatedRun:
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
         """Sample a ticket's group, of random lengths."""
         lengths = self.work.lengths.draw(self.random, self.work.generations)
-        ticket = _Ticket(bool(self.random.random() < self.work.trained_share), lengths.tolist())
+        is_trained = bool(self.random.random() < self.work.trained_share)
+        ticket = _Ticket(is_trained, lengths.tolist())
         self.tickets[admitted.ticket] = ticket
         async with asyncio.TaskGroup() as rollouts:
             for sample, length in enumerate(ticket.lengths):

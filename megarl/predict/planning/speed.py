@@ -65,11 +65,13 @@ def packing(
         if rank_cost > highest_cost:
             busiest = rank_lengths
             highest_cost = rank_cost
+    rank_tokens = sum(busiest)
+    squares = sum(length**2 for length in busiest)
     return Packing(
         microbatches=len(members[0]),
         largest=largest,
-        rank_tokens=sum(busiest),
-        positions=sum(length**2 for length in busiest) / (2 * sum(busiest)),
+        rank_tokens=rank_tokens,
+        positions=squares / (2 * rank_tokens),
     )
 
 
@@ -84,20 +86,24 @@ def train_seconds(
     microbatches = packed.microbatches
     # Stages exchange micro-batches of one size (learner/microbatch.py), so the fullest
     # one sets the pace.
-    microbatch_tokens = packed.rank_tokens / microbatches if stages == 1 else packed.largest
+    microbatch_tokens = float(packed.largest)
+    if stages == 1:
+        microbatch_tokens = packed.rank_tokens / microbatches
     tokens = microbatch_tokens / model.context_parallel
     all_layers = _layer_seconds(recipe, shape, tokens, packed.positions, gpu, by_node)
     layers = all_layers * memory.stage_share(recipe, shape)
     head_rate = gpu.bf16 * gpu.training
     head = tokens * HEAD_PASSES * head_flop(shape) / head_rate / model.tensor_parallel
-    bubble = (stages - 1) / (microbatches * model.virtual_pipeline_parallel)  # [PP] 2.2
+    slots = microbatches * model.virtual_pipeline_parallel
+    bubble = (stages - 1) / slots  # [PP] 2.2
+    forward_and_backward = layers + head
     # Gradients are reduced during the last micro-batch's backward pass, two thirds of
     # its time (learner/optimizer.py).
-    update = _update_seconds(recipe, shape, gpu, hidden=(layers + head) * 2 / 3)
+    update = _update_seconds(recipe, shape, gpu, hidden=forward_and_backward * 2 / 3)
     passes = 1.0
     if recipe.reference.coefficient > 0:  # a reference only scores: forward
         passes += 1 / LAYER_PASSES
-    return (layers + head) * (passes * microbatches) * (1 + bubble) + update
+    return forward_and_backward * (passes * microbatches) * (1 + bubble) + update
 
 
 def _layer_seconds(
@@ -117,13 +123,18 @@ def _layer_seconds(
     body = shape.body_parameters
     ranks = model.tensor_parallel
     bf16 = gpu.bf16 * gpu.training
-    linear_rate = bf16 if model.fp8 == "none" else gpu.fp8 * gpu.fp8_training
+    linear_rate = bf16
+    if model.fp8 != "none":
+        linear_rate = gpu.fp8 * gpu.fp8_training
     # The backward pass repeats the products of all layers, or of MLPs and experts
     # (models/build.py): [AR] section 5
     feed_forward = body - shape.layers * shape.attention_parameters
-    repeated = {"none": 0.0, "light": 0.0, "selective": feed_forward, "full": body}[recompute]
+    repeated_of = {"none": 0.0, "light": 0.0, "selective": feed_forward, "full": body}
+    repeated = repeated_of[recompute]
     linear = LAYER_PASSES * layer_flop(shape) + 2 * repeated
-    attention_passes = LAYER_PASSES + 1 if recompute == "full" else LAYER_PASSES
+    attention_passes = LAYER_PASSES
+    if recompute == "full":
+        attention_passes += 1
     attention = attention_passes * attention_flop(shape, positions)
     products = linear / linear_rate + attention / bf16
     activations = memory.activation_bytes(recipe, shape, "none")[0] * model.pipeline_parallel
@@ -133,16 +144,20 @@ def _layer_seconds(
     rows = shape.experts_per_token * shape.moe_layers / ranks
     ordered = 16 * HALF * shape.hidden * rows / LAYER_PASSES
     weights = WIDTH[model.dtype] * memory.layer_parameters(recipe, shape)
-    traffic = passes * (tokens * (2 * activations + ordered) + weights)
+    token_bytes = 2 * activations + ordered
+    traffic = passes * (tokens * token_bytes + weights)
     if recompute == "light":
         # An element-wise kernel reads gate and up of each product, or a norm's input,
         # and writes one number again.
         light = memory.light_activation_bytes(shape, HALF)
         traffic += tokens * 3 * light * shape.moe_layers / ranks
-    moved = traffic / (gpu.memory_rate * ASSUMED.bandwidth_efficiency)
-    device = tokens * products / ranks + moved + _link_seconds(recipe, shape, tokens, gpu, by_node)
+    memory_rate = gpu.memory_rate * ASSUMED.bandwidth_efficiency
+    moved = traffic / memory_rate
+    exchanged = _link_seconds(recipe, shape, tokens, gpu, by_node)
+    device = tokens * products / ranks + moved + exchanged
     dense = shape.layers - shape.moe_layers
-    host = passes / LAYER_PASSES * (dense * ASSUMED.layer_s + shape.moe_layers * gpu.expert_layer_s)
+    launches = dense * ASSUMED.layer_s + shape.moe_layers * gpu.expert_layer_s
+    host = passes / LAYER_PASSES * launches
     return max(device, host)
 
 
@@ -164,19 +179,25 @@ def _link_seconds(
     # hidden]. Two scatters of the backward pass and two gathers for weight gradients
     # are hidden by the products beside them (megatron's tensor_parallel/layers.py).
     # Recomputation repeats two exchanges or one.
-    passes = 6 + {"none": 0, "light": 0, "selective": 2, "full": 4}[recompute]
-    seconds = shape.layers * (passes * tokens * row * (tensor - 1) / tensor) / rate
+    recomputed = {"none": 0, "light": 0, "selective": 2, "full": 4}
+    passes = 6 + recomputed[recompute]
+    size = passes * tokens * row * (tensor - 1) / tensor
+    seconds = shape.layers * size / rate
     # k and v of all ranks are gathered and their gradients scattered
     # (models/layers.py); recomputation gathers again.
     passes = 3 if recompute == "full" else 2
-    size = passes * tokens * (context - 1) * HALF * (shape.key + shape.value) / tensor
+    key_and_value = shape.key + shape.value
+    size = passes * tokens * (context - 1) * HALF * key_and_value / tensor
     seconds += shape.layers * size / rate
     # Each pass goes there and back: GShard, arXiv 2006.16668. A token has a row for
     # each expert, chosen uniformly; some leave.
     passes = 6 if recompute in ("selective", "full") else 4
     chosen = shape.experts_per_token
     nodes = max(1.0, experts / gpu.nvlink_gpus)
-    nodes_reached = nodes * (1 - (1 - 1 / nodes) ** chosen) if by_node else chosen
+    nodes_reached: float = chosen
+    if by_node:
+        chance_of_none = (1 - 1 / nodes) ** chosen
+        nodes_reached = nodes * (1 - chance_of_none)
     over_network = nodes_reached * (nodes - 1) / nodes / gpu.network
     over_nvlink = chosen * (experts - 1) / experts / gpu.nvlink
     slower = max(over_network, over_nvlink)
@@ -192,6 +213,8 @@ def _update_seconds(recipe: Recipe, shape: Architecture, gpu: Gpu, hidden: float
     width = WIDTH[model.dtype]
     offload = recipe.learner.optimizer_offload
     memory_rate = gpu.memory_rate * ASSUMED.bandwidth_efficiency
+    host_link_rate = gpu.host * ASSUMED.network_efficiency
+    host_memory_rate = ASSUMED.host_gb_s * GB
     dense = shape.parameters - shape.routed_parameters
     experts = model.expert_parallel * model.expert_tensor_parallel
     seconds = 0.0
@@ -211,8 +234,8 @@ def _update_seconds(recipe: Recipe, shape: Architecture, gpu: Gpu, hidden: float
         on_gpu = (1 - offload) * optimizer_bytes(own_part) / memory_rate
         # The offloaded part: FP32 gradients go to the host's memory, FP32 weights come
         # back.
-        moved = 2 * FP32 * offload * own_part / (gpu.host * ASSUMED.network_efficiency)
-        on_host = optimizer_bytes(offload * own_part) / (ASSUMED.host_gb_s * GB)
+        moved = 2 * FP32 * offload * own_part / host_link_rate
+        on_host = optimizer_bytes(offload * own_part) / host_memory_rate
         seconds += max(on_gpu, moved + on_host)
     return seconds + max(0.0, reduced - hidden)
 
@@ -227,7 +250,8 @@ def _ring_rate(gpu: Gpu, neighbours: int, copies: int) -> float:
     if copies * neighbours <= gpu.nvlink_gpus:
         return gpu.nvlink * ASSUMED.network_efficiency
     ranks_of_node = max(1, gpu.nvlink_gpus // neighbours)
-    return min(gpu.network * ranks_of_node, gpu.nvlink) * ASSUMED.network_efficiency
+    rate = min(gpu.network * ranks_of_node, gpu.nvlink)
+    return rate * ASSUMED.network_efficiency
 
 
 class Decoder:
@@ -244,10 +268,12 @@ class Decoder:
         # per token, those in FP8 counted as the bf16 ones that take as long; fixed
         # seconds of a step.
         embedding = width * shape.embedding_parameters
-        self.read = (memory.dense_served_bytes(recipe, shape) + embedding) / self.ranks
+        dense_bytes = memory.dense_served_bytes(recipe, shape)
+        self.read = (dense_bytes + embedding) / self.ranks
         expert = memory.map_width(recipe) * shape.moe_layers * shape.expert_parameters
         self.read_expert = expert / self.ranks
-        self.flop = (layer_flop(shape) * _quickened(recipe, gpu) + head_flop(shape)) / self.ranks
+        layers_flop = layer_flop(shape) * _quickened(recipe, gpu)
+        self.flop = (layers_flop + head_flop(shape)) / self.ranks
         # An all-reduce goes up and down a tree of nodes: [Ring]
         nodes = max(1.0, self.ranks / gpu.nvlink_gpus)
         allreduce = 0.0
@@ -256,17 +282,21 @@ class Decoder:
             allreduce = 2 * (ASSUMED.allreduce_latency_s + tree)
         dense = shape.layers - shape.moe_layers
         routed = shape.moe_layers
-        self.fixed_seconds = dense * ASSUMED.decode_layer_s + routed * gpu.decode_expert_layer_s
-        self.fixed_seconds += shape.layers * allreduce + ASSUMED.decode_overhead_s
+        launches = dense * ASSUMED.decode_layer_s + routed * gpu.decode_expert_layer_s
+        overhead = shape.layers * allreduce + ASSUMED.decode_overhead_s
+        self.fixed_seconds = launches + overhead
         # CPU seconds for a chunk of prompts; bytes exchanged per token: [AR] 4.2.2
         dense_host = dense * ASSUMED.layer_s / LAYER_PASSES
         self.host_seconds = dense_host + routed * ASSUMED.prefill_expert_layer_s
-        self.exchanged = 2 * shape.layers * 2 * HALF * shape.hidden * (self.ranks - 1) / self.ranks
+        rows = 2 * shape.layers * 2 * HALF * shape.hidden
+        self.exchanged = rows * (self.ranks - 1) / self.ranks
         self.memory_rate = gpu.memory_rate * gpu.serving
         self.flop_rate = gpu.bf16 * ASSUMED.decode_efficiency
         # A ring over several nodes uses all network adapters of each, as for gradients
         # (`_update_seconds`).
-        rate = gpu.nvlink if nodes == 1 else min(gpu.network * gpu.nvlink_gpus, gpu.nvlink)
+        rate = gpu.nvlink
+        if nodes > 1:
+            rate = min(gpu.network * gpu.nvlink_gpus, gpu.nvlink)
         self.link_rate = rate * ASSUMED.network_efficiency
 
     def step_seconds(self, running: float, context_tokens: float) -> float:
@@ -277,25 +307,32 @@ class Decoder:
         positions = context_tokens  # positions: tokens whose k and v are read, averaged over layers
         if shape.local_positions is not None:
             local = min(context_tokens, running * shape.local_positions)
-            positions -= shape.local_layers / shape.layers * (context_tokens - local)
+            local_share = shape.local_layers / shape.layers
+            positions -= local_share * (context_tokens - local)
         moved = self.read + positions * self.kv_token
         if shape.experts:
             # Only the experts that any request uses are read; each request chooses
             # uniformly.
-            unused = (1 - shape.experts_per_token / shape.experts) ** running
+            chosen_share = shape.experts_per_token / shape.experts
+            unused = (1 - chosen_share) ** running
             moved += shape.experts * (1 - unused) * self.read_expert
-        attention = attention_flop(shape, context_tokens / max(running, 1)) / self.ranks
+        context = context_tokens / max(running, 1)
+        attention = attention_flop(shape, context) / self.ranks
+        reading = moved / self.memory_rate
+        products = running * (self.flop + attention) / self.flop_rate
+        exchange = running * self.exchanged / self.link_rate
         # Memory or products, whichever is slower: [Roof]
-        limit = max(moved / self.memory_rate, running * (self.flop + attention) / self.flop_rate)
-        return limit + running * self.exchanged / self.link_rate + self.fixed_seconds
+        return max(reading, products) + exchange + self.fixed_seconds
 
     def prefill_seconds(self, tokens: float, prompts: float = 1.0) -> float:
         """Return seconds to read prompts of `tokens` tokens each, PREFILL_CHUNK at a
         time, while nothing is decoded.
         """
-        flop = self.flop + attention_flop(self.shape, tokens / 2) / self.ranks
+        attention = attention_flop(self.shape, tokens / 2) / self.ranks
+        products = (self.flop + attention) / self.flop_rate
+        exchange = self.exchanged / self.link_rate
         chunks = max(1.0, tokens * prompts / PREFILL_CHUNK)
-        device = tokens * prompts * (flop / self.flop_rate + self.exchanged / self.link_rate)
+        device = tokens * prompts * (products + exchange)
         return max(device, chunks * self.host_seconds)
 
     def batch_seconds(
@@ -308,17 +345,20 @@ class Decoder:
         """
         last = min(requests, limit)
         mean = float(lengths.mean())
+        mean_square = float((lengths**2).mean())
         # As in Workload.live_context.
-        context = prompt + float((lengths**2).mean()) / (2 * mean)
+        context = prompt + mean_square / (2 * mean)
         decoding = mean * self.step_seconds(last, last * context) / last
         request_seconds = decoding + self.prefill_seconds(prompt)
         waiting = (requests - last) * request_seconds
-        ends = np.quantile(lengths, np.arange(1, TAIL_PARTS + 1) / TAIL_PARTS)
+        shares = np.arange(1, TAIL_PARTS + 1) / TAIL_PARTS
+        ends = np.quantile(lengths, shares)
         starts = np.concatenate([[0.0], ends[:-1]])
         tail = 0.0
         for part, (start, end) in enumerate(zip(starts, ends, strict=True)):
             running = max(1.0, last * (1 - part / TAIL_PARTS))
-            context_tokens = running * (prompt + (start + end) / 2)
+            sampled = (start + end) / 2
+            context_tokens = running * (prompt + sampled)
             tail += (end - start) * self.step_seconds(running, context_tokens)
         return self.prefill_seconds(prompt, last) + waiting + tail
 
@@ -330,7 +370,8 @@ def _quickened(recipe: Recipe, gpu: Gpu) -> float:
     """
     if recipe.serving.quantization == "none":
         return 1.0
-    return gpu.bf16 * gpu.training / (gpu.fp8 * gpu.fp8_training)
+    fp8_rate = gpu.fp8 * gpu.fp8_training
+    return gpu.bf16 * gpu.training / fp8_rate
 
 
 class Publication(NamedTuple):
@@ -356,20 +397,28 @@ def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> 
     long as there are some. A rank of a server copies its part to the host's memory as
     it arrives, and reads it there for the checksums and for the swap.
     """
-    servers = recipe.resources.servers
-    ranks = recipe.resources.server_tensor_parallel
+    resources = recipe.resources
+    servers = resources.servers
+    ranks = resources.server_tensor_parallel
+    stages = recipe.model.pipeline_parallel
     size = memory.served_bytes(recipe, shape)
     bucket = recipe.weights.bucket_mb * 2**20
-    buckets = max(recipe.model.pipeline_parallel, -(-int(size) // bucket))
+    full_buckets = -(-int(size) // bucket)
+    buckets = max(stages, full_buckets)
     sources = 1
     part = 0.0
     if recipe.stages_weights:
-        stages = recipe.model.pipeline_parallel
-        copies = recipe.resources.learner_ranks // (recipe.model.tensor_parallel * stages)
-        sources = min(ranks, stages * sending_copies(copies, stages, ranks))
-        part = size / ranks / (gpu.host * ASSUMED.network_efficiency)
-    rate = gpu.nvlink if devices <= gpu.nvlink_gpus else min(sources * gpu.network, gpu.nvlink)
-    arriving = max(size / (rate * ASSUMED.network_efficiency), part)
+        shards = recipe.model.tensor_parallel * stages
+        copies = resources.learner_ranks // shards
+        senders = stages * sending_copies(copies, stages, ranks)
+        sources = min(ranks, senders)
+        host_rate = gpu.host * ASSUMED.network_efficiency
+        part = size / ranks / host_rate
+    rate = gpu.nvlink
+    if devices > gpu.nvlink_gpus:
+        rate = min(sources * gpu.network, gpu.nvlink)
+    rate *= ASSUMED.network_efficiency
+    arriving = max(size / rate, part)
     # A pipelined ring: bytes cross each link once, and the last rank is as many hops
     # away as there are receivers: [Ring]
     hops = buckets * servers * ranks * ASSUMED.hop_latency_s

@@ -94,7 +94,8 @@ class CellLaw:
         self._x = np.log(points.hours / self.scale)
         self._cell = batches[points.curve] - self.centre
         self._start = _prior_of_start(curves, self.y)
-        self.gain = max(float(np.sort(self.y)[-3:].mean()) - self._start.mean, 0.02)
+        highest = float(np.sort(self.y)[-3:].mean())
+        self.gain = max(highest - self._start.mean, 0.02)
         self._whiten = self._whitening(points.curve, points.noise)
         self.theta = _sampled(self._density, self._walkers())
 
@@ -102,20 +103,25 @@ class CellLaw:
         """Return the matrix [points, points] that makes residuals independent, with a
         variance of 1.
         """
-        rise = np.clip((self.y - self._start.mean) / self.gain, 0, 1)
+        gained = self.y - self._start.mean
+        rise = np.clip(gained / self.gain, 0, 1)
         same_curve = curve[:, None] == curve
         distance = np.abs(self._x[:, None] - self._x)
         misfit = MISFIT**2 * np.exp(-distance / LENGTH)
         offset = OFFSET**2 * rise[:, None] * rise
         strays = misfit + offset
-        covariance = self.gain**2 * strays * same_curve + np.diag(noise**2)
-        return np.linalg.inv(np.linalg.cholesky(covariance))
+        variances = np.diag(noise**2)
+        covariance = self.gain**2 * strays * same_curve + variances
+        root = np.linalg.cholesky(covariance)
+        return np.linalg.inv(root)
 
     def _walkers(self) -> Array:
         """Return parameters [walkers, 8] from which the sampling begins."""
         rng = np.random.default_rng(1)
-        r0 = (self._start.mean + 0.01 * rng.standard_normal(WALKERS)).clip(0.001, 0.95)
-        gap = 1 - np.maximum(self.y.max(), r0).clip(0, 0.999)
+        r0 = self._start.mean + 0.01 * rng.standard_normal(WALKERS)
+        r0 = r0.clip(0.001, 0.95)
+        highest = np.maximum(self.y.max(), r0)
+        gap = 1 - highest.clip(0, 0.999)
         a = 1 - gap * rng.uniform(0.1, 0.9, WALKERS)
         centre = np.array([LN_B.mean, -0.5, POWERS.mean, POWERS.mean, 0.0, 0.0])
         jitter = 0.05 * rng.standard_normal((WALKERS, 6))
@@ -126,32 +132,44 @@ class CellLaw:
         constant.
         """
         r0, a, w, u = theta.T[:4]
+        parameters = (r0, w, *theta.T[4:])
         priors = (self._start, LN_B, POWERS, POWERS, CEILINGS, CEILINGS)
-        deviations = 0
-        for values, prior in zip((r0, w, *theta.T[4:]), priors, strict=True):
-            deviations = deviations + ((values - prior.mean) / prior.deviation) ** 2
+        squares = 0
+        for values, prior in zip(parameters, priors, strict=True):
+            deviations = (values - prior.mean) / prior.deviation
+            squares = squares + deviations**2
         low = self._x.min() - 4
         high = self._x.max() + 3  # as PRIOR.beyond
         allowed = (r0 > 0) & (a > r0) & (a < 1) & (u > low) & (u < high)
-        residuals = (self.y - self._law(theta, self._cell, self._x)) @ self._whiten.T
-        return np.where(allowed, -0.5 * (deviations + (residuals**2).sum(1)), -np.inf)
+        errors = self.y - self._law(theta, self._cell, self._x)
+        residuals = errors @ self._whiten.T
+        log_density = -0.5 * (squares + (residuals**2).sum(1))
+        return np.where(allowed, log_density, -np.inf)
 
     def _law(self, theta: Array, cell: Array, x: Array) -> Array:
         """Return scores [draws, points]. cell: [points, 2] logarithms of P and G,
         relative to the centre.
         """
         r0, a, w, u = theta.T[:4, :, None]
-        gap_powers = (theta[:, 6:] @ cell.T).clip(-20, 20)
-        ceiling = 1 - (1 - a.clip(0, 1)) * np.exp(-gap_powers)
-        z = np.exp(w.clip(-9, 9)) * (x - u - theta[:, 4:6] @ cell.T)
-        return np.asarray(r0 + np.maximum(ceiling - r0, 0) * SIGMOID.share(z))
+        gap_powers = theta[:, 6:] @ cell.T
+        gap_factor = np.exp(-gap_powers.clip(-20, 20))
+        gap = 1 - a.clip(0, 1)
+        ceiling = 1 - gap * gap_factor
+        middle_powers = theta[:, 4:6] @ cell.T
+        steepness = np.exp(w.clip(-9, 9))
+        share = SIGMOID.share(steepness * (x - u - middle_powers))
+        gain = np.maximum(ceiling - r0, 0)
+        return np.asarray(r0 + gain * share)
 
     def scores(self, cells: Array, rollouts: Array) -> Array:
         """Return draws [draws, cells] of other runs' scores. cells: [cells, 2] prompts
         and generations; rollouts: [cells].
         """
-        law = self._law(self.theta, np.log(cells) - self.centre, np.log(rollouts / self.scale))
-        rise = np.clip((law - self._start.mean) / self.gain, 0, None)
+        cell = np.log(cells) - self.centre
+        x = np.log(rollouts / self.scale)
+        law = self._law(self.theta, cell, x)
+        gained = law - self._start.mean
+        rise = np.clip(gained / self.gain, 0, None)
         random = np.random.default_rng(2).standard_normal(law.shape)
         strays = math.hypot(MISFIT, OFFSET) * self.gain * random
         return np.asarray((law + rise * strays).clip(0, 1))
@@ -177,13 +195,17 @@ def _sampled(density: Callable[[Array], Array], walkers: Array) -> Array:
     for n in range(ROUNDS):
         for moving, fixed in ((first_half, second_half), (second_half, first_half)):
             stretch = (rng.random(half) + 1) ** 2 / 2
-            anchor = position[fixed][rng.integers(half, size=half)]
-            proposed = anchor + stretch[:, None] * (position[moving] - anchor)
+            partners = rng.integers(half, size=half)
+            anchor = position[fixed][partners]
+            present = position[moving]
+            present_value = value[moving]
+            proposed = anchor + stretch[:, None] * (present - anchor)
             proposed_value = density(proposed)
-            log_ratio = (dimensions - 1) * np.log(stretch) + proposed_value - value[moving]
+            log_volume = (dimensions - 1) * np.log(stretch)
+            log_ratio = log_volume + proposed_value - present_value
             accepted = np.log(rng.random(half)) < log_ratio
-            position[moving] = np.where(accepted[:, None], proposed, position[moving])
-            value[moving] = np.where(accepted, proposed_value, value[moving])
+            position[moving] = np.where(accepted[:, None], proposed, present)
+            value[moving] = np.where(accepted, proposed_value, present_value)
         if n >= ROUNDS // 3 and n % THIN == 0:
             draws.append(position.copy())
     return np.concatenate(draws)

@@ -182,17 +182,21 @@ def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> Overtakes:
     """Return (name, hours) for each change of lead, up to ten times the compute seen;
     differences below noise do not count.
     """
-    hours = np.geomspace(max(a.window[0], b.window[0]), 10 * max(a.window[1], b.window[1]), 2000)
+    starts, ends = zip(a.window, b.window, strict=True)
+    hours = np.geomspace(max(starts), 10 * max(ends), 2000)
     difference = a(hours) - b(hours)
-    clear = np.flatnonzero(np.abs(difference) > max(a.rmse, b.rmse, 1e-3))
+    noise = max(a.rmse, b.rmse, 1e-3)
+    clear = np.flatnonzero(np.abs(difference) > noise)
     changes: list[tuple[str, float]] = []
     for n in clear:
         leader = name_a if difference[n] > 0 else name_b
         if not changes:
             changes.append((leader, float(hours[n])))
         elif changes[-1][0] != leader:
-            opposite = np.flatnonzero(np.sign(difference[: n + 1]) != np.sign(difference[n]))
-            changes.append((leader, float(hours[opposite[-1]])))
+            signs = np.sign(difference[: n + 1])
+            opposite = np.flatnonzero(signs != signs[n])
+            last_opposite = opposite[-1]
+            changes.append((leader, float(hours[last_opposite])))
     return tuple(changes)
 
 
@@ -200,9 +204,11 @@ def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.n
     """Return points (log10 C, log10 F) with F(R) = C_mid^B / ((A − R_0)/(R − R_0) − 1),
     which lie on a line of slope B. Scores outside R_0 … A give no point.
     """
-    share = (pass_rate - fit.R_0) / max(fit.A - fit.R_0, 1e-300)
+    gain = max(fit.A - fit.R_0, 1e-300)
+    share = (pass_rate - fit.R_0) / gain
     inside = (share > 0) & (share < 1)
-    log_f = fit.B * math.log10(fit.C_mid) - np.log10(1 / share[inside] - 1)
+    log_odds_against = np.log10(1 / share[inside] - 1)
+    log_f = fit.B * math.log10(fit.C_mid) - log_odds_against
     return np.log10(hours[inside]), log_f
 
 
@@ -214,7 +220,9 @@ def _exponents(a: NamedFit, b: NamedFit, common: Mapping[str, Fit]) -> str:
     fit_b = common[b.name]
     differs = "B does not differ measurably"
     conjunction = "and"
-    if fit_a.B_interval[1] < fit_b.B_interval[0] or fit_b.B_interval[1] < fit_a.B_interval[0]:
+    low_a, high_a = fit_a.B_interval
+    low_b, high_b = fit_b.B_interval
+    if high_a < low_b or high_b < low_a:
         differs = "B differs"
         conjunction = "against"
     uncertain = ""
@@ -233,7 +241,9 @@ def _ceiling(a: NamedFit, b: NamedFit) -> str:
     """Return a sentence on which run has the higher ceiling."""
     lower, higher = sorted((a, b), key=lambda run: run.fit.A)
     uncertain = ""
-    if lower.fit.A_interval[1] >= higher.fit.A_interval[0]:
+    highest_of_lower = lower.fit.A_interval[1]
+    lowest_of_higher = higher.fit.A_interval[0]
+    if highest_of_lower >= lowest_of_higher:
         uncertain = "; their 95 % intervals overlap, so this is not certain"
     return (
         f"{higher.name} has the higher ceiling: A {higher.fit.A:.3f} against {lower.fit.A:.3f} of"
@@ -246,17 +256,18 @@ def _speed(a: NamedFit, b: NamedFit) -> str:
     can make.
     """
     r0 = max(a.fit.R_0, b.fit.R_0)
-    halfway = (r0 + min(a.fit.A, b.fit.A)) / 2
+    ceiling = min(a.fit.A, b.fit.A)
+    halfway = (r0 + ceiling) / 2
     hours_a = hours_of(a.fit, halfway)
     hours_b = hours_of(b.fit, halfway)
-    if halfway <= r0 or abs(hours_a - hours_b) <= 0.03 * max(hours_a, hours_b):
+    fewer = min(hours_a, hours_b)
+    more_hours = max(hours_a, hours_b)
+    if halfway <= r0 or more_hours - fewer <= 0.03 * more_hours:
         return "Neither is quicker to half of the gain both can make."
     quicker = a.name if hours_a < hours_b else b.name
-    fewer = amount(min(hours_a, hours_b), a.fit.unit)
-    more_hours = amount(max(hours_a, hours_b))
     return (
-        f"{quicker} is quicker: {halfway:.3f}, half of the gain both can make, after {fewer}"
-        f" instead of {more_hours}."
+        f"{quicker} is quicker: {halfway:.3f}, half of the gain both can make, after"
+        f" {amount(fewer, a.fit.unit)} instead of {amount(more_hours)}."
     )
 
 
@@ -265,9 +276,10 @@ def _lead(changes: Overtakes, a: NamedFit, b: NamedFit) -> str:
     if not changes:
         return "Their curves stay within the noise of the fits."
     measured_until = min(a.fit.window[1], b.fit.window[1])
-    period = "at first" if len(changes) > 1 else "throughout"
-    clauses = [f"{changes[0][0]} is ahead {period}"]
-    for name, hours in changes[1:]:
+    (first_name, _), *later = changes
+    period = "at first" if later else "throughout"
+    clauses = [f"{first_name} is ahead {period}"]
+    for name, hours in later:
         clause = f"{name} overtakes at {amount(hours, a.fit.unit)}"
         if hours > measured_until:
             clause += f" (extrapolated: the points end at {amount(measured_until)})"

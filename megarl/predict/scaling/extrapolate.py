@@ -110,7 +110,8 @@ def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
     hours = all_hours[is_later]
     band = _interpolated_band(fit, hours)
     errors = all_rates[is_later] - band.pass_rate
-    noise = 1.96 * math.sqrt(fit.sse / max(1, fit.n - len(fit.theta)))
+    freedom = max(1, fit.n - len(fit.theta))
+    noise = 1.96 * math.sqrt(fit.sse / freedom)
     below = np.hypot(band.pass_rate - band.low, noise)
     above = np.hypot(band.high - band.pass_rate, noise)
     return Later(
@@ -212,5 +213,7 @@ def _first(hours: np.ndarray, scores: np.ndarray, score: float) -> float:
     n = int(above[0])
     if n == 0:
         return 0.0
-    share = (score - scores[n - 1]) / (scores[n] - scores[n - 1])
-    return float(hours[n - 1] * (hours[n] / hours[n - 1]) ** share)
+    step = scores[n] - scores[n - 1]
+    share = (score - scores[n - 1]) / step
+    ratio = hours[n] / hours[n - 1]
+    return float(hours[n - 1] * ratio**share)

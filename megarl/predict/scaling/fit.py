@@ -110,7 +110,9 @@ class Fit:
         """Return the fitted pass rate [points] at compute above 0."""
         a, u, w, r0 = self.theta
         form = FORMS[self.form]
-        return r0 + (a - r0) * form.share(np.exp(w) * (form.x(hours, self.scale) - u))
+        x = form.x(hours, self.scale)
+        share = form.share(np.exp(w) * (x - u))
+        return r0 + (a - r0) * share
 
     def record(self) -> dict[str, object]:
         """Return what is printed and written of a fit, by name, for JSON."""
@@ -260,9 +262,12 @@ def _described(
     low, high = np.quantile(posterior.theta, (0.025, 0.975), axis=0)
     low = np.minimum(low, theta).tolist()
     high = np.maximum(high, theta).tolist()
-    fitted = r0 + (a - r0) * form.share(np.exp(w) * (x - u))
-    sse = float(((scores - fitted) ** 2).sum())
-    spread = float(((scores - scores.mean()) ** 2).sum())
+    share = form.share(np.exp(w) * (x - u))
+    fitted = r0 + (a - r0) * share
+    residuals = scores - fitted
+    deviations = scores - scores.mean()
+    sse = float((residuals**2).sum())
+    spread = float((deviations**2).sum())
     return Fit(
         form=form.name,
         A=a,
@@ -355,9 +360,11 @@ def least_squares(
     """
     span = np.log(1000.0) if form.log else form.above
     low, high = form.w_bounds
-    u_axis = np.union1d(
-        np.linspace(x.min() - span, x.max() + span, GRID[0]), np.linspace(x.min(), x.max(), INSIDE)
-    )
+    first = x.min()
+    last = x.max()
+    everywhere = np.linspace(first - span, last + span, GRID[0])
+    among_points = np.linspace(first, last, INSIDE)
+    u_axis = np.union1d(everywhere, among_points)
     w_axis = np.linspace(low, high, GRID[1])
     grid_u, grid_w = all_pairs(u_axis, w_axis)
     a = ceilings[:, None]
@@ -366,13 +373,15 @@ def least_squares(
     best_u = grid_u[best_cell]
     best_w = grid_w[best_cell]
 
+    widest_step_u = np.diff(u_axis).max()
+    step_w = w_axis[1] - w_axis[0]
     radius = 1.0  # of the finer grid, in steps of the first one
     unit_axis = np.linspace(-1, 1, FINER)
     steps_u, steps_w = all_pairs(unit_axis, unit_axis)
     rows = np.arange(len(ceilings))
     for _ in range(ROUNDS):
-        finer_u = best_u[:, None] + radius * np.diff(u_axis).max() * steps_u
-        finer_w = best_w[:, None] + radius * (w_axis[1] - w_axis[0]) * steps_w
+        finer_u = best_u[:, None] + radius * widest_step_u * steps_u
+        finer_w = best_w[:, None] + radius * step_w * steps_w
         finer_w = np.clip(finer_w, low, high)
         errors, r0 = _errors(form, x, y, a, finer_u, finer_w, r0_bounds)
         best_cell = errors.argmin(1)
@@ -380,7 +389,8 @@ def least_squares(
         best_w = finer_w[rows, best_cell]
         radius = radius * 0.6
     best = int(errors[rows, best_cell].argmin())
-    return np.array([ceilings[best], best_u[best], best_w[best], r0[best, best_cell[best]]])
+    best_r0 = r0[best, best_cell[best]]
+    return np.array([ceilings[best], best_u[best], best_w[best], best_r0])
 
 
 def _errors(
@@ -389,15 +399,21 @@ def _errors(
     """Return sums of squares and the best R_0, both [ceilings, cells]. a: [ceilings,
     1]; u, w: [1 or ceilings, cells].
     """
-    s = form.share(np.exp(w)[..., None] * (x - u[..., None]))  # [1 or ceilings, cells, points]
+    steepness = np.exp(w)[..., None]
+    from_middle = x - u[..., None]
+    s = form.share(steepness * from_middle)  # [1 or ceilings, cells, points]
     q = 1 - s
     ss = (s * s).sum(-1)
     qq = (q * q).sum(-1)
     sq = (s * q).sum(-1)
     ys = s @ y
     yq = q @ y
-    r0 = np.clip((yq - a * sq) / np.maximum(qq, 1e-300), *r0_bounds)
-    errors = float(y @ y) - 2 * r0 * yq - 2 * a * ys + r0 * r0 * qq + 2 * a * r0 * sq + a * a * ss
+    yy = float(y @ y)
+    r0 = (yq - a * sq) / np.maximum(qq, 1e-300)
+    r0 = np.clip(r0, *r0_bounds)
+    # The square of y - r0 q - a s, term by term.
+    errors = yy - 2 * r0 * yq - 2 * a * ys
+    errors = errors + r0 * r0 * qq + 2 * a * r0 * sq + a * a * ss
     return errors, r0
 
 
@@ -504,7 +520,8 @@ def doubts(fit: Fit) -> Iterator[str]:
         )
     if fit.n < FEW_POINTS:
         yield f"only {fit.n} points; even {FEW_POINTS} are few"
-    if low < high and min(fit.A - low, high - fit.A) < 1e-6:
+    to_end = min(fit.A - low, high - fit.A)
+    if low < high and to_end < 1e-6:
         yield (
             f"A = {fit.A:.3f} is at the edge of its range {low:g} … {high:g}: the points do not"
             " determine it"

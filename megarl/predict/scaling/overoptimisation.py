@@ -66,7 +66,8 @@ def judge(steps: np.ndarray, proxy: np.ndarray, trusted: np.ndarray) -> PassedPe
     # Evaluation number n gets a share 1 / (n (n + 1)) of the false alarms, so that all
     # shares sum to 1. Each of the at most n lines that end there gets an n-th of that
     # share.
-    limit = float(stdtrit(prompts - 1, 1 - FALSE_ALARMS / (number**2 * (number + 1))))
+    false_alarms = FALSE_ALARMS / (number**2 * (number + 1))
+    limit = float(stdtrit(prompts - 1, 1 - false_alarms))
     trusted_strays = straying(trusted)
     proxy_strays = straying(proxy)
     alarms = []
@@ -85,13 +86,16 @@ def trend(
     evaluation `since` to the last, and that change in standard errors. strays: from
     `straying`.
     """
-    x = np.log1p(steps / steps[1])[since:]
+    log_steps = np.log1p(steps / steps[1])
+    x = log_steps[since:]
     line = x - x.mean()
-    weights = line * (x[-1] - x[0]) / (line @ line)
+    length = x[-1] - x[0]
+    weights = line * length / (line @ line)
     changes = weights @ scores[since:]  # [prompts]
     change = float(changes.mean())
     over_prompts = changes.std(ddof=1) / math.sqrt(len(changes))
-    error = max(over_prompts, strays * float(np.linalg.norm(weights)))
+    over_evaluations = strays * float(np.linalg.norm(weights))
+    error = max(over_prompts, over_evaluations)
     rounding = 1e-9 * float(np.abs(scores).max())
     if error + rounding <= 0:
         return change, 0.0
@@ -109,9 +113,13 @@ def straying(scores: np.ndarray) -> float:
     differences.
     """
     bends = np.diff(scores.mean(1), 2)
-    bound = STRAYS * float(scores.std(1, ddof=1).mean())
-    estimate = min(float(np.median(np.abs(bends))) / (0.6745 * math.sqrt(6)), bound)
-    return math.sqrt((len(bends) * estimate**2 + PRIOR * bound**2) / (len(bends) + PRIOR))
+    between_prompts = scores.std(1, ddof=1)
+    bound = STRAYS * float(between_prompts.mean())
+    median = float(np.median(np.abs(bends)))
+    estimate = median / (0.6745 * math.sqrt(6))
+    estimate = min(estimate, bound)
+    squares = len(bends) * estimate**2 + PRIOR * bound**2
+    return math.sqrt(squares / (len(bends) + PRIOR))
 
 
 def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:

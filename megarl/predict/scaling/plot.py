@@ -65,10 +65,9 @@ def plot_fits(
         )
     start = float(hours.min()) / 2
     end = until or BEYOND * float(hours.max())
-    lines = [
-        _Line(name, color, curves, fit, _band(fit, end))
-        for (name, (curves, fit)), color in zip(series.items(), cycle(COLORS), strict=False)
-    ]
+    lines = []
+    for (name, (curves, fit)), color in zip(series.items(), cycle(COLORS), strict=False):
+        lines.append(_Line(name, color, curves, fit, _band(fit, end)))
     law_hours = np.geomspace(start, end, 300)
     with drawing((12, 4.6), 1, 2, title=title, sharey=True) as (figure, (log, linear)):
         for axes, heading in ((log, "logarithm of compute"), (linear, "compute")):
@@ -83,14 +82,16 @@ def plot_fits(
         _add_legend(linear)
         written = pictures.save(figure, path_without_suffix)
     fewer_hours = np.geomspace(law_hours[0], end, 80)
+    page_laws = []
+    for law in laws:
+        curve = _rows(fewer_hours, law(fewer_hours))
+        page_laws.append({"name": _label(law), "curve": curve})
     data = {
         "title": title or "Pass rate against compute",
         "unit": unit_name(unit),
         "end": end,
         "series": [_page_series(line) for line in lines],
-        "laws": [
-            {"name": _label(law), "curve": _rows(fewer_hours, law(fewer_hours))} for law in laws
-        ],
+        "laws": page_laws,
     }
     page = path_without_suffix.with_name(f"{path_without_suffix.name}.html")
     pictures.write_page(TEMPLATE, page, data=pictures.embedded(data))
@@ -102,7 +103,8 @@ def _band(fit: Fit | None, end: float) -> Prediction | None:
     if fit is None:
         return None
     first, last = fit.window
-    return predict(fit, np.geomspace(first / 2, max(end, last), BAND_POINTS))
+    hours = np.geomspace(first / 2, max(end, last), BAND_POINTS)
+    return predict(fit, hours)
 
 
 def _draw_laws(axes: Axes, laws: Sequence[Law], hours: np.ndarray) -> None:
@@ -141,10 +143,10 @@ def plot_efficiency(fits: Mapping[str, Fit], path_without_suffix: Path) -> list[
             label = f"{name}: slope B = {fit.B:.2f}, A = {fit.A:.3f}"
             axes.plot(x, y, "o", color=color, markersize=4, alpha=0.8)
             axes.plot(ends, fit.B * ends, color=color, label=label)
-        unit = next(iter(fits.values())).unit
+        first_fit = next(iter(fits.values()))
         axes.set(
             title="Efficiency",
-            xlabel=f"log10 of compute, {unit_name(unit)}",
+            xlabel=f"log10 of compute, {unit_name(first_fit.unit)}",
             ylabel="log10 F(R) = B · log10 C",
         )
         axes.legend(loc="upper left")
@@ -155,23 +157,27 @@ def plot_slices(parts: Sequence[Slice], path_without_suffix: Path) -> list[Path]
     """Plot the slices that have a curve, over the logarithm of compute: one row per
     task or suite, one panel per kind.
     """
-    curves = {
-        part: part.curve for part in parts if part.curve is not None and len(part.curve.hours)
-    }
+    curves: dict[Slice, Curve] = {}
+    for part in parts:
+        if part.curve is not None and len(part.curve.hours):
+            curves[part] = part.curve
     if not curves:
         raise MegarlError("nothing to draw: no slice has a score after training began")
-    unit = next(iter(curves.values())).unit
+    unit = unit_name(next(iter(curves.values())).unit)
     tasks = list(dict.fromkeys(part.task for part in curves))
     present = {part.kind for part in curves}
     kinds = [kind for kind in KINDS if kind in present]
-    end = BEYOND * max(curve.hours.max() for curve in curves.values())
-    with drawing((4.6 * len(kinds), 3.8 * len(tasks)), len(tasks), len(kinds)) as (figure, panels):
+    longest = max(curve.hours.max() for curve in curves.values())
+    end = BEYOND * longest
+    size = (4.6 * len(kinds), 3.8 * len(tasks))
+    with drawing(size, len(tasks), len(kinds)) as (figure, panels):
         for axes, (task, kind) in zip(panels, product(tasks, kinds), strict=True):
             selected = [part for part in curves if part.task == task and part.kind == kind]
             for part, color in zip(selected, cycle(COLORS), strict=False):
-                _draw(axes, _slice_line(part, curves[part], color, end), end)
+                line = _slice_line(part, curves[part], color, end)
+                _draw(axes, line, end)
             axes.set(title=f"{task}, by {kind}", ylim=(-0.02, 1.02), ylabel="score")
-            axes.set_xlabel(f"compute, {unit_name(unit)}")
+            axes.set_xlabel(f"compute, {unit}")
             logarithmic(axes)
             if selected:
                 axes.legend(loc="best", fontsize=7)
@@ -187,7 +193,8 @@ def _slice_line(part: Slice, curve: Curve, color: str, end: float) -> _Line:
         name += f" (0 is {low:g}, 1 is {high:g})"
     band = None
     if part.fit:
-        band = predict(part.fit, np.geomspace(float(curve.hours[0]) / 2, end, BAND_POINTS))
+        start = float(curve.hours[0]) / 2
+        band = predict(part.fit, np.geomspace(start, end, BAND_POINTS))
     return _Line(name, color, [curve], part.fit, band)
 
 
@@ -211,8 +218,9 @@ def _draw_points(axes: Axes, color: str, curve: Curve, chosen: np.ndarray, *, fi
 
 
 def _draw_curve(axes: Axes, name: str, color: str, fit: Fit, band: Prediction, end: float) -> None:
-    measured = np.linspace(*fit.window, 300)
-    beyond = np.geomspace(fit.window[1], max(end, fit.window[1]), 300)
+    first, last = fit.window
+    measured = np.linspace(first, last, 300)
+    beyond = np.geomspace(last, max(end, last), 300)
     label = f"{name}: A {fit.A:.3f}, B {fit.B:.2f}, C_mid {amount(fit.C_mid)}"
     axes.fill_between(band.hours, band.low, band.high, color=color, alpha=0.15, linewidth=0)
     axes.plot(measured, fit(measured), color=color, label=label)
@@ -230,7 +238,8 @@ def used(curve: Curve, fit: Fit | None) -> np.ndarray:
     """Return [points] bool: whether a point is in the fit's window."""
     if fit is None:
         return np.zeros(len(curve.hours), dtype=bool)
-    return (curve.hours >= fit.window[0]) & (curve.hours <= fit.window[1])
+    first, last = fit.window
+    return (curve.hours >= first) & (curve.hours <= last)
 
 
 def _page_series(line: _Line) -> dict[str, object]:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.errors import MegarlError, few
 from megarl.core.base.rundir import Row, RunDir, latest_rows, rows_in_order
 from megarl.predict.scaling.table_files import Placed, name_of, read_table
 
@@ -231,7 +231,7 @@ def _columns(rows: Sequence[Placed], columns: PointColumns, place: str) -> tuple
     score = _column(names, wanted_score, place)
     if score is None:
         raise MegarlError(
-            f"{place}: no column {wanted_score!r} (it has {_listed(names)}); name yours with"
+            f"{place}: no column {wanted_score!r} (it has {few(names, MOST_LISTED)}); name yours with"
             " --score-column"
         )
     return hours, score
@@ -251,16 +251,9 @@ def _hours_column(names: Sequence[str], columns: PointColumns, place: str) -> st
         if step:
             over_steps = f"; --hours-column {step} fits over steps"
     raise MegarlError(
-        f"{place}: no column {missing} (it has {_listed(names)}); name yours with"
+        f"{place}: no column {missing} (it has {few(names, MOST_LISTED)}); name yours with"
         f" --hours-column{over_steps}"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    text = ", ".join(names[:MOST_LISTED])
-    if len(names) > MOST_LISTED:
-        text += f" and {len(names) - MOST_LISTED} more"
-    return text
 
 
 def _column(names: Sequence[str], name: str, place: str) -> str | None:

@@ -170,8 +170,10 @@ class Posterior:
             low = max(low, prior.w.mean - 3 * prior.w.deviation)
             high = min(high, prior.w.mean + 3 * prior.w.deviation)
         below, above = prior.beyond or (form.below, form.above)
+        lowest_u = x.min() - below
+        highest_u = x.max() + above
         self._sizes = list(self._decompositions())
-        self._limits = np.array([[x.min() - below, x.max() + above], [low, high]])
+        self._limits = np.array([[lowest_u, highest_u], [low, high]])
         box = self._limits
         for _ in range(ROUNDS):
             self._integrate(box)
@@ -181,7 +183,8 @@ class Posterior:
     def gain(self) -> float:
         """The gain that the points show. Misfits and seeds are proportional to it."""
         y = self.points.y
-        highest = float(np.sort(y)[-3:].mean())
+        three_highest = np.sort(y)[-3:]
+        highest = float(three_highest.mean())
         lowest = min(self.prior.r0.mean, float(y.min()))
         return max(highest - lowest, 0.02)
 
@@ -194,7 +197,8 @@ class Posterior:
         by_size = [self._integrated(sizes, self._u, self._w) for sizes in self._sizes]
         columns = [np.concatenate(arrays) for arrays in zip(*by_size, strict=True)]
         self._cells = _Cells(*columns)  # [sizes x noises, cells]
-        mass = np.exp(self._cells.log_mass - self._cells.log_mass.max())
+        log_mass = self._cells.log_mass
+        mass = np.exp(log_mass - log_mass.max())
         self._mass = mass / mass.sum()
 
     def _around(self) -> Array:
@@ -202,23 +206,28 @@ class Posterior:
         grid = self._mass.sum(0).reshape(CELLS)
         box = []
         for axis, summed_axis in ((0, 1), (1, 0)):
-            inside = np.flatnonzero(grid.sum(summed_axis) > TRACE)
+            values = self._axes[axis]
+            mass = grid.sum(summed_axis)
+            inside = np.flatnonzero(mass > TRACE)
             first = max(inside[0] - 1, 0)
-            last = min(inside[-1] + 1, CELLS[axis] - 1)
-            box.append([self._axes[axis][first], self._axes[axis][last]])
+            last = min(inside[-1] + 1, len(values) - 1)
+            box.append([values[first], values[last]])
         return np.array(box)
 
     def _kernel(self, misfit: float, x_a: Array, x_b: Array) -> Array:
         """Return the covariance [x_a, x_b] of the misfit."""
         distance = np.abs(x_a[:, None] - x_b)
-        return (misfit * self.gain) ** 2 * np.exp(-distance / self.prior.length)
+        variance = (misfit * self.gain) ** 2
+        correlation = np.exp(-distance / self.prior.length)
+        return variance * correlation
 
     def _drift(self, misfit: float, x: Array) -> Array:
         """Return the covariance [x, x] that the slope's drift adds to scores ahead:
         that of an integrated Wiener process.
         """
         distance = np.maximum(x - self.points.x.max(), 0)
-        ahead = LEVELS_OFF * -np.expm1(-distance / LEVELS_OFF)
+        share_of_largest = -np.expm1(-distance / LEVELS_OFF)
+        ahead = LEVELS_OFF * share_of_largest
         nearer = np.minimum(ahead[:, None], ahead)
         farther = np.maximum(ahead[:, None], ahead)
         variance = (DRIFT * misfit * self.gain) ** 2
@@ -229,7 +238,8 @@ class Posterior:
         """Return the share of a seed's offset in each point: 0 before training, 1 at
         the largest gain.
         """
-        return np.clip((self.points.y - self.prior.r0.mean) / self.gain, 0, 1)
+        gained = self.points.y - self.prior.r0.mean
+        return np.clip(gained / self.gain, 0, 1)
 
     @property
     def _seed_variance(self) -> float:
@@ -252,20 +262,27 @@ class Posterior:
         same_curve = points.curve[:, None] == points.curve
         rise = self._rise()
         offsets = self._seed_variance * rise[:, None] * rise * same_curve
+        noise_variances = np.array(self.prior.noises) ** 2
         for misfit in self.prior.misfits:
-            covariance = self._kernel(misfit, points.x, points.x) * same_curve + offsets
-            values, vectors = np.linalg.eigh(covariance / unit[:, None] / unit)
-            weights = 1 / (np.maximum(values, 0)[:, None] + np.array(self.prior.noises) ** 2)
+            kernel = self._kernel(misfit, points.x, points.x)
+            covariance = kernel * same_curve + offsets
+            in_units = covariance / unit[:, None] / unit
+            values, vectors = np.linalg.eigh(in_units)
+            variances = np.maximum(values, 0)
+            weights = 1 / (variances[:, None] + noise_variances)
             yield _Sizes(misfit, vectors / unit[:, None], weights)
 
     def _integrated(self, sizes: _Sizes, u: Array, w: Array) -> _Cells:
         """Integrate over R_0 and A in the cells (u, w)."""
         r0 = self.prior.r0
         a = self.prior.a
-        share = self.form.share(np.exp(w)[:, None] * (self.points.x - u[:, None]))
+        steepness = np.exp(w)[:, None]
+        from_middle = self.points.x - u[:, None]
+        share = self.form.share(steepness * from_middle)
         s = share @ sizes.vectors  # [cells, points], as are q and y
         q = sizes.vectors.sum(0) - s
-        y = self.points.y @ sizes.vectors - q * r0.mean - s * a.mean
+        rotated = self.points.y @ sizes.vectors
+        y = rotated - q * r0.mean - s * a.mean
         v = sizes.weights
         p00 = (q * q) @ v + r0.deviation**-2  # [cells, noises], as is all that follows
         paa = (s * s) @ v + a.deviation**-2
@@ -275,15 +292,22 @@ class Posterior:
         determinant = p00 * paa - p0a**2
         to_r0 = (paa * b0 - p0a * ba) / determinant
         to_a = (p00 * ba - p0a * b0) / determinant
-        error = (y * y) @ v - b0 * to_r0 - ba * to_a
-        log_peak = 0.5 * (np.log(v).sum(0) - error)
-        if self.prior.w is not None:
-            log_peak -= 0.5 * ((w[:, None] - self.prior.w.mean) / self.prior.w.deviation) ** 2
-        untruncated = _Cells(log_peak, log_peak, r0.mean + to_r0, a.mean + to_a, p00, paa, p0a)
+        squares = (y * y) @ v
+        error = squares - b0 * to_r0 - ba * to_a
+        log_weights = np.log(v).sum(0)
+        log_peak = 0.5 * (log_weights - error)
+        prior_w = self.prior.w
+        if prior_w is not None:
+            deviations = (w[:, None] - prior_w.mean) / prior_w.deviation
+            log_peak -= 0.5 * deviations**2
+        mean_r0 = r0.mean + to_r0
+        mean_a = a.mean + to_a
+        untruncated = _Cells(log_peak, log_peak, mean_r0, mean_a, p00, paa, p0a)
         low, high = _ends(untruncated)
-        truncated = np.log(np.maximum(high - low, 1e-300))
+        log_share_within = np.log(np.maximum(high - low, 1e-300))
+        log_volume = 0.5 * np.log(determinant)
         cells = untruncated._replace(
-            log_mass=log_peak - 0.5 * np.log(determinant) + truncated,
+            log_mass=log_peak - log_volume + log_share_within,
             log_peak=log_peak - _peak(untruncated).loss,
         )
         return _Cells(*(values.T for values in cells))
@@ -292,9 +316,10 @@ class Posterior:
         """Return the parameters [4] that fit these curves best if the law is exact, by
         a search around the best cell.
         """
+        unit = self._unit
         noises = np.array(self.prior.noises)
-        weights = np.broadcast_to(noises**-2, (len(self._unit), len(noises)))
-        exact_law = _Sizes(0.0, np.diag(1 / self._unit), weights)
+        weights = np.broadcast_to(noises**-2, (len(unit), len(noises)))
+        exact_law = _Sizes(0.0, np.diag(1 / unit), weights)
         masses = self._integrated(exact_law, self._u, self._w).log_mass
         noise, best = divmod(int(masses.argmax()), masses.shape[1])
         exact_law = exact_law._replace(weights=weights[:, [noise]])
@@ -305,15 +330,19 @@ class Posterior:
         offsets_u, offsets_w = all_pairs(unit_axis, unit_axis)
         radius = 1.5  # of the search, in steps of the grid
         for _ in range(24):
-            near_u = np.clip(u + radius * step_u * offsets_u, *self._limits[0])
-            near_w = np.clip(w + radius * step_w * offsets_w, *self._limits[1])
+            around_u = u + radius * step_u * offsets_u
+            around_w = w + radius * step_w * offsets_w
+            near_u = np.clip(around_u, *self._limits[0])
+            near_w = np.clip(around_w, *self._limits[1])
             cells = self._integrated(exact_law, near_u, near_w).at(0)
             best = int(cells.log_peak.argmax())
             u = near_u[best]
             w = near_w[best]
             radius = radius * 0.5
         peak = _peak(cells)
-        return np.array([peak.a[best], u, w, min(max(peak.r0[best], 0.0), 1.0)])
+        a = peak.a[best]
+        r0 = min(max(peak.r0[best], 0.0), 1.0)
+        return np.array([a, u, w, r0])
 
     @cached_property
     def _drawn(self) -> _Draws:
@@ -322,20 +351,27 @@ class Posterior:
         """
         rng = np.random.default_rng(0)
         quantiles = (np.arange(DRAWS) + rng.random()) / DRAWS
-        flat = np.searchsorted(np.cumsum(self._mass.ravel()), quantiles)
-        group, cell = np.divmod(flat.clip(max=self._mass.size - 1), self._mass.shape[1])
+        cumulated = np.cumsum(self._mass.ravel())
+        flat = np.searchsorted(cumulated, quantiles)
+        flat = flat.clip(max=self._mass.size - 1)
+        group, cell = np.divmod(flat, self._mass.shape[1])
         cells = self._cells.at(group, cell)
         low, high = _ends(cells)
-        chance = np.clip(low + (high - low) * rng.random(DRAWS), 1e-12, 1 - 1e-12)
+        chance = low + (high - low) * rng.random(DRAWS)
+        chance = np.clip(chance, 1e-12, 1 - 1e-12)
+        normal = np.interp(chance, _CDF, _Z)
         deviation = np.sqrt(cells.p00 / cells.determinant)
         # The maximum matters only where A is so surely below R_0 that the table has no
         # chance for it to be above.
-        a = np.maximum(cells.a + deviation * np.interp(chance, _CDF, _Z), cells.r0)
-        mean_r0 = cells.r0 - cells.p0a / cells.p00 * (a - cells.a)
+        a = np.maximum(cells.a + deviation * normal, cells.r0)
+        slope = cells.p0a / cells.p00
+        mean_r0 = cells.r0 - slope * (a - cells.a)
         r0 = mean_r0 + rng.standard_normal(DRAWS) / np.sqrt(cells.p00)
         u_axis, w_axis = self._axes
-        u = self._u[cell] + (u_axis[1] - u_axis[0]) * (rng.random(DRAWS) - 0.5)
-        w = self._w[cell] + (w_axis[1] - w_axis[0]) * (rng.random(DRAWS) - 0.5)
+        width_u = u_axis[1] - u_axis[0]
+        width_w = w_axis[1] - w_axis[0]
+        u = self._u[cell] + width_u * (rng.random(DRAWS) - 0.5)
+        w = self._w[cell] + width_w * (rng.random(DRAWS) - 0.5)
         w = np.clip(w, w_axis[0], w_axis[-1])
         theta = np.stack([a.clip(0, 1), u, w, r0.clip(0, 1)], axis=1)
         return _Draws(theta, group)
@@ -348,7 +384,8 @@ class Posterior:
     def _law(self, x: Array) -> Array:
         """Return the law's scores [draws, x] at x for each draw."""
         a, u, w, r0 = self.theta.T[:, :, None]
-        value: Array = r0 + (a - r0) * self.form.share(np.exp(w) * (x - u))
+        share = self.form.share(np.exp(w) * (x - u))
+        value: Array = r0 + (a - r0) * share
         return value
 
     def _continuation(self, group: int, x: Array) -> _Continuation:
@@ -362,9 +399,11 @@ class Posterior:
         prior = (self._kernel(sizes.misfit, x, x) + offsets) / curves
         rotated = across @ sizes.vectors
         projected = rotated * sizes.weights[:, noise]
-        covariance = prior - projected @ rotated.T + self._drift(sizes.misfit, x)
+        drift = self._drift(sizes.misfit, x)
+        covariance = prior - projected @ rotated.T + drift
         values, vectors = np.linalg.eigh(covariance)
-        return _Continuation(projected.T, vectors * np.sqrt(np.maximum(values, 0)))
+        deviations = np.sqrt(np.maximum(values, 0))
+        return _Continuation(projected.T, vectors * deviations)
 
     def scores(self, x: Array) -> Array:
         """Return draws [draws, x] of the mean score of these curves at x, with misfit
@@ -400,13 +439,18 @@ def _peak(cells: _Cells) -> _Peak:
     """
     both = cells.p00 + cells.paa + 2 * cells.p0a
     determinant = cells.determinant
-    level = ((cells.p00 + cells.p0a) * cells.r0 + (cells.paa + cells.p0a) * cells.a) / both
+    weight_r0 = cells.p00 + cells.p0a
+    weight_a = cells.paa + cells.p0a
+    level = (weight_r0 * cells.r0 + weight_a * cells.a) / both
     falls = cells.a < cells.r0
-    a = cells.a.clip(0, 1)
-    r0 = np.where(falls, level, cells.r0 - cells.p0a / cells.p00 * (a - cells.a))
+    rising_a = cells.a.clip(0, 1)
+    slope = cells.p0a / cells.p00
+    rising_r0 = cells.r0 - slope * (rising_a - cells.a)
+    r0 = np.where(falls, level, rising_r0)
+    a = np.where(falls, level.clip(0, 1), rising_a)
     precision = np.where(falls, determinant / both, determinant / cells.p00)
-    distance = np.where(falls, cells.r0, a) - cells.a
-    return _Peak(r0, np.where(falls, level.clip(0, 1), a), 0.5 * distance**2 * precision)
+    distance = np.where(falls, cells.r0, rising_a) - cells.a
+    return _Peak(r0, a, 0.5 * distance**2 * precision)
 
 
 def _ends(cells: _Cells) -> tuple[Array, Array]:

@@ -40,7 +40,8 @@ class Law(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.C_mid is None:
             raise MegarlError(f"{self.name}: no C_mid is published, so its curve cannot be drawn")
-        return self.r0 + (self.A - self.r0) / (1 + (self.C_mid / hours) ** self.B)
+        odds_against = (self.C_mid / hours) ** self.B
+        return self.r0 + (self.A - self.r0) / (1 + odds_against)
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -69,7 +70,8 @@ def synthetic(law: Law, hours: np.ndarray, seed: int) -> Curve:
     """
     rng = np.random.default_rng(seed)
     scores = rng.binomial(SAMPLES, law(hours)) / SAMPLES
-    return Curve(law.name, hours, scores, float(rng.binomial(SAMPLES, law.r0) / SAMPLES))
+    r0 = float(rng.binomial(SAMPLES, law.r0) / SAMPLES)
+    return Curve(law.name, hours, scores, r0)
 
 
 def csv_of(curves: list[Curve], about: str) -> str:

@@ -79,7 +79,8 @@ class Slice:
 
     def in_own_unit(self, value: float) -> float:
         """Return a score in the objective's own unit."""
-        return self.unit[0] + value * (self.unit[1] - self.unit[0])
+        low, high = self.unit
+        return low + value * (high - low)
 
     @property
     def ends(self) -> list[float]:
@@ -296,8 +297,10 @@ def _by_objective(task: str, table: AnswerTable, has_rewards: bool) -> Iterator[
         all_scores = np.concatenate(scores)
         low = float(all_scores.min())
         width = float(np.ptp(all_scores)) or 1.0
-        means = np.array([values.mean() for values in scores]).reshape(len(columns), -1).T
-        yield Slice(task, "objective", name, (means - low) / width, unit=(low, low + width))
+        means = np.array([values.mean() for values in scores])
+        means = means.reshape(len(columns), -1).T
+        scaled = (means - low) / width
+        yield Slice(task, "objective", name, scaled, unit=(low, low + width))
 
 
 def _scored_by(objective: str, column: Sequence[AnswersTo]) -> bool:

@@ -259,12 +259,17 @@ def _json(path: Path, text: str) -> list[Placed]:
         rows = _rows_of_columns(path, document)
         if rows is not None:
             return [(f"{path}, row {n}", row) for n, row in enumerate(rows, 1)]
-    return [(f"{path}, line 1", _object(f"{path}, line 1", document))]
+    place = f"{path}, line 1"
+    return [(place, _object(place, document))]
 
 
 def _objects(path: Path, rows: Sequence[object]) -> list[Placed]:
     """Return the rows of an array, all of which must be objects."""
-    return [(f"{path}, row {n}", _object(f"{path}, row {n}", row)) for n, row in enumerate(rows, 1)]
+    placed = []
+    for n, row in enumerate(rows, 1):
+        place = f"{path}, row {n}"
+        placed.append((place, _object(place, row)))
+    return placed
 
 
 def _json_lines(path: Path, text: str) -> Iterator[Placed]:

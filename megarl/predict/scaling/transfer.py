@@ -49,10 +49,13 @@ class Transferred(NamedTuple):
         `hours` above 0, [3, hours].
         """
         a, b, middle, r0 = self.draws.T[:, :, None]
-        share = SIGMOID.share(b * np.log(hours / middle))
+        z = b * np.log(hours / middle)
+        share = SIGMOID.share(z)
         random = np.random.default_rng(1).standard_normal(share.shape)
-        strays = np.hypot(PRIOR.seeds, np.median(PRIOR.misfits)) * random
-        scores = (r0 + (a - r0) * share * (1 + strays)).clip(0, 1)
+        deviation = np.hypot(PRIOR.seeds, np.median(PRIOR.misfits))
+        strays = deviation * random
+        gain = (a - r0) * share * (1 + strays)
+        scores = (r0 + gain).clip(0, 1)
         return np.asarray(np.quantile(scores, INTERVAL, axis=0))
 
 
@@ -65,10 +68,11 @@ def transfer(fits: Mapping[float, Fit], size: float, r0: float | None = None) ->
     log_sizes = np.log(list(fits)) - np.log(size)  # so that the intercept is the prediction
     rng = np.random.default_rng(0)
     draws = _predicted(logarithms, log_sizes, rng)
-    a = 1 - np.exp(draws[:, 0])
-    b = np.exp(draws[:, 1])
-    c_mid = np.exp(draws[:, 2])
-    start = (1 - np.exp(draws[:, 3])).clip(0, 1)
+    log_gap, log_b, log_c_mid, log_wrong_at_start = draws.T
+    a = 1 - np.exp(log_gap)
+    b = np.exp(log_b)
+    c_mid = np.exp(log_c_mid)
+    start = (1 - np.exp(log_wrong_at_start)).clip(0, 1)
     if r0 is not None:
         start = np.full(DRAWS, r0)
     return Transferred(np.column_stack([a.clip(start, 1), b, c_mid, start]))
@@ -100,30 +104,40 @@ def _predicted(logarithms: Sequence[Array], log_sizes: Array, rng: np.random.Gen
     identity = np.eye(4)
     rows_by_size = [np.concatenate([identity, size * identity], axis=1) for size in log_sizes]
     x = np.concatenate(rows_by_size)  # [4k, 8]: intercepts, slopes
-    mean = np.concatenate([y.reshape(k, 4).mean(0), SLOPES[:, 0]])
-    prior = np.diag(np.concatenate([np.full(4, FLAT), SLOPES[:, 1]]) ** 2)
+    mean_intercept = y.reshape(k, 4).mean(0)
+    mean_slope, slope_deviation = SLOPES.T
+    mean = np.concatenate([mean_intercept, mean_slope])
+    deviation = np.concatenate([np.full(4, FLAT), slope_deviation])
+    prior = np.diag(deviation**2)
 
     scatter = np.abs(rng.standard_normal((DRAWS, 4))) * SCATTER
     of_lines = x @ prior @ x.T
     for n, draws in enumerate(logarithms):
-        of_lines[4 * n : 4 * n + 4, 4 * n : 4 * n + 4] += np.cov(draws.T)
-    of_scatter = np.tile(scatter**2, k)[:, :, None] * np.eye(4 * k)
+        rows = slice(4 * n, 4 * n + 4)
+        of_lines[rows, rows] += np.cov(draws.T)
+    variances = np.tile(scatter**2, k)
+    of_scatter = variances[:, :, None] * np.eye(4 * k)
     covariance = of_lines + of_scatter  # [DRAWS, 4k, 4k]
 
     residuals = y - x @ mean
     intercepts = (prior @ x.T)[:4]  # covariance with the fits, [4, 4k]
     right_side = np.column_stack([residuals, intercepts.T])
-    solved = np.linalg.solve(covariance, np.broadcast_to(right_side, (DRAWS, 4 * k, 5)))
+    right_sides = np.broadcast_to(right_side, (DRAWS, 4 * k, 5))
+    solved = np.linalg.solve(covariance, right_sides)
+    solved_residuals = solved[:, :, 0]
+    solved_intercepts = solved[:, :, 1:]
     log_determinant = np.linalg.slogdet(covariance)[1]
-    log_weight = -0.5 * (log_determinant + solved[:, :, 0] @ residuals)
+    log_weight = -0.5 * (log_determinant + solved_residuals @ residuals)
     weight = np.exp(log_weight - log_weight.max())
 
-    rows = rng.choice(DRAWS, DRAWS, p=weight / weight.sum())
-    centre = mean[:4] + solved[rows, :, 0] @ intercepts.T
-    own_scatter = scatter[rows][:, :, None] ** 2 * identity
-    spread = prior[:4, :4] - intercepts @ solved[rows, :, 1:] + own_scatter
+    chosen = rng.choice(DRAWS, DRAWS, p=weight / weight.sum())
+    centre = mean[:4] + solved_residuals[chosen] @ intercepts.T
+    own_scatter = scatter[chosen][:, :, None] ** 2 * identity
+    explained = intercepts @ solved_intercepts[chosen]
+    spread = prior[:4, :4] - explained + own_scatter
+    root = np.linalg.cholesky(spread)
     random = rng.standard_normal((DRAWS, 4))
-    return np.asarray(centre + np.einsum("nij,nj->ni", np.linalg.cholesky(spread), random))
+    return np.asarray(centre + np.einsum("nij,nj->ni", root, random))
 
 
 def _logarithms(fit: Fit) -> Array:
@@ -131,7 +145,8 @@ def _logarithms(fit: Fit) -> Array:
     a, u, w, r0 = fit.posterior.theta.T
     log_gap = np.log1p(-a.clip(0, 0.998))
     log_c_mid = u + np.log(fit.scale)
-    return np.column_stack([log_gap, w, log_c_mid, np.log1p(-r0.clip(0, 0.998))])
+    log_wrong_at_start = np.log1p(-r0.clip(0, 0.998))
+    return np.column_stack([log_gap, w, log_c_mid, log_wrong_at_start])
 
 
 FEW_SIZES = 4

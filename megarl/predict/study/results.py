@@ -180,9 +180,10 @@ HEADINGS = (
 def cells(row: VariantResult) -> list[str]:
     """Return the variant's line of the table."""
     first = np.mean([run[0].pass_rate for run in row.runs])
-    hours = np.mean([run[-1].compute_hours for run in row.runs])
-    tokens = np.mean([run[-1].tokens for run in row.runs])
-    lag = np.mean([run[-1].lag for run in row.runs])
+    last_points = [run[-1] for run in row.runs]
+    hours = np.mean([point.compute_hours for point in last_points])
+    tokens = np.mean([point.tokens for point in last_points])
+    lag = np.mean([point.lag for point in last_points])
     fitted = ["-", "-", "-"]
     fit = row.fit
     at_ceiling = row.at_ceiling
@@ -283,15 +284,19 @@ def plot_final(rows: Sequence[VariantResult], path: Path) -> None:
     """Write `path`.png and `path`.svg, with the first variant on top and a dotted line
     at its mean.
     """
-    with drawing((8, 1.2 + 0.42 * len(rows))) as (figure, (axes,)):
+    height = 1.2 + 0.42 * len(rows)
+    with drawing((8, height)) as (figure, (axes,)):
         axes.plot([], [], "o", color=BLUE, label="last pass rate of a seed")
         axes.plot([], [], color=ORANGE, linewidth=2, label="asymptote A, 95 %")
         for y, row in enumerate(rows):
             axes.plot(row.final, [y] * len(row.final), "o", color=BLUE, alpha=0.75)
-            if row.fit is not None:
-                axes.plot(row.fit.A_interval, [y + 0.22] * 2, color=ORANGE, linewidth=2)
-                axes.plot([row.fit.A], [y + 0.22], "|", color=ORANGE, markersize=9)
-        axes.axvline(rows[0].final.mean(), color=GREY, linewidth=0.8, linestyle=":")
+            if row.fit is None:
+                continue
+            below = y + 0.22
+            axes.plot(row.fit.A_interval, [below, below], color=ORANGE, linewidth=2)
+            axes.plot([row.fit.A], [below], "|", color=ORANGE, markersize=9)
+        mean_of_first = rows[0].final.mean()
+        axes.axvline(mean_of_first, color=GREY, linewidth=0.8, linestyle=":")
         axes.set_yticks(range(len(rows)), [row.variant for row in rows])
         axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel="held-out pass rate")
         axes.grid(axis="y", visible=False)

@@ -256,5 +256,6 @@ def _progress(task: StudyTask) -> tuple[str, str, str]:
     rows = latest_rows(task.rundir.metrics)
     steps = f"{rows[-1]['step'] + 1}" if rows else "-"
     rates = [row["pass_rate"] for row in latest_scores(task.rundir.eval)]
-    ends = " → ".join(f"{rate:.3f}" for rate in rates[:: max(1, len(rates) - 1)])
+    first_and_last = rates[:: max(1, len(rates) - 1)]
+    ends = " → ".join(f"{rate:.3f}" for rate in first_and_last)
     return steps, ends, sparkline(rates, 20)

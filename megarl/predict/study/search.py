@@ -188,7 +188,8 @@ def _rungs(recipes: Mapping[str, Recipe], options: SearchOptions) -> list[int]:
     else:
         halvings = math.ceil(math.log2(len(recipes)))
         rungs = [end >> n for n in range(halvings, 0, -1)]
-    if sorted(set(rungs)) != rungs or not 0 <= options.branch < rungs[0] or rungs[-1] >= end:
+    is_rising = sorted(set(rungs)) == rungs
+    if not is_rising or not 0 <= options.branch < rungs[0] or rungs[-1] >= end:
         raise MegarlError(
             f"--rungs {','.join(map(str, rungs))}, --branch {options.branch}: they have to rise,"
             f" from the branch (0: none) to below run.steps, which is {end}"
@@ -308,15 +309,18 @@ def decide(study: Study, stage: Study) -> Rung:
     if not done:
         advice = "see logs/, then the same command tries again"
         raise MegarlError(f"{study.path}: no run reached step {stage.steps}; {advice}")
-    judgement = judge(_curves(done, dict.fromkeys(stage.variants, stage.steps)))
-    better_half = judgement.standings[: math.ceil(len(judgement.standings) / 2)]
+    until = dict.fromkeys(stage.variants, stage.steps)
+    judgement = judge(_curves(done, until))
+    half = math.ceil(len(judgement.standings) / 2)
+    better_half = judgement.standings[:half]
     rung = Rung(
         stage.steps,
         tuple(standing.arm for standing in better_half),
         tuple(task.name for task in stage.tasks if task not in done),
         judgement,
     )
-    write_atomically(_file(study, stage.steps), msgspec.json.format(msgspec.json.encode(rung)))
+    text = msgspec.json.format(msgspec.json.encode(rung))
+    write_atomically(_file(study, stage.steps), text)
     return rung
 
 
@@ -327,10 +331,12 @@ def _curves(tasks: Sequence[StudyTask], until: Mapping[str, int]) -> dict[str, l
     curves: dict[str, list[Curve]] = {}
     for task in tasks:
         end = until[task.variant]
-        columns = PointColumns("training_hours", load(str(task.recipe)).forecast_column)
-        scores = [row for row in latest_scores(task.rundir.eval) if row["step"] <= end]
-        steps = [row for row in latest_rows(task.rundir.metrics) if row["step"] < end]
-        curve = curve_of_run(task.name, scores, steps, str(task.rundir.eval), columns)
+        rundir = task.rundir
+        recipe = load(str(task.recipe))
+        columns = PointColumns("training_hours", recipe.forecast_column)
+        scores = [row for row in latest_scores(rundir.eval) if row["step"] <= end]
+        steps = [row for row in latest_rows(rundir.metrics) if row["step"] < end]
+        curve = curve_of_run(task.name, scores, steps, str(rundir.eval), columns)
         curves.setdefault(task.variant, []).append(curve)
     return curves
 
@@ -373,14 +379,18 @@ def _by_fits(curves: Mapping[str, Sequence[Curve]], comparison: RunComparison) -
     # Draws are in the order of a grid, which is the same for each arm; shuffling makes
     # them independent.
     rng = np.random.default_rng(0)
-    a = np.array([rng.permutation(fit.posterior.theta[:, 0]) for fit in fits.values()])
-    log_b = np.array([rng.permutation(at_ceiling[arm].posterior.theta[:, 2]) for arm in fits])
+    a = []
+    for fit in fits.values():
+        a.append(rng.permutation(fit.posterior.theta[:, 0]))
+    log_b = []
+    for arm in fits:
+        log_b.append(rng.permutation(at_ceiling[arm].posterior.theta[:, 2]))
+    won = chances(np.array(a), np.array(log_b))
     standings = []
-    for (arm, fit), chance in zip(fits.items(), chances(a, log_b), strict=True):
+    for (arm, fit), chance in zip(fits.items(), won, strict=True):
         score = _score(curves[arm])
-        standings.append(
-            Standing(arm, float(chance), score, fit.A, fit.A_interval, at_ceiling[arm].B)
-        )
+        b = at_ceiling[arm].B
+        standings.append(Standing(arm, float(chance), score, fit.A, fit.A_interval, b))
     return Judgement(_ranked(standings), ceiling=comparison.ceiling)
 
 
@@ -398,8 +408,10 @@ def chances(a: np.ndarray, b: np.ndarray, within: float = SAME_CEILING) -> np.nd
     """Return how often each arm is best, [arms]. a, b: draws [arms, draws]; b decides
     among arms `within` of the highest a.
     """
-    best = np.where(a >= a.max(0) - within, b, -np.inf).argmax(0)
-    return np.bincount(best, minlength=len(a)) / a.shape[1]
+    arms, draws = a.shape
+    is_near_highest = a >= a.max(0) - within
+    best = np.where(is_near_highest, b, -np.inf).argmax(0)
+    return np.bincount(best, minlength=arms) / draws
 
 
 def _last(curve: Curve) -> tuple[float, float]:
@@ -407,7 +419,9 @@ def _last(curve: Curve) -> tuple[float, float]:
     rate = float([curve.r0 or 0.0, *curve.pass_rate][-1])
     answers = curve.answers or 1
     # A perfect score is not without noise.
-    middle = min(max(rate, 1 / (answers + 1)), answers / (answers + 1))
+    lowest = 1 / (answers + 1)
+    highest = answers / (answers + 1)
+    middle = min(max(rate, lowest), highest)
     return rate, math.sqrt(middle * (1 - middle) / answers)
 
 

@@ -284,7 +284,8 @@ class CallFormat:
             if end < 0:
                 raise ValueError("an argument has no end")
             value = text[key.end() : end].removeprefix(self.blank).removesuffix(self.blank)
-            arguments[key[1]] = _value(value, _types(_field(properties, key[1])))
+            types = _types(_field(properties, key[1]))
+            arguments[key[1]] = _value(value, types)
             at = end + len(keys.closing)
             pair_start = _mark_end(text, at, keys.joint)
             start = None if pair_start is None else _mark_end(text, pair_start, keys.opening)

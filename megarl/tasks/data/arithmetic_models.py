@@ -146,7 +146,8 @@ def completion(work: str, answer: int | str, kind: str, rng: random.Random) -> s
     """
     match kind:
         case "interrupted":
-            return f"{THINK}{work[: rng.randint(0, len(work))]}{INTERRUPTION}{answer}"
+            cut = rng.randint(0, len(work))
+            return f"{THINK}{work[:cut]}{INTERRUPTION}{answer}"
         case "unclosed":
             return f"{THINK}{work}"
         case _:

@@ -131,5 +131,6 @@ def _another_digit(number: int, rng: random.Random) -> int:
     digits = list(str(number))
     place = rng.randrange(len(digits))
     choices = "123456789" if place == 0 else "0123456789"
-    digits[place] = rng.choice([digit for digit in choices if digit != digits[place]])
+    changed = [digit for digit in choices if digit != digits[place]]
+    digits[place] = rng.choice(changed)
     return int("".join(digits))

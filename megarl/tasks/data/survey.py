@@ -222,7 +222,8 @@ def _check_faults(source: str, left_out: LeftOut, refuse: frozenset[str]) -> Non
     faults = refused.counts.total()
     if faults:
         head = f"{source}: {faults} {'fault' if faults == 1 else 'faults'}:"
-        raise MegarlError(listed(head, [f"{source}:{line}" for line in refused.named()], faults))
+        places = [f"{source}:{line}" for line in refused.named()]
+        raise MegarlError(listed(head, places, faults))
 
 
 def chosen(survey: Survey) -> Iterator[tuple[PromptRow, bool]]:
@@ -349,7 +350,8 @@ def _repeats(column: "array[int]", live: np.ndarray) -> _Repeats:
     blocks = []
     for start in range(0, len(keys), BLOCK):
         block = slice(start, start + BLOCK)
-        blocks.append(np.flatnonzero(live[block] & np.isin(keys[block], several)) + start)
+        is_duplicate = live[block] & np.isin(keys[block], several)
+        blocks.append(np.flatnonzero(is_duplicate) + start)
     rows = np.concatenate(blocks)
     _, first_places, group = np.unique(keys[rows], return_index=True, return_inverse=True)
     first = rows[first_places[group]]

@@ -98,7 +98,8 @@ class Framing:
         head_text, tail_text = RAW
         sampled = 0
         if self._template == "chat":
-            ends = tuple(self._tokenizer.decode(int32([end])) for end in self._tokenizer.ends)
+            tokenizer = self._tokenizer
+            ends = tuple(tokenizer.decode(int32([end])) for end in tokenizer.ends)
             sampled = 1  # the policy has written the token that ends its turn
             chat = load_chat(self._tokenizer.path, self._options)
             head_text, tail_text, self._in_json = chat.around_reply(ends)

@@ -40,7 +40,8 @@ def graded(
     the square of the sum is not finite.
     """
     verdicts = {"answer": main, **others}
-    reward = main.score + sum(weights[name] * verdict.score for name, verdict in others.items())
+    weighted = [weights[name] * verdict.score for name, verdict in others.items()]
+    reward = main.score + sum(weighted)
     has_all_scores = not any(math.isnan(verdict.score) for verdict in verdicts.values())
     error = any(verdict.error for verdict in verdicts.values())
     rewards: dict[str, float] = {}

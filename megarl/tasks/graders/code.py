@@ -295,6 +295,7 @@ def _same_number(printed: str, expected: str) -> bool:
             return True
         if "." not in expected:
             return False
-        return abs(a - b) <= Decimal(FLOATS_AGREE) * max(Decimal(1), abs(b))
+        scale = max(Decimal(1), abs(b))
+        return abs(a - b) <= Decimal(FLOATS_AGREE) * scale
     except ArithmeticError:  # a word, or a number of a million digits
         return False

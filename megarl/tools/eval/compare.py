@@ -186,7 +186,8 @@ def compare(suite: str, a: Side, b: Side) -> SideBySide:
             " different"
         )
     _check_expected(suite, a, b, prompts)
-    return SideBySide(suite, a, b, prompts, quantities(a, b, prompts), list(notes(a, b, prompts)))
+    caveats = list(notes(a, b, prompts))
+    return SideBySide(suite, a, b, prompts, quantities(a, b, prompts), caveats)
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
@@ -224,7 +225,7 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
     of_b = _outcomes(b, prompts)
     k = min(*map(len, of_a), *map(len, of_b))
     name = f"mean@{k}" if k > 1 else "right"
-    rows = [_share(name, of_a, of_b, lambda answers: fmean(o.correct for o in answers), 1 / k)]
+    rows = [_share(name, of_a, of_b, _share_right, 1 / k)]
     if k > 1:
         rows += _chosen(of_a, of_b, k)
     everything = [*chain.from_iterable(of_a), *chain.from_iterable(of_b)]
@@ -278,6 +279,10 @@ def _value_of_choice(choose: Choice, k: int, answers: Sequence[Outcome]) -> floa
 
 def _share_by_length(answers: Sequence[Outcome]) -> float:
     return fmean(bool(outcome.by_length) for outcome in answers)
+
+
+def _share_right(answers: Sequence[Outcome]) -> float:
+    return fmean(outcome.correct for outcome in answers)
 
 
 def _share_truncated(answers: Sequence[Outcome]) -> float:
@@ -460,7 +465,8 @@ def paired_difference(a: Sequence[float], b: Sequence[float], step: float) -> Es
     variance = math.inf
     if len(spread) > 1:
         variance = float(spread.var(ddof=freedom_lost))
-    half = student(len(differences) - 1) * math.sqrt(variance / len(spread))
+    error = math.sqrt(variance / len(spread))
+    half = student(len(differences) - 1) * error
     centre = float(spread.mean())
     low = max(-bound, min(mean, centre - half))
     high = min(bound, max(mean, centre + half))
@@ -579,4 +585,5 @@ def shortened(text: str, limit: int | None) -> list[str | int]:
     if limit is None or len(text) <= limit:
         return [text]
     start = limit // 4
-    return [text[:start], len(text) - limit, text[start - limit :]]
+    left_out = len(text) - limit
+    return [text[:start], left_out, text[start - limit :]]

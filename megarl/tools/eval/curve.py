@@ -58,7 +58,8 @@ def curves(name: str, outcomes: Sequence[Outcome]) -> list[ScoreCurve]:
         points = []
         for n in numbers:
             scores = [choose(answers, n) for answers in prompts]
-            points.append(CurvePoint(n, n * mean_tokens, metrics.over_prompts(scores, count, n)))
+            score = metrics.over_prompts(scores, count, n)
+            points.append(CurvePoint(n, n * mean_tokens, score))
         drawn.append(ScoreCurve(name, kind, points))
     return drawn
 
@@ -219,7 +220,8 @@ def draw(suite: str, drawn: Sequence[ScoreCurve], path: Path) -> None:
     from matplotlib import colormaps  # slow to import
 
     models = list(dict.fromkeys(curve.model for curve in drawn))
-    shades = [0.85 * n / max(len(models) - 1, 1) for n in range(len(models))]
+    last = max(len(models) - 1, 1)
+    shades = [0.85 * n / last for n in range(len(models))]
     colours = dict(zip(models, colormaps["viridis"](shades), strict=True))
     with drawing((8, 5)) as (figure, (axes,)):
         for model, kind, points in drawn:

@@ -144,7 +144,8 @@ def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
     try:
         for n, port in enumerate(node.ports):
             role = Role("server", n)
-            processes.append(launcher.start(task(recipe, rundir, role, port, placed[role])))
+            server_task = task(recipe, rundir, role, port, placed[role])
+            processes.append(launcher.start(server_task))
         servers = OwnServers(recipe, endpoints, processes)
         until = time.monotonic() + recipe.start_limit_s
         for url, process in zip(urls, processes, strict=True):

@@ -199,7 +199,8 @@ def _suite(word: str, base: Recipe) -> NamedSuite:
     run, _, task = word.rpartition(":")
     if run:
         return _suite_of_run(run, task)
-    names = dict.fromkeys([*shipped_suites(), *base.evaluation.suites, *base.data.tasks])
+    own_suites = base.evaluation.suites
+    names = dict.fromkeys([*shipped_suites(), *own_suites, *base.data.tasks])
     raise MegarlError(
         f"--suite: {word!r} is not one of {', '.join(names)}, nor RUN:TASK, lm-eval:TASK or a"
         " YAML file"

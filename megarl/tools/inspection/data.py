@@ -243,7 +243,8 @@ def _statistics(
     parts = PromptStatistics(samples), PromptStatistics(samples)
     if tokenizer is None:
         for row, is_held_out in chosen(surveyed):
-            parts[is_held_out].add(row, len((render or prompt_text)(row)), len(row.answer))
+            text = prompt_text(row) if render is None else render(row)
+            parts[is_held_out].add(row, len(text), len(row.answer))
     elif render is None:
         for batch in in_parts(chosen(surveyed), _characters):
             prompts = token_counts([row.prompt for row, _ in batch], tokenizer)
@@ -359,7 +360,8 @@ def _lengths_view(name: str, lengths: np.ndarray, unit: str) -> RenderableType:
     for label, percent in percentiles.items():
         value = int(np.percentile(lengths, percent, method="lower"))
         texts.append(f"{label} {value:,}")
-    bars = _in_steps(Counter(lengths.tolist()), min(BARS, max(1, len(np.unique(lengths)))))
+    different = max(1, len(np.unique(lengths)))
+    bars = _in_steps(Counter(lengths.tolist()), min(BARS, different))
     return Group(Text(f"{name}, {unit}: {' · '.join(texts)}"), _bars("", bars))
 
 
@@ -393,7 +395,8 @@ def _bars(name: str, counted: list[tuple[str, int]]) -> RenderableType:
         if count > 0:
             width = max(width, 1)
         bar = Text("█" * width, style="blue")
-        table.add_row(label, bar, f"{count:,}", Text(f"{count / total:.1%}", style="dim"))
+        share = Text(f"{count / total:.1%}", style="dim")
+        table.add_row(label, bar, f"{count:,}", share)
     return table
 
 

@@ -198,18 +198,23 @@ def _server_families(servers: Iterable[Mapping[str, Any]], totals: Totals) -> It
         ("running_requests", "requests on it now", "running"),
     ):
         gauge = GaugeMetricFamily(f"megarl_server_{name}", about, labels=["server"])
-        yield _filled(gauge, (([str(server["id"])], server[key]) for server in servers))
+        values = [([str(server["id"])], server[key]) for server in servers]
+        yield _filled(gauge, values)
     for name, about in (
         ("tokens", "tokens it has sampled"),
         ("busy_seconds", "time with any request running"),
     ):
         counter = CounterMetricFamily(f"megarl_server_{name}", about, labels=["server"])
-        rows = [([str(server["id"])], totals[server["id"]][name]) for server in servers]
+        rows = []
+        for server in servers:
+            number = server["id"]
+            rows.append(([str(number)], totals[number][name]))
         yield _filled(counter, rows)
     state = GaugeMetricFamily(
         "megarl_server_state", "1 for the state it is in", labels=["server", "state"]
     )
-    yield _filled(state, (([str(server["id"]), server["state"]], 1) for server in servers))
+    states = [([str(server["id"]), server["state"]], 1) for server in servers]
+    yield _filled(state, states)
 
 
 def _ticket_families(tickets: Mapping[str, Any]) -> Iterator[Metric]:

@@ -191,7 +191,9 @@ def binned(xs: np.ndarray, ys: np.ndarray, limit: int) -> tuple[np.ndarray, np.n
         return xs, ys
     edges = np.linspace(0, len(xs), limit + 1).astype(int)[:-1]
     counts = np.diff(np.append(edges, len(xs)))
-    return np.add.reduceat(xs, edges) / counts, np.add.reduceat(ys, edges) / counts
+    mean_x = np.add.reduceat(xs, edges) / counts
+    mean_y = np.add.reduceat(ys, edges) / counts
+    return mean_x, mean_y
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -200,8 +202,9 @@ def smooth(values: np.ndarray) -> np.ndarray:
     """
     half = max(2, len(values) // 40)
     cumulative = np.concatenate([[0.0], np.cumsum(values)])
-    low = np.maximum(np.arange(len(values)) - half, 0)
-    high = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    positions = np.arange(len(values))
+    low = np.maximum(positions - half, 0)
+    high = np.minimum(positions + half + 1, len(values))
     return (cumulative[high] - cumulative[low]) / (high - low)
 
 

@@ -215,5 +215,6 @@ def _facts(
         yield group.prompt.task
     yield RIGHT if rollout.correct else WRONG
     yield f"answer {' or '.join(group.prompt.answers)}"
-    yield "weights " + "–".join(map(str, dict.fromkeys([*versions[:1], *versions[-1:]])))
+    ends = dict.fromkeys([*versions[:1], *versions[-1:]])
+    yield "weights " + "–".join(map(str, ends))
     yield rollout.finish

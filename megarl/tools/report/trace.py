@@ -195,7 +195,8 @@ class ChromeTrace:
         """Add a span on `process/thread`. Spans of one thread must be nested or
         disjoint.
         """
-        self.add("X", on, name, start, dur=self._us(end) - self._us(start), args=args)
+        duration = self._us(end) - self._us(start)
+        self.add("X", on, name, start, dur=duration, args=args)
 
     def counter(self, process: str, name: str, at: float, values: dict[str, float]) -> None:
         """Set a counter from this time on; several values are drawn stacked."""
@@ -286,7 +287,8 @@ def trace_of(rundir: RunDir, steps: int) -> JsonObject:
             f"{rundir.trace}: nothing is recorded there yet; try again once the run samples"
         )
     complete = [span for span in spans if _is_step(span)][-steps:]
-    since = complete[0].start if complete else spans[0].start
+    first_span = complete[0] if complete else spans[0]
+    since = first_span.start
     rows = _places(spans)
     lives = group_lives(spans, events)
     drawn_lives = [life for life in lives if life.end > since]
@@ -298,8 +300,11 @@ def trace_of(rundir: RunDir, steps: int) -> JsonObject:
     first = min(starts)
     trace = ChromeTrace(first)
     for place in sorted(rows, key=_order):
-        units = [[span] for span in drawn[place]]
-        _draw(trace, place, nested(drawn[place]) if place == LEARNER else units)
+        if place == LEARNER:
+            units = nested(drawn[place])
+        else:
+            units = [[span] for span in drawn[place]]
+        _draw(trace, place, units)
     _draw_groups(trace, drawn_lives, rows[LEARNER])
     _count(trace, rows, lives, since)
     _draw_lags(trace, rundir, complete)
@@ -335,7 +340,8 @@ def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
             rows[span.on].append(span)
     for place in [place for place in rows if place.endswith(REQUESTS)]:
         busy = place.removesuffix(REQUESTS) + BUSY
-        rows[busy] = [Span(busy, "busy", start, end) for start, end in union(rows[place])]
+        intervals = union(rows[place])
+        rows[busy] = [Span(busy, "busy", start, end) for start, end in intervals]
     return rows
 
 

@@ -68,4 +68,5 @@ def divided(
 
 def penalised_rewards(group: Group, penalties: Penalties) -> np.ndarray:
     """Return the group's rewards less their penalties, [generations] float64."""
-    return group.rewards - [penalties.get((group.ticket, r.sample), 0.0) for r in group.rollouts]
+    of_rollouts = [penalties.get((group.ticket, r.sample), 0.0) for r in group.rollouts]
+    return group.rewards - of_rollouts

@@ -222,7 +222,8 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss [n] and metrics [n] for `values` [n] with gradient; clip: eps."""
     free = (values - returns).square()
-    bounded = (torch.clamp(values, old - clip, old + clip) - returns).square()
+    near_old = torch.clamp(values, old - clip, old + clip)
+    bounded = (near_old - returns).square()
     clipped = (bounded > free).detach().float()
     return torch.maximum(free, bounded) / 2, {"value_clipped_share": clipped}
 

@@ -152,7 +152,8 @@ def _over_ranks(statistics: Tensor, has_label: Tensor, settings: _Settings) -> _
     shift = (own_top - top) / settings.temperature
     scale = shift.exp()
     label = torch.where(has_label, (label - top) / settings.temperature, 0.0)
-    parts = torch.stack([scale * total, scale * (spread + shift * total), label])
+    shifted_spread = spread + shift * total
+    parts = torch.stack([scale * total, scale * shifted_spread, label])
     if settings.group is not None:
         dist.all_reduce(parts, group=settings.group)
     total, spread, label = parts

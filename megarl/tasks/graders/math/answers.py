@@ -364,7 +364,8 @@ def value_of_choice(answer: MathAnswer) -> MathAnswer | None:
 
 def has_inequality(items: Sequence[MathAnswer]) -> bool:
     """Return whether one of the items is an inequality."""
-    return any(isinstance(item, Relation) and set(item.signs) & ORDERS for item in items)
+    relations = [item for item in items if isinstance(item, Relation)]
+    return any(set(relation.signs) & ORDERS for relation in relations)
 
 
 def is_approximate(answer: MathAnswer) -> bool:

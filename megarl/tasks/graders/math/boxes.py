@@ -153,7 +153,8 @@ def last_list(text: str, spans: list[Excerpt], may_touch: bool) -> list[Excerpt]
 
 
 def _with_name(text: str, span: Excerpt) -> str:
-    name = NAME_BEFORE.search(text[max(0, span.start - 40) : span.start])
+    prefix = text[max(0, span.start - 40) : span.start]
+    name = NAME_BEFORE.search(prefix)
     if name is None or "=" in span.text:
         return span.text
     return f"{name[1]} = {span.text}"
@@ -188,7 +189,8 @@ def _is_offered(text: str, spans: list[Excerpt], listed: list[Excerpt]) -> bool:
     """
     if len(spans) == len(listed) or len({span.text for span in spans}) == 1:
         return False
-    between = text[spans[-len(listed) - 1].end : listed[0].start]
+    preceding = spans[-len(listed) - 1]
+    between = text[preceding.end : listed[0].start]
     return len(between) <= LONGEST_BETWEEN and OFFERED.search(between) is not None
 
 
@@ -226,8 +228,10 @@ def _with_formula(text: str, span: Excerpt) -> str | None:
         number = next(n for n, group in enumerate(match.groups(), 1) if group is not None)
         prefix = nearby[match.start(number) : box_start]
         return _in_formula(prefix, span, nearby[box_end : match.end(number)])
-    prefix = text[max(0, span.start - LONGEST_RUN) : span.start].rpartition("\n")[2]
-    suffix = text[span.end : span.end + LONGEST_RUN].partition("\n")[0]
+    run_before = text[max(0, span.start - LONGEST_RUN) : span.start]
+    run_after = text[span.end : span.end + LONGEST_RUN]
+    prefix = run_before.rpartition("\n")[2]
+    suffix = run_after.partition("\n")[0]
     return _in_line(prefix, span, suffix)
 
 

@@ -68,9 +68,9 @@ class Equality:
             return False
         return self._same_at_points(first, second, names)
 
-    def constant(self, formula: Formula, precision: int = PRECISION) -> Numeric:
+    def constant(self, formula: Formula) -> Numeric:
         """Return the value of a formula without variables. NoValue if it has none."""
-        return self._evaluator({}, False, precision).value(formula)
+        return self._evaluator({}, False, PRECISION).value(formula)
 
     def proportional(self, first: Formula, second: Formula, positive: bool = False) -> bool:
         """Return whether one is the other times a constant (a positive one) that is not
@@ -118,8 +118,10 @@ class Equality:
             return a == b
         if evaluator.spread > MOST_SPREAD:
             return False
-        coarse = abs(as_real(a) - as_real(b))
-        scale = max(abs(as_real(a)), abs(as_real(b)))
+        real_a = as_real(a)
+        real_b = as_real(b)
+        coarse = abs(real_a - real_b)
+        scale = max(abs(real_a), abs(real_b))
         precision = PRECISION
         if evaluator.spread < PRECISION // 4:
             if coarse > scale * Real(2) ** (-PRECISION // 4):
@@ -224,7 +226,8 @@ class Equality:
             return a == b
         first = as_real(a)
         second = as_real(b)
-        return abs(first - second) <= abs(first) * Real(2) ** (-PRECISION // 2)
+        largest_difference = abs(first) * Real(2) ** (-PRECISION // 2)
+        return abs(first - second) <= largest_difference
 
 
 def _extreme_point(names: list[str], number: int, size: Fraction) -> dict[str, Fraction]:

@@ -290,7 +290,8 @@ def _power(evaluator: Evaluator, base: Numeric, exponent: Numeric) -> Numeric:
             return Fraction(0)
         raise NoValue("a power of zero")
     small = as_real(base)
-    if abs(CONTEXT.log(abs(small)) * abs(as_real(exponent))) > LARGEST_LOG:
+    logarithm = CONTEXT.log(abs(small)) * abs(as_real(exponent))
+    if abs(logarithm) > LARGEST_LOG:
         raise NoValue("a power beyond the bounds")
     if isinstance(exponent, Fraction) and exponent.denominator == 1:
         return CONTEXT.power(small, int(exponent))
@@ -344,7 +345,8 @@ def _newton_root(value: int, degree: int) -> int:
         return value
     guess = 1 << -(-value.bit_length() // degree)
     while True:
-        better = ((degree - 1) * guess + value // guess ** (degree - 1)) // degree
+        quotient = value // guess ** (degree - 1)
+        better = ((degree - 1) * guess + quotient) // degree
         if better >= guess:
             return guess
         guess = better

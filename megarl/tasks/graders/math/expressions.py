@@ -222,7 +222,8 @@ class FormulaParser(Cursor):
         raise CannotRead("too many signs behind a factor")
 
     def _is_temperature(self) -> bool:
-        return self.peek(1).text in ("C", "F", "K") and self.peek(2).kind is TokenKind.END
+        is_scale = self.peek(1).text in ("C", "F", "K")
+        return is_scale and self.peek(2).kind is TokenKind.END
 
     def _power(self, value: Parsed) -> Parsed:
         self.expect("^")
@@ -647,7 +648,8 @@ def _recurring(text: str) -> Fraction:
     period = re.sub(r"\\[a-z]+|[{}()]", "", decimals[mark.start() :])
     scale = 10 ** len(once)
     fixed = Fraction(int(is_whole + once or "0"), scale)
-    return fixed + Fraction(int(period), scale * (10 ** len(period) - 1))
+    nines = 10 ** len(period) - 1
+    return fixed + Fraction(int(period), scale * nines)
 
 
 def is_run_of_variables(letters: str) -> bool:

@@ -52,7 +52,8 @@ def nearly(a: Numeric, b: Numeric) -> bool:
     """Return whether two ends are the same number, up to rounding in the 50th digit."""
     if CONTEXT.isinf(a) or CONTEXT.isinf(b):
         return bool(a == b)
-    return bool(abs(a - b) <= NEARLY * max(abs(a), abs(b), 1))
+    largest = max(abs(a), abs(b), 1)
+    return bool(abs(a - b) <= NEARLY * largest)
 
 
 def same_stretches(first: Stretches, second: Stretches) -> bool:
@@ -296,12 +297,13 @@ class RealSets:
 
     def _line(self, name: str, formula: Formula) -> tuple[Numeric, Numeric]:
         """Return slope and value at zero of a linear function; NoRealSet for others."""
-        at = [self._value_at(name, formula, x) for x in (0, 1, 2, -7)]
-        slope = at[1] - at[0]
-        straight = nearly(at[2] - at[1], slope) and nearly(at[3] - at[0], -7 * slope)
-        if not straight or nearly(slope, Real(0)):
+        at_0, at_1, at_2, at_minus_7 = (self._value_at(name, formula, x) for x in (0, 1, 2, -7))
+        slope = at_1 - at_0
+        is_straight = nearly(at_2 - at_1, slope)
+        is_straight = is_straight and nearly(at_minus_7 - at_0, -7 * slope)
+        if not is_straight or nearly(slope, Real(0)):
             raise NoRealSet
-        return slope, at[0]
+        return slope, at_0
 
     def _value_at(self, name: str, formula: Formula, x: int) -> Numeric:
         try:

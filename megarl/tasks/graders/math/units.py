@@ -78,7 +78,8 @@ class UnitParser(FormulaParser):
 
     def _is_magnitude(self) -> bool:
         """Return whether `million` or its like comes next, behind a number."""
-        is_word = self.peek().kind is TokenKind.WORD and self.peek().text in names.MAGNITUDES
+        token = self.peek()
+        is_word = token.kind is TokenKind.WORD and token.text in names.MAGNITUDES
         return is_word and self.previous is not None and self.previous.kind is TokenKind.NUMBER
 
     def _is_quotient_of_units(self) -> bool:
