@@ -14,7 +14,7 @@ TRANSFORMER_ENGINE = [
 
 setup(
     name="megarl",
-    version="0.1.0",
+    version="0.2.0",
     description=(
         "Megatron-based reinforcement learning for large language models, dense and"
         " mixture-of-experts"

@@ -15,4 +15,4 @@
 Imports go one way; tests/unit/test_imports.py holds them to it.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
