@@ -122,7 +122,7 @@ async def share(servers: OwnServers, groups: int, seed: int, waits: bool) -> dic
     async def group(ticket: int) -> None:
         held = GroupPlaces(places, admission, ticket, GENERATIONS)
         if not waits:
-            held.cached()
+            held.let_others_begin()
         prompt = Prompt(
             id=str(ticket), tokens=random.integers(0, 127, PROMPT, dtype=np.int32), answer=""
         )

@@ -107,7 +107,7 @@ def routing(servers: int) -> float:
         begin = time.process_time()
         for _ in range(groups):
             group = GroupPlaces(places, admission, admission.admit(), GENERATIONS)
-            group.cached()
+            group.let_others_begin()
             for sample in range(GENERATIONS):
                 server, _ = await group.take(sample)
                 if sample % 2:

@@ -733,9 +733,11 @@ def new_recipe(
     ] = None,
 ) -> int:
     """Write a recipe for your model and your questions on this machine."""
-    from megarl.tools.new_recipe import Asked, new
+    from megarl.tools.new_recipe import NewRecipeOptions, new
 
-    return new(model, Asked(data, heldout, grader, system, mapping, column), gpus, output)
+    return new(
+        model, NewRecipeOptions(data, heldout, grader, system, mapping, column), gpus, output
+    )
 
 
 @study.command()

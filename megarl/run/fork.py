@@ -42,12 +42,12 @@ def check(recipe: Recipe) -> None:
     path, step = recipe.run.forked
     parent = RunDir.opened(path)
     _check_steps(recipe, parent, step)
-    of_parent = load(str(parent.recipe))
-    if recipe.has_critic and not of_parent.has_critic:
+    parent_recipe = load(str(parent.recipe))
+    if recipe.has_critic and not parent_recipe.has_critic:
         raise MegarlError(
             f"batch.centring: critic, and {path} has none; keep its centring, or start a new run"
         )
-    for key, old, new in differences(of_parent, recipe):
+    for key, old, new in differences(parent_recipe, recipe):
         if key in ("run.seed", "model.dtype") or (key, new) == THAWED:
             raise MegarlError(
                 f"{key}: {old!r} in {parent.recipe}, {new!r} now; a fork keeps it, so undo the"

@@ -180,8 +180,8 @@ def main(arguments: list[str]) -> int:
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()  # each in one write: lines of nodes do not mix
     except MegarlError as error:
-        name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-        terminal.say(f"megarl: node {name}: {error}", file=sys.stderr)
+        node_name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        terminal.say(f"megarl: node {node_name}: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -166,7 +166,7 @@ class RestartPolicy:
             return Restart(role, 0.0 if count == 1 else delay_s)
         if node == "silent":
             return self._without_node(role)
-        if (steps or guests) and self._can_drop(role):
+        if (steps or guests) and self._drop_if_possible(role):
             return Drop(role, "it keeps dying")
         minutes = (at - deaths[0].at) / 60
         return GiveUp(role, f"{role.name} died {count} times within {minutes:.0f} minutes")
@@ -175,20 +175,22 @@ class RestartPolicy:
         """Decide after an exit with an error message. Return None if a second try is
         worthwhile.
         """
-        made_no_step = self._steps_at_message.get(role) == steps
+        has_stepped_since = self._steps_at_message.get(role) != steps
         self._steps_at_message[role] = steps
         if role.kind == "server" and not steps:
             self._unable.add(role)
         if not steps and (role.kind != "server" or len(self._unable) == self.servers):
             return GiveUp(role, f"{role.name} could not start")
-        if not made_no_step:
+        if has_stepped_since:
             return None
-        if self._can_drop(role):
+        if self._drop_if_possible(role):
             return Drop(role, "could not go on" if steps else "could not start")
         return GiveUp(role, f"{role.name} could not go on")
 
-    def _can_drop(self, role: Role) -> bool:
-        """Return whether this server can be dropped and, if so, count it as dropped."""
+    def _drop_if_possible(self, role: Role) -> bool:
+        """Count this role as dropped if it is a server, and not the last one. Return
+        whether it was.
+        """
         if role.kind != "server" or self.servers + self._guests == 1:
             return False
         self.servers -= 1
@@ -197,6 +199,6 @@ class RestartPolicy:
 
     def _without_node(self, role: Role) -> Drop | Elsewhere:
         """Decide what to do with a role whose node can no longer be used."""
-        if self._can_drop(role):
+        if self._drop_if_possible(role):
             return Drop(role, "its node is lost")
         return Elsewhere(role, f"the node of {role.name} is lost")

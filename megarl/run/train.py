@@ -222,14 +222,14 @@ class Supervisor:
 
     def frame(self) -> ViewFrame:
         """Return what the live view shows at this moment."""
-        at = time.monotonic()
+        time_now = time.monotonic()
         state = self.observer.state
         state.roles = roles_after(self.events)
         stopping = ""
         if self.stopping_since is not None:
-            seconds = at - self.stopping_since
+            seconds = time_now - self.stopping_since
             stopping = f"stopping: {ending(state.status)} ({seconds:.0f} s); Ctrl-C again kills"
-        return ViewFrame(self.recipe, state, at - self.began, stopping)
+        return ViewFrame(self.recipe, state, time_now - self.began, stopping)
 
     def _tick(self) -> RunEnd | None:
         at = time.monotonic()

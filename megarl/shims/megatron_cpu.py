@@ -162,8 +162,8 @@ def _unless_alone(collective: Callable[..., object]) -> Callable[..., object]:
     def among_several(
         output: torch.Tensor, part: torch.Tensor, *args: object, **kwargs: object
     ) -> object:
-        is_all = output.data_ptr() == part.data_ptr() and output.numel() == part.numel()
-        if is_all and not kwargs.get("async_op"):
+        is_same_memory = output.data_ptr() == part.data_ptr() and output.numel() == part.numel()
+        if is_same_memory and not kwargs.get("async_op"):
             return None
         return collective(output, part, *args, **kwargs)
 

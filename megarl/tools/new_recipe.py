@@ -113,7 +113,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Asked:
+class NewRecipeOptions:
     """The command line. grader, heldout: empty for a choice from the data."""
 
     data: str
@@ -133,7 +133,7 @@ class RecipeKey:
     reason: str = ""
 
 
-def new(model: Path, options: Asked, gpus: int | None, path: Path | None) -> int:
+def new(model: Path, options: NewRecipeOptions, gpus: int | None, path: Path | None) -> int:
     """Write the recipe to `path`, or print it. gpus: of another machine; None: this
     one. MegarlError if model or data cannot be read, or the model is too large for the
     machine.
@@ -166,7 +166,7 @@ def _check_path(path: Path) -> None:
 
 
 def entries_of(
-    model: KnownModel, data: KnownData, options: Asked, machine: Machine
+    model: KnownModel, data: KnownData, options: NewRecipeOptions, machine: Machine
 ) -> Iterator[RecipeKey]:
     """Yield the keys of the recipe. MegarlError if the model is too large for the
     machine.
@@ -223,7 +223,7 @@ def another_machine(gpus: int) -> Machine:
     return Machine(cores=1, gpus=gpus, gpu_bytes=ASSUMED_GPU_BYTES, memory=math.inf, bf16="")
 
 
-def known_data(model: KnownModel, tokenizer: Tokenizer, options: Asked) -> KnownData:
+def known_data(model: KnownModel, tokenizer: Tokenizer, options: NewRecipeOptions) -> KnownData:
     """Read all rows, as the model will see them. MegarlError if they cannot be used, or
     none can.
     """
@@ -245,7 +245,9 @@ def known_data(model: KnownModel, tokenizer: Tokenizer, options: Asked) -> Known
     )
 
 
-def _encoded(source: str, options: Asked, render: Render, tokenizer: Tokenizer) -> list[EncodedRow]:
+def _encoded(
+    source: str, options: NewRecipeOptions, render: Render, tokenizer: Tokenizer
+) -> list[EncodedRow]:
     """Read a set as a run of the recipe will, which refuses faults in rows that the
     user can correct.
     """
@@ -254,7 +256,7 @@ def _encoded(source: str, options: Asked, render: Render, tokenizer: Tokenizer) 
     return list(rows_with_tokens(surveyed, render, tokenizer, MOST_TOKENS))
 
 
-def _held_out(options: Asked, rows: int) -> int:
+def _held_out(options: NewRecipeOptions, rows: int) -> int:
     """Return how many of the rows are to be held out: none if another set is.
     MegarlError if too few are left, or none is held out.
     """
@@ -295,7 +297,7 @@ def _name(source: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", chosen).strip("-") or "task"
 
 
-def _of_task(model: KnownModel, data: KnownData, options: Asked) -> Iterator[RecipeKey]:
+def _of_task(model: KnownModel, data: KnownData, options: NewRecipeOptions) -> Iterator[RecipeKey]:
     task = f"data.tasks.{_name(options.data)}"
     yield RecipeKey("run.name", f"{model.path.resolve().name}-{_name(options.data)}")
     yield RecipeKey("model.path", str(model.path), f"{counted(model.parameters)} parameters")
@@ -500,7 +502,7 @@ def tree_of(entries: Sequence[RecipeKey]) -> dict[str, Any]:
     return tree
 
 
-def _text(model: KnownModel, options: Asked, entries: Sequence[RecipeKey]) -> str:
+def _text(model: KnownModel, options: NewRecipeOptions, entries: Sequence[RecipeKey]) -> str:
     """Return the text of the recipe file."""
     reasons = {entry.key: entry.reason for entry in entries}
     lines = [

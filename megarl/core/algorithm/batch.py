@@ -263,7 +263,7 @@ def _reward_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
             scores.setdefault(name, []).append(score)
         turns = rollout.credits
         if -1 not in turns:  # turns have credit of their own
-            credits.append(turns[min(turns)])
+            credits.append(turns[min(turns)])  # the first turn's: the sum of all later rewards
     statistics = {f"reward/{name}": _mean(values) for name, values in scores.items()}
     if credits:
         statistics["reward/turns"] = _mean(credits)

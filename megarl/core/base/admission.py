@@ -11,7 +11,7 @@ prompts in a batch:
     P(g) = D(g) - D(g) mod p        the first step of g's phase; a phase has p steps, so
                                     P = D if p = 1
     P(g) - v <= k                   a request of g may go to a server with weights of
-                                    version v
+                                    version v; k is max_lag
 
 D never rises, since removals lower i and new tickets go to the end. A server's version
 never falls while a request is running, so for every token, the step that trains it is s

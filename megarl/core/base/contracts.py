@@ -75,9 +75,9 @@ class Grader(Protocol):
     async def grade_answer(
         self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False
     ) -> Grade:
-        """Grade for an evaluation: only with the task's own grader or environment or,
-        if there is a trusted grader, with all graders; the trusted one's score is
-        `trusted` in `rewards` and adds nothing to the reward.
+        """Grade for an evaluation. Without a trusted grader only the task's own grader
+        or environment is asked. With one all graders are; its score is `trusted` in
+        `rewards`, and adds nothing to the reward.
         """
 
     async def agrees(self, answer: str, expected: str) -> bool:
@@ -258,9 +258,9 @@ class Agents(Protocol):
         policy: Policy,
         waited: Callable[[], float],
     ) -> AgentRollout:
-        """Run the agent of the prompt's task on the prompt. order: the smallest goes
-        first. waited: seconds of waiting for servers, which the limit on the session's
-        time leaves out. Raises AgentDown, or what `policy` raises.
+        """Run the agent of the prompt's task on the prompt. order: as
+        `places.Order`. waited: seconds of waiting for servers, which the limit on the
+        session's time leaves out. Raises AgentDown, or what `policy` raises.
         """
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ next collective command:
     Next(step=7, version=7)          ──► Train(batch 7)
       … trains: version 8 …              the B oldest tickets are done
     Next(step=8, version=8)          ──► Wait(reason)
-                                         nothing within wait_s; ask again
+                                         nothing within a second; ask again
     Next(step=8, version=8)          ──► Stop(reason)
                                          after the last step's evaluation
 
@@ -185,7 +185,7 @@ thousand tokens, in under a second.
 
 class Score(Record, frozen=True, tag="score"):
     """Score these rollouts with the weights of `version`, the learner's current ones.
-    against: see `Scored`.
+    against: a token that is scored at each of their positions as well.
     """
 
     version: int

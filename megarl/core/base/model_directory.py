@@ -162,10 +162,10 @@ def _ignored_names(model: Architecture, names: Iterable[str]) -> set[str]:
 
 def _other_names(missing: Sequence[str], foreign: Sequence[str]) -> str:
     parts = []
-    for relation, names in (("missing", missing), ("not of this model", foreign)):
+    for fault, names in (("missing", missing), ("not of this model", foreign)):
         if names:
             plural = "" if len(names) == 1 else "s"
-            parts.append(f"{relation} {len(names)} tensor{plural} ({few(names, ', ')})")
+            parts.append(f"{fault} {len(names)} tensor{plural} ({few(names, ', ')})")
     return f"weights do not fit config.json: {'; '.join(parts)}{_renaming(missing, foreign)}"
 
 

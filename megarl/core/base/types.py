@@ -43,7 +43,7 @@ type JsonObject = dict[str, Any]
 
 FinishReason = Literal["stop", "length", "void"]
 """`stop`: the end token was sampled. `length`: the answer budget ran out first (a
-truncated rollout).
+truncated rollout). `void`: it was never judged, and is not trained.
 """
 
 

@@ -1,9 +1,11 @@
 """The client of SGLang servers: generation, scoring, weight updates, memory.
 
-    client = ServerClient(ServerAddress(id=0, url="http://127.0.0.1:30000"), api_key,
-    admin_key, timeout_s=3600) try:
-        generation = await client.generate(prompt, 256, temperature=1.0,
-        stop_token_ids=[2], cache_salt="17")
+    address = ServerAddress(id=0, url="http://127.0.0.1:30000")
+    client = ServerClient(address, api_key, admin_key, timeout_s=3600)
+    try:
+        generation = await client.generate(
+            prompt, 256, temperature=1.0, stop_token_ids=[2], cache_salt="17"
+        )
     except ServerLost as lost:      # continue elsewhere from prompt + lost.tokens
         ...
 

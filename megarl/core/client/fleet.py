@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.client.client import ServerClient
-from megarl.core.client.membership import DIRECT, GROUP
+from megarl.core.client.membership import DIRECT, RELAYED
 from megarl.core.client.relay import (
     RELAY_LOST,
     RelayedAnswer,
@@ -113,7 +113,7 @@ class Fan[T]:
         single: list[list[int]] = []
         groups: dict[int, list[int]] = {}
         for i in ids:
-            number = i // GROUP
+            number = i // RELAYED
             if i in self._joined_ids or number in self._direct:
                 single.append([i])
             else:
@@ -142,7 +142,7 @@ class Fan[T]:
         unanswered = {i: answer for i, answer in answers.items() if not answer.done()}
         if not unanswered:
             return
-        self._direct.add(relay_id // GROUP)
+        self._direct.add(relay_id // RELAYED)
         for i, answer in unanswered.items():
             if question.once:
                 reason = f"the relay, server {relay_id}, was lost"

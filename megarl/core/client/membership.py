@@ -28,7 +28,7 @@ from megarl.core.base.messages import ServerAddress
 
 DIRECT = 32
 """The largest number of servers that are called without a relay."""
-GROUP = 64
+RELAYED = 64
 """Servers per relay. Larger groups take less of the caller's time but make each call
 slower: a gate needs 0.3 ms per server.
 """
@@ -36,8 +36,8 @@ FORGET_S = 30.0
 """A joined server that does not answer is forgotten after this time without its sign of
 life, sent every two seconds.
 """
-MOST_GROUPS = 4
-"""Most groups that a server joins, unless there are more pipeline stages: a
+MOST_PROCESS_GROUPS = 4
+"""Most process groups that a server joins, unless there are more pipeline stages: a
 communicator takes memory on each of its GPUs.
 """
 ServerState = Literal["starting", "unknown", "publishing", "clean", "lost", "leaving"]
@@ -47,14 +47,14 @@ def in_a_row(servers: int) -> int:
     """Return how many calls are made one after the other to reach `servers` servers:
     the caller's, and a relay's.
     """
-    return servers if servers <= DIRECT else -(-servers // GROUP) + GROUP
+    return servers if servers <= DIRECT else -(-servers // RELAYED) + RELAYED
 
 
 def sending_copies(copies: int, stages: int, links: int) -> int:
     """Return how many copies of the learner send at once, each some layers of every
     stage. links: a server's GPUs.
     """
-    return max(1, min(copies, min(links, MOST_GROUPS) // stages))
+    return max(1, min(copies, min(links, MOST_PROCESS_GROUPS) // stages))
 
 
 def listed(servers: Collection[int]) -> str:

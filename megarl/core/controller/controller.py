@@ -4,7 +4,7 @@ does next.
     learner ── Next, Published, Stopped ──► conversation ─► decision.decide
             ◄── Train | Publish | Wait | Stop ────────────────┘   │ looks at
                 servers.py      servers up, their versions ◄──────┤
-                parity.py       do both sides agree? ◄────────────┤
+                parity_schedule.py  do both sides agree? ◄────────┤
                 tickets.py      drawn, sampled, graded ◄──────────┤
                 evaluations.py  held-out score, server pinned ◄───┘
                 journal/        the journal, from which all state can be rebuilt
@@ -296,8 +296,8 @@ class Controller:
         self.evaluate_if_due(result.version)
 
     def _unreached(self, result: Published) -> dict[int, str]:
-        """Return the servers that fail the run if they answer, and why. A server that
-        has joined is dismissed instead.
+        """Return the reasons to fail the run, by server, which hold if that server
+        answers. A server that has joined is dismissed instead.
         """
         membership = self.servers.membership
         reasons: dict[int, str] = {}

@@ -2,6 +2,7 @@
 first line that applies decides.
 
 the run was asked to stop, or has failed ──────────► Stop
+the learner asks for what cannot be ───────────────► Refused
 the step was trained before ───────────────────────► TrainStep(replay)
 within a phase whose batches are all complete ─────► TrainStep
 servers have older, unknown or another learner's

@@ -172,38 +172,38 @@ def next_task(drawn: Mapping[str, int], shares: Mapping[str, Fraction]) -> str:
 
 
 class Mixture:
-    """Draws from all tasks. curricula: their prompt orders, by name. earlier_draws: of
+    """Draws from all tasks. orders: their prompt orders, by name. earlier_draws: of
     each task, made under other shares.
     """
 
     def __init__(
         self,
-        curricula: Mapping[str, PromptOrder],
+        orders: Mapping[str, PromptOrder],
         shares: Mapping[str, Fraction],
         earlier_draws: Mapping[str, int] | None = None,
     ) -> None:
-        self.curricula = dict(curricula)
+        self.orders = dict(orders)
         self._shares = dict(shares)
         self._earlier_draws = earlier_draws or {}
 
     def draw(self) -> tuple[str, Draw]:
         """Return the task and the draw from it."""
         drawn = {}
-        for task, order in self.curricula.items():
+        for task, order in self.orders.items():
             drawn[task] = order.drawn - self._earlier_draws.get(task, 0)
         task = next_task(drawn, self._shares)
-        return task, self.curricula[task].draw()
+        return task, self.orders[task].draw()
 
     def observe(self, task: str, prompt_id: str, pass_rate: float) -> None:
         """Note the pass rate of a finished group."""
-        self.curricula[task].observe(prompt_id, pass_rate)
+        self.orders[task].observe(prompt_id, pass_rate)
 
 
 def mixture_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], state: State) -> Mixture:
     """Return the mixture that continues after the draws in `state`."""
     threshold = recipe.batch.positive_threshold
     pace = recipe.data.curriculum.kind
-    curricula = {}
+    orders = {}
     for task, task_prompts in prompts.items():
         # An epoch needs as many prompts as a batch has.
         prompts_per_batch = math.ceil(recipe.batch.prompts * recipe.data.shares[task])
@@ -212,8 +212,8 @@ def mixture_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], state: State)
         history = state.tasks.get(task)
         if history is not None:
             order.resume(history.last, history.pass_rates, history.drawn)
-        curricula[task] = order
-    return Mixture(curricula, recipe.data.shares, state.drawn_before)
+        orders[task] = order
+    return Mixture(orders, recipe.data.shares, state.drawn_before)
 
 
 def difficulties(recipe: Recipe, task: str, prompts: TaskPrompts) -> dict[str, int]:
@@ -234,7 +234,7 @@ def draw_metrics(mixture: Mixture) -> dict[str, float]:
     """Return the progress through the data for all tasks together and, if there are
     several, for each.
     """
-    orders = mixture.curricula
+    orders = mixture.orders
     epochs = {task: float(order.epoch) for task, order in orders.items()}
     pools = {task: float(order.pool) for task, order in orders.items()}
     excluded = {task: float(len(order.excluded)) for task, order in orders.items()}

@@ -99,7 +99,7 @@ class Tickets:
             # Hold no places while agents start; each of their requests claims one.
             places.close()
         if len(prompt.tokens) < SHORT_PROMPT:
-            places.cached()
+            places.let_others_begin()
         group = await self._group(admitted, prompt, places)
         record = settled(self._recipe, group, bool(groups_in_loss([group], self._recipe.batch)))
         spans.span(
@@ -224,7 +224,7 @@ class Tickets:
             # the learner's are.
             top_p=1.0,
             routed=self._routed,
-            started=places.cached,
+            started=places.let_others_begin,
         )
 
     def _compare(

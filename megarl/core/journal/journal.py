@@ -182,6 +182,8 @@ class JournalReader:
         removed, if there is one.
         """
 
+        # Tickets settle once, so this is false for the first files and true for the
+        # rest. The group is in the last file for which it is false.
         def is_settled(number: int) -> bool:
             start = self._start(number)
             return ticket < start.next_ticket and ticket not in start.unfinished

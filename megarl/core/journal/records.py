@@ -28,8 +28,8 @@ class RecordClock:
         self.offset = time.time() - time.monotonic()
 
     def start(self, written: Path) -> None:
-        """Begin with the time of a file just written: the file system's clock, as for a
-        session's beginning, not a node's.
+        """Begin with the modification time of a file just written, so that the clocks
+        of nodes do not matter. A session's beginning is counted in the same way.
         """
         self.offset = written.stat().st_mtime - time.monotonic()
 
@@ -43,8 +43,8 @@ clock = RecordClock()
 
 class Session(Record, frozen=True, tag="session"):
     """A controller has started within the life `session` of the supervisor, which began
-    at `time` (Unix seconds) and holds `devices` devices. spent: hours in the status
-    that an earlier controller left. A second record of the same session changes
+    at `time` (Unix seconds) and holds `devices` devices. spent: compute hours
+    that the last status.json showed. A second record of the same session changes
     nothing; one of an earlier session is refused.
     """
 

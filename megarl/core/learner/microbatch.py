@@ -86,7 +86,7 @@ class MicroBatch:
     value_target: Tensor
     weight: Tensor
     counted: Tensor  # [n] as in Tokens
-    # [n, or 0 instead of the filler] index of the token in the sequences put end to end
+    # [n; empty if there is only the stand-in] index among the sequences' tokens
     source: np.ndarray
     local_lengths: Tensor  # [sequences, at least 1] int64: trained tokens on this rank
     lengths: Tensor  # [sequences, at least 1] float32: on all context-parallel ranks
@@ -117,7 +117,7 @@ class _Trained:
 
 # Collectives would need special cases for empty tensors, but not for one token of
 # weight 0.
-_FILLER_TOKEN = _Trained(np.array([-1]), np.zeros(1, np.int64), np.zeros(1, np.int64))
+_STAND_IN = _Trained(np.array([-1]), np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
 def plan(
@@ -168,7 +168,7 @@ def assemble(
         if experts is not None:
             experts = experts[on_rank]
         trained = _trained_on_rank(trained, on_rank)
-    chosen = trained if len(trained.source) else _FILLER_TOKEN
+    chosen = trained if len(trained.source) else _STAND_IN
 
     def on_device(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device, non_blocking=True)
@@ -273,7 +273,7 @@ def _experts(
 
 
 def _end_to_end(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    """Return the parts end to end, followed by a 0 for the filler."""
+    """Return the parts end to end, followed by a 0 for the stand-in (_STAND_IN)."""
     return np.concatenate([*parts, np.zeros(1, dtype)]).astype(dtype, copy=False)
 
 

@@ -67,13 +67,13 @@ def out_of_memory_named(key: str, doing: str) -> Iterator[None]:
 
 
 class Network:
-    """This rank's chunks of a model, with weights. replays: whether training replays
-    the recorded choices of experts.
+    """This rank's chunks of a model, with weights. replays_in_training: whether
+    training replays the recorded choices of experts.
     """
 
     expert_load: ExpertLoad | None = None
     replay: Replay | None = None
-    replays = False
+    replays_in_training = False
 
     def __init__(self, chunks: list[GPTModel], family: Family, recipe: Recipe) -> None:
         self.chunks = chunks
@@ -158,6 +158,7 @@ class Network:
             return values.sum()
 
         self.run(self.chunks, sequences, head, collect, forward_only=True)
+        # Tensor-parallel ranks have equal outputs, of which the sum counts one.
         if parallel_state.get_tensor_model_parallel_rank() != 0:
             outputs.zero_()
         dist.all_reduce(outputs)
@@ -230,7 +231,7 @@ class Network:
         if self.replay is None:
             return None
         is_comparing = self.replay.counts is not None
-        is_training = self.replays and not forward_only
+        is_training = self.replays_in_training and not forward_only
         return self.replay if is_comparing or is_training else None
 
 

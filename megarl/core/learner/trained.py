@@ -61,7 +61,7 @@ class MetricNames:
     loss_scale: str
 
 
-class NonFiniteStep(NamedTuple):
+class NonFiniteTokens(NamedTuple):
     """Which tokens of a micro-batch have a loss that is not finite. On the device; read
     only if the step is broken.
     """
@@ -144,7 +144,7 @@ class TrainedNetwork(Network):
             chunks, settings, recipe, offload, gathers_late
         )
         self._offload = offload
-        self._nonfinite: list[NonFiniteStep] = []
+        self._nonfinite: list[NonFiniteTokens] = []
 
     def loss(self, micro: MicroBatch, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of a micro-batch's trained tokens, [n]."""
@@ -166,7 +166,7 @@ class TrainedNetwork(Network):
             totals.add(loss, micro.counted, metrics)
             with torch.no_grad():
                 nonfinite = (micro.counted > 0) & ~torch.isfinite(losses)
-            self._nonfinite.append(NonFiniteStep(members, micro.local_lengths, nonfinite))
+            self._nonfinite.append(NonFiniteTokens(members, micro.local_lengths, nonfinite))
             return loss
 
         microbatches = self.run(self.ddp, sequences, self.head, weighted_loss, forward_only=False)
@@ -216,7 +216,8 @@ class TrainedNetwork(Network):
 
     def moments_to_come(self) -> Tensor:
         """Allocate as much memory as AdamW has yet to allocate for its state on this
-        rank's device, at its first step.
+        rank's device, at its first step: a trial for the size of micro-batches has no
+        more room than that step.
         """
         numbers = 0
         for part in self.optimizer.chained_optimizers:

@@ -69,7 +69,7 @@ class PolicyModel(TrainedNetwork):
         super().__init__(chunks, family, optimizer, recipe, offload, gathers_late)
         if family.architecture.experts and not supervised:
             self.replay = Replay(chunks, family.architecture.expert_layers)
-        self.replays = recipe.model.moe.routing_replay
+        self.replays_in_training = recipe.model.moe.routing_replay
         if supervised:
             self.head = self.lm_head(1.0)
             self._loss: TokenLoss = terms.cross_entropy
@@ -105,7 +105,7 @@ class PolicyModel(TrainedNetwork):
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Also return what importance ratios and routing replay say of the pass."""
         metrics = terms.with_effective_sample_size(super().forward_backward(sequences))
-        if self.replay and self.replays and self.expert_load:
+        if self.replay and self.replays_in_training and self.expert_load:
             metrics |= self.replay.metrics(self.expert_load.choices)
         return metrics
 

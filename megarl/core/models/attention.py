@@ -389,14 +389,14 @@ class _WithSinks(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: _Kernel
     ) -> Tensor:
-        output, scores, *others = kernel.forward(q, k, v)
+        output, scores, *saved = kernel.forward(q, k, v)
         sink_scores = sinks.float()[:, None]
         with_sink = torch.logaddexp(scores, sink_scores)
         share_without_sink = torch.exp(scores - with_sink)
         output = output * _by_query(share_without_sink, output)
         output = output.to(q.dtype)
         ctx.kernel = kernel
-        ctx.save_for_backward(sinks, q, k, v, output, with_sink, *others)
+        ctx.save_for_backward(sinks, q, k, v, output, with_sink, *saved)
         return output
 
     @staticmethod

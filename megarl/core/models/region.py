@@ -84,10 +84,10 @@ def check_finite(value: Tensor, names: Sequence[str], path: Path) -> None:
     """
     if is_finite(value):
         return
-    text = ", ".join(dict.fromkeys(names))
+    tensor_names = ", ".join(dict.fromkeys(names))
     count = int((~value.isfinite()).sum())
     raise MegarlError(
-        f"{path}: {count} of {value.numel()} values of {text} are NaN or infinite; no model works"
+        f"{path}: {count} of {value.numel()} values of {tensor_names} are NaN or infinite; no model works"
         " with those, so take another one"
     )
 

@@ -134,7 +134,9 @@ class Sampling(Section):
 
     generations: int = Field(16, ge=2, description="rollouts per prompt")
     temperature: float = Field(
-        1.0, gt=0, description="divides the logits on both sides; not stated"
+        1.0,
+        gt=0,
+        description="divides the logits, on servers and learner; the paper gives no number",
     )
 
 

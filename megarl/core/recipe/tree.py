@@ -82,7 +82,7 @@ class Recipe(Section):
     @property
     def expert_ranks(self) -> int:
         """The GPUs of a server among which whole experts are divided; 1 if each expert
-        is.
+        is divided among all of them.
         """
         if self.serving.expert_parallel:
             return self.resources.server_tensor_parallel

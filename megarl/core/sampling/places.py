@@ -88,7 +88,7 @@ class Use:
     limit: int
     running: int = 0
     peak: int = 0  # the most requests that ran at once since the last observation
-    queued: bool = False  # whether requests were waiting then
+    queued: bool = False  # whether requests were waiting at the last observation
     reusable: int = 0  # input tokens that a request of the same group had sent or received before
     cached: int = 0  # how many of them were in the server's cache
     busy_seconds: float = 0.0  # with any request
@@ -157,7 +157,7 @@ class Places:
 
     def withdraw(self, claim: Claim) -> None:
         """Forget a claim, if it still waits."""
-        self.wait(claim, None)
+        self.note_wait(claim, None)
         position = bisect_left(self.claims, claim.order, key=_order)
         while position < len(self.claims) and self.claims[position].order == claim.order:
             if self.claims[position] is claim:
@@ -204,7 +204,7 @@ class Places:
 
     def observe(self, server: int, load: ServerLoad, retracted: bool) -> None:
         """Adapt a server's places to its load; `refresh` then gives them out.
-        retracted: it retracted requests since then.
+        retracted: it retracted requests since its last observation.
         """
         use = self.use[server]
         queued_before = use.queued
@@ -224,7 +224,7 @@ class Places:
         if last_decrease_took_effect and all_places_were_taken and load.usage < ROOM:
             use.limit = min(self.limit, use.limit + max(1, self.limit // GROWTH))
 
-    def wait(self, claim: Claim, server: int | None) -> None:
+    def note_wait(self, claim: Claim, server: int | None) -> None:
         """Note where the claim waits now. Counted here, because to count all claims for
         each would take a fleet minutes.
         """
@@ -244,9 +244,9 @@ class Places:
             servers = [server for server in servers if server == home]
         versions = self._suitable(claim, servers)
         if not versions:
-            self.wait(claim, home)
+            self.note_wait(claim, home)
             return False
-        self.wait(claim, None)
+        self.note_wait(claim, None)
         server = max(versions, key=lambda candidate: self.use[candidate].free)
         self._change(server, +1)
         claim.granted.set_result((server, versions[server]))
@@ -329,8 +329,10 @@ class GroupPlaces:
             # Since the place was given, the server was lost or a publication began.
             self._places.give_back(server)
 
-    def cached(self) -> None:
-        """Note that the group's first request has a token or has ended."""
+    def let_others_begin(self) -> None:
+        """Let the group's other rollouts begin: its first request has a token, so that
+        the prompt is cached, or has ended.
+        """
         self._cached.set()
 
     def close(self) -> None:

@@ -18,8 +18,8 @@ leg (`_session`).
 Every request goes to a server that is eligible at that moment (places.py). An
 environment's replies count in the budget before the answer, so no rollout is longer
 than one of a single turn may be. An episode that reaches a limit continues with the
-answer leg, without its environment. But nothing can follow an end token: there the
-rollout ends, truncated.
+answer leg, without its environment. But nothing can follow an end token: a
+rollout that reached its limit there ends truncated, without an answer leg.
 """
 
 import sys
@@ -214,7 +214,7 @@ class Sampler:
         completion = Completion()
         environment = self._environments.of(job.prompt.task)
         if environment is None:
-            await self._answer_alone(job, completion)
+            await self._single_turn(job, completion)
         else:
             await self._episode(job, completion, environment)
         completion.segments = list(length_control.merge(completion.segments))
@@ -227,7 +227,7 @@ class Sampler:
         completion.truncated = not has_ended
         return completion
 
-    async def _answer_alone(self, job: Job, completion: Completion) -> None:
+    async def _single_turn(self, job: Job, completion: Completion) -> None:
         """Sample one turn, and the answer leg if its end token did not come."""
         complete = await self._leg(job, completion, self._before_answer(job), self._ends)
         if not complete:

@@ -232,10 +232,10 @@ def _digits(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the columns' digits [COLUMNS, WIDTH] int8, of which each of the WIDTH
     columns is contiguous, and the digits' place values [DIGITS] int64.
     """
-    remainders = np.random.PCG64(_COLUMNS).random_raw(COLUMNS) | np.uint64(1)
+    quotients = np.random.PCG64(_COLUMNS).random_raw(COLUMNS) | np.uint64(1)
     digits = np.zeros((WIDTH, COLUMNS), np.int8)
     for n in range(DIGITS):
-        digits[n] = remainders.astype(np.uint8).view(np.int8)
-        remainders = (remainders - digits[n].astype(np.int64).view(np.uint64)) >> np.uint64(8)
+        digits[n] = quotients.astype(np.uint8).view(np.int8)
+        quotients = (quotients - digits[n].astype(np.int64).view(np.uint64)) >> np.uint64(8)
     place_values = torch.tensor([256**n for n in range(DIGITS)], device=device)
     return torch.from_numpy(digits).to(device).t(), place_values

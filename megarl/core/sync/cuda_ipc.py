@@ -102,11 +102,11 @@ class CudaIpcTransport:
         if bucket.flat.is_cuda:
             torch.cuda.current_stream().synchronize()
         handles: dict[int, list[str]] = {}
-        for i in ids:
+        for server_id in ids:
             # Each handle counts as one reader of the memory, so every rank of a server
             # gets its own.
-            ranks = fleet.servers[i].address.tensor_parallel
-            handles[i] = [handle(bucket) for _ in range(ranks)]
+            ranks = fleet.servers[server_id].address.tensor_parallel
+            handles[server_id] = [handle(bucket) for _ in range(ranks)]
         errors = fleet.call_each(ids, lambda s: s.take(handles[s.address.id], complete))[1]
         if bucket.flat.is_cuda:
             torch.cuda.ipc_collect()

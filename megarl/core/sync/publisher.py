@@ -9,6 +9,9 @@ across it.
         pause all ─► transport ─► checksums ─► continue ─► Published
           └ a server that fails is left out: its requests are aborted
 
+With weights.full_every some publications send only what changed, as deltas
+(sync/delta.py).
+
 The law of errors: whatever happens to one server, the others end up running with the
 new version, and the caller gets a result for each server within bounded time. The
 result of a server that did not get all new weights has an error, and so have those of
@@ -154,12 +157,14 @@ class Publisher:
             arrived = time.monotonic()
             if self._transport.staged and leader:
                 complete = _without(fleet.servers, errors)
-                errors |= fleet.call_each(complete, lambda server: server.swap(command.version))[1]
+                _, failed = fleet.call_each(complete, lambda server: server.swap(command.version))
+                errors |= failed
         finally:
             if leader:
                 dirty = [i for i in fleet.servers if sent is None or i in errors]
                 fleet.call_each(dirty, lambda server: server.abort_all())
-                errors = fleet.call_each(fleet.servers, lambda server: server.resume())[1] | errors
+                _, failed = fleet.call_each(fleet.servers, lambda server: server.resume())
+                errors = failed | errors
         resumed = time.monotonic()
         if not leader:
             return None
@@ -264,7 +269,8 @@ def _minority(checksums: Mapping[int, str]) -> dict[int, str]:
 
 def _wrong_parameters(sent: Sent, answer: HeldChecksums) -> list[str]:
     """Return the parameters of a server whose checksums are not those of what was sent,
-    as far as these are known.
+    as far as these are known: of one rank all of them, of several only whole experts,
+    since other parameters are divided.
     """
     if len(answer.by_rank) == 1:
         return differing(sent.checksums, answer.by_rank[0])

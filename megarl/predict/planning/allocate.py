@@ -113,19 +113,19 @@ def measured(runs: Sequence[CellRun], batches: Sequence[BatchSize]) -> dict[Batc
     return {(p, g): float(per_step + per_rollout * p * g) for p, g in batches}
 
 
-def planned(posed: PlanningProblem, batches: Sequence[BatchSize]) -> dict[BatchSize, float]:
+def planned(problem: PlanningProblem, batches: Sequence[BatchSize]) -> dict[BatchSize, float]:
     """Return GPU-hours of a step for each batch size, with the layout that is best for
     the recipe; where that does not fit, with the best other one. A batch size for which
     nothing fits is left out.
     """
-    best = search(posed).plans
+    best = search(problem).plans
     prices = {}
-    layout = best[0].recipe if best else posed.recipe
+    layout = best[0].recipe if best else problem.recipe
     for prompts, generations in batches:
         recipe = changed(layout, "batch", prompts=prompts)
         recipe = changed(recipe, "sampling", generations=generations)
-        work = workload(recipe, posed.work.lengths, posed.work.trained_share, recipe.run.seed)
-        with_batch = replace(posed, recipe=recipe, work=work)
+        work = workload(recipe, problem.work.lengths, problem.work.trained_share, recipe.run.seed)
+        with_batch = replace(problem, recipe=recipe, work=work)
         plan = as_written(with_batch)
         plans = search(with_batch).plans if isinstance(plan, str) else [plan]
         if plans:
@@ -269,11 +269,11 @@ def main(
     budget: float,
     paths: Sequence[Path],
     answers: int | None,
-    posed: PlanningProblem | None,
+    problem: PlanningProblem | None,
     as_json: bool,
 ) -> int:
     """Fit, choose, print. budget: device-hours; answers: prompts that it must also
-    answer; posed: None for measured prices.
+    answer; problem: None for measured prices.
     """
     if not 0 < budget < 1e12:
         raise MegarlError(
@@ -283,7 +283,7 @@ def main(
         raise MegarlError("--curves: a run is named twice, and would count twice")
     runs = [read_run(path) for path in paths]
     units = {run.curve.unit for run in runs}
-    if len(units) > 1 or (posed and units != {"gpu"}):
+    if len(units) > 1 or (problem and units != {"gpu"}):
         raise MegarlError(
             "--curves: hours of CPU cores and of GPUs are different; give runs of one kind, and"
             " --gpus only with runs on GPUs"
@@ -291,10 +291,10 @@ def main(
     law = CellLaw(runs)
     written = (recipe.batch.prompts, recipe.sampling.generations)
     batches = candidates(runs, written)
-    prices = planned(posed, batches) if posed else measured(runs, batches)
+    prices = planned(problem, batches) if problem else measured(runs, batches)
     ranked = choose(law, prices, budget)[0]
     divided = splits(law, prices, budget, answers, paths) if answers else []
-    plans = prices if posed else {}
+    plans = prices if problem else {}
     caveats = list(_caveats(recipe, runs, paths, ranked[0], law, plans))
     if as_json:
         terminal.say(json.dumps(_record(ranked, divided, caveats), indent=2))

@@ -215,7 +215,7 @@ class _SimulatedRun:
                 legs = [budget, length - budget]
         for tokens in legs:
             server, _ = await places.take(sample)
-            places.cached()
+            places.let_others_begin()
             ticket.versions.update(await self.servers[server].generate(context, tokens))
             context += tokens
             self.places.give_back(server)

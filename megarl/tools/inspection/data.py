@@ -282,9 +282,9 @@ def token_counts(texts: Sequence[str], tokenizer: Tokenizer) -> list[int]:
 def _unread(statistics: PromptStatistics, unread: Collection[Accepted]) -> str:
     """Say how many answers no grader can read."""
     count = sum(statistics.formulas[answers] for answers in unread)
-    texts = (" or ".join(answers) for answers in statistics.formulas if answers in unread)
+    examples = (" or ".join(answers) for answers in statistics.formulas if answers in unread)
     return (
-        f"{described(count, len(statistics.lengths), texts)}: only the same text is right"
+        f"{described(count, len(statistics.lengths), examples)}: only the same text is right"
         " (data.unreadable)"
     )
 

@@ -114,14 +114,14 @@ def _parity(rows: Sequence[Row]) -> Markup:
         return Markup("")
     heads = ["", *STATISTICS.values(), f"above {parity.SHARE_ABOVE:g}", "tokens", "publications"]
     table = _row("th", heads)
-    for cause, pool in pooled.items():
-        values = [summary.show(pool[name], ".1e") for name in STATISTICS]
-        if pool["max"] == 0:
+    for cause, distribution in pooled.items():
+        values = [summary.show(distribution[name], ".1e") for name in STATISTICS]
+        if distribution["max"] == 0:
             values = ["same bits"] + [""] * (len(STATISTICS) - 1)
         counts = [
-            summary.show(pool["share"], ".2%"),
-            summary.show(pool["tokens"]),
-            summary.show(pool["publications"]),
+            summary.show(distribution["share"], ".2%"),
+            summary.show(distribution["tokens"]),
+            summary.show(distribution["publications"]),
         ]
         table += _row("td", [charts.CAUSES[cause], *values, *counts])
     text = (

@@ -268,8 +268,12 @@ def main(run: Path, steps: int, output: Path | None) -> int:
         raise MegarlError(
             f"{path}: cannot be written: {error.strerror}; name another file with --output"
         ) from None
-    numbers = trace["otherData"]["steps"]
-    content = f"steps {numbers[0]} to {numbers[-1]}" if numbers else "no step is complete yet"
+    step_numbers = trace["otherData"]["steps"]
+    content = (
+        f"steps {step_numbers[0]} to {step_numbers[-1]}"
+        if step_numbers
+        else "no step is complete yet"
+    )
     terminal.say(
         f"{path}: {content}, {len(trace['traceEvents'])} events; open it at"
         " https://ui.perfetto.dev or chrome://tracing"

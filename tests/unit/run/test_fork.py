@@ -301,7 +301,7 @@ def test_other_shares_count_from_the_fork_on(
     state = JournalReader(begun(recipe).rollouts).fold()
     mixture = mixture_of(recipe, dict.fromkeys(weights, TaskPrompts(prompts, [])), state)
     assert Counter(mixture.draw()[0] for _ in range(20)) == drawn
-    assert mixture.curricula["math"].drawn == drawn["math"] + by_hand(records(0), 4)[0]
+    assert mixture.orders["math"].drawn == drawn["math"] + by_hand(records(0), 4)[0]
 
 
 def test_a_crash_on_the_way_is_made_up_for(tmp_path: Path, parent: RunDir) -> None:

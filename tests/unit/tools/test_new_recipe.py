@@ -14,10 +14,10 @@ from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.recipe import Recipe, from_tree, load
 from megarl.tools.inspection.data import kind_of_answer
 from megarl.tools.new_recipe import (
-    Asked,
     KnownData,
     KnownModel,
     Machine,
+    NewRecipeOptions,
     another_machine,
     entries_of,
     grader_for,
@@ -78,7 +78,7 @@ def written(model: Path, data: Path, *options: str) -> Recipe:
 
 def suited(parameters: float, machine: Machine, end_of_thinking: str = "", **data: Any) -> Recipe:
     known = KnownModel(Path("models/mine"), int(parameters), True, end_of_thinking)
-    asked = Asked("mine.jsonl", "", "", "", "", ())
+    asked = NewRecipeOptions("mine.jsonl", "", "", "", "", ())
     seen = KnownData(**(vars(QUESTIONS) | data))
     return from_tree(tree_of(list(entries_of(known, seen, asked, machine))))
 

@@ -87,9 +87,9 @@ class Tokens:
     reference: Tensor
     advantage: Tensor  # [n]
     entropy: Tensor  # [n] with gradient: of the policy's distribution, nats
-    counted: Tensor  # [n] 0 for the filler that stands in if no token is trained, else 1
-    # [sequences] int64: how many of the n belong to each sequence (filler belongs to
-    # the first)
+    counted: Tensor  # [n] 0 for the token that stands in if none is trained, else 1
+    # [sequences] int64: how many of the n belong to each sequence (a stand-in belongs
+    # to the first)
     local_lengths: Tensor
     # [sequences] float32: |y|, trained tokens of each, with those on other
     # context-parallel ranks

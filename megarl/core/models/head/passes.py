@@ -60,7 +60,7 @@ def gradient(
     column = labels.clamp(0, columns - 1)[:, None]
     log_p = logits.float().sub_(top).div_(temperature).sub_(log_total)
     p = log_p.exp()
-    # In place: d = -p (of_entropy (log_p + entropy) + of_logprob)
-    d = log_p.add_(entropy).mul_(of_entropy).add_(of_logprob).mul_(p).neg_()
-    d.scatter_add_(-1, column, of_logprob * in_chunk)
-    return d.to(dtype)
+    # In place: d_logits = -p (of_entropy (log_p + entropy) + of_logprob)
+    d_logits = log_p.add_(entropy).mul_(of_entropy).add_(of_logprob).mul_(p).neg_()
+    d_logits.scatter_add_(-1, column, of_logprob * in_chunk)
+    return d_logits.to(dtype)

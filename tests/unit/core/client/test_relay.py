@@ -117,7 +117,7 @@ class StandIns:
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
     monkeypatch.setattr(module, "DIRECT", 2)
-    monkeypatch.setattr(module, "GROUP", 4)
+    monkeypatch.setattr(module, "RELAYED", 4)
     servers = StandIns()
     for url in servers.urls:
         asyncio.run(_up(url))

@@ -207,4 +207,4 @@ def test_a_curriculum_needs_difficulties_in_each_task() -> None:
         MegarlError, match=r"data\.curriculum: all prompts of code\.jsonl have one difficulty"
     ):
         mixture_of(recipe_of("linear"), flat, State(Admission(3, 1)))
-    assert mixture_of(recipe_of("none"), flat, State(Admission(3, 1))).curricula["code"].pool == 2
+    assert mixture_of(recipe_of("none"), flat, State(Admission(3, 1))).orders["code"].pool == 2

@@ -150,7 +150,7 @@ def test_a_group_waits_for_its_first_request_and_stays_where_its_prompt_is() -> 
         others = [asyncio.create_task(group.take(n)) for n in (0, 2)]
         await settle()
         assert not any(task.done() for task in others), "they would compute the prompt once more"
-        group.cached()
+        group.let_others_begin()
         assert [first, *await asyncio.gather(*others)] == [(home, 0)] * 3
         assert places.use[home].running == 3
         await places.take((1, 9, 0), lambda server, _: server == home)
@@ -172,7 +172,7 @@ def test_a_group_whose_server_is_lost_moves_as_a_whole() -> None:
         admission = Admission(1, 8)
         group = GroupPlaces(places, admission, admission.admit(), rollouts=4)
         home, _ = await group.take(0)
-        group.cached()
+        group.let_others_begin()
         members.lose(home)
         places.refresh()
         moved = {(await group._claim(n).place())[0] for n in range(4)}
@@ -203,7 +203,7 @@ def test_a_place_is_not_used_once_its_server_may_not_be(waiting: str) -> None:
         members.lose(0)
         members.answered(0)
         places.refresh()
-        group.cached()
+        group.let_others_begin()
         request = request or asyncio.create_task(group.take(1))
         await settle()
         assert not request.done()
@@ -225,7 +225,7 @@ def test_a_group_leaves_a_server_that_the_lag_forbids() -> None:
         tickets = [admission.admit() for _ in range(2)]
         group = GroupPlaces(places, admission, tickets[1], rollouts=2)
         home, _ = await group.take(0)
-        group.cached()
+        group.let_others_begin()
         for version, server in ((1, home), (5, 1 - home)):
             members.publish([server], version, "a")
             members.published(server, version, "a", "")
@@ -265,7 +265,7 @@ def test_groups_of_a_lost_server_spread_over_full_ones() -> None:
         groups = [GroupPlaces(places, admission, admission.admit(), rollouts=2) for _ in range(6)]
         for group in groups:
             await group.take(0)
-            group.cached()
+            group.let_others_begin()
             await group.take(1)
         assert [use.running for use in places.use.values()] == [4, 4, 4]
         moved = [group for group in groups if group.server == 0]
