@@ -133,7 +133,7 @@ class Membership:
     # Events.
 
     def answered(self, server: int) -> None:
-        """Note that the server answers. If it did not, its weights are unknown."""
+        """Note that the server answers. If it was silent, its weights are unknown."""
         member = self.members[server]
         if member.away:
             member.state = "unknown"

@@ -12,7 +12,7 @@ staging.py         the server's end: weights that arrive while it generates, unt
                    are swapped in
 
 broadcast.py       a process group for weights; every wait in it has a time limit
-checksum.py        a checksum of weights: the sum over the pieces is that of the whole
+checksum.py        a checksum of weights, which is the sum of its pieces' checksums
 delta.py           the changes of a tensor, encoded in a few bytes
 sent_deltas.py     the changes since the last publication, and which servers can use
                    them

@@ -50,7 +50,7 @@ class Unloadable(Exception):
 
 
 class Staging:
-    """The copy of one scheduler process. Steps but `swap` run in threads (`job`)."""
+    """One scheduler process's copy. All steps but `swap` run in threads (`job`)."""
 
     def __init__(self) -> None:
         self._version = ""  # being received, or the last one received
