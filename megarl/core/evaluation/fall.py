@@ -91,8 +91,8 @@ def _falls(steps: Sequence[int], scores: np.ndarray) -> Iterator[ScoreFall]:
     """
     evaluations, prompts = scores.shape
     # [evaluations + 1, prompts]: sums over all earlier evaluations
-    sums = np.cumsum(scores, axis=0)
-    sums_before = np.concatenate([np.zeros((1, prompts)), sums])
+    running_sums = np.cumsum(scores, axis=0)
+    sums_before = np.concatenate([np.zeros((1, prompts)), running_sums])
     for width in _widths(evaluations):
         newest = (sums_before[-1] - sums_before[-1 - width]) / width
         for start in range(evaluations - 2 * width + 1):

@@ -162,23 +162,23 @@ def choose(
         raise MegarlError(
             f"--allocate: {amount(budget)} hours do not pay for one step of any batch; give more"
         )
-    rollouts = np.array([p * g * count for (p, g), count in steps.items()])
+    rollouts = np.array([math.prod(batch) * count for batch, count in steps.items()])
     scores = law.scores(np.array([*steps]), rollouts)
     first = np.bincount(scores.argmax(1), minlength=len(steps)) / len(scores)
     means = scores.mean(0)
     low, high = np.quantile(scores, (0.025, 0.975), axis=0)
     order = np.argsort(-means)
-    choices = [
-        BatchChoice(
-            batch,
-            count,
-            prices[batch],
-            float(means[n]),
-            (float(low[n]), float(high[n])),
-            float(first[n]),
+    choices = []
+    for n, (batch, count) in enumerate(steps.items()):
+        choice = BatchChoice(
+            batch=batch,
+            steps=count,
+            hours=prices[batch],
+            score=float(means[n]),
+            interval=(float(low[n]), float(high[n])),
+            first=float(first[n]),
         )
-        for n, (batch, count) in enumerate(steps.items())
-    ]
+        choices.append(choice)
     return [choices[n] for n in order], scores[:, order]
 
 

@@ -230,7 +230,11 @@ def _shares_right(row: Sequence[AnswersTo]) -> list[float]:
 
 def _passed_at(row: Sequence[AnswersTo], n: int) -> list[float]:
     """Return pass@n of each prompt."""
-    return [pass_at_k(int(answers.right.sum()), len(answers.right), n) for answers in row]
+    chances = []
+    for answers in row:
+        right = int(answers.right.sum())
+        chances.append(pass_at_k(right, len(answers.right), n))
+    return chances
 
 
 def _by_difficulty(
