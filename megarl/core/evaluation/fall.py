@@ -67,7 +67,10 @@ def judge(
         return None
     certain = 1 - rate / comparisons(max(planned, evaluations))
     limit = float(stdtrit(prompts - 1, certain))
-    falls = [fall for fall in _falls(steps, scores) if fall.fall > max(LEAST, limit * fall.error)]
+    falls = []
+    for fall in _falls(steps, scores):
+        if fall.fall > max(LEAST, limit * fall.error):
+            falls.append(fall)
     return max(falls, key=lambda fall: fall.fall / fall.error, default=None)
 
 

@@ -190,11 +190,13 @@ def _losses(r: Recipe) -> Iterator[str]:
             f"loss.lower: needs loss.correction=mask, and a value below loss.cap ({r.loss.cap:g});"
             " set these, or 0 here"
         )
-    if r.loss.sequence_mask and not 0 <= r.loss.sequence_mask[0] < 1 < r.loss.sequence_mask[1]:
-        yield (
-            "loss.sequence_mask: give [low, high] around 1, such as [0.99, 1.01], not"
-            f" {list(r.loss.sequence_mask)}"
-        )
+    if r.loss.sequence_mask:
+        low, high = r.loss.sequence_mask
+        if not 0 <= low < 1 < high:
+            yield (
+                "loss.sequence_mask: give [low, high] around 1, such as [0.99, 1.01], not"
+                f" {list(r.loss.sequence_mask)}"
+            )
 
 
 def _teacher(r: Recipe) -> Iterator[str]:

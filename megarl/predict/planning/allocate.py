@@ -110,7 +110,11 @@ def measured(runs: Sequence[CellRun], batches: Sequence[BatchSize]) -> dict[Batc
         else:
             per_step = float(hours.mean())
             per_rollout = 0.0
-    return {(p, g): float(per_step + per_rollout * p * g) for p, g in batches}
+    prices = {}
+    for prompts, generations in batches:
+        price = per_step + per_rollout * prompts * generations
+        prices[prompts, generations] = float(price)
+    return prices
 
 
 def planned(posed: PlanningProblem, batches: Sequence[BatchSize]) -> dict[BatchSize, float]:
@@ -157,7 +161,8 @@ def choose(
     """Return affordable batch sizes, best first, and draws [draws, choices] of their
     scores. MegarlError if there are none.
     """
-    steps = {batch: int(budget / hours) for batch, hours in prices.items() if hours <= budget}
+    affordable = {batch: hours for batch, hours in prices.items() if hours <= budget}
+    steps = {batch: int(budget / hours) for batch, hours in affordable.items()}
     if not steps:
         raise MegarlError(
             f"--allocate: {amount(budget)} hours do not pay for one step of any batch; give more"

@@ -244,7 +244,9 @@ def _by_difficulty(
     difficulties = np.array([answers.difficulty for answers in table[0]], float)
     if len(np.unique(difficulties)) > 1:
         bins = _bins_of_column(difficulties)
-        names = {number: _bin_name(difficulties[bins == number]) for number in np.unique(bins)}
+        names = {}
+        for number in np.unique(bins):
+            names[number] = _bin_name(difficulties[bins == number])
     elif samples < 2:
         problem = (
             "1 answer a prompt and no column of difficulty: nothing but the score itself could"
