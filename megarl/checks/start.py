@@ -86,7 +86,8 @@ which is compared instead.
 def check_writable(rundir: RunDir) -> Path:
     """Return the folder that exists of the run's path, and in which we can write."""
     path = rundir.path
-    folder = next(part for part in (path, *path.absolute().parents) if os.path.exists(part))
+    candidates = (path, *path.absolute().parents)
+    folder = next(part for part in candidates if os.path.exists(part))
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
         raise MegarlError(f"run.dir: cannot write in {folder}; give another run.dir")
     return folder

@@ -204,9 +204,11 @@ def toolkit() -> dict[str, str]:
     nvcc = shutil.which("nvcc")
     if nvcc is None or "CUDA_HOME" in os.environ or "CUDA_PATH" in os.environ:
         return {}
-    homes = Path(nvcc).parents[1], Path(nvcc).resolve().parents[1], TOOLKIT
-    home = next((home for home in homes if (home / "lib64" / "libcudart.so").exists()), homes[0])
-    return {} if home == homes[0] else {"CUDA_HOME": str(home)}
+    assumed = Path(nvcc).parents[1]  # by SGLang
+    for home in (assumed, Path(nvcc).resolve().parents[1], TOOLKIT):
+        if (home / "lib64" / "libcudart.so").exists():
+            return {} if home == assumed else {"CUDA_HOME": str(home)}
+    return {}
 
 
 LONGEST_TEMPORARY = 70

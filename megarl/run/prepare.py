@@ -82,7 +82,10 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
     """Choose the addresses on which roles listen, with ports that were free on their
     nodes, and new keys.
     """
-    ports = {node.name: iter(node.ports) for place in placed.values() for node in place.nodes}
+    ports = {}
+    for place in placed.values():
+        for node in place.nodes:
+            ports[node.name] = iter(node.ports)
     controller = Role("controller")
     learner = Role("learner")
 

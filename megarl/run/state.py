@@ -338,7 +338,8 @@ def dated_problem(rundir: RunDir) -> str:
     """Return the newest warning or failure that roles and supervisor have written down
     with its time; empty without any.
     """
-    events = [line for line in Tail(rundir.supervisor).lines() if _is_failure(parsed(line) or {})]
+    lines = Tail(rundir.supervisor).lines()
+    events = [line for line in lines if _is_failure(parsed(line) or {})]
     newest = max(map(sentence, reversed(events)), default="", key=_time_of)
     logs = [(log.stat().st_mtime, log) for log in rundir.logs.glob("*/*.log")]
     for written, log in sorted(logs, reverse=True):

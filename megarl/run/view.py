@@ -194,7 +194,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
         end = (i + 1) * len(values) // count
         part = values[start:end]
         share = sum(part) / len(part)
-        bars.append(BARS[max(0, min(len(BARS) - 1, int(share * len(BARS))))])
+        level = int(share * len(BARS))
+        bars.append(BARS[max(0, min(len(BARS) - 1, level))])
     return "".join(bars)
 
 

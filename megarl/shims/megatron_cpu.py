@@ -342,7 +342,8 @@ def _all_gather(
 ) -> None:
     """Gather pieces of different lengths, padded to the longest in transit."""
     longest = max(len(piece) for piece in pieces)
-    padded = torch.cat([mine, mine.new_zeros(longest - len(mine), *mine.shape[1:])])
+    padding = mine.new_zeros(longest - len(mine), *mine.shape[1:])
+    padded = torch.cat([mine, padding])
     padded_pieces = [torch.empty_like(padded) for _ in pieces]
     dist.all_gather(padded_pieces, padded, group=group)
     for piece, padded_piece in zip(pieces, padded_pieces, strict=True):

@@ -293,12 +293,16 @@ def script(chosen: ChosenLayout, job: JobOptions) -> str:
     if name.endswith((".yaml", ".yml")):
         name = str(Path(name).resolve())
     variables = {"CONTAINER": job.container, "IMAGE": job.image, "MOUNTS": job.mounts}
-    exports = [f"export {key}={shlex.quote(value)}" for key, value in variables.items() if value]
+    lines.append(f"# {written_by(job)}")
+    lines += [f"# {line}" for line in chosen.figures]
+    for key, value in variables.items():
+        if value:
+            lines.append(f"export {key}={shlex.quote(value)}")
     megarl = Path(sys.executable).with_name("megarl")
-    exports.append(f"export MEGARL={shlex.quote(str(megarl))}")
-    lines += [f"# {written_by(job)}", *(f"# {line}" for line in chosen.figures), *exports]
+    lines.append(f"export MEGARL={shlex.quote(str(megarl))}")
     lines += ["# shellcheck disable=SC1091", f"source {shlex.quote(str(LIBRARY))}"]
-    lines.append(f'until_done "$MEGARL" {shlex.join(train(name, OF_SLURM, chosen, job))}')
+    command = shlex.join(train(name, OF_SLURM, chosen, job))
+    lines.append(f'until_done "$MEGARL" {command}')
     return "\n".join(["#!/usr/bin/env bash", *lines, ""])
 
 

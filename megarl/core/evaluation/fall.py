@@ -67,7 +67,10 @@ def judge(
         return None
     certain = 1 - rate / comparisons(max(planned, evaluations))
     limit = float(stdtrit(prompts - 1, certain))
-    falls = [fall for fall in _falls(steps, scores) if fall.fall > max(LEAST, limit * fall.error)]
+    falls = []
+    for fall in _falls(steps, scores):
+        if fall.fall > max(LEAST, limit * fall.error):
+            falls.append(fall)
     return max(falls, key=lambda fall: fall.fall / fall.error, default=None)
 
 
@@ -91,7 +94,8 @@ def _falls(steps: Sequence[int], scores: np.ndarray) -> Iterator[ScoreFall]:
     """
     evaluations, prompts = scores.shape
     # [evaluations + 1, prompts]: sums over all earlier evaluations
-    sums_before = np.concatenate([np.zeros((1, prompts)), np.cumsum(scores, axis=0)])
+    running_sums = np.cumsum(scores, axis=0)
+    sums_before = np.concatenate([np.zeros((1, prompts)), running_sums])
     for width in _widths(evaluations):
         newest = (sums_before[-1] - sums_before[-1 - width]) / width
         for start in range(evaluations - 2 * width + 1):

@@ -110,7 +110,9 @@ class Distribution:
         if not is_known.any():
             return None
         with np.errstate(invalid="ignore", over="ignore"):
-            d = second[is_known].astype(np.float64) - first[is_known].astype(np.float64)
+            known_first = first[is_known].astype(np.float64)
+            known_second = second[is_known].astype(np.float64)
+            d = known_second - known_first
             size = np.where(np.isnan(d), np.inf, np.abs(d))
             p50, p99, p999 = np.quantile(size, (0.5, 0.99, 0.999), method="higher")
             k3 = np.mean(np.exp(d) - 1 - d)
@@ -317,9 +319,10 @@ class ParityJudge:
         for server, part in parts.items():
             judged += self._judge_part(server, part)
         standing = [limit for limit in self._gathering if limit.server in parts]
-        broken = {
-            limit: self._broken[limit] for limit in (*judged, *standing) if limit in self._broken
-        }
+        broken: dict[Limit, Broken] = {}
+        for limit in (*judged, *standing):
+            if limit in self._broken:
+                broken[limit] = self._broken[limit]
         if not broken:
             return ParityVerdict()
         newly_broken = [limit for limit in judged if limit in broken]
@@ -491,12 +494,12 @@ def likely_cause(measurements: Sequence[Measurement], limits: ParityLimits, quan
     """Return the likeliest cause of measurements that exceed the limit on `quantity`,
     and the numbers that point to it.
     """
-    signs = _signs(RolloutScores.concatenate([m.scores for m in measurements]), quantity)
-    choices = sum(m.choices for m in measurements)
-    routing = sum(m.differing for m in measurements) / choices if choices else 0.0
+    together = Measurement.concatenate(measurements)
+    signs = _signs(together.scores, quantity)
+    routing = together.routing or 0.0
     cause = named_cause(signs, routing > limits.routing, quantity == "decode")
     # Unknown for a single server or a dense model.
-    experts = f"; experts that differ: {routing:.1%}" if choices else ""
+    experts = f"; experts that differ: {routing:.1%}" if together.choices else ""
     return (
         f"{cause} (same bits at two versions: {signs['parity_same_bits']:.0%}; explained by the"
         f" log-prob: {signs['parity_line']:.0%}; last third of positions over first:"
@@ -509,12 +512,18 @@ def _growth_of_logit_error(scores: RolloutScores) -> float:
     first third.
     """
     first, second = scores.pair("kernels")
-    low, high = np.quantile(scores.position, (1 / 3, 2 / 3))
-    is_early = scores.position <= low
-    is_late = scores.position >= high
+    is_early, is_late = _outer_thirds(scores.position)
     early_error = logit_error(first[is_early], second[is_early])
     late_error = logit_error(first[is_late], second[is_late])
     return late_error / early_error if early_error else 1.0
+
+
+def _outer_thirds(position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which tokens [n] are in the first third of the positions, and in the
+    last.
+    """
+    low, high = np.quantile(position, (1 / 3, 2 / 3))
+    return position <= low, position >= high
 
 
 def _signs(scores: RolloutScores, quantity: str) -> dict[str, float]:
@@ -624,13 +633,12 @@ def growth_along_sequence(first: np.ndarray, second: np.ndarray, position: np.nd
     """
     is_valid = np.isfinite(first) & np.isfinite(second)
     size = np.abs(first - second)[is_valid]
-    position = position[is_valid]
     if len(size) < FEWEST_TOKENS:
         return 1.0
-    low, high = np.quantile(position, (1 / 3, 2 / 3))
-    early = size[position <= low]
-    late = size[position >= high]
-    return float(late.mean() / max(float(early.mean()), 1e-12))
+    is_early, is_late = _outer_thirds(position[is_valid])
+    early_mean = float(size[is_early].mean())
+    late_mean = size[is_late].mean()
+    return float(late_mean / max(early_mean, 1e-12))
 
 
 def pooled(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

@@ -156,7 +156,10 @@ class Sampled(Questions[Prompt]):
         """Return the suite's reward; UNSET if it has none, or nothing was graded."""
         if not grade.rewards or not self.rewards:
             return UNSET
-        return sum(reward.weight * grade.rewards[name] for name, reward in self.rewards.items())
+        weighted = []
+        for name, reward in self.rewards.items():
+            weighted.append(reward.weight * grade.rewards[name])
+        return sum(weighted)
 
 
 def _job(asker: Asker, prompt: Prompt, order: Order) -> Job:

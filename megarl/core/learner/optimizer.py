@@ -375,7 +375,9 @@ def _state_of_one_rank(
         states = {} if empty_data else _states_by_place(optimizer, buffer)
         buffer_state: StateDict = {"numel_unpadded": buffer.numel_unpadded}
         for name in ("param", *optimizer.optimizer_state_keys):
-            tensors = {place: kinds[name].detach().view(-1) for place, kinds in states.items()}
+            tensors = {}
+            for place, kinds in states.items():
+                tensors[place] = kinds[name].detach().view(-1)
             if lends:
                 buffer_state[name] = _Lent(tensors)
             else:

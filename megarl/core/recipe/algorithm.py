@@ -183,11 +183,13 @@ class Loss(Section):
                 f"lower: needs loss.correction=mask, and a value below loss.cap ({self.cap:g});"
                 " set these, or 0 here"
             )
-        if self.sequence_mask and not 0 <= self.sequence_mask[0] < 1 < self.sequence_mask[1]:
-            yield (
-                "sequence_mask: give [low, high] around 1, such as [0.99, 1.01], not"
-                f" {list(self.sequence_mask)}"
-            )
+        if self.sequence_mask:
+            low, high = self.sequence_mask
+            if not 0 <= low < 1 < high:
+                yield (
+                    "sequence_mask: give [low, high] around 1, such as [0.99, 1.01], not"
+                    f" {list(self.sequence_mask)}"
+                )
 
 
 class Reference(Section):

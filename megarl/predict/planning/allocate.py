@@ -110,7 +110,11 @@ def measured(runs: Sequence[CellRun], batches: Sequence[BatchSize]) -> dict[Batc
         else:
             per_step = float(hours.mean())
             per_rollout = 0.0
-    return {(p, g): float(per_step + per_rollout * p * g) for p, g in batches}
+    prices = {}
+    for prompts, generations in batches:
+        price = per_step + per_rollout * prompts * generations
+        prices[prompts, generations] = float(price)
+    return prices
 
 
 def planned(problem: PlanningProblem, batches: Sequence[BatchSize]) -> dict[BatchSize, float]:
@@ -157,28 +161,29 @@ def choose(
     """Return affordable batch sizes, best first, and draws [draws, choices] of their
     scores. MegarlError if there are none.
     """
-    steps = {batch: int(budget / hours) for batch, hours in prices.items() if hours <= budget}
+    affordable = {batch: hours for batch, hours in prices.items() if hours <= budget}
+    steps = {batch: int(budget / hours) for batch, hours in affordable.items()}
     if not steps:
         raise MegarlError(
             f"--allocate: {amount(budget)} hours do not pay for one step of any batch; give more"
         )
-    rollouts = np.array([p * g * count for (p, g), count in steps.items()])
+    rollouts = np.array([math.prod(batch) * count for batch, count in steps.items()])
     scores = law.scores(np.array([*steps]), rollouts)
     first = np.bincount(scores.argmax(1), minlength=len(steps)) / len(scores)
     means = scores.mean(0)
     low, high = np.quantile(scores, (0.025, 0.975), axis=0)
     order = np.argsort(-means)
-    choices = [
-        BatchChoice(
-            batch,
-            count,
-            prices[batch],
-            float(means[n]),
-            (float(low[n]), float(high[n])),
-            float(first[n]),
+    choices = []
+    for n, (batch, count) in enumerate(steps.items()):
+        choice = BatchChoice(
+            batch=batch,
+            steps=count,
+            hours=prices[batch],
+            score=float(means[n]),
+            interval=(float(low[n]), float(high[n])),
+            first=float(first[n]),
         )
-        for n, (batch, count) in enumerate(steps.items())
-    ]
+        choices.append(choice)
     return [choices[n] for n in order], scores[:, order]
 
 

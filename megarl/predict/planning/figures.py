@@ -52,9 +52,10 @@ def draw(
 def _lags(axes: Axes, results: Mapping[str, Simulation]) -> None:
     """Draw the distribution of the lag of trained tokens."""
     width = 0.8 / len(results)
+    middle = (len(results) - 1) / 2
     for i, ((name, result), colour) in enumerate(zip(results.items(), COLORS, strict=False)):
         lags = result.summary.lags
-        offset = (i - (len(results) - 1) / 2) * width
+        offset = (i - middle) * width
         places = [lag + offset for lag in lags]
         axes.bar(places, list(lags.values()), width, color=colour, label=name)
     limit = max(result.plan.recipe.pipeline.lag_limit for result in results.values())
@@ -119,8 +120,10 @@ def _split(axes: Axes, plans: Sequence[Plan], results: Mapping[str, Simulation])
     estimates = [best[n] for n in sorted(best)]
     axes.plot(gpus, estimates, "o-", color=PALE, markersize=4, label="estimate, best layout")
     for (name, result), colour in zip(results.items(), COLORS, strict=False):
-        point = (result.plan.recipe.resources.learner_ranks, result.summary.tokens_per_second)
-        axes.plot(*point, "D", color=colour, label=f"{name}, simulated")
+        ranks = result.plan.recipe.resources.learner_ranks
+        speed = result.summary.tokens_per_second
+        point = (ranks, speed)
+        axes.plot(ranks, speed, "D", color=colour, label=f"{name}, simulated")
         if plans and result.plan.gpus != plans[0].gpus:
             text = f"as written: {result.plan.gpus} GPUs"
             axes.annotate(

@@ -382,7 +382,8 @@ def server_of(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
         return f"{fp8_keys[0]}: {gpu.name} has no FP8 products"
     if reason := fp8_problem(problem.recipe, shape, ranks):
         return f"server TP {ranks}: {reason}"
-    if ranks > gpu.nvlink_gpus and (gpu.nvlink_gpus < gpu.node_gpus or ranks % gpu.nvlink_gpus):
+    is_of_nodes = gpu.nvlink_gpus >= gpu.node_gpus and not ranks % gpu.nvlink_gpus
+    if ranks > gpu.nvlink_gpus and not is_of_nodes:
         return (
             f"server TP {ranks}: beyond one NVLink domain, and not several whole nodes of"
             f" {gpu.node_gpus}"

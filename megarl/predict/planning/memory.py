@@ -217,8 +217,8 @@ def batch_bytes(recipe: Recipe, shape: Architecture, tokens: float) -> float:
     width = 1 if shape.experts <= 256 else 2
     token_bytes = INT32 + FP32 + choices * width
     all_ranks = 2 * recipe.data_parallel * token_bytes
-    own_experts = 2 * choices
-    return tokens * (all_ranks + own_experts)
+    own_choices = 2 * choices
+    return tokens * (all_ranks + own_choices)
 
 
 def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tuple[float, float]:
@@ -241,12 +241,12 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
     all_attention = layers * attention
     all_dense = (layers - moe) * dense
     if recompute == "none":
-        stored = all_attention + all_dense + moe * sparse
-        return stored * share, 0.0
+        layer_bytes = all_attention + all_dense + moe * sparse
+        return layer_bytes * share, 0.0
     if recompute == "light":
         light = light_activation_bytes(shape, input_width) / tensor
-        stored = all_attention + all_dense + moe * (sparse - light)
-        return stored * share, light
+        layer_bytes = all_attention + all_dense + moe * (sparse - light)
+        return layer_bytes * share, light
     largest = 0.0
     if moe < layers:
         largest = dense

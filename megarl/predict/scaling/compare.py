@@ -45,23 +45,14 @@ class NamedFit(NamedTuple):
     fit: Fit
 
 
-class Pair(NamedTuple):
-    """The reference and another run. text: what the verdict says of them."""
-
-    reference: str
-    challenger: str
-    same_ceiling: bool
-    overtakes: Overtakes
-    text: str
-
-
 class RunComparison(NamedTuple):
-    """A comparison of runs. at_ceiling: the fits at the common A, `ceiling`, where
-    exponents B are comparable.
+    """A comparison of runs. against_first: what is said of the first fitted run and
+    each other one; at_ceiling: the fits at the common A, `ceiling`, where exponents B
+    are comparable.
     """
 
     entries: tuple[RunFit, ...]
-    pairs: tuple[Pair, ...]
+    against_first: tuple[str, ...]
     ceiling: float
     at_ceiling: Mapping[str, Fit]
 
@@ -78,7 +69,7 @@ class RunComparison(NamedTuple):
     @property
     def verdict(self) -> str:
         """The comparison in plain words, one group of sentences per pair."""
-        sentences = [pair.text for pair in self.pairs]
+        sentences = list(self.against_first)
         for entry in self.entries:
             if entry.fit is None:
                 sentences.append(f"{entry.name} was not fitted: {entry.problem}")
@@ -122,11 +113,10 @@ def compare(runs: Runs, **options: Unpack[FitOptions]) -> RunComparison:
     at_ceiling: dict[str, Fit] = {}
     if len(fitted) > 1:
         at_ceiling = _refitted(runs, fitted, options, ceiling)
-    pairs = []
+    texts = []
     for challenger in fitted[1:]:
         reference = fitted[0]
-        same_ceiling = abs(reference.fit.A - challenger.fit.A) <= SAME_CEILING
-        if same_ceiling:
+        if abs(reference.fit.A - challenger.fit.A) <= SAME_CEILING:
             both = [reference, challenger]
             common = at_ceiling
             distances = [abs(run.fit.A - ceiling) for run in both]
@@ -136,10 +126,10 @@ def compare(runs: Runs, **options: Unpack[FitOptions]) -> RunComparison:
             text = _exponents(reference, challenger, common)
         else:
             text = _ceiling(reference, challenger)
-        changes = overtakes(*reference, *challenger)
-        text = f"{text} {_speed(reference, challenger)} {_lead(changes, reference, challenger)}"
-        pairs.append(Pair(reference.name, challenger.name, same_ceiling, changes, text))
-    return RunComparison(tuple(entries), tuple(pairs), ceiling, at_ceiling)
+        speed = _speed(reference, challenger)
+        lead = _lead(overtakes(*reference, *challenger), reference, challenger)
+        texts.append(f"{text} {speed} {lead}")
+    return RunComparison(tuple(entries), tuple(texts), ceiling, at_ceiling)
 
 
 def _fit_each(runs: Runs, options: FitOptions) -> list[RunFit]:

@@ -413,7 +413,9 @@ def _errors(
     r0 = np.clip(r0, *r0_bounds)
     # The square of y - r0 q - a s, term by term.
     errors = yy - 2 * r0 * yq - 2 * a * ys
-    errors = errors + r0 * r0 * qq + 2 * a * r0 * sq + a * a * ss
+    errors = errors + r0 * r0 * qq
+    errors = errors + 2 * a * r0 * sq
+    errors = errors + a * a * ss
     return errors, r0
 
 

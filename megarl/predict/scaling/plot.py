@@ -46,7 +46,6 @@ def plot_fits(
     series: Series,
     path_without_suffix: Path,
     *,
-    title: str = "",
     until: float | None = None,
     laws: Sequence[Law] = (),
 ) -> list[Path]:
@@ -69,7 +68,7 @@ def plot_fits(
     for (name, (curves, fit)), color in zip(series.items(), cycle(COLORS), strict=False):
         lines.append(_Line(name, color, curves, fit, _band(fit, end)))
     law_hours = np.geomspace(start, end, 300)
-    with drawing((12, 4.6), 1, 2, title=title, sharey=True) as (figure, (log, linear)):
+    with drawing((12, 4.6), 1, 2, sharey=True) as (figure, (log, linear)):
         for axes, heading in ((log, "logarithm of compute"), (linear, "compute")):
             _draw_laws(axes, laws, law_hours)
             for line in lines:
@@ -87,7 +86,6 @@ def plot_fits(
         curve = _rows(fewer_hours, law(fewer_hours))
         page_laws.append({"name": _label(law), "curve": curve})
     data = {
-        "title": title or "Pass rate against compute",
         "unit": unit_name(unit),
         "end": end,
         "series": [_page_series(line) for line in lines],

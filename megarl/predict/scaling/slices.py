@@ -230,7 +230,11 @@ def _shares_right(row: Sequence[AnswersTo]) -> list[float]:
 
 def _passed_at(row: Sequence[AnswersTo], n: int) -> list[float]:
     """Return pass@n of each prompt."""
-    return [pass_at_k(int(answers.right.sum()), len(answers.right), n) for answers in row]
+    chances = []
+    for answers in row:
+        right = int(answers.right.sum())
+        chances.append(pass_at_k(right, len(answers.right), n))
+    return chances
 
 
 def _by_difficulty(
@@ -240,7 +244,9 @@ def _by_difficulty(
     difficulties = np.array([answers.difficulty for answers in table[0]], float)
     if len(np.unique(difficulties)) > 1:
         bins = _bins_of_column(difficulties)
-        names = {number: _bin_name(difficulties[bins == number]) for number in np.unique(bins)}
+        names = {}
+        for number in np.unique(bins):
+            names[number] = _bin_name(difficulties[bins == number])
     elif samples < 2:
         problem = (
             "1 answer a prompt and no column of difficulty: nothing but the score itself could"

@@ -167,7 +167,8 @@ def _named(place: str, names: Sequence[str], fields: Sequence[str]) -> Row:
     """
     surplus = fields[len(names) :]
     is_blank = not any(field.strip() for field in fields)
-    if not is_blank and (len(fields) < len(names) or any(field.strip() for field in surplus)):
+    has_surplus = any(field.strip() for field in surplus)
+    if not is_blank and (len(fields) < len(names) or has_surplus):
         raise MegarlError(
             f"{place}: {len(names)} headers, but another number of fields ({len(fields)})"
         )

@@ -193,8 +193,17 @@ def cells(row: VariantResult) -> list[str]:
             "{:.2f} [{:.2f}, {:.2f}]".format(at_ceiling.B, *at_ceiling.B_interval),
             "{:.3g} [{:.3g}, {:.3g}]".format(fit.C_mid, *fit.C_mid_interval),
         ]
-    rates = [f"{first:.3f}", _spread(row.final), _spread(row.common), f"{lag:.2f}"]
-    return [row.variant, str(len(row.runs)), *rates, *fitted, f"{hours:.3g}", f"{tokens:,.0f}"]
+    return [
+        row.variant,
+        str(len(row.runs)),
+        f"{first:.3f}",
+        _spread(row.final),
+        _spread(row.common),
+        f"{lag:.2f}",
+        *fitted,
+        f"{hours:.3g}",
+        f"{tokens:,.0f}",
+    ]
 
 
 def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:

@@ -373,7 +373,9 @@ def _inferred(turn: _ProbeTurn, ends: re.Pattern[str]) -> CallFormat:
         at = calls[-1].end
     first = calls[0]
     between = text[first.end : calls[1].start] if turn.count > 1 else None
-    marks = Marks.inferred(text[: first.start], between, ends.split(text[at:])[0])
+    prefix = text[: first.start]
+    suffix = ends.split(text[at:])[0]
+    marks = Marks.inferred(prefix, between, suffix)
     format = CallFormat(
         marks, first.arguments, first.after_name, by_ids=turn.by_ids, as_text=turn.as_text
     )

@@ -84,7 +84,8 @@ class ChatTemplate:
                 continue
             # Not in it word for word; thoughts may be left out.
             changed = {**message, "content": f"{message['content']}?"}
-            if self.render([*messages[:n], changed, *messages[n + 1 :]]) == text:
+            changed_messages = [*messages[:n], changed, *messages[n + 1 :]]
+            if self.render(changed_messages) == text:
                 raise MegarlError(
                     f"{self.path}: the chat template leaves out what {message['role']!r} says"
                     f" ({abbreviated(message['content'])}); roles that all templates know are"

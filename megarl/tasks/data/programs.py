@@ -125,7 +125,8 @@ def _mbpp_check(line: str, setup: Sequence[str], raw: Raw) -> dict[str, str]:
     try:
         code = ast.parse(text_of(column("code")(raw)))
         defined = [node.name for node in code.body if isinstance(node, ast.FunctionDef)]
-        used = {node.id for node in ast.walk(ast.parse(line)) if isinstance(node, ast.Name)}
+        nodes = ast.walk(ast.parse(line))
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
     except SyntaxError as error:
         raise UnfitError(f"the code or a test is not Python: {error}") from None
     names = [name for name in defined if name in used]

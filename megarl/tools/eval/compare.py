@@ -321,15 +321,23 @@ def notes(a: Side, b: Side, prompts: Sequence[str]) -> Iterator[str]:
             f"Worded differently, or in another template, on the two sides: {reworded} of"
             f" {len(prompts)} prompts."
         )
-    if a.result and b.result:
-        settings_a = flat({**a.result.settings, "model": None})
-        settings_b = flat({**b.result.settings, "model": None})
-        one_sided = ONE_SIDED - (settings_a.keys() & settings_b.keys())
-        for key in sorted((settings_a.keys() | settings_b.keys()) - one_sided):
-            of_a = settings_a.get(key)
-            of_b = settings_b.get(key)
-            if of_a != of_b:
-                yield f"{key}: {of_a} of {a.name}, {of_b} of {b.name}."
+    yield from _differing_settings(a, b)
+
+
+def _differing_settings(a: Side, b: Side) -> Iterator[str]:
+    """Yield each setting that is not the same on both sides, the model aside."""
+    if a.result is None or b.result is None:
+        return
+    settings_a = flat({**a.result.settings, "model": None})
+    settings_b = flat({**b.result.settings, "model": None})
+    on_both_sides = settings_a.keys() & settings_b.keys()
+    one_sided = ONE_SIDED - on_both_sides
+    keys = settings_a.keys() | settings_b.keys()
+    for key in sorted(keys - one_sided):
+        of_a = settings_a.get(key)
+        of_b = settings_b.get(key)
+        if of_a != of_b:
+            yield f"{key}: {of_a} of {a.name}, {of_b} of {b.name}."
 
 
 def _notes_of_side(side: Side, prompts: Sequence[str]) -> Iterator[str]:
@@ -373,6 +381,14 @@ def show(comparison: SideBySide, console: Console) -> None:
         console.print(line, highlight=False)
 
 
+class _Example(NamedTuple):
+    """A prompt without its template, and the first answer of each side."""
+
+    prompt: str
+    a: Answer
+    b: Answer
+
+
 def _examples(comparison: SideBySide) -> Table:
     """Return the first answers of both sides to a few prompts: first of those where one
     is right and one is wrong.
@@ -380,12 +396,12 @@ def _examples(comparison: SideBySide) -> Table:
     answers_a = comparison.a.firsts(comparison.prompts)
     answers_b = comparison.b.firsts(comparison.prompts)
     texts = _without_template([answer.prompt for answer in answers_a])
-    rows = list(zip(texts, answers_a, answers_b, strict=True))
-    rows.sort(key=lambda row: row[1].correct == row[2].correct)
+    rows = list(map(_Example, texts, answers_a, answers_b))
+    rows.sort(key=lambda row: row.a.correct == row.b.correct)
     columns = [Column(heading, ratio=1) for heading in ("prompt", "A answers", "B answers")]
     table = Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True)
-    for text, answer_a, answer_b in rows[:EXAMPLES]:
-        table.add_row(Text(_one_line(text)), _verdict(answer_a), _verdict(answer_b))
+    for row in rows[:EXAMPLES]:
+        table.add_row(Text(_one_line(row.prompt)), _verdict(row.a), _verdict(row.b))
     return table
 
 
@@ -546,8 +562,9 @@ def _lines(comparison: SideBySide) -> list[list[str | int]]:
 def _prompt(comparison: SideBySide, name: str, limit: int | None) -> dict[str, object]:
     a = comparison.a.answers[name]
     b = comparison.b.answers[name]
+    wordings = (a[0].prompt, b[0].prompt)
     return {
-        "prompts": [shortened(answers[0].prompt, LONGEST_ASKED) for answers in (a, b)],
+        "prompts": [shortened(wording, LONGEST_ASKED) for wording in wordings],
         "expected": shortened(a[0].expected, LONGEST_ASKED),
         "a": [_answer(answer, limit) for answer in a],
         "b": [_answer(answer, limit) for answer in b],

@@ -120,7 +120,8 @@ class LearnerMetrics:
         self._tokens += row.get("generated_tokens", 0.0)
         self._trained += row.get("tokens_trained", 0.0)
         parts = {part: row.get(f"{part}_seconds", 0.0) for part in PARTS}
-        parts["other"] = max(0.0, row.get("step_seconds", 0.0) - sum(parts.values()))
+        remaining = row.get("step_seconds", 0.0) - sum(parts.values())
+        parts["other"] = max(0.0, remaining)
         # A new dictionary, as a scrape may be reading the old one.
         self._seconds = {part: self._seconds[part] + seconds for part, seconds in parts.items()}
         self._row = row

@@ -65,7 +65,8 @@ def packed(units: Iterable[SpanTree]) -> list[list[Span]]:
     """
     lanes: list[list[SpanTree]] = []
     for unit in sorted(units, key=lambda unit: _by_start(unit[0])):
-        free = [lane for lane in lanes if lane[-1][0].end <= unit[0].start]
+        start = unit[0].start
+        free = [lane for lane in lanes if lane[-1][0].end <= start]
         if free:
             free[0].append(unit)
         else:
@@ -207,8 +208,10 @@ class ChromeTrace:
         time within the span.
         """
         self._flows += 1
-        self.add("s", start[0], name, start[1], cat="group", id=self._flows)
-        self.add("f", end[0], name, end[1], cat="group", id=self._flows, bp="e")
+        start_on, start_at = start
+        end_on, end_at = end
+        self.add("s", start_on, name, start_at, cat="group", id=self._flows)
+        self.add("f", end_on, name, end_at, cat="group", id=self._flows, bp="e")
 
     def tree(self, about: JsonObject) -> JsonObject:
         """Return the file's content: metadata, then events by time. about: the run's

@@ -171,7 +171,7 @@ def test_a_report_has_only_its_own_tags_and_replaces_links(
 
 def test_pages_and_charts_take_names_for_text(tmp_path: Path) -> None:
     curve = replace(exact(0.6, 1.5, 2500), unit=HOSTILE + HALF)
-    png, svg, page = plot_fits({HOSTILE: ([curve], None)}, tmp_path / "a", title=HOSTILE)
+    png, svg, page = plot_fits({HOSTILE: ([curve], None)}, tmp_path / "a")
     assert png.read_bytes()[:4] == b"\x89PNG"
     assert "img" not in tags(svg.read_text(errors="replace"))
     assert "img" not in tags(page.read_text(errors="replace"))

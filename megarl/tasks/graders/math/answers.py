@@ -144,7 +144,8 @@ def named(answer: MathAnswer) -> NamedAnswer:
         name = name_of(first)
         if name and not isinstance(answer.sides[1], Expression):
             return NamedAnswer(name, answer.sides[1])
-    if set(answer.signs) != {"="} or not all(map(is_constant_side, answer.sides[1:-1])):
+    between = answer.sides[1:-1]
+    if set(answer.signs) != {"="} or not all(map(is_constant_side, between)):
         return NamedAnswer(None, answer)
     if is_constant_side(first):
         return NamedAnswer(None, answer.sides[-1])
@@ -258,7 +259,9 @@ def _paired(
     names: Sequence[MathAnswer], values: Sequence[MathAnswer]
 ) -> dict[str, MathAnswer] | None:
     words = [name_of(name) for name in names]
-    if None in words or len(set(words)) != len(words) or len(words) != len(values):
+    if len(words) != len(values) or len(set(words)) != len(words):
+        return None
+    if None in words:
         return None
     return dict(zip(map(str, words), values, strict=True))
 

@@ -180,7 +180,9 @@ class Comparison:
 
     def _approximation_holds(self, relation: Relation) -> bool:
         place = relation.signs.index("~")
-        if place + 1 != len(relation.signs) or set(relation.signs[:place]) - {"="}:
+        preceding = relation.signs[:place]
+        is_last = place + 1 == len(relation.signs)
+        if not is_last or set(preceding) - {"="}:
             return False
         exact = relation.sides[place]
         if not isinstance(exact, Expression):
@@ -400,7 +402,9 @@ class Comparison:
         return all(map(self._equality.same, gold_entries, entries))
 
     def _same_matrices(self, gold: Matrix, answer: Matrix) -> bool:
-        if len(gold.rows) != len(answer.rows) or len(gold.rows[0]) != len(answer.rows[0]):
+        if len(gold.rows) != len(answer.rows):
+            return False
+        if len(gold.rows[0]) != len(answer.rows[0]):
             return False
         for gold_row, row in zip(gold.rows, answer.rows, strict=True):
             if not all(map(self._equality.same, gold_row, row)):
@@ -461,7 +465,9 @@ class Comparison:
         if all(self.same(a, b) for a, b in zip(gold, answer, strict=True)):
             return True
         if sign in ("=", "!="):
-            if self.same(gold[0], answer[1]) and self.same(gold[1], answer[0]):
+            gold_first, gold_second = gold
+            first, second = answer
+            if self.same(gold_first, second) and self.same(gold_second, first):
                 return True
             if is_value_of_letter(gold):
                 return False

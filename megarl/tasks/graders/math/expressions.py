@@ -195,7 +195,9 @@ class FormulaParser(Cursor):
         return token.text in ("(", "{", "[")
 
     def _is_factor_word(self, token: Token) -> bool:
-        if token.text in names.FUNCTIONS or token.text in names.INFINITE or len(token.text) == 1:
+        if len(token.text) == 1:
+            return True
+        if token.text in names.FUNCTIONS or token.text in names.INFINITE:
             return True
         if token.text.startswith("\\"):
             return True
@@ -211,7 +213,7 @@ class FormulaParser(Cursor):
         for _ in range(MOST_POSTFIXES):
             if self.at("^"):
                 value = self._power(value)
-            elif self.at("!") and (self.peek(1).text != "=" or self.peek(1).gap is not Gap.NONE):
+            elif self._is_factorial():
                 self.take()
                 head = "!!" if self.accept("!") else "!"
                 value = Apply(head, (formula_of(value),))
@@ -220,6 +222,13 @@ class FormulaParser(Cursor):
             else:
                 return value
         raise CannotRead("too many signs behind a factor")
+
+    def _is_factorial(self) -> bool:
+        """Return whether `!` comes next, and not `!=`."""
+        if not self.at("!"):
+            return False
+        following = self.peek(1)
+        return following.text != "=" or following.gap is not Gap.NONE
 
     def _is_temperature(self) -> bool:
         is_scale = self.peek(1).text in ("C", "F", "K")
@@ -412,11 +421,12 @@ class FormulaParser(Cursor):
         return Symbol(name)
 
     def _full_name(self, name: str) -> str:
-        if name in names.NUMBER_SETS and self.at("^") and self.peek(1).text in ("+", "-", "*"):
+        is_set = name in names.NUMBER_SETS
+        if is_set and self.at("^") and self.peek(1).text in ("+", "-", "*"):
             self.take()
             return f"{name}^{self.take().text}"
         following = [self.peek(n).text for n in range(4)]
-        if name in names.NUMBER_SETS and following[:2] == ["^", "{"] and following[3] == "}":
+        if is_set and following[:2] == ["^", "{"] and following[3] == "}":
             if following[2] not in ("+", "-", "*"):
                 return name
             self.position += 4
@@ -492,7 +502,8 @@ class FormulaParser(Cursor):
             degree = formula_of(self.sum())
             self.expect("]")
         token = self.peek()
-        if token.kind is TokenKind.NUMBER and len(token.text) > 1 and token.gap is Gap.NONE:
+        is_number = token.kind is TokenKind.NUMBER and len(token.text) > 1
+        if is_number and token.gap is Gap.NONE:
             raise CannotRead("a root of several digits without braces")
         radicand = self.argument(whole_numbers=True)
         if degree == integer(2):

@@ -118,7 +118,9 @@ def is_word(token: Token) -> bool:
         return False
     if token.upright or text.lower() in names.ENGLISH:
         return True
-    return len(text) > 3 or text.isupper() or (len(text) == 3 and not _are_variables(text))
+    if text.isupper() or len(text) > 3:
+        return True
+    return len(text) == 3 and not _are_variables(text)
 
 
 def _are_variables(letters: str) -> bool:
@@ -260,7 +262,8 @@ class AnswerParser(UnitParser):
         return Labelled(letter.text, self._value_of_choice())
 
     def _value_of_choice(self) -> MathAnswer:
-        remaining = tuple(self.peek(n) for n in range(len(self._tokens) - self.position))
+        count = len(self._tokens) - self.position
+        remaining = tuple(self.peek(n) for n in range(count))
         words = only_words(remaining)
         if words:
             self.position += len(remaining) - 1

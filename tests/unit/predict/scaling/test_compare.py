@@ -8,7 +8,7 @@ import pytest
 from scipy import optimize
 
 from megarl.core.base.errors import MegarlError
-from megarl.predict.scaling.compare import compare, efficiency
+from megarl.predict.scaling.compare import compare, efficiency, overtakes
 from megarl.predict.scaling.fit import fit
 from megarl.predict.scaling.points import Curve
 from tests.unit.predict.scaling.curves import HOURS, exact, law, noisy
@@ -71,14 +71,13 @@ def test_two_of_one_ceiling_are_compared_there_whatever_a_third_has() -> None:
     found = compare(runs)
     assert found.ceiling < 0.77
     assert found.comparable.keys() <= {"low"}
-    assert "(A 0.800 and 0.790); with both at 0.79" in found.pairs[0].text
-    assert ": 1.3" in found.pairs[0].text
-    assert "(a) against 1.7" in found.pairs[0].text
+    assert "(A 0.800 and 0.790); with both at 0.79" in found.against_first[0]
+    assert ": 1.3" in found.against_first[0]
+    assert "(a) against 1.7" in found.against_first[0]
 
 
 def test_exponents_of_different_ceilings_are_not_compared() -> None:
     found = compare({"scalerl": [exact(0.61, 1.92, 2542)], "magistral": [exact(0.535, 1.44, 2800)]})
-    assert not found.pairs[0].same_ceiling
     assert "scalerl has the higher ceiling: A 0.610 against 0.535 of magistral." in found.verdict
     assert "B " not in found.verdict
 
@@ -96,7 +95,10 @@ def test_overtaking() -> None:
     truth = optimize.brentq(
         lambda c: law(np.array([c]), *short)[0] - law(np.array([c]), *long)[0], 5000, 200_000
     )
-    (first, _), (second, hours) = found.pairs[0].overtakes
+    fits = [entry.fit for entry in found.entries]
+    assert fits[0]
+    assert fits[1]
+    (first, _), (second, hours) = overtakes("14k", fits[0], "32k", fits[1])
     assert (first, second) == ("14k", "32k")
     assert hours == pytest.approx(truth, rel=0.01)
     assert "14k is ahead at first; 32k overtakes at" in found.verdict
@@ -118,7 +120,8 @@ def test_a_run_that_cannot_be_fitted_does_not_stop_the_others() -> None:
     found = compare(
         {"short": [short], "a": [exact(0.61, 1.92, 2542)], "b": [exact(0.5, 1.2, 2542)]}
     )
-    assert [pair.reference for pair in found.pairs] == ["a"]
+    assert len(found.against_first) == 1
+    assert found.against_first[0].startswith("a has the higher ceiling")
     assert "short was not fitted: 2 points in the window" in found.verdict
     assert set(found.at_ceiling) == {"a", "b"}
     assert found.rows()[0]["problem"]

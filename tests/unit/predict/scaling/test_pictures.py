@@ -27,14 +27,11 @@ def series() -> Series:
 
 
 def test_png_and_svg(series: Series, tmp_path: Path) -> None:
-    png, svg, _ = plot_fits(
-        series, tmp_path / "run.v1", title="Two runs", laws=[law_named("scalerl-8b")]
-    )
+    png, svg, _ = plot_fits(series, tmp_path / "run.v1", laws=[law_named("scalerl-8b")])
     assert png.name == "run.v1.png"
     assert png.read_bytes().startswith(b"\x89PNG")
     text = svg.read_text()
     for shown in (
-        "Two runs",
         "A 0.",
         "C_mid",
         "GPU-hours",
