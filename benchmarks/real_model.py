@@ -164,7 +164,7 @@ def signals(runs: Sequence[RealRun]) -> str:
     for run in runs:
         scores = " ".join(f"{row['pass_rate']:.2f}" for row in run.scores)
         alarms = ", ".join(_spelt(alarm) for alarm in Health(run.steps).history) or "none"
-        fallen = [str(row["step"]) for row in run.scores if row.get(fall.WARNING)]
+        fallen = [str(row["step"]) for row in run.scores if row.get(fall.WARNING_COLUMN)]
         below = [str(step) for step in _below_forecast(run.scores)]
         lines.append(
             f"| {run.name} | {scores} | {alarms} | {' '.join(fallen) or 'never'} |"

@@ -147,7 +147,7 @@ def warnings(recipe: Recipe) -> Iterator[str]:
 
 
 def _is_marked(task: Task, tokenizer: Tokenizer) -> bool:
-    """Return whether the first prompt has special tokens in it, such as a chat
+    """Return whether the first readable prompt has special tokens in it, such as a chat
     template's.
     """
     added = tokenizer.backend.get_added_tokens_decoder()

@@ -655,8 +655,8 @@ class Health:
 
     @property
     def alarms(self) -> list[Alarm]:
-        """Alarms that last, in order; first that every answer is wrong, which explains
-        others.
+        """Alarms that last, oldest first, except that "every answer is wrong", which
+        explains others, comes before all.
         """
         lasting = [self.history[number] for number in sorted(self._open.values())]
         return sorted(lasting, key=lambda alarm: not alarm.name.startswith("all_wrong"))

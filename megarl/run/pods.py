@@ -109,7 +109,7 @@ class PodStep(SrunStep):
     """A role in its pods."""
 
     @staticmethod
-    def is_lost_at(code: int) -> bool:
+    def may_go_on_after(code: int) -> bool:
         """Return whether the step may go on: kubectl fails, too, when only its
         connection has ended.
         """

@@ -66,8 +66,8 @@ def score_warnings(
     warnings = [ScoreWarning("over-optimisation", text) for text in overoptimised(newest)]
     signs = signs_beside(steps[-NEWEST:], grad_clip)
     for name in newest:
-        if name.startswith(fall.WARNING) and newest[name]:
-            text = _fall_text(evaluations, name.removeprefix(fall.WARNING), signs)
+        if name.startswith(fall.WARNING_COLUMN) and newest[name]:
+            text = _fall_text(evaluations, name.removeprefix(fall.WARNING_COLUMN), signs)
             warnings.append(ScoreWarning("fall of the held-out score", text))
     departure = lasting_departure(evaluations)
     if departure is not None and departure.below:

@@ -186,7 +186,7 @@ class SrunStep:
     """An `srun` process and the reports of its nodes."""
 
     @staticmethod
-    def is_lost_at(code: int) -> bool:
+    def may_go_on_after(code: int) -> bool:
         """Return whether the step may go on after its process has ended with this
         status: killed by a signal.
         """
@@ -236,7 +236,7 @@ class SrunStep:
         if self.answered:
             times = [at for at, report in reports if report.status is None]
             last_report = max(times, default=self._over)
-        may_go_on = self.is_lost_at(code) or not self.answered
+        may_go_on = self.may_go_on_after(code) or not self.answered
         if may_go_on and time.monotonic() - last_report < DESERTED_S:
             return None
         if 128 < code <= 128 + signal.SIGRTMAX:

@@ -164,7 +164,7 @@ def _close(
         supervisor.rundir,
         outcome,
         supervisor.deaths,
-        supervisor.begins,
+        supervisor.log_offsets,
         time.monotonic() - supervisor.began,
         None if must_end_soon else write_report,
     )
@@ -176,7 +176,7 @@ def _close(
 @dataclass
 class Supervisor:
     """The roles of one life of a run. restarts_at: when roles that died are started
-    again. begins: the offset in each log at which its role's last life begins.
+    again. log_offsets: the offset in each log at which its role's last life begins.
     """
 
     recipe: Recipe
@@ -189,7 +189,7 @@ class Supervisor:
     events: list[SupervisorEvent] = field(default_factory=list)
     running: dict[Role, RunningRole] = field(default_factory=dict)
     restarts_at: dict[Role, float] = field(default_factory=dict)
-    begins: dict[Path, int] = field(default_factory=dict)
+    log_offsets: dict[Path, int] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
     stopping_since: float | None = None
     _looked: float = 0.0
@@ -262,7 +262,7 @@ class Supervisor:
         if role.kind == "controller":
             self.observer.forget_status()
         self.watch.forget(role, time.monotonic())
-        self.begins |= log_sizes(self.rundir, role)
+        self.log_offsets |= log_sizes(self.rundir, role)
         port = self._port(role)
         command = task(self.recipe, self.rundir, role, port, self.placed[role])
         self.running[role] = self.launcher.start(command)
@@ -320,9 +320,9 @@ class Supervisor:
     def _problem(self, role: Role) -> str:
         """Return the last problem in the log that says why a role ended."""
         with suppress(OSError):
-            log = log_of(self.rundir, role, self.begins)
+            log = log_of(self.rundir, role, self.log_offsets)
             if log is not None:
-                return last_problem(log, self.begins.get(log, 0))
+                return last_problem(log, self.log_offsets.get(log, 0))
         return ""
 
     def _react(self, reaction: Reaction, text: str, guests: int, at: float) -> RunEnd | None:

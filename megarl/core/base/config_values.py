@@ -136,9 +136,12 @@ def _check(
     nullable: dict[str, ValueKind],
     prefix: str = "",
 ) -> None:
+    """Raise MegarlError if a value is not of its key's kind. Unknown keys pass."""
     for key, value in values.items():
         kind = kinds.get(key) or nullable.get(key)
-        if kind is None or (value is None and key in nullable):
+        if kind is None:
+            continue
+        if value is None and key in nullable:
             continue
         if not kind.fits(value):
             raise MegarlError(f"{prefix}{key} is {_text(value)}, not {kind.words}")

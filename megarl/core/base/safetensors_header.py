@@ -63,8 +63,8 @@ class TensorInFile:
         return math.prod(self.shape) * BITS[self.dtype] // 8
 
     def rows(self, first: int, shape: tuple[int, ...]) -> "TensorInFile":
-        """Return the tensor of this shape whose values begin with row `first`, counted
-        over all dimensions but the last.
+        """Return the tensor of this shape that begins `first` rows further on. A row is
+        the last dimension.
         """
         row_bytes = self.shape[-1] * BITS[self.dtype] // 8
         return replace(self, shape=shape, offset=self.offset + first * row_bytes)

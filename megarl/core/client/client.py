@@ -139,17 +139,17 @@ class HeldChecksums(NamedTuple):
 
 class ServerLost(MegarlError):
     """The server went away, timed out or aborted the request. tokens, logprobs: what
-    had been received before. only_this: the server ended this request for a reason of
-    its own (SGLang gives such a status), and serves the others.
+    had been received before. server_is_alive: the server ended this request for a
+    reason of its own (SGLang gives such a status), and serves the others.
     """
 
     def __init__(
-        self, reason: str, tokens: np.ndarray, logprobs: np.ndarray, only_this: bool = False
+        self, reason: str, tokens: np.ndarray, logprobs: np.ndarray, server_is_alive: bool = False
     ) -> None:
         super().__init__(reason)
         self.tokens = tokens
         self.logprobs = logprobs
-        self.only_this = only_this
+        self.server_is_alive = server_is_alive
 
 
 class ServerRefused(MegarlError):
@@ -268,8 +268,8 @@ class _TokenRequest:
         # weights that may be half replaced.
         tokens, logprobs = self.received()
         reason = f"{self._url} aborted a request: {finish.message}"
-        only_this = finish.status_code is not None
-        return ServerLost(reason, tokens[:-1], logprobs[:-1], only_this)
+        server_is_alive = finish.status_code is not None
+        return ServerLost(reason, tokens[:-1], logprobs[:-1], server_is_alive)
 
 
 class ServerClient:

@@ -34,7 +34,7 @@ LEAST = 0.03
 """Falls of less are not reported: with many answers they are certain, but a policy
 strays that far and comes back.
 """
-WARNING = "warning_fall"
+WARNING_COLUMN = "warning_fall"
 """A column of eval.jsonl, or the prefix of one per task if there are several."""
 
 
@@ -142,9 +142,9 @@ def _scores_of_same_prompts(evaluations: Sequence[Mapping[str, float]]) -> np.nd
 
 def _columns(fall: ScoreFall | None, suffix: str) -> Row:
     if fall is None:
-        return {f"{WARNING}{suffix}": 0.0}
+        return {f"{WARNING_COLUMN}{suffix}": 0.0}
     return {
-        f"{WARNING}{suffix}": 1.0,
+        f"{WARNING_COLUMN}{suffix}": 1.0,
         f"fall{suffix}": fall.fall,
         f"fall_error{suffix}": fall.error,
         f"fall_since{suffix}": fall.since,

@@ -453,7 +453,7 @@ GRID_LIMIT = 0.6
 """If more than this share of logit differences is on the half-precision grid, a head is
 not FP32. By chance, a tenth is.
 """
-GRID = {"bf16": 2.0**9, "fp16": 2.0**12}
+STEPS_PER_UNIT = {"bf16": 2.0**9, "fp16": 2.0**12}
 """Number of grid steps in an interval of length 1: the spacing of numbers just above
 0.25.
 """
@@ -465,7 +465,7 @@ def grid_steps(gap: np.ndarray, dtype: str) -> np.ndarray:
     say nothing: 0 or not finite.
     """
     chosen = gap[np.isfinite(gap) & (gap != 0)]
-    return chosen.astype(np.float64) * GRID[dtype]
+    return chosen.astype(np.float64) * STEPS_PER_UNIT[dtype]
 
 
 def grid_share(gap: np.ndarray, dtype: str) -> float:

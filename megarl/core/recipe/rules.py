@@ -47,7 +47,8 @@ def _layout(r: Recipe) -> Iterator[str]:
                 f"resources.learner_ranks: {ranks} ranks do not divide into copies of the {copy} ="
                 f" {size} ranks; use a multiple of {size}"
             )
-    if not ranks % m.model_parallel_size and r.batch.prompts % r.data_parallel:
+    has_whole_copies = ranks % m.model_parallel_size == 0
+    if has_whole_copies and r.batch.prompts % r.data_parallel:
         yield (
             f"batch.prompts: {r.batch.prompts} is not divisible by the {r.data_parallel}"
             " data-parallel ranks (resources.learner_ranks / TP x PP x CP); use a multiple"

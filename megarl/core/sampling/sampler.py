@@ -391,7 +391,7 @@ class Sampler:
             if job.routed is not None:
                 completion.routing.append(job.routed.routed_experts(generation.routing))
         except ServerLost as lost:
-            if not lost.only_this:
+            if not lost.server_is_alive:
                 self.servers.server_lost(server, life, str(lost))
             # A leaving server is not a failure.
             if not self.servers.places.membership.leaves(server):

@@ -148,7 +148,7 @@ class Spans:
             is_full = file.tell() > LARGEST_BYTES
         if is_full:
             path.replace(path.with_suffix(".1.jsonl"))
-            self._rows.appendleft(self._life)
+            self._rows.appendleft(self._life)  # each part begins with the process
 
     def _add(self, row: TraceRow) -> None:
         if self._path is not None:

@@ -208,7 +208,7 @@ class _SimulatedRun:
         context = self.work.prompt_tokens
         legs = [length]
         if self.recipe.length.control == "interruption":
-            # Of thinking; the answer is then a request of its own.
+            # The first request thinks, the second answers.
             low, high = self.recipe.length.thinking_tokens
             budget = int(self.random.integers(low, high + 1))
             if length > budget:

@@ -60,12 +60,13 @@ class Transferred(NamedTuple):
 
 
 def transfer(fits: Mapping[float, Fit], size: float, r0: float | None = None) -> Transferred:
-    """Predict a policy of `size` active parameters from fits by size. r0: its score
-    before training, if measured.
+    """Predict a policy of `size` active parameters from fits of others, by their active
+    parameters. r0: its score before training, if measured.
     """
     _refuse(fits, size, r0)
     logarithms = [_logarithms(fit) for fit in fits.values()]
-    log_sizes = np.log(list(fits)) - np.log(size)  # so that the intercept is the prediction
+    # Relative to `size`, so that each line's intercept is its prediction.
+    log_sizes = np.log(list(fits)) - np.log(size)
     rng = np.random.default_rng(0)
     draws = _predicted(logarithms, log_sizes, rng)
     log_gap, log_b, log_c_mid, log_wrong_at_start = draws.T

@@ -227,6 +227,9 @@ class Sandbox:
         raise GraderDown(f"no sandbox could start a program, {TRIES} times; the log has the reason")
 
     async def _pair(self, program: str, function: str, check: str) -> Ran:
+        """Run a check, whose calls of `function` go to the program through two pipes.
+        Return what came of the check.
+        """
         calls = _pipe()
         results = _pipe()
         program_pipes = (calls[0], results[1])

@@ -332,7 +332,7 @@ class Documents(Questions[Document]):
             try:
                 return answered(document, self.name, await model.respond(document))
             except ServerLost as loss:
-                if not loss.only_this:
+                if not loss.server_is_alive:
                     servers.server_lost(server, life, str(loss))
                 void = f"{tries} requests were lost, the last: {loss}"
             except MegarlError as error:

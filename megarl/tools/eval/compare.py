@@ -602,5 +602,6 @@ def shortened(text: str, limit: int | None) -> list[str | int]:
     if limit is None or len(text) <= limit:
         return [text]
     start = limit // 4
+    end = limit - start
     left_out = len(text) - limit
-    return [text[:start], left_out, text[start - limit :]]
+    return [text[:start], left_out, text[-end:]]

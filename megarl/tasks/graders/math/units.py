@@ -181,6 +181,7 @@ class UnitParser(FormulaParser):
         return _spelled({above: 1, below: -1})
 
     def _continues(self) -> bool:
+        """Return whether the next token belongs to this unit."""
         token = self.peek()
         if token.kind is TokenKind.WORD and len(token.text) == 1:
             return token.upright and token.text in names.LETTER_UNITS

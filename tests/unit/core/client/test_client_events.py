@@ -162,7 +162,7 @@ def test_an_aborted_request_gives_back_its_last_token(status: int | None, alone:
     )
     assert isinstance(lost, ServerLost)
     assert lost.tokens.tolist() == [5, 6]
-    assert lost.only_this == alone
+    assert lost.server_is_alive == alone
 
 
 @pytest.mark.parametrize(
