@@ -157,6 +157,9 @@ def _sequences_of(group: Group, rollout: Rollout, weight: float) -> list[TrainSe
 
 
 def _sequence(group: Group, rollout: Rollout, path: PathTokens, weight: float) -> TrainSequence:
+    """Return one path of a rollout as the learner sees it. weight: of each trained
+    token in the loss.
+    """
     experts = None if rollout.routing is None else rollout.routing.table
     turns_have_credit = path.turns.max(initial=-1) >= 0
     return TrainSequence(

@@ -437,6 +437,9 @@ def _qwen3(config: JsonObject) -> Architecture:
 
 
 def _qwen3_moe(config: JsonObject) -> Architecture:
+    """Read Qwen3-MoE. Every decoder_sparse_step-th layer has experts, unless it is in
+    mlp_only_layers.
+    """
     chosen = size(config, "num_experts_per_tok")
     normalised = config.get("norm_topk_prob", False)
     if chosen == 1 and normalised:
@@ -467,6 +470,9 @@ def _llama4_multimodal(config: JsonObject) -> Architecture:
 
 
 def _llama4(config: JsonObject) -> Architecture:
+    """Read Llama 4's language model from its own configuration, not that of the
+    multimodal model around it.
+    """
     layers = range(size(config, "num_hidden_layers"))
     step = size(config, "interleave_moe_layer_step", 1)
     expert_layers = config.get("moe_layers")
@@ -500,6 +506,9 @@ def _llama4(config: JsonObject) -> Architecture:
 
 
 def _llama4_temperature(config: JsonObject) -> tuple[int, float] | None:
+    """Return (floor, scale) of the temperature by position (models/attention.py,
+    `temperatures`); None if it is switched off.
+    """
     tuned = config.get("attn_temperature_tuning", True)
     if not isinstance(tuned, bool):  # the first releases have 4, with the same meaning
         raise MegarlError(
@@ -512,6 +521,7 @@ def _llama4_temperature(config: JsonObject) -> tuple[int, float] | None:
 
 
 def _glm4_moe(config: JsonObject) -> Architecture:
+    """Read GLM-4.5, which rotates only a share of each head."""
     # Before transformers 5, the share was a key of `config`.
     rope: JsonObject = config.get("rope_parameters") or {}
     share: float = (config | rope).get("partial_rotary_factor", 0.5)
@@ -524,6 +534,9 @@ def _glm4_moe(config: JsonObject) -> Architecture:
 
 
 def _deepseek_v3(config: JsonObject) -> Architecture:
+    """Read DeepSeek-V3. A head of q and k is its part from the latent vector and its
+    rotated part, end to end.
+    """
     query = config.get("q_lora_rank")
     latent = Latent(
         query=None if query is None else size(config, "q_lora_rank"),
@@ -584,6 +597,9 @@ def _balanced(decoder: Architecture, config: JsonObject) -> Architecture:
 
 
 def _gpt_oss(config: JsonObject) -> Architecture:
+    """Read gpt-oss. Unless `layer_types` says otherwise, every second layer has a
+    window, the first included.
+    """
     layers = range(size(config, "num_hidden_layers"))
     chosen = size(config, "num_experts_per_tok")
     alternating = ("sliding_attention", "full_attention")

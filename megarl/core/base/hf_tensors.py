@@ -64,6 +64,7 @@ def expected_shapes(model: Architecture) -> Shapes:
 
 
 def _attention(model: Architecture) -> Shapes:
+    """Return the shapes of a layer's attention, by name within the layer."""
     shapes = _latent_projections(model) if model.latent else _projections(model)
     shapes["o_proj.weight"] = (model.hidden, model.attended)
     if model.biases:
@@ -87,6 +88,9 @@ def _projections(model: Architecture) -> Shapes:
 
 
 def _latent_projections(model: Architecture) -> Shapes:
+    """Return the shapes of the projections to q, k and v in latent attention, and of
+    the norms between them.
+    """
     latent = model.latent
     assert latent is not None
     shapes: Shapes = {
@@ -104,6 +108,9 @@ def _latent_projections(model: Architecture) -> Shapes:
 
 
 def _feed_forward(model: Architecture, with_experts: bool) -> Shapes:
+    """Return the shapes of a layer's MLP, or of its router and experts, by name within
+    the layer.
+    """
     is_llama4 = model.name.startswith("Llama4")
     start = "feed_forward." if is_llama4 else "mlp."
     if not with_experts:
@@ -149,6 +156,9 @@ def _llama4_stacks(model: Architecture, start: str) -> Shapes:
 
 
 def _gpt_oss_experts(model: Architecture, start: str) -> Shapes:
+    """Return the shapes of gpt-oss's router and stacked experts, with their biases.
+    start: how their names begin.
+    """
     experts = model.experts
     hidden = model.hidden
     inner = model.expert_feed_forward

@@ -86,6 +86,9 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
 
 
 def _tensors(path: Path) -> dict[str, TensorInFile]:
+    """Return the tensors of a file by name. ValueError, or another error that
+    `read_header` catches, unless their values fill the rest of the file without gaps.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))

@@ -144,6 +144,9 @@ def _two_models(names: Sequence[str], missing: Sequence[str]) -> str:
 
 
 def _names_in_index(index: Path) -> list[str]:
+    """Return the names of files in an index, sorted. MegarlError if it is no index,
+    names none, or one outside its directory.
+    """
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
     except (KeyError, AttributeError, TypeError) as error:

@@ -358,6 +358,10 @@ class ServerClient:
         return await self._generate(body, started)
 
     async def _generate(self, body: dict[str, object], started: Callable[[], None]) -> Generation:
+        """Send a request for tokens and read its reply to the end. started: called
+        whenever tokens arrive. ServerLost, with the tokens received, if the reply
+        breaks off; ServerRefused if the server refuses the request.
+        """
         request = _TokenRequest(self.address.url)
         retractions = 0
         async with self._replying(request, body) as reply:

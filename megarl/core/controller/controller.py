@@ -175,6 +175,7 @@ class Controller:
         watch: TrustedWatch,
         asker: Asker,
     ) -> Evaluations:
+        """Return the run's evaluations, connected to the controller's other parts."""
         return Evaluations(
             self.rundir,
             questions,
@@ -367,6 +368,9 @@ class Controller:
         return decision
 
     async def _train(self, decision: TrainStep) -> Train | Stop:
+        """Return the step's batch with its metrics. If all its groups are void, fail
+        the run and return a Stop.
+        """
         tickets = self.pipeline.admission.batch(decision.step)
         assert tickets is not None
         step = decision.step
@@ -522,6 +526,9 @@ class Controller:
         self.conversation.changed.set()
 
     async def _close(self) -> None:
+        """Close all parts. The link, spans and exporter are closed even if the journal
+        cannot be.
+        """
         self.graders.close()
         self.environments.close()
         await self.agents.close()
@@ -536,6 +543,9 @@ class Controller:
             self._close_metrics()
 
     def _status(self) -> dict[str, object]:
+        """Return the contents of status.json. The servers' rates are those since the
+        last call.
+        """
         totals = self.meter.second()
         pipeline = self.pipeline
         state = pipeline.state

@@ -117,6 +117,10 @@ class Evaluations:
         self._compute.hold(self._schedule.pinned)
 
     async def _evaluate(self, version: int, servers: set[int], spent: Spent) -> None:
+        """Evaluate the version: write its row and its record, and end the run if
+        `run.stop_when` says so. Without a row, the answers are deleted. servers: may
+        lose members meanwhile (`cancel_lost`). spent: compute before the version.
+        """
         start = time.monotonic()
         server_count = len(servers)
         lane = "controller/evaluation"

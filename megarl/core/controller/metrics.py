@@ -114,6 +114,7 @@ class Meter:
         }
 
     def _read(self) -> MeterReading:
+        """Return each server's totals up to now."""
         servers = {}
         for server, use in self._places.use.items():
             use.change(0)  # brings the totals of seconds up to date

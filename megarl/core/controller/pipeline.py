@@ -182,6 +182,7 @@ class Pipeline:
         self.running[ticket] = tasks.create_task(group, name=f"ticket {ticket}")
 
     async def _settle(self, admitted: Admitted, places: GroupPlaces) -> None:
+        """Have the ticket's group made, give back its places, and record the result."""
         ticket = admitted.ticket
         try:
             record = await self._source.make(admitted, places)

@@ -166,6 +166,11 @@ def check_endpoint(recipe: Recipe) -> None:
 
 
 async def _check(recipe: Recipe, url: str) -> None:
+    """Have the endpoint at `url` score tokens from all over the policy's vocabulary,
+    and compare their texts, and its tokenizer if that is in a directory here, with the
+    policy's. MegarlError if they differ; _Lost or _TeacherRefused if it gives no
+    scores.
+    """
     policy = load_tokenizer(recipe.model.path)
     vocabulary = policy.backend.get_vocab()
     count = min(PROBED_TOKENS, recipe.length.context_tokens, len(vocabulary))

@@ -108,6 +108,9 @@ def own_labels() -> None:
             torch.cuda.synchronize()
 
     def change_after_what_is_queued(self: Any, new_version: str | None) -> None:
+        """Record the change of version. A request with a result in the queue gets it
+        after that result's token, which the old weights computed.
+        """
         old_version = get_serving().weight_version
         change(self, new_version)
         if get_serving().weight_version == old_version:
@@ -202,6 +205,9 @@ def own_staging(limit_s: float) -> None:
     staging = Staging()
 
     def step(self: Any, request: Any) -> Any:
+        """Carry out a step of staging on this rank, and answer for all ranks: the first
+        error; RUNNING until each has a result; then their results, in JSON.
+        """
         updater = self.tp_worker.model_runner.weight_updater
         error = ""
         result = None
@@ -210,10 +216,10 @@ def own_staging(limit_s: float) -> None:
         except Exception as failure:
             error = _step_error(request.load_format, failure)
             logging.getLogger(__name__).error("%s", error)
-        ranks: list[Any] = [None] * dist.get_world_size(self.tp_cpu_group)
-        dist.all_gather_object(ranks, (result, error), self.tp_cpu_group)
-        results = [result for result, _ in ranks]
-        errors = [error for _, error in ranks if error]
+        outcomes: list[Any] = [None] * dist.get_world_size(self.tp_cpu_group)
+        dist.all_gather_object(outcomes, (result, error), self.tp_cpu_group)
+        results = [result for result, _ in outcomes]
+        errors = [error for _, error in outcomes if error]
         if not errors and RUNNING in results:
             return UpdateWeightsFromDistributedReqOutput(success=True, message=RUNNING)
         staging.ended(_job_name(request))
@@ -319,6 +325,9 @@ def own_requests() -> None:
     paused = TokenizerControlMixin.update_weights_from_distributed
 
     async def step(self: Any, request: Any, *arguments: object) -> tuple[bool, str]:
+        """Pass a step on, again every POLL_S until it has ended; return whether it
+        succeeded, and its message. A swap goes SGLang's own way.
+        """
         if request.load_format == SWAP:
             return await paused(self, request, *arguments)
         self.auto_create_handle_loop()
@@ -479,6 +488,9 @@ def own_routing(experts: int) -> None:
     kind = torch.uint8 if experts < 256 else torch.int16
 
     def put_aside_and_release(*, req: Any, req_to_token_pool: Any, **options: Any) -> bool:
+        """Put aside the experts of the request's tokens since the last time, then
+        release its places in the KV cache.
+        """
         capturer = get_global_experts_capturer()
         if capturer is not None and req.return_routed_experts and req.output_ids:
             earlier = vars(req).get("experts_put_aside", ())

@@ -107,6 +107,9 @@ class Sampled(Questions[Prompt]):
     async def _answer(
         self, asker: Asker, votes: Votes, prompt: Prompt, sample: int, order: Order
     ) -> Answer:
+        """Sample and grade one answer. votes: of this suite. The answer is void, with
+        the reason, if it cannot be generated or judged.
+        """
         completion = Completion()
         void = ""
         grade = Grade(0.0, False, format_ok=True)  # a void answer is not malformed
@@ -163,6 +166,7 @@ class Sampled(Questions[Prompt]):
 
 
 def _job(asker: Asker, prompt: Prompt, order: Order) -> Job:
+    """Return the sampler's job for one answer to this prompt."""
     settings = asker.recipe.evaluation
     return Job(
         prompt=prompt,

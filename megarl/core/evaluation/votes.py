@@ -60,6 +60,9 @@ class Votes:
             return vote
 
     async def _same(self, vote: str, earlier: str) -> bool:
+        """Return whether a vote equals an earlier one: as text, as a number, or else by
+        the grader; False if the grader is down.
+        """
         if vote == earlier:
             return True
         a = number(vote)

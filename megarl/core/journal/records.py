@@ -214,6 +214,9 @@ class State(StateTotals):
                 pass  # has only what was applied already
 
     def _admit(self, record: Admitted) -> None:
+        """Add a ticket. Its task remembers the draw; a reset forgets the task's pass
+        rates. ValueError if another ticket is next.
+        """
         if record.ticket != self.admission.next_ticket:
             raise ValueError(
                 f"ticket {record.ticket} is admitted where {self.admission.next_ticket} is next"
@@ -230,6 +233,9 @@ class State(StateTotals):
         self.unfinished[record.ticket] = record
 
     def _finish(self, record: Finished) -> None:
+        """End a ticket with its group, which gives its prompt a pass rate unless it is
+        void.
+        """
         group = record.group
         self.admission.finish(group.ticket)
         admitted = self.unfinished.pop(group.ticket)
@@ -250,6 +256,10 @@ class State(StateTotals):
             self.tasks[admitted.task].pass_rates[admitted.prompt_id] = record.pass_rate
 
     def _begin_session(self, record: Session) -> None:
+        """Begin a life of the supervisor: add the hours of the one before to the
+        totals. Nothing changes if it has begun already, as when only the controller
+        restarts. ValueError if a later life has ended it.
+        """
         if record.session in self.earlier_sessions:
             raise ValueError(f"session {record.session} begins again, but a later one has ended it")
         if self.session is not None:

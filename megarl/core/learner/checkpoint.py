@@ -253,6 +253,9 @@ class Checkpoints:
         return bool(paths)
 
     def _load_in_several_tries(self, path: Path) -> None:
+        """Load the checkpoint, again after each pause of AGAIN_S if that fails.
+        CorruptCheckpoint at once if it is damaged; else the last error.
+        """
         for pause_s in AGAIN_S:
             try:
                 self.load(path)
@@ -318,6 +321,9 @@ def _state(trainer: Trainer, is_loading: bool) -> StateDict:
 
 
 def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
+    """Return the state of a network and its optimiser, by name. is_loading: a
+    checkpoint is read into it; else it is written, with the weights of the last update.
+    """
     if not is_loading:
         network.gather_weights()
     state: StateDict = checkpoint.model_state(network.chunks)
@@ -347,6 +353,7 @@ def _copy_what_megatron_would_not(model_state: StateDict) -> None:
 
 
 def _restore(network: TrainedNetwork, loaded: StateDict) -> None:
+    """Put a state as `_network_state` has it into the network and its optimiser."""
     checkpoint.set_model_state(network.chunks, loaded)
     kind = {"param_state_sharding_type": checkpoint.metadata()["distrib_optim_sharding_type"]}
     for i, optimizer in enumerate(network.optimizer.chained_optimizers):

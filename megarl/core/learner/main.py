@@ -264,6 +264,10 @@ class LearnerRank:
         return None
 
     def _train(self, command: Train) -> None:
+        """Train the batch, save checkpoints that are due, and write the step's row of
+        metrics. MegarlError if the batch is of another step, or the result contradicts
+        the recorded row.
+        """
         received = time.monotonic()
         step = self.trainer.step
         if command.batch.step != step:
@@ -344,6 +348,9 @@ class LearnerRank:
         return reason
 
     def _publish(self, command: Publish) -> Reply:
+        """Publish the present weights; return the controller's reply to the result.
+        MegarlError if it asked for another version.
+        """
         step = self.trainer.step
         if command.version != step:
             raise MegarlError(

@@ -57,6 +57,9 @@ def gpu_memory() -> Memory:
         )
 
     def used(trial: Callable[[], None]) -> float:
+        """Run the trial; return the most memory that torch reserved in it, as a share
+        of what it may take (inf: it ran out).
+        """
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         try:

@@ -191,6 +191,9 @@ class Network:
         def forward(
             iterator: Iterator[tuple[list[int], MicroBatch]], module: Module
         ) -> tuple[Tensor, partial]:
+            """Return a chunk's output for the iterator's next micro-batch, and the
+            function that makes it a loss (megatron's forward_step_func).
+            """
             indices, micro = next(iterator)
             chunk = modules.index(module)
             padding_mask = None

@@ -219,6 +219,9 @@ def _wrapped(chunks: list[GPTModel], gathers_late: bool) -> list[DistributedData
 def _adam_config(
     settings: Optimizer, dtype: torch.dtype, offload: float, gathers_late: bool
 ) -> OptimizerConfig:
+    """Return megatron's configuration of AdamW. offload, gathers_late: as in
+    `with_optimizer`.
+    """
     return OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,

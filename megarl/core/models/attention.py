@@ -169,6 +169,7 @@ class _ScaledNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        """Return the gradients of x and weight [h] from the output's, like x."""
         x, inverse, weight = ctx.saved_tensors
         gradient_fp32 = gradient.float()
         of_weight = None
@@ -389,6 +390,9 @@ class _WithSinks(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: _Kernel
     ) -> Tensor:
+        """Attend with sinks [heads]: from q, k and v, as the kernel takes them, to an
+        output like q.
+        """
         output, scores, *saved = kernel.forward(q, k, v)
         sink_scores = sinks.float()[:, None]
         with_sink = torch.logaddexp(scores, sink_scores)
@@ -401,6 +405,7 @@ class _WithSinks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v and sinks from the output's."""
         sinks, *saved = ctx.saved_tensors
         output, with_sink = saved[3:5]
         sink_scores = sinks.float()[:, None]

@@ -194,6 +194,7 @@ def _layer_arguments(architecture: Architecture) -> dict[str, object]:
 
 
 def _precision_arguments(model: Model) -> dict[str, object]:
+    """Return megatron's arguments for the types of numbers."""
     arguments: dict[str, object] = {
         "params_dtype": DTYPES[model.dtype],
         "pipeline_dtype": DTYPES[model.dtype],
@@ -235,6 +236,9 @@ def _layout_arguments(model: Model, architecture: Architecture) -> dict[str, obj
 
 
 def _expert_arguments(model: Model, architecture: Architecture, fused: bool) -> dict[str, object]:
+    """Return megatron's arguments for routers and experts. fused: as in
+    `transformer_config`.
+    """
     # required for dense models too, with variable lengths
     arguments: dict[str, object] = {"moe_token_dispatcher_type": "alltoall"}
     if not architecture.experts:
@@ -277,6 +281,9 @@ def _chunk(
     transformer_engine: bool,
     vp_stage: int | None,
 ) -> GPTModel:
+    """Build one of this rank's chunks. vp_stage: its number among them; None: the only
+    one.
+    """
     stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     megatron_rotates = transformer_engine and not own_attention(
         architecture, model.context_parallel
@@ -310,6 +317,9 @@ def _chunk(
 
 
 def _prepare_router(router: TopKRouter, device: torch.device, trained: bool) -> None:
+    """Move a router to the device of the layers, and keep megatron from changing its
+    bias. trained: whether it is trained, or frozen.
+    """
     # Megatron makes a router on the CPU and moves it in the first forward pass, perhaps
     # after the first publication.
     for parameter in router.parameters():

@@ -242,6 +242,9 @@ class _Reading(TorchDistLoadShardedStrategy):
     """
 
     def load(self, *args: Any, **named: Any) -> StateDict:
+        """Read this rank's part, with megatron's arguments. MegarlError on all ranks if
+        one fails.
+        """
         loaded: StateDict = {}
 
         def read() -> None:

@@ -447,6 +447,9 @@ def _write(
     pending: dict[str, Tensor] = {}
 
     def flush() -> None:
+        """Write the pending tensors to the next file. After an error, which is kept in
+        `error`, drop them instead.
+        """
         nonlocal error
         if pending and error is None:
             path = partial / f"{prefix}-{len(written):05}.safetensors"

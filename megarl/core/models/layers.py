@@ -157,6 +157,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Return x [..., 2 n] with each pair turned by its angle. cos, sin [..., n]"""
     if interleaved:
         output = x * cos.repeat_interleave(2, -1)
     else:

@@ -85,6 +85,10 @@ def _leave_groups() -> None:
 
 
 def _join(timeout_s: float) -> None:
+    """Choose this rank's GPU, if there are any, and join the group of all ranks. The
+    environment describes it; without RANK, it has a single rank. MegarlError if the
+    ranks do not meet within timeout_s.
+    """
     backend = "gloo"
     rendezvous: dict[str, Any] = {}
     if "RANK" not in os.environ:

@@ -167,6 +167,7 @@ class Rows(Section):
             yield from self._problems_of_agent()
 
     def _problems_of_agent(self) -> Iterator[str]:
+        """Yield what contradicts the task's agent."""
         if isinstance(self.agent, str) and not OF_USERS.fullmatch(self.agent):
             yield (
                 f"agent: {self.agent!r} is not a package.module:function; give a command as a"

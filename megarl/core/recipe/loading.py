@@ -277,6 +277,9 @@ def _overridden(tree: RecipeTree, origin: Origin, overrides: Sequence[str]) -> R
 
 
 def _find(name_or_path: str) -> Path:
+    """Return the file of a shipped recipe's name, or of a path. MegarlError if it is
+    neither.
+    """
     if name_or_path in shipped():
         return shipped()[name_or_path]
     if os.path.isfile(name_or_path):  # safe even for a name that no file could have
@@ -381,6 +384,9 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose the next node as PyYAML does. ComposerError if it is an alias, or
+        deeper than DEEPEST mappings and lists.
+        """
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             self._refuse(

@@ -113,6 +113,9 @@ def _losses(r: Recipe) -> Iterator[str]:
 
 
 def _teacher(r: Recipe) -> Iterator[str]:
+    """Check what a teacher asks for, which gives the tokens of every group their own
+    advantages, by scores at temperature 1.
+    """
     if not r.teacher.weight:
         return
     if r.batch.zero_variance != "keep":

@@ -109,6 +109,9 @@ def dequantise(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def _quantised_piece(weight: Tensor) -> BlockFp8:
+    """Quantise rows of a weight, [rows, columns] bf16, of which the first begins a
+    block. For the calculation, incomplete blocks are padded with zeros.
+    """
     rows, columns = weight.shape
     padded = pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
     block_rows = padded.shape[0] // BLOCK

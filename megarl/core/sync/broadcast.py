@@ -110,6 +110,7 @@ class BroadcastGroup:
         self._forgotten = 0  # sent or received; those of which the store keeps no word
 
         def form() -> None:
+            """Make the process group and, by a first broadcast, its communicator."""
             with environment(NO_WATCHDOG):
                 # Like sglang.srt.utils.init_custom_process_group, which would import
                 # all of SGLang into the learner.

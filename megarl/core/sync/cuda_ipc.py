@@ -73,6 +73,10 @@ class CudaIpcTransport:
         return merged(gathered(self._send(fleet, mine)))
 
     def _send(self, fleet: Fleet, mine: Sequence[int]) -> Sent:
+        """Send the weights to the servers `mine`, those of this rank; return the result
+        for these only. A rank without any takes part in gathering the weights.
+        COLLECTIVE.
+        """
         if not mine:
             deque(self._weights.gathered(), maxlen=0)
             return Sent({}, {}, 0)

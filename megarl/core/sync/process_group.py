@@ -246,6 +246,9 @@ class ProcessGroupTransport:
         return from_rank_0(errors)
 
     def _send_all(self, fleet: Fleet, ids: tuple[int, ...]) -> _Attempt:
+        """Try once to send all weights to the servers `ids`, which have begun to stage
+        them; return the result of all ranks together. COLLECTIVE.
+        """
         self._attempts += 1
         mine = _Attempt()
         all_formed = True
@@ -403,6 +406,9 @@ class ProcessGroupTransport:
         attempt.add(collect(calls)[1])
 
     def _leave(self, fleet: Fleet) -> None:
+        """Close this rank's group, if it has one, and have its servers leave it.
+        Servers that are not in the fleet are told when they next are.
+        """
         if self._group is None:
             return
         group = self._group

@@ -132,6 +132,10 @@ class Publisher:
             return self._publish(fleet, command, incarnation)
 
     def _publish(self, fleet: Fleet, command: Publish, incarnation: str) -> Published | None:
+        """Publish to the servers of the fleet, as `publish` describes. Whatever fails,
+        all servers are resumed, after those without all new weights have aborted their
+        requests.
+        """
         leader = dist.get_rank() == 0
         errors: dict[int, str] = {}
         checksums: dict[int, str] = {}

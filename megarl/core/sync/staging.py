@@ -115,6 +115,10 @@ class Staging:
             raise
 
     def _load(self, turns: LaunchOrder, head_bytes: bytes, flat: torch.Tensor) -> None:
+        """Load a bucket, `flat` [bytes] uint8, into the copy. head_bytes: its
+        BucketHead in JSON. RuntimeError if a later publication than that of `turns` has
+        begun, Unloadable if the model cannot load it.
+        """
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         head = msgspec.json.decode(head_bytes, type=BucketHead)

@@ -141,6 +141,7 @@ def buckets(
 
 
 def _bucket(content: list[tuple[str, Tensor]]) -> Bucket:
+    """Return these tensors as a bucket. A single contiguous one is not copied."""
     content = sorted(content, key=lambda item: -item[1].itemsize)
     parts = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in content]
     flat = parts[0]
@@ -230,6 +231,9 @@ class SentChecksums:
         return self._written() if self._expert_ranks > 1 else {}
 
     def _written(self) -> dict[RankParameter, str]:
+        """Return the checksums of the parameters that have a known one, in the format
+        of /weights_checker; none if one failed.
+        """
         if self.failed:
             return {}
         try:
@@ -251,6 +255,9 @@ class SentChecksums:
         return ExpertPart(RankParameter(0, part.name), part.start)
 
     def _take(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor's checksum to its parameter's, now or with others later. A
+        parameter that a server on a CPU pads inside gets no checksum.
+        """
         part = self._place(name, tensor)
         if part is None:
             return

@@ -54,6 +54,9 @@ class Profiler:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _start(self, step: int) -> None:
+        """Begin to record, after a step of warm-up if `step` is before the first one to
+        record.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         warmup = int(step < self._first)
         self._first = step + warmup

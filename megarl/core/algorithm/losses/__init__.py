@@ -40,6 +40,7 @@ def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
     bare = LOSSES.get(section.kind) or load_loss(section)
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return each token's loss [n], with the penalties, and metrics [n] by name."""
         losses, metrics = _bounded_loss(bare, tokens, section)
         if section.log_ratio_penalty:
             losses = losses + section.log_ratio_penalty * (tokens.logp - tokens.behaviour).square()

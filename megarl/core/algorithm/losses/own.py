@@ -54,6 +54,7 @@ def _mistake(returned: object, tokens: Tokens) -> str:
 
 
 def _mistake_in_losses(losses: object, tokens: Tokens) -> str:
+    """Return the first fault of a result's losses for these tokens; empty if none."""
     if not isinstance(losses, Tensor):
         return (
             f"losses that are a {type(losses).__name__}, not a tensor [n] with one loss per token"

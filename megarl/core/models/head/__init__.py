@@ -82,6 +82,9 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
+        """Return log-prob and entropy, float32 [n] each. The last chunk's logits are
+        kept for the backward pass.
+        """
         statistics = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
         statistics[0] = LOWEST
         passes = passes_on(hidden.device)
@@ -101,6 +104,9 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of `hidden` [n, h], and add the weight's to
+        weight.main_grad. upstream: gradients of log-prob and entropy, [n] each.
+        """
         hidden, weight, labels, totals = ctx.saved_tensors
         settings = ctx.settings
         logits = ctx.logits

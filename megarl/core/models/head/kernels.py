@@ -43,6 +43,10 @@ def gradient(
 def _reduce(  # type: ignore[no-untyped-def]
     logits, labels, top, total, spread, label, columns, stride, temperature, BLOCK: tl.constexpr
 ):
+    """Add a chunk's columns to the statistics of the program's row, in place
+    (passes.reduce). All arguments up to `label` are pointers. stride: elements from one
+    row of the logits to the next.
+    """
     row = tl.program_id(0)
     y = tl.load(labels + row)
     highest = tl.load(top + row)
@@ -81,6 +85,11 @@ def _gradient(  # type: ignore[no-untyped-def]
     temperature,
     BLOCK: tl.constexpr,
 ):
+    """Write the program's part of the gradient, BLOCK columns of a row
+    (passes.gradient). All arguments up to `of_entropy` are pointers. of_logprob,
+    of_entropy: the loss's gradients with respect to these. stride: elements from one
+    row to the next, of logits and gradient.
+    """
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
