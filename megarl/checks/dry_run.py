@@ -101,6 +101,9 @@ def changes(name: str, recipe: Recipe) -> tuple[str, list[str]]:
 
 
 def _change(key: str, old: Any, new: Any, base: Recipe, recipe: Recipe) -> str:
+    """Return the line of `changes` for one key: its old and new value, or that the task
+    or suite it belongs to was added or left out.
+    """
     for section in NAMED_SECTIONS:
         if not key.startswith(f"{section}."):
             continue

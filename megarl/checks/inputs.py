@@ -367,6 +367,10 @@ def _hash_files(paths: Iterable[Path]) -> str:
 
 
 def _sample(path: Path) -> Iterator[bytes]:
+    """Yield the bytes that stand for a file in its hash: name and size, then all of it
+    or, above WHOLE bytes, BLOCKS blocks. Nothing if there is no such file; MegarlError
+    if it cannot be read.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

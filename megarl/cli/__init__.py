@@ -91,6 +91,10 @@ class _Commands(TyperGroup):
     """
 
     def invoke(self, ctx: Any) -> object:
+        """Run the command that was named and return its status. If it only prints, a
+        reader that has left counts as success, and a file's OSError becomes a
+        MegarlError.
+        """
         try:
             status = super().invoke(ctx)
             sys.stdout.flush()

@@ -346,6 +346,9 @@ def _check_hours(option: str, *values: float | None) -> None:
 def _read(
     source: str | Path, seed: int | None, hours_column: str | None, score_column: str | None
 ) -> list["Curve"]:
+    """Read a run's curves; with a seed, only that seed's. Columns: None for the usual
+    names. MegarlError if no curve is of that seed.
+    """
     from megarl.predict.scaling.points import PointColumns, read_points
 
     curves = read_points(source, PointColumns(hours_column, score_column))

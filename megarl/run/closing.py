@@ -61,11 +61,11 @@ def closing(
     rundir: RunDir,
     outcome: RunEnd,
     deaths: Sequence[Death],
-    begins: Mapping[Path, int],
+    log_offsets: Mapping[Path, int],
     wall_s: float,
     write_report: WriteReport | None,
 ) -> None:
-    """Write summary and report; show how the run ended. begins: as in `log_of`.
+    """Write summary and report; show how the run ended. log_offsets: as in `log_of`.
     write_report: None if its job must end soon.
     """
     values: Row = {}
@@ -85,7 +85,7 @@ def closing(
         if deaths and outcome.kind in ("failed", "elsewhere"):
             console.print(causes(deaths))
         if outcome.role:
-            _show_log(log_of(rundir, outcome.role, begins), begins)
+            _show_log(log_of(rundir, outcome.role, log_offsets), log_offsets)
     if outcome.kind == "failed":
         terminal.say(f"\nmegarl: {outcome.reason}; see {rundir.logs}", file=sys.stderr)
     elif outcome.kind == "elsewhere":
@@ -95,10 +95,10 @@ def closing(
         )
 
 
-def _show_log(log: Path | None, begins: Mapping[Path, int]) -> None:
+def _show_log(log: Path | None, log_offsets: Mapping[Path, int]) -> None:
     """Print the end of the log that says why the run ended, if any."""
     if log is not None:
-        lines = map(terminal.uncoloured, last_lines(log, start=begins.get(log, 0)))
+        lines = map(terminal.uncoloured, last_lines(log, start=log_offsets.get(log, 0)))
         terminal.say(f"\nThe end of {log}:", *lines, sep="\n  ", file=sys.stderr)
 
 

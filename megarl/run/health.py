@@ -733,6 +733,10 @@ class Health:
         return more_right or more_end
 
     def _judge(self, signal: Signal, task: str, value: float) -> None:
+        """Judge a signal's value in this step: open an alarm if it is off, unless it is
+        of those that learning moves and the policy learns; close its open alarm if it
+        is not. task: "/NAME", or empty for all tasks.
+        """
         key = (signal.name, task)
         name = signal.name + task
         if key not in self._judges:

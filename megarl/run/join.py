@@ -266,6 +266,7 @@ class Guest:
         return ""
 
     def _start(self, server: int) -> None:
+        """Start the server's process under the number that the controller gave it."""
         arguments = (*self._role.arguments, str(server))
         self._role = replace(self._role, role=Role("server", server), arguments=arguments)
         # Slurm sends SIGTERM to all processes of a step at once, but the server must go

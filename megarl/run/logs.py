@@ -90,21 +90,23 @@ def log_sizes(rundir: RunDir, role: Role) -> dict[Path, int]:
 
 
 def log_of(
-    rundir: RunDir, role: Role, begins: Mapping[Path, int] = MappingProxyType({})
+    rundir: RunDir, role: Role, log_offsets: Mapping[Path, int] = MappingProxyType({})
 ) -> Path | None:
     """Return the log that says why `role` ended, if any: of its logs the newest with a
     problem, else the newest. That another rank was lost is a problem only if no log has
-    its own. begins: the offsets at which its last life began in each log (`log_sizes`);
+    its own. log_offsets: where its last life began in each log, in bytes (`log_sizes`);
     logs without new lines are left out.
     """
 
     def telling(log: Path) -> tuple[bool, bool, float]:
-        problem = last_problem(log, begins.get(log, 0))
+        problem = last_problem(log, log_offsets.get(log, 0))
         is_cause = bool(problem) and not PEER_LOST.search(problem)
         return is_cause, bool(problem), log.stat().st_mtime
 
     grown = [
-        log for log in _logs(rundir, role) if log not in begins or log.stat().st_size > begins[log]
+        log
+        for log in _logs(rundir, role)
+        if log not in log_offsets or log.stat().st_size > log_offsets[log]
     ]
     return max(grown, key=telling, default=None)
 

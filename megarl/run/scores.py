@@ -94,6 +94,9 @@ def signs_beside(steps: Sequence[Row], grad_clip: float) -> str:
 
 
 def _signs(steps: Sequence[Row], grad_clip: float) -> Iterator[str]:
+    """Yield a phrase for each sign in these steps of a state in which runs got worse.
+    grad_clip: the norm above which gradients are clipped.
+    """
     equal = _mean(steps, "zero_variance_share")
     groups = _mean(steps, "groups_in_loss")
     if 1 - equal < FEW_GROUPS:
@@ -175,12 +178,15 @@ def overoptimised(evaluation: Row) -> list[str]:
 
 
 def _overoptimised(row: Row, warning: str) -> str:
+    """Return the text of one warning. warning: its column in eval.jsonl, which ends
+    with the task if there are several.
+    """
     task = warning.removeprefix(OVER)  # "/NAME" if there are several
-    fallen = row.get(f"trusted_fall{task}", math.nan)
+    drop = row.get(f"trusted_fall{task}", math.nan)
     rise = row.get(f"proxy_rise{task}", math.nan)
     step = row.get(f"trusted_peak_step{task}", math.nan)
     return (
-        f"{task[1:] or 'held out'}: the trusted score has fallen by {fallen:.3f} since step"
+        f"{task[1:] or 'held out'}: the trusted score has fallen by {drop:.3f} since step"
         f" {step:g} while the reward rose by {rise:.3f}: the policy exploits the reward. Stop, keep"
         " the checkpoint nearest to that step, read what has changed (megarl answers compare) and"
         " repair the grader, or keep the policy closer to its start (reference)"

@@ -239,6 +239,9 @@ class Observer:
         self.state.problem = self._present_problem()
 
     def _look_at_metrics(self) -> None:
+        """Take the new rows of metrics.jsonl, and count the steps made. Steps that a
+        learner replays are neither counted nor judged again.
+        """
         state = self.state
         rows = by_step(self._metrics.new())
         newest = max(state.rows, default=-1)

@@ -142,6 +142,9 @@ def steady(rows: list[Row], rundir: RunDir) -> list[Row]:
 
 
 def _steady(rows: list[Row], events: list[SupervisorEvent]) -> list[Row]:
+    """Return the rows neither replayed nor the first after a start of the learner.
+    events: the run's, in which these starts are.
+    """
     starts = [
         event.time for event in events if event.event == "started" and event.role == "learner-0"
     ]

@@ -232,6 +232,9 @@ class Supervisor:
         return ViewFrame(self.recipe, state, time_now - self.began, stopping)
 
     def _tick(self) -> RunEnd | None:
+        """Look after the run once: read its files, end roles that hang, start those
+        whose restart is due, handle deaths. Return the run's end, or None to go on.
+        """
         at = time.monotonic()
         if at - self._looked >= LOOK_S:
             self._looked = at
@@ -417,6 +420,10 @@ class Supervisor:
         return f"after step {steps} of {planned}, with status 0"
 
     def _second_request(self, at: float) -> RunEnd | None:
+        """Return the end of a run that was asked to stop and need not be waited for: it
+        was asked twice, or its learner does not run or does not save in time. Else
+        None.
+        """
         if self.stop_request.count > 1:
             return RunEnd("stopped", "killed as asked; the last checkpoint is kept")
         if self.stopping_since is None:

@@ -207,6 +207,7 @@ def clock(seconds: float) -> str:
 
 
 def _progress(frame: ViewFrame) -> RenderableType:
+    """Return the bar of steps with times left and elapsed, and the phase below it."""
     total = frame.recipe.run.steps
     done = max(frame.state.rows, default=-1) + 1
     bar = Table.grid(padding=(0, 2), expand=True)

@@ -38,10 +38,13 @@ def _in_fp32(name: str) -> Callable[..., object]:
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def call(keys: object, *args: object, **options: object) -> object:
+        """Run the kernel, in FP32 if any argument is an fp16 tensor. keys: the
+        dispatcher's, which the kernel needs.
+        """
         if not any(map(_is_fp16, args)):
             return kernel.call_boxed(keys, *args, **options)
-        converted = {key: _converted(value) for key, value in options.items()}
-        result = kernel.call_boxed(keys, *map(_converted, args), **converted)
+        fp32_options = {key: _converted(value) for key, value in options.items()}
+        result = kernel.call_boxed(keys, *map(_converted, args), **fp32_options)
         if isinstance(result, Tensor):
             return result.half()
         if name == ATTENTION:

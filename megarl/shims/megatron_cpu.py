@@ -188,6 +188,9 @@ def _logits_by(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         bias: torch.Tensor | None,
         router_dtype: torch.dtype,
     ) -> torch.Tensor:
+        """Return a router's logits [tokens, experts] in `router_dtype`. inp [tokens,
+        hidden], weight [experts, hidden], bias [experts].
+        """
         if inp.dtype == router_dtype:
             return F.linear(inp, weight, bias)
         logits = product(inp, weight, None, router_dtype)
@@ -212,6 +215,7 @@ def _own_step_for_each_parameter(optimizer_class: "type[DistributedOptimizer]") 
     def restore(
         self: "DistributedOptimizer", model_param: torch.Tensor, tensors: Mapping[str, torch.Tensor]
     ) -> None:
+        """Load a parameter's tensors, with `step` in a tensor of its own."""
         group, index = self.model_param_group_index_map[model_param]
         parameter = self.optimizer.param_groups[group]["params"][index]
         state = self.optimizer.state[parameter]

@@ -109,6 +109,7 @@ def _convert_heads_in_pieces() -> None:
     def logits(
         self: Any, hidden: torch.Tensor, head: Any, *args: Any, **options: Any
     ) -> torch.Tensor:
+        """Return the logits [tokens, vocabulary] of hidden [tokens, hidden]."""
         weight: Any = getattr(head, "weight", None)
         is_adapted = hasattr(head, "set_lora")
         is_quantized = should_apply_lm_head_quant_method(head, getattr(head, "quant_method", None))

@@ -142,6 +142,11 @@ class BatchedDecode(TorchNativeAttnBackend):
         *arguments: object,
         **options: Any,
     ) -> Tensor:
+        """Write the attention of a new token of each request to `output`, and return
+        it: in batches of requests, or by SGLang's loop if types, widths, an encoder or
+        a window that binds do not allow it. query, output [requests, heads, head_dim];
+        caches [slots, kv_heads, head_dim].
+        """
         window = options["sliding_window_size"]
         if self._sinks is not None:
             assert self._batches is not None  # only a model with an encoder has none

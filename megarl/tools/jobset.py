@@ -210,6 +210,7 @@ def _replicated_job(
 
 
 def _container(settings: PodSettings, command: Sequence[str], nodes: int) -> dict[str, Any]:
+    """Return the container of a pod. nodes: pods of the whole JobSet."""
     label = {"fieldRef": {"fieldPath": f"metadata.labels['{OF_JOBSET}']"}}
     mounts = [
         {"name": f"claim-{i}", "mountPath": mount.place} for i, mount in enumerate(settings.mounts)

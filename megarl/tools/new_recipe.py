@@ -298,6 +298,7 @@ def _name(source: str) -> str:
 
 
 def _of_task(model: KnownModel, data: KnownData, options: NewRecipeOptions) -> Iterator[RecipeKey]:
+    """Yield the run's name, the model, and its task: prompts, grader and template."""
     task = f"data.tasks.{_name(options.data)}"
     yield RecipeKey("run.name", f"{model.path.resolve().name}-{_name(options.data)}")
     yield RecipeKey("model.path", str(model.path), f"{counted(model.parameters)} parameters")
@@ -366,6 +367,7 @@ def _rounded(length: int, step: int) -> int:
 
 
 def _of_machine(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
+    """Yield what the machine decides, and the learning rate for the model's size."""
     if not machine.gpus:
         yield from _on_cpu(model, data, machine)
     elif machine.gpus == 1:

@@ -253,6 +253,9 @@ def _endless(traces: Sequence[Trace], seed: int) -> Iterator[Trace]:
 
 
 def _sequences(traces: Sequence[Trace]) -> list[TrainSequence]:
+    """Return a batch's traces as sequences to train on; the weights of all learnt
+    tokens add up to 1.
+    """
     learnt_tokens = sum(int(trace.learnt.sum()) for trace in traces)
     weight = np.float32(1 / learnt_tokens)
     return [

@@ -249,10 +249,11 @@ def _choose_with_memory(
 
 
 def _figures(plan: Plan, price: float | None) -> tuple[str, ...]:
-    likely = show.in_short(show.likely(plan.step_seconds))
+    """Return lines on a plan's times, memory and cost. price: of a GPU-hour."""
+    likely_seconds = show.in_short(show.likely(plan.step_seconds))
     return (
         (
-            f"a step takes {plan.step_seconds:.1f} s (likely {likely}), training"
+            f"a step takes {plan.step_seconds:.1f} s (likely {likely_seconds}), training"
             f" {plan.train_seconds:.1f} ({show.error('training')}), generating"
             f" {plan.generate_seconds:.1f} ({show.error('generation')});"
             f" {plan.tokens_per_second:,.0f} tokens/s; {show.NEARER}; {show.LIKELY}"

@@ -249,6 +249,7 @@ def host_memory(plan: Plan) -> str:
 
 
 def _figures(plan: Plan) -> dict[str, str]:
+    """Return a plan's column of the table of plans: the text of each row, by label."""
     model = plan.recipe.model
     resources = plan.recipe.resources
     layout = (model.tensor_parallel, model.pipeline_parallel, model.context_parallel)
@@ -275,6 +276,9 @@ def _figures(plan: Plan) -> dict[str, str]:
 
 
 def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
+    """Yield notes on what the plan does not count, and on an evaluation that takes
+    longer than the steps between two.
+    """
     recipe = plan.recipe
     evaluation = recipe.evaluation
     if recipe.has_critic:
@@ -288,13 +292,13 @@ def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
             "note: whole experts on each GPU of a server (serving.expert_parallel) are planned like"
             " a part of each; what the GPU with the most tokens costs is not counted"
         )
-    steps = plan.evaluation_seconds / plan.step_seconds
-    if steps > evaluation.every:
+    evaluation_steps = plan.evaluation_seconds / plan.step_seconds
+    if evaluation_steps > evaluation.every:
         yield (
             f"note: an evaluation ({evaluation.prompts} x {evaluation.samples} rollouts,"
-            f" {recipe.evaluation_servers} servers) takes as long as {steps:,.0f} steps, and"
-            f" evaluation.every is {evaluation.every}; lower evaluation.prompts or samples, or"
-            " evaluate less often"
+            f" {recipe.evaluation_servers} servers) takes as long as"
+            f" {evaluation_steps:,.0f} steps, and evaluation.every is {evaluation.every}; lower"
+            " evaluation.prompts or samples, or evaluate less often"
         )
 
 
@@ -359,6 +363,7 @@ def as_json(
 
 
 def _plan(plan: Plan, price: float | None) -> dict[str, object]:
+    """Return a plan as JSON. price: of a GPU-hour; None: no costs."""
     layout = {}
     for key in LAYOUT:
         if key != "model.expert_tensor_parallel":

@@ -205,6 +205,10 @@ class _SimulatedRun:
     async def _rollout(
         self, ticket: _Ticket, places: GroupPlaces, sample: int, length: int
     ) -> None:
+        """Generate `length` tokens of one rollout, and count them in the ticket by
+        version of the weights. Interrupted thinking takes a second request for its
+        answer.
+        """
         context = self.work.prompt_tokens
         legs = [length]
         if self.recipe.length.control == "interruption":
@@ -223,6 +227,9 @@ class _SimulatedRun:
     # The learner.
 
     async def _learn(self, tasks: asyncio.TaskGroup) -> None:
+        """Do what the pipeline decides, step after step, until it decides to stop.
+        Evaluations that are due run beside it in `tasks`.
+        """
         schedule = self.pipeline.evaluations
         step = 0
         seconds = _SpentSeconds()
@@ -263,12 +270,13 @@ class _SimulatedRun:
         return lengths
 
     def _close_step(self, step: int, tickets: tuple[int, ...], seconds: "_SpentSeconds") -> None:
+        """Record a trained step with the lags of its tokens, and forget its tickets."""
         lags: Counter[int] = Counter()
         for number in tickets:
             for version, count in self.tickets.pop(number).versions.items():
                 lags[step - version] += count
         self.pipeline.admission.forget(step + 1)
-        closed = SimulatedStep(
+        record = SimulatedStep(
             step=step,
             ended=_time(),
             wait=seconds.wait,
@@ -280,10 +288,13 @@ class _SimulatedRun:
             busy_seconds=sum(server.busy_seconds for server in self.servers),
             running_seconds=sum(server.running_seconds for server in self.servers),
         )
-        self.steps.append(closed)
+        self.steps.append(record)
         self.places.refresh()
 
     async def _publish(self, command: Publish) -> None:
+        """Bring a version of the weights to the servers in virtual time: they pause
+        during the transfer or, if they generate meanwhile, only to swap weights.
+        """
         ids = [address.id for address in command.servers]
         self.membership.publish(ids, command.version, LEARNER)
         self.places.refresh()
@@ -300,15 +311,18 @@ class _SimulatedRun:
         for i in ids:
             self.membership.published(i, command.version, LEARNER, "")
         window = self.pipeline.published(command.version)
-        published = PublishedVersion(
+        record = PublishedVersion(
             version=command.version, time=0.0, compute_hours=0.0, servers=(), window=window
         )
-        self.pipeline.state.apply(published)
+        self.pipeline.state.apply(record)
         self._on_change()
 
     # Evaluation.
 
     async def _evaluate(self, version: int, servers: set[int]) -> None:
+        """Generate an evaluation's rollouts on its servers, as many at once as these
+        hold, then record that it has ended.
+        """
         count = self.recipe.evaluation.prompts * self.recipe.evaluation.samples
         lengths = iter(enumerate(self.work.lengths.draw(self.random, count).tolist()))
 

@@ -106,6 +106,7 @@ def _band(fit: Fit | None, end: float) -> Prediction | None:
 
 
 def _draw_laws(axes: Axes, laws: Sequence[Law], hours: np.ndarray) -> None:
+    """Draw published fits in grey, each with its own dashes. hours [points]: where."""
     for law, dashes in zip(laws, cycle(LAW_DASHES), strict=False):
         axes.plot(
             hours,
@@ -185,6 +186,9 @@ def plot_slices(parts: Sequence[Slice], path_without_suffix: Path) -> list[Path]
 
 
 def _slice_line(part: Slice, curve: Curve, color: str, end: float) -> _Line:
+    """Return what is drawn of a slice; its band goes up to `end` hours. Its name says
+    which values 0 and 1 stand for, if the objective has others.
+    """
     name = part.name
     if part.unit != (0, 1):
         low, high = part.unit
@@ -216,13 +220,16 @@ def _draw_points(axes: Axes, color: str, curve: Curve, chosen: np.ndarray, *, fi
 
 
 def _draw_curve(axes: Axes, name: str, color: str, fit: Fit, band: Prediction, end: float) -> None:
+    """Draw a fit with its band, asymptote and midpoint, up to `end` hours or its last
+    point; what lies beyond its window is in the style of extrapolation.
+    """
     first, last = fit.window
-    measured = np.linspace(first, last, 300)
-    beyond = np.geomspace(last, max(end, last), 300)
+    window_hours = np.linspace(first, last, 300)
+    later_hours = np.geomspace(last, max(end, last), 300)
     label = f"{name}: A {fit.A:.3f}, B {fit.B:.2f}, C_mid {amount(fit.C_mid)}"
     axes.fill_between(band.hours, band.low, band.high, color=color, alpha=0.15, linewidth=0)
-    axes.plot(measured, fit(measured), color=color, label=label)
-    axes.plot(beyond, fit(beyond), color=color, linestyle=EXTRAPOLATED)
+    axes.plot(window_hours, fit(window_hours), color=color, label=label)
+    axes.plot(later_hours, fit(later_hours), color=color, linestyle=EXTRAPOLATED)
     axes.axhline(fit.A, color=color, linewidth=0.8, linestyle=":")
     if band.hours[0] <= fit.C_mid <= end:
         middle = np.array([fit.C_mid])

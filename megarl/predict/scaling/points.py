@@ -238,21 +238,24 @@ def _columns(rows: Sequence[Placed], columns: PointColumns, place: str) -> tuple
 
 
 def _hours_column(names: Sequence[str], columns: PointColumns, place: str) -> str:
+    """Return the name of the column with compute: the one asked for, else the first
+    usual one. MegarlError, with the columns there are, if it is not in the table.
+    """
     candidates = (columns.hours,) if columns.hours else ("gpu_hours", "compute_hours")
     for candidate in candidates:
         hours = _column(names, candidate, place)
         if hours is not None:
             return hours
-    over_steps = ""
+    hint = ""
     missing = repr(columns.hours)
     if not columns.hours:
         missing = " or ".join(candidates)
         step = next((name for name in STEPS if name in names), None)
         if step:
-            over_steps = f"; --hours-column {step} fits over steps"
+            hint = f"; --hours-column {step} fits over steps"
     raise MegarlError(
         f"{place}: no column {missing} (it has {few(names, MOST_LISTED)}); name yours with"
-        f" --hours-column{over_steps}"
+        f" --hours-column{hint}"
     )
 
 
@@ -350,6 +353,10 @@ def _answers(place: str, row: Row, score: str) -> int | None:
 
 
 def _point(place: str, row: Row, hours: str, score: str, step: float | None) -> _Point:
+    """Return a row's score. hours, score: names of its columns; step: None if it has
+    none. MegarlError if the score is no share, or the compute is negative or, after the
+    start, zero.
+    """
     compute = _number(place, row, hours)
     rate = _number(place, row, score)
     if not 0 <= rate <= 1:
@@ -436,6 +443,7 @@ def _warn_of_several_runs(points: Mapping[float, _Point], hours: str, place: str
 
 
 def _number(place: str, row: Row, column: str) -> float:
+    """Return a finite number from a row's column; MegarlError for anything else."""
     value = row.get(column)
     number = math.nan
     if not isinstance(value, bool):

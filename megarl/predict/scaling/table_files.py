@@ -70,6 +70,9 @@ def _bytes(path: Path) -> bytes:
 
 
 def _decompressed(path: Path, data: bytes) -> bytes:
+    """Return a file's data without gzip, if it has any. MegarlError if it is damaged or
+    larger than LARGEST_BYTES.
+    """
     if not data.startswith(b"\x1f\x8b"):
         return data
     try:
@@ -85,6 +88,7 @@ def _decompressed(path: Path, data: bytes) -> bytes:
 
 
 def _text(path: Path, data: bytes) -> str:
+    """Decode UTF-8 or, with a byte order mark, UTF-16; MegarlError if it is no text."""
     encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
     try:
         text = data.decode(encoding)
@@ -98,6 +102,9 @@ def _text(path: Path, data: bytes) -> str:
 
 
 def _parquet(path: Path, data: bytes) -> list[Placed]:
+    """Return the rows of a Parquet file, numbered from 1. MegarlError if it cannot be
+    read or two columns have one name.
+    """
     import pyarrow  # comes with `datasets`; only here, since it takes long
     from pyarrow import parquet
 

@@ -144,6 +144,9 @@ def reached(fitted: Fit, score: float, when: Reached) -> str:
 
 
 def _not_reached(fitted: Fit, score: float, when: Reached) -> str:
+    """Return a sentence on why the best fit never reaches a score, and whether it could
+    with A at the upper end of its interval.
+    """
     high = fitted.A_interval[1]
     if score < fitted.A:
         text = (

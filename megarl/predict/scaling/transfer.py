@@ -80,6 +80,9 @@ def transfer(fits: Mapping[float, Fit], size: float, r0: float | None = None) ->
 
 
 def _refuse(fits: Mapping[float, Fit], size: float, r0: float | None) -> None:
+    """Raise MegarlError if `transfer` cannot predict from these arguments: fewer than
+    two sizes, an impossible size or R_0, fits of several units or no sigmoids.
+    """
     if len(fits) < 2:
         raise MegarlError(
             f"{len(fits)} size cannot show the effect of size; give fits of two or more"

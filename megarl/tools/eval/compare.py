@@ -200,17 +200,18 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
 
 
 def _check_expected(suite: str, a: Side, b: Side, prompts: Sequence[str]) -> None:
+    """Raise MegarlError if both sides do not expect the same answer to each prompt."""
     pairs = zip(a.firsts(prompts), b.firsts(prompts), strict=True)
-    differing = [(of_a, of_b) for of_a, of_b in pairs if of_a.expected != of_b.expected]
-    if not differing:
+    mismatches = [(of_a, of_b) for of_a, of_b in pairs if of_a.expected != of_b.expected]
+    if not mismatches:
         return
-    of_a, of_b = differing[0]
-    another = (
-        f"{len(differing)} prompts of {suite} expect another answer: {of_a.id!r} expects"
+    of_a, of_b = mismatches[0]
+    text_a = (
+        f"{len(mismatches)} prompts of {suite} expect another answer: {of_a.id!r} expects"
         f" {of_a.expected[:60]!r} in one"
     )
-    also = f"{of_b.expected[:60]!r} in the other; the two sets differ"
-    raise MegarlError(f"{a.folder} and {b.folder}: {another} and {also}")
+    text_b = f"{of_b.expected[:60]!r} in the other; the two sets differ"
+    raise MegarlError(f"{a.folder} and {b.folder}: {text_a} and {text_b}")
 
 
 type Outcomes = Sequence[Sequence[Outcome]]
@@ -341,6 +342,9 @@ def _differing_settings(a: Side, b: Side) -> Iterator[str]:
 
 
 def _notes_of_side(side: Side, prompts: Sequence[str]) -> Iterator[str]:
+    """Yield what a reader must know of one side: prompts that only it has, an
+    evaluation that still runs, void answers. prompts: those compared.
+    """
     left_out = len(side.answers) - len(prompts)
     if left_out:
         noun = "prompt" if left_out == 1 else "prompts"
@@ -560,6 +564,9 @@ def _lines(comparison: SideBySide) -> list[list[str | int]]:
 
 
 def _prompt(comparison: SideBySide, name: str, limit: int | None) -> dict[str, object]:
+    """Return a prompt with the answers of both sides, for the page. limit: most
+    characters of a completion; None: all.
+    """
     a = comparison.a.answers[name]
     b = comparison.b.answers[name]
     wordings = (a[0].prompt, b[0].prompt)
@@ -572,6 +579,7 @@ def _prompt(comparison: SideBySide, name: str, limit: int | None) -> dict[str, o
 
 
 def _answer(answer: Answer, limit: int | None) -> dict[str, object]:
+    """Return an answer for the page. limit: as in `_prompt`."""
     marks = {
         "truncated": answer.truncated,
         "interrupted": answer.interrupted,

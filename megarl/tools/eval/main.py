@@ -331,6 +331,7 @@ def counted(
         bars[suite.name] = view.tasks[-1]
 
     def count(answer: Answer) -> None:
+        """Count an answer; without a terminal, print a line every LINE_S seconds."""
         nonlocal last
         bar = bars[answer.suite]
         right[answer.suite] += answer.correct

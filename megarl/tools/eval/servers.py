@@ -175,6 +175,7 @@ def wait_ready(
     """
 
     async def wait() -> float:
+        """Ask for the server's health every POLL_S seconds, as `wait_ready` says."""
         start = time.monotonic()
         async with ServerClient(ServerAddress(id=0, url=url), "", "", limit_s) as client:
             while not await client.health():

@@ -79,6 +79,9 @@ def show(
 def _chosen(
     reader: JournalReader, state: State, ticket: int | None, step: int | None, limit: int
 ) -> list[int]:
+    """Return the tickets to show: this one, at most `limit` of this step's batch, or
+    those finished last. MegarlError if the step's batch is incomplete or forgotten.
+    """
     if ticket is not None:
         return [ticket]
     if step is None:
@@ -107,6 +110,7 @@ def _step(state: State, ticket: int) -> int | None:
 
 
 def _table(groups: tuple[Group, ...], state: State) -> Table:
+    """Return a table with a row for each group."""
     title = f"{len(groups)} groups of {state.finished} finished"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in (
@@ -162,6 +166,9 @@ def _named(group: Group, state: State) -> str:
 
 
 def _notes(group: Group) -> str:
+    """Return what is unusual about a group: why it is void, or how many of its rollouts
+    were truncated, interrupted and so on, and whether their grades are equal.
+    """
     if group.void:
         return printable(f"void: {group.void}")
     rollouts = group.rollouts
@@ -223,6 +230,9 @@ def _about(rollout: Rollout, step: int | None) -> Text:
 
 
 def _episode_facts(rollout: Rollout) -> list[str]:
+    """Return an episode's turns and, if there are any, several paths, untrained tokens
+    and failed calls; empty if the rollout is of no episode.
+    """
     episode = rollout.episode
     if episode is None:
         return []
@@ -287,6 +297,7 @@ def _as_json(group: Group, step: int | None, tokenizer: Tokenizer | None) -> dic
 
 
 def _segment_as_json(segment: Segment, tokenizer: Tokenizer | None) -> dict[str, object]:
+    """Return a segment as JSON; turn and credit only if it belongs to a turn."""
     record: dict[str, object] = {
         "weight_version": segment.weight_version,
         "trained": segment.trained,

@@ -43,6 +43,9 @@ def serve(address: str, key: str, families: Families) -> Callable[[], None]:
     expected = f"Bearer {key}".encode()
 
     def guarded(environ: dict[str, Any], start_response: Any) -> Any:
+        """Answer GET /metrics with the right key; 404 for all else, 401 without the
+        key.
+        """
         authorization = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
         if (environ["REQUEST_METHOD"], environ.get("PATH_INFO")) != ("GET", "/metrics"):
             status = "404 Not Found"
@@ -194,6 +197,7 @@ def controller_families(status: StatusJson, totals: Totals) -> Iterator[Metric]:
 
 
 def _server_families(servers: Iterable[Mapping[str, Any]], totals: Totals) -> Iterator[Metric]:
+    """Yield the metrics of each server. servers: as in the controller's status."""
     for name, about, key in (
         ("weight_version", "version of its weights, -1 before the first", "version"),
         ("running_requests", "requests on it now", "running"),
@@ -219,6 +223,7 @@ def _server_families(servers: Iterable[Mapping[str, Any]], totals: Totals) -> It
 
 
 def _ticket_families(tickets: Mapping[str, Any]) -> Iterator[Metric]:
+    """Yield the metrics of tickets. tickets: as in the controller's status."""
     current = GaugeMetricFamily("megarl_tickets", "tickets now, by state", labels=["state"])
     yield _filled(current, (([name], tickets[name]) for name in ("running", "waiting")))
     completed = CounterMetricFamily(

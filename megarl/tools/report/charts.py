@@ -317,6 +317,7 @@ def _plain(rows: list[Row], title: str, names: dict[str, str], *, log: bool = Fa
 
 
 def _pass_rates(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> Iterator[Markup]:
+    """Yield pictures of the pass rate and, if there are several tasks, of each."""
     for x, title in (("step", "Pass rate, by step"), ("compute_hours", "Pass rate, by compute")):
         yield svg(partial(pass_rate_against, rows=rows, evaluations=evaluations, x=x), title)
     tasks = list(recipe.data.tasks)
@@ -329,6 +330,7 @@ def _pass_rates(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> Iter
 
 
 def _signals(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> Iterator[Markup]:
+    """Yield pictures of alarms over the steps, and of some metrics they judge."""
     history = Health(rows).history
     title = "Signals off their course (megarl health)"
     yield svg(lambda axes: alarms(axes, history, len(rows)), title)
@@ -359,6 +361,7 @@ def _speeds(rows: list[Row], timed: list[Row]) -> Iterator[Markup]:
 
 
 def _completions(rows: list[Row]) -> Iterator[Markup]:
+    """Yield pictures of completions and groups, and of their log-probs' difference."""
     rates = {
         "truncation_rate": "truncated",
         "interruption_rate": "interrupted",

@@ -195,6 +195,9 @@ WRONG = Markup('<span class="bad">wrong</span>')
 
 
 def _rollout(tokenizer: Tokenizer, group: Group, rollout: Rollout, several_tasks: bool) -> Markup:
+    """Return a rollout as HTML: a line of facts, then its text, in which the background
+    changes with the version of the weights. several_tasks: whether to name the task.
+    """
     versions = sorted({s.weight_version for s in rollout.segments if s.trained})
     parts = [Markup("{}").format(tokenizer.decode(group.prompt.tokens))]
     for segment in rollout.segments:
@@ -210,6 +213,9 @@ def _rollout(tokenizer: Tokenizer, group: Group, rollout: Rollout, several_tasks
 def _facts(
     group: Group, rollout: Rollout, versions: Sequence[int], several_tasks: bool
 ) -> Iterable[str | Markup]:
+    """Yield the facts above a rollout. versions: of the weights it was sampled with, in
+    ascending order; several_tasks: whether to name the task.
+    """
     yield f"ticket {group.ticket}"
     if several_tasks:
         yield group.prompt.task
