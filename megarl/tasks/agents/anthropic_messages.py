@@ -198,6 +198,9 @@ def _messages(message: BlockMessage, field: str) -> Iterator[CanonicalMessage]:
 
 
 def _assistant_message(blocks: Sequence[Block], field: str) -> CanonicalMessage:
+    """Return the assistant's message that these blocks are: thinking, texts and calls,
+    whose ids and signatures are its marks. field: the message's place, for errors.
+    """
     calls = [
         ToolCall.of(block.id, block.name, block.input)
         for block in blocks

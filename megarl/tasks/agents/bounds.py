@@ -111,6 +111,7 @@ class ByteBudget:
 
 
 async def _admitted(turn: asyncio.Future[None]) -> None:
+    """Wait for a request's turn. WireError if it does not come within WAIT_LIMIT_S."""
     try:
         async with asyncio.timeout(WAIT_LIMIT_S):
             await turn

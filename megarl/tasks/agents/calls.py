@@ -336,6 +336,7 @@ class _ProbeTurn:
         return text.removeprefix(start)
 
     def _calls(self) -> list[JsonObject]:
+        """Return the calls as OpenAI's `tool_calls` of an assistant's message."""
         calls: list[JsonObject] = []
         for number, name_written in enumerate(self.names):
             name, arguments = _PROBES[number]

@@ -116,9 +116,14 @@ class Gateway:
         protocol: WireProtocol,
         serve: Callable[[web.Request, WireProtocol, AgentSession], Any],
     ) -> Callable[[web.Request], Any]:
+        """Return a handler that passes a request with its session to `serve`, one of
+        this class's methods. `_reward` needs the key for rewards, others the one for
+        requests.
+        """
         keys = self._rewarded if serve == self._reward else self._sessions
 
         async def handle(request: web.Request) -> web.StreamResponse:
+            """Serve a request; what is refused is answered in the protocol's form."""
             try:
                 session = self._opened(request, keys)
                 return await serve(request, protocol, session)
@@ -158,6 +163,9 @@ class Gateway:
     async def _models(
         self, request: web.Request, protocol: WireProtocol, _session: AgentSession
     ) -> web.Response:
+        """Answer with the list of models, or with the one that the path names.
+        WireError if that is not the policy.
+        """
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}
         name = request.match_info.get("model")
         if name is None:
@@ -207,6 +215,10 @@ class Gateway:
     async def _answer(
         self, request: web.Request, protocol: WireProtocol, session: AgentSession
     ) -> web.StreamResponse:
+        """Answer with the policy's turn, in one piece or as a stream. WireError if
+        there is none; once the response has begun, a stream ends with the error
+        instead, and any other connection is closed.
+        """
         async with self._admitted(request, session) as data:
             pending, body = self._pending_turn(request, protocol, session, data)
             del data  # the answer may take an hour

@@ -111,6 +111,9 @@ async def _awaited(reward: Awaitable[object]) -> object:
 
 
 def _post(task: AgentTask, reward: object) -> None:
+    """Post a reward to the gateway. reward: a number or a bool, perhaps numpy's or
+    torch's. TypeError or ValueError if it is no finite number.
+    """
     headers = {"Authorization": f"Bearer {task.reward_key}", "Content-Type": "application/json"}
     dtype = str(getattr(reward, "dtype", ""))  # numpy's and torch's
     is_bool = isinstance(reward, bool) or dtype.endswith("bool")

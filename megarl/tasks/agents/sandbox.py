@@ -106,6 +106,7 @@ def _problem(run: Sequence[str], variables: dict[str, str]) -> str:
 
 
 def _advice(problem: str) -> str:
+    """Return what the user can do about a problem that `_problem` found."""
     if shutil.which("bwrap") is None:
         return "install it (apt-get install bubblewrap)"
     if "execvp setpriv" in problem:

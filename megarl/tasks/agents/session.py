@@ -300,6 +300,10 @@ class AgentSession:
         return len(placement.prompt)
 
     async def _generate(self, request: AgentRequest, pending: PendingTurn) -> ServedTurn:
+        """Place a request in the tree, have the policy answer it, and return the
+        answer. pending: gets the node, and word when the prompt is rendered and placed.
+        WireError if the request is refused, or the policy cannot be asked.
+        """
         with self.busy():
             placement = await self._placed(request)
             pending.rendered.set()

@@ -86,6 +86,7 @@ def alternatives(path: str) -> Getter:
     get = column(path)
 
     def read(raw: Raw) -> Any:
+        """Return the texts in a JSON list of texts, and any other value as it is."""
         value = get(raw)
         if not isinstance(value, str) or not value.lstrip().startswith("["):
             return value

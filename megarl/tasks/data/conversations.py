@@ -99,6 +99,9 @@ def _message(raw: Mapping[str, Any]) -> Message:
 
 
 def _text_of_part(part: Any) -> str:
+    """Return the text of a part of a message's content. UnfitError if it is another
+    part, such as an image.
+    """
     if isinstance(part, str):
         return part
     kind = type(part).__name__

@@ -150,6 +150,9 @@ def _json(path: Path) -> Iterator[Numbered]:
 
 
 def _array(path: Path) -> Iterator[Raw | Unreadable]:
+    """Yield the rows of a JSON file that is one array. MegarlError if it is not
+    JSON.
+    """
     with _open_text(path) as file:
         text = file.read()
     try:
@@ -363,6 +366,7 @@ def _rows_at_once(metadata: Any) -> int:
 
 
 def _arrow(path: Path) -> Iterator[Numbered]:
+    """Yield the rows of an Arrow file, in either of Arrow's formats: stream or file."""
     import pyarrow as pa
 
     _check_table(path)

@@ -120,6 +120,10 @@ async def _read_all(texts: Sequence[str]) -> None:
 
 
 async def _reads(pool: Pool, text: str, hostile: list[str]) -> bool:
+    """Return whether an answer can be read. hostile: the answers so far that ended
+    their process or took too long; this one is added if it does, too. MegarlError if
+    there are more than MOST_HOSTILE.
+    """
     try:
         verdict = await pool.check(Submission("", text))
         is_hostile = verdict.timeout

@@ -142,6 +142,9 @@ def _make_directory(directory: Path, source: str, outputs: set[Path]) -> None:
 
 
 def _write_report(path: Path, source: str, prepared: Prepared, evaluation_texts: int) -> None:
+    """Write as JSON how many rows were kept and left out, and why. evaluation_texts:
+    how many texts they were compared with.
+    """
     examples = {}
     for reason, rows in prepared.left_out.first.items():
         examples[reason] = [f"{number}: {fault}" for number, fault in rows]

@@ -73,6 +73,9 @@ def livecodebench_tests(raw: Raw) -> str:
 
 
 def _unpickled(text: str) -> Any:
+    """Return the value whose pickle, compressed by zlib, is this base64 text.
+    UnfitError if it is malformed, or longer than LARGEST_TESTS.
+    """
     decompressor = zlib.decompressobj()
     try:
         data = decompressor.decompress(base64.b64decode(text, validate=True), LARGEST_TESTS)
@@ -122,6 +125,10 @@ def mbpp_tests(raw: Raw) -> str:
 
 
 def _mbpp_check(line: str, setup: Sequence[str], raw: Raw) -> dict[str, str]:
+    """Return an assertion as a test of kind `check`: a function of `candidate` with the
+    lines of `setup`, then the assertion. UnfitError if the assertion or the row's code
+    is not Python, or the one calls no function of the other.
+    """
     try:
         code = ast.parse(text_of(column("code")(raw)))
         defined = [node.name for node in code.body if isinstance(node, ast.FunctionDef)]
@@ -194,6 +201,10 @@ def _test(test: Raw, function: str | None, raw: Raw) -> dict[str, str]:
 
 
 def _call(function: Any, arguments: Any, result: Any, raw: Raw) -> dict[str, str]:
+    """Return a test that calls a function, or a method of `Solution` if the row's
+    starter code has this class. result: the value expected. UnfitError if no function
+    is named, or the arguments are not a list.
+    """
     is_named = isinstance(function, str) and function.isidentifier()
     if not is_named or not isinstance(arguments, list):
         raise UnfitError(

@@ -90,6 +90,9 @@ class Stored(Sequence[Prompt]):
     @overload
     def __getitem__(self, n: slice) -> list[Prompt]: ...
     def __getitem__(self, n: int | slice) -> Prompt | list[Prompt]:
+        """Read a prompt, or those of a slice, from the disk. IndexError if there is no
+        such prompt; MegarlError if the disk is full.
+        """
         if isinstance(n, slice):
             return [self[i] for i in range(*n.indices(len(self)))]
         if not -len(self) <= n < len(self):
@@ -377,6 +380,7 @@ def _tokens_of(source: str, rows: Sequence[_RowText], tokenizer: Tokenizer) -> l
 
 
 def _prompt(encoded: EncodedRow, task: str) -> Prompt:
+    """Return a row with the tokens of what the model sees as a prompt of this task."""
     row = encoded.row
     return Prompt(
         id=row.id,

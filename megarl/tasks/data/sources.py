@@ -152,6 +152,9 @@ def _rows(paths: list[Path]) -> Iterator[Numbered]:
 
 
 def _hub_rows(place: HubSet) -> Iterator[tuple[int, TableRow]]:
+    """Yield the rows of a set on the hub, with their numbers from 1. RuntimeError if
+    `datasets` cannot load it.
+    """
     import datasets  # takes two seconds and is needed only here
 
     try:

@@ -138,6 +138,7 @@ def _characters(row: Taught) -> int:
 
 
 def _encode(rows: Sequence[Taught], tokenizer: Tokenizer) -> Iterator[Trace]:
+    """Yield the rows as traces of tokens; all their texts are encoded at once."""
     texts: list[str] = []
     for row in rows:
         texts.append(row.prompt)
@@ -195,6 +196,9 @@ def spoken(raw: Mapping[str, Any]) -> Taught:
 
 
 def _without_template(texts: _Texts) -> Taught:
+    """Return a trace with these texts as they are. Of a context of messages, its prompt
+    has only what the user says.
+    """
     context, completion = texts
     if isinstance(context, str):
         context_identity = context
@@ -232,6 +236,9 @@ class _TemplatedReader:
         return _end_of_turn(self._chat, self._tokenizer)
 
     def __call__(self, raw: Mapping[str, Any]) -> Taught:
+        """Read a row. UnfitError if it is no trace; MegarlError if the template cannot
+        render its messages.
+        """
         texts = _texts_of(raw)
         row = _without_template(texts)
         if isinstance(texts.context, str):
@@ -340,6 +347,7 @@ def _texts_of_messages(messages: list[Message]) -> _Texts:
 
 
 def _texts_of_completion(raw: Mapping[str, Any]) -> _Texts:
+    """Return the texts of a row of prompt and completion. UnfitError if it is none."""
     prompt = raw.get("prompt")
     completion = raw.get("completion")
     parts: list[Any] = completion if isinstance(completion, list) else [completion]

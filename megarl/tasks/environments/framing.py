@@ -95,6 +95,7 @@ class Framing:
         return self._frame
 
     def _made_frame(self) -> Frame:
+        """Return the template's frame, or RAW's. MegarlError as in `check`."""
         head_text, tail_text = RAW
         sampled = 0
         if self._template == "chat":

@@ -115,6 +115,9 @@ class Process:
         return int(episode)
 
     async def _read(self) -> None:
+        """Pass replies on to those who wait for them, until the process ends or writes
+        what is not a reply; then end it with that reason.
+        """
         assert self._process.stdout
         try:
             while True:

@@ -164,6 +164,10 @@ class Bounded:
         return reply.observation
 
     async def _answered(self, act: Act, **arguments: Any) -> EpisodeReply:
+        """Return the process's reply to a call of the episode. arguments: further
+        fields of the request. EnvironmentDown if the reply is an error; Died if the
+        process ends.
+        """
         assert self._process is not None
         request = EpisodeRequest(
             call=next(self._host.numbers),

@@ -156,6 +156,9 @@ class Episodes:
         return encode(EpisodeReply(call=request.call, error=problem))
 
     async def _reply(self, request: EpisodeRequest) -> EpisodeReply:
+        """Return the reply to a request; if the environment fails or is late, one that
+        says so.
+        """
         if request.prompt is None and request.episode not in self._playing:
             return EpisodeReply(call=request.call)  # its environment was never created
         try:
@@ -176,6 +179,10 @@ class Episodes:
             return EpisodeReply(call=request.call, error=problem)
 
     async def _answer(self, request: EpisodeRequest) -> EpisodeReply:
+        """Do what a request asks: begin an episode in a new environment, take a step,
+        give the reward, or close. Raises whatever the environment does, and TypeError
+        or ValueError if its answer is unusable.
+        """
         if request.prompt is not None:
             environment = self._factory(self._settings[request.prompt.task])
             self._playing[request.episode] = environment
@@ -214,6 +221,7 @@ class _Marked[T]:
         self._mark = mark
 
     def __await__(self) -> Generator[Any, Any, T]:
+        """Run `inner`, marked from each wait to the next; return its result."""
         inner = self._inner.__await__()
         failure = None
         while True:
@@ -313,6 +321,7 @@ def main(mark: int) -> None:
 
 
 async def _serve(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answer requests, many at a time, until stdin closes; then end the process."""
     reader = asyncio.StreamReader(limit=LONGEST)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), requests

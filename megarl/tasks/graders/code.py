@@ -184,6 +184,9 @@ def read_tests(text: str) -> tuple[UnitTest, ...]:
 
 
 def _test(row: Any, number: int) -> UnitTest:
+    """Return the test that a row describes. number: its place among the tests, for the
+    ValueError if it is none.
+    """
     match row:
         case {"input": str(stdin), "output": str(printed), **others} if not others:
             return UnitTest(stdin=stdin, printed=printed)

@@ -60,6 +60,9 @@ def _guarded(name: str, check: Check) -> Check:
     """
 
     async def guarded(submission: Submission) -> Verdict:
+        """Return the check's verdict; turn errors that it should not raise into
+        GraderDown.
+        """
         try:
             return await check(submission)
         except (GraderDown, MegarlError):
@@ -120,6 +123,7 @@ def _logged(name: str, check: Check) -> Check:
     failures = 0
 
     async def logged(submission: Submission) -> Verdict:
+        """Return the check's verdict; log failures at each doubling of their number."""
         nonlocal failures
         verdict = await check(submission)
         problem = verdict.error
@@ -220,6 +224,9 @@ class TaskGrader:
         verdict: Verdict | None,
         others: Mapping[str, Check],
     ) -> Grade:
+        """Grade a submission with the main grader (or `verdict`, if given) and the
+        others, all at once; each compares it with every accepted answer.
+        """
         submissions = [submission._replace(expected=expected) for expected in prompt.answers]
         checks = [any_of(check, submissions) for check in others.values()]
         main, *verdicts = await asyncio.gather(self._judge(submissions, verdict), *checks)
@@ -278,6 +285,7 @@ class TaskGraders:
             pool.close()
 
     def _grader(self, task: Rows) -> TaskGrader:
+        """Return the grader of a task or suite, made of checks that others share."""
         trusted = None
         if isinstance(task, Task) and task.trusted_grader:
             trusted = self._logged[task.trusted_grader]
@@ -301,6 +309,9 @@ class TaskGraders:
         return check
 
     def _bare_check(self, name: str) -> Check:
+        """Return the check of this name, without regard to truncated answers. It may
+        start a pool of worker processes, which `close` ends.
+        """
         if name == "exact":
             return exact
         if name == "format":

@@ -235,6 +235,9 @@ def stand_in(source: BinaryIO, to: BinaryIO) -> Callable[..., Any]:
     """
 
     def candidate(*arguments: Any, **named: Any) -> Any:
+        """Call the function, and return its result. Raises what it raised: an exception
+        of another kind than Python's own becomes a RuntimeError.
+        """
         send(to, (arguments, named))
         outcome, value = receive(source)
         if outcome == "returned":

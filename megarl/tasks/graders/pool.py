@@ -101,6 +101,7 @@ class Pool:
         return worker
 
     def _end(self, worker: Worker) -> None:
+        """Take a worker out of the pool; kill its process, or cancel its start."""
         self._workers.discard(worker)
         self._ended.append(worker)
         if not worker.done():
@@ -149,6 +150,7 @@ async def _started(limit_s: float, grader: str) -> asyncio.subprocess.Process:
 
 
 async def _ask(worker: asyncio.subprocess.Process, submission: Submission) -> Verdict:
+    """Return a worker's verdict on a submission. EOFError if the worker ends."""
     assert worker.stdin
     assert worker.stdout
     worker.stdin.write(msgspec.json.encode(submission) + b"\n")

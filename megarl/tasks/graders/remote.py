@@ -113,6 +113,9 @@ class Remote:
                 verdict.set_result(outcome)
 
     async def _rewards(self, items: list[dict[str, str | bool]]) -> list[float | None]:
+        """Return the service's rewards for submissions, in their order; None for one
+        that it could not judge. GraderDown if it answers otherwise, or fails too often.
+        """
         body = msgspec.json.encode({"items": items, "schema_version": SCHEMA_VERSION})
         for attempt in range(RETRIES + 1):
             try:
@@ -131,6 +134,9 @@ class Remote:
         raise GraderDown(f"{self._name} failed {RETRIES + 1} times, the last time with {problem}")
 
     async def _post(self, body: bytes) -> ServiceReply:
+        """Send a request's body once, and return the reply. _Again or aiohttp's errors
+        if that may succeed later; GraderDown if it cannot.
+        """
         timeout = aiohttp.ClientTimeout(total=self._service.timeout_s)
         async with (
             # A compressed reply could be a thousand times as long as what is counted.

@@ -212,6 +212,9 @@ class Sandbox:
         return await self._tried(lambda: self._pair(program, function, check))
 
     async def _tried(self, run: Callable[[], Awaitable[Ran]]) -> Ran:
+        """Return what `run` returns, called in one of the places, and again if it
+        fails. GraderDown after TRIES failures, or at once if `run` raises it.
+        """
         for attempt in range(TRIES):
             try:
                 async with self._places:
@@ -301,6 +304,7 @@ class Sandbox:
         return Ran(text, ended, process.returncode or 0)
 
     def _command(self) -> list[str]:
+        """Return the command that starts inside.py in a sandbox of this kind."""
         is_bubblewrap = self._kind == "bubblewrap"
         readable = [] if is_bubblewrap else [*SYSTEM, *map(str, self._prefixes())]
         python = [str(self.python), "-I", "-S", "-X", "utf8", "-X", "int_max_str_digits=0", "-c"]

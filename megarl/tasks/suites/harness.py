@@ -141,6 +141,9 @@ def _load_tasks(source: str) -> list[Any]:
 
 
 def _check(source: str, task: Any) -> None:
+    """Raise MegarlError if a task of the harness cannot be asked here: for the
+    perplexity of texts, or if it runs programs without a sandbox.
+    """
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
         raise MegarlError(
             f"{source}: {task.task_name} asks for the perplexity of texts, which has no right"

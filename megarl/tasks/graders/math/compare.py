@@ -146,6 +146,10 @@ class Comparison:
         )
 
     def _same_choice(self, gold: MathAnswer, answer: MathAnswer) -> bool:
+        """Compare answers of which at least one is labelled: by the letters if both
+        have one, else by the values. Two labelled answers must agree in both, as far as
+        both are written.
+        """
         if isinstance(gold, Labelled) and isinstance(answer, Labelled):
             if gold.letter != answer.letter:
                 return False
@@ -179,6 +183,10 @@ class Comparison:
         return all(map(self._approximation_holds, approximations))
 
     def _approximation_holds(self, relation: Relation) -> bool:
+        """Return whether a chain's ≈ is its last sign, with nothing but = before it,
+        and stands between a name and a value, `x ≈ 3.1`, or between an exact number and
+        its rounding or its value in a second unit.
+        """
         place = relation.signs.index("~")
         preceding = relation.signs[:place]
         is_last = place + 1 == len(relation.signs)
@@ -237,6 +245,9 @@ class Comparison:
         return self._same_kind(normal(named_gold.value), normal(named_answer.value))
 
     def _same_kind(self, gold: MathAnswer, answer: MathAnswer) -> bool:
+        """Compare answers by the first comparison that is meant for such a pair;
+        unequal if none is.
+        """
         for compare in (
             self._same_expressions,
             self._same_listings,
@@ -253,6 +264,9 @@ class Comparison:
         return False
 
     def _same_expressions(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
+        """Compare formulas with their units; a percentage may equal a plain number.
+        None unless both answers are formulas.
+        """
         if not isinstance(gold, Expression) or not isinstance(answer, Expression):
             return None
         if is_constant(gold.formula) and symbols(answer.formula) - symbols(gold.formula):
@@ -278,6 +292,10 @@ class Comparison:
         return self._equality.same(share, number)
 
     def _same_listings(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
+        """Compare lists; None unless both answers are lists. Sets and items without
+        brackets may have any order, tuples and vectors not. A pair in square brackets
+        is an interval, which equals none in other brackets.
+        """
         if not isinstance(gold, Listing) or not isinstance(answer, Listing):
             return None
         brackets = {gold.bracket, answer.bracket}
@@ -292,6 +310,10 @@ class Comparison:
         return self._same_in_order(gold.items, answer.items)
 
     def _same_unordered(self, gold: Listing, answer: Listing) -> bool:
+        """Compare items without brackets or in a set's braces, in any order unless some
+        are left out (…). Inequalities joined by `and` or `or` are compared as sets of
+        real numbers.
+        """
         gold_items, answer_items = _with_bound_names(gold.items, answer.items)
         if memberships(gold_items) or memberships(answer_items):
             return self._same_families(gold_items, answer_items)
@@ -336,6 +358,7 @@ class Comparison:
         return gold_is_named is is_named and self.same(gold, answer)
 
     def _distinct(self, items: Sequence[MathAnswer]) -> Sequence[MathAnswer]:
+        """Return the items without repetitions; real constants by size."""
         ordered = self._in_order_of_value(items)
         if ordered is not None:
             distinct = ordered[:1]
@@ -371,6 +394,9 @@ class Comparison:
     def _same_multiset[T](
         self, gold: Sequence[T], answer: Sequence[T], same: Callable[[T, T], bool]
     ) -> bool:
+        """Return whether each item has an equal of its own in the answer, in any order.
+        same: compares two items.
+        """
         if len(gold) != len(answer):
             return False
         remaining = list(answer)
@@ -389,6 +415,9 @@ class Comparison:
         return all(self._same_item(a, b) for a, b in zip(gold, answer, strict=True))
 
     def _same_vectors(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
+        """Compare matrices, or vectors of which one is a tuple and the other a row, a
+        column or a sum of unit vectors; None for other answers, and for two tuples.
+        """
         if isinstance(gold, Matrix) and isinstance(answer, Matrix):
             return self._same_matrices(gold, answer)
         gold_entries = entries_of(gold)
@@ -444,6 +473,10 @@ class Comparison:
         return None
 
     def _same_relations(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
+        """Compare relations: inequalities as sets of real numbers if possible, chains
+        side by side, others as `_same_link` does. None unless both answers are
+        relations.
+        """
         if not isinstance(gold, Relation) or not isinstance(answer, Relation):
             return None
         gold = ascending(gold)
@@ -478,6 +511,9 @@ class Comparison:
         return self._equality.proportional(gold_difference, difference, positive=sign in ORDERS)
 
     def _same_congruences(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
+        """Compare congruences, or an expected number with a true congruence: 3 with
+        `17 \\equiv 3 \\pmod 7`. None for other answers.
+        """
         if isinstance(gold, Congruence) and isinstance(answer, Congruence):
             return self._same_residues(gold, answer)
         if isinstance(gold, Congruence) and isinstance(answer, Expression):
@@ -527,6 +563,9 @@ class Comparison:
         return reduced
 
     def _same_structures(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
+        """Compare words, numerals, ratios, functions by cases, intervals or builders,
+        part by part; None for answers of two kinds, or of other kinds.
+        """
         if type(gold) is not type(answer):
             return None
         if isinstance(gold, Words) and isinstance(answer, Words):

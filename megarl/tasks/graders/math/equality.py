@@ -145,12 +145,19 @@ class Equality:
         first: Formula,
         second: Formula,
     ) -> Numeric:
+        """Return the distance between both values at a point, computed with `precision`
+        bits. real: as in Evaluator. NoValue if one has none.
+        """
         evaluator = self._evaluator(point, real, precision)
         a = as_real(evaluator.value(first))
         b = as_real(evaluator.value(second))
         return abs(a - b)
 
     def _same_at_points(self, first: Formula, second: Formula, names: frozenset[str]) -> bool:
+        """Compare formulas with the variables `names`: at rational points, or at
+        natural numbers if they have values at too few of the others; formulas by cases
+        at extreme points, too.
+        """
         real = not _has_imaginary(first) and not _has_imaginary(second)
         agreeing: int | None = 0
         operations = heads(first) | heads(second)

@@ -158,6 +158,9 @@ class Evaluator:
         return value
 
     def _symbol(self, name: str) -> Numeric:
+        """Return the value of a variable or constant; of a name that the point lacks,
+        always the same number.
+        """
         if name in self.point:
             return self.point[name]
         if name == "pi":
@@ -204,6 +207,9 @@ class Evaluator:
         return are_integers and 0 <= last - first < MOST_TERMS
 
     def _added(self, head: str, name: str, body: Formula, first: int, last: int) -> Numeric:
+        """Return the sum or product (head: `sum` or `prod`) of the values of `body`, in
+        which the variable `name` goes from `first` to `last`.
+        """
         if head == "sum":
             combine = OPERATIONS["+"]
             total: Numeric = Fraction(0)
@@ -282,6 +288,10 @@ def _divide(evaluator: Evaluator, a: Numeric, b: Numeric) -> Numeric:
 
 
 def _power(evaluator: Evaluator, base: Numeric, exponent: Numeric) -> Numeric:
+    """Return a power, exact if it has few bits. NoValue if it is beyond the bounds, if
+    the base is zero and the exponent not positive or, among real numbers, for a root of
+    a negative number.
+    """
     exact = _exact_power(base, exponent)
     if exact is not None:
         return exact
@@ -369,6 +379,9 @@ def _cbrt(evaluator: Evaluator, value: Numeric) -> Numeric:
 
 
 def _root(evaluator: Evaluator, value: Numeric, degree: Numeric) -> Numeric:
+    """Return a root, exact if it is a fraction. An odd root of a negative number is
+    negative; an even one has no value among real numbers.
+    """
     if not isinstance(degree, Fraction) or degree.denominator != 1 or not 1 <= degree <= 10**6:
         return _power(evaluator, value, _divide(evaluator, Fraction(1), degree))
     if degree % 2 and _is_negative(value):
@@ -415,6 +428,9 @@ def _elementary(name: str) -> Callable[..., Numeric]:
     """Return a function of mpmath's for real and complex arguments of moderate size."""
 
     def function(evaluator: Evaluator, value: Numeric) -> Numeric:
+        """Return the function's value. NoValue if the argument is very large, nearly 0
+        or near a pole, or if the value is complex among real numbers.
+        """
         number = as_real(value)
         if abs(number) > LARGEST_ANGLE or (name == "tanh" and abs(number) > LARGEST_OF_TANH):
             raise NoValue("an argument beyond the bounds")
@@ -431,6 +447,9 @@ def _elementary(name: str) -> Callable[..., Numeric]:
 
 
 def _factorial(evaluator: Evaluator, value: Numeric) -> Numeric:
+    """Return a factorial, of a fraction by the gamma function. NoValue for a number
+    that is not exact, a negative integer, or one beyond the bounds.
+    """
     if not isinstance(value, Fraction):
         raise NoValue("a factorial of no integer")
     if value.denominator != 1:

@@ -183,6 +183,7 @@ class FormulaParser(Cursor):
         return follows_factorial and self.peek(1).text == "!"
 
     def _starts_factor(self) -> bool:
+        """Return whether the next token can begin a factor."""
         token = self.peek()
         if token.kind is TokenKind.NUMBER:
             return True
@@ -210,6 +211,9 @@ class FormulaParser(Cursor):
             return self._with_postfixes(value)
 
     def _with_postfixes(self, value: Parsed) -> Parsed:
+        """Read what stands behind a factor: powers, `!`, and the base of a numeral
+        (`52_8`).
+        """
         for _ in range(MOST_POSTFIXES):
             if self.at("^"):
                 value = self._power(value)
@@ -235,6 +239,9 @@ class FormulaParser(Cursor):
         return is_scale and self.peek(2).kind is TokenKind.END
 
     def _power(self, value: Parsed) -> Parsed:
+        """Read the exponent behind a value, or the `T` of a transposed matrix.
+        CannotRead for another power of a matrix, and for two exponents.
+        """
         self.expect("^")
         if isinstance(value, Matrix) and self.accept("T", r"\top"):
             return transposed(value)
@@ -372,6 +379,9 @@ class FormulaParser(Cursor):
         return inside[1:-1] if inside.startswith("(") and inside.endswith(")") else inside
 
     def _word(self) -> Parsed:
+        """Read a function with its arguments, a constant or variables. CannotRead for a
+        word of prose.
+        """
         token = self.peek()
         text = token.text
         if text in names.FUNCTIONS:
@@ -421,6 +431,9 @@ class FormulaParser(Cursor):
         return Symbol(name)
 
     def _full_name(self, name: str) -> str:
+        """Return the name with what belongs to it: primes and a subscript, or the sign
+        of a set of numbers, `\\mathbb{Z}^+`.
+        """
         is_set = name in names.NUMBER_SETS
         if is_set and self.at("^") and self.peek(1).text in ("+", "-", "*"):
             self.take()
@@ -461,6 +474,9 @@ class FormulaParser(Cursor):
         return tuple(arguments)
 
     def _command(self) -> Parsed:
+        """Read what a command begins: a fraction, a function, a name, or else a
+        structure.
+        """
         text = self.take().text
         if text in (r"\frac", r"\sqrt", r"\binom"):
             return self._fraction_or_root(text)
@@ -497,6 +513,9 @@ class FormulaParser(Cursor):
         return Apply("/", (above, self.argument()))
 
     def _root(self) -> Formula:
+        """Read `\\sqrt{2}` or `\\sqrt[3]{2}` behind the command. CannotRead for
+        `\\sqrt12`, which may be the root of 1, times 2.
+        """
         degree: Formula = integer(2)
         if self.accept("["):
             degree = formula_of(self.sum())
@@ -517,6 +536,9 @@ class FormulaParser(Cursor):
         return token.text
 
     def _accented(self, accent: str) -> Formula:
+        """Read the name under an accent: `\\overline{AB}`. `\\hat i` is the unit vector
+        `\\vec i`. CannotRead if no name stands there.
+        """
         if self.accept("{"):
             words = []
             while not self.accept("}"):
@@ -581,6 +603,9 @@ class FormulaParser(Cursor):
         return self.argument(whole_numbers=is_whole)
 
     def _function_arguments(self, name: str) -> tuple[Formula, ...]:
+        """Read a function's arguments, with or without brackets. CannotRead if there
+        are several and it takes one, or one and it takes several.
+        """
         if self.at("("):
             arguments = self.arguments()
         elif name in ("max", "min", "gcd", "lcm") and self.accept(r"\{"):

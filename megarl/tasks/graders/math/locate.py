@@ -216,6 +216,9 @@ def _span(match: re.Match[str]) -> Excerpt:
 
 
 def _last_in_dollars(text: str, formulas: list[Excerpt]) -> Passage | None:
+    """Return the last formula in dollars, with those before it in the same list; None
+    if the words around it do not leave it as it is. formulas: all in the text.
+    """
     listed = last_list(text, formulas, may_touch=False)
     prefix = text[: listed[0].start]
     suffix = text[listed[-1].end :]

@@ -271,6 +271,9 @@ class AnswerParser(UnitParser):
         return self.items()
 
     def _relation(self) -> MathAnswer:
+        """Read sides with the signs between them, `-1 < x < 3`, one side alone, or a
+        congruence, `5 \\pmod 7`.
+        """
         sides = [self._side()]
         signs: list[str] = []
         while True:
@@ -329,6 +332,9 @@ class AnswerParser(UnitParser):
         return value
 
     def _operand(self) -> MathAnswer:
+        """Read what may stand beside a set's operator: a set, a name in words, a ratio,
+        or a formula with its currency or unit.
+        """
         if self.accept("]"):
             return self._french_interval()
         name = self._name_in_words()
@@ -379,6 +385,7 @@ class AnswerParser(UnitParser):
         return bool(half) or super().unit_follows()
 
     def _half_of_day(self) -> str:
+        """Read `am`, `p.m.` or the like; return `am` or `pm`, "" if none comes next."""
         for half in ("am", "pm"):
             if self.peek().text.lower() == half:
                 self.take()
@@ -440,6 +447,9 @@ class AnswerParser(UnitParser):
             self.bar_divides = divides
 
     def _structure(self, token: Token) -> Parsed:
+        """Read the rest of what this token begins: brackets, `\\emptyset` or an
+        environment. CannotRead if it begins none of them.
+        """
         if token.text in ("(", "["):
             return self._bracketed(token.text)
         if token.text == "{":
@@ -465,6 +475,9 @@ class AnswerParser(UnitParser):
         return (inside,)
 
     def _bracketed(self, opening: str) -> Parsed:
+        """Read what stands behind `(` or `[`: one value in brackets, a tuple, or an
+        interval. CannotRead if the brackets do not match.
+        """
         inside = self.items()
         if not self.at(")", "]", "["):
             raise CannotRead("a bracket that does not close")
@@ -536,6 +549,9 @@ class AnswerParser(UnitParser):
         raise CannotRead(f"the environment {name}")
 
     def _matrix(self) -> Matrix:
+        """Read a matrix up to the end of its environment. CannotRead if its rows have
+        several lengths.
+        """
         rows = []
         row = [formula_of(self.sum())]
         while not self._at_end_of_environment():
@@ -575,6 +591,7 @@ class AnswerParser(UnitParser):
         return answers[0] if len(answers) == 1 else Listing(tuple(answers), Bracket.NONE, Joint.AND)
 
     def _row(self) -> "MathAnswer | Piece":
+        """Read a row of a system: a relation, or a value and where it holds."""
         self.accept("&")
         value = self._relation()
         if self.at("&") and self.peek(1).text in RELATIONS:  # aligned at the sign
@@ -589,6 +606,9 @@ class AnswerParser(UnitParser):
         return Piece(value, self._condition())
 
     def _condition(self) -> MathAnswer | None:
+        """Read where a function's piece holds, up to the end of its row; None for
+        everywhere else.
+        """
         while self.peek().text.lower() in names.CONDITIONS:
             self.take()
         if self.peek().text.lower() in names.ELSEWHERE:

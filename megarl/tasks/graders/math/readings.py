@@ -31,6 +31,9 @@ def reading(text: str, question: QuestionWords = NO_QUESTION) -> TextReading:
 
 
 def _read_anew(text: str, question: QuestionWords) -> TextReading:
+    """Read a text that is not remembered. It has no spelling if it is too long, empty
+    or cannot be divided into tokens.
+    """
     if len(text) > MOST_CHARACTERS:
         return TextReading(None, None)
     try:

@@ -162,6 +162,9 @@ class RealSets:
         return (stretch,)
 
     def _end(self, formula: Formula) -> Numeric:
+        """Return the value of an interval's end, which may be infinite. NoRealSet if it
+        has variables, or no real value.
+        """
         if formula == INFINITY or formula == Apply("+", (INFINITY,)):
             return INFINITE
         if formula == Apply("-", (INFINITY,)):
@@ -175,15 +178,16 @@ class RealSets:
         return _real_end(value)
 
     def _combination(self, answer: Combination) -> Stretches:
-        first, *others = (self._member(part) for part in answer.parts)
+        """Return the union, intersection or difference of sets, from the left."""
+        result, *others = (self._member(part) for part in answer.parts)
         for second in others:
             if answer.operator == "union":
-                first = united((*first, *second))
+                result = united((*result, *second))
             elif answer.operator == "intersection":
-                first = intersected(first, second)
+                result = intersected(result, second)
             else:
-                first = intersected(first, complement(second))
-        return first
+                result = intersected(result, complement(second))
+        return result
 
     def _member(self, part: MathAnswer) -> Stretches:
         if isinstance(part, Listing) and part.bracket is Bracket.SET:
@@ -200,6 +204,10 @@ class RealSets:
         return united(tuple(points))
 
     def _listing(self, listing: Listing) -> Stretches:
+        """Return a pair in round or square brackets as an interval, or inequalities of
+        one variable, joined by `and` or `or`, as their solutions. NoRealSet for other
+        lists.
+        """
         if listing.bracket in (Bracket.ROUND, Bracket.SQUARE) and len(listing.items) == 2:
             low, high = listing.items
             if isinstance(low, Expression) and isinstance(high, Expression):
@@ -219,6 +227,9 @@ class RealSets:
         return result
 
     def _builder(self, builder: Builder) -> Stretches:
+        """Return the set that `\\{x \\mid x > 3\\}` describes. NoRealSet unless the
+        element is the condition's one variable, perhaps with `\\in \\mathbb{R}`.
+        """
         element = builder.element
         if isinstance(element, Relation):
             if element.signs != ("in",) or element.sides[1] != Expression(Symbol(r"\mathbb{R}")):

@@ -273,6 +273,9 @@ def _wider(first: Gap, second: Gap) -> Gap:
 
 
 def _token(kind: str, lexeme: str, gap: Gap) -> Token:
+    """Return the token of a lexeme, in its usual spelling. kind: the name of the group
+    in LEXEME that matched.
+    """
     if kind in ("number", "recurring"):
         return Token(TokenKind.NUMBER, lexeme, gap)
     if kind in ("begin", "end"):

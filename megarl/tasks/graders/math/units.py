@@ -90,6 +90,9 @@ class UnitParser(FormulaParser):
         return marks == ["{", "}", "{", "}"] and upright and self.previous is not None
 
     def _is_unit_word(self, token: Token) -> bool:
+        """Return whether a word of several letters is a unit: one from the closed
+        lists, or a noun of the question that is counted.
+        """
         word = token.text if token.text in names.UNITS else token.text.lower()
         if word in names.AFTER or (word in names.FUNCTIONS and not self._is_time(word)):
             return False
@@ -188,6 +191,9 @@ class UnitParser(FormulaParser):
         return token.kind is TokenKind.WORD and self._is_unit_word(token)
 
     def _base_unit(self) -> str:
+        """Read one unit without its power, and return its name in a standard form.
+        CannotRead if it is unknown.
+        """
         token = self.take()
         if token.kind is TokenKind.FOREIGN:
             return self._foreign_unit(token)
@@ -215,6 +221,9 @@ class UnitParser(FormulaParser):
         raise CannotRead(f"the word {word!r}")
 
     def _unit_power(self, power: int) -> int:
+        """Read the power behind a unit, `^2`, `^{-1}` or `squared`. power: what to
+        return if none follows.
+        """
         if self.accept("^"):
             braces = self.accept("{")
             negative = self.accept("-")

@@ -137,6 +137,9 @@ def canonical(answer: MathAnswer) -> Any:
 
 
 def _canonical(formula: Formula) -> Formula:
+    """Return the formula with one order in its sums and products, in which nested ones
+    are dissolved and neutral operands left out. The negative of a number is a number.
+    """
     if not isinstance(formula, Apply):
         return formula
     arguments = tuple(map(_canonical, formula.arguments))
