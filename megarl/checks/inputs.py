@@ -233,15 +233,15 @@ def check_sources(recipe: Recipe) -> None:
 
 
 def check_templates(recipe: Recipe) -> None:
-    """Check that the model has a chat template if a task needs one, and that this does
-    not end the thinking before it begins.
+    """Check that the model has a chat template if a task needs one, and that its
+    prompts do not already end with length.end_of_thinking.
     """
     end = recipe.length.end_of_thinking.strip()
     question: list[Message] = [{"role": "user", "content": "?"}]
     for name, rows in recipe.sampled.items():
         if rows.template != "chat":
             continue
-        chat = load_chat(recipe.model.path, rows.template_options)
+        chat = load_chat(recipe.model.path, rows.template_options)  # MegarlError without one
         if end and not rows.agent and chat.render(question).rstrip().endswith(end):
             section = "data.tasks" if name in recipe.data.tasks else "evaluation.suites"
             raise MegarlError(

@@ -134,7 +134,10 @@ def causes(deaths: Sequence[Death]) -> Table:
 
 
 def ending_of(status: int) -> str:
-    """Return how a role ended, by its exit status."""
-    if status < 0:
+    """Return how a role ended, by its exit status. Real-time signals have no name."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
         return f"was killed by {signal.Signals(-status).name}"
-    return f"ended with status {status}"
+    except ValueError:
+        return f"was killed by signal {-status}"

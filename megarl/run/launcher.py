@@ -149,13 +149,13 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
 
 
 def _environment(recipe: Recipe, role: Role, place: Place) -> dict[str, str | None]:
-    """Return the variables of a role's processes that differ from ours."""
+    """Return the variables of a role's processes that differ from ours; None: unset."""
     threads = "1" if role.kind == "controller" else str(recipe.resources.threads)
     environment: dict[str, str | None] = {
         **{name: os.environ.get(name, value) for name, value in alike(place.nodes).items()},
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        # one below `threads`: SGLang's server dies at the first token on a CPU
+        # With a limit below `threads` SGLang's server dies at the first token on a CPU.
         "OMP_THREAD_LIMIT": None,
         # A thread that waits for the others of its role sleeps. One that spins keeps
         # another role from its core.
@@ -164,8 +164,8 @@ def _environment(recipe: Recipe, role: Role, place: Place) -> dict[str, str | No
         "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
         # by default nvidia-smi's, and Slurm's
         "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
-        # Transformer Engine has symbols that only some libraries bring, and could not
-        # be imported
+        # With it all symbols are resolved at import, and Transformer Engine lacks some
+        # of optional libraries.
         "LD_BIND_NOW": None,
         "PYTHONUNBUFFERED": "1",
         # else every role compiles all its imports at each start

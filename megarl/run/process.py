@@ -206,23 +206,26 @@ PORTS_WANTED = 5_000
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Return this many distinct ports of `host`, an address of this machine, on which
-    nobody is listening. They are below those that the kernel gives to outgoing
-    connections, so that none of these takes one before it is used. They are drawn at
-    random, so that runs that look at the same time find different ones.
+    nobody is listening. They are below the kernel's range for outgoing connections, so
+    that no connection takes one before it is used, unless that range leaves too few.
+    They are drawn at random, so that runs that look at the same time find different
+    ones.
     """
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    last = first_outgoing if first_outgoing > LOWEST_PORT + PORTS_WANTED else 65_536
+    end = first_outgoing if first_outgoing > LOWEST_PORT + PORTS_WANTED else 65_536
     ports: list[int] = []
-    for port in random.SystemRandom().sample(range(LOWEST_PORT, last), last - LOWEST_PORT):
+    for port in random.SystemRandom().sample(range(LOWEST_PORT, end), end - LOWEST_PORT):
         if len(ports) == count:
-            return ports
+            break
         with socket.socket() as s, suppress(OSError):
             s.bind((host, port))
             ports.append(port)
-    raise MegarlError(
-        f"{host}: of the ports {LOWEST_PORT} to {last} only {len(ports)} are free; {count} are"
-        " needed"
-    )
+    if len(ports) < count:
+        raise MegarlError(
+            f"{host}: of the ports {LOWEST_PORT} to {end - 1} only {len(ports)} are free; {count}"
+            " are needed"
+        )
+    return ports
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -48,8 +48,8 @@ TIME_CHARACTERS = len("2026-03-01 14:05:06")
 
 
 class ServerStatus(msgspec.Struct, kw_only=True):
-    """A server's state. busy_share: share of the time during which it had requests
-    running.
+    """A server's state. state: Membership's text, such as clean(7). busy_share: share
+    of the time during which it had requests running.
     """
 
     id: int

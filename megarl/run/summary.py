@@ -17,7 +17,7 @@ from rich.text import Text
 
 from megarl.core.base.retention import best_checkpoint
 from megarl.core.base.rundir import Row, RunDir, SupervisorEvent
-from megarl.core.evaluation.forecast import words
+from megarl.core.evaluation.forecast import forecast_text
 from megarl.core.recipe import Recipe
 from megarl.run.health import MEMORY, Health
 from megarl.run.scores import NEWEST, best_of, newest_words, score_warnings
@@ -67,7 +67,9 @@ def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> 
 
 
 def _score_figures(evaluations: list[Row]) -> Row:
-    """Return the first, the best and the last score, with their steps."""
+    """Return the first, the best and the last score, with their steps, and the last
+    forecast as text.
+    """
     first = evaluations[0] if evaluations else {}
     last = evaluations[-1] if evaluations else {}
     best = best_of(evaluations)
@@ -78,7 +80,7 @@ def _score_figures(evaluations: list[Row]) -> Row:
         "pass_rate_best_step": best.get("step"),
         "pass_rate_after": last.get("pass_rate"),
         "pass_rate_after_step": last.get("step"),
-        "predicted": words(last),
+        "predicted": forecast_text(last),
     }
 
 

@@ -156,7 +156,7 @@ def _close(
     signal_number = supervisor.stop_request.signal or supervisor.rundir.stop_signal()
     if outcome.kind == "stopped" and signal_number == signal.SIGUSR1:
         reason = "told to stop by SIGUSR1, as ahead of a time limit (--time)"
-        outcome = supervisor.given_up(reason) or outcome
+        outcome = supervisor.end_if_restarted_too_often(reason) or outcome
     must_end_soon = outcome.kind == "stopped" and signal_number in MAKE_ROOM
     closing(
         console,
@@ -329,8 +329,9 @@ class Supervisor:
         return ""
 
     def _react(self, reaction: Reaction, text: str, guests: int, at: float) -> RunEnd | None:
-        """Do what the policy has decided after a role's end; return the run's, if it
-        ends with it. text: what the role did. guests: how many servers have joined.
+        """Carry out the policy's decision on a role's end. Return how the run ends;
+        None if it goes on. text: how the role ended, as in `ended with status 1`.
+        guests: how many servers have joined.
         """
         match reaction:
             case Done():
@@ -340,7 +341,9 @@ class Supervisor:
             case GiveUp(culprit, reason):
                 return RunEnd("failed", reason, culprit)
             case Elsewhere(culprit, reason):
-                return self.given_up(reason, culprit) or RunEnd("elsewhere", reason, culprit)
+                return self.end_if_restarted_too_often(reason, culprit) or RunEnd(
+                    "elsewhere", reason, culprit
+                )
             case Drop(culprit, reason):
                 nodes = self._nodes(culprit)
                 self._note("dropped", culprit, nodes=nodes)
@@ -372,7 +375,7 @@ class Supervisor:
         delay = f" in {delay_s:g} s" if delay_s else ""
         self.screen.say(f"{role.name} {text}; starting it again{delay}")
 
-    def given_up(self, reason: str, culprit: Role | None = None) -> RunEnd | None:
+    def end_if_restarted_too_often(self, reason: str, culprit: Role | None = None) -> RunEnd | None:
         """Return the outcome of a run that was started again too often without a new
         step, now for `reason`; else None.
         """

@@ -20,7 +20,7 @@ from rich.text import Text
 from megarl.core.base import terminal
 from megarl.core.base.rundir import Row
 from megarl.core.evaluation import parity
-from megarl.core.evaluation.forecast import words
+from megarl.core.evaluation.forecast import forecast_text
 from megarl.core.recipe import Recipe
 from megarl.run.restart import Role
 from megarl.run.scores import best_of, newest_words, score_warnings
@@ -234,7 +234,7 @@ def _numbers(frame: ViewFrame) -> Iterator[tuple[str, str]]:
     yield "pass rate, training", f"{trained} ({_averaged(state)})  {sparkline(rates, 40)}"
     if state.evaluations:
         yield "pass rate, held out", _scores(state.scores)
-        if outlook := words(state.latest_score):
+        if outlook := forecast_text(state.latest_score):
             yield "predicted", outlook
     tasks = list(frame.recipe.data.tasks)
     if len(tasks) > 1:
@@ -358,19 +358,20 @@ def _cells(
     role: Role, view: RoleState, state: RunState, is_guest: bool, with_nodes: bool
 ) -> list[Text | str]:
     """Return a role's row of the table."""
-    text = view.state
+    state_text = view.state
     figures = [""] * 4
     if view.state == "running" and role.kind == "server":
         server = state.servers.get(role.index, ServerStatus(id=role.index))
-        text = server.state
+        state_text = server.state
         figures = _server_figures(server)
     elif view.state == "running":
-        text = "up" if _is_up(role, state.status) else "starting"
+        state_text = "up" if _is_up(role, state.status) else "starting"
     cells: list[Text | str] = [f"{role.name} (joined)" if is_guest else role.name]
     if with_nodes:
         ends = (*view.nodes[:1], *view.nodes[-1:])
         cells.append(" … ".join(dict.fromkeys(ends)))
-    cells.append(Text(text, style=STYLES.get(text.split("(")[0], "")))
+    state_name = state_text.split("(")[0]  # without the version in "clean(7)"
+    cells.append(Text(state_text, style=STYLES.get(state_name, "")))
     cells += figures
     cells.append("" if is_guest else clock(view.seconds))
     cells.append(str(view.restarts) if view.restarts else "")

@@ -43,7 +43,7 @@ def not_worth_it(row: Row, stop_when: str) -> str:
     )
 
 
-def words(row: Row) -> str:
+def forecast_text(row: Row) -> str:
     """Return the forecast of a row as text; empty if it has none."""
     if "predicted_final" not in row:
         return ""

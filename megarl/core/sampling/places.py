@@ -225,8 +225,9 @@ class Places:
             use.limit = min(self.limit, use.limit + max(1, self.limit // GROWTH))
 
     def note_wait(self, claim: Claim, server: int | None) -> None:
-        """Note where the claim waits now. Counted here, because to count all claims for
-        each would take a fleet minutes.
+        """Note for which server the claim waits now; None: for no particular one, or no
+        longer. A count per server is kept, because counting all claims for every claim
+        would take minutes in a large fleet.
         """
         if claim.waits_at is not None:
             self._waiting[claim.waits_at] -= 1

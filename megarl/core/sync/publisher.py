@@ -212,10 +212,10 @@ class Publisher:
         """Pause these servers; return errors by server id. COLLECTIVE."""
         errors: dict[int, str] = {}
         if dist.get_rank() == 0:
-            errors = fleet.call_each(ids, self._stop)[1]
+            _, errors = fleet.call_each(ids, self._pause_one)
         return from_rank_0(errors)
 
-    async def _stop(self, server: ServerClient) -> None:
+    async def _pause_one(self, server: ServerClient) -> None:
         """Pause the server in place: its requests will keep their old keys and values,
         as in PipelineRL (arXiv 2509.19128). Also resume its memory, a part of which a
         dead learner may have left released.

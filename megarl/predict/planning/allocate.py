@@ -148,7 +148,9 @@ def candidates(runs: Sequence[CellRun], written: BatchSize) -> list[BatchSize]:
 
 
 def _axis(sizes: Sequence[int]) -> list[int]:
-    """Return these sizes, and powers of two up to twice beyond them."""
+    """Return these sizes, and the powers of two from half the smallest, but at least 2,
+    to twice the largest.
+    """
     low = max(2, min(sizes) // 2)
     high = 2 * max(sizes)
     powers = {1 << n for n in range(high.bit_length()) if low <= 1 << n}

@@ -224,7 +224,9 @@ def _r0_prior(form: Form, earliest: float, score_before: float | None, r0_from: 
 
 
 def _prior(form: Form, r0: Normal, ceiling: float | None, *, noise_known: bool) -> Prior:
+    """Return PRIOR adapted to the form, R_0 and noise; a given ceiling fixes A."""
     prior = replace(PRIOR, r0=r0)
+    # PRIOR's w (ln B) and beyond are the sigmoid's; other forms have other bounds.
     if form.name != "sigmoid":
         prior = replace(prior, w=None, beyond=None)
     if not noise_known:

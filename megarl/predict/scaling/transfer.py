@@ -100,7 +100,9 @@ def _refuse(fits: Mapping[float, Fit], size: float, r0: float | None) -> None:
 
 
 def _predicted(logarithms: Sequence[Array], log_sizes: Array, rng: np.random.Generator) -> Array:
-    """Return draws [DRAWS, 4] of the four logarithms where `log_sizes` is 0.
+    """Return draws [DRAWS, 4] of the four logarithms at the size whose `log_sizes`
+    would be 0: the lines' intercepts plus scatter. The scatter is drawn from its prior
+    and resampled by the likelihood of the fits; the rest is Gaussian, given the fits.
     logarithms: draws [draws, 4] of each of k fits; log_sizes: [k].
     """
     k = len(logarithms)
@@ -114,6 +116,7 @@ def _predicted(logarithms: Sequence[Array], log_sizes: Array, rng: np.random.Gen
     deviation = np.concatenate([np.full(4, FLAT), slope_deviation])
     prior = np.diag(deviation**2)
 
+    # The covariance of the fits' means, for each drawn scatter.
     scatter = np.abs(rng.standard_normal((DRAWS, 4))) * SCATTER
     of_lines = x @ prior @ x.T
     for n, draws in enumerate(logarithms):
@@ -124,8 +127,9 @@ def _predicted(logarithms: Sequence[Array], log_sizes: Array, rng: np.random.Gen
     covariance = of_lines + of_scatter  # [DRAWS, 4k, 4k]
 
     residuals = y - x @ mean
-    intercepts = (prior @ x.T)[:4]  # covariance with the fits, [4, 4k]
-    right_side = np.column_stack([residuals, intercepts.T])
+    # The likelihood of each drawn scatter.
+    cov_intercepts_fits = (prior @ x.T)[:4]  # [4, 4k]
+    right_side = np.column_stack([residuals, cov_intercepts_fits.T])
     right_sides = np.broadcast_to(right_side, (DRAWS, 4 * k, 5))
     solved = np.linalg.solve(covariance, right_sides)
     solved_residuals = solved[:, :, 0]
@@ -134,12 +138,13 @@ def _predicted(logarithms: Sequence[Array], log_sizes: Array, rng: np.random.Gen
     log_weight = -0.5 * (log_determinant + solved_residuals @ residuals)
     weight = np.exp(log_weight - log_weight.max())
 
+    # The intercepts, given the fits.
     chosen = rng.choice(DRAWS, DRAWS, p=weight / weight.sum())
-    centre = mean[:4] + solved_residuals[chosen] @ intercepts.T
+    centre = mean[:4] + solved_residuals[chosen] @ cov_intercepts_fits.T
     own_scatter = scatter[chosen][:, :, None] ** 2 * identity
-    explained = intercepts @ solved_intercepts[chosen]
-    spread = prior[:4, :4] - explained + own_scatter
-    root = np.linalg.cholesky(spread)
+    explained = cov_intercepts_fits @ solved_intercepts[chosen]
+    predicted_covariance = prior[:4, :4] - explained + own_scatter
+    root = np.linalg.cholesky(predicted_covariance)
     random = rng.standard_normal((DRAWS, 4))
     return np.asarray(centre + np.einsum("nij,nj->ni", root, random))
 

@@ -272,8 +272,12 @@ class TaskGraders:
         self._limits = limits
         self._pools: list[Pool] = []
         check_graders(recipe)
-        self._unlogged = {name: _guarded(name, self._new_check(name)) for name in _named(recipe)}
-        self._logged = {name: _logged(name, check) for name, check in self._unlogged.items()}
+        self._silent_checks = {
+            name: _guarded(name, self._new_check(name)) for name in _named(recipe)
+        }
+        self._logging_checks = {
+            name: _logged(name, check) for name, check in self._silent_checks.items()
+        }
         self._graders = {name: self._grader(task) for name, task in recipe.sampled.items()}
 
     def __getitem__(self, task: str) -> TaskGrader:
@@ -288,11 +292,14 @@ class TaskGraders:
         """Return the grader of a task or suite, made of checks that others share."""
         trusted = None
         if isinstance(task, Task) and task.trusted_grader:
-            trusted = self._logged[task.trusted_grader]
+            trusted = self._logging_checks[task.trusted_grader]
         return TaskGrader(
-            check=self._logged[task.grader],
-            compare=self._unlogged[task.grader],
-            others={name: self._logged[reward.grader] for name, reward in task.rewards.items()},
+            check=self._logging_checks[task.grader],
+            # Compares the policy's answers with each other, and may often fail.
+            compare=self._silent_checks[task.grader],
+            others={
+                name: self._logging_checks[reward.grader] for name, reward in task.rewards.items()
+            },
             weights={name: reward.weight for name, reward in task.rewards.items()},
             trusted=trusted,
             end_of_thinking=self._recipe.length.end_of_thinking,

@@ -559,10 +559,10 @@ def test_a_life_that_makes_steps_is_not_fruitless_by_a_wrong_clock(
         }
         append_jsonl(rundir.logs / "supervisor.jsonl", row)
     supervisor = idle_supervisor(recipe, rundir, StopRequest())
-    assert supervisor.given_up("its time is up") is not None
+    assert supervisor.end_if_restarted_too_often("its time is up") is not None
     append_jsonl(rundir.metrics, {"step": 0, "time": 5.0})
     supervisor.observer.look()
-    assert supervisor.given_up("its time is up") is None
+    assert supervisor.end_if_restarted_too_often("its time is up") is None
 
 
 def test_a_request_to_stop_that_could_not_be_written_is_written_at_the_next_look(

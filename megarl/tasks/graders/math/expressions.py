@@ -79,7 +79,7 @@ class FormulaParser(Cursor):
         self.bars = 0
         """Open bars, in which another bar closes."""
         self.bar_divides = False
-        """Whether a bar separates a set's element from its condition."""
+        """Whether a bar or colon separates a set's element from its condition."""
 
     def sum(self) -> Parsed:
         """Read terms with signs between them."""

@@ -222,21 +222,25 @@ def _fits_options(question: PromptReading, answer: MathAnswer) -> bool:
 
 
 def _has_unit_asked(question: PromptReading, gold: MathAnswer, answer: MathAnswer) -> bool:
-    """Return whether the unit of an answer is the one asked for, if the expected answer
-    has none.
+    """Return whether an answer's unit fits the question. It does if one of the two is
+    no formula, if the answer has no unit, or if the expected answer has one, since the
+    comparison judges that.
     """
     gold = named(gold).value
     answer = named(answer).value
     if not isinstance(gold, Expression) or not isinstance(answer, Expression):
         return True
+    # Percent are asked for: 50 and 50 % are the same.
     if question.unit == "percent" and "percent" in (gold.unit, answer.unit):
         return gold.unit in ("", "percent") and _same(gold.formula, answer.formula)
     if gold.unit or not answer.unit:
         return True
+    # 50 % for 1/2, if the question names neither a unit nor percent.
     if answer.unit == "percent" and not PERCENT.search(question.text):
         hundredth = Apply("/", (answer.formula, integer(100)))
         return question.unit == "" and _same(gold.formula, hundredth)
     parts = set(answer.unit.split())
+    # A measure is asked for, perhaps squared or cubed ("meter^2").
     if question.unit.partition("^")[0] in MEASURES:
         return question.unit in parts or {question.unit, answer.unit} == {"degree", "celsius"}
     return not question.unit or not parts & MEASURES

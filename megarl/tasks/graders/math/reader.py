@@ -519,7 +519,7 @@ class AnswerParser(UnitParser):
         return _grouped(inside)
 
     def _set(self) -> Parsed:
-        """Read a set behind its brace, or a system of equations."""
+        """Read a set after its opening brace, or a system of equations."""
         if self.accept(r"\}"):
             return Listing((), Bracket.SET)
         if self.peek().text.startswith(r"\begin{"):
@@ -527,7 +527,7 @@ class AnswerParser(UnitParser):
             system = self._system()
             self.accept(r"\}")
             return system
-        self.bar_divides = True
+        self.bar_divides = True  # a bar or colon ends the elements; `structure` restores it
         first = self.items()
         if self.accept(r"\mid", "|", ":"):
             self.bar_divides = False

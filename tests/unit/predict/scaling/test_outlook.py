@@ -8,7 +8,7 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.evaluation.departure import lasting_departure
-from megarl.core.evaluation.forecast import not_worth_it, words
+from megarl.core.evaluation.forecast import forecast_text, not_worth_it
 from megarl.core.recipe import from_tree
 from megarl.predict.scaling.extrapolate import forecast
 
@@ -81,8 +81,8 @@ def test_the_rest_is_worth_its_price_or_not() -> None:
     assert not_worth_it(row, "gain < 1e-7 per GPU-hour") == ""
     assert not_worth_it(row, "gain < 1e-5 per core-hour") == "", "the price of another unit"
     assert not_worth_it(row, "") == ""
-    assert words(row).endswith("in the rest")
-    assert words(rows(1, 1.0)[0]) == ""
+    assert forecast_text(row).endswith("in the rest")
+    assert forecast_text(rows(1, 1.0)[0]) == ""
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_of_a_task() -> None:
     found = forecast(of_task, [], 4000, "pass_rate/code")
     alone = forecast(rows(20, 400.0), [], 4000)
     assert found == alone | {"predicted_score": "pass_rate/code"}
-    assert words(of_task[-1] | found).startswith("code 0.60")
+    assert forecast_text(of_task[-1] | found).startswith("code 0.60")
     assert forecast(of_task, [], 4000) == {}, (
         "a constant, which is what the others make of it, has no curve"
     )
