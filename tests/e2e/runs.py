@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,14 +172,20 @@ class LiveRun:
             role = target["labels"]["role"]
             url = f"http://{target['targets'][0]}/metrics"
             request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
-            try:
-                answer = urllib.request.urlopen(request, timeout=60)
-            except OSError as error:
-                raise AssertionError(
-                    f"{role} at {url}, step {self.steps()}: {error}\n{self.tail()}"
-                ) from None
-            scrapes[role] = answer.read().decode()
+            scrapes[role] = self._answer(request, f"metrics of the {role}")
         return scrapes
+
+    def _answer(self, request: urllib.request.Request, what: str) -> str:
+        """The text that is answered; a role may be restarting."""
+        answers: list[str] = []
+
+        def is_answered() -> bool:
+            with suppress(OSError):
+                answers.append(urllib.request.urlopen(request, timeout=60).read().decode())
+            return bool(answers)
+
+        self.wait_for(is_answered, what)
+        return answers[0]
 
     def kill(self) -> None:
         """For the end of a test, whatever state it is in."""
