@@ -75,7 +75,7 @@ FILES = (
     CheckEntry("teacher", Need.FILES, START, f"{INPUTS}:check_teacher"),
     CheckEntry("W&B", Need.FILES, START, "megarl.tools.monitoring.wandb_writer:check"),
     CheckEntry("prompts and answers", Need.FILES, START, f"{INPUTS}:read_inputs", "fingerprints"),
-    CheckEntry("memory of the host", Need.FILES, START, f"{PLANNED}:host_bytes", "host_bytes"),
+    CheckEntry("planned memory", Need.FILES, START, f"{PLANNED}:host_bytes", "host_bytes"),
     CheckEntry("model to start from", Need.FILES, SFT, f"{INPUTS}:check_sft_model"),
     CheckEntry("traces", Need.FILES, SFT, f"{INPUTS}:check_sft_data"),
     CheckEntry("model to write", Need.FILES, SFT, f"{INPUTS}:check_sft_output"),
