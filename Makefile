@@ -29,7 +29,7 @@ quickstart-agent: setup ## the same by an agent, a program of its own that speak
 test: setup lint ## everything CI runs: lint, unit, parallel layouts, the real roles together, the quicker faults
 	$(PYTEST) tests -n 4 --dist loadfile --no-loadscope-reorder -m "not slow and not te"
 
-test-unit: setup ## what needs no server, no process group and no process of its own: under three minutes
+test-unit: setup ## what needs no server, no process group and no process of its own: six minutes on two cores
 	$(PYTEST) tests/unit -n 2 -m "not slow and not processes"
 
 test-predict: setup ## the planner, scaling laws, studies and benchmarks, with what "make test" leaves out of them
