@@ -27,7 +27,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megarl.core.base.contracts import PolicyTurn
+from megarl.core.base.contracts import PolicyTurn, TurnRequest
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.base.types import Segment, float32, int32, paths_of
 from megarl.core.recipe import from_tree
@@ -96,7 +96,7 @@ class MadeUpPolicy:
         self.said: list[np.ndarray] = []
         self.computed = 0.0
 
-    async def __call__(self, tokens: np.ndarray, limit: int, kept: int) -> PolicyTurn:
+    async def __call__(self, request: TurnRequest) -> PolicyTurn:
         begun = time.thread_time()
         call = json.dumps({"name": "bash", "arguments": {"command": prose(5)}})
         text = f"{prose(WORDS)}\n<tool_call>\n{call}\n</tool_call>"
@@ -107,7 +107,7 @@ class MadeUpPolicy:
                 self._tokenizer.end,
             ]
         )
-        self.sent.append(tokens)
+        self.sent.append(request.tokens)
         self.said.append(ids)
         self.computed += time.thread_time() - begun
         await asyncio.sleep(0.01)
@@ -118,7 +118,7 @@ class MadeUpPolicy:
 
 def check(session: AgentSession, policy: MadeUpPolicy, turns: int) -> None:
     """Assert that no token is lost or duplicated."""
-    segments, branches = session.tree.paths()
+    segments, branches, _ = session.tree.paths()
     (path,) = paths_of(segments, branches, int32(()))
     assert len(policy.said) == turns
     assert all(np.array_equal(path.tokens[: len(sent)], sent) for sent in policy.sent)

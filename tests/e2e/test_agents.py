@@ -198,6 +198,48 @@ def test_a_users_own_agent_learns(workplace: Path) -> None:
     assert last["pass_rate"] > first["pass_rate"] + 0.1
 
 
+@pytest.mark.parametrize("replay", [True, False])
+def test_an_agent_on_experts(workplace: Path, replay: bool) -> None:
+    """The tiny Llama 4 with the calculator agent: the learner takes the experts that
+    servers chose along each path.
+    """
+    trained = "runs/agent-moe-sft"
+    if not (workplace / trained).exists():
+        warm = ("sft.init=runs/quickstart-data/init-moe", f"model.path={trained}")
+        made = runs.megarl("sft", "quickstart-agent", *warm, cwd=workplace)
+        assert made.returncode == 0, made.stderr
+    run = runs.start(
+        workplace,
+        f"run.name=agent-moe-{replay}",
+        "run.steps=4",
+        f"model.path={trained}",
+        f"model.moe.routing_replay={str(replay).lower()}",
+        "model.dtype=bf16",
+        "evaluation.every=4",
+        recipe="quickstart-agent",
+    )
+    try:
+        assert run.finish(900) == 0, run.tail()
+    finally:
+        run.kill()
+    runs.check_history(run.rundir, run.recipe)
+    rows = runs.latest_rows(run.rundir.metrics)
+    print([(row["kl_k3"], row.get("parity_routing")) for row in rows])
+    groups = [group for batch in batches(run.rundir, run.recipe) for group in batch]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert rollouts
+    if not replay:
+        assert all(rollout.routing is None for rollout in rollouts)
+        return
+    for rollout in rollouts:
+        paths = paths_of(rollout.segments, rollout.paths, np.zeros(0, np.int32))
+        for path, experts in zip(paths, rollout.path_experts, strict=True):
+            assert experts is not None
+            assert experts.shape[1:] == (4, 1)
+            assert len(experts) >= len(path.tokens) - 1, "all but the last token"
+    assert all(row["routing_replayed"] > 0.9 for row in rows)
+
+
 @pytest.mark.faults
 def test_what_the_servers_saw_is_what_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -153,14 +153,23 @@ def sequences_in_loss(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
 
 def _sequences_of(group: Group, rollout: Rollout, weight: float) -> list[TrainSequence]:
     paths = paths_of(rollout.segments, rollout.paths, group.prompt.tokens)
-    return [_sequence(group, rollout, path, weight) for path in paths if path.trained.any()]
+    return [
+        _sequence(group, rollout, path, experts, weight)
+        for path, experts in zip(paths, rollout.path_experts, strict=True)
+        if path.trained.any()
+    ]
 
 
-def _sequence(group: Group, rollout: Rollout, path: PathTokens, weight: float) -> TrainSequence:
-    """Return one path of a rollout as the learner sees it. weight: of each trained
-    token in the loss.
+def _sequence(
+    group: Group,
+    rollout: Rollout,
+    path: PathTokens,
+    experts: np.ndarray | None,
+    weight: float,
+) -> TrainSequence:
+    """Return one path of a rollout as the learner sees it. experts: as in
+    `TrainSequence`; weight: of each trained token in the loss.
     """
-    experts = None if rollout.routing is None else rollout.routing.table
     turns_have_credit = path.turns.max(initial=-1) >= 0
     return TrainSequence(
         ticket=group.ticket,

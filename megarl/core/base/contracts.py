@@ -208,19 +208,31 @@ class Environments(Protocol):
         """Release resources of all environments."""
 
 
+class TurnRequest(NamedTuple):
+    """What an agent asks the policy for: at most `limit` tokens after `tokens` [n]
+    int32.
+    """
+
+    tokens: np.ndarray
+    limit: int
+    cached: int = 0  # first tokens that the servers' caches should hold
+    routed: int = 0  # first tokens whose experts are known (model.moe.routing_replay)
+
+
 class PolicyTurn(NamedTuple):
     """What the policy wrote for one request. ended: it ended with the end token, not at
-    a limit.
+    a limit. experts: those that servers chose for the tokens from
+    `TurnRequest.routed` on, the last ones perhaps missing [rows, layers with experts,
+    chosen]; None if they are not recorded.
     """
 
     segments: tuple[Segment, ...]
     ended: bool
+    experts: np.ndarray | None = None
 
 
-type Policy = Callable[[np.ndarray, int, int], Awaitable[PolicyTurn]]
-"""Samples a turn. Arguments: the tokens before it [n], its maximum length, and how many
-of these tokens, from the first on, the servers' caches should already hold.
-"""
+type Policy = Callable[[TurnRequest], Awaitable[PolicyTurn]]
+"""Samples a turn."""
 
 
 class AgentRollout(NamedTuple):
@@ -233,6 +245,8 @@ class AgentRollout(NamedTuple):
     verdict: Verdict | None  # the agent's own; None: the task's grader judges
     episode: Episode
     truncated: bool = False  # a length limit cut the last message off
+    # As in `Rollout.routing`; None if none are recorded.
+    experts: np.ndarray | None = None
 
 
 class AgentDown(GraderDown):

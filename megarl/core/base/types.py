@@ -111,6 +111,8 @@ class Routing(Record, frozen=True):
     layers that have experts: choices [rows * layers * chosen] uint8 or int16. Row t
     belongs to token t. The last token has no row, because nothing was computed from it.
     Nor have the last tokens of a rollout whose server was lost before it could report.
+    Of an agent's rollout there are the rows of each path's own tokens, one path after
+    the other (`Branch.routed`).
     """
 
     choices: np.ndarray
@@ -147,6 +149,7 @@ class Branch(Record, frozen=True):
     segments: int
     parent: int = -1
     shared: int = 0
+    routed: int = 0  # first own tokens whose experts are in `Rollout.routing`
 
 
 class PathTokens(NamedTuple):
@@ -213,6 +216,27 @@ class Rollout(Record, frozen=True):
     def trained_tokens(self) -> int:
         """|y|: number of tokens that count in an aggregation, over all paths."""
         return sum(len(s.tokens) for s in self.segments if s.trained)
+
+    @property
+    def path_experts(self) -> list[np.ndarray | None]:
+        """The recorded experts of each of the rollout's sequences (`paths_of`): of its
+        first tokens, perhaps not of all [rows, layers with experts, chosen]; None if
+        nothing is recorded.
+        """
+        if self.routing is None:
+            return [None] * max(len(self.paths), 1)
+        table = self.routing.table
+        if not self.paths:
+            return [table]
+        tables: list[np.ndarray] = []
+        start = 0
+        for path in self.paths:
+            rows = table[start : start + path.routed]
+            start += path.routed
+            if path.parent >= 0:
+                rows = np.concatenate([tables[path.parent][: path.shared], rows])
+            tables.append(rows)
+        return list[np.ndarray | None](tables)
 
     @property
     def credits(self) -> dict[int, float]:

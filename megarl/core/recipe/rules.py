@@ -343,11 +343,6 @@ def _agents(r: Recipe) -> Iterator[str]:
 
 def _agent_run(r: Recipe, key: str) -> Iterator[str]:
     """Check what a run cannot have with an agent in the task or suite at `key`."""
-    if r.model.moe.routing_replay:
-        yield (
-            f"{key}.agent: experts are not recorded for an agent's paths; set"
-            " model.moe.routing_replay=false"
-        )
     if r.teacher.weight:
         yield f"{key}.agent: a teacher cannot score an agent's paths; set teacher.weight=0"
     if r.agent.credit == "turn" and r.has_critic:

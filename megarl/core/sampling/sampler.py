@@ -41,6 +41,7 @@ from megarl.core.base.contracts import (
     GraderDown,
     PlayedEnvironment,
     PolicyTurn,
+    TurnRequest,
     Verdict,
 )
 from megarl.core.base.errors import MegarlError
@@ -96,6 +97,7 @@ class Completion:
     cacheable: int = 0  # tokens of prompt and completion that the last server should have cached
     text: str = ""  # the last message, without its stop token
     truncated: bool = False  # a length limit cut the last message off
+    routed: int = 0  # first tokens whose experts are known and not in `routing`
     routing: list[np.ndarray] = field(default_factory=list)  # tables of the requests so far
     # Tokens of the message in progress, without replies.
     message: list[np.ndarray] = field(default_factory=list)
@@ -163,6 +165,7 @@ def routed_model(recipe: Recipe) -> Architecture | None:
         )
     bytes_per_expert = 1 if model.experts <= 256 else 2
     bytes_per_token = model.moe_layers * model.experts_per_token * bytes_per_expert + 8
+    # An agent may take many paths; `Tickets` measures those of a finished group.
     size = recipe.sampling.generations * recipe.length.context_tokens * bytes_per_token
     if size >= LARGEST_RECORD:
         raise MegarlError(
@@ -253,14 +256,17 @@ class Sampler:
         retries = 0
         waits = Waits()
 
-        async def policy(tokens: np.ndarray, limit: int, cacheable: int) -> PolicyTurn:
+        async def policy(request: TurnRequest) -> PolicyTurn:
             nonlocal retries
-            turn = Completion(cacheable=cacheable)
-            prompt = structs.replace(job.prompt, tokens=tokens)
+            turn = Completion(cacheable=request.cached, routed=request.routed)
+            prompt = structs.replace(job.prompt, tokens=request.tokens)
             turn_job = replace(job, prompt=prompt, take=partial(waits.measure, job.take))
-            has_ended = await self._leg(turn_job, turn, limit, self._ends)
+            has_ended = await self._leg(turn_job, turn, request.limit, self._ends)
             retries += turn.retries
-            return PolicyTurn(length_control.merge(turn.segments), has_ended)
+            experts = None
+            if turn.routing:
+                experts = np.concatenate(turn.routing)
+            return PolicyTurn(length_control.merge(turn.segments), has_ended, experts)
 
         down = None
         try:
@@ -268,9 +274,13 @@ class Sampler:
         except AgentDown as error:
             down = error
             rollout = error.rollout
+        routing: list[np.ndarray] = []
+        if rollout.experts is not None:
+            routing = [rollout.experts]
         return Completion(
             segments=list(rollout.segments),
             paths=rollout.paths,
+            routing=routing,
             finish=rollout.finish,
             retries=retries,
             text=rollout.text,
@@ -464,4 +474,4 @@ def _unknown_experts_from(job: Job, completion: Completion) -> int | None:
     """
     if job.routed is None:
         return None
-    return sum(len(table) for table in completion.routing)
+    return completion.routed + sum(len(table) for table in completion.routing)

@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from megarl.core.base.contracts import AgentRollout, Policy, PolicyTurn, Verdict
+from megarl.core.base.contracts import AgentRollout, Policy, PolicyTurn, TurnRequest, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Episode, FinishReason, Segment
@@ -106,6 +106,15 @@ class Placement(NamedTuple):
         if self.parent is None:
             return self.suffix
         return np.concatenate([self.parent.tokens, self.suffix])
+
+    def turn_request(self, prompt: np.ndarray, limit: int) -> TurnRequest:
+        """Return what to ask the policy for: at most `limit` tokens after `prompt`, the
+        tokens of this placement.
+        """
+        routed = 0
+        if self.parent is not None:
+            routed = self.parent.line_routed
+        return TurnRequest(prompt, limit, len(prompt) - len(self.suffix), routed)
 
     @property
     def is_new_path(self) -> bool:
@@ -269,7 +278,7 @@ class AgentSession:
         reward = self.reward
         if self._settings.credit == "turn":
             self.tree.credit(self.rewards if reward is None else self.rewards[:-1])
-        segments, paths = self.tree.paths()
+        segments, paths, experts = self.tree.paths()
         delivered = [node for node in self.tree.nodes if node.delivered >= 0]
         episode = Episode(
             turns=len(delivered),
@@ -287,7 +296,7 @@ class AgentSession:
             truncated = not last.stopped and not self._ended_itself(last.segments)
         verdict = None if reward is None else Verdict(reward)
         finish: FinishReason = "length" if self.limited else "stop"
-        return AgentRollout(segments, paths, text, finish, verdict, episode, truncated)
+        return AgentRollout(segments, paths, text, finish, verdict, episode, truncated, experts)
 
     async def prompt_tokens(self, request: AgentRequest) -> int:
         """Return the number of tokens that the policy would be sent for the request. Of
@@ -318,9 +327,12 @@ class AgentSession:
             )
             pending.node = node
             pending.placed.set()
-            cached = len(prompt) - len(placement.suffix)
-            turn, node.stopped = await self._sampled(prompt, limit, cached, request.stop)
-            return self._answered(request, prompt, node, turn)
+            turn_request = placement.turn_request(prompt, limit)
+            turn, node.stopped = await self._sampled(turn_request, request.stop)
+            served = self._answered(request, prompt, node, turn)
+            if turn.experts is not None:
+                self.tree.note_experts(node, turn_request.routed, turn.experts)
+            return served
 
     def _answered(
         self, request: AgentRequest, prompt: np.ndarray, node: TreeNode, turn: PolicyTurn
@@ -344,20 +356,19 @@ class AgentSession:
         return ServedTurn(node, message, finish, len(prompt), len(node.sampled))
 
     async def _sampled(
-        self, prompt: np.ndarray, limit: int, cached: int, stops: tuple[str, ...]
+        self, request: TurnRequest, stops: tuple[str, ...]
     ) -> tuple[PolicyTurn, str]:
-        """Return the policy's turn after the prompt [n], and the stop text that ended
-        it, or "". cached: how many of the prompt's tokens servers have seen. The
-        session lends the turn `limit` tokens, and gets back those that it does not use.
+        """Return the policy's turn, and the stop text that ended it, or "". The session
+        lends the turn `request.limit` tokens, and gets back those that it does not use.
         """
-        self._room -= limit
-        self._lent += limit
+        self._room -= request.limit
+        self._lent += request.limit
         written = 0
         try:
-            turn = await self._policy(prompt, limit, cached)
+            turn = await self._policy(request)
             segments, stopped = self._stopped(turn, stops)
             written = sum(len(s.tokens) for s in segments)
-            return PolicyTurn(segments, turn.ended), stopped
+            return turn._replace(segments=segments), stopped
         except Exception as error:
             # no server could answer; TaskAgents.session raises this error again
             self.failure = error
@@ -365,8 +376,8 @@ class AgentSession:
             self.end(reason)
             raise session_over(reason) from None
         finally:
-            self._room += limit - written
-            self._lent -= limit
+            self._room += request.limit - written
+            self._lent -= request.limit
             self._returned.set()
 
     async def _placed(self, request: AgentRequest) -> Placement:

@@ -34,10 +34,13 @@ class TreeNode:
     """One message of the policy.
 
     suffix [n] int32: the prompt's tokens after the parent's last token; segments: the
-    tokens sampled after them. history: the earlier messages; key: the hash of the whole
-    request. asked_at, delivered: the moments, by the tree's clock, at which the request
-    came and at which the agent last received the whole answer (-1 before that). answer:
-    the message that the agent is served; stopped: the stop text that ended it, or "".
+    tokens sampled after them. experts: those that servers chose for the node's tokens,
+    the suffix's and the sampled ones, as far as they are known [rows, layers with
+    experts, chosen]; None if none are. history: the earlier messages; key: the hash of
+    the whole request. asked_at, delivered: the moments, by the tree's clock, at which
+    the request came and at which the agent last received the whole answer (-1 before
+    that). answer: the message that the agent is served; stopped: the stop text that
+    ended it, or "".
     """
 
     number: int
@@ -47,6 +50,7 @@ class TreeNode:
     key: "hashlib._Hash"
     asked_at: int
     segments: tuple[Segment, ...] = ()
+    experts: np.ndarray | None = None
     answer: CanonicalMessage = NOTHING
     stopped: str = ""
     delivered: int = -1
@@ -57,6 +61,28 @@ class TreeNode:
     def sampled(self) -> np.ndarray:
         """The tokens that the policy sampled, [m] int32."""
         return tokens_of(self.segments)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of the suffix and of what was sampled."""
+        return len(self.suffix) + sum(len(segment.tokens) for segment in self.segments)
+
+    @property
+    def routed(self) -> int:
+        """The number of the node's first tokens whose experts are known."""
+        return 0 if self.experts is None else len(self.experts)
+
+    @property
+    def line_routed(self) -> int:
+        """The number of first tokens from the root to this node whose experts are
+        known.
+        """
+        count = 0
+        for node in self.line:
+            count += node.routed
+            if node.routed < node.length:
+                break
+        return count
 
     @property
     def conversation(self) -> tuple[CanonicalMessage, ...]:
@@ -98,6 +124,14 @@ class PathEnd(NamedTuple):
 
     path: int
     length: int
+
+
+class SessionPaths(NamedTuple):
+    """What a session leaves to train on, as in `AgentRollout`."""
+
+    segments: tuple[Segment, ...]
+    paths: tuple[Branch, ...]
+    experts: np.ndarray | None
 
 
 class SessionTree:
@@ -171,6 +205,23 @@ class SessionTree:
         key.update(answer.key)
         self._by_conversation.setdefault(key.digest(), []).append(node)
 
+    def note_experts(self, node: TreeNode, first: int, table: np.ndarray) -> None:
+        """Record the experts that servers chose for the tokens of the node's line from
+        token `first` on: table [rows, layers with experts, chosen]. Tokens whose
+        experts are known keep them, because those after them were sampled with these;
+        a later turn may have computed them again.
+        """
+        start = 0
+        for ancestor in node.line:
+            known = start + ancestor.routed
+            end = start + ancestor.length
+            if first <= known < end:
+                rows = table[known - first : end - first]
+                if ancestor.experts is not None:
+                    rows = np.concatenate([ancestor.experts, rows])
+                ancestor.experts = rows
+            start = end
+
     def _key(self, message: CanonicalMessage) -> bytes:
         """Return a message's key; of an answer whose text beside calls was dropped, the
         key that it had when it was served.
@@ -230,12 +281,13 @@ class SessionTree:
                 structs.replace(s, turn=number, credit=credit) for s in node.segments
             )
 
-    def paths(self) -> tuple[tuple[Segment, ...], tuple[Branch, ...]]:
-        """Return all trained lines as segments and paths. A node that several paths
-        share is trained in the first of them.
+    def paths(self) -> "SessionPaths":
+        """Return all trained lines. A node that several paths share is trained in the
+        first of them.
         """
         segments: list[Segment] = []
         paths: list[Branch] = []
+        tables: list[np.ndarray] = []
         ends: dict[TreeNode, PathEnd] = {}  # of each node in the first path that has it
         for number, line in enumerate(self.trained()):
             shared_nodes = [node for node in line if node in ends]
@@ -244,20 +296,29 @@ class SessionTree:
                 branch_point = ends[shared_nodes[-1]]
             path_segments: list[Segment] = []
             length = branch_point.length
-            for node in line[len(shared_nodes) :]:
+            own_nodes = line[len(shared_nodes) :]
+            for node in own_nodes:
                 node_segments = _segments_of(node)
                 path_segments += node_segments
                 length += sum(len(segment.tokens) for segment in node_segments)
                 ends[node] = PathEnd(number, length)
             segments += path_segments
+            path_tables: list[np.ndarray] = []
+            if not shared_nodes or shared_nodes[-1].line_routed == branch_point.length:
+                path_tables = _known_experts(own_nodes)
+            tables += path_tables
             paths.append(
                 Branch(
                     segments=len(path_segments),
                     parent=branch_point.path,
                     shared=branch_point.length,
+                    routed=sum(len(table) for table in path_tables),
                 )
             )
-        return tuple(segments), tuple(paths)
+        experts = None
+        if tables:
+            experts = np.concatenate(tables)
+        return SessionPaths(tuple(segments), tuple(paths), experts)
 
     def untrained_tokens(self) -> int:
         """Return the number of sampled tokens that are in no path."""
@@ -287,6 +348,19 @@ def _segments_of(node: TreeNode) -> list[Segment]:
         trained=False,
     )
     return [prompt, *node.segments]
+
+
+def _known_experts(nodes: Sequence[TreeNode]) -> list[np.ndarray]:
+    """Return the experts of successive nodes, up to the first token whose experts are
+    unknown.
+    """
+    tables: list[np.ndarray] = []
+    for node in nodes:
+        if node.experts is not None:
+            tables.append(node.experts)
+        if node.routed < node.length:
+            break
+    return tables
 
 
 def _closest(

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from megarl.core.base.contracts import PolicyTurn
+from megarl.core.base.contracts import PolicyTurn, TurnRequest
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import int32
 from megarl.core.recipe import from_tree
@@ -95,9 +95,9 @@ async def gateway(
     asked = list[np.ndarray]()
     limits = list[int]()
 
-    async def policy(tokens: np.ndarray, limit: int, kept: int) -> PolicyTurn:
-        asked.append(tokens)
-        limits.append(limit)
+    async def policy(request: TurnRequest) -> PolicyTurn:
+        asked.append(request.tokens)
+        limits.append(request.limit)
         text = left.pop(0)
         await hold.wait()
         cut = text.endswith("…")
@@ -107,7 +107,7 @@ async def gateway(
             for letter in text.removesuffix("…").removesuffix(end)
             for token in tokenizer.ids(letter)
         ]
-        tokens = int32([*ids, *tokenizer.ids(end)])[:limit]
+        tokens = int32([*ids, *tokenizer.ids(end)])[: request.limit]
         return PolicyTurn(
             (make.segment(tokens, 3),),
             not cut,

@@ -13,7 +13,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from megarl.core.base.contracts import PolicyTurn
+from megarl.core.base.contracts import PolicyTurn, TurnRequest
 from megarl.core.base.types import int32, paths_of
 from megarl.core.recipe import from_tree
 from megarl.tasks.agents import gateway as module
@@ -168,7 +168,7 @@ class Crowd:
     def check(self, written: set[str], text_of: Callable[[np.ndarray], str]) -> None:
         """Assert what must hold. written: what the policy has written."""
         assert self.statuses.keys() <= {200, 400}
-        segments, branches = self.session.tree.paths()
+        segments, branches, _ = self.session.tree.paths()
         trained = Counter(text_of(s.tokens) for s in segments if s.trained)
         assert trained.keys() <= written
         assert all(count == 1 for count in trained.values()), "each sampled token at most once"
@@ -195,9 +195,11 @@ def test_whatever_ends_a_session_each_request_is_answered(tmp_path: Path) -> Non
         }
         written = set[str]()
 
-        async def policy(tokens: np.ndarray, limit: int, kept: int) -> PolicyTurn:
+        async def policy(request: TurnRequest) -> PolicyTurn:
             await asyncio.sleep(rng.random() / 50)
-            ids = int32([*tokenizer.ids(f"{rng.randrange(10**8):08}"), tokenizer.end])[:limit]
+            ids = int32([*tokenizer.ids(f"{rng.randrange(10**8):08}"), tokenizer.end])[
+                : request.limit
+            ]
             written.add(tokenizer.decode(ids).removesuffix("<|im_end|>"))
             return PolicyTurn((make.segment(ids),), True)
 

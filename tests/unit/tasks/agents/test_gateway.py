@@ -87,7 +87,7 @@ def test_two_turns_with_openais_client_are_one_path(tmp_path: Path, stream: bool
             )
             assert answer.choices[0].message.content == "Three."
             assert served.sent().count("Let me look.") == 1
-            segments, paths = served.session.tree.paths()
+            segments, paths, _ = served.session.tree.paths()
             (path,) = paths_of(segments, paths, int32(()))
             assert len(paths) == 1
             text = served.tokenizer.decode(path.tokens)
@@ -136,7 +136,7 @@ def test_models_that_end_a_turn_in_several_ways_write_one_path(
                     message,
                     {"role": role, "content": "3", "tool_call_id": calls[0]["id"] if calls else ""},
                 ]
-            segments, paths = served.session.tree.paths()
+            segments, paths, _ = served.session.tree.paths()
             (path,) = paths_of(segments, paths, int32(()))
             assert served.tokenizer.decode(path.tokens[path.trained]) == "".join(said)
 

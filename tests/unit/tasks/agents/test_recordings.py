@@ -22,7 +22,7 @@ async def replayed(folder: Path, mode: str, requests: list[dict[str, Any]], unsa
             status, body = await served.post(request["path"].removeprefix("/v1/"), request["body"])
             assert status == 200, body
         tree = served.session.tree
-        segments, branches = tree.paths()
+        segments, branches, _ = tree.paths()
         paths = paths_of(segments, branches, int32(()))
         for sent in served.asked:
             assert any(path.tokens[: len(sent)].tolist() == sent.tolist() for path in paths), (

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.core.base.contracts import AgentDown, AgentRollout, PolicyTurn, Verdict
+from megarl.core.base.contracts import AgentDown, AgentRollout, PolicyTurn, TurnRequest, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Prompt, int32
 from megarl.core.recipe import from_tree
@@ -51,7 +51,7 @@ def play(
     """Sessions at once, of a policy that always says `7`."""
     agents, tokenizer = agents_of(folder, agent, **settings)
 
-    async def policy(tokens: Any, limit: int, kept: int) -> PolicyTurn:
+    async def policy(request: TurnRequest) -> PolicyTurn:
         if fails:
             raise Lost
         ids = int32([*tokenizer.ids("7"), tokenizer.end])

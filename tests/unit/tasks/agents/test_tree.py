@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.core.base.contracts import PolicyTurn
-from megarl.core.base.types import int32, paths_of
+from megarl.core.base.contracts import PolicyTurn, TurnRequest
+from megarl.core.base.types import Routing, int32, paths_of
 from megarl.core.recipe import from_tree
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall
 from megarl.tasks.agents.session import AgentSession
@@ -40,10 +40,15 @@ type Said = list[int | None]
 
 @dataclass
 class Made:
-    """A generation as the policy saw it; its number is the version of its weights."""
+    """A generation as the policy saw it; its number is the version of its weights.
+    experts: those with which it computed each of its tokens but the last one. told: how
+    many of them the session was told.
+    """
 
     sent: np.ndarray
     sampled: np.ndarray = field(default_factory=lambda: int32(()))
+    experts: np.ndarray = field(default_factory=lambda: int32(()))
+    told: int = 0
 
     @property
     def whole(self) -> list[int]:
@@ -66,10 +71,17 @@ class Asked:
 
 class World:
     """A policy that writes random texts in random pieces, and an agent that does all
-    that agents do.
+    that agents do. Of cached tokens the policy's servers return the experts with which
+    these were computed; one request in `evicting` finds nothing cached, and one in
+    `losing` tells nothing, or not of the last tokens.
     """
 
-    def __init__(self, tokenizer, rendering, seed: int) -> None:  # type: ignore[no-untyped-def]
+    def __init__(  # type: ignore[no-untyped-def]
+        self, tokenizer, rendering, seed: int, evicting: float = 0.2, losing: float = 0.2
+    ) -> None:
+        self.evicting = evicting
+        self.losing = losing
+        self.cache: dict[bytes, int] = {}
         self.rng = random.Random(seed)
         self.tokenizer = tokenizer
         self.session = AgentSession(SETTINGS, tokenizer, rendering, self.policy)
@@ -78,11 +90,11 @@ class World:
         self.open: list[tuple[tuple[CanonicalMessage, ...], Said]] = []
         self.clock = 0
 
-    async def policy(self, tokens: np.ndarray, limit: int, kept: int) -> PolicyTurn:
+    async def policy(self, request: TurnRequest) -> PolicyTurn:
         number = len(self.made)
         rng = self.rng
-        self.made.append(Made(tokens))
-        assert 0 <= kept <= len(tokens)
+        self.made.append(Made(request.tokens))
+        assert 0 <= request.cached <= len(request.tokens)
         await asyncio.sleep(0)
         text = (
             "".join(rng.choices(["abc", "the", "xy", " ", "\n"], k=4)) + f"#{rng.randrange(10**6)}"
@@ -102,7 +114,29 @@ class World:
         return PolicyTurn(
             tuple(make.segment(p, number) for p in parts),
             ended,
+            self.experts(self.made[number], request.routed),
         )
+
+    def experts(self, made: Made, routed: int) -> np.ndarray | None:
+        """Choose an expert for each token that the generation computed; return what
+        the session is told of those from `routed` on.
+        """
+        whole = int32(made.whole)
+        is_evicted = self.rng.random() < self.evicting
+        for end in range(1, len(whole)):
+            prefix = whole[:end].tobytes()
+            is_sampled = end > len(made.sent)
+            if is_sampled or is_evicted or prefix not in self.cache:
+                self.cache[prefix] = self.rng.randrange(200)
+        made.experts = int32([self.cache[whole[:end].tobytes()] for end in range(1, len(whole))])
+        if self.rng.random() < self.losing:
+            lost = self.rng.choice([3, len(whole)])
+            made.told = max(len(made.experts) - lost, 0)
+        else:
+            made.told = len(made.experts)
+        if made.told <= routed:
+            return None
+        return made.experts[routed : made.told].astype(np.uint8).reshape(-1, 1, 1)
 
     async def ask(
         self,
@@ -234,15 +268,40 @@ class World:
                 ((*messages, served, *after), [*said, asked.got, *[None] * len(after)])
             )
 
+    def check_experts(self, made: Made, begin: int, known: np.ndarray) -> Counter[str]:
+        """Assert that tokens of a generation, from `begin` on, have the experts that it
+        told; where it told none, those with which a later one computed the token again,
+        or none.
+        """
+        seen = Counter[str]()
+        for position, expert in enumerate(known.tolist(), start=begin):
+            if position < made.told:
+                assert expert == made.experts[position], "those it was sampled with"
+                seen["sampled experts"] += 1
+            else:
+                prefix = made.whole[: position + 1]
+                later = [m for m in self.made if m.whole[: position + 1] == prefix]
+                assert expert in {m.experts[position] for m in later if m.told > position}
+                seen["computed again"] += 1
+        return seen
+
     def check(self) -> Counter[str]:
         """Hold the invariants; return what happened."""
         made = self.made
         seen = Counter[str]()
         trained = Counter[int]()
-        segments, paths = self.session.tree.paths()
+        segments, paths, experts = self.session.tree.paths()
+        routing = None
+        if experts is not None:
+            routing = Routing(choices=experts.reshape(-1), layers=1, chosen=1)
+        tables = make.rollout(*segments, reward=0.0, paths=paths, routing=routing).path_experts
         left = iter(segments)
-        for path, branch in zip(paths_of(segments, paths, int32(())), paths, strict=True):
+        for path, branch, table in zip(
+            paths_of(segments, paths, int32(())), paths, tables, strict=True
+        ):
             end = path.own_start
+            rows = int32(() if table is None else table[:, 0, 0])
+            seen["unknown experts"] += max(len(path.tokens) - 1 - len(rows), 0)
             assert not path.trained[:end].any()
             for s in [next(left) for _ in range(branch.segments)]:
                 begin = end
@@ -254,6 +313,7 @@ class World:
                         "ids sent are the path's"
                     )
                     trained[s.weight_version] += len(s.tokens)
+                    seen += self.check_experts(made[s.weight_version], begin, rows[begin:end])
         assert all(count == len(made[g].sampled) for g, count in trained.items()), "whole, and once"
         taken = {a.got for a in self.asked if a.got is not None}
         for g in set(range(len(made))) - trained.keys():
@@ -345,3 +405,15 @@ def test_identical_parallel_sub_agents_are_both_trained(tmp_path: Path) -> None:
         return world.check()
 
     assert asyncio.run(run())["superseded"] == 2
+
+
+def test_each_token_has_its_experts_if_no_answer_is_lost(tmp_path: Path) -> None:
+    """All but each path's last one, also where a prefix was computed again."""
+    tokenizer, rendering = rendering_of(tmp_path, "qwen")
+    seen = Counter[str]()
+    for seed in range(8):
+        world = World(tokenizer, rendering, seed, evicting=0.5, losing=0.0)
+        asyncio.run(world.live(25))
+        seen += world.check()
+    assert not seen["unknown experts"]
+    assert seen["sampled experts"] > 1000

@@ -22,7 +22,14 @@ from hypothesis import strategies as st
 
 from megarl.core.algorithm.batch import batch_statistics
 from megarl.core.base.architecture import read
-from megarl.core.base.contracts import AgentDown, AgentRollout, GraderDown, Policy, Verdict
+from megarl.core.base.contracts import (
+    AgentDown,
+    AgentRollout,
+    GraderDown,
+    Policy,
+    TurnRequest,
+    Verdict,
+)
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Batch, Episode, Group, Prompt, Rollout, float32, int32
 from megarl.core.client.client import Generation, ServerLost, VersionSpan
@@ -532,7 +539,7 @@ class Asks:
         policy: Policy,
         waited: Callable[[], float],
     ) -> AgentRollout:
-        asked: asyncio.Task[Any] = asyncio.create_task(policy(prompt.tokens, 5, 0))  # type: ignore[arg-type]
+        asked: asyncio.Task[Any] = asyncio.create_task(policy(TurnRequest(prompt.tokens, 5)))  # type: ignore[arg-type]
         while (told := waited()) < 0.02:
             await asyncio.sleep(0.005)
         self.gate.set()
