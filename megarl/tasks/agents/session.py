@@ -329,10 +329,10 @@ class AgentSession:
             pending.placed.set()
             turn_request = placement.turn_request(prompt, limit)
             turn, node.stopped = await self._sampled(turn_request, request.stop)
-            served = self._answered(request, prompt, node, turn)
+            answer = self._answered(request, prompt, node, turn)
             if turn.experts is not None:
                 self.tree.note_experts(node, turn_request.routed, turn.experts)
-            return served
+            return answer
 
     def _answered(
         self, request: AgentRequest, prompt: np.ndarray, node: TreeNode, turn: PolicyTurn

@@ -213,10 +213,10 @@ class SessionTree:
         """
         start = 0
         for ancestor in node.line:
-            known = start + ancestor.routed
+            first_unknown = start + ancestor.routed
             end = start + ancestor.length
-            if first <= known < end:
-                rows = table[known - first : end - first]
+            if first <= first_unknown < end:
+                rows = table[first_unknown - first : end - first]
                 if ancestor.experts is not None:
                     rows = np.concatenate([ancestor.experts, rows])
                 ancestor.experts = rows
