@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # _saved imports it: processes that make no model start four 
     from transformers import (
         DeepseekV3ForCausalLM,
         Glm4MoeForCausalLM,
+        Glm4MoeLiteForCausalLM,
         GptOssForCausalLM,
         Llama4ForCausalLM,
         Llama4ForConditionalGeneration,
@@ -157,6 +158,21 @@ def tiny_glm4_moe(
     )
     config |= {"use_qk_norm": True, "attention_bias": True}
     return _saved("Glm4MoeForCausalLM", "Glm4MoeConfig", config | overrides, path, dtype, seed)
+
+
+def tiny_glm4_moe_lite(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Glm4MoeLiteForCausalLM:
+    """Likewise a GLM-4.7-Flash: narrow q, a v as wide as q and k, 3 of 8 experts, an
+    epsilon other than its narrow norms', a dense layer first of which config.json says
+    so only by `mlp_layer_types`.
+    """
+    config = COMMON | BALANCED | LATENT | {"v_head_dim": 24, "rope_parameters": PLAIN_ROPE}
+    config |= {"n_group": 1, "topk_group": 1}
+    del config["first_k_dense_replace"]
+    return _saved(
+        "Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", config | overrides, path, dtype, seed
+    )
 
 
 def tiny_deepseek_v3(

@@ -29,6 +29,7 @@ from tests.tiny import (
     YARN,
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_glm4_moe_lite,
     tiny_gpt_oss,
     tiny_llama4,
     tiny_llama4_multimodal,
@@ -64,6 +65,7 @@ CASES = {
     "qwen3": Case(tiny_qwen3, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3_moe": Case(tiny_qwen3_moe, {"num_experts": 8, "moe_intermediate_size": 32}, "mlp.gate"),
     "glm4_moe": Case(tiny_glm4_moe, {"moe_intermediate_size": 32}, "mlp.gate"),
+    "glm4_moe_lite": Case(tiny_glm4_moe_lite, {"moe_intermediate_size": 32}, "mlp.gate"),
     "deepseek_v3": Case(
         tiny_deepseek_v3,
         {
@@ -83,8 +85,8 @@ CASES = {
 }
 
 
-BALANCED = ("glm4_moe", "deepseek_v3", "moonlight")
-SLOW = ("glm4_moe", "moonlight")
+BALANCED = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "moonlight")
+SLOW = ("glm4_moe", "glm4_moe_lite", "moonlight")
 """What these have, deepseek_v3 or another has, too."""
 
 

@@ -533,9 +533,9 @@ def _glm4_moe(config: JsonObject) -> Architecture:
     )
 
 
-def _deepseek_v3(config: JsonObject) -> Architecture:
+def _deepseek_v3(config: JsonObject, ropes: Sequence[str] = ("default", "yarn")) -> Architecture:
     """Read DeepSeek-V3. A head of q and k is its part from the latent vector and its
-    rotated part, end to end.
+    rotated part, end to end. ropes: as in `_decoder`.
     """
     query = config.get("q_lora_rank")
     latent = Latent(
@@ -556,7 +556,7 @@ def _deepseek_v3(config: JsonObject) -> Architecture:
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     }
-    decoder = _decoder(config | {"head_dim": head_dim}, only, ("default", "yarn"), latent)
+    decoder = _decoder(config | {"head_dim": head_dim}, only, ropes, latent)
     return replace(
         _balanced(decoder, config),
         rotated=latent.position,
@@ -564,8 +564,30 @@ def _deepseek_v3(config: JsonObject) -> Architecture:
     )
 
 
+def _glm4_moe_lite(config: JsonObject) -> Architecture:
+    """Read GLM-4.7-Flash: DeepSeek-V3's layers, of which `mlp_layer_types` says to
+    transformers, and first_k_dense_replace to SGLang, how many have no experts.
+    """
+    layers = size(config, "num_hidden_layers")
+    kinds = config.get("mlp_layer_types") or ["dense", *["sparse"] * (layers - 1)]
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise MegarlError(
+            "mlp_layer_types is not supported: only dense layers, then sparse ones, one per layer"
+        )
+    rope: JsonObject = config.get("rope_parameters") or {}
+    only = {
+        "first_k_dense_replace": dense,
+        "n_group": 1,
+        "partial_rotary_factor": 1.0,
+        "tie_word_embeddings": False,
+    }
+    _check_only(config | rope, only)
+    return _deepseek_v3(config | {"first_k_dense_replace": dense}, ("default",))
+
+
 def _balanced(decoder: Architecture, config: JsonObject) -> Architecture:
-    """Add the fields that describe the experts of DeepSeek-V3 and GLM-4.5."""
+    """Add the fields that describe the experts of DeepSeek-V3 and the GLMs."""
     chosen = size(config, "num_experts_per_tok")
     experts = size(config, "n_routed_experts")
     groups = size(config, "n_group", 1)
@@ -638,6 +660,7 @@ READERS: dict[str, Callable[[JsonObject], Architecture]] = {
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "Glm4MoeForCausalLM": _glm4_moe,
+    "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
     "DeepseekV3ForCausalLM": _deepseek_v3,
     "GptOssForCausalLM": _gpt_oss,
     "Llama4ForCausalLM": _llama4,
@@ -656,9 +679,7 @@ def _decoder(
     that is implemented. ropes: kinds of rotary embedding that both learner and server
     implement.
     """
-    for key, value in ({"hidden_act": "silu"} | only).items():
-        if config.get(key, value) != value:
-            raise MegarlError(f"{key}={config[key]!r} is not supported, only {value!r}")
+    _check_only(config, {"hidden_act": "silu"} | only)
     heads = size(config, "num_attention_heads")
     hidden = size(config, "hidden_size")
     head_dim = size(config, "head_dim", hidden // heads)
@@ -684,6 +705,13 @@ def _decoder(
         rope_scaling=scaling,
         latent=latent,
     )
+
+
+def _check_only(config: JsonObject, only: JsonObject) -> None:
+    """Raise MegarlError if a setting has another value than the one in `only`."""
+    for key, value in only.items():
+        if config.get(key, value) != value:
+            raise MegarlError(f"{key}={config[key]!r} is not supported, only {value!r}")
 
 
 def _rope_scaling(

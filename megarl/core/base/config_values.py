@@ -90,6 +90,7 @@ NULLABLE: dict[str, ValueKind] = {
     "num_mtp_layers": COUNT,
     "mlp_only_layers": LIST,
     "layer_types": LIST,
+    "mlp_layer_types": LIST,
     "moe_layers": LIST,
     "no_rope_layers": LIST,
     "rope_parameters": OBJECT,

@@ -4,7 +4,7 @@ family.
 They follow from the Architecture alone. megarl/core/models/families.py says what
 megatron makes of them; a test compares both, and the files that transformers writes.
 
-Qwen3-MoE, GLM-4.5, DeepSeek-V3   gate_proj, up_proj, down_proj of each expert.
+Qwen3-MoE, GLMs, DeepSeek-V3      gate_proj, up_proj, down_proj of each expert.
                                   transformers can also write stacks of them
                                   (`save_original_format=False`), which
                                   `with_experts_apart` divides without reading a value

@@ -20,7 +20,7 @@ Qwen3-MoE    each expert has its own gate_proj, up_proj and down_proj; so have t
              GLM-4.5 and DeepSeek-V3, whose shared experts are one MLP. Their layers for
              multi-token prediction, after the last one, are carried along unchanged
 DeepSeek-V3  q comes from a narrow q_a_proj, k and v from kv_a_proj_with_mqa; Megatron
-             calls these down and up projections
+             calls these down and up projections. GLM-4.7-Flash has the same names
 Llama 4      a layer's experts are stacked and transposed relative to Linear's:
              gate_up_proj [experts, hidden, 2 x inner], down_proj [experts, inner,
              hidden]. A multimodal directory (as released) has the text model under
@@ -122,7 +122,7 @@ _TRANSFORMER_ENGINE = [
         r".experts.local_experts.\3.\1.\2",
     ),
 ]
-SERVED_ROUTERS = {"Glm4MoeForCausalLM": torch.float32}
+SERVED_ROUTERS = dict.fromkeys(("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"), torch.float32)
 """The type of routers' weights on a server, by architecture; others have the model's.
 """
 

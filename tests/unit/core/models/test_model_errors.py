@@ -27,6 +27,7 @@ from tests.full_disk import files_no_larger_than
 from tests.tiny import (
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_glm4_moe_lite,
     tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
@@ -113,6 +114,35 @@ def test_unsupported_experts_and_latent_attention_are_refused(
     make.edit_config(tmp_path, **change)
     with pytest.raises(MegarlError, match=rf"config.json: .*{re.escape(said)}.* not supported"):
         family_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types is not supported: only dense"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types is not supported: only dense"),
+        ({"mlp_layer_types": "dense"}, "mlp_layer_types is 'dense', not a list"),
+        # SGLang would take this, transformers the list.
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace=2 is not supported, only 1"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
+        ({"n_group": 2}, "n_group=2 is not supported"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5 is not supported",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+    ],
+)
+def test_unsupported_glm_4_7_flash_are_refused(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    tiny_glm4_moe_lite(tmp_path, num_hidden_layers=2)
+    assert in_directory(tmp_path).expert_layers == (1,)
+    make.edit_config(tmp_path, first_k_dense_replace=1)
+    assert in_directory(tmp_path).expert_layers == (1,)
+    make.edit_config(tmp_path, **change)
+    with pytest.raises(MegarlError, match=re.escape(said)):
+        in_directory(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.tiny import (
     MOONLIGHT,
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_glm4_moe_lite,
     tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
@@ -107,6 +108,13 @@ def test_balanced_models_have_the_published_numbers_of_parameters(
     assert shape.active_parameters >= 0.97 * active
 
 
+def test_glm_4_7_flash_is_a_30b_a3b() -> None:
+    """As the model card calls it; without embedding and head 3.3 billion are active."""
+    shape = architecture.read("glm-4.7-flash")
+    assert round(shape.parameters / 1e9) == 30
+    assert round(shape.body_parameters / 1e9) == 3
+
+
 def test_deepseek_v3_has_exactly_the_published_number_of_parameters() -> None:
     """671,026,419,200 in the released files without layer 61, among them the routers'
     biases, which are not counted here.
@@ -133,6 +141,7 @@ MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "qwen3-moe, every second layer": (tiny_qwen3_moe, {"decoder_sparse_step": 2}),
     "glm-4.5": (tiny_glm4_moe, {"first_k_dense_replace": 2}),
     "glm-4.5-air": (tiny_glm4_moe, {"use_qk_norm": False}),
+    "glm-4.7-flash": (tiny_glm4_moe_lite, {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2}),
     "deepseek-v3": (tiny_deepseek_v3, {}),
     "moonlight": (tiny_deepseek_v3, MOONLIGHT),
     "gpt-oss": (tiny_gpt_oss, {}),
