@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # _saved imports it: processes that make no model start four 
         Llama4ForCausalLM,
         Llama4ForConditionalGeneration,
         LlamaForCausalLM,
+        MiniMaxM2ForCausalLM,
         Qwen2ForCausalLM,
         Qwen3ForCausalLM,
         Qwen3MoeForCausalLM,
@@ -195,6 +196,23 @@ def tiny_deepseek_v3(
     return _saved(
         "DeepseekV3ForCausalLM", "DeepseekV3Config", config | overrides, path, dtype, seed
     )
+
+
+def tiny_minimax_m2(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> MiniMaxM2ForCausalLM:
+    """Likewise a MiniMax-M2: norms of all heads together, half of each head rotated, 3
+    of 8 experts by a random bias, in all layers, and none shared.
+    """
+    config = COMMON | {
+        "intermediate_size": 48,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5},
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return _saved("MiniMaxM2ForCausalLM", "MiniMaxM2Config", config | overrides, path, dtype, seed)
 
 
 def tiny_gpt_oss(

@@ -21,6 +21,7 @@ from tests.tiny import (
     tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
+    tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
@@ -38,6 +39,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "glm4_moe_lite": tiny_glm4_moe_lite,
     "deepseek_v3": partial(tiny_deepseek_v3, vocab_size=131, num_hidden_layers=5),
     "moonlight": partial(tiny_deepseek_v3, rope_parameters=PLAIN_ROPE, **MOONLIGHT),
+    "minimax_m2": partial(tiny_minimax_m2, vocab_size=131),
     "gpt_oss": partial(tiny_gpt_oss, vocab_size=131),
 }
 PACKED = [[8, 48, 16, 4, 20], [32, 12]]

@@ -20,6 +20,7 @@ from tests.tiny import (
     tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
+    tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
@@ -36,6 +37,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "glm4_moe": tiny_glm4_moe,
     "glm4_moe_lite": tiny_glm4_moe_lite,
     "deepseek_v3": tiny_deepseek_v3,
+    "minimax_m2": tiny_minimax_m2,
     "gpt_oss": tiny_gpt_oss,
 }
 

@@ -33,6 +33,7 @@ from tests.tiny import (
     tiny_gpt_oss,
     tiny_llama4,
     tiny_llama4_multimodal,
+    tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
@@ -79,6 +80,7 @@ CASES = {
         MOONLIGHT | {"moe_intermediate_size": 32, "rope_parameters": PLAIN_ROPE},
         "mlp.gate",
     ),
+    "minimax_m2": Case(tiny_minimax_m2, {"intermediate_size": 32}, "mlp.gate"),
     "gpt_oss": Case(tiny_gpt_oss, {"intermediate_size": 32}, "mlp.router"),
     "llama4": Case(tiny_llama4, LLAMA4, "feed_forward.router"),
     "llama4_multimodal": Case(tiny_llama4_multimodal, LLAMA4, "feed_forward.router"),
@@ -146,7 +148,7 @@ def experts_of(model: Any, routers: str, tokens: np.ndarray, chosen: int) -> np.
         logits = torch.nn.functional.linear(
             inputs[0].reshape(-1, inputs[0].shape[-1]), router.weight
         )
-        biased = any(
+        biased = len(inputs) > 1 or any(
             getattr(router, name, None) is not None for name in ("e_score_correction_bias", "bias")
         )
         best = outputs[2] if biased else logits.topk(chosen).indices
@@ -228,7 +230,7 @@ async def test_a_retracted_request_says_which_experts_sampled_its_tokens(
 LAYOUTS = [["model.tensor_parallel=2"], ["model.pipeline_parallel=2"]]
 EXPERT_LAYOUTS = [[*layout, "model.expert_parallel=2"] for layout in LAYOUTS]
 DIVIDED = {"qwen2": LAYOUTS} | dict.fromkeys(
-    ("qwen3_moe", "llama4_multimodal", "gpt_oss", *SLOW), EXPERT_LAYOUTS
+    ("qwen3_moe", "llama4_multimodal", "minimax_m2", "gpt_oss", *SLOW), EXPERT_LAYOUTS
 )
 """Others are tested otherwise: Llama, dense models without biases, Llama 4 without its
 vision tower.

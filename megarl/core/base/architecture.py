@@ -99,6 +99,7 @@ class Architecture:
     # (floor, scale) of the factor on q in unrotated layers.
     temperature: tuple[int, float] | None = None
     head_norms: bool = False  # RMS norms of each head's q and k before rotation
+    whole_norms: bool = False  # RMS norms of all heads' q, and of all heads' k, before it
     l2_norms: bool = False  # norms of q and k without weights, after it
     qkv_biases: bool = False
     experts: int = 0  # in each layer of expert_layers; 0: the model is dense
@@ -218,6 +219,8 @@ class Architecture:
         layer = 2 * self.hidden
         if self.head_norms:
             layer += 2 * self.head_dim
+        if self.whole_norms:
+            layer += self.query + self.key
         if self.qkv_biases:
             layer += self.query + 2 * self.key
         if self.latent:
@@ -618,6 +621,46 @@ def _balanced(decoder: Architecture, config: JsonObject) -> Architecture:
     )
 
 
+def _minimax_m2(config: JsonObject) -> Architecture:
+    """Read MiniMax-M2, whose intermediate_size is an expert's. How much of a head is
+    rotated, released files say by rotary_dim, and those of transformers 5 by a share.
+    """
+    chosen = size(config, "num_experts_per_tok")
+    if chosen == 1:
+        raise MegarlError("num_experts_per_tok=1 is not supported: the router has no effect")
+    layers = size(config, "num_hidden_layers")
+    only = {
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "attn_type_list": [1] * layers,  # all of them attention, and none linear
+        "tie_word_embeddings": False,
+    }
+    defaults = {"head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5000000.0}
+    decoder = _decoder(defaults | config, only, ("default",))
+    rope: JsonObject = config.get("rope_parameters") or {}
+    share = (config | rope).get("partial_rotary_factor")
+    rotated = size(config, "rotary_dim", int(decoder.head_dim * (share or 1.0)))
+    if share is not None and rotated != int(decoder.head_dim * share):
+        raise MegarlError(
+            f"rotary_dim={rotated} with partial_rotary_factor={share} is not supported: transformers"
+            " takes the latter, and SGLang the former"
+        )
+    return replace(
+        decoder,
+        rotated=rotated,
+        whole_norms=True,
+        experts=size(config, "num_local_experts"),
+        experts_per_token=chosen,
+        expert_feed_forward=decoder.feed_forward,
+        expert_layers=tuple(range(layers)),
+        router="balanced",
+        predicting_layers=config.get("num_mtp_modules") or 0,
+    )
+
+
 def _gpt_oss(config: JsonObject) -> Architecture:
     """Read gpt-oss. Unless `layer_types` says otherwise, every second layer has a
     window, the first included.
@@ -662,6 +705,7 @@ READERS: dict[str, Callable[[JsonObject], Architecture]] = {
     "Glm4MoeForCausalLM": _glm4_moe,
     "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
     "DeepseekV3ForCausalLM": _deepseek_v3,
+    "MiniMaxM2ForCausalLM": _minimax_m2,
     "GptOssForCausalLM": _gpt_oss,
     "Llama4ForCausalLM": _llama4,
     "Llama4ForConditionalGeneration": _llama4_multimodal,

@@ -25,6 +25,7 @@ OWN_EVERYWHERE = (
     TEXT_ONLY,
     "DeepseekV3ForCausalLM",
     "Glm4MoeLiteForCausalLM",
+    "MiniMaxM2ForCausalLM",
     "GptOssForCausalLM",
 )
 """Architectures for which servers use our class in sglang_models/ even on a GPU."""

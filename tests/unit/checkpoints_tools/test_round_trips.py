@@ -27,6 +27,7 @@ from tests.tiny import (
     tiny_llama,
     tiny_llama4,
     tiny_llama4_multimodal,
+    tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
@@ -46,6 +47,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "glm-4.7-flash": (tiny_glm4_moe_lite, {}),
     "deepseek-v3": (tiny_deepseek_v3, {}),
     "moonlight": (tiny_deepseek_v3, MOONLIGHT),
+    "minimax-m2": (tiny_minimax_m2, {}),
     "gpt-oss": (tiny_gpt_oss, {}),
 }
 SLOW = ("glm-4.5", "glm-4.7-flash", "moonlight")

@@ -27,6 +27,7 @@ from tests.tiny import (
     tiny_llama,
     tiny_llama4,
     tiny_llama4_multimodal,
+    tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
@@ -128,6 +129,13 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "rope_parameters": DEFAULT_ROPE,
             "n_routed_experts": 5,
         },
+    ),
+    "minimax-m2": (tiny_minimax_m2, {}),
+    "minimax-m2, odd: 2 of 5 experts, one key-value head, whole heads rotated": (
+        tiny_minimax_m2,
+        ODD
+        | {"vocab_size": 131, "num_local_experts": 5, "num_experts_per_tok": 2}
+        | {"rope_parameters": DEFAULT_ROPE, "rms_norm_eps": 1e-2},
     ),
     "gpt-oss": (tiny_gpt_oss, {}),
     "gpt-oss, odd, YaRN from whole pairs on, windows in the first and third layer": (

@@ -32,6 +32,7 @@ from tests.tiny import (
     tiny_llama,
     tiny_llama4,
     tiny_llama4_multimodal,
+    tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3_moe,
 )
@@ -141,6 +142,37 @@ def test_unsupported_glm_4_7_flash_are_refused(
     make.edit_config(tmp_path, first_k_dense_replace=1)
     assert in_directory(tmp_path).expert_layers == (1,)
     make.edit_config(tmp_path, **change)
+    with pytest.raises(MegarlError, match=re.escape(said)):
+        in_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"use_qk_norm": False}, "use_qk_norm=False is not supported"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type='per_head' is not supported"),
+        ({"use_routing_bias": False}, "use_routing_bias=False is not supported"),
+        ({"use_routing_bias": "no"}, "use_routing_bias is 'no', not true or false"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ({"shared_intermediate_size": 64}, "shared_intermediate_size=64 is not supported"),
+        ({"attn_type_list": [1, 0]}, "attn_type_list=[1, 0] is not supported"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
+        ({"rotary_dim": 16}, "rotary_dim=16 with partial_rotary_factor=0.5 is not supported"),
+    ],
+)
+def test_unsupported_minimax_m2_are_refused(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    tiny_minimax_m2(tmp_path, num_hidden_layers=2)
+    assert in_directory(tmp_path).rotated == 8
+    make.edit_config(tmp_path, rotary_dim=8, attn_type_list=[1, 1], num_mtp_modules=3)
+    assert in_directory(tmp_path).rotated == 8
+    make.edit_config(tmp_path, rope_parameters={"rope_theta": 1e4})  # as in released files
+    assert in_directory(tmp_path).rotated == 8
+    make.edit_config(
+        tmp_path, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}, **change
+    )
     with pytest.raises(MegarlError, match=re.escape(said)):
         in_directory(tmp_path)
 

@@ -23,6 +23,7 @@ from tests.tiny import (
     tiny_llama,
     tiny_llama4,
     tiny_llama4_multimodal,
+    tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
@@ -93,6 +94,7 @@ def test_scout_has_the_published_number_of_parameters() -> None:
         ("deepseek-v3", 671e9, 37e9),
         ("moonlight-16b-a3b", 16e9, 3e9),
         ("kimi-k2", 1.03e12, 32e9),
+        ("minimax-m2", 230e9, 10e9),
     ],
 )
 def test_balanced_models_have_the_published_numbers_of_parameters(
@@ -144,6 +146,7 @@ MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "glm-4.7-flash": (tiny_glm4_moe_lite, {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2}),
     "deepseek-v3": (tiny_deepseek_v3, {}),
     "moonlight": (tiny_deepseek_v3, MOONLIGHT),
+    "minimax-m2": (tiny_minimax_m2, {}),
     "gpt-oss": (tiny_gpt_oss, {}),
     "gpt-oss, windows in no layer": (tiny_gpt_oss, {"layer_types": ["full_attention"] * 4}),
     "llama4": (tiny_llama4, {}),
