@@ -353,6 +353,7 @@ def in_directory(hf_dir: Path | str) -> Architecture:
     its weights are quantised.
     """
     config = read_config(hf_dir)
+    model = of(config, Path(hf_dir) / "config.json")
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization
@@ -362,7 +363,7 @@ def in_directory(hf_dir: Path | str) -> Architecture:
             f"{hf_dir}: its weights are quantised (quant_method {method}), but megarl trains and"
             f" serves bf16; convert it: python -m checkpoints_tools dequantize {hf_dir} NEW"
         )
-    return of(config, Path(hf_dir) / "config.json")
+    return model
 
 
 def of(config: JsonObject, path: Path | str) -> Architecture:
@@ -388,6 +389,8 @@ def _supported_name(config: JsonObject) -> str:
     for name in architectures:
         if name in READERS:
             return name
+        if name in REFUSED:
+            raise MegarlError(f"architecture {name} is not supported: {REFUSED[name]}")
     supported = ", ".join(sorted(READERS))
     text = ", ".join(architectures) or "none"
     raise MegarlError(f"architecture {text} is not supported; supported: {supported}")
@@ -711,6 +714,13 @@ READERS: dict[str, Callable[[JsonObject], Architecture]] = {
     "Llama4ForConditionalGeneration": _llama4_multimodal,
 }
 """Readers of config.json by the name in its `architectures`."""
+REFUSED = {
+    "KimiK25ForConditionalGeneration": (
+        "Kimi K2.5 and K2.6 are released in INT4 only, from which nothing here makes bf16; Kimi K2"
+        " is supported"
+    )
+}
+"""Why an architecture has no reader, if that says more than its absence."""
 
 
 def _decoder(

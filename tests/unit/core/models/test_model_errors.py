@@ -177,6 +177,17 @@ def test_unsupported_minimax_m2_are_refused(
         in_directory(tmp_path)
 
 
+def test_kimi_k2_5_is_refused_for_its_reason(directory: Path) -> None:
+    """Not for its quantisation, which nothing here converts."""
+    make.edit_config(
+        directory,
+        architectures=["KimiK25ForConditionalGeneration"],
+        quantization_config={"quant_method": "compressed-tensors"},
+    )
+    with pytest.raises(MegarlError, match=r"KimiK25.* is not supported: .* released in INT4 only"):
+        family_of(directory)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
