@@ -14,10 +14,12 @@ if TYPE_CHECKING:  # _saved imports it: processes that make no model start four 
     from transformers import (
         DeepseekV3ForCausalLM,
         Glm4MoeForCausalLM,
+        Glm4MoeLiteForCausalLM,
         GptOssForCausalLM,
         Llama4ForCausalLM,
         Llama4ForConditionalGeneration,
         LlamaForCausalLM,
+        MiniMaxM2ForCausalLM,
         Qwen2ForCausalLM,
         Qwen3ForCausalLM,
         Qwen3MoeForCausalLM,
@@ -159,6 +161,21 @@ def tiny_glm4_moe(
     return _saved("Glm4MoeForCausalLM", "Glm4MoeConfig", config | overrides, path, dtype, seed)
 
 
+def tiny_glm4_moe_lite(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Glm4MoeLiteForCausalLM:
+    """Likewise a GLM-4.7-Flash: narrow q, a v as wide as q and k, 3 of 8 experts, an
+    epsilon other than its narrow norms', a dense layer first of which config.json says
+    so only by `mlp_layer_types`.
+    """
+    config = COMMON | BALANCED | LATENT | {"v_head_dim": 24, "rope_parameters": PLAIN_ROPE}
+    config |= {"n_group": 1, "topk_group": 1}
+    del config["first_k_dense_replace"]
+    return _saved(
+        "Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", config | overrides, path, dtype, seed
+    )
+
+
 def tiny_deepseek_v3(
     path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
 ) -> DeepseekV3ForCausalLM:
@@ -179,6 +196,23 @@ def tiny_deepseek_v3(
     return _saved(
         "DeepseekV3ForCausalLM", "DeepseekV3Config", config | overrides, path, dtype, seed
     )
+
+
+def tiny_minimax_m2(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> MiniMaxM2ForCausalLM:
+    """Likewise a MiniMax-M2: norms of all heads together, half of each head rotated, 3
+    of 8 experts by a random bias, in all layers, and none shared.
+    """
+    config = COMMON | {
+        "intermediate_size": 48,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5},
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return _saved("MiniMaxM2ForCausalLM", "MiniMaxM2Config", config | overrides, path, dtype, seed)
 
 
 def tiny_gpt_oss(

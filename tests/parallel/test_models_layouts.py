@@ -17,9 +17,11 @@ from tests.tiny import (
     gradients,
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_glm4_moe_lite,
     tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
+    tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
@@ -34,8 +36,10 @@ MODELS: dict[str, Callable[..., Any]] = {
     "qwen3_moe": partial(tiny_qwen3_moe, vocab_size=131, mlp_only_layers=[1]),
     "llama4": tiny_llama4,
     "glm4_moe": tiny_glm4_moe,
+    "glm4_moe_lite": tiny_glm4_moe_lite,
     "deepseek_v3": partial(tiny_deepseek_v3, vocab_size=131, num_hidden_layers=5),
     "moonlight": partial(tiny_deepseek_v3, rope_parameters=PLAIN_ROPE, **MOONLIGHT),
+    "minimax_m2": partial(tiny_minimax_m2, vocab_size=131),
     "gpt_oss": partial(tiny_gpt_oss, vocab_size=131),
 }
 PACKED = [[8, 48, 16, 4, 20], [32, 12]]
@@ -77,7 +81,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-SLOW = ("glm4_moe", "moonlight")
+SLOW = ("glm4_moe", "glm4_moe_lite", "moonlight")
 """What these have, deepseek_v3 or another has, too."""
 QUICK = [name for name in MODELS if name not in SLOW]
 

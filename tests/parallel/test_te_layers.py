@@ -16,9 +16,11 @@ from tests.parallel.worlds import run_world
 from tests.tiny import (
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_glm4_moe_lite,
     tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
+    tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
@@ -33,7 +35,9 @@ MODELS: dict[str, Callable[..., Any]] = {
     "qwen3_moe": partial(tiny_qwen3_moe, mlp_only_layers=[1]),
     "llama4": tiny_llama4,
     "glm4_moe": tiny_glm4_moe,
+    "glm4_moe_lite": tiny_glm4_moe_lite,
     "deepseek_v3": tiny_deepseek_v3,
+    "minimax_m2": tiny_minimax_m2,
     "gpt_oss": tiny_gpt_oss,
 }
 

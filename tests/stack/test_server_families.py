@@ -29,9 +29,11 @@ from tests.tiny import (
     YARN,
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_glm4_moe_lite,
     tiny_gpt_oss,
     tiny_llama4,
     tiny_llama4_multimodal,
+    tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
@@ -64,6 +66,7 @@ CASES = {
     "qwen3": Case(tiny_qwen3, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3_moe": Case(tiny_qwen3_moe, {"num_experts": 8, "moe_intermediate_size": 32}, "mlp.gate"),
     "glm4_moe": Case(tiny_glm4_moe, {"moe_intermediate_size": 32}, "mlp.gate"),
+    "glm4_moe_lite": Case(tiny_glm4_moe_lite, {"moe_intermediate_size": 32}, "mlp.gate"),
     "deepseek_v3": Case(
         tiny_deepseek_v3,
         {
@@ -77,15 +80,16 @@ CASES = {
         MOONLIGHT | {"moe_intermediate_size": 32, "rope_parameters": PLAIN_ROPE},
         "mlp.gate",
     ),
+    "minimax_m2": Case(tiny_minimax_m2, {"intermediate_size": 32}, "mlp.gate"),
     "gpt_oss": Case(tiny_gpt_oss, {"intermediate_size": 32}, "mlp.router"),
     "llama4": Case(tiny_llama4, LLAMA4, "feed_forward.router"),
     "llama4_multimodal": Case(tiny_llama4_multimodal, LLAMA4, "feed_forward.router"),
 }
 
 
-BALANCED = ("glm4_moe", "deepseek_v3", "moonlight")
-SLOW = ("glm4_moe", "moonlight")
-"""What these have, deepseek_v3 or another has, too."""
+BALANCED = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "moonlight", "minimax_m2")
+SLOW = ("glm4_moe", "glm4_moe_lite", "moonlight", "minimax_m2")
+"""What these have, deepseek_v3 or another has, too, except MiniMax-M2's norms."""
 
 
 @pytest.fixture(
@@ -144,7 +148,7 @@ def experts_of(model: Any, routers: str, tokens: np.ndarray, chosen: int) -> np.
         logits = torch.nn.functional.linear(
             inputs[0].reshape(-1, inputs[0].shape[-1]), router.weight
         )
-        biased = any(
+        biased = len(inputs) > 1 or any(
             getattr(router, name, None) is not None for name in ("e_score_correction_bias", "bias")
         )
         best = outputs[2] if biased else logits.topk(chosen).indices

@@ -14,7 +14,7 @@ from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack, running, two_models
 from tests.stack.publish_world import BROKEN, NO_MEMORY, NUDGED, SAME, UNMADE, publish_from
 from tests.stack.test_server_families import CASES, ENDLESS, LLAMA4, assert_serves
-from tests.tiny import tiny_deepseek_v3, tiny_gpt_oss, tiny_llama4
+from tests.tiny import tiny_deepseek_v3, tiny_gpt_oss, tiny_llama4, tiny_minimax_m2
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(900)]
 
@@ -26,6 +26,7 @@ half of the weights from each.
 MODELS = {
     "llama4": (tiny_llama4, LLAMA4 | {"num_key_value_heads": 2}),
     "deepseek_v3": (tiny_deepseek_v3, CASES["deepseek_v3"].overrides),
+    "minimax_m2": (tiny_minimax_m2, {"intermediate_size": 64}),
     "gpt_oss": (tiny_gpt_oss, {"intermediate_size": 64}),
 }
 
@@ -34,7 +35,10 @@ MODELS = {
     scope="module",
     params=[
         "llama4",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "gpt_oss")),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("deepseek_v3", "minimax_m2", "gpt_oss")
+        ),
     ],
 )
 def served(

@@ -99,6 +99,7 @@ class Architecture:
     # (floor, scale) of the factor on q in unrotated layers.
     temperature: tuple[int, float] | None = None
     head_norms: bool = False  # RMS norms of each head's q and k before rotation
+    whole_norms: bool = False  # RMS norms of all heads' q, and of all heads' k, before it
     l2_norms: bool = False  # norms of q and k without weights, after it
     qkv_biases: bool = False
     experts: int = 0  # in each layer of expert_layers; 0: the model is dense
@@ -218,6 +219,8 @@ class Architecture:
         layer = 2 * self.hidden
         if self.head_norms:
             layer += 2 * self.head_dim
+        if self.whole_norms:
+            layer += self.query + self.key
         if self.qkv_biases:
             layer += self.query + 2 * self.key
         if self.latent:
@@ -350,6 +353,7 @@ def in_directory(hf_dir: Path | str) -> Architecture:
     its weights are quantised.
     """
     config = read_config(hf_dir)
+    model = of(config, Path(hf_dir) / "config.json")
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization
@@ -359,7 +363,7 @@ def in_directory(hf_dir: Path | str) -> Architecture:
             f"{hf_dir}: its weights are quantised (quant_method {method}), but megarl trains and"
             f" serves bf16; convert it: python -m checkpoints_tools dequantize {hf_dir} NEW"
         )
-    return of(config, Path(hf_dir) / "config.json")
+    return model
 
 
 def of(config: JsonObject, path: Path | str) -> Architecture:
@@ -385,6 +389,8 @@ def _supported_name(config: JsonObject) -> str:
     for name in architectures:
         if name in READERS:
             return name
+        if name in REFUSED:
+            raise MegarlError(f"architecture {name} is not supported: {REFUSED[name]}")
     supported = ", ".join(sorted(READERS))
     text = ", ".join(architectures) or "none"
     raise MegarlError(f"architecture {text} is not supported; supported: {supported}")
@@ -533,9 +539,9 @@ def _glm4_moe(config: JsonObject) -> Architecture:
     )
 
 
-def _deepseek_v3(config: JsonObject) -> Architecture:
+def _deepseek_v3(config: JsonObject, ropes: Sequence[str] = ("default", "yarn")) -> Architecture:
     """Read DeepSeek-V3. A head of q and k is its part from the latent vector and its
-    rotated part, end to end.
+    rotated part, end to end. ropes: as in `_decoder`.
     """
     query = config.get("q_lora_rank")
     latent = Latent(
@@ -556,7 +562,7 @@ def _deepseek_v3(config: JsonObject) -> Architecture:
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     }
-    decoder = _decoder(config | {"head_dim": head_dim}, only, ("default", "yarn"), latent)
+    decoder = _decoder(config | {"head_dim": head_dim}, only, ropes, latent)
     return replace(
         _balanced(decoder, config),
         rotated=latent.position,
@@ -564,8 +570,30 @@ def _deepseek_v3(config: JsonObject) -> Architecture:
     )
 
 
+def _glm4_moe_lite(config: JsonObject) -> Architecture:
+    """Read GLM-4.7-Flash: DeepSeek-V3's layers, of which `mlp_layer_types` says to
+    transformers, and first_k_dense_replace to SGLang, how many have no experts.
+    """
+    layers = size(config, "num_hidden_layers")
+    kinds = config.get("mlp_layer_types") or ["dense", *["sparse"] * (layers - 1)]
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise MegarlError(
+            "mlp_layer_types is not supported: only dense layers, then sparse ones, one per layer"
+        )
+    rope: JsonObject = config.get("rope_parameters") or {}
+    only = {
+        "first_k_dense_replace": dense,
+        "n_group": 1,
+        "partial_rotary_factor": 1.0,
+        "tie_word_embeddings": False,
+    }
+    _check_only(config | rope, only)
+    return _deepseek_v3(config | {"first_k_dense_replace": dense}, ("default",))
+
+
 def _balanced(decoder: Architecture, config: JsonObject) -> Architecture:
-    """Add the fields that describe the experts of DeepSeek-V3 and GLM-4.5."""
+    """Add the fields that describe the experts of DeepSeek-V3 and the GLMs."""
     chosen = size(config, "num_experts_per_tok")
     experts = size(config, "n_routed_experts")
     groups = size(config, "n_group", 1)
@@ -593,6 +621,46 @@ def _balanced(decoder: Architecture, config: JsonObject) -> Architecture:
         router_scale=config["routed_scaling_factor"],
         router_groups=(groups, used_groups) if groups > 1 else None,
         predicting_layers=predicting_layers or 0,
+    )
+
+
+def _minimax_m2(config: JsonObject) -> Architecture:
+    """Read MiniMax-M2, whose intermediate_size is an expert's. How much of a head is
+    rotated, released files say by rotary_dim, and those of transformers 5 by a share.
+    """
+    chosen = size(config, "num_experts_per_tok")
+    if chosen == 1:
+        raise MegarlError("num_experts_per_tok=1 is not supported: the router has no effect")
+    layers = size(config, "num_hidden_layers")
+    only = {
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "attn_type_list": [1] * layers,  # all of them attention, and none linear
+        "tie_word_embeddings": False,
+    }
+    defaults = {"head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5000000.0}
+    decoder = _decoder(defaults | config, only, ("default",))
+    rope: JsonObject = config.get("rope_parameters") or {}
+    share = (config | rope).get("partial_rotary_factor")
+    rotated = size(config, "rotary_dim", int(decoder.head_dim * (share or 1.0)))
+    if share is not None and rotated != int(decoder.head_dim * share):
+        raise MegarlError(
+            f"rotary_dim={rotated} with partial_rotary_factor={share} is not supported: transformers"
+            " takes the latter, and SGLang the former"
+        )
+    return replace(
+        decoder,
+        rotated=rotated,
+        whole_norms=True,
+        experts=size(config, "num_local_experts"),
+        experts_per_token=chosen,
+        expert_feed_forward=decoder.feed_forward,
+        expert_layers=tuple(range(layers)),
+        router="balanced",
+        predicting_layers=config.get("num_mtp_modules") or 0,
     )
 
 
@@ -638,12 +706,21 @@ READERS: dict[str, Callable[[JsonObject], Architecture]] = {
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "Glm4MoeForCausalLM": _glm4_moe,
+    "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
     "DeepseekV3ForCausalLM": _deepseek_v3,
+    "MiniMaxM2ForCausalLM": _minimax_m2,
     "GptOssForCausalLM": _gpt_oss,
     "Llama4ForCausalLM": _llama4,
     "Llama4ForConditionalGeneration": _llama4_multimodal,
 }
 """Readers of config.json by the name in its `architectures`."""
+REFUSED = {
+    "KimiK25ForConditionalGeneration": (
+        "Kimi K2.5 and K2.6 are released in INT4 only, from which nothing here makes bf16; Kimi K2"
+        " is supported"
+    )
+}
+"""Why an architecture has no reader, if that says more than its absence."""
 
 
 def _decoder(
@@ -656,9 +733,7 @@ def _decoder(
     that is implemented. ropes: kinds of rotary embedding that both learner and server
     implement.
     """
-    for key, value in ({"hidden_act": "silu"} | only).items():
-        if config.get(key, value) != value:
-            raise MegarlError(f"{key}={config[key]!r} is not supported, only {value!r}")
+    _check_only(config, {"hidden_act": "silu"} | only)
     heads = size(config, "num_attention_heads")
     hidden = size(config, "hidden_size")
     head_dim = size(config, "head_dim", hidden // heads)
@@ -684,6 +759,13 @@ def _decoder(
         rope_scaling=scaling,
         latent=latent,
     )
+
+
+def _check_only(config: JsonObject, only: JsonObject) -> None:
+    """Raise MegarlError if a setting has another value than the one in `only`."""
+    for key, value in only.items():
+        if config.get(key, value) != value:
+            raise MegarlError(f"{key}={config[key]!r} is not supported, only {value!r}")
 
 
 def _rope_scaling(

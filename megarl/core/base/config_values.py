@@ -73,6 +73,7 @@ KINDS: dict[str, ValueKind] = {
     "mlp_bias": FLAG,
     "norm_topk_prob": FLAG,
     "use_qk_norm": FLAG,
+    "use_routing_bias": FLAG,
     "use_sliding_window": FLAG,
     "rope_interleave": FLAG,
     "rms_norm_eps": NUMBER,
@@ -88,8 +89,10 @@ KINDS: dict[str, ValueKind] = {
 NULLABLE: dict[str, ValueKind] = {
     "num_nextn_predict_layers": COUNT,
     "num_mtp_layers": COUNT,
+    "num_mtp_modules": COUNT,
     "mlp_only_layers": LIST,
     "layer_types": LIST,
+    "mlp_layer_types": LIST,
     "moe_layers": LIST,
     "no_rope_layers": LIST,
     "rope_parameters": OBJECT,

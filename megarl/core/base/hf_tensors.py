@@ -4,10 +4,11 @@ family.
 They follow from the Architecture alone. megarl/core/models/families.py says what
 megatron makes of them; a test compares both, and the files that transformers writes.
 
-Qwen3-MoE, GLM-4.5, DeepSeek-V3   gate_proj, up_proj, down_proj of each expert.
+Qwen3-MoE, GLMs, DeepSeek-V3      gate_proj, up_proj, down_proj of each expert.
                                   transformers can also write stacks of them
                                   (`save_original_format=False`), which
                                   `with_experts_apart` divides without reading a value
+MiniMax-M2                        w1, w3, w2 of each expert
 Llama 4, gpt-oss                  always stacks, transposed
 """
 
@@ -20,6 +21,10 @@ type Shapes = dict[str, tuple[int, ...]]
 """Shapes of tensors by name."""
 
 MULTIMODAL = "Llama4ForConditionalGeneration"
+MINIMAX_M2 = "MiniMaxM2ForCausalLM"
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""The maps of an MLP or an expert; MiniMax-M2's are those below."""
+MINIMAX_PROJECTIONS = ("w1", "w3", "w2")
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 FREQUENCIES = "rotary_emb.inv_freq"
@@ -73,6 +78,8 @@ def _attention(model: Architecture) -> Shapes:
         shapes["sinks"] = (model.heads,)
     if model.head_norms:
         shapes |= {"q_norm.weight": (model.head_dim,), "k_norm.weight": (model.head_dim,)}
+    if model.whole_norms:
+        shapes |= {"q_norm.weight": (model.query,), "k_norm.weight": (model.key,)}
     return {f"self_attn.{name}": shape for name, shape in shapes.items()}
 
 
@@ -117,6 +124,8 @@ def _feed_forward(model: Architecture, with_experts: bool) -> Shapes:
         return _gated_mlp(start, model.feed_forward, model.hidden)
     if model.biases:
         return _gpt_oss_experts(model, start)
+    if model.name == MINIMAX_M2:
+        return _minimax_experts(model)
     shared_name = "shared_expert."
     router_name = "router" if is_llama4 else "gate"
     shapes: Shapes = {f"{start}{router_name}.weight": (model.experts, model.hidden)}
@@ -130,12 +139,29 @@ def _feed_forward(model: Architecture, with_experts: bool) -> Shapes:
     return shapes | _separate_experts(model, start)
 
 
-def _gated_mlp(start: str, inner: int, hidden: int) -> Shapes:
+def _gated_mlp(
+    start: str, inner: int, hidden: int, names: tuple[str, str, str] = PROJECTIONS
+) -> Shapes:
+    """Return the shapes of gate, up and down, which have these names."""
+    gate, up, down = names
     return {
-        f"{start}gate_proj.weight": (inner, hidden),
-        f"{start}up_proj.weight": (inner, hidden),
-        f"{start}down_proj.weight": (hidden, inner),
+        f"{start}{gate}.weight": (inner, hidden),
+        f"{start}{up}.weight": (inner, hidden),
+        f"{start}{down}.weight": (hidden, inner),
     }
+
+
+def _minimax_experts(model: Architecture) -> Shapes:
+    start = "block_sparse_moe."
+    shapes: Shapes = {
+        f"{start}gate.weight": (model.experts, model.hidden),
+        f"{start}e_score_correction_bias": (model.experts,),
+    }
+    inner = model.expert_feed_forward
+    for expert in range(model.experts):
+        prefix = f"{start}experts.{expert}."
+        shapes |= _gated_mlp(prefix, inner, model.hidden, MINIMAX_PROJECTIONS)
+    return shapes
 
 
 def _separate_experts(model: Architecture, start: str) -> Shapes:
@@ -210,7 +236,7 @@ def _divisible_stacks(model: Architecture) -> Iterator[tuple[str, str]]:
     """Yield the beginning of the experts' names and the name of a stack, for each there
     can be.
     """
-    if model.biases or model.name.startswith("Llama4"):
+    if model.biases or model.name == MINIMAX_M2 or model.name.startswith("Llama4"):
         return
     for layer in model.expert_layers:
         start = f"model.layers.{layer}.mlp.experts."

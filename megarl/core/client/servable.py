@@ -21,7 +21,13 @@ INNER_MULTIPLE = 32
 """On a CPU SGLang pads the inner dimension of a gated MLP to a multiple of this, but
 not the experts of gpt-oss, whose biases it would have to pad as well.
 """
-OWN_EVERYWHERE = (TEXT_ONLY, "DeepseekV3ForCausalLM", "GptOssForCausalLM")
+OWN_EVERYWHERE = (
+    TEXT_ONLY,
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "GptOssForCausalLM",
+)
 """Architectures for which servers use our class in sglang_models/ even on a GPU."""
 
 
@@ -95,7 +101,12 @@ def _check_lengths(recipe: Recipe, model: Architecture, cuda: bool) -> None:
         )
 
 
-WITH_WHOLE_EXPERTS = ("Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
+WITH_WHOLE_EXPERTS = (
+    "Qwen3MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "DeepseekV3ForCausalLM",
+)
 """Architectures whose experts a server's GPUs may have whole. Llama 4 and gpt-oss,
 whose directories have stacks of experts, were not tried.
 """

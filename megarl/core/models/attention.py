@@ -40,6 +40,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
@@ -143,32 +144,46 @@ def positions_of(boundaries: Sequence[int]) -> Tensor:
     return ranges(torch.zeros_like(lengths), lengths)
 
 
-def rms_norm(x: Tensor, epsilon: float, weight: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    epsilon: float,
+    weight: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Return x / rms(x) over the last dimension, computed in float32, times weight [h]
-    (as transformers' LlamaRMSNorm).
+    (as transformers' LlamaRMSNorm). group: the ranks that have equal parts of the
+    dimension, and of the weight; None: this one has all of it.
     """
-    return _ScaledNorm.apply(x, epsilon, weight)
+    return _ScaledNorm.apply(x, epsilon, weight, group)
 
 
 class _ScaledNorm(torch.autograd.Function):
     """RMS norm: the output is x * i * weight, with i = 1 / rms(x). Let g be its
     gradient and m = g * weight. Then the gradient of x is i * m - i^3 * x * mean(m *
-    x), and that of the weight is the sum of g * x * i over rows.
+    x), and that of the weight is the sum of g * x * i over rows. Both means are over
+    all ranks.
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, epsilon: float, weight: Tensor | None) -> Tensor:
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        epsilon: float,
+        weight: Tensor | None,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
         x_fp32 = x.float()
-        mean_square = x_fp32.pow(2).mean(-1, keepdim=True)
+        mean_square = _mean_over(group, x_fp32.pow(2).mean(-1, keepdim=True))
         inverse = torch.rsqrt(mean_square + epsilon)
         ctx.save_for_backward(x, inverse, weight)
+        ctx.group = group
         normal = (x_fp32 * inverse).to(x.dtype)
         if weight is None:
             return normal
         return normal.mul_(weight)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, Tensor | None]:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
         """Return the gradients of x and weight [h] from the output's, like x."""
         x, inverse, weight = ctx.saved_tensors
         gradient_fp32 = gradient.float()
@@ -184,8 +199,17 @@ class _ScaledNorm(torch.autograd.Function):
             mean = (product @ weight.float()).div_(len(weight))
             mean = mean[..., None]
             of_x = (gradient_fp32 * weight).mul_(inverse)
+        mean = _mean_over(ctx.group, mean)
         of_x.addcmul_(x, mean * inverse.pow(3), value=-1)
-        return of_x.to(x.dtype), None, of_weight
+        return of_x.to(x.dtype), None, of_weight, None
+
+
+def _mean_over(group: dist.ProcessGroup | None, x: Tensor) -> Tensor:
+    """Return the mean of all ranks' x, which it overwrites; x if there is no group."""
+    if group is None or group.size() == 1:
+        return x
+    dist.all_reduce(x, group=group)
+    return x.div_(group.size())
 
 
 def temperatures(positions: Tensor, floor: int, scale: float) -> Tensor:

@@ -58,6 +58,7 @@ from megarl.core.models.layers import (
     RMSNorm,
     Rope,
     SwiGLU,
+    WholeNormAttention,
     inverse_frequencies,
 )
 from megarl.core.recipe import Model
@@ -457,6 +458,8 @@ def block_spec(
                 attention.k_layernorm = RMSNorm
             if core_attention is not None:
                 attention.core_attention = core_attention
+            if architecture.whole_norms:
+                layer.self_attention.module = WholeNormAttention
         _name_second_norm(layer, architecture.latent is not None, transformer_engine)
     return spec
 

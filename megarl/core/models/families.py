@@ -20,11 +20,13 @@ Qwen3-MoE    each expert has its own gate_proj, up_proj and down_proj; so have t
              GLM-4.5 and DeepSeek-V3, whose shared experts are one MLP. Their layers for
              multi-token prediction, after the last one, are carried along unchanged
 DeepSeek-V3  q comes from a narrow q_a_proj, k and v from kv_a_proj_with_mqa; Megatron
-             calls these down and up projections
+             calls these down and up projections. GLM-4.7-Flash has the same names
 Llama 4      a layer's experts are stacked and transposed relative to Linear's:
              gate_up_proj [experts, hidden, 2 x inner], down_proj [experts, inner,
              hidden]. A multimodal directory (as released) has the text model under
              `language_model.`; vision tower and projector are carried along unchanged
+MiniMax-M2   block_sparse_moe for mlp, w1, w3 and w2 for an expert's gate, up and down;
+             each tensor-parallel rank has the part of its heads of the norms of q and k
 gpt-oss      experts stacked and transposed like these, gate and up alternating in
              gate_up_proj; biases of all linear maps; a sink for each head, which
              Megatron calls softmax_offset
@@ -42,7 +44,13 @@ from torch import Tensor
 
 from megarl.core.base import architecture
 from megarl.core.base.architecture import Architecture
-from megarl.core.base.hf_tensors import carried_prefixes, text_prefix
+from megarl.core.base.hf_tensors import (
+    MINIMAX_M2,
+    MINIMAX_PROJECTIONS,
+    PROJECTIONS,
+    carried_prefixes,
+    text_prefix,
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,9 @@ _TRANSFORMER_ENGINE = [
         r".experts.local_experts.\3.\1.\2",
     ),
 ]
-SERVED_ROUTERS = {"Glm4MoeForCausalLM": torch.float32}
+SERVED_ROUTERS = dict.fromkeys(
+    ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", MINIMAX_M2), torch.float32
+)
 """The type of routers' weights on a server, by architecture; others have the model's.
 """
 
@@ -202,6 +212,9 @@ def _attention(model: Architecture, hf: str) -> NamedWeights:
     if model.head_norms:
         for x in "qk":
             weights[f"self_attention.{x}_layernorm.weight"] = _plain(f"{hf}{x}_norm.weight")
+    if model.whole_norms:
+        for x in "qk":
+            weights[f"self_attention.{x}_norm.weight"] = _plain(f"{hf}{x}_norm.weight", 0)
     return weights
 
 
@@ -229,6 +242,8 @@ def _feed_forward(model: Architecture, hf: str, experts: bool) -> NamedWeights:
     """
     if model.biases:
         return _experts_with_biases(model, hf + "mlp.")
+    if model.name == MINIMAX_M2:
+        return _minimax_experts(model, hf + "block_sparse_moe.")
     if model.name.startswith("Llama4"):
         hf += "feed_forward."
         return _stacked_experts(model, hf) if experts else _gated_mlp("mlp.", hf)
@@ -240,9 +255,7 @@ def _separate_experts(model: Architecture, hf: str) -> NamedWeights:
     """Return router and experts of `hf` (…mlp.), where each expert has tensors of its
     own.
     """
-    router = SourceView(hf + "gate.weight")
-    served_dtype = SERVED_ROUTERS.get(model.name)
-    weights = {"mlp.router.weight": Weight((router,), served_dtype=served_dtype)}
+    weights = {"mlp.router.weight": _router(model, hf)}
     shared = "shared_expert."
     if model.router == "balanced":
         weights["mlp.router.expert_bias"] = _plain(hf + "gate.e_score_correction_bias")
@@ -251,6 +264,23 @@ def _separate_experts(model: Architecture, hf: str) -> NamedWeights:
         weights |= _gated_mlp("mlp.shared_experts.", hf + shared)
     for e in range(model.experts):
         weights |= _gated_mlp(f"mlp.experts.local_experts.{e}.", f"{hf}experts.{e}.")
+    return weights
+
+
+def _router(model: Architecture, hf: str) -> Weight:
+    """Return the router of `hf` (…mlp.), in the type that servers have."""
+    return Weight((SourceView(hf + "gate.weight"),), served_dtype=SERVED_ROUTERS.get(model.name))
+
+
+def _minimax_experts(model: Architecture, hf: str) -> NamedWeights:
+    """Return router and experts of `hf` (…block_sparse_moe.)."""
+    weights = {
+        "mlp.router.weight": _router(model, hf),
+        "mlp.router.expert_bias": _plain(hf + "e_score_correction_bias"),
+    }
+    for e in range(model.experts):
+        megatron = f"mlp.experts.local_experts.{e}."
+        weights |= _gated_mlp(megatron, f"{hf}experts.{e}.", MINIMAX_PROJECTIONS)
     return weights
 
 
@@ -264,14 +294,15 @@ def _stacked_experts(model: Architecture, hf: str) -> NamedWeights:
     return weights
 
 
-def _gated_mlp(megatron: str, hf: str) -> NamedWeights:
-    """Return gate, up and down of `hf` (…mlp.) as Megatron's MLP `megatron` (mlp.,
-    mlp.shared_experts., …).
+def _gated_mlp(megatron: str, hf: str, names: tuple[str, str, str] = PROJECTIONS) -> NamedWeights:
+    """Return gate, up and down of `hf` (…mlp.), which have these names, as Megatron's
+    MLP `megatron` (mlp., mlp.shared_experts., …).
     """
-    sources = (SourceView(hf + "gate_proj.weight"), SourceView(hf + "up_proj.weight"))
+    gate, up, down = names
+    sources = (SourceView(f"{hf}{gate}.weight"), SourceView(f"{hf}{up}.weight"))
     return {
         megatron + "linear_fc1.weight": Weight(sources, 0, torch.cat, _halves),
-        megatron + "linear_fc2.weight": _plain(hf + "down_proj.weight", 1),
+        megatron + "linear_fc2.weight": _plain(f"{hf}{down}.weight", 1),
     }
 
 

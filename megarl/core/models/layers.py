@@ -5,6 +5,8 @@ and without Transformer Engine; a critic's head.
                          ─► attention.py ─► [tokens, heads * head_dim]
     LatentAttention      hidden ─► compressed q, k and v, and k's rotated part
                          ─► q, k, v of each head ─► CausalAttention
+    WholeNormAttention   hidden ─► q, k, v ─► norms of all heads together
+                         ─► CausalAttention, or megatron's
     ChunkedTEAttention   megatron rotates ─► L2 norm or temperature
                          ─► TEDotProductAttention, with chunks as sequences
 
@@ -33,6 +35,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import (
     MLASelfAttention,
     MLASelfAttentionSubmodules,
@@ -197,6 +200,74 @@ class RMSNorm(Module):
         return rms_norm(x, self.eps, self.weight)
 
 
+class WholeNorm(Module):
+    """RMS norm over all heads together, of which each tensor-parallel rank has its
+    share, and that part of the weight.
+    """
+
+    def __init__(self, config: TransformerConfig, heads: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        self.group = group
+        width = heads * config.kv_channels // group.size()
+        device = torch.cuda.current_device()
+        self.weight = Parameter(torch.ones(width, dtype=config.params_dtype, device=device))
+        tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise this rank's heads x [..., heads, head_dim]."""
+        return rms_norm(x.flatten(-2), self.eps, self.weight, self.group).view(x.shape)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Return the weight; each tensor-parallel rank has that of its heads."""
+        return _of_own_heads(self, "weight", self.group, prefix, sharded_offsets, metadata)
+
+
+def _of_own_heads(
+    module: Module,
+    name: str,
+    group: dist.ProcessGroup,
+    prefix: str,
+    offsets: tuple[Any, ...],
+    metadata: dict[str, Any] | None,
+) -> ShardedStateDict:
+    """Return a module's tensors for megatron's checkpoints. The ranks of `group` divide
+    the tensor `name` along its first dimension.
+    """
+    return make_sharded_tensors_for_checkpoint(
+        module.state_dict(prefix="", keep_vars=True),
+        prefix,
+        {name: 0},
+        offsets,
+        tp_group=group,
+        dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+    )
+
+
+class WholeNormAttention(SelfAttention):
+    """megatron's attention with the norms of MiniMax-M2."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        group = self.pg_collection.tp
+        self.q_norm = WholeNorm(config, config.num_attention_heads, group)
+        self.k_norm = WholeNorm(config, config.num_query_groups, group)
+
+    def get_query_key_value_tensors(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Map hidden [s/tp, b, h] to this rank's heads of unrotated q, k and v [s, b,
+        heads, head_dim].
+        """
+        q, k, v = super().get_query_key_value_tensors(*args, **kwargs)
+        return self.q_norm(q), self.k_norm(k), v
+
+
 class SwiGLU(torch.autograd.Function):
     """silu of the first half of x [..., 2 n] times the second half (arXiv 2002.05202).
     Writes the gradients of both halves into one tensor; autograd would make each and
@@ -260,12 +331,7 @@ class CausalAttention(Module):
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """Return the sinks; each tensor-parallel rank has those of its heads."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        split = {"softmax_offset": 0}
-        group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, split, sharded_offsets, tp_group=self.tp, dp_cp_group=group
-        )
+        return _of_own_heads(self, "softmax_offset", self.tp, prefix, sharded_offsets, metadata)
 
     def forward(
         self,

@@ -9,7 +9,8 @@ embed_tokens, lm_head                        ►  the same, with zero rows up to
                                                 multiple of 64
 
 Llama 4 has the rows of q and k in rotary order; gpt-oss has gate_up_proj for each
-expert, and w13_weight_bias; q_a_proj is in DeepSeek-V3 with compressed q.
+expert, and w13_weight_bias; q_a_proj is in DeepSeek-V3 with compressed q. MiniMax-M2's
+w1, w3, w2 are gate, up and down.
 
 In FP8 (sync/block_fp8.py) the scales of these weights are joined in the same way:
 qkv_proj.weight_scale_inv, …
@@ -33,7 +34,8 @@ SCALES = "weight_scale_inv"
 _ATTENTION = re.compile(r"\.(q|k|v)_proj\.(weight|bias|weight_scale_inv)$")
 _LATENT = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\.weight$")
 _EXPERT = re.compile(
-    r"\.experts\.(\d+)\.(gate|up|gate_up|down)_proj\.(weight|bias|weight_scale_inv)$"
+    r"\.experts\.(\d+)\.(gate_proj|up_proj|gate_up_proj|down_proj|w1|w2|w3)"
+    r"\.(weight|bias|weight_scale_inv)$"
 )
 _GATED = re.compile(r"\.(gate|up)_proj\.(weight|weight_scale_inv)$")
 _ENDINGS = {"weight": "", "bias": "_bias", SCALES: "_scale_inv"}
@@ -78,11 +80,11 @@ def _place_in_stack(name: str, tensor: Tensor, match: re.Match[str]) -> ServedPa
     preceding = int(match[1])  # tensors of this size, from earlier experts and this one
     ending = _ENDINGS[match[3]]
     stack = "w13_weight"
-    if match[2] == "down":
+    if match[2] in ("down_proj", "w2"):
         stack = "w2_weight"
-    elif match[2] == "gate":
+    elif match[2] in ("gate_proj", "w1"):
         preceding *= 2
-    elif match[2] == "up":
+    elif match[2] in ("up_proj", "w3"):
         preceding = 2 * preceding + 1
     return ServedPart(_EXPERT.sub(f".experts.{stack}{ending}", name), preceding * tensor.nbytes)
 
@@ -135,9 +137,9 @@ def is_padded_inside(name: str, tensor: Tensor, ranks: int = 1) -> bool:
     [.., rows, columns] of an MLP.
     """
     multiple = INNER_MULTIPLE * ranks
-    if name.endswith("down_proj.weight"):
+    if name.endswith(("down_proj.weight", ".w2.weight")):
         return tensor.shape[-1] % multiple != 0
-    if name.endswith(("gate_proj.weight", "up_proj.weight")):
+    if name.endswith(("gate_proj.weight", "up_proj.weight", ".w1.weight", ".w3.weight")):
         return tensor.shape[-2] % multiple != 0
     return False
 

@@ -22,10 +22,12 @@ from tests.tiny import (
     MOONLIGHT,
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_glm4_moe_lite,
     tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
     tiny_llama4_multimodal,
+    tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
@@ -42,11 +44,13 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "qwen3-moe, one dense layer": (tiny_qwen3_moe, {"mlp_only_layers": [1]}),
     "llama 4": (tiny_llama4, {"num_key_value_heads": 2}),
     "glm-4.5": (tiny_glm4_moe, {}),
+    "glm-4.7-flash": (tiny_glm4_moe_lite, {}),
     "deepseek-v3": (tiny_deepseek_v3, {}),
     "moonlight": (tiny_deepseek_v3, MOONLIGHT),
+    "minimax-m2": (tiny_minimax_m2, {}),
     "gpt-oss": (tiny_gpt_oss, {}),
 }
-SLOW = ("glm-4.5", "moonlight")
+SLOW = ("glm-4.5", "glm-4.7-flash", "moonlight")
 DENSE = (["--tp", "2", "--pp", "2"], ["--tp", "4"])
 EXPERTS = (["--tp", "2", "--pp", "2", "--ep", "2"], ["--pp", "4", "--ep", "4"])
 

@@ -3,8 +3,9 @@
 
 llama4.py     Llama 4, which also runs correctly on a CPU and loads text-only
               directories
-deepseek.py   DeepSeek-V3, whose tensors can be loaded one by one, with transformers'
-              epsilon; GLM-4.5, unchanged
+deepseek.py   DeepSeek-V3 and GLM-4.7-Flash, whose tensors can be loaded one by one,
+              with transformers' epsilon; GLM-4.5, unchanged
+minimax_m2.py MiniMax-M2, also from what transformers writes and on a CPU
 gpt_oss.py    gpt-oss, whose experts can be loaded one by one, with sinks in the model's
               precision
 stock.py      SGLang's own dense Llama, Qwen2 and Qwen3, and Qwen3-MoE, so that its two

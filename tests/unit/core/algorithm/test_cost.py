@@ -17,9 +17,11 @@ from tests.tiny import (
     MOONLIGHT,
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_glm4_moe_lite,
     tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
+    tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
@@ -32,8 +34,10 @@ MODELS: dict[str, Callable[..., Any]] = {
     "qwen3_moe": partial(tiny_qwen3_moe, mlp_only_layers=[1]),
     "llama4": tiny_llama4,
     "glm4_moe": tiny_glm4_moe,
+    "glm4_moe_lite": tiny_glm4_moe_lite,
     "deepseek_v3": tiny_deepseek_v3,
     "moonlight": partial(tiny_deepseek_v3, **MOONLIGHT),
+    "minimax_m2": tiny_minimax_m2,
     "gpt_oss": tiny_gpt_oss,
 }
 

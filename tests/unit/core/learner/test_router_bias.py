@@ -17,7 +17,7 @@ from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.recipe import Model, Recipe
-from tests.tiny import tiny_deepseek_v3, tiny_glm4_moe, tiny_llama
+from tests.tiny import tiny_deepseek_v3, tiny_glm4_moe, tiny_llama, tiny_minimax_m2
 from tests.unit.core.learner.test_expert_load import _untrained
 
 # isort: split
@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 RATE = 1e-3
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
+MINIMAX_BIAS = "model.layers.{}.block_sparse_moe.e_score_correction_bias"
 IDS = [np.random.default_rng(n).integers(0, 128, n).astype(np.int32) for n in (40, 9, 23)]
 
 
@@ -57,9 +58,9 @@ def stepped(trainer: Trainer) -> None:
     trainer.policy.update(0.0, trainer.policy.gradient_norm())
 
 
-def counted(model: Any) -> dict[str, torch.Tensor]:
-    """Tokens of each expert of transformers' model [experts], by the name of the
-    layer's bias.
+def counted(model: Any, bias: str) -> dict[str, torch.Tensor]:
+    """Tokens of each expert of transformers' model [experts], by the name that the
+    layer's bias has on disk.
     """
     tokens: dict[str, torch.Tensor] = {}
 
@@ -71,25 +72,34 @@ def counted(model: Any) -> dict[str, torch.Tensor]:
 
     for name, module in model.named_modules():
         if name.endswith("mlp.gate"):
-            module.register_forward_hook(count(f"{name}.e_score_correction_bias"))
+            module.register_forward_hook(count(bias.format(name.split(".")[2])))
     with torch.no_grad():
         for ids in IDS:
             model(torch.from_numpy(ids).long()[None])
     return tokens
 
 
-@pytest.mark.parametrize("tiny", [tiny_glm4_moe, tiny_deepseek_v3])
-def test_biases_move_by_the_load_of_a_step_and_only_if_asked_for(tmp_path: Path, tiny: Any) -> None:
+@pytest.mark.parametrize(
+    ("tiny", "bias", "layers"),
+    [
+        (tiny_glm4_moe, BIAS, (1, 2, 3)),
+        (tiny_deepseek_v3, BIAS, (1, 2, 3)),
+        (tiny_minimax_m2, MINIMAX_BIAS, (0, 1, 2, 3)),
+    ],
+)
+def test_biases_move_by_the_load_of_a_step_and_only_if_asked_for(
+    tmp_path: Path, tiny: Any, bias: str, layers: tuple[int, ...]
+) -> None:
     """Auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1): b += u * sign(mean
     load - load).
     """
     model = tiny(tmp_path / "hf")
-    loads = counted(model)
-    assert loads.keys() == {BIAS.format(i) for i in (1, 2, 3)}
+    loads = counted(model, bias)
+    assert loads.keys() == {bias.format(i) for i in layers}
     stored = load_file(tmp_path / "hf/model.safetensors")
     frozen = started(recipe_of(tmp_path / "hf", 0.0))
     stepped(frozen)
-    assert all(torch.equal(bias, stored[name]) for name, bias in biases_of(frozen).items())
+    assert all(torch.equal(value, stored[name]) for name, value in biases_of(frozen).items())
     trainer = started(recipe_of(tmp_path / "hf", RATE))
     stepped(trainer)
     found = biases_of(trainer)

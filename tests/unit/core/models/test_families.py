@@ -22,10 +22,12 @@ from tests.tiny import (
     gradients,
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_glm4_moe_lite,
     tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
     tiny_llama4_multimodal,
+    tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
@@ -84,6 +86,24 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         | {"use_qk_norm": False, "routed_scaling_factor": 1.0, "n_shared_experts": 3}
         | {"rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.25}},
     ),
+    "glm-4.7-flash": (tiny_glm4_moe_lite, {}),
+    "glm-4.7-flash, odd: 2 of 5 experts, 2 dense layers, a narrow v": (
+        tiny_glm4_moe_lite,
+        {
+            "hidden_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "vocab_size": 131,
+            "v_head_dim": 14,
+        }
+        | {
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "mlp_layer_types": ["dense", "dense", "sparse"],
+            "routed_scaling_factor": 1.0,
+        },
+    ),
     "deepseek-v3": (tiny_deepseek_v3, {}),
     "deepseek-v3, scores unscaled, not interleaved, experts everywhere": (
         tiny_deepseek_v3,
@@ -109,6 +129,13 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "rope_parameters": DEFAULT_ROPE,
             "n_routed_experts": 5,
         },
+    ),
+    "minimax-m2": (tiny_minimax_m2, {}),
+    "minimax-m2, odd: 2 of 5 experts, one key-value head, whole heads rotated": (
+        tiny_minimax_m2,
+        ODD
+        | {"vocab_size": 131, "num_local_experts": 5, "num_experts_per_tok": 2}
+        | {"rope_parameters": DEFAULT_ROPE, "rms_norm_eps": 1e-2},
     ),
     "gpt-oss": (tiny_gpt_oss, {}),
     "gpt-oss, odd, YaRN from whole pairs on, windows in the first and third layer": (

@@ -27,10 +27,12 @@ from tests.full_disk import files_no_larger_than
 from tests.tiny import (
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_glm4_moe_lite,
     tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
     tiny_llama4_multimodal,
+    tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3_moe,
 )
@@ -113,6 +115,77 @@ def test_unsupported_experts_and_latent_attention_are_refused(
     make.edit_config(tmp_path, **change)
     with pytest.raises(MegarlError, match=rf"config.json: .*{re.escape(said)}.* not supported"):
         family_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types is not supported: only dense"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types is not supported: only dense"),
+        ({"mlp_layer_types": "dense"}, "mlp_layer_types is 'dense', not a list"),
+        # SGLang would take this, transformers the list.
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace=2 is not supported, only 1"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
+        ({"n_group": 2}, "n_group=2 is not supported"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5 is not supported",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+    ],
+)
+def test_unsupported_glm_4_7_flash_are_refused(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    tiny_glm4_moe_lite(tmp_path, num_hidden_layers=2)
+    assert in_directory(tmp_path).expert_layers == (1,)
+    make.edit_config(tmp_path, first_k_dense_replace=1)
+    assert in_directory(tmp_path).expert_layers == (1,)
+    make.edit_config(tmp_path, **change)
+    with pytest.raises(MegarlError, match=re.escape(said)):
+        in_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"use_qk_norm": False}, "use_qk_norm=False is not supported"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type='per_head' is not supported"),
+        ({"use_routing_bias": False}, "use_routing_bias=False is not supported"),
+        ({"use_routing_bias": "no"}, "use_routing_bias is 'no', not true or false"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ({"shared_intermediate_size": 64}, "shared_intermediate_size=64 is not supported"),
+        ({"attn_type_list": [1, 0]}, "attn_type_list=[1, 0] is not supported"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
+        ({"rotary_dim": 16}, "rotary_dim=16 with partial_rotary_factor=0.5 is not supported"),
+    ],
+)
+def test_unsupported_minimax_m2_are_refused(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    tiny_minimax_m2(tmp_path, num_hidden_layers=2)
+    assert in_directory(tmp_path).rotated == 8
+    make.edit_config(tmp_path, rotary_dim=8, attn_type_list=[1, 1], num_mtp_modules=3)
+    assert in_directory(tmp_path).rotated == 8
+    make.edit_config(tmp_path, rope_parameters={"rope_theta": 1e4})  # as in released files
+    assert in_directory(tmp_path).rotated == 8
+    make.edit_config(
+        tmp_path, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}, **change
+    )
+    with pytest.raises(MegarlError, match=re.escape(said)):
+        in_directory(tmp_path)
+
+
+def test_kimi_k2_5_is_refused_for_its_reason(directory: Path) -> None:
+    """Not for its quantisation, which nothing here converts."""
+    make.edit_config(
+        directory,
+        architectures=["KimiK25ForConditionalGeneration"],
+        quantization_config={"quant_method": "compressed-tensors"},
+    )
+    with pytest.raises(MegarlError, match=r"KimiK25.* is not supported: .* released in INT4 only"):
+        family_of(directory)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,12 @@ from tests.tiny import (
     MOONLIGHT,
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_glm4_moe_lite,
     tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
     tiny_llama4_multimodal,
+    tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
@@ -92,6 +94,7 @@ def test_scout_has_the_published_number_of_parameters() -> None:
         ("deepseek-v3", 671e9, 37e9),
         ("moonlight-16b-a3b", 16e9, 3e9),
         ("kimi-k2", 1.03e12, 32e9),
+        ("minimax-m2", 230e9, 10e9),
     ],
 )
 def test_balanced_models_have_the_published_numbers_of_parameters(
@@ -105,6 +108,13 @@ def test_balanced_models_have_the_published_numbers_of_parameters(
     assert shape.parameters == pytest.approx(parameters, rel=0.015)
     assert shape.body_parameters <= 1.02 * active
     assert shape.active_parameters >= 0.97 * active
+
+
+def test_glm_4_7_flash_is_a_30b_a3b() -> None:
+    """As the model card calls it; without embedding and head 3.3 billion are active."""
+    shape = architecture.read("glm-4.7-flash")
+    assert round(shape.parameters / 1e9) == 30
+    assert round(shape.body_parameters / 1e9) == 3
 
 
 def test_deepseek_v3_has_exactly_the_published_number_of_parameters() -> None:
@@ -133,8 +143,10 @@ MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "qwen3-moe, every second layer": (tiny_qwen3_moe, {"decoder_sparse_step": 2}),
     "glm-4.5": (tiny_glm4_moe, {"first_k_dense_replace": 2}),
     "glm-4.5-air": (tiny_glm4_moe, {"use_qk_norm": False}),
+    "glm-4.7-flash": (tiny_glm4_moe_lite, {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2}),
     "deepseek-v3": (tiny_deepseek_v3, {}),
     "moonlight": (tiny_deepseek_v3, MOONLIGHT),
+    "minimax-m2": (tiny_minimax_m2, {}),
     "gpt-oss": (tiny_gpt_oss, {}),
     "gpt-oss, windows in no layer": (tiny_gpt_oss, {"layer_types": ["full_attention"] * 4}),
     "llama4": (tiny_llama4, {}),
