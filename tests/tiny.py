@@ -4,11 +4,12 @@ the model tests.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:  # _saved imports it: processes that make no model start four seconds sooner
     from transformers import (
@@ -19,8 +20,13 @@ if TYPE_CHECKING:  # _saved imports it: processes that make no model start four 
         Llama4ForConditionalGeneration,
         LlamaForCausalLM,
         Qwen2ForCausalLM,
+        Qwen3_5ForCausalLM,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5MoeForConditionalGeneration,
         Qwen3ForCausalLM,
         Qwen3MoeForCausalLM,
+        Qwen3NextForCausalLM,
     )
 
 LLAMA3_ROPE = {
@@ -206,6 +212,132 @@ def tiny_gpt_oss(
     return _saved("GptOssForCausalLM", "GptOssConfig", COMMON | oss | overrides, path, dtype, seed)
 
 
+def tiny_qwen3_5(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Qwen3_5ForCausalLM:
+    """Likewise a Qwen3.5: gated delta networks in three layers, with two key heads for
+    six value heads of another width, and gated attention in the fourth.
+    """
+    config = COMMON | DELTA | overrides
+    return _saved_delta("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", config, path, dtype, seed)
+
+
+def tiny_qwen3_5_multimodal(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Qwen3_5ForConditionalGeneration:
+    """The same with a vision tower, as the released models are, and tied as the small
+    ones are. Tensors for multi-token prediction lie beside the model's.
+    """
+    config = {
+        "text_config": COMMON | DELTA | overrides,
+        "vision_config": QWEN_VISION,
+        "tie_word_embeddings": True,
+    }
+    name = "Qwen3_5ForConditionalGeneration"
+    model = _saved_delta(name, "Qwen3_5Config", config, path, dtype, seed)
+    _release(path)
+    return model
+
+
+def tiny_qwen3_5_moe(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Qwen3_5MoeForCausalLM:
+    """Likewise a Qwen3.5 with experts: 3 of 8 and a shared one, which has a gate."""
+    config = COMMON | DELTA | GATED_EXPERTS | overrides
+    del config["intermediate_size"]
+    name = "Qwen3_5MoeForCausalLM"
+    return _saved_delta(name, "Qwen3_5MoeTextConfig", config, path, dtype, seed)
+
+
+def tiny_qwen3_5_moe_multimodal(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Qwen3_5MoeForConditionalGeneration:
+    """The same with a vision tower, and as Qwen3.5-35B-A3B is released: experts in
+    stacks, tensors for multi-token prediction with experts one by one, and in FP32 the
+    A_log and norm of each delta network, whatever the rest is.
+    """
+    text = COMMON | DELTA | GATED_EXPERTS | overrides
+    del text["intermediate_size"]
+    config = {"text_config": text, "vision_config": QWEN_VISION, "tie_word_embeddings": False}
+    name = "Qwen3_5MoeForConditionalGeneration"
+    model = _saved_delta(name, "Qwen3_5MoeConfig", config, path, dtype, seed)
+    _release(path)
+    return model
+
+
+def tiny_qwen3_next(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Qwen3NextForCausalLM:
+    """Likewise a Qwen3-Next, whose directory has the same maps fused otherwise."""
+    config = COMMON | DELTA | GATED_EXPERTS | overrides
+    return _saved_delta("Qwen3NextForCausalLM", "Qwen3NextConfig", config, path, dtype, seed)
+
+
+def _saved_delta(
+    name: str, config_name: str, config: dict[str, Any], path: Path, dtype: torch.dtype, seed: int
+) -> Any:
+    """A model with gated delta networks. Its weights are moderate: with wide ones
+    transformers' float32 is 1e-4 from its own float64.
+    """
+    import transformers
+
+    model = getattr(transformers, name)(getattr(transformers, config_name)(**config))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor_name, parameter in model.named_parameters():
+            if tensor_name.endswith("A_log"):
+                parameter.uniform_(-4, 0, generator=generator)
+            elif tensor_name.endswith("linear_attn.norm.weight"):
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            elif tensor_name.endswith("norm.weight"):  # 1 + weight is the factor
+                parameter.uniform_(-0.5, 0.5, generator=generator)
+            elif tensor_name.endswith("dt_bias"):
+                parameter.normal_(0, 0.5, generator=generator)
+            elif "conv1d" in tensor_name:
+                parameter.normal_(0, 0.4, generator=generator)
+            else:
+                parameter.normal_(0, 0.08, generator=generator)
+    model.to(dtype)
+    model.save_pretrained(path)
+    # transformers 5.19 does not write it, and SGLang reads nothing else.
+    stored = json.loads((path / "config.json").read_text())
+    text = stored.get("text_config", stored)
+    text["full_attention_interval"] = text["layer_types"].index("full_attention") + 1
+    (path / "config.json").write_text(json.dumps(stored, indent=2))
+    return model.eval()
+
+
+def _release(path: Path) -> None:
+    """Rewrite a directory's tensors as those of the released models are: see
+    `tiny_qwen3_5_moe_multimodal`.
+    """
+    stored = load_file(path / "model.safetensors")
+    experts: dict[str, dict[str, torch.Tensor]] = {}
+    released = {}
+    for name, tensor in stored.items():
+        layer, among_experts, rest = name.partition(".mlp.experts.")
+        if among_experts:
+            experts.setdefault(layer, {})[rest] = tensor
+        elif name.endswith(("A_log", "linear_attn.norm.weight")):
+            released[name] = tensor.float()
+        else:
+            released[name] = tensor
+    for layer, parts in experts.items():
+        count = 1 + max(int(rest.partition(".")[0]) for rest in parts)
+        fused = []
+        for e in range(count):
+            halves = [parts[f"{e}.{kind}_proj.weight"] for kind in ("gate", "up")]
+            fused.append(torch.cat(halves))
+        down = [parts[f"{e}.down_proj.weight"] for e in range(count)]
+        released[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(fused)
+        released[f"{layer}.mlp.experts.down_proj"] = torch.stack(down)
+        for rest, tensor in parts.items():
+            released[f"mtp.layers.0.mlp.experts.{rest}"] = tensor + 1
+    dtype = released["model.language_model.norm.weight"].dtype
+    released["mtp.norm.weight"] = torch.full((8,), 0.25, dtype=dtype)
+    save_file(released, path / "model.safetensors", metadata={"format": "pt"})
+
+
 MOONLIGHT: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "n_group": 1,
@@ -224,6 +356,28 @@ YARN = PLAIN_ROPE | {
     "beta_slow": 1,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
+}
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.25},
+}
+GATED_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
+QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
 }
 BALANCED: dict[str, Any] = {
     "moe_intermediate_size": 48,

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from megarl.core.base import architecture
 from megarl.core.base.architecture import Architecture
-from megarl.core.base.hf_tensors import carried_prefixes, text_prefix
+from megarl.core.base.hf_tensors import carried_prefixes, decoder_prefix, head_name
 
 
 @dataclass(frozen=True)
@@ -130,20 +130,21 @@ SERVED_ROUTERS = {"Glm4MoeForCausalLM": torch.float32}
 def family_of(hf_dir: Path) -> Family:
     """Return the family of the model in a Hugging Face directory."""
     model = architecture.in_directory(hf_dir)
-    return Family(model, _weights(model, text_prefix(model)), carried_prefixes(model))
+    return Family(model, _weights(model), carried_prefixes(model))
 
 
-def _weights(model: Architecture, prefix: str = "") -> NamedWeights:
-    """Return all weights of the model. prefix: begins their Hugging Face names."""
+def _weights(model: Architecture) -> NamedWeights:
+    """Return all weights of the model."""
     weights: NamedWeights = {}
+    prefix = decoder_prefix(model)
     for i in range(model.layers):
-        layer = _layer(model, f"{prefix}model.layers.{i}.", i in model.expert_layers)
+        layer = _layer(model, f"{prefix}layers.{i}.", i in model.expert_layers)
         weights |= {f"decoder.layers.{i}.{name}": weight for name, weight in layer.items()}
-    embedding = _by_vocabulary(model, prefix + "model.embed_tokens.weight")
-    head = embedding if model.tied else _by_vocabulary(model, prefix + "lm_head.weight")
+    embedding = _by_vocabulary(model, prefix + "embed_tokens.weight")
+    head = embedding if model.tied else _by_vocabulary(model, head_name(model))
     return weights | {
         "embedding.word_embeddings.weight": embedding,
-        "decoder.final_layernorm.weight": _plain(prefix + "model.norm.weight"),
+        "decoder.final_layernorm.weight": _plain(prefix + "norm.weight"),
         "output_layer.weight": head,
     }
 

@@ -432,4 +432,4 @@ def kv_bytes(shape: Architecture, tensor_parallel: int, width: int) -> float:
     if shape.latent:  # one vector for all heads, which every GPU holds
         return shape.layers * shape.cached * width
     groups = max(shape.groups / tensor_parallel, 1)
-    return 2 * shape.layers * groups * shape.head_dim * width
+    return 2 * shape.attention_layers * groups * shape.head_dim * width

@@ -128,7 +128,7 @@ def _layer_seconds(
         linear_rate = gpu.fp8 * gpu.fp8_training
     # The backward pass repeats the products of all layers, or of MLPs and experts
     # (models/build.py): [AR] section 5
-    feed_forward = body - shape.layers * shape.attention_parameters
+    feed_forward = body - shape.mixing_parameters
     repeated_of = {"none": 0.0, "light": 0.0, "selective": feed_forward, "full": body}
     repeated = repeated_of[recompute]
     linear = LAYER_PASSES * layer_flop(shape) + 2 * repeated
@@ -307,7 +307,7 @@ class Decoder:
         positions = context_tokens  # positions: tokens whose k and v are read, averaged over layers
         if shape.local_positions is not None:
             local = min(context_tokens, running * shape.local_positions)
-            local_share = shape.local_layers / shape.layers
+            local_share = shape.local_layers / shape.attention_layers
             positions -= local_share * (context_tokens - local)
         moved = self.read + positions * self.kv_token
         if shape.experts:
@@ -431,9 +431,11 @@ def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> 
 
 def layer_flop(shape: Architecture) -> float:
     """Return forward FLOP per token: 2 per parameter that multiplies it, without
-    embedding and head. [PaLM]
+    embedding and head [PaLM]; and those of the delta rule, which do not grow with
+    positions.
     """
-    return 2 * shape.body_parameters
+    rule = shape.delta.rule_flops if shape.delta else 0
+    return 2 * shape.body_parameters + len(shape.delta_layers) * rule
 
 
 def attention_flop(shape: Architecture, positions: float) -> float:
@@ -441,7 +443,7 @@ def attention_flop(shape: Architecture, positions: float) -> float:
     and sum of values. [PaLM], causal.
     """
     local = shape.local_layers * min(positions, shape.local_positions or positions)
-    all_positions = (shape.layers - shape.local_layers) * positions
+    all_positions = (shape.attention_layers - shape.local_layers) * positions
     return 2 * (shape.query + shape.attended) * (local + all_positions)
 
 
