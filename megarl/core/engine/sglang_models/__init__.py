@@ -7,6 +7,8 @@ deepseek.py   DeepSeek-V3, whose tensors can be loaded one by one, with transfor
               epsilon; GLM-4.5, unchanged
 gpt_oss.py    gpt-oss, whose experts can be loaded one by one, with sinks in the model's
               precision
+qwen3_5.py    Qwen3.5 and Qwen3-Next, from multimodal and text-only directories, also on
+              a CPU
 stock.py      SGLang's own dense Llama, Qwen2 and Qwen3, and Qwen3-MoE, so that its two
               hundred others need not be imported
 
