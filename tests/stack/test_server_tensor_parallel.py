@@ -14,7 +14,7 @@ from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack, running, two_models
 from tests.stack.publish_world import BROKEN, NO_MEMORY, NUDGED, SAME, UNMADE, publish_from
 from tests.stack.test_server_families import CASES, ENDLESS, LLAMA4, assert_serves
-from tests.tiny import tiny_deepseek_v3, tiny_gpt_oss, tiny_llama4
+from tests.tiny import tiny_deepseek_v3, tiny_gpt_oss, tiny_llama4, tiny_qwen3_5_moe
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(900)]
 
@@ -27,6 +27,10 @@ MODELS = {
     "llama4": (tiny_llama4, LLAMA4 | {"num_key_value_heads": 2}),
     "deepseek_v3": (tiny_deepseek_v3, CASES["deepseek_v3"].overrides),
     "gpt_oss": (tiny_gpt_oss, {"intermediate_size": 64}),
+    "qwen3_5_moe": (
+        tiny_qwen3_5_moe,
+        {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    ),
 }
 
 
@@ -34,7 +38,7 @@ MODELS = {
     scope="module",
     params=[
         "llama4",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "gpt_oss")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "llama4"),
     ],
 )
 def served(
