@@ -188,7 +188,11 @@ def _link_seconds(
     passes = 3 if recompute == "full" else 2
     key_and_value = shape.key + shape.value
     size = passes * tokens * (context - 1) * HALF * key_and_value / tensor
-    seconds += shape.layers * size / rate
+    seconds += shape.attention_layers * size / rate
+    # Delta networks exchange tokens for heads, and outputs back (models/delta.py).
+    rows = memory.delta_activation_bytes(shape, HALF, HALF)
+    size = passes * tokens * (context - 1) / context * rows / tensor
+    seconds += len(shape.delta_layers) * size / rate
     # Each pass goes there and back: GShard, arXiv 2006.16668. A token has a row for
     # each expert, chosen uniformly; some leave.
     passes = 6 if recompute in ("selective", "full") else 4
@@ -272,6 +276,8 @@ class Decoder:
         self.read = (dense_bytes + embedding) / self.ranks
         expert = memory.map_width(recipe) * shape.moe_layers * shape.expert_parameters
         self.read_expert = expert / self.ranks
+        # Each step reads and writes the state of each running request.
+        self.moved_state = 2 * memory.slot_bytes(recipe, shape)
         layers_flop = layer_flop(shape) * _quickened(recipe, gpu)
         self.flop = (layers_flop + head_flop(shape)) / self.ranks
         # An all-reduce goes up and down a tree of nodes: [Ring]
@@ -309,7 +315,7 @@ class Decoder:
             local = min(context_tokens, running * shape.local_positions)
             local_share = shape.local_layers / shape.attention_layers
             positions -= local_share * (context_tokens - local)
-        moved = self.read + positions * self.kv_token
+        moved = self.read + positions * self.kv_token + running * self.moved_state
         if shape.experts:
             # Only the experts that any request uses are read; each request chooses
             # uniformly.
