@@ -228,8 +228,8 @@ def delta_chunks(
         since_start = total.exp()[..., None]
         weighted_key = key * rate[:, piece, None]
         system = (weighted_key @ key.mT) * between
-        known = v[:, piece] * rate[:, piece, None] - (weighted_key * since_start) @ state
-        added = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+        right_side = v[:, piece] * rate[:, piece, None] - (weighted_key * since_start) @ state
+        added = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
         of_chunk = ((query @ key.mT) * between) @ added
         outputs.append((query * since_start) @ state + of_chunk)
         until_end = (total[..., -1:] - total).exp()[..., None]
@@ -256,14 +256,14 @@ def convolve(
     assert activation in ("silu", "swish")
     assert bias is None
     output = torch.empty_like(x)
-    kept = weight.shape[-1] - 1
+    earlier_taps = weight.shape[-1] - 1
     for request, (first, end) in enumerate(pairwise(query_start_loc.tolist())):
         slot = conv_states[int(cache_indices[request])]
-        earlier = x.new_zeros(len(x), kept)
+        earlier = x.new_zeros(len(x), earlier_taps)
         if has_initial_state[request]:
             earlier = slot.to(x.dtype)
         inputs = torch.cat([earlier, x[:, first:end]], 1)
-        slot.copy_(inputs[:, -kept:])
+        slot.copy_(inputs[:, -earlier_taps:])
         convolved = F.conv1d(inputs[None], weight[:, None], groups=len(x))[0]
         output[:, first:end] = F.silu(convolved)
     return output

@@ -114,11 +114,11 @@ def check_states(recipe: Recipe, model: Architecture, most_running: int) -> None
     """Raise MegarlError if SGLang has states for fewer requests than it is to run at
     once, about which it only warns. most_running: requests that it runs at most.
     """
-    asked = running_requests(recipe)
-    if model.delta is None or most_running >= asked:
+    needed = running_requests(recipe)
+    if model.delta is None or most_running >= needed:
         return
     raise MegarlError(
         f"serving.max_running_requests: SGLang runs at most {most_running} requests at once, not"
-        f" {asked}: its slots for states of delta networks are too few; is its version the one in"
+        f" {needed}: its slots for states of delta networks are too few; is its version the one in"
         " requirements/?"
     )

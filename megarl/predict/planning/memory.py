@@ -260,8 +260,8 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
     if moe:
         largest = max(largest, sparse)
     if recompute == "selective":
-        kept = all_attention + len(shape.delta_layers) * delta
-        return kept * share, max(largest, rule)
+        mixers = all_attention + len(shape.delta_layers) * delta
+        return mixers * share, max(largest, rule)
     # Each layer's input, divided like the norms': [AR] section 5
     inputs = layers * shape.hidden * width / tensor
     mixer = max(attention, delta + rule) if shape.delta else attention
