@@ -13,27 +13,14 @@ import pytest
 
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import RunDir
-from megarl.core.engine import launch
-from tests.processes import SERVERS, Forked, command_line
+from tests.overlapping_server import serve_with_overlap
+from tests.processes import SERVERS, Forked
 from tests.stack import conftest
 from tests.stack.conftest import ROOT, Stack, running, two_models, under_way
 from tests.stack.test_publication import PROMPT, kept_cache_scores
 from tests.stack.test_server_families import CASES, ENDLESS, assert_serves
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def serve_with_overlap(arguments: list[str]) -> int:
-    """`megarl serve` without a prefix cache, whose steps overlap."""
-    make = launch.state_arguments
-
-    def with_overlap(*of: Any) -> dict[str, object]:
-        made = make(*of)
-        del made["mamba_radix_cache_strategy"]
-        return made | {"disable_radix_cache": True, "disable_overlap_schedule": False}
-
-    launch.state_arguments = with_overlap
-    return command_line(arguments)
 
 
 @pytest.fixture(scope="module")
