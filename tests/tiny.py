@@ -5,6 +5,7 @@ the model tests.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ LLAMA3_ROPE = {
 }
 
 
+EAGER: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
 COMMON: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -51,9 +53,7 @@ COMMON: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
     "rope_parameters": LLAMA3_ROPE,
-    "attn_implementation": "eager",
-    "experts_implementation": "eager",
-}
+} | EAGER
 
 
 def tiny_llama(
@@ -228,11 +228,9 @@ def tiny_qwen3_5_multimodal(
     """The same with a vision tower, as the released models are, and tied as the small
     ones are. Tensors for multi-token prediction lie beside the model's.
     """
-    config = {
-        "text_config": COMMON | DELTA | overrides,
-        "vision_config": QWEN_VISION,
-        "tie_word_embeddings": True,
-    }
+    text = COMMON | DELTA | overrides
+    config = EAGER | {"text_config": text, "vision_config": QWEN_VISION}
+    config["tie_word_embeddings"] = True
     name = "Qwen3_5ForConditionalGeneration"
     model = _saved_delta(name, "Qwen3_5Config", config, path, dtype, seed)
     _release(path)
@@ -253,12 +251,11 @@ def tiny_qwen3_5_moe_multimodal(
     path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
 ) -> Qwen3_5MoeForConditionalGeneration:
     """The same with a vision tower, and as Qwen3.5-35B-A3B is released: experts in
-    stacks, tensors for multi-token prediction with experts one by one, and in FP32 the
-    A_log and norm of each delta network, whatever the rest is.
+    stacks, and tensors for multi-token prediction with experts one by one.
     """
     text = COMMON | DELTA | GATED_EXPERTS | overrides
     del text["intermediate_size"]
-    config = {"text_config": text, "vision_config": QWEN_VISION, "tie_word_embeddings": False}
+    config = EAGER | {"text_config": text, "vision_config": QWEN_VISION}
     name = "Qwen3_5MoeForConditionalGeneration"
     model = _saved_delta(name, "Qwen3_5MoeConfig", config, path, dtype, seed)
     _release(path)
@@ -276,7 +273,8 @@ def tiny_qwen3_next(
 def _saved_delta(
     name: str, config_name: str, config: dict[str, Any], path: Path, dtype: torch.dtype, seed: int
 ) -> Any:
-    """A model with gated delta networks. Its weights are moderate: with wide ones
+    """A model with gated delta networks, whose A_log and norm are in FP32 whatever the
+    rest is, as in Qwen3.5's releases. Its weights are moderate: with wide ones
     transformers' float32 is 1e-4 from its own float64.
     """
     import transformers
@@ -297,7 +295,10 @@ def _saved_delta(
                 parameter.normal_(0, 0.4, generator=generator)
             else:
                 parameter.normal_(0, 0.08, generator=generator)
+    exact = {name: p.detach().clone() for name, p in model.named_parameters() if _is_exact(name)}
     model.to(dtype)
+    for name, values in exact.items():
+        model.get_parameter(name).data = values
     model.save_pretrained(path)
     # transformers 5.19 does not write it, and SGLang reads nothing else.
     stored = json.loads((path / "config.json").read_text())
@@ -305,6 +306,10 @@ def _saved_delta(
     text["full_attention_interval"] = text["layer_types"].index("full_attention") + 1
     (path / "config.json").write_text(json.dumps(stored, indent=2))
     return model.eval()
+
+
+def _is_exact(name: str) -> bool:
+    return name.endswith(("A_log", "linear_attn.norm.weight"))
 
 
 def _release(path: Path) -> None:
@@ -318,8 +323,6 @@ def _release(path: Path) -> None:
         layer, among_experts, rest = name.partition(".mlp.experts.")
         if among_experts:
             experts.setdefault(layer, {})[rest] = tensor
-        elif name.endswith(("A_log", "linear_attn.norm.weight")):
-            released[name] = tensor.float()
         else:
             released[name] = tensor
     for layer, parts in experts.items():
@@ -336,6 +339,26 @@ def _release(path: Path) -> None:
     dtype = released["model.language_model.norm.weight"].dtype
     released["mtp.norm.weight"] = torch.full((8,), 0.25, dtype=dtype)
     save_file(released, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def stored_apart(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a directory with one file of weights, `with_experts_apart`."""
+    return with_experts_apart(load_file(path / "model.safetensors"))
+
+
+def with_experts_apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """These tensors, Qwen3.5's stacks of experts one by one, as they are exported."""
+    apart = {}
+    for name, tensor in tensors.items():
+        start, in_stack, projection = name.partition(".mlp.experts.")
+        kinds = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(projection, ())
+        if not in_stack or not kinds or not start.startswith("model.language_model."):
+            apart[name] = tensor
+            continue
+        for e, expert in enumerate(tensor):
+            for kind, part in zip(kinds, expert.chunk(len(kinds)), strict=True):
+                apart[f"{start}.mlp.experts.{e}.{kind}_proj.weight"] = part
+    return apart
 
 
 MOONLIGHT: dict[str, Any] = {
@@ -358,6 +381,9 @@ YARN = PLAIN_ROPE | {
     "mscale_all_dim": 1.0,
 }
 DELTA: dict[str, Any] = {
+    # Outputs of the first tokens can be near 0, and a smaller one would make noise of
+    # their norms. It is not that of q and k, which is fixed.
+    "rms_norm_eps": 1e-3,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 16,

@@ -695,6 +695,7 @@ def _qwen3_5(config: JsonObject) -> Architecture:
         delta=read_delta_layers(config),
         gated_attention=True,
         centered_norms=True,
+        predicting_layers=config.get("mtp_num_hidden_layers") or 0,
     )
 
 

@@ -89,6 +89,7 @@ KINDS: dict[str, ValueKind] = {
 NULLABLE: dict[str, ValueKind] = {
     "num_nextn_predict_layers": COUNT,
     "num_mtp_layers": COUNT,
+    "mtp_num_hidden_layers": COUNT,
     "mlp_only_layers": LIST,
     "layer_types": LIST,
     "moe_layers": LIST,

@@ -43,6 +43,11 @@ FREQUENCIES = "rotary_emb.inv_freq"
 """Old versions of transformers stored them."""
 
 
+def is_multimodal(model: Architecture) -> bool:
+    """Return whether a vision tower belongs to the directory."""
+    return model.name in DECODER_PREFIXES
+
+
 def decoder_prefix(model: Architecture) -> str:
     """Return how the names of the language model's tensors begin, but the head's."""
     return DECODER_PREFIXES.get(model.name, "model.")

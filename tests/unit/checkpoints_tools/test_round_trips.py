@@ -28,7 +28,13 @@ from tests.tiny import (
     tiny_llama4_multimodal,
     tiny_qwen2,
     tiny_qwen3,
+    tiny_qwen3_5,
+    tiny_qwen3_5_moe,
+    tiny_qwen3_5_moe_multimodal,
+    tiny_qwen3_5_multimodal,
     tiny_qwen3_moe,
+    tiny_qwen3_next,
+    with_experts_apart,
 )
 
 # isort: split
@@ -45,6 +51,14 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "deepseek-v3": (tiny_deepseek_v3, {}),
     "moonlight": (tiny_deepseek_v3, MOONLIGHT),
     "gpt-oss": (tiny_gpt_oss, {}),
+    "qwen3.5": (tiny_qwen3_5, {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
+    "qwen3.5 with a vision tower": (
+        tiny_qwen3_5_multimodal,
+        {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    ),
+    "qwen3.5-moe": (tiny_qwen3_5_moe, {}),
+    "qwen3.5-moe as released": (tiny_qwen3_5_moe_multimodal, {}),
+    "qwen3-next": (tiny_qwen3_next, {}),
 }
 SLOW = ("glm-4.5", "moonlight")
 DENSE = (["--tp", "2", "--pp", "2"], ["--tp", "4"])
@@ -56,8 +70,8 @@ def run(*arguments: object) -> None:
 
 
 def same(a: Path, b: Path) -> bool:
-    left = Directory(a)
-    right = Directory(b)
+    left = with_experts_apart(Directory(a))
+    right = with_experts_apart(Directory(b))
     return left.keys() == right.keys() and all(
         torch.equal(left[n].view(torch.uint8), right[n].view(torch.uint8)) for n in left
     )
