@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import msgspec
@@ -29,9 +30,10 @@ from torch.nn import Module
 
 from megarl.core.sync.broadcast import BroadcastGroup, LaunchOrder, in_thread
 
-DERIVED = ("w_kc", "w_vc")
-"""Tensors that SGLang derives from a parameter (DeepSeek-V3's kv_b_proj), in place,
-when it is loaded, and computes with.
+DERIVED = ("w_kc", "w_vc", "gemma_weight")
+"""Tensors that SGLang derives from a parameter, in place, when it is loaded, and
+computes with: two from DeepSeek-V3's kv_b_proj, and 1 + weight from the weight of a
+norm like Gemma's, which only a GPU's kernels take.
 """
 
 IDLE_STREAMS: list[torch.cuda.Stream] = []
@@ -170,11 +172,15 @@ def check_derived(model: Module) -> None:
 
 
 def copy_of(model: Module) -> Module:
-    """Return a copy of the model with its own parameters and buffers, with equal
-    values, in host memory. All else is shared: SGLang's loaders, which belong to the
-    layers, write to the parameter that they are given.
+    """Return a copy of the model with its own parameters, buffers and derived tensors,
+    with equal values, in host memory. SGLang's loaders, which are methods of the
+    layers, become those of the copied layers: they write to the parameter that they are
+    given, and derive tensors of their layer from it. All else is shared.
     """
-    return _Copier().module(model)
+    copier = _Copier()
+    copy = copier.module(model)
+    copier.bind_loaders()
+    return copy
 
 
 class _Copier:
@@ -184,7 +190,9 @@ class _Copier:
         self._copies: dict[int, Any] = {}  # by id of the original
 
     def module(self, original: Module) -> Module:
-        """Return the copy of a module. Non-persistent buffers are shared."""
+        """Return the copy of a module. Non-persistent buffers are shared, unless they
+        are derived.
+        """
         if id(original) in self._copies:
             return self._copies[id(original)]
         copy = original.__class__.__new__(original.__class__)
@@ -194,7 +202,8 @@ class _Copier:
             name: self._tensor(tensor) for name, tensor in original._parameters.items()
         }
         content["_buffers"] = dict(original._buffers)
-        for name in original._buffers.keys() - original._non_persistent_buffers_set:
+        shared = original._non_persistent_buffers_set.difference(DERIVED)
+        for name in original._buffers.keys() - shared:
             content["_buffers"][name] = self._tensor(original._buffers[name])
         for name in DERIVED:
             if isinstance(vars(original).get(name), torch.Tensor):
@@ -205,6 +214,17 @@ class _Copier:
         }
         self._copies[id(original)] = copy
         return copy
+
+    def bind_loaders(self) -> None:
+        """Make methods of a layer that belong to a parameter methods of the layer's
+        copy, where they belong to the parameter's.
+        """
+        for copy in self._copies.values():
+            if not isinstance(copy, torch.Tensor):
+                continue
+            for name, value in vars(copy).items():
+                if isinstance(value, MethodType) and id(value.__self__) in self._copies:
+                    vars(copy)[name] = MethodType(value.__func__, self._copies[id(value.__self__)])
 
     def _tensor(self, original: torch.Tensor | None) -> torch.Tensor | None:
         if original is None:

@@ -2,9 +2,10 @@
 what is refused, when the model changes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.core.sync import delta
 from megarl.core.sync import staging as staging_module
 from megarl.core.sync.staging import BucketHead, Staging, Unloadable, copy_of
 
@@ -127,6 +129,56 @@ def test_what_loading_derives_is_staged_and_swapped_too(staging: Staging) -> Non
     staging.swap(model, "7")
     assert model.first.w_kc is held, "a captured graph reads it where it was"
     assert torch.equal(model.first.w_kc, NEW.T)
+
+
+class Centred(torch.nn.Module):
+    """SGLang's norm of Gemma and Qwen3.5, which on a GPU computes with 1 + weight, a
+    buffer that its loader fills.
+    """
+
+    def __init__(self) -> None:
+        from sglang.srt.layers.layernorm import GemmaRMSNorm
+
+        super().__init__()
+        self.norm = GemmaRMSNorm(4)
+        self.load_weights([("norm.weight", torch.arange(4.0))])
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in tensors:
+            self.norm.weight.weight_loader(self.norm.weight, tensor)
+
+
+@pytest.mark.parametrize("as_delta", [False, True])
+def test_norms_around_one_change_at_the_swap(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch, as_delta: bool
+) -> None:
+    """The buffer that a GPU computes with is not even written before it, and right
+    after it, where a captured graph reads it.
+    """
+    model = Centred()
+    held = model.norm.gemma_weight
+    writes = held._version
+    old = model.norm.weight.data.clone()
+    new = old.flip(0) / 3
+    name = "norm.weight"
+    sent = new
+    if as_delta:
+        monkeypatch.setattr(Centred, "load_weights", added(Centred.load_weights))
+        name += delta.SUFFIX
+        sent = delta.encode(old, new)
+    staging.open_version(model, "6", "7")
+    staging.receive(stand_in(bucket(name, sent)))
+    assert held._version == writes
+    staging.checksums()
+    staging.swap(model, "7")
+    assert torch.equal(model.norm.weight, new)
+    assert model.norm.gemma_weight is held
+    assert torch.equal(held, 1 + new)
+
+
+def added(load: Callable[..., None]) -> Callable[..., None]:
+    """A loader that also takes deltas, as a server's models get one."""
+    return lambda model, tensors: delta.load(model, partial(load, model), tensors)
 
 
 def test_the_model_changes_at_the_swap_and_only_with_checksums(staging: Staging) -> None:
