@@ -108,7 +108,14 @@ CASES = {
 
 BALANCED = ("glm4_moe", "deepseek_v3", "moonlight")
 DELTA = tuple(name for name in CASES if name.startswith(("qwen3_5", "qwen3_next")))
-SLOW = ("glm4_moe", "moonlight", "qwen3_5", "qwen3_5_multimodal", "qwen3_5_moe")
+SLOW = (
+    "glm4_moe",
+    "moonlight",
+    "qwen3_5",
+    "qwen3_5_multimodal",
+    "qwen3_5_moe",
+    "qwen3_next",
+)
 """What these have, deepseek_v3, qwen3_5_moe_multimodal or another has, too."""
 
 
