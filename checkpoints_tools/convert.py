@@ -35,6 +35,7 @@ from checkpoints_tools.stored import (
 )
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_tensors import is_multimodal
 from megarl.core.base.model_directory import open_model
 from megarl.core.models import Family, checkpoint, family_of
 from megarl.core.models.build import DTYPES
@@ -278,7 +279,8 @@ def _untouched(base: Path, family: Family) -> dict[str, Region]:
         }
     # transformers drops layers for multi-token prediction, although config.json still
     # mentions them.
-    if not untouched and not (is_directory and family.architecture.predicting_layers):
+    lost = family.architecture.predicting_layers and not is_directory
+    if not untouched and (lost or is_multimodal(family.architecture)):
         raise MegarlError(
             f"{base}: lacks tensors {', '.join(f'{start}*' for start in family.elsewhere)}, which"
             " the exported model needs; give the original model with --base"

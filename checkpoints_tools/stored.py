@@ -21,7 +21,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import gguf_advice
 from megarl.core.base.model_directory import few, open_model
 from megarl.core.models import Family, checkpoint, family_of
-from megarl.core.models.families import SourceView
+from megarl.core.models.families import SourceView, joined_rows
 from megarl.core.models.hf import read_view
 from megarl.core.models.region import Shape, check_finite
 
@@ -89,7 +89,7 @@ def views(part: StoredPart, family: Family, value: Tensor) -> Iterator[tuple[Sou
     """
     weight = family.weight(part.name)
     pieces_of: dict[tuple[str, int | None], list[Tensor]] = {}
-    for source, view in zip(weight.sources, weight.unmerge(value), strict=True):
+    for source, view in joined_rows(zip(weight.sources, weight.unmerge(value), strict=True)):
         pieces_of.setdefault((source.name, source.expert), []).append(view[: weight.vocabulary])
     for (name, expert), pieces in pieces_of.items():
         yield SourceView(name, expert), pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)

@@ -4,11 +4,13 @@ the model tests.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:  # _saved imports it: processes that make no model start four seconds sooner
     from transformers import (
@@ -21,8 +23,13 @@ if TYPE_CHECKING:  # _saved imports it: processes that make no model start four 
         LlamaForCausalLM,
         MiniMaxM2ForCausalLM,
         Qwen2ForCausalLM,
+        Qwen3_5ForCausalLM,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5MoeForConditionalGeneration,
         Qwen3ForCausalLM,
         Qwen3MoeForCausalLM,
+        Qwen3NextForCausalLM,
     )
 
 LLAMA3_ROPE = {
@@ -35,6 +42,7 @@ LLAMA3_ROPE = {
 }
 
 
+EAGER: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
 COMMON: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -47,9 +55,7 @@ COMMON: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
     "rope_parameters": LLAMA3_ROPE,
-    "attn_implementation": "eager",
-    "experts_implementation": "eager",
-}
+} | EAGER
 
 
 def tiny_llama(
@@ -240,6 +246,155 @@ def tiny_gpt_oss(
     return _saved("GptOssForCausalLM", "GptOssConfig", COMMON | oss | overrides, path, dtype, seed)
 
 
+def tiny_qwen3_5(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Qwen3_5ForCausalLM:
+    """Likewise a Qwen3.5: gated delta networks in three layers, with two key heads for
+    six value heads of another width, and gated attention in the fourth.
+    """
+    config = COMMON | DELTA | overrides
+    return _saved_delta("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", config, path, dtype, seed)
+
+
+def tiny_qwen3_5_multimodal(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Qwen3_5ForConditionalGeneration:
+    """The same with a vision tower, as the released models are, and tied as the small
+    ones are. Tensors for multi-token prediction lie beside the model's.
+    """
+    text = COMMON | DELTA | overrides
+    config = EAGER | {"text_config": text, "vision_config": QWEN_VISION}
+    config["tie_word_embeddings"] = True
+    name = "Qwen3_5ForConditionalGeneration"
+    model = _saved_delta(name, "Qwen3_5Config", config, path, dtype, seed)
+    _release(path)
+    return model
+
+
+def tiny_qwen3_5_moe(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Qwen3_5MoeForCausalLM:
+    """Likewise a Qwen3.5 with experts: 3 of 8 and a shared one, which has a gate."""
+    config = COMMON | DELTA | GATED_EXPERTS | overrides
+    del config["intermediate_size"]
+    name = "Qwen3_5MoeForCausalLM"
+    return _saved_delta(name, "Qwen3_5MoeTextConfig", config, path, dtype, seed)
+
+
+def tiny_qwen3_5_moe_multimodal(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Qwen3_5MoeForConditionalGeneration:
+    """The same with a vision tower, and as Qwen3.5-35B-A3B is released: experts in
+    stacks, and tensors for multi-token prediction with experts one by one.
+    """
+    text = COMMON | DELTA | GATED_EXPERTS | overrides
+    del text["intermediate_size"]
+    config = EAGER | {"text_config": text, "vision_config": QWEN_VISION}
+    name = "Qwen3_5MoeForConditionalGeneration"
+    model = _saved_delta(name, "Qwen3_5MoeConfig", config, path, dtype, seed)
+    _release(path)
+    return model
+
+
+def tiny_qwen3_next(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Qwen3NextForCausalLM:
+    """Likewise a Qwen3-Next, whose directory has the same maps fused otherwise."""
+    config = COMMON | DELTA | GATED_EXPERTS | overrides
+    return _saved_delta("Qwen3NextForCausalLM", "Qwen3NextConfig", config, path, dtype, seed)
+
+
+def _saved_delta(
+    name: str, config_name: str, config: dict[str, Any], path: Path, dtype: torch.dtype, seed: int
+) -> Any:
+    """A model with gated delta networks, whose A_log and norm are in FP32 whatever the
+    rest is, as in Qwen3.5's releases. Its weights are moderate: with wide ones
+    transformers' float32 is 1e-4 from its own float64.
+    """
+    import transformers
+
+    model = getattr(transformers, name)(getattr(transformers, config_name)(**config))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor_name, parameter in model.named_parameters():
+            if tensor_name.endswith("A_log"):
+                parameter.uniform_(-4, 0, generator=generator)
+            elif tensor_name.endswith("linear_attn.norm.weight"):
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            elif tensor_name.endswith("norm.weight"):  # 1 + weight is the factor
+                parameter.uniform_(-0.5, 0.5, generator=generator)
+            elif tensor_name.endswith("dt_bias"):
+                parameter.normal_(0, 0.5, generator=generator)
+            elif "conv1d" in tensor_name:
+                parameter.normal_(0, 0.4, generator=generator)
+            else:
+                parameter.normal_(0, 0.08, generator=generator)
+    exact = {name: p.detach().clone() for name, p in model.named_parameters() if _is_exact(name)}
+    model.to(dtype)
+    for name, values in exact.items():
+        model.get_parameter(name).data = values
+    model.save_pretrained(path)
+    # transformers 5.19 does not write it, and SGLang reads nothing else.
+    stored = json.loads((path / "config.json").read_text())
+    text = stored.get("text_config", stored)
+    text["full_attention_interval"] = text["layer_types"].index("full_attention") + 1
+    (path / "config.json").write_text(json.dumps(stored, indent=2))
+    return model.eval()
+
+
+def _is_exact(name: str) -> bool:
+    return name.endswith(("A_log", "linear_attn.norm.weight"))
+
+
+def _release(path: Path) -> None:
+    """Rewrite a directory's tensors as those of the released models are: see
+    `tiny_qwen3_5_moe_multimodal`.
+    """
+    stored = load_file(path / "model.safetensors")
+    experts: dict[str, dict[str, torch.Tensor]] = {}
+    released = {}
+    for name, tensor in stored.items():
+        layer, among_experts, rest = name.partition(".mlp.experts.")
+        if among_experts:
+            experts.setdefault(layer, {})[rest] = tensor
+        else:
+            released[name] = tensor
+    for layer, parts in experts.items():
+        count = 1 + max(int(rest.partition(".")[0]) for rest in parts)
+        fused = []
+        for e in range(count):
+            halves = [parts[f"{e}.{kind}_proj.weight"] for kind in ("gate", "up")]
+            fused.append(torch.cat(halves))
+        down = [parts[f"{e}.down_proj.weight"] for e in range(count)]
+        released[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(fused)
+        released[f"{layer}.mlp.experts.down_proj"] = torch.stack(down)
+        for rest, tensor in parts.items():
+            released[f"mtp.layers.0.mlp.experts.{rest}"] = tensor + 1
+    dtype = released["model.language_model.norm.weight"].dtype
+    released["mtp.norm.weight"] = torch.full((8,), 0.25, dtype=dtype)
+    save_file(released, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def stored_apart(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a directory with one file of weights, `with_experts_apart`."""
+    return with_experts_apart(load_file(path / "model.safetensors"))
+
+
+def with_experts_apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """These tensors, Qwen3.5's stacks of experts one by one, as they are exported."""
+    apart = {}
+    for name, tensor in tensors.items():
+        start, in_stack, projection = name.partition(".mlp.experts.")
+        kinds = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(projection, ())
+        if not in_stack or not kinds or not start.startswith("model.language_model."):
+            apart[name] = tensor
+            continue
+        for e, expert in enumerate(tensor):
+            for kind, part in zip(kinds, expert.chunk(len(kinds)), strict=True):
+                apart[f"{start}.mlp.experts.{e}.{kind}_proj.weight"] = part
+    return apart
+
+
 MOONLIGHT: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "n_group": 1,
@@ -258,6 +413,31 @@ YARN = PLAIN_ROPE | {
     "beta_slow": 1,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
+}
+DELTA: dict[str, Any] = {
+    # Outputs of the first tokens can be near 0, and a smaller one would make noise of
+    # their norms. It is not that of q and k, which is fixed.
+    "rms_norm_eps": 1e-3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.25},
+}
+GATED_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
+QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
 }
 BALANCED: dict[str, Any] = {
     "moe_intermediate_size": 48,

@@ -103,6 +103,7 @@ PLACED = (
     CheckEntry("layout", Need.CLUSTER, SUBMIT, "megarl.tools.submit:choose", "chosen"),
 )
 
+STATES = "megarl.core.engine.states"
 ROLES = (
     CheckEntry("served model", Need.FILES, SERVE, "megarl.core.client.servable:check"),
     CheckEntry("kernels", Need.MACHINE, SERVE, "megarl.core.client.servable:check_kernels"),
@@ -110,7 +111,9 @@ ROLES = (
         "served on these GPUs", Need.MACHINE, SERVE, "megarl.core.client.servable:check_gpus"
     ),
     CheckEntry("port", Need.MACHINE, SERVE, "megarl.core.base.process:check_free"),
+    CheckEntry("room for states", Need.MACHINE, SERVE, f"{STATES}:check_state_room"),
     CheckEntry("room for tokens", Need.MACHINE, SERVE, "megarl.core.engine.launch:check_kv"),
+    CheckEntry("states of requests", Need.MACHINE, SERVE, f"{STATES}:check_states"),
     CheckEntry("layers in FP8", Need.MACHINE, LEARN, "megarl.core.models.build:check"),
 )
 """Made by the roles themselves, on their own nodes."""

@@ -14,4 +14,5 @@ bf16_on_cpu.py     torch: products of bf16 numbers on a CPU, with FP32 sums; not
 fp16_on_cpu.py     torch: products of fp16 numbers on a CPU, exact and rounded
 sglang_cpu.py      SGLang 0.5.23 without a GPU
 sglang_cpu_attention.py    its decoding, batched
+sglang_cpu_delta.py  its gated delta networks
 """

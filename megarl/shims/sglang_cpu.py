@@ -7,8 +7,9 @@ nothing.
 1. `install` provides a stand-in for `sgl_kernel`, of which no CPU build exists. SGLang
    imports names from it unconditionally, but without AMX its CPU path never calls them
    (norms, attention, rotary embedding and mixture of experts are plain torch there; the
-   names are for speculative decoding). The stand-in has every name; a call raises. A
-   real build takes precedence.
+   names are for speculative decoding). The stand-in has every name; a call raises,
+   except of what delta networks need (sglang_cpu_delta.py). A real build takes
+   precedence.
 2. Processes are forked instead of spawned. SGLang spawns because CUDA does not survive
    a fork; without CUDA, a fork avoids importing everything again (about 10 CPU-seconds
    and 0.8 GB per process).
@@ -41,6 +42,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megarl.shims import sglang_cpu_delta
+
 NAME = "sgl_kernel"
 BLOCK = 256
 """Columns of a block of probabilities (sample_rows)."""
@@ -55,6 +58,7 @@ def install() -> None:
         module = sys.modules[NAME] = _StandIn(NAME)
         spec = importlib.machinery.ModuleSpec(NAME, None, is_package=True)
         vars(module).update(__version__="0.0.0", __spec__=spec, __path__=[])
+        sglang_cpu_delta.install()
 
 
 def patch() -> None:

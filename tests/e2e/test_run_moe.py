@@ -1,6 +1,6 @@
-"""A real run of a tiny Llama 4, of a tiny DeepSeek-V3 whose routers' biases move, and
-of a tiny gpt-oss: experts divided over two ranks, and the learner takes the experts
-that the server chose.
+"""A real run of a tiny Llama 4, of a tiny DeepSeek-V3 whose routers' biases move, of a
+tiny gpt-oss and of a tiny Qwen3.5: experts divided over two ranks, and the learner
+takes the experts that the server chose.
 """
 
 from pathlib import Path
@@ -64,6 +64,25 @@ GPT_OSS = LLAMA | {
 }
 
 
+QWEN3_5 = LLAMA | {
+    "model_type": "qwen3_5_moe_text",
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 96,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
+
+
 def test_experts_over_two_ranks_with_routing_replay(workplace: Path) -> None:
     check_run(workplace, [], layers=4, chosen=1)
 
@@ -109,6 +128,21 @@ def test_gpt_oss_learns(workplace: Path) -> None:
     assert not torch.equal(load_file(converted / "model.safetensors")[sinks], before), (
         "the warm start trains them"
     )
+
+
+@pytest.mark.slow
+def test_qwen3_5_learns(workplace: Path) -> None:
+    """transformers writes no full_attention_interval into its config.json."""
+    folder = workplace / "runs/quickstart-data/init-qwen3-5"
+    save_model(folder, QWEN3_5, seed=0)
+    overrides = [f"sft.init={folder}", "model.path=runs/qwen3-5-sft", "run.name=qwen3-5"]
+    check_run(workplace, overrides, layers=4, chosen=2)
+    decay = "model.layers.1.linear_attn.A_log"
+    before = load_file(folder / "model.safetensors")[decay]
+    converted = workplace / "converted-qwen3-5"
+    run = workplace / "runs/qwen3-5"
+    assert convert(["convert", "megatron-to-hf", str(run), str(converted)]) == 0
+    assert not torch.equal(load_file(converted / "model.safetensors")[decay], before)
 
 
 def check_run(workplace: Path, more: list[str], layers: int, chosen: int) -> None:

@@ -24,7 +24,12 @@ from tests.tiny import (
     tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
+    tiny_qwen3_5,
+    tiny_qwen3_5_moe,
+    tiny_qwen3_5_moe_multimodal,
+    tiny_qwen3_5_multimodal,
     tiny_qwen3_moe,
+    tiny_qwen3_next,
 )
 
 MODELS: dict[str, Callable[..., Any]] = {
@@ -41,6 +46,13 @@ MODELS: dict[str, Callable[..., Any]] = {
     "moonlight": partial(tiny_deepseek_v3, rope_parameters=PLAIN_ROPE, **MOONLIGHT),
     "minimax_m2": partial(tiny_minimax_m2, vocab_size=131),
     "gpt_oss": partial(tiny_gpt_oss, vocab_size=131),
+    "qwen3_5": partial(tiny_qwen3_5, linear_num_key_heads=4, linear_num_value_heads=8),
+    "qwen3_5_moe": partial(tiny_qwen3_5_moe, vocab_size=131),
+    "qwen3_5_released": partial(tiny_qwen3_5_moe_multimodal, vocab_size=131),
+    "qwen3_5_multimodal": partial(
+        tiny_qwen3_5_multimodal, linear_num_key_heads=4, linear_num_value_heads=8
+    ),
+    "qwen3_next": tiny_qwen3_next,
 }
 PACKED = [[8, 48, 16, 4, 20], [32, 12]]
 
@@ -53,7 +65,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "models"
     for name, tiny in MODELS.items():
         model = tiny(directory / name)
-        vocabulary = model.config.vocab_size
+        vocabulary = model.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(3)
         reference = {}
         for case in ("packed", "unpacked"):
@@ -81,8 +93,15 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-SLOW = ("glm4_moe", "glm4_moe_lite", "moonlight")
-"""What these have, deepseek_v3 or another has, too."""
+SLOW = (
+    "glm4_moe",
+    "glm4_moe_lite",
+    "moonlight",
+    "qwen3_5_moe",
+    "qwen3_5_multimodal",
+    "qwen3_next",
+)
+"""What these have, deepseek_v3, qwen3_5_released or another has, too."""
 QUICK = [name for name in MODELS if name not in SLOW]
 
 

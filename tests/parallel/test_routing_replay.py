@@ -16,7 +16,13 @@ from megarl.core.base.types import Batch, Rollout, Routing, encode
 from tests.parallel.replay_world import OTHER
 from tests.parallel.test_learner_layouts import VOCABULARY, make_batch, scalerl_by_transformers
 from tests.parallel.worlds import run_world
-from tests.tiny import tiny_deepseek_v3, tiny_gpt_oss, tiny_llama4, tiny_qwen3_moe
+from tests.tiny import (
+    tiny_deepseek_v3,
+    tiny_gpt_oss,
+    tiny_llama4,
+    tiny_qwen3_5_moe,
+    tiny_qwen3_moe,
+)
 
 # Layers with experts, experts a token.
 MODELS: dict[str, tuple[Callable[..., Any], int, int]] = {
@@ -30,6 +36,7 @@ MODELS: dict[str, tuple[Callable[..., Any], int, int]] = {
         2,
     ),
     "gpt_oss": (partial(tiny_gpt_oss, num_local_experts=4), 4, 3),
+    "qwen3_5_moe": (partial(tiny_qwen3_5_moe, num_experts=4, num_experts_per_tok=2), 4, 2),
 }
 EXPERTS = 4
 

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(900)]
 RANKS = 2
 WIDTH = 64
 """One of an expert: on a CPU SGLang pads others, whose checksums are then unknown."""
-SLOW = ("qwen3_moe", "glm4_moe", "glm4_moe_lite")
+SLOW = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "qwen3_5_moe", "qwen3_next")
 DIVIDED = ["model.tensor_parallel=1", "model.expert_parallel=2"]
 """A learner whose ranks have half of the experts each, and a copy of all else."""
 

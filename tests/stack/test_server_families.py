@@ -16,10 +16,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megarl.core.base.architecture import in_directory
+from megarl.core.base.hf_tensors import expected_shapes
 from megarl.core.base.messages import Publish
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.sampling.sampler import routed_model
 from megarl.core.sync.publisher import Publisher
+from megarl.core.sync.served import place
 from tests.stack.conftest import POSITIONS, Stack, running, two_models, under_way
 from tests.stack.publish_world import nudge, publish_from
 from tests.stack.test_publication import PROMPT, kept_cache_scores
@@ -36,7 +39,12 @@ from tests.tiny import (
     tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
+    tiny_qwen3_5,
+    tiny_qwen3_5_moe,
+    tiny_qwen3_5_moe_multimodal,
+    tiny_qwen3_5_multimodal,
     tiny_qwen3_moe,
+    tiny_qwen3_next,
 )
 from tests.tiny_scores import difference, scores
 
@@ -61,6 +69,12 @@ ENDLESS = {
     "vocab_size": VOCABULARY,
 }
 LLAMA4 = {"interleave_moe_layer_step": 2, "moe_layers": [1, 3]}
+THREE_ROWS = PLAIN_ROPE | {
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [1, 1, 0],
+    "mrope_interleaved": True,
+}
+"""Positions in a row each of text, height and width, as of released Qwen3.5."""
 CASES = {
     "qwen2": Case(tiny_qwen2, {"head_dim": 8}),  # SGLang's has hidden_size / num_attention_heads
     "qwen3": Case(tiny_qwen3, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -84,12 +98,33 @@ CASES = {
     "gpt_oss": Case(tiny_gpt_oss, {"intermediate_size": 32}, "mlp.router"),
     "llama4": Case(tiny_llama4, LLAMA4, "feed_forward.router"),
     "llama4_multimodal": Case(tiny_llama4_multimodal, LLAMA4, "feed_forward.router"),
+    "qwen3_5": Case(tiny_qwen3_5, {"linear_num_value_heads": 4}),
+    "qwen3_5_multimodal": Case(tiny_qwen3_5_multimodal, {"rope_parameters": THREE_ROWS}),
+    "qwen3_5_moe": Case(tiny_qwen3_5_moe, {"moe_intermediate_size": 32}, "mlp.gate"),
+    "qwen3_5_moe_multimodal": Case(
+        tiny_qwen3_5_moe_multimodal,
+        {"moe_intermediate_size": 32, "rope_parameters": THREE_ROWS},
+        "mlp.gate",
+    ),
+    "qwen3_next": Case(tiny_qwen3_next, {"moe_intermediate_size": 32}, "mlp.gate"),
 }
 
 
 BALANCED = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "moonlight", "minimax_m2")
-SLOW = ("glm4_moe", "glm4_moe_lite", "moonlight", "minimax_m2")
-"""What these have, deepseek_v3 or another has, too, except MiniMax-M2's norms."""
+DELTA = tuple(name for name in CASES if name.startswith(("qwen3_5", "qwen3_next")))
+SLOW = (
+    "glm4_moe",
+    "glm4_moe_lite",
+    "moonlight",
+    "minimax_m2",
+    "qwen3_5",
+    "qwen3_5_multimodal",
+    "qwen3_5_moe",
+    "qwen3_next",
+)
+"""What these have, deepseek_v3, qwen3_5_moe_multimodal or another has, too, except
+MiniMax-M2's norms.
+"""
 
 
 @pytest.fixture(
@@ -227,11 +262,54 @@ async def test_a_retracted_request_says_which_experts_sampled_its_tokens(
     assert (by["a"][:rows] != by["b"][:rows]).any()
 
 
+def test_a_server_has_no_parameter_that_is_not_published(
+    served: Stack, request: pytest.FixtureRequest
+) -> None:
+    """Of another one no checksum would be compared, and it would keep its first value.
+    Of delta networks only: others have buffers that a checksum is told of.
+    """
+    if request.node.callspec.params["served"] not in DELTA:
+        return
+    model = in_directory(served.directory / "a")
+    published = set()
+    for name, shape in expected_shapes(model).items():
+        published.add(place(name, torch.empty(shape), model).name)
+    held = served.ask(lambda client: client.checksums()).by_rank[0]
+    made_at_the_start = (".gemma_weight", ".axis_map", ".cos_sin_cache")
+    assert {name for name in held if not name.endswith(made_at_the_start)} == published
+
+
+async def test_states_are_kept_where_a_request_has_ended(
+    served: Stack, request: pytest.FixtureRequest
+) -> None:
+    """On a CPU: a turn finds all of the turn before it but the last token; the same
+    prompt again finds nothing, nor does one with the same beginning.
+    """
+    if request.node.callspec.params["served"] not in DELTA:
+        return
+    prompt = random_prompt(300)
+    async with served.client() as client:
+        await client.load(str(served.directory / "a"), 5)
+        cached = []
+        for _ in range(2):
+            first = await client.generate(prompt, 40, cache_salt="turns")
+            cached.append(first.cached)
+        other_end = np.concatenate([prompt[:200], random_prompt(30)])
+        cached.append((await client.generate(other_end, 5, cache_salt="turns")).cached)
+        turn = np.concatenate([prompt, first.tokens, random_prompt(30)])
+        second = await client.generate(turn, 40, cache_salt="turns")
+    assert cached == [0, 0, 0]
+    assert second.cached == len(prompt) + len(first.tokens) - 1
+    (all_scores,) = scores(served.models["a"], [np.concatenate([turn, second.tokens])])
+    np.testing.assert_allclose(second.logprobs, all_scores[len(turn) - 1 :], atol=1e-5)
+
+
 LAYOUTS = [["model.tensor_parallel=2"], ["model.pipeline_parallel=2"]]
 EXPERT_LAYOUTS = [[*layout, "model.expert_parallel=2"] for layout in LAYOUTS]
 DIVIDED = {"qwen2": LAYOUTS} | dict.fromkeys(
-    ("qwen3_moe", "llama4_multimodal", "gpt_oss", *SLOW), EXPERT_LAYOUTS
+    ("qwen3_moe", "llama4_multimodal", "gpt_oss", "glm4_moe", "moonlight"), EXPERT_LAYOUTS
 )
+DIVIDED |= {name: EXPERT_LAYOUTS if "moe" in name or "next" in name else LAYOUTS for name in DELTA}
 """Others are tested otherwise: Llama, dense models without biases, Llama 4 without its
 vision tower.
 """
@@ -264,6 +342,7 @@ def language_bytes(model: Any) -> int:
     without a vision tower.
     """
     towers = (
+        "model.visual",
         "vision_model",
         "model.vision_model",
         "multi_modal_projector",
@@ -285,7 +364,7 @@ async def test_tensors_arrive_one_by_one_while_it_generates(
     place. A request that goes on over the publication has log-probs of the old weights
     before the swap and of the new ones after it.
     """
-    if request.node.callspec.params["served"] not in (*BALANCED, "gpt_oss"):
+    if request.node.callspec.params["served"] not in (*BALANCED, *DELTA, "gpt_oss"):
         return
     recipe = served.recipe.model_copy(
         update={"weights": served.recipe.weights.model_copy(update={"full_every": 3})}

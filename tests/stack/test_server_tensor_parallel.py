@@ -14,7 +14,13 @@ from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack, running, two_models
 from tests.stack.publish_world import BROKEN, NO_MEMORY, NUDGED, SAME, UNMADE, publish_from
 from tests.stack.test_server_families import CASES, ENDLESS, LLAMA4, assert_serves
-from tests.tiny import tiny_deepseek_v3, tiny_gpt_oss, tiny_llama4, tiny_minimax_m2
+from tests.tiny import (
+    tiny_deepseek_v3,
+    tiny_gpt_oss,
+    tiny_llama4,
+    tiny_minimax_m2,
+    tiny_qwen3_5_moe,
+)
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(900)]
 
@@ -28,6 +34,10 @@ MODELS = {
     "deepseek_v3": (tiny_deepseek_v3, CASES["deepseek_v3"].overrides),
     "minimax_m2": (tiny_minimax_m2, {"intermediate_size": 64}),
     "gpt_oss": (tiny_gpt_oss, {"intermediate_size": 64}),
+    "qwen3_5_moe": (
+        tiny_qwen3_5_moe,
+        {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    ),
 }
 
 
@@ -35,10 +45,7 @@ MODELS = {
     scope="module",
     params=[
         "llama4",
-        *(
-            pytest.param(n, marks=pytest.mark.slow)
-            for n in ("deepseek_v3", "minimax_m2", "gpt_oss")
-        ),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "llama4"),
     ],
 )
 def served(

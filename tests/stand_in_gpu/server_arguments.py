@@ -39,6 +39,9 @@ SPANNING = {"deepseek-v3": 32, "kimi-k2": 32, "glm-4.5": 16}
 ALSO = ("attention_backend", "fp8_gemm_runner_backend", "quantization")
 """What SGLang chooses itself, mostly."""
 
+DELTA = ("qwen3.5-9b", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b")
+"""Models with gated delta networks."""
+
 IN_FP8 = ("qwen3-8b", "qwen3-30b-a3b")
 """Models of servers in FP8."""
 
@@ -119,6 +122,8 @@ def resolved(major: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]
                 f"{config}-fp8",
                 *asked_and_made(recipes.load("scalerl-8b", [model(config), *keys])),
             )
+        for config in DELTA:
+            yield config, *asked_and_made(recipes.load("scalerl-8b", [model(config)]))
         for name, ranks in SPANNING.items():
             wide = [model(name), f"resources.server_tensor_parallel={ranks}"]
             yield name, *asked_and_made(recipes.load("scalerl-8b", wide), ranks // 8)

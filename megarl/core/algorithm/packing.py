@@ -60,14 +60,16 @@ def cost_of(model: Architecture) -> Cost:
     """Return the cost of training in floating-point operations, in all layers and the
     head. A forward pass takes 2 for each parameter that a token is multiplied with and,
     per pair of positions, 2 for each element of a query and of a value (PaLM, arXiv
-    2204.02311, appendix B).
+    2204.02311, appendix B). Delta networks cost the same for each token.
     """
     pair = LAYER_PASSES * 2 * (model.query + model.attended)
     layers = LAYER_PASSES * 2 * model.body_parameters
+    if model.delta:
+        layers += LAYER_PASSES * len(model.delta_layers) * model.delta.rule_flops
     head = HEAD_PASSES * 2 * model.embedding_parameters
     return Cost(
         token=layers + head,
-        pair=pair * (model.layers - model.local_layers),
+        pair=pair * (model.attention_layers - model.local_layers),
         local_pair=pair * model.local_layers,
         chunk=model.attention_chunk or 1,
         window=model.window or 0,

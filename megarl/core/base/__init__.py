@@ -21,6 +21,7 @@ tokenizer.py     text to token ids and back
 hf_files.py      JSON files of a Hugging Face directory
 config_values.py     types of the values in config.json
 architecture.py      a model's structure, from its config.json
+delta_layers.py      its gated delta networks: sizes, layers, cost
 hf_tensors.py        names and shapes of its tensors, by family
 safetensors_header.py   where each tensor lies in a file
 weight_files.py      which files hold a model's weights

@@ -1,5 +1,5 @@
-"""A model's structure, read from its config.json. Only this module interprets that
-file; it needs no weights and no torch.
+"""A model's structure, read from its config.json. Only this module and delta_layers.py
+interpret that file; they need no weights and no torch.
 
     config.json ──► Architecture
       models/            megatron's arguments, each layer's attention, names of tensors
@@ -21,6 +21,7 @@ from typing import Literal
 import numpy as np
 
 from megarl.core.base.config_values import MOST_EXPERTS, MOST_LAYERS, check_values, names, size
+from megarl.core.base.delta_layers import DeltaLayers, read_delta_layers
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config, read_json, text_config
 from megarl.core.base.types import JsonObject, Routing
@@ -127,6 +128,14 @@ class Architecture:
     window_layers: tuple[int, ...] = ()
     # Clamps an expert's gate g and up u: (u + 1) g sigmoid(1.702 g), not u silu(g).
     glu_limit: float | None = None
+    # Gated delta networks, which some layers have instead of attention.
+    delta: DeltaLayers | None = None
+    # q comes with a gate as wide as it; its sigmoid multiplies attention's output.
+    gated_attention: bool = False
+    # The shared expert's output is multiplied by the sigmoid of one number per token.
+    gated_shared_expert: bool = False
+    # RMS norms multiply by 1 + weight, those in delta networks excepted.
+    centered_norms: bool = False
 
     @property
     def query(self) -> int:
@@ -155,12 +164,22 @@ class Architecture:
 
     @property
     def cached(self) -> int:
-        """Elements that a server caches per token and layer: k and v, or the latent
-        vector that they are made from.
+        """Elements that a server caches per token and attention layer: k and v, or the
+        latent vector that they are made from.
         """
         if self.latent:
             return self.latent.shared + self.latent.position
         return self.key + self.value
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """Layers that have a gated delta network."""
+        return self.delta.layers if self.delta else ()
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers that have attention."""
+        return self.layers - len(self.delta_layers)
 
     @property
     def moe_layers(self) -> int:
@@ -183,16 +202,29 @@ class Architecture:
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of the matrices of one layer's attention: q, k, v, output."""
+        """Parameters of the matrices of one layer's attention: q, its gate if it has
+        one, k, v, output.
+        """
         latent = self.latent
         if latent is None:
-            return self.hidden * (2 * self.query + 2 * self.key)
+            of_query = 3 if self.gated_attention else 2
+            return self.hidden * (of_query * self.query + 2 * self.key)
         query = self.hidden * self.query
         if latent.query is not None:
             query = latent.query * (self.hidden + self.query)
         down = self.hidden * (latent.shared + latent.position)
         up = latent.shared * self.heads * (latent.content + latent.value)
         return query + down + up + self.attended * self.hidden
+
+    @property
+    def mixing_parameters(self) -> int:
+        """Parameters of the matrices of all layers' attention and delta networks, which
+        mix tokens of different positions.
+        """
+        parameters = self.attention_layers * self.attention_parameters
+        if self.delta:
+            parameters += len(self.delta_layers) * self.delta.matrix_parameters(self.hidden)
+        return parameters
 
     @property
     def expert_parameters(self) -> int:
@@ -214,22 +246,24 @@ class Architecture:
     @property
     def vector_parameters(self) -> int:
         """Parameters of the norms and biases of all layers, and of the norm after the
-        last layer.
+        last layer; of a delta network all but its matrices.
         """
-        layer = 2 * self.hidden
+        attention = 0
         if self.head_norms:
-            layer += 2 * self.head_dim
+            attention += 2 * self.head_dim
         if self.whole_norms:
-            layer += self.query + self.key
+            attention += self.query + self.key
         if self.qkv_biases:
-            layer += self.query + 2 * self.key
+            attention += self.query + 2 * self.key
         if self.latent:
-            layer += (self.latent.query or 0) + self.latent.shared
+            attention += (self.latent.query or 0) + self.latent.shared
         if self.biases:
-            layer += self.hidden + self.experts
+            attention += self.hidden + self.experts
         if self.sinks:
-            layer += self.heads
-        return self.layers * layer + self.hidden
+            attention += self.heads
+        delta = len(self.delta_layers) * self.delta.vector_parameters if self.delta else 0
+        norms = (2 * self.layers + 1) * self.hidden
+        return norms + self.attention_layers * attention + delta
 
     @property
     def dense_parameters(self) -> int:
@@ -237,9 +271,10 @@ class Architecture:
         shared experts, routers, norms.
         """
         dense = (self.layers - self.moe_layers) * 3 * self.feed_forward
-        shared = self.moe_layers * (3 * self.shared_feed_forward + self.experts)
-        attention = self.layers * self.attention_parameters
-        return attention + self.hidden * (dense + shared) + self.vector_parameters
+        gates = int(self.gated_shared_expert)
+        shared = self.moe_layers * (3 * self.shared_feed_forward + gates + self.experts)
+        feed_forward = self.hidden * (dense + shared)
+        return self.mixing_parameters + feed_forward + self.vector_parameters
 
     @property
     def routed_parameters(self) -> int:
@@ -274,6 +309,12 @@ class Architecture:
         routed = chosen_experts * (self.expert_parameters - self.expert_biases)
         return self.dense_parameters - self.vector_parameters + routed
 
+    def state_bytes(self, width: int) -> int:
+        """Return what a server keeps of each sequence besides keys and values; 0
+        without delta networks. width: bytes of an activation.
+        """
+        return self.delta.state_bytes(width) if self.delta else 0
+
     def megatron_sizes(self) -> dict[str, int | None]:
         """Return the sizes under their names in megatron's TransformerConfig; those of
         experts and latent attention if any.
@@ -292,6 +333,15 @@ class Architecture:
             sizes["moe_ffn_hidden_size"] = self.expert_feed_forward
         if self.shared_feed_forward:
             sizes["moe_shared_expert_intermediate_size"] = self.shared_feed_forward
+        if self.gated_shared_expert:
+            sizes["moe_shared_expert_gate"] = True
+        if self.gated_attention:
+            sizes["attention_output_gate"] = True
+        if self.delta:
+            sizes["linear_num_key_heads"] = self.delta.key_heads
+            sizes["linear_num_value_heads"] = self.delta.value_heads
+            sizes["linear_key_head_dim"] = self.delta.key_dim
+            sizes["linear_value_head_dim"] = self.delta.value_dim
         if self.router == "balanced":
             sizes["moe_router_enable_expert_bias"] = True
         if self.latent:
@@ -470,9 +520,7 @@ def _qwen3_moe(config: JsonObject) -> Architecture:
 
 
 def _llama4_multimodal(config: JsonObject) -> Architecture:
-    text = config["text_config"]
-    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    return _llama4(text | {"tie_word_embeddings": tied})
+    return _llama4(_text_of(config))
 
 
 def _llama4(config: JsonObject) -> Architecture:
@@ -696,6 +744,73 @@ def _gpt_oss(config: JsonObject) -> Architecture:
     )
 
 
+def _qwen3_5(config: JsonObject) -> Architecture:
+    """Read Qwen3.5's dense language model from its own configuration. Every fourth
+    layer has attention, with a gate; a part of each head is rotated. For text, the rows
+    of its multimodal rotation are equal: it is an ordinary one.
+    """
+    if config.get("output_gate_type") not in (None, "silu", "swish"):
+        raise MegarlError(f"output_gate_type={config['output_gate_type']!r} is not supported")
+    # Before transformers 5, these were keys of `config`.
+    rope: JsonObject = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    share: float = (config | rope).get("partial_rotary_factor", 0.25)
+    only = NO_BIAS | {"attn_output_gate": True}
+    decoder = _decoder({"head_dim": 256, **config}, only, ("default",))
+    return replace(
+        decoder,
+        rotated=int(decoder.head_dim * share),
+        head_norms=True,
+        delta=read_delta_layers(config),
+        gated_attention=True,
+        centered_norms=True,
+        predicting_layers=config.get("mtp_num_hidden_layers") or 0,
+    )
+
+
+def _qwen3_5_moe(config: JsonObject) -> Architecture:
+    """Read Qwen3.5 with experts in every layer, or Qwen3-Next. No layer has an MLP of
+    its own, and config.json may lack an intermediate_size.
+    """
+    layers = size(config, "num_hidden_layers")
+    chosen = size(config, "num_experts_per_tok")
+    everywhere = {"norm_topk_prob": True, "decoder_sparse_step": 1}
+    for key, value in everywhere.items():
+        if config.get(key, value) != value:
+            raise MegarlError(f"{key}={config[key]!r} is not supported, only {value!r}")
+    if config.get("mlp_only_layers"):
+        raise MegarlError("mlp_only_layers is not supported: only experts in every layer")
+    if chosen == 1:
+        raise MegarlError("num_experts_per_tok=1 is not supported: the router has no effect")
+    inner = size(config, "shared_expert_intermediate_size")
+    return replace(
+        _qwen3_5(config | {"intermediate_size": inner}),
+        experts=size(config, "num_experts"),
+        experts_per_token=chosen,
+        expert_feed_forward=size(config, "moe_intermediate_size"),
+        shared_feed_forward=inner,
+        gated_shared_expert=True,
+        expert_layers=tuple(range(layers)),
+        router="softmax of the chosen",
+    )
+
+
+def _qwen3_5_multimodal(config: JsonObject) -> Architecture:
+    return _qwen3_5(_text_of(config))
+
+
+def _qwen3_5_moe_multimodal(config: JsonObject) -> Architecture:
+    return _qwen3_5_moe(_text_of(config))
+
+
+def _text_of(config: JsonObject) -> JsonObject:
+    """Return the language model's part of a multimodal config.json, which says outside
+    of that part whether embedding and head are one matrix.
+    """
+    text: JsonObject = config["text_config"]
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    return text | {"tie_word_embeddings": tied}
+
+
 GROUP_BEST = 2
 """DeepSeek-V3 ranks a group by the scores of this many experts, its best (arXiv
 2412.19437, section 2.1.2).
@@ -712,6 +827,11 @@ READERS: dict[str, Callable[[JsonObject], Architecture]] = {
     "GptOssForCausalLM": _gpt_oss,
     "Llama4ForCausalLM": _llama4,
     "Llama4ForConditionalGeneration": _llama4_multimodal,
+    "Qwen3NextForCausalLM": _qwen3_5_moe,
+    "Qwen3_5ForCausalLM": _qwen3_5,
+    "Qwen3_5ForConditionalGeneration": _qwen3_5_multimodal,
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe_multimodal,
 }
 """Readers of config.json by the name in its `architectures`."""
 REFUSED = {

@@ -76,6 +76,7 @@ KINDS: dict[str, ValueKind] = {
     "use_routing_bias": FLAG,
     "use_sliding_window": FLAG,
     "rope_interleave": FLAG,
+    "attn_output_gate": FLAG,
     "rms_norm_eps": NUMBER,
     "rope_theta": NUMBER,
     "routed_scaling_factor": NUMBER,
@@ -90,6 +91,7 @@ NULLABLE: dict[str, ValueKind] = {
     "num_nextn_predict_layers": COUNT,
     "num_mtp_layers": COUNT,
     "num_mtp_modules": COUNT,
+    "mtp_num_hidden_layers": COUNT,
     "mlp_only_layers": LIST,
     "layer_types": LIST,
     "mlp_layer_types": LIST,
@@ -118,8 +120,8 @@ NULLABLE_ROPE: dict[str, ValueKind] = {
 
 
 def check_values(config: JsonObject) -> None:
-    """Raise MegarlError if a value in config.json (of Llama 4: in its text_config) is
-    of another type than its key asks for.
+    """Raise MegarlError if a value in config.json (of a multimodal model: in its
+    text_config) is of another type than its key asks for.
     """
     _check(config, KINDS, NULLABLE)
     for name in ("rope_parameters", "rope_scaling"):

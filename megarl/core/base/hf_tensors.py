@@ -10,38 +10,65 @@ Qwen3-MoE, GLMs, DeepSeek-V3      gate_proj, up_proj, down_proj of each expert.
                                   `with_experts_apart` divides without reading a value
 MiniMax-M2                        w1, w3, w2 of each expert
 Llama 4, gpt-oss                  always stacks, transposed
+Qwen3.5                           released either way, with stacks as transformers
+                                  writes them for the first line
 """
 
 from collections.abc import Iterator, Mapping
 
 from megarl.core.base.architecture import Architecture
+from megarl.core.base.delta_layers import DeltaLayers
 from megarl.core.base.safetensors_header import TensorInFile
 
 type Shapes = dict[str, tuple[int, ...]]
 """Shapes of tensors by name."""
 
-MULTIMODAL = "Llama4ForConditionalGeneration"
 MINIMAX_M2 = "MiniMaxM2ForCausalLM"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """The maps of an MLP or an expert; MiniMax-M2's are those below."""
 MINIMAX_PROJECTIONS = ("w1", "w3", "w2")
+DECODER_PREFIXES = {
+    "Llama4ForConditionalGeneration": "language_model.model.",
+    "Qwen3_5ForConditionalGeneration": "model.language_model.",
+    "Qwen3_5MoeForConditionalGeneration": "model.language_model.",
+}
+HEAD_PREFIXES = {"Llama4ForConditionalGeneration": "language_model."}
+CARRIED = {
+    "Llama4ForConditionalGeneration": ("vision_model.", "multi_modal_projector."),
+    "Qwen3NextForCausalLM": ("mtp.",),
+    "Qwen3_5ForCausalLM": ("mtp.",),
+    "Qwen3_5ForConditionalGeneration": ("model.visual.", "mtp."),
+    "Qwen3_5MoeForCausalLM": ("mtp.",),
+    "Qwen3_5MoeForConditionalGeneration": ("model.visual.", "mtp."),
+}
+"""By the name in `architectures`, what `carried_prefixes` returns."""
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 FREQUENCIES = "rotary_emb.inv_freq"
 """Old versions of transformers stored them."""
 
 
-def text_prefix(model: Architecture) -> str:
-    """Return what precedes the names of the language model's tensors."""
-    return "language_model." if model.name == MULTIMODAL else ""
+def is_multimodal(model: Architecture) -> bool:
+    """Return whether a vision tower belongs to the directory."""
+    return model.name in DECODER_PREFIXES
+
+
+def decoder_prefix(model: Architecture) -> str:
+    """Return how the names of the language model's tensors begin, but the head's."""
+    return DECODER_PREFIXES.get(model.name, "model.")
+
+
+def head_name(model: Architecture) -> str:
+    """Return the name of the head's tensor."""
+    return HEAD_PREFIXES.get(model.name, "") + HEAD
 
 
 def carried_prefixes(model: Architecture) -> tuple[str, ...]:
     """Return how the names of tensors begin that are not trained, but kept bit for bit:
     a vision tower, and layers for multi-token prediction, which follow the last one.
     """
-    if model.name == MULTIMODAL:
-        return ("vision_model.", "multi_modal_projector.")
+    if model.name in CARRIED:
+        return CARRIED[model.name]
     following = range(model.layers, model.layers + model.predicting_layers)
     return tuple(f"model.layers.{layer}." for layer in following)
 
@@ -50,19 +77,22 @@ def expected_shapes(model: Architecture) -> Shapes:
     """Return the shape of each tensor of the language model. A tied head is not among
     them.
     """
-    prefix = text_prefix(model)
+    prefix = decoder_prefix(model)
     shapes: Shapes = {
-        f"{prefix}model.{EMBEDDING}": (model.vocabulary, model.hidden),
-        f"{prefix}model.norm.weight": (model.hidden,),
+        f"{prefix}{EMBEDDING}": (model.vocabulary, model.hidden),
+        f"{prefix}norm.weight": (model.hidden,),
     }
     if not model.tied:
-        shapes[f"{prefix}{HEAD}"] = (model.vocabulary, model.hidden)
+        shapes[head_name(model)] = (model.vocabulary, model.hidden)
     with_experts = frozenset(model.expert_layers)
     for layer in range(model.layers):
-        start = f"{prefix}model.layers.{layer}."
+        start = f"{prefix}layers.{layer}."
         shapes[start + "input_layernorm.weight"] = (model.hidden,)
         shapes[start + "post_attention_layernorm.weight"] = (model.hidden,)
-        parts = _attention(model) | _feed_forward(model, layer in with_experts)
+        mixer = _attention(model)
+        if model.delta and layer in model.delta.layers:
+            mixer = _delta_network(model, model.delta)
+        parts = mixer | _feed_forward(model, layer in with_experts)
         for name, shape in parts.items():
             shapes[start + name] = shape
     return shapes
@@ -84,7 +114,8 @@ def _attention(model: Architecture) -> Shapes:
 
 
 def _projections(model: Architecture) -> Shapes:
-    widths = {"q": model.query, "k": model.key, "v": model.value}
+    query = 2 * model.query if model.gated_attention else model.query
+    widths = {"q": query, "k": model.key, "v": model.value}
     shapes: Shapes = {}
     for name, width in widths.items():
         shapes[f"{name}_proj.weight"] = (width, model.hidden)
@@ -92,6 +123,25 @@ def _projections(model: Architecture) -> Shapes:
         for name, width in widths.items():
             shapes[f"{name}_proj.bias"] = (width,)
     return shapes
+
+
+def _delta_network(model: Architecture, delta: DeltaLayers) -> Shapes:
+    """Return the shapes of a layer's gated delta network, by name within the layer."""
+    heads = delta.value_heads
+    if model.name == "Qwen3NextForCausalLM":
+        inputs = {"qkvz": delta.convolved + delta.value, "ba": 2 * heads}
+    else:
+        inputs = {"qkv": delta.convolved, "z": delta.value, "b": heads, "a": heads}
+    shapes: Shapes = {
+        "conv1d.weight": (delta.convolved, 1, delta.taps),
+        "A_log": (heads,),
+        "dt_bias": (heads,),
+        "norm.weight": (delta.value_dim,),
+        "out_proj.weight": (model.hidden, delta.value),
+    }
+    for name, width in inputs.items():
+        shapes[f"in_proj_{name}.weight"] = (width, model.hidden)
+    return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
 
 def _latent_projections(model: Architecture) -> Shapes:
@@ -134,6 +184,8 @@ def _feed_forward(model: Architecture, with_experts: bool) -> Shapes:
         shapes[f"{start}gate.e_score_correction_bias"] = (model.experts,)
     if model.shared_feed_forward:
         shapes |= _gated_mlp(start + shared_name, model.shared_feed_forward, model.hidden)
+    if model.gated_shared_expert:
+        shapes[f"{start}shared_expert_gate.weight"] = (1, model.hidden)
     if is_llama4:
         return shapes | _llama4_stacks(model, start)
     return shapes | _separate_experts(model, start)
@@ -239,6 +291,6 @@ def _divisible_stacks(model: Architecture) -> Iterator[tuple[str, str]]:
     if model.biases or model.name == MINIMAX_M2 or model.name.startswith("Llama4"):
         return
     for layer in model.expert_layers:
-        start = f"model.layers.{layer}.mlp.experts."
+        start = f"{decoder_prefix(model)}layers.{layer}.mlp.experts."
         yield start, f"{start}gate_up_proj"
         yield start, f"{start}down_proj"

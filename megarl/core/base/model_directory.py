@@ -37,6 +37,11 @@ MODEL_TYPES = {
     "GptOssForCausalLM": "gpt_oss",
     "Llama4ForCausalLM": "llama4_text",
     "Llama4ForConditionalGeneration": "llama4",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
 }
 """`model_type` by the name in `architectures`."""
 FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
@@ -104,7 +109,7 @@ def open_served_model(hf_dir: Path) -> ModelDirectory:
     """Return the model in a directory from which SGLang is to start, too."""
     directory = open_model(hf_dir)
     check_served(hf_dir)
-    if directory.stacked:
+    if directory.stacked and directory.architecture.delta is None:
         raise MegarlError(
             f"{hf_dir}: its experts are stacked (save_original_format=False), which SGLang does"
             " not load; `convert hf-to-megatron` and `convert megatron-to-hf`"
@@ -188,9 +193,8 @@ def _other_head(model: Architecture, tensors: Mapping[str, TensorInFile]) -> str
     another head. transformers would use that one; servers and learner would use the
     embedding.
     """
-    prefix = hf_tensors.text_prefix(model)
-    head = f"{prefix}{HEAD}"
-    embedding = f"{prefix}model.{EMBEDDING}"
+    head = hf_tensors.head_name(model)
+    embedding = f"{hf_tensors.decoder_prefix(model)}{EMBEDDING}"
     if not model.tied or head not in tensors or _equal(tensors[head], tensors[embedding]):
         return ""
     return (

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from megarl.core.base.architecture import Architecture, in_directory
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import PARITY_ROLLOUTS
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.model import FP8_BLOCK
 
@@ -21,12 +22,20 @@ INNER_MULTIPLE = 32
 """On a CPU SGLang pads the inner dimension of a gated MLP to a multiple of this, but
 not the experts of gpt-oss, whose biases it would have to pad as well.
 """
+DELTA = (
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3NextForCausalLM",
+)
 OWN_EVERYWHERE = (
     TEXT_ONLY,
     "DeepseekV3ForCausalLM",
     "Glm4MoeLiteForCausalLM",
     "MiniMaxM2ForCausalLM",
     "GptOssForCausalLM",
+    *DELTA,
 )
 """Architectures for which servers use our class in sglang_models/ even on a GPU."""
 
@@ -106,6 +115,9 @@ WITH_WHOLE_EXPERTS = (
     "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM",
     "DeepseekV3ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3NextForCausalLM",
 )
 """Architectures whose experts a server's GPUs may have whole. Llama 4 and gpt-oss,
 whose directories have stacks of experts, were not tried.
@@ -206,6 +218,24 @@ def without_fp8(recipe: Recipe, capabilities: Collection[str]) -> str:
     )
 
 
+STATES_ON_GPU = 5
+STATES_ON_CPU = 3
+"""Slots for states that SGLang has for each running request (engine/states.py)."""
+
+
+def running_requests(recipe: Recipe) -> int:
+    """Return how many requests SGLang is to run at once. Scoring for parity must not
+    wait for a place: as a rollout ends, and after a publication.
+    """
+    return recipe.serving.max_running_requests + 2 * PARITY_ROLLOUTS
+
+
+def state_slots(recipe: Recipe, cuda: bool) -> int:
+    """Return a server's slots for states of delta networks. cuda: it has a GPU."""
+    slots = STATES_ON_GPU if cuda else STATES_ON_CPU
+    return slots * running_requests(recipe)
+
+
 def undivided(model: Architecture, ranks: int, whole_experts: bool) -> str:
     """Return what of the model SGLang cannot divide among a server's GPUs, such as `28
     attention heads`; empty if nothing. whole_experts: as in unquantisable. It copies
@@ -220,6 +250,8 @@ def undivided(model: Architecture, ranks: int, whole_experts: bool) -> str:
     sizes.append((model.shared_feed_forward, "columns of a shared expert"))
     if not model.latent and ranks % model.groups:
         sizes.append((model.groups, "key-value heads"))
+    if model.delta:
+        sizes.append((model.delta.key_heads, "key heads of a delta network"))
     return next((f"{size} {name}" for size, name in sizes if size % ranks), "")
 
 

@@ -32,7 +32,7 @@ from megarl.core.base import terminal
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.device import of_process
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.messages import KEPT_FROM_INPUT, PARITY_ROLLOUTS, ServerAddress
+from megarl.core.base.messages import KEPT_FROM_INPUT, ServerAddress
 from megarl.core.base.model_directory import open_served_model
 from megarl.core.base.process import (
     NODE_RANK,
@@ -44,9 +44,22 @@ from megarl.core.base.process import (
 )
 from megarl.core.base.rundir import Endpoints, LinkKeys, Meeting, RunDir
 from megarl.core.client.client import LARGEST_SUPPORT, ServerClient, ServerSaid
-from megarl.core.client.servable import OWN_EVERYWHERE, check, check_gpus, check_kernels
+from megarl.core.client.servable import (
+    OWN_EVERYWHERE,
+    check,
+    check_gpus,
+    check_kernels,
+    running_requests,
+)
 from megarl.core.engine import memory_saver, workers
 from megarl.core.engine.proxy import Gate, OwnReplies
+from megarl.core.engine.states import (
+    DTYPES,
+    check_state_room,
+    check_states,
+    state_arguments,
+    state_environment,
+)
 from megarl.core.recipe import Recipe
 
 WATCHDOG_MARGIN_S = 120.0
@@ -56,7 +69,6 @@ completions come in four chunks.
 """
 WARM_UP_LIMIT_S = 600.0
 MODELS = "megarl.core.engine.sglang_models"
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def serve_model(recipe: Recipe, host: str, port: int, api_key: str) -> None:
@@ -95,16 +107,19 @@ def serve(recipe: Recipe, index: int, port: int, host: str, endpoints: Endpoints
 
         cuda = torch.cuda.is_available()
         check(recipe, cuda)
-        open_served_model(Path(recipe.model.path))
+        model = open_served_model(Path(recipe.model.path)).architecture
         capability = torch.cuda.get_device_capability() if cuda else (0, 0)
         if cuda:
             check_kernels()
             check_gpus(recipe, [".".join(map(str, capability))])
+            if model.delta:
+                check_state_room(recipe, model, free_and_total())
         if not node:
             check_free(host, port)
         os.environ.update(without_proxy(host))  # at the end of its start SGLang calls itself
         cores = sorted(os.sched_getaffinity(0))
         os.environ.update(environment(recipe, index, cores, cuda, meeting.nodes))
+        os.environ.update(state_environment(recipe, model))
         if cuda and recipe.lends_memory:
             memory_saver.check_preload(memory_saver.installed_hook(), os.environ)
         patch_sglang(recipe)
@@ -113,7 +128,6 @@ def serve(recipe: Recipe, index: int, port: int, host: str, endpoints: Endpoints
         from sglang.srt.server_args import ServerArgs
         from sglang.srt.utils import kill_process_tree
 
-    model = in_directory(recipe.model.path)
     handles = recipe.weights.transport == "cuda_ipc"
     app.add_middleware(OwnReplies, place=of_process())
     app.add_middleware(Gate, endpoints=endpoints, handles=handles, vocabulary=model.vocabulary)
@@ -156,15 +170,17 @@ def patch_sglang(recipe: Recipe) -> None:
 
 
 def warmed_up(recipe: Recipe, url: str, endpoints: Endpoints) -> bool:
-    """Check the KV cache, whose size is known only now, and warm up, in a thread beside
-    the HTTP server. If the cache is too small, end this process as `megarl` ends with a
-    message.
+    """Check the KV cache and the slots for states, whose sizes are known only now, and
+    warm up, in a thread beside the HTTP server. If they are too small, end this process
+    as `megarl` ends with a message.
     """
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.utils import kill_process_tree
 
     try:
-        check_kv(recipe, get_global_state().tokenizer_manager.max_req_input_len)
+        info = get_global_state().scheduler_info
+        check_kv(recipe, info["max_req_input_len"])
+        check_states(recipe, in_directory(recipe.model.path), info[workers.MOST_RUNNING])
     except MegarlError as error:
         terminal.say(f"megarl: {error}", file=sys.stderr, flush=True)
         kill_process_tree(os.getpid(), include_parent=False)
@@ -329,6 +345,7 @@ def engine_arguments(
     backend, CUDA graphs of decode steps).
     """
     arguments = model_arguments(recipe, index, host, port)
+    arguments |= state_arguments(recipe, in_directory(recipe.model.path), cuda)
     if cuda:
         return arguments | cuda_arguments(recipe)
     return arguments | CPU_ARGUMENTS
@@ -355,9 +372,7 @@ def model_arguments(recipe: Recipe, index: int, host: str, port: int) -> dict[st
         "random_seed": recipe.run.seed * 1009 + index,
         "weight_version": "-1",  # of the directory; a published version is 0 or more
         "max_total_tokens": serving.kv_tokens,
-        # Scoring for parity must not wait for a slot: as a rollout ends, and after a
-        # publication.
-        "max_running_requests": serving.max_running_requests + 2 * PARITY_ROLLOUTS,
+        "max_running_requests": running_requests(recipe),
         "stream_interval": min(STREAM_INTERVAL, max(1, recipe.length.completion_tokens // 4)),
         "incremental_streaming_output": True,
         # A weight update may legitimately keep the scheduler busy for

@@ -23,6 +23,10 @@ EARLIER = 0.75
 """A server gives up waiting for a bucket after this share of the learner's limit, so
 that its reply still arrives in time.
 """
+MOST_RUNNING = "most_running"
+"""The key under which a scheduler says, when it is ready, how many requests it runs at
+most.
+"""
 POLL_S = 0.01
 """Interval at which the scheduler is asked, between two of its own steps, whether a
 step of staging has ended.
@@ -75,11 +79,19 @@ def without_megatron() -> None:
 def own_start(limit_s: float) -> None:
     """Let a rank that has loaded its part of the model wait this long for the slowest
     one. SGLang's 480 s, which nothing sets, are too few for hundreds of gigabytes on
-    storage that serves one node before another (SGLang's issue 5457).
+    storage that serves one node before another (SGLang's issue 5457). When it is ready,
+    it also says how many requests it runs at most (MOST_RUNNING).
     """
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner_components import load_model_utils
 
     load_model_utils.UNBALANCED_MODEL_LOADING_TIMEOUT_S = limit_s
+    tell = Scheduler.get_init_info
+
+    def tell_more(self: Any) -> dict[str, Any]:
+        return {**tell(self), MOST_RUNNING: self.max_running_requests}
+
+    Scheduler.get_init_info = tell_more
 
 
 def own_labels() -> None:

@@ -245,14 +245,17 @@ def _adam_config(
 
 
 def _parameter_overrides(adam: OptimizerConfig, dtype: torch.dtype) -> dict[ParamKey, Any]:
-    """Return megatron's settings of parameter groups, with a group of FP32 parameters.
-    A critic's head is FP32; in a group of both types, megatron would mix up the order
-    of parameters and of states.
+    """Return megatron's settings of parameter groups: FP32 parameters of a model of
+    another type, such as a critic's head and a delta network's A_log, have groups of
+    their own. In a group of both types, megatron would mix up the order of parameters
+    and of states.
     """
     overrides = standard_overrides(adam)
     if dtype != torch.float32:
         is_fp32 = ParamPredicate("fp32", lambda parameter: parameter.dtype == torch.float32)
-        overrides[ParamKey(predicate=is_fp32)] = {"wd_mult": 1.0}
+        # Only megatron's scheduler, which is not used here, reads this. `wd_mult` would
+        # not do: vectors have it already.
+        overrides[ParamKey(predicate=is_fp32)] = {"start_wd": adam.weight_decay}
     return overrides
 
 

@@ -7,6 +7,9 @@ sharded over any layout.
                      Engine, a critic's head
     attention.py     which queries attend to which keys of a packed row, and kernels for
                      it without Transformer Engine
+    delta.py         gated delta networks, in place of attention
+    delta_rule.py    their rule and convolution over packed rows
+    delta_kernels.py   the rule by GPU kernels, whose gradients are checked first
     families.py      names of tensors in each family, and how Megatron's are made from
                      them
     products.py      matrix products that accumulate in FP32, and weight gradients by

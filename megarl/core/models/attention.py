@@ -149,19 +149,21 @@ def rms_norm(
     epsilon: float,
     weight: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
+    centered: bool = False,
 ) -> Tensor:
     """Return x / rms(x) over the last dimension, computed in float32, times weight [h]
     (as transformers' LlamaRMSNorm). group: the ranks that have equal parts of the
-    dimension, and of the weight; None: this one has all of it.
+    dimension, and of the weight; None: this one has all of it. centered: times 1 +
+    weight, in float32 as well (as its Qwen3_5RMSNorm).
     """
-    return _ScaledNorm.apply(x, epsilon, weight, group)
+    return _ScaledNorm.apply(x, epsilon, weight, group, centered)
 
 
 class _ScaledNorm(torch.autograd.Function):
-    """RMS norm: the output is x * i * weight, with i = 1 / rms(x). Let g be its
-    gradient and m = g * weight. Then the gradient of x is i * m - i^3 * x * mean(m *
-    x), and that of the weight is the sum of g * x * i over rows. Both means are over
-    all ranks.
+    """RMS norm: the output is x * i * f, with i = 1 / rms(x) and a factor f, weight or
+    1 + weight. Let g be its gradient and m = g * f. Then the gradient of x is i * m -
+    i^3 * x * mean(m * x), and that of the weight is the sum of g * x * i over rows.
+    Both means are over all ranks of the group.
     """
 
     @staticmethod
@@ -171,19 +173,24 @@ class _ScaledNorm(torch.autograd.Function):
         epsilon: float,
         weight: Tensor | None,
         group: dist.ProcessGroup | None,
+        centered: bool,
     ) -> Tensor:
         x_fp32 = x.float()
         mean_square = _mean_over(group, x_fp32.pow(2).mean(-1, keepdim=True))
         inverse = torch.rsqrt(mean_square + epsilon)
         ctx.save_for_backward(x, inverse, weight)
         ctx.group = group
-        normal = (x_fp32 * inverse).to(x.dtype)
+        ctx.centered = centered
+        normal = x_fp32 * inverse
+        if centered:
+            return normal.mul_(1.0 + weight.float()).to(x.dtype)
+        normal = normal.to(x.dtype)
         if weight is None:
             return normal
         return normal.mul_(weight)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and weight [h] from the output's, like x."""
         x, inverse, weight = ctx.saved_tensors
         gradient_fp32 = gradient.float()
@@ -196,12 +203,13 @@ class _ScaledNorm(torch.autograd.Function):
             rows = product.flatten(0, -2)
             of_weight = rows.t() @ inverse.flatten()
             of_weight = of_weight.to(weight.dtype)
-            mean = (product @ weight.float()).div_(len(weight))
+            factor = 1.0 + weight.float() if ctx.centered else weight.float()
+            mean = (product @ factor).div_(len(weight))
             mean = mean[..., None]
-            of_x = (gradient_fp32 * weight).mul_(inverse)
+            of_x = (gradient_fp32 * factor).mul_(inverse)
         mean = _mean_over(ctx.group, mean)
         of_x.addcmul_(x, mean * inverse.pow(3), value=-1)
-        return of_x.to(x.dtype), None, of_weight, None
+        return of_x.to(x.dtype), None, of_weight, None, None
 
 
 def _mean_over(group: dist.ProcessGroup | None, x: Tensor) -> Tensor:

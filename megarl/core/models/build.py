@@ -20,6 +20,7 @@ without it, in fp32, on a CPU      layers.py: our norm, torch's kernels for atte
                                    experts one after the other
 """
 
+import copy
 import dataclasses
 import functools
 import importlib
@@ -40,19 +41,25 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from megatron.core.utils import get_te_version
 
 from megarl.core.base.architecture import Architecture, Yarn, in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import parallel
 from megarl.core.models.attention import LayerAttention
+from megarl.core.models.delta import DeltaNetwork
 from megarl.core.models.layers import (
     CausalAttention,
+    CenteredNorm,
     ChunkedTEAttention,
     LatentAttention,
     RMSNorm,
@@ -71,8 +78,9 @@ RECOMPUTE: dict[str, dict[str, object]] = {
     "none": {},
     # What costs least to compute again: no product and no exchange of tokens.
     "light": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]},
-    # The feed-forward half of each layer, with or without experts. Not attention: flash
-    # kernels keep little for backward.
+    # The feed-forward half of each layer, with or without experts, and what a gated
+    # delta network does between its projections (delta.py): it would keep a state for
+    # every 64 tokens. Not attention: flash kernels keep little for backward.
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
     "full": {
         "recompute_granularity": "full",
@@ -174,9 +182,13 @@ def _layer_arguments(architecture: Architecture) -> dict[str, object]:
         "add_qkv_bias": architecture.qkv_biases,
         "qk_layernorm": architecture.head_norms,
         "rotary_interleaved": architecture.rope_interleaved and not latent,
+        "layernorm_zero_centered_gamma": architecture.centered_norms,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
+    if architecture.delta:
+        # Layers differ, which checkpoints need to know.
+        arguments["linear_attention_freq"] = _flags(architecture.delta_layers, architecture.layers)
     if architecture.unrotated_layers:
         arguments["no_rope_freq"] = _flags(architecture.unrotated_layers, architecture.layers)
     if architecture.glu_limit is not None:
@@ -310,7 +322,11 @@ def _chunk(
     for module in chunk.modules():
         if isinstance(module, TopKRouter):
             _prepare_router(module, device, trained=not model.moe.freeze_router)
-        elif isinstance(module, MLP) and config.use_te_activation_func:
+        if isinstance(module, SharedExpertMLP) and module.gate_weight is not None:
+            # megatron makes it on the CPU. It chooses nothing, so a frozen router does
+            # not include it.
+            module.gate_weight.data = module.gate_weight.data.to(device)
+        if isinstance(module, MLP) and config.use_te_activation_func:
             module.activation_func = SwiGLU.apply
     if architecture.biases:
         _mend_experts(chunk)
@@ -442,26 +458,47 @@ def block_spec(
         core_attention = functools.partial(CausalAttention, rope=rope, layers=layers)
     elif set(layers) != {LayerAttention()}:
         core_attention = functools.partial(ChunkedTEAttention, layers=layers)
+    norm = CenteredNorm if architecture.centered_norms else RMSNorm
     if not transformer_engine:
-        spec.layer_norm = RMSNorm
+        spec.layer_norm = norm
+    if architecture.delta:
+        spec.layer_specs = [copy.deepcopy(layer_spec) for layer_spec in spec.layer_specs]
+        _place_delta_networks(spec, architecture, get_transformer_layer_offset(config, vp_stage))
     for layer_spec in spec.layer_specs:  # equal layers share one object
         layer = layer_spec.submodules
         if not transformer_engine:
-            layer.input_layernorm = RMSNorm
-            layer.pre_mlp_layernorm = RMSNorm
+            layer.input_layernorm = norm
+            layer.pre_mlp_layernorm = norm
         if architecture.latent is not None:
             layer.self_attention = latent_attention(rope, layers)
-        else:
+        elif layer.self_attention.module is not DeltaNetwork:
             attention = layer.self_attention.submodules
             if not transformer_engine and attention.q_layernorm is not IdentityOp:
-                attention.q_layernorm = RMSNorm
-                attention.k_layernorm = RMSNorm
+                attention.q_layernorm = norm
+                attention.k_layernorm = norm
             if core_attention is not None:
                 attention.core_attention = core_attention
             if architecture.whole_norms:
                 layer.self_attention.module = WholeNormAttention
         _name_second_norm(layer, architecture.latent is not None, transformer_engine)
     return spec
+
+
+def _place_delta_networks(
+    spec: TransformerBlockSubmodules, architecture: Architecture, first: int
+) -> None:
+    """Put gated delta networks in their layers, with the norm before them, which
+    Transformer Engine would compute within attention's projection. first: the number of
+    the first of these layers.
+    """
+    network = ModuleSpec(DeltaNetwork, params={"delta": architecture.delta})
+    for i, layer_spec in enumerate(spec.layer_specs, first):
+        if i not in architecture.delta_layers:
+            continue
+        layer = layer_spec.submodules
+        layer.self_attention = network
+        layer.input_layernorm = CenteredNorm
+        layer.sharded_state_dict_keys_map.pop("input_layernorm.", None)
 
 
 def _name_second_norm(

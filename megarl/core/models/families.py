@@ -8,10 +8,11 @@ Hugging Face ones.
     Weight(sources=(…q_proj, …k_proj, …v_proj), split=0, merge=…, unmerge=…)
 
 A source is a Hugging Face tensor or a view of one: an expert's entry where experts are
-stacked, a half where gate and up are fused. `merge` and `unmerge` work on whole views
-and equally on one tensor-parallel shard: TP divides each view into equal pieces along
-`split`, and merging a rank's pieces gives that rank's Megatron tensor. So a rank reads
-and converts only its own part, and one rule serves loading, export and every layout.
+stacked, a half where gate and up are fused, a range of rows. `merge` and `unmerge` work
+on whole views and equally on one tensor-parallel shard: TP divides each view into equal
+pieces along `split`, and merging a rank's pieces gives that rank's Megatron tensor. So
+a rank reads and converts only its own part, and one rule serves loading, export and
+every layout.
 
 Megatron fuses q, k, v into one tensor, ordered by key-value group (q of the group, its
 k, its v), and gate with up.
@@ -27,15 +28,21 @@ Llama 4      a layer's experts are stacked and transposed relative to Linear's:
              `language_model.`; vision tower and projector are carried along unchanged
 MiniMax-M2   block_sparse_moe for mlp, w1, w3 and w2 for an expert's gate, up and down;
              each tensor-parallel rank has the part of its heads of the norms of q and k
+Qwen3.5      gated delta networks in most layers: rows of one key head after the other
+             (`_delta_network`). q_proj has a gate beside each head. Experts as in
+             Qwen3-MoE, taken apart by base/hf_tensors.py where they are stacked;
+             vision tower and layers for multi-token prediction are carried along.
+             Qwen3-Next is the same with rows in another order
 gpt-oss      experts stacked and transposed like these, gate and up alternating in
              gate_up_proj; biases of all linear maps; a sink for each head, which
              Megatron calls softmax_offset
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 
@@ -44,12 +51,14 @@ from torch import Tensor
 
 from megarl.core.base import architecture
 from megarl.core.base.architecture import Architecture
+from megarl.core.base.delta_layers import DeltaLayers
 from megarl.core.base.hf_tensors import (
     MINIMAX_M2,
     MINIMAX_PROJECTIONS,
     PROJECTIONS,
     carried_prefixes,
-    text_prefix,
+    decoder_prefix,
+    head_name,
 )
 
 
@@ -61,6 +70,7 @@ class SourceView:
     expert: int | None = None  # index along dimension 0, if experts are stacked
     # (k, n): the k-th of n parts of the last dimension (a fused gate_up_proj)
     part: tuple[int, int] | None = None
+    rows: tuple[int, int] | None = None  # the first of these rows, and the one after the last
 
     @property
     def separate_name(self) -> str:
@@ -91,6 +101,19 @@ class Weight:
     unmerge: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]
     vocabulary: int | None = None
     served_dtype: torch.dtype | None = None
+
+
+def joined_rows(
+    views: Iterable[tuple[SourceView, Tensor]],
+) -> Iterator[tuple[SourceView, Tensor]]:
+    """Yield a weight's sources with their values, after neighbours that are rows of one
+    tensor have been put together. All rows of a tensor are in one weight.
+    """
+    for (name, has_rows), group in groupby(views, lambda each: (each[0].name, bool(each[0].rows))):
+        if has_rows:
+            yield SourceView(name), torch.cat([view for _, view in group])
+        else:
+            yield from group
 
 
 NamedWeights = dict[str, Weight]
@@ -140,28 +163,34 @@ SERVED_ROUTERS = dict.fromkeys(
 def family_of(hf_dir: Path) -> Family:
     """Return the family of the model in a Hugging Face directory."""
     model = architecture.in_directory(hf_dir)
-    return Family(model, _weights(model, text_prefix(model)), carried_prefixes(model))
+    return Family(model, _weights(model), carried_prefixes(model))
 
 
-def _weights(model: Architecture, prefix: str = "") -> NamedWeights:
-    """Return all weights of the model. prefix: begins their Hugging Face names."""
+def _weights(model: Architecture) -> NamedWeights:
+    """Return all weights of the model."""
     weights: NamedWeights = {}
+    prefix = decoder_prefix(model)
     for i in range(model.layers):
-        layer = _layer(model, f"{prefix}model.layers.{i}.", i in model.expert_layers)
+        layer = _layer(model, f"{prefix}layers.{i}.", i)
         weights |= {f"decoder.layers.{i}.{name}": weight for name, weight in layer.items()}
-    embedding = _by_vocabulary(model, prefix + "model.embed_tokens.weight")
-    head = embedding if model.tied else _by_vocabulary(model, prefix + "lm_head.weight")
+    embedding = _by_vocabulary(model, prefix + "embed_tokens.weight")
+    head = embedding if model.tied else _by_vocabulary(model, head_name(model))
     return weights | {
         "embedding.word_embeddings.weight": embedding,
-        "decoder.final_layernorm.weight": _plain(prefix + "model.norm.weight"),
+        "decoder.final_layernorm.weight": _plain(prefix + "norm.weight"),
         "output_layer.weight": head,
     }
 
 
-def _layer(model: Architecture, hf: str, experts: bool) -> NamedWeights:
-    """Return the weights of layer `hf` (…layers.3.). experts: whether it has any."""
-    attention = _attention if model.latent is None else _latent_attention
-    weights = attention(model, hf + "self_attn.") | _feed_forward(model, hf, experts)
+def _layer(model: Architecture, hf: str, number: int) -> NamedWeights:
+    """Return the weights of layer `hf` (…layers.3.) with this number."""
+    if model.delta and number in model.delta.layers:
+        mixer = _delta_network(model, model.delta, hf + "linear_attn.")
+    elif model.latent is None:
+        mixer = _attention(model, hf + "self_attn.")
+    else:
+        mixer = _latent_attention(model, hf + "self_attn.")
+    weights = mixer | _feed_forward(model, hf, number in model.expert_layers)
     weights["input_layernorm.weight"] = _plain(hf + "input_layernorm.weight")
     weights["pre_mlp_layernorm.weight"] = _plain(hf + "post_attention_layernorm.weight")
     return weights
@@ -199,8 +228,11 @@ def _attention(model: Architecture, hf: str) -> NamedWeights:
     heads if the model has them.
     """
     weights = {"self_attention.linear_proj.weight": _plain(hf + "o_proj.weight", 1)}
-    merge = partial(_merge_qkv, model.head_dim)
-    unmerge = partial(_unmerge_qkv, model)
+    merge: Callable[[Sequence[Tensor]], Tensor] = partial(_merge_qkv, model.head_dim)
+    unmerge: Callable[[Tensor], Sequence[Tensor]] = partial(_unmerge_qkv, model)
+    if model.gated_attention:
+        merge = partial(_merge_gated_qkv, model)
+        unmerge = partial(_unmerge_gated_qkv, model)
     kinds = ("weight", "bias") if model.qkv_biases else ("weight",)
     for kind in kinds:
         sources = tuple(SourceView(f"{hf}{x}_proj.{kind}") for x in "qkv")
@@ -216,6 +248,50 @@ def _attention(model: Architecture, hf: str) -> NamedWeights:
         for x in "qk":
             weights[f"self_attention.{x}_norm.weight"] = _plain(f"{hf}{x}_norm.weight", 0)
     return weights
+
+
+def _delta_network(model: Architecture, delta: DeltaLayers, hf: str) -> NamedWeights:
+    """Return the weights of `hf` (…linear_attn.). Megatron's tensors have what belongs
+    to one key head after the other: its q and k, then v, gate, b and a of the value
+    heads that it serves.
+    """
+    parts = [delta.key_dim, delta.key_dim, delta.grouped * delta.value_dim]
+    inputs = [*parts, delta.grouped * delta.value_dim, delta.grouped, delta.grouped]
+    bounds = [0, delta.key, 2 * delta.key, delta.convolved]
+    ranges = list(pairwise(bounds))
+    if model.name == "Qwen3NextForCausalLM":  # rows are in this order already
+        sources = [SourceView(f"{hf}in_proj_{name}.weight") for name in ("qkvz", "ba")]
+        inputs = [sum(inputs[:4]), sum(inputs[4:])]
+    else:
+        sources = [SourceView(f"{hf}in_proj_qkv.weight", rows=rows) for rows in ranges]
+        sources += [SourceView(f"{hf}in_proj_{name}.weight") for name in "zba"]
+    channels = tuple(SourceView(f"{hf}conv1d.weight", rows=rows) for rows in ranges)
+    exact = torch.float32
+    weights = {
+        "in_proj.weight": _by_key_head(tuple(sources), inputs),
+        "convolution": _by_key_head(channels, parts),
+        "A_log": Weight((SourceView(hf + "A_log"),), 0, served_dtype=exact),
+        "dt_bias": _plain(hf + "dt_bias", 0),
+        "norm_weight": Weight((SourceView(hf + "norm.weight"),), served_dtype=exact),
+        "out_proj.weight": _plain(hf + "out_proj.weight", 1),
+    }
+    return {f"self_attention.{name}": weight for name, weight in weights.items()}
+
+
+def _by_key_head(sources: tuple[SourceView, ...], rows: Sequence[int]) -> Weight:
+    """Return a weight with the rows of each key head together. rows: how many of each
+    source a key head has.
+    """
+
+    def merge(views: Sequence[Tensor]) -> Tensor:
+        by_head = [view.unflatten(0, (-1, n)) for view, n in zip(views, rows, strict=True)]
+        return torch.cat(by_head, 1).flatten(0, 1)
+
+    def unmerge(tensor: Tensor) -> list[Tensor]:
+        by_head = tensor.unflatten(0, (-1, sum(rows)))
+        return [part.flatten(0, 1) for part in by_head.split(list(rows), 1)]
+
+    return Weight(sources, 0, merge, unmerge)
 
 
 def _latent_attention(model: Architecture, hf: str) -> NamedWeights:
@@ -262,6 +338,8 @@ def _separate_experts(model: Architecture, hf: str) -> NamedWeights:
         shared = "shared_experts."
     if model.shared_feed_forward:
         weights |= _gated_mlp("mlp.shared_experts.", hf + shared)
+    if model.gated_shared_expert:
+        weights["mlp.shared_experts.gate_weight"] = _plain(hf + "shared_expert_gate.weight")
     for e in range(model.experts):
         weights |= _gated_mlp(f"mlp.experts.local_experts.{e}.", f"{hf}experts.{e}.")
     return weights
@@ -380,3 +458,26 @@ def _unmerge_qkv(model: Architecture, tensor: Tensor) -> list[Tensor]:
     parts = [queries_per_group * model.head_dim, model.head_dim, model.head_dim]
     grouped = tensor.reshape(-1, sum(parts), *hidden)
     return [t.reshape(-1, *hidden) for t in grouped.split(parts, 1)]
+
+
+def _merge_gated_qkv(model: Architecture, views: Sequence[Tensor]) -> Tensor:
+    """Map q and k, v [groups * head_dim, …] to [groups * (2 n + 2) * head_dim, …]. q
+    has a gate after each head; in Megatron a group has all n heads of q, their gates, k
+    and v.
+    """
+    query, *others = views
+    hidden = query.shape[1:]
+    groups = others[0].shape[0] // model.head_dim  # of this shard
+    heads = query.reshape(groups, -1, 2, model.head_dim, *hidden)
+    by_group = [heads.transpose(1, 2).flatten(1, 3)]
+    by_group += [view.reshape(groups, model.head_dim, *hidden) for view in others]
+    return torch.cat(by_group, 1).flatten(0, 1)
+
+
+def _unmerge_gated_qkv(model: Architecture, tensor: Tensor) -> list[Tensor]:
+    queries_per_group = model.heads // model.groups
+    parts = [2 * queries_per_group * model.head_dim, model.head_dim, model.head_dim]
+    grouped = tensor.unflatten(0, (-1, sum(parts)))
+    query, key, value = grouped.split(parts, 1)
+    heads = query.unflatten(1, (2, queries_per_group, model.head_dim)).transpose(1, 2)
+    return [heads.flatten(0, 3), key.flatten(0, 1), value.flatten(0, 1)]

@@ -36,7 +36,7 @@ from megarl.core.base.model_directory import ModelDirectory, few, open_model
 from megarl.core.base.ranks import gathered
 from megarl.core.base.safetensors_header import TensorInFile
 from megarl.core.base.weight_files import INDEX, tensors_in_files
-from megarl.core.models.families import Family, SourceView, Weight
+from megarl.core.models.families import Family, SourceView, Weight, joined_rows
 from megarl.core.models.region import DTYPES, Region, check_finite
 
 log = logging.getLogger(__name__)
@@ -151,11 +151,11 @@ def export(
 def _views(weight: Weight, shards: Sequence[Tensor]) -> Iterator[tuple[SourceView, Tensor]]:
     """Yield each source of a weight, made from the shards of all ranks."""
     views_of_shards = [weight.unmerge(shard) for shard in shards]
+    views = []
     for source, *pieces in zip(weight.sources, *views_of_shards, strict=True):
-        if len(pieces) == 1:
-            yield source, pieces[0]
-        else:
-            yield source, torch.cat(pieces, weight.split)
+        view = pieces[0] if len(pieces) == 1 else torch.cat(pieces, weight.split)
+        views.append((source, view))
+    return joined_rows(views)
 
 
 class _Stacks:
@@ -366,6 +366,8 @@ def read_view(
     """
     bounds = [slice(0, length) for length in shape]
     dimension = weight.split
+    if source.rows is not None:
+        bounds[0] = slice(*source.rows)
     if source.expert is not None:
         bounds[0] = slice(source.expert, source.expert + 1)
         if dimension is not None:

@@ -268,6 +268,16 @@ class WholeNormAttention(SelfAttention):
         return self.q_norm(q), self.k_norm(k), v
 
 
+class CenteredNorm(RMSNorm):
+    """Computes x / rms(x) * (1 + weight) in float32. The weight stays as it is stored:
+    1 + weight would lose digits in bf16.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., hidden_size]."""
+        return rms_norm(x, self.eps, self.weight, centered=True)
+
+
 class SwiGLU(torch.autograd.Function):
     """silu of the first half of x [..., 2 n] times the second half (arXiv 2002.05202).
     Writes the gradients of both halves into one tensor; autograd would make each and

@@ -259,6 +259,14 @@ def _undivided(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
         for name in names:
             if (sizes.get(name) or 0) % ranks:
                 yield f"model.{layout}: {name}={sizes[name]} of {m.path} is not divisible by {ranks}"
+    key_heads = sizes.get("linear_num_key_heads") or 0
+    heads_ranks = m.tensor_parallel * m.context_parallel
+    if key_heads % heads_ranks:
+        yield (
+            f"model.tensor_parallel x model.context_parallel: linear_num_key_heads={key_heads} of"
+            f" {m.path} is not divisible by {heads_ranks}, among which the heads of its delta"
+            " networks are divided; use fewer"
+        )
     layers = sizes.get("num_layers")
     if not layers:
         return
@@ -279,7 +287,7 @@ def _undivided(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
 
 def _impossible_in_fp8(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
     """Check that Transformer Engine can compute a rank's products in FP8."""
-    if "kv_lora_rank" in sizes:
+    if "kv_lora_rank" in sizes or "linear_num_key_heads" in sizes:
         yield f"model.fp8: is not implemented for the attention of {m.path}; set model.fp8=none"
     for name, size in _products(m, sizes).items():
         if size % FP8_MULTIPLE:

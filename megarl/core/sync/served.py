@@ -10,7 +10,12 @@ embed_tokens, lm_head                        ►  the same, with zero rows up to
 
 Llama 4 has the rows of q and k in rotary order; gpt-oss has gate_up_proj for each
 expert, and w13_weight_bias; q_a_proj is in DeepSeek-V3 with compressed q. MiniMax-M2's
-w1, w3, w2 are gate, up and down.
+w1, w3, w2 are gate, up and down. Qwen3.5 has in delta networks, and in attention under
+names without `self_attn`:
+
+in_proj_qkv, in_proj_z                       ►  in_proj_qkvz
+in_proj_b, in_proj_a                         ►  in_proj_ba
+q_proj with q's gates, k_proj, v_proj        ►  qkv_proj
 
 In FP8 (sync/block_fp8.py) the scales of these weights are joined in the same way:
 qkv_proj.weight_scale_inv, …
@@ -32,6 +37,7 @@ PADDED = ("embed_tokens.weight", "lm_head.weight")
 SCALES = "weight_scale_inv"
 
 _ATTENTION = re.compile(r"\.(q|k|v)_proj\.(weight|bias|weight_scale_inv)$")
+_DELTA = re.compile(r"\.in_proj_(qkv|z|b|a)\.weight$")
 _LATENT = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\.weight$")
 _EXPERT = re.compile(
     r"\.experts\.(\d+)\.(gate_proj|up_proj|gate_up_proj|down_proj|w1|w2|w3)"
@@ -55,6 +61,13 @@ class ServedPart(NamedTuple):
 
 def place(name: str, tensor: Tensor, model: Architecture) -> ServedPart:
     """Return where the server stores this Hugging Face tensor."""
+    if model.delta:
+        name = name.replace("model.language_model.", "model.").replace(".self_attn.", ".")
+        if match := _DELTA.search(name):
+            first_row = {"qkv": 0, "z": model.delta.convolved, "b": 0, "a": model.delta.value_heads}
+            joint = "qkvz" if match[1] in ("qkv", "z") else "ba"
+            start = first_row[match[1]] * tensor[0].nbytes
+            return ServedPart(_DELTA.sub(f".in_proj_{joint}.weight", name), start)
     if model.latent:
         match = _LATENT.search(name)
         if match and model.latent.query is not None:
@@ -62,7 +75,8 @@ def place(name: str, tensor: Tensor, model: Architecture) -> ServedPart:
             fused_name = _LATENT.sub(".fused_qkv_a_proj_with_mqa.weight", name)
             return ServedPart(fused_name, rows * tensor[0].nbytes)
     elif match := _ATTENTION.search(name):
-        first_row = {"q": 0, "k": model.query, "v": model.query + model.key}
+        query = 2 * model.query if model.gated_attention else model.query
+        first_row = {"q": 0, "k": query, "v": query + model.key}
         rows = first_row[match[1]]
         if match[2] == SCALES:
             rows //= BLOCK

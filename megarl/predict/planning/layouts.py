@@ -228,10 +228,10 @@ def as_written(problem: PlanningProblem) -> Plan | str:
 
 def _shared_bytes(recipe: Recipe, learner: LearnerMemory, server: ServerMemory) -> float:
     """Return the bytes of learner and server on a GPU that they share. If memory is
-    released, a training step alternates with KV.
+    released, a training step alternates with KV and states.
     """
     training = learner.total - learner.state
-    generating = server.kv + server.transient
+    generating = server.kv + server.states + server.transient
     temporary = training + generating
     if recipe.lends_memory:
         temporary = max(training, generating)
@@ -390,10 +390,12 @@ def server_of(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
         )
     recipe = changed(problem.recipe, "resources", server_tensor_parallel=ranks)
     needed = memory.server(recipe, shape, gpu.memory)
-    room = gpu.usable - needed.weights - needed.transient
+    room = gpu.usable - needed.weights - needed.states - needed.transient
     fitting = replace(needed, kv=min(needed.kv, max(room, 0.0)))
     if fitting.kv_tokens < longest:
         largest_part = "weights" if needed.kv_tokens < longest else "weights and logits"
+        if needed.states:
+            largest_part += " and states of delta networks (serving.max_running_requests)"
         return f"server TP {ranks}: {largest_part} leave no room for the KV of one longest sequence"
     return fitting
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 from megarl.core.base import architecture
 from megarl.core.base.architecture import Architecture
+from megarl.core.base.delta_layers import CHUNK
+from megarl.core.client.servable import state_slots
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.model import FP8_BLOCK
 from megarl.predict.planning.hardware import ASSUMED
@@ -70,12 +72,14 @@ class LearnerMemory:
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """Bytes on each GPU of a server. kv: the static part without the weights.
-    transient: peak use outside the static part. In the host's memory: new weights that
-    wait for their swap (staged), and for each token of KV the experts that were chosen.
+    """Bytes on each GPU of a server. states: slots for states of delta networks. kv:
+    the static part without weights and states. transient: peak use outside the static
+    part. In the host's memory: new weights that wait for their swap (staged), and for
+    each token of KV the experts that were chosen.
     """
 
     weights: float
+    states: float
     kv: float
     kv_token: float
     transient: float
@@ -229,8 +233,10 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
     width = WIDTH[model.dtype]
     tensor = model.tensor_parallel
     input_width = width if model.fp8 == "none" else FP8
-    attention = replicated_activation_bytes(shape, width, input_width) / tensor
-    attention += attention_activation_bytes(shape, width, input_width) / tensor
+    norms = replicated_activation_bytes(shape, width, input_width) / tensor
+    attention = norms + attention_activation_bytes(shape, width, input_width) / tensor
+    rule = delta_rule_activation_bytes(shape, width) / tensor
+    delta = norms + delta_activation_bytes(shape, width, input_width) / tensor
     dense = mlp_activation_bytes(shape.feed_forward, width, input_width) / tensor
     routed = routed_activation_bytes(shape, model.expert_tensor_parallel, width, input_width)
     shared = mlp_activation_bytes(shape.shared_feed_forward, width, input_width) / tensor
@@ -238,14 +244,15 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
     layers = shape.layers
     moe = shape.moe_layers
     share = stage_share(recipe, shape)
-    all_attention = layers * attention
+    all_attention = shape.attention_layers * attention
+    all_delta = len(shape.delta_layers) * (delta + rule)
     all_dense = (layers - moe) * dense
     if recompute == "none":
-        layer_bytes = all_attention + all_dense + moe * sparse
+        layer_bytes = all_attention + all_delta + all_dense + moe * sparse
         return layer_bytes * share, 0.0
     if recompute == "light":
         light = light_activation_bytes(shape, input_width) / tensor
-        layer_bytes = all_attention + all_dense + moe * (sparse - light)
+        layer_bytes = all_attention + all_delta + all_dense + moe * (sparse - light)
         return layer_bytes * share, light
     largest = 0.0
     if moe < layers:
@@ -253,10 +260,12 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
     if moe:
         largest = max(largest, sparse)
     if recompute == "selective":
-        return all_attention * share, largest
+        mixers = all_attention + len(shape.delta_layers) * delta
+        return mixers * share, max(largest, rule)
     # Each layer's input, divided like the norms': [AR] section 5
     inputs = layers * shape.hidden * width / tensor
-    return inputs * share, attention + largest
+    mixer = max(attention, delta + rule) if shape.delta else attention
+    return inputs * share, mixer + largest
 
 
 def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemory:
@@ -274,15 +283,25 @@ def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemo
     kv_token = kv_bytes(shape, ranks, kv_width(recipe))
     share = recipe.serving.memory_fraction or ASSUMED.static_share
     most_kv = (recipe.serving.kv_tokens or math.inf) * kv_token
-    without_weights = share * gpu_memory - weights
+    states = slot_bytes(recipe, shape) * state_slots(recipe, cuda=True)
+    room = share * gpu_memory - weights - states
     return ServerMemory(
         weights=weights,
-        kv=max(0.0, min(without_weights, most_kv)),
+        states=states,
+        kv=max(0.0, min(room, most_kv)),
         kv_token=kv_token,
         transient=logits + landings * largest_bucket(recipe, shape),
         staged=weights if recipe.stages_weights else 0.0,
         routed_token=INT32 * shape.layers * shape.experts_per_token,
     )
+
+
+def slot_bytes(recipe: Recipe, shape: Architecture) -> float:
+    """Return the bytes of one state of all delta networks on each GPU of a server,
+    which divides their heads; 0 without delta networks.
+    """
+    ranks = recipe.resources.server_tensor_parallel
+    return shape.state_bytes(WIDTH[recipe.model.dtype]) / ranks
 
 
 def kv_width(recipe: Recipe) -> int:
@@ -369,6 +388,29 @@ def attention_activation_bytes(shape: Architecture, width: int, input_width: int
     return numbers * width + output_in_fp8 + FP32 * shape.heads
 
 
+def delta_activation_bytes(shape: Architecture, width: int, input_width: int) -> float:
+    """Return bytes per token and layer that TP divides, kept by a delta network's
+    projections: what they give, and the input of the one after the rule.
+    """
+    delta = shape.delta
+    if delta is None:
+        return 0.0
+    projected = delta.convolved + delta.value + 2 * delta.value_heads
+    return projected * width + delta.value * input_width
+
+
+def delta_rule_activation_bytes(shape: Architecture, width: int) -> float:
+    """Return bytes per token and layer that TP divides, kept between a delta network's
+    projections: q, k and v after the convolution, the rule's output, and a state in
+    FP32 for each chunk (arXiv 2412.06464, section 3.3).
+    """
+    delta = shape.delta
+    if delta is None:
+        return 0.0
+    states = FP32 * delta.value_heads * delta.key_dim * delta.value_dim / CHUNK
+    return (delta.convolved + delta.value) * width + states
+
+
 def mlp_activation_bytes(feed_forward: int, width: int, input_width: int) -> float:
     """Return bytes per token of a gated MLP, which TP divides: gate and up, and their
     product. [AR] 4.1, for SwiGLU.
@@ -427,9 +469,9 @@ def head_bytes(tokens: float, shape: Architecture, width: int) -> float:
 
 def kv_bytes(shape: Architecture, tensor_parallel: int, width: int) -> float:
     """Return KV bytes per token on each GPU of a server [Inf]. With more GPUs than KV
-    groups, GPUs hold copies.
+    groups, GPUs hold copies. Delta networks keep nothing per token.
     """
     if shape.latent:  # one vector for all heads, which every GPU holds
         return shape.layers * shape.cached * width
     groups = max(shape.groups / tensor_parallel, 1)
-    return 2 * shape.layers * groups * shape.head_dim * width
+    return 2 * shape.attention_layers * groups * shape.head_dim * width

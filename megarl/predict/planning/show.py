@@ -260,6 +260,7 @@ def _figures(plan: Plan) -> dict[str, str]:
         "EP, DP": f"{model.expert_parallel}, {plan.recipe.data_parallel}",
         "learner, GB a GPU": f"{plan.learner.total / GB:.0f}",
         "server: KV tokens": f"{plan.server.kv_tokens / 1000:,.0f}k",
+        **_states(plan),
         "rollouts at once": f"{plan.running:.0f}",
         "step, s": f"{plan.step_seconds:.1f}",
         "  likely": in_short(likely(plan.step_seconds)),
@@ -273,6 +274,13 @@ def _figures(plan: Plan) -> dict[str, str]:
         "servers idle": f"{plan.server_idle:.0%}",
         "GPU-h/1k steps": f"{plan.gpu_hours_per_1000_steps:,.0f}",
     }
+
+
+def _states(plan: Plan) -> dict[str, str]:
+    """Return the row of a server's slots for states of delta networks; none without."""
+    if not plan.server.states:
+        return {}
+    return {"server: states, GB": f"{plan.server.states / GB:.1f}"}
 
 
 def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:

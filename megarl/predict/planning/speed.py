@@ -128,7 +128,7 @@ def _layer_seconds(
         linear_rate = gpu.fp8 * gpu.fp8_training
     # The backward pass repeats the products of all layers, or of MLPs and experts
     # (models/build.py): [AR] section 5
-    feed_forward = body - shape.layers * shape.attention_parameters
+    feed_forward = body - shape.mixing_parameters
     repeated_of = {"none": 0.0, "light": 0.0, "selective": feed_forward, "full": body}
     repeated = repeated_of[recompute]
     linear = LAYER_PASSES * layer_flop(shape) + 2 * repeated
@@ -188,7 +188,11 @@ def _link_seconds(
     passes = 3 if recompute == "full" else 2
     key_and_value = shape.key + shape.value
     size = passes * tokens * (context - 1) * HALF * key_and_value / tensor
-    seconds += shape.layers * size / rate
+    seconds += shape.attention_layers * size / rate
+    # Delta networks exchange tokens for heads, and outputs back (models/delta.py).
+    rows = memory.delta_activation_bytes(shape, HALF, HALF)
+    size = passes * tokens * (context - 1) / context * rows / tensor
+    seconds += len(shape.delta_layers) * size / rate
     # Each pass goes there and back: GShard, arXiv 2006.16668. A token has a row for
     # each expert, chosen uniformly; some leave.
     passes = 6 if recompute in ("selective", "full") else 4
@@ -272,6 +276,8 @@ class Decoder:
         self.read = (dense_bytes + embedding) / self.ranks
         expert = memory.map_width(recipe) * shape.moe_layers * shape.expert_parameters
         self.read_expert = expert / self.ranks
+        # Each step reads and writes the state of each running request.
+        self.moved_state = 2 * memory.slot_bytes(recipe, shape)
         layers_flop = layer_flop(shape) * _quickened(recipe, gpu)
         self.flop = (layers_flop + head_flop(shape)) / self.ranks
         # An all-reduce goes up and down a tree of nodes: [Ring]
@@ -307,9 +313,9 @@ class Decoder:
         positions = context_tokens  # positions: tokens whose k and v are read, averaged over layers
         if shape.local_positions is not None:
             local = min(context_tokens, running * shape.local_positions)
-            local_share = shape.local_layers / shape.layers
+            local_share = shape.local_layers / shape.attention_layers
             positions -= local_share * (context_tokens - local)
-        moved = self.read + positions * self.kv_token
+        moved = self.read + positions * self.kv_token + running * self.moved_state
         if shape.experts:
             # Only the experts that any request uses are read; each request chooses
             # uniformly.
@@ -431,9 +437,11 @@ def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> 
 
 def layer_flop(shape: Architecture) -> float:
     """Return forward FLOP per token: 2 per parameter that multiplies it, without
-    embedding and head. [PaLM]
+    embedding and head [PaLM]; and those of the delta rule, which do not grow with
+    positions.
     """
-    return 2 * shape.body_parameters
+    rule = shape.delta.rule_flops if shape.delta else 0
+    return 2 * shape.body_parameters + len(shape.delta_layers) * rule
 
 
 def attention_flop(shape: Architecture, positions: float) -> float:
@@ -441,7 +449,7 @@ def attention_flop(shape: Architecture, positions: float) -> float:
     and sum of values. [PaLM], causal.
     """
     local = shape.local_layers * min(positions, shape.local_positions or positions)
-    all_positions = (shape.layers - shape.local_layers) * positions
+    all_positions = (shape.attention_layers - shape.local_layers) * positions
     return 2 * (shape.query + shape.attended) * (local + all_positions)
 
 

@@ -30,7 +30,13 @@ from tests.tiny import (
     tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
+    tiny_qwen3_5,
+    tiny_qwen3_5_moe,
+    tiny_qwen3_5_moe_multimodal,
+    tiny_qwen3_5_multimodal,
     tiny_qwen3_moe,
+    tiny_qwen3_next,
+    with_experts_apart,
 )
 
 # isort: split
@@ -49,6 +55,14 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "moonlight": (tiny_deepseek_v3, MOONLIGHT),
     "minimax-m2": (tiny_minimax_m2, {}),
     "gpt-oss": (tiny_gpt_oss, {}),
+    "qwen3.5": (tiny_qwen3_5, {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
+    "qwen3.5 with a vision tower": (
+        tiny_qwen3_5_multimodal,
+        {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    ),
+    "qwen3.5-moe": (tiny_qwen3_5_moe, {}),
+    "qwen3.5-moe as released": (tiny_qwen3_5_moe_multimodal, {}),
+    "qwen3-next": (tiny_qwen3_next, {}),
 }
 SLOW = ("glm-4.5", "glm-4.7-flash", "moonlight")
 DENSE = (["--tp", "2", "--pp", "2"], ["--tp", "4"])
@@ -60,8 +74,8 @@ def run(*arguments: object) -> None:
 
 
 def same(a: Path, b: Path) -> bool:
-    left = Directory(a)
-    right = Directory(b)
+    left = with_experts_apart(Directory(a))
+    right = with_experts_apart(Directory(b))
     return left.keys() == right.keys() and all(
         torch.equal(left[n].view(torch.uint8), right[n].view(torch.uint8)) for n in left
     )

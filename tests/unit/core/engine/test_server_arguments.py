@@ -18,7 +18,7 @@ from megarl.core.base.rundir import Meeting
 from megarl.core.client import servable
 from megarl.core.client.client import TOP_K_WITH_TOP_P
 from megarl.core.client.servable import check, check_gpus
-from megarl.core.engine import launch
+from megarl.core.engine import launch, states
 from megarl.core.engine.launch import (
     engine_arguments,
     environment,
@@ -422,6 +422,102 @@ def test_llama_4_beyond_a_chunk_is_served_on_hopper_only(tmp_path: Path) -> None
         check_gpus(a_recipe(tmp_path / "dense"), [capability])
 
 
+DELTA = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "tie_word_embeddings": False,
+    "text_config": SIZES
+    | {
+        "architectures": None,
+        "num_hidden_layers": 6,
+        "layer_types": [*["linear_attention"] * 2, "full_attention"] * 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+
+
+def test_delta_networks_are_served_by_our_text_class_from_either_directory(tmp_path: Path) -> None:
+    """transformers does not write the interval, without which SGLang ends."""
+    text = {**DELTA["text_config"], "architectures": ["Qwen3_5MoeForCausalLM"]}
+    for config in (DELTA, text):
+        recipe = a_recipe(tmp_path, config=config)
+        for cuda in (False, True):
+            variables = environment(recipe, 0, [0], cuda)
+            assert variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "megarl.core.engine.sglang_models"
+            arguments = engine_arguments(recipe, 0, "127.0.0.1", 1, cuda)
+            assert arguments["enable_multimodal"] is False
+            said = json.loads(str(arguments["json_model_override_args"]))
+            assert said["architectures"] == ["Qwen3_5MoeForCausalLM"]
+            assert said.get("text_config", said)["full_attention_interval"] == 3
+            assert ("text_config" in said) is ("text_config" in config)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_states_are_exact_and_convolutions_keep_the_models_type(tmp_path: Path, dtype: str) -> None:
+    from sglang.srt.environ import envs
+
+    recipe = a_recipe(tmp_path, config=DELTA, model={"path": str(tmp_path), "dtype": dtype})
+    variables = states.state_environment(recipe, read(str(tmp_path)))
+    assert variables["SGLANG_MAMBA_CONV_DTYPE"] == launch.DTYPES[dtype]
+    assert variables["SGLANG_MAMBA_SSM_DTYPE"] == "float32"
+    assert all(hasattr(envs, name) for name in variables)
+    dense = a_recipe(tmp_path / "dense")
+    assert states.state_environment(dense, read(str(tmp_path / "dense"))) == {}
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_sglang_has_a_state_for_each_request_that_may_run(
+    tmp_path: Path, cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own rule for how many slots each takes."""
+    from sglang.srt.mem_cache import kv_cache_configurator as theirs
+
+    arguments = engine_arguments(a_recipe(tmp_path, config=DELTA), 0, "127.0.0.1", 1, cuda)
+    no_overlap = arguments.get("disable_overlap_schedule", False)
+    buffered = arguments["mamba_radix_cache_strategy"] == "extra_buffer"
+    mamba = SimpleNamespace(
+        enable_mamba_extra_buffer=buffered, enable_mamba_extra_buffer_lazy=False
+    )
+    schedule = SimpleNamespace(disable_overlap_schedule=no_overlap)
+    cache = SimpleNamespace(disable_radix_cache=arguments.get("disable_radix_cache", False))
+    monkeypatch.setattr(theirs, "get_memory", lambda: cache)
+    monkeypatch.setattr(theirs, "get_exec", lambda: SimpleNamespace(mamba=mamba))
+    monkeypatch.setattr(theirs, "get_schedule", lambda: schedule)
+    each = theirs.KVCacheConfigurator._calculate_mamba_ratio(None)
+    slots = arguments["max_mamba_cache_size"]
+    running = arguments["max_running_requests"]
+    assert isinstance(slots, int)
+    assert slots // each == running
+
+
+def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Before the start by the GPU's memory, after it by what SGLang says."""
+    recipe = a_recipe(tmp_path, config=DELTA, serving={"max_running_requests": 1000})
+    model = read(str(tmp_path))
+    assert model.delta is not None
+    needed = 5 * 1008 * 4 * (4 * 4 * 16 * 16 + 2 * 3 * 128) + 2 * model.parameters
+    for free, fits in ((needed + 2**20, True), (needed - 2**20, False)):
+        memory = [(80_000, 80_000), (free // 2**20, 80_000)]
+        with (
+            nullcontext()
+            if fits
+            else pytest.raises(
+                MegarlError, match=r"max_running_requests: 1008 .* 5040 slots .* GiB are free"
+            )
+        ):
+            states.check_state_room(recipe, model, memory)
+    states.check_states(recipe, model, 1008)
+    with pytest.raises(MegarlError, match="SGLang runs at most 1007 requests at once, not 1008"):
+        states.check_states(recipe, model, 1007)
+    states.check_states(a_recipe(tmp_path / "dense"), read(str(tmp_path / "dense")), 1)
+
+
 def test_ranks_of_cpu_servers_own_cores(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, resources={"server_tensor_parallel": 2, "threads": 2})
     binds = [
@@ -464,6 +560,7 @@ def test_a_server_on_several_nodes(tmp_path: Path) -> None:
             4,
         ),
         (BALANCED | {"num_attention_heads": 16}, 16, "", 0),
+        (DELTA, 4, "2 key heads of a delta network", 2),
     ],
 )
 def test_a_server_on_more_gpus_than_divide_the_model_is_refused(

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.core.learner import checkpoint, optimizer, trained
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trainer import Trainer
+from megarl.core.models import build, hf
 from megarl.core.models import checkpoint as models_checkpoint
-from megarl.core.models import hf
 from megarl.core.recipe import from_tree
-from tests.tiny import tiny_llama
+from tests.tiny import tiny_llama, tiny_qwen3_5
 from tests.unit.core.learner.training_step import sequences
 
 LR = 0.01
@@ -122,6 +122,77 @@ def test_a_checkpoint_has_the_state_of_all_buckets(
     checkpoints.finish()
     assert Checkpoints(tmp_path / "run", 1, after, tmp_path / "hf").load_latest()
     assert all(torch.equal(a, b) for a, b in zip(state(before), state(after), strict=True))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_fp32_parameters_of_another_models_have_their_own_moments(
+    tmp_path: Path, dtype: str
+) -> None:
+    """A gated delta network has FP32 vectors among vectors of the model's type. A
+    group of both would give one the other's moments. Vectors do not decay, the
+    convolution does.
+    """
+    tiny_qwen3_5(tmp_path / "hf", build.DTYPES[dtype])
+    settings = {"optimizer": {"lr": LR, "warmup_steps": 0}}
+    tree = {"model": {"path": str(tmp_path / "hf"), "dtype": dtype}, "learner": settings}
+    recipe = from_tree(tree)
+    trainer = Trainer(recipe, tmp_path / "hf")
+    (part,) = trainer.policy.optimizer.chained_optimizers
+    for group in part.optimizer.param_groups:
+        dims = {parameter.dim() for parameter in group["params"]}
+        assert len(dims) <= 1
+    for _ in range(2):
+        trainer.policy.forward_backward(sequences(experts=False))
+        found = {name: p.main_grad.clone() for name, p in trained_parameters(trainer)}
+        trainer.policy.update(LR, trainer.policy.gradient_norm())
+    ratios = {}
+    for name, parameter in trained_parameters(trainer):
+        moments = part._get_main_param_and_optimizer_states(parameter)
+        # Two steps of the same sequences: about the same gradient twice.
+        gradient = found[name].flatten()
+        first = moments["exp_avg"]
+        ratios[name] = float(torch.cosine_similarity(first, gradient, 0))
+    assert min(ratios.values()) > 0.8, ratios
+    before = {name: p.detach().clone() for name, p in trained_parameters(trainer)}
+    path = tmp_path / "run"
+    trainer.step = 2
+    checkpoints = Checkpoints(path, 1, trainer, tmp_path / "hf")
+    checkpoints.save()
+    checkpoints.finish()
+    after = Trainer(recipe, tmp_path / "hf")
+    assert Checkpoints(path, 1, after, tmp_path / "hf").load_latest()
+    for name, parameter in trained_parameters(after):
+        assert torch.equal(parameter, before[name]), name
+    for each in (trainer, after):
+        each.policy.forward_backward(sequences(experts=False))
+        each.policy.update(LR, each.policy.gradient_norm())
+    for (name, a), (_, b) in zip(
+        trained_parameters(trainer), trained_parameters(after), strict=True
+    ):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_vectors_of_a_delta_network_do_not_decay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a gradient they keep every bit; matrices and the convolution shrink."""
+    monkeypatch.setattr(trained, "WEIGHT_DECAY", DECAY)
+    tiny_qwen3_5(tmp_path, torch.bfloat16)
+    tree = {"model": {"path": str(tmp_path), "dtype": "bf16"}}
+    trainer = Trainer(from_tree(tree), tmp_path)
+    before = {name: p.detach().clone() for name, p in trained_parameters(trainer)}
+    trainer.policy.forward_backward(sequences(experts=False))
+    for _, parameter in trained_parameters(trainer):
+        parameter.main_grad.zero_()
+    trainer.policy.update(LR, 0.0)
+    same = {name for name, p in trained_parameters(trainer) if torch.equal(p, before[name])}
+    assert same == {name for name, value in before.items() if value.dim() == 1}
+
+
+def trained_parameters(trainer: Trainer) -> list[tuple[str, torch.nn.Parameter]]:
+    return [named for chunk in trainer.policy.chunks for named in chunk.named_parameters()]
 
 
 class AsTransformerEngine(torch.optim.AdamW):

@@ -20,6 +20,7 @@ from tests.tiny import (
     MOONLIGHT,
     YARN,
     gradients,
+    stored_apart,
     tiny_deepseek_v3,
     tiny_glm4_moe,
     tiny_glm4_moe_lite,
@@ -30,12 +31,16 @@ from tests.tiny import (
     tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
+    tiny_qwen3_5,
+    tiny_qwen3_5_moe,
+    tiny_qwen3_5_moe_multimodal,
+    tiny_qwen3_5_multimodal,
     tiny_qwen3_moe,
+    tiny_qwen3_next,
 )
 
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
-from safetensors.torch import load_file
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 ODD = {
@@ -158,6 +163,26 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "layer_types": ["full_attention"] * 4,
         },
     ),
+    "qwen3.5": (tiny_qwen3_5, {}),
+    "qwen3.5, odd: one key head, attention in every second layer, 3 taps, half rotated": (
+        tiny_qwen3_5,
+        ODD
+        | {
+            "vocab_size": 131,
+            "head_dim": 12,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 10,
+            "linear_value_head_dim": 6,
+            "linear_conv_kernel_dim": 3,
+            "full_attention_interval": 2,
+            "rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3.5 with a vision tower, tied": (tiny_qwen3_5_multimodal, {}),
+    "qwen3.5-moe": (tiny_qwen3_5_moe, {}),
+    "qwen3.5-moe as released": (tiny_qwen3_5_moe_multimodal, {"vocab_size": 131}),
+    "qwen3-next": (tiny_qwen3_next, {}),
     "llama 4": (tiny_llama4, {}),
     "llama 4, tied, odd, no norm, no temperature, every second layer": (
         tiny_llama4,
@@ -197,21 +222,28 @@ def test_logits_gradients_and_export_are_those_of_transformers(
     family = family_of(tmp_path / "hf")
     (chunk,) = build.build(Model(path=str(tmp_path / "hf"), dtype="fp32"), tmp_path / "hf")
     hf.load([chunk], family, tmp_path / "hf")
-    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    stored = stored_apart(tmp_path / "hf")
     exported = dict(hf.export([chunk], family))
-    assert exported.keys() == {name for name in stored if not family.passthrough(name)}
+    tied = {"lm_head.weight"} if family.architecture.tied else set()
+    trained = {name for name in stored if not family.passthrough(name)}
+    assert exported.keys() == trained - tied
     assert all(torch.equal(stored[name], exported[name]) for name in exported)
 
+    # A delta network amplifies roundings: transformers' own float32 logits are 1.1e-5
+    # off its float64, its gradients 4.4e-6 of the largest.
+    amplifies = bool(family.architecture.delta)
+    logit_limit = 1e-5 if amplifies else 5e-6
     generator = torch.Generator().manual_seed(1)
     vocabulary = family.architecture.vocabulary
     rectangle = torch.randint(0, vocabulary, (2, 48), generator=generator)
     with torch.no_grad():
-        assert (chunk(rectangle, None, None) - reference(rectangle).logits).abs().max() <= 5e-6
+        difference = (chunk(rectangle, None, None) - reference(rectangle).logits).abs().max()
+        assert difference <= logit_limit
 
     sequences = [torch.randint(0, vocabulary, (n,), generator=generator) for n in LENGTHS]
     expected = torch.cat([reference(s[None]).logits[0] for s in sequences])
     logits = chunk(torch.cat(sequences)[None], None, None, packed_seq_params=packed(LENGTHS))[0]
-    assert (logits - expected).abs().max() <= 5e-6
+    assert (logits - expected).abs().max() <= logit_limit
 
     # The reference in float64, so that only our rounding is measured.
     reference.double()
@@ -233,7 +265,7 @@ def test_logits_gradients_and_export_are_those_of_transformers(
     print(f"{case}: {worst / largest:.1e}")
     # float32 against float64, through four layers: rounding alone comes to 1.3e-6 of
     # the largest gradient.
-    assert worst <= min(1e-6, 2e-6 * largest)
+    assert worst <= (1e-5 * largest if amplifies else min(1e-6, 2e-6 * largest))
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,10 @@ from tests.tiny import (
     tiny_llama4_multimodal,
     tiny_minimax_m2,
     tiny_qwen2,
+    tiny_qwen3_5,
+    tiny_qwen3_5_moe_multimodal,
     tiny_qwen3_moe,
+    tiny_qwen3_next,
 )
 
 # isort: split
@@ -209,6 +212,86 @@ def test_unsupported_gpt_oss_are_refused(tmp_path: Path, change: dict[str, Any],
     make.edit_config(tmp_path, **change)
     with pytest.raises(MegarlError, match=said):
         family_of(tmp_path)
+
+
+FOURTH = ["linear_attention"] * 3 + ["full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"attn_output_gate": False}, "attn_output_gate=False is not supported"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' is not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers is not supported"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
+        ({"linear_num_value_heads": 5}, "linear_num_value_heads=5 is no multiple of"),
+        ({"linear_num_key_heads": 0}, "linear_num_key_heads is 0"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+        # SGLang would take attention to be elsewhere, or find none.
+        ({"full_attention_interval": 2}, "layer_types is not supported"),
+        ({"layer_types": FOURTH[::-1]}, "layer_types is not supported"),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types is not supported"),
+        ({"layer_types": FOURTH[:3]}, "layer_types is not supported"),
+        ({"layer_types": FOURTH, "full_attention_interval": 3}, "layer_types is not supported"),
+        ({"attn_output_gate": "yes"}, "attn_output_gate is 'yes', not true or false"),
+    ],
+)
+def test_unsupported_delta_networks_are_refused(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    tiny_qwen3_next(tmp_path)
+    family_of(tmp_path)
+    make.edit_config(tmp_path, **change)
+    with pytest.raises(MegarlError, match=rf"config.json: {re.escape(said)}"):
+        family_of(tmp_path)
+
+
+def test_the_layers_of_a_delta_network_follow_either_key(tmp_path: Path) -> None:
+    """transformers writes only layer_types, early releases had only the interval."""
+    tiny_qwen3_5(tmp_path, full_attention_interval=2)
+    assert in_directory(tmp_path).delta_layers == (0, 2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("layer_types", "full_attention_interval"):
+        without = {name: value for name, value in config.items() if name != key}
+        (tmp_path / "config.json").write_text(json.dumps(without))
+        assert in_directory(tmp_path).delta_layers == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"tensor_parallel": 4}, "linear_num_key_heads=2 of x is not divisible by 4"),
+        (
+            {"tensor_parallel": 2, "context_parallel": 2},
+            "linear_num_key_heads=2 of x is not divisible by 4",
+        ),
+        ({"fp8": "blockwise"}, "model.fp8: is not implemented for the attention of x"),
+    ],
+)
+def test_layouts_that_do_not_divide_delta_networks_are_refused(
+    tmp_path: Path, layout: dict[str, Any], said: str
+) -> None:
+    tiny_qwen3_5(tmp_path)
+    architecture = in_directory(tmp_path)
+    build.transformer_config(Model(path="x", tensor_parallel=2), architecture, False)
+    build.transformer_config(Model(path="x", context_parallel=2), architecture, False)
+    with pytest.raises(MegarlError, match=re.escape(said)):
+        build.transformer_config(Model.model_validate({"path": "x"} | layout), architecture, False)
+
+
+def test_a_stack_of_experts_of_another_size_is_refused(tmp_path: Path) -> None:
+    tiny_qwen3_5_moe_multimodal(tmp_path)
+    open_model(tmp_path)
+    make.edit_config(
+        tmp_path,
+        text_config=json.loads((tmp_path / "config.json").read_text())["text_config"]
+        | {"num_experts": 7},
+    )
+    with pytest.raises(MegarlError, match=r"weights do not fit config.json: missing"):
+        open_model(tmp_path)
 
 
 def test_experts_with_biases_are_not_divided(tmp_path: Path) -> None:

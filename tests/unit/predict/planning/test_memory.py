@@ -66,6 +66,50 @@ def test_kv_of_llama_3_1_8b_is_128_kib_a_token() -> None:
     assert memory.kv_bytes(EIGHT, 8, 2) == memory.kv_bytes(EIGHT, 16, 2) == 16 * 1024
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "active", "state_mib", "token_kib", "state_tokens"),
+    [
+        ("qwen3.5-35b-a3b", 34.66e9, 2.44e9, 61.4, 20, 3144),
+        ("qwen3.5-27b", 26.90e9, 24.35e9, 146.8, 64, 2349),
+        ("qwen3.5-9b", 8.95e9, 6.92e9, 49.1, 32, 1572),
+        ("qwen3-next-80b-a3b", 79.67e9, 3.25e9, 73.7, 24, 3144),
+    ],
+)
+def test_delta_networks_keep_a_state_and_no_keys(
+    name: str,
+    parameters: float,
+    active: float,
+    state_mib: float,
+    token_kib: int,
+    state_tokens: int,
+) -> None:
+    """Worked out by hand from the sizes in config.json; only every fourth layer has
+    keys and values.
+    """
+    shape = architecture.read(name)
+    assert shape.parameters == pytest.approx(parameters, abs=0.005e9)
+    assert shape.body_parameters == pytest.approx(active, abs=0.005e9)
+    state = shape.state_bytes(memory.HALF)
+    assert state / 2**20 == pytest.approx(state_mib, abs=0.05)
+    assert memory.kv_bytes(shape, 1, memory.HALF) == token_kib * 2**10
+    assert state / (token_kib * 2**10) == pytest.approx(state_tokens, abs=1)
+
+
+def test_a_server_reserves_five_states_for_each_request() -> None:
+    """Qwen3.5-35B-A3B: 79 GiB for 256 requests and 8 of parity, divided by the server's
+    GPUs; KV gets what is left.
+    """
+    shape = architecture.read("qwen3.5-35b-a3b")
+    size = gpu_named("h200").memory
+    keys = {"resources__server_tensor_parallel": 2}
+    two = memory.server(recipe(**keys), shape, size)
+    assert two.states == pytest.approx(5 * 264 * 61.4 * 2**20 / 2, rel=1e-3)
+    few = memory.server(recipe(serving__max_running_requests=24, **keys), shape, size)
+    assert few.states == pytest.approx(two.states * 32 / 264)
+    assert few.states + few.kv == pytest.approx(two.states + two.kv)
+    assert memory.server(recipe(), EIGHT, size).states == 0
+
+
 def test_activations_of_a_gpt_are_those_of_the_paper() -> None:
     """arXiv 2205.05198, equation 1, for a GPT of h = 12288 and 4 h in its MLP, is 34
     sbh + 5 a s^2 b. Without dropout masks (1 + 2 of the 34; attention's own falls with

@@ -323,7 +323,8 @@ def test_every_plan_obeys_the_rules_and_fits(name: str, config: str, gpu: str) -
         assert not list(impossible(plan.recipe))
         assert not list(impossible_for(plan.recipe.model, asked.shape.megatron_sizes()))
         assert plan.learner.total <= room
-        assert plan.server.weights + plan.server.kv + plan.server.transient <= room
+        server = plan.server
+        assert server.weights + server.states + server.kv + server.transient <= room
         assert plan.server.kv_tokens >= plan.recipe.length.context_tokens
     assert [p.step_seconds for p in found.plans] == sorted(p.step_seconds for p in found.plans)
 
@@ -844,7 +845,7 @@ def test_one_gpu_is_planned_as_it_is_shared(capsys: pytest.CaptureFixture[str]) 
         plan["generate_seconds"] + plan["train_seconds"], rel=0.1
     )
     both = plan["learner_bytes"]["total"] + sum(
-        plan["server_bytes"][part] for part in ("weights", "kv", "transient")
+        plan["server_bytes"][part] for part in ("weights", "states", "kv", "transient")
     )
     assert both < gpu_named("h100").memory
     assert (

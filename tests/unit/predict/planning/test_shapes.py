@@ -26,7 +26,12 @@ from tests.tiny import (
     tiny_minimax_m2,
     tiny_qwen2,
     tiny_qwen3,
+    tiny_qwen3_5,
+    tiny_qwen3_5_moe,
+    tiny_qwen3_5_moe_multimodal,
+    tiny_qwen3_5_multimodal,
     tiny_qwen3_moe,
+    tiny_qwen3_next,
 )
 
 
@@ -117,6 +122,29 @@ def test_glm_4_7_flash_is_a_30b_a3b() -> None:
     assert round(shape.body_parameters / 1e9) == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "body", "state_mib", "cached_kib"),
+    [
+        ("qwen3.5-9b", 9e9, 6.92e9, 49.1, 32),
+        ("qwen3.5-27b", 27e9, 24.35e9, 146.8, 64),
+        ("qwen3.5-35b-a3b", 35e9, 2.44e9, 61.4, 20),
+        ("qwen3-next-80b-a3b", 80e9, 3.25e9, 73.7, 24),
+    ],
+)
+def test_models_with_delta_networks_have_about_as_many_parameters_as_their_names_say(
+    name: str, parameters: float, body: float, state_mib: float, cached_kib: float
+) -> None:
+    """Sizes of 9B, 35B-A3B and Next are transformers' defaults, those of 27B by slime's
+    script for training it. The other figures were counted by hand from the sizes: what
+    multiplies a token, MiB of a sequence's state in bf16, KiB of k and v a token.
+    """
+    shape = architecture.read(name)
+    assert shape.parameters == pytest.approx(parameters, rel=0.015)
+    assert shape.body_parameters == pytest.approx(body, rel=0.003)
+    assert shape.state_bytes(2) / 2**20 == pytest.approx(state_mib, abs=0.05)
+    assert kv_bytes(shape, 1, 2) == cached_kib * 1024
+
+
 def test_deepseek_v3_has_exactly_the_published_number_of_parameters() -> None:
     """671,026,419,200 in the released files without layer 61, among them the routers'
     biases, which are not counted here.
@@ -149,6 +177,12 @@ MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "minimax-m2": (tiny_minimax_m2, {}),
     "gpt-oss": (tiny_gpt_oss, {}),
     "gpt-oss, windows in no layer": (tiny_gpt_oss, {"layer_types": ["full_attention"] * 4}),
+    "qwen3.5": (tiny_qwen3_5, {}),
+    "qwen3.5, attention in every second layer": (tiny_qwen3_5, {"full_attention_interval": 2}),
+    "qwen3.5, multimodal": (tiny_qwen3_5_multimodal, {}),
+    "qwen3.5-moe": (tiny_qwen3_5_moe, {}),
+    "qwen3.5-moe, multimodal": (tiny_qwen3_5_moe_multimodal, {}),
+    "qwen3-next": (tiny_qwen3_next, {}),
     "llama4": (tiny_llama4, {}),
     "llama4, without chunks": (tiny_llama4, {"attention_chunk_size": None}),
     "llama4, multimodal": (tiny_llama4_multimodal, {}),
@@ -163,6 +197,7 @@ def test_counts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
         "vision_model.",
         "multi_modal_projector.",
         "model.vision_model.",
+        "model.visual.",
         "model.multi_modal_projector.",
     )
     real = sum(p.numel() for n, p in model.named_parameters() if not n.startswith(elsewhere))
@@ -182,12 +217,17 @@ def test_layers_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     experts = [
         any(path.endswith("experts") for path, _ in layer.named_modules()) for layer in layers
     ]
-    rotated = [getattr(layer.self_attn, "use_rope", True) for layer in layers]
+    with_delta = [hasattr(layer, "linear_attn") for layer in layers]
+    attentions = [getattr(layer, "self_attn", None) for layer in layers]
+    rotated = [getattr(attention, "use_rope", True) for attention in attentions]
     found = architecture.read(str(tmp_path))
     assert found.layers == len(layers)
     assert found.expert_layers == tuple(i for i, has in enumerate(experts) if has)
     assert found.unrotated_layers == tuple(i for i, turns in enumerate(rotated) if not turns)
-    windowed = [getattr(layer.self_attn, "sliding_window", None) is not None for layer in layers]
+    assert found.delta_layers == tuple(i for i, has in enumerate(with_delta) if has)
+    assert found.attention_layers == len(layers) - sum(with_delta)
+    windows = [getattr(attention, "sliding_window", None) for attention in attentions]
+    windowed = [window is not None for window in windows]
     assert found.local_layers == (
         sum(rotated) if name in ("llama4", "llama4, multimodal") else sum(windowed)
     )
@@ -225,6 +265,10 @@ def test_what_is_not_written_is_what_transformers_takes(name: str) -> None:
         assert found.window_layers == tuple(
             i for i, kind in enumerate(text.layer_types) if kind == "sliding_attention"
         )
+    if found.delta:
+        kinds = enumerate(text.layer_types)
+        assert found.delta_layers == tuple(i for i, kind in kinds if kind == "linear_attention")
+        assert found.rotated == found.head_dim * text.rope_parameters["partial_rotary_factor"]
     if config["model_type"] == "llama4":
         assert found.expert_layers == tuple(text.moe_layers)
         assert found.unrotated_layers == tuple(
