@@ -182,12 +182,11 @@ class _ScaledNorm(torch.autograd.Function):
         ctx.group = group
         ctx.centered = centered
         normal = x_fp32 * inverse
+        if weight is None:
+            return normal.to(x.dtype)
         if centered:
             return normal.mul_(1.0 + weight.float()).to(x.dtype)
-        normal = normal.to(x.dtype)
-        if weight is None:
-            return normal
-        return normal.mul_(weight)
+        return normal.to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -203,7 +202,9 @@ class _ScaledNorm(torch.autograd.Function):
             rows = product.flatten(0, -2)
             of_weight = rows.t() @ inverse.flatten()
             of_weight = of_weight.to(weight.dtype)
-            factor = 1.0 + weight.float() if ctx.centered else weight.float()
+            factor = weight.float()
+            if ctx.centered:
+                factor = 1.0 + factor
             mean = (product @ factor).div_(len(weight))
             mean = mean[..., None]
             of_x = (gradient_fp32 * factor).mul_(inverse)
