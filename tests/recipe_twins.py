@@ -32,6 +32,8 @@ FAMILIES = {
     "scalerl-1gpu": "qwen3",
     "qwen3-8b-2nodes": "qwen3",
     "qwen3-30b-a3b-2nodes": "qwen3-moe",
+    "qwen3.5-35b-a3b-2nodes": "qwen3.5-moe",
+    "glm-4.7-flash-2nodes": "glm4-moe-lite",
     "qwen3-8b-zero": "qwen3-base",
     "qwen3-8b-distill": "qwen3",
 }
@@ -71,12 +73,11 @@ def steps(recipe: Recipe) -> int:
 
 
 def model_ranks(recipe: Recipe) -> int:
-    """Ranks of one copy of the twin's model.
-    Experts divide among the ranks of a stage.
-    """
+    """Ranks of one copy of the twin's model, and of one copy of its experts."""
     model = recipe.model
     of_a_stage = min(model.tensor_parallel, 2) * model.context_parallel
-    return of_a_stage * min(model.pipeline_parallel, 2)
+    of_its_experts = min(model.expert_parallel, 2)
+    return max(of_a_stage, of_its_experts) * min(model.pipeline_parallel, 2)
 
 
 RULES = (

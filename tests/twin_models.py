@@ -32,11 +32,13 @@ from megarl.core import recipe as recipes
 from megarl.core.base.rundir import write_jsonl
 from megarl.tasks.data.chat import load_chat
 from tests.tiny import (
+    tiny_glm4_moe_lite,
     tiny_llama,
     tiny_llama4,
     tiny_llama4_multimodal,
     tiny_qwen2,
     tiny_qwen3,
+    tiny_qwen3_5_moe,
     tiny_qwen3_moe,
 )
 
@@ -84,11 +86,13 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen2": partial(tiny_qwen2, head_dim=8),  # SGLang's has hidden_size / num_attention_heads
     "qwen3": partial(tiny_qwen3, tie_word_embeddings=True),  # as the 1.7B
     "qwen3-moe": tiny_qwen3_moe,
+    "qwen3.5-moe": tiny_qwen3_5_moe,
+    "glm4-moe-lite": tiny_glm4_moe_lite,
     "qwen3-base": tiny_qwen3,
     "llama4": partial(tiny_llama4, **SCOUT),
     "llama4-multimodal": partial(tiny_llama4_multimodal, **SCOUT),
 }
-CHAT = ("qwen3", "qwen3-moe")
+CHAT = ("qwen3", "qwen3-moe", "qwen3.5-moe", "glm4-moe-lite")
 BASE = ("qwen3-base",)
 WARM_STEPS = 60
 WARM_BATCH = 16

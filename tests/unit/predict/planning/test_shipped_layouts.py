@@ -65,6 +65,8 @@ STATED = {
     # The teacher has the other four of its sixteen.
     "qwen3-8b-distill": TWO_NODES._replace(gpus=12),
     "qwen3-30b-a3b-2nodes": Cluster("h100", 16, "qwen3-30b-a3b"),
+    "qwen3.5-35b-a3b-2nodes": Cluster("h100", 16, "qwen3.5-35b-a3b"),
+    "glm-4.7-flash-2nodes": Cluster("h100", 16, "glm-4.7-flash"),
 }
 LIKE_ANOTHER = ("gspo", "scalerl-8b-math-code", "minimax-m1", "qwen3-8b-zero")
 """Their layout and sizes are those of scalerl-8b, dapo and qwen3-8b-2nodes, which
