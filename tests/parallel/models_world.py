@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.core.base.architecture import Architecture
 from megarl.core.models import Family, build, checkpoint, family_of, hf, parallel
 from megarl.core.recipe import Model
 from tests.tiny import stored_apart
@@ -78,14 +79,7 @@ def main(directory: Path, names: list[str]) -> None:
     world = int(os.environ["WORLD_SIZE"])
     for path in (directory / name for name in names):
         written = None
-        layouts = WITH_EXPERTS if family_of(path).architecture.experts else DENSE
-        for i, layout in enumerate(layouts[world]):
-            if family_of(path).architecture.biases and "expert_tensor_parallel" in layout:
-                continue  # refused: megatron does not divide experts' biases
-            if "virtual_pipeline_parallel" in layout and family_of(path).architecture.layers % 4:
-                continue  # refused: all chunks have as many layers
-            if "shared_overlap" in layout and not family_of(path).architecture.shared_feed_forward:
-                continue  # refused: there are no shared experts
+        for i, layout in enumerate(layouts_of(family_of(path).architecture, world)):
             recompute = layout.get("recompute", "none")
             moe = {"shared_overlap": layout.get("shared_overlap", False)}
             parallel_sizes = {
@@ -97,6 +91,20 @@ def main(directory: Path, names: list[str]) -> None:
             output = directory.parent / f"{path.name}-{world}-{i}"
             written = check(path, model, recompute, f"{path.name} {layout}", output, written)
     parallel.stop()
+
+
+def layouts_of(architecture: Architecture, world: int) -> list[dict[str, Any]]:
+    """The layouts of so many ranks that are not refused for this model."""
+    layouts = WITH_EXPERTS if architecture.experts else DENSE
+    return [layout for layout in layouts[world] if not is_refused(architecture, layout)]
+
+
+def is_refused(architecture: Architecture, layout: dict[str, Any]) -> bool:
+    if "expert_tensor_parallel" in layout and architecture.biases:
+        return True  # megatron does not divide experts' biases
+    if "virtual_pipeline_parallel" in layout and architecture.layers % 4:
+        return True  # all chunks have as many layers
+    return "shared_overlap" in layout and not architecture.shared_feed_forward
 
 
 def check(

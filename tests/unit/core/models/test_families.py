@@ -3,7 +3,6 @@ packed and not, at odd shapes.
 """
 
 import importlib
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from megarl.core.base.architecture import READERS
 from megarl.core.models import build, family_of, hf
 from megarl.core.models.families import SourceView
 from megarl.core.recipe import Model
+from tests import support_matrix
 from tests.tiny import (
     MOONLIGHT,
     YARN,
@@ -308,17 +308,19 @@ def test_no_family_is_left_out(place: str) -> None:
     here, on the servers, at each layout.
     """
     name, elsewhere = PLACES[place]
-    found = {made_by(entry) for entry in getattr(importlib.import_module(place), name).values()}
+    found = {
+        support_matrix.made_by(entry)
+        for entry in getattr(importlib.import_module(place), name).values()
+    }
     missing = READERS.keys() - found - elsewhere
     assert not missing, f"{place}.{name} has no entry for {', '.join(sorted(missing))}"
 
 
-def made_by(entry: Any) -> str:
-    """The architecture that an entry's function of tests/tiny.py makes, whose
-    annotations are texts.
-    """
-    make: Any = getattr(entry, "make", entry[0] if isinstance(entry, tuple) else entry)
-    return str(inspect.signature(getattr(make, "func", make)).return_annotation)
+def test_the_table_of_what_is_tested_is_that_of_the_tests() -> None:
+    page = Path(__file__).parents[4] / "docs/reference/models.md"
+    assert support_matrix.table() in page.read_text(), (
+        "put what `python -m tests.support_matrix` prints into docs/reference/models.md"
+    )
 
 
 def test_experts_in_turn_are_sent_one_by_one_as_servers_hold_them(
