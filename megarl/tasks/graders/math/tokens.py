@@ -252,13 +252,13 @@ def _lexemes(text: str) -> Iterator[Token]:
             lexeme = lexeme[: lexeme.index(",")]
         position += len(lexeme)
         if kind == "gap":
-            gap = _joined_gap(gap, Gap.LINE if "\n\n" in lexeme else Gap.BLANK)
+            gap = Gap.LINE if gap is Gap.LINE or "\n\n" in lexeme else Gap.BLANK
             continue
         if lexeme in SPACING or lexeme == "~":
             if lexeme in WIDE:
                 yield WIDE_GAP
-            elif lexeme != r"\!":  # a negative space, which separates nothing
-                gap = _joined_gap(gap, Gap.BLANK)
+            elif gap is Gap.NONE and lexeme != r"\!":  # `\!` is a negative space
+                gap = Gap.BLANK
             continue
         token = _token(kind, lexeme, gap)
         depth = max(0, depth + BRACKETS.get(token.text, 0))
@@ -267,13 +267,6 @@ def _lexemes(text: str) -> Iterator[Token]:
 
 
 BRACKETS = {"(": 1, "[": 1, r"\{": 1, r"\langle": 1, ")": -1, "]": -1, r"\}": -1, r"\rangle": -1}
-
-
-def _joined_gap(first: Gap, second: Gap) -> Gap:
-    """Return the gap that two in a row make: a line if one of them is a line, else the
-    second.
-    """
-    return Gap.LINE if Gap.LINE in (first, second) else second
 
 
 def _token(kind: str, lexeme: str, gap: Gap) -> Token:
@@ -307,11 +300,14 @@ def _token(kind: str, lexeme: str, gap: Gap) -> Token:
 def _upright(lexemes: Iterator[Token]) -> Iterator[Token]:
     """Drop layout; mark what stands in `\\text{…}` and its like, and drop those
     braces. A bold i, j or k alone is a unit vector: `\\mathbf{i}` becomes `\\vec i`.
+
+    A line before a dropped token counts as before the next one. A blank does not: `f
+    \\left(x\\right)` is f(x).
     """
     stream = list(lexemes)
     upright_depths: list[int] = []  # of the open braces of `\text{…}`
     depth = 0
-    gap = Gap.NONE  # left by the tokens dropped since the last one
+    follows_line = False
     position = 0
     while position < len(stream):
         token = stream[position]
@@ -321,16 +317,17 @@ def _upright(lexemes: Iterator[Token]) -> Iterator[Token]:
             position += 1
             depth += 1
             upright_depths.append(depth)
-            gap = _joined_gap(token.gap, gap)
+            follows_line |= token.gap is Gap.LINE
             if token.text in BOLD and _holds_unit_vector(stream, position):
+                gap = Gap.LINE if follows_line else Gap.NONE
                 yield Token(TokenKind.WORD, f"\\vec {stream[position].text}", gap)
                 position += 1
-                gap = Gap.NONE
+                follows_line = False
             continue
         if token.text in DROPPED or token.text in SWITCHES:
             if token.text in (r"\left", r"\right") and following == ".":
                 position += 1  # `\left.` is a bracket that is not drawn
-            gap = _joined_gap(token.gap, gap)
+            follows_line |= token.gap is Gap.LINE
             continue
         if token.text == "{":
             depth += 1
@@ -338,10 +335,11 @@ def _upright(lexemes: Iterator[Token]) -> Iterator[Token]:
             depth -= 1
             if upright_depths and upright_depths[-1] == depth + 1:
                 upright_depths.pop()
-                gap = _joined_gap(token.gap, Gap.BLANK)
+                follows_line |= token.gap is Gap.LINE
                 continue
-        yield Token(token.kind, token.text, _joined_gap(gap, token.gap), bool(upright_depths))
-        gap = Gap.NONE
+        gap = Gap.LINE if follows_line else token.gap
+        yield Token(token.kind, token.text, gap, bool(upright_depths))
+        follows_line = False
 
 
 def _holds_unit_vector(stream: list[Token], position: int) -> bool:
