@@ -304,7 +304,9 @@ def needs_computing(formula: Formula, equality: Equality) -> bool:
 
 
 def is_whole_fraction(formula: Apply) -> bool:
-    """Return whether a fraction of two integers is an integer: 18/3."""
+    """Return whether a fraction of two numbers is an integer that has to be computed:
+    18/3, and neither 18/1 nor 18/0.
+    """
     above, below = formula.arguments
     if not isinstance(above, Number) or not isinstance(below, Number) or below.value in (0, 1):
         return False

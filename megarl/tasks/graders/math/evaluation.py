@@ -26,7 +26,7 @@ MOST_BITS = 80_000
 MOST_STEPS = 150_000
 MOST_TERMS = 2_000
 LARGEST_LOG = 1e9
-"""The natural logarithm of a power's magnitude."""
+"""The natural logarithm of a power's magnitude, or that with a minus."""
 LARGEST_ARGUMENT = 10**6
 """The argument of a factorial or a binomial coefficient."""
 LARGEST_EXACT_FACTORIAL = 8_000
@@ -35,6 +35,8 @@ LARGEST_OF_TANH = 20
 """Beyond, tanh cannot be told from 1."""
 SMALLEST_EXPONENT = -60
 """The binary exponent below which a function's argument is near 0."""
+EXPONENT_AT_POLES = 100
+"""The binary exponent above which a function's value is that of a pole, rounded."""
 
 
 class NoValue(Exception):
@@ -352,7 +354,7 @@ def _exact_power(base: Numeric, exponent: Numeric) -> Fraction | None:
     power = exponent.numerator
     if not base and power <= 0:
         raise NoValue("a power of zero")
-    if abs(power).bit_length() > 40:
+    if abs(power).bit_length() > 40:  # only these have few bits, whatever the power
         return base if base in (0, 1) else None
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if bits * abs(power) > MOST_BITS and abs(base) != 1:
@@ -479,7 +481,7 @@ def _elementary(name: str) -> Callable[..., Numeric]:
         result = getattr(CONTEXT, name)(number)
         if evaluator.real and isinstance(result, Complex):
             raise NoValue("a complex value")
-        if result and magnitude(result) > 100:
+        if result and magnitude(result) > EXPONENT_AT_POLES:
             raise NoValue("a pole")
         return result
 
