@@ -270,7 +270,7 @@ class Sampler:
 
         down = None
         try:
-            rollout = await agents.session(job.prompt, job.order, policy, waits.seconds)
+            rollout = await agents.run_session(job.prompt, job.order, policy, waits.seconds)
         except AgentDown as error:
             down = error
             rollout = error.rollout
