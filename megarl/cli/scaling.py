@@ -85,7 +85,7 @@ def extrapolate(
     import numpy as np
 
     from megarl.predict.scaling import tables
-    from megarl.predict.scaling.extrapolate import doubts, hours_to, later_points, predict
+    from megarl.predict.scaling.extrapolate import doubts, errors_of_later_points, hours_to, predict
     from megarl.predict.scaling.fit import fit
     from megarl.predict.scaling.points import amount
 
@@ -111,10 +111,10 @@ def extrapolate(
         hours = [h if math.isfinite(h) else None for h in (reached.hours, *reached.interval)]
         record = {"pass_rate": reach, "hours": hours[0], "interval": hours[1:]}
         text = tables.reached(fitted, reach, reached)
-    later = later_points(fitted, curves)
+    later = errors_of_later_points(fitted, curves)
     if later is not None:
         record["later"] = asdict(later)
-        text += "\n" + tables.later(fitted, later)
+        text += "\n" + tables.about_later(fitted, later)
     if as_json:
         terminal.say(
             json.dumps(record | {"unit": fitted.unit, "warnings": warnings}, allow_nan=False)
