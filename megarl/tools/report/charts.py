@@ -105,16 +105,19 @@ def _predicted(axes: Axes, rows: list[Row], evaluations: list[Row]) -> None:
 
 def by_task(axes: Axes, rows: list[Row], evaluations: list[Row], tasks: Sequence[str]) -> bool:
     """Draw each task's pass rates by step, held out and in training (running mean);
-    return whether there are any.
+    return whether there was anything to draw.
     """
     drawn = False
     for task, color in zip(tasks, itertools.cycle(COLORS)):
-        xs, ys = series(rows, f"pass_rate_train/{task}", "step")
-        if len(xs) >= FEWEST_SMOOTHED:
-            axes.plot(*binned(xs, smooth(ys), MOST_POINTS), color=color, alpha=0.45, linewidth=1)
-        xs, ys = series(evaluations, f"pass_rate/{task}", "step")
-        axes.plot(xs, ys, "o-", markersize=4, color=color, label=task)
-        drawn = drawn or bool(len(xs))
+        steps, rates = series(rows, f"pass_rate_train/{task}", "step")
+        if len(steps) >= FEWEST_SMOOTHED:
+            means = binned(steps, smooth(rates), MOST_POINTS)
+            axes.plot(*means, color=color, alpha=0.45, linewidth=1)
+            drawn = True
+        steps, rates = series(evaluations, f"pass_rate/{task}", "step")
+        axes.plot(steps, rates, "o-", markersize=4, color=color, label=task)
+        if len(steps):
+            drawn = True
     axes.set(xlabel="step", ylim=(0, 1.04))
     if drawn:
         axes.legend(loc="lower right", title="held out; thin: training", title_fontsize=8)
@@ -190,10 +193,10 @@ def binned(xs: np.ndarray, ys: np.ndarray, limit: int) -> tuple[np.ndarray, np.n
     """Return at most `limit` points, each the mean of neighbours."""
     if len(xs) <= limit:
         return xs, ys
-    edges = np.linspace(0, len(xs), limit + 1).astype(int)[:-1]
-    counts = np.diff(np.append(edges, len(xs)))
-    mean_x = np.add.reduceat(xs, edges) / counts
-    mean_y = np.add.reduceat(ys, edges) / counts
+    starts = np.linspace(0, len(xs), limit + 1).astype(int)[:-1]  # of groups of neighbours
+    counts = np.diff(np.append(starts, len(xs)))
+    mean_x = np.add.reduceat(xs, starts) / counts
+    mean_y = np.add.reduceat(ys, starts) / counts
     return mean_x, mean_y
 
 
