@@ -292,6 +292,7 @@ NO_VALUE = {"", "nan", "-nan", "na", "n/a", "#n/a", "<na>", "null", "none", "-",
 
 
 def _is_missing(value: object) -> bool:
+    """Return whether a cell has no value: it is empty, NaN, or says so in words."""
     if isinstance(value, str):
         return value.strip().lower() in NO_VALUE
     return value is None or (isinstance(value, float) and math.isnan(value))
@@ -403,7 +404,8 @@ def _curve(
     r0 = _start_score(points, place)
     _refuse_falling_compute(points, hours_column, place)
     _warn_of_several_runs(points, hours_column, place)
-    trained = sorted(point for point in points.values() if not point.is_start)
+    trained = [point for point in points.values() if not point.is_start]
+    trained.sort(key=lambda point: (point.hours, point.rate))
     answers = [point.answers for point in trained or points.values()]
     last_answers = None if None in answers else answers[-1]
     pass_rate = np.array([point.rate for point in trained], dtype=np.float64)
