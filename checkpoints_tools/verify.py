@@ -88,9 +88,11 @@ def _difference(name: str, x: Tensor, y: Tensor) -> str:
     """Return a line on how many values differ, and by how much at most."""
     unequal = 0
     largest = 0.0
-    # In pieces, because the differences in double precision take much memory.
-    pieces = zip(x.view(-1).split(1 << 24), y.view(-1).split(1 << 24), strict=True)
-    for piece_of_x, piece_of_y in pieces:
+    # In pieces, because the differences in double precision take much memory. A
+    # parameter's views need not be contiguous.
+    pieces_of_x = x.reshape(-1).split(1 << 24)
+    pieces_of_y = y.reshape(-1).split(1 << 24)
+    for piece_of_x, piece_of_y in zip(pieces_of_x, pieces_of_y, strict=True):
         unequal += int((piece_of_x != piece_of_y).sum())
         differences = (piece_of_x.double() - piece_of_y.double()).abs()
         largest = max(largest, differences.max().item())
@@ -124,7 +126,9 @@ def _logits_agree(a: StoredModel, b: StoredModel, prompts: int) -> bool:
 
 @torch.no_grad()
 def _logits(side: StoredModel, tokens: Tensor) -> Tensor:
-    """Return logits [prompts, tokens, vocabulary] float32."""
+    """Return logits [prompts, tokens, vocabulary] float32: a directory's by
+    transformers, a checkpoint's by megatron in a process group of this process alone.
+    """
     if side.meta is None:
         reference = AutoModelForCausalLM.from_pretrained(
             side.path, dtype=torch.float32, trust_remote_code=False
