@@ -161,7 +161,7 @@ class CellLaw:
         relative to the centre. x: [points] logarithms of rollouts / scale. Parameters
         that `_density` rules out are clipped, so that nothing overflows.
         """
-        r0, a, w, u = theta.T[:4, :, None]
+        r0, a, w, u = theta.T[:4, :, None]  # [draws, 1] each
         gap_powers = theta[:, 6:] @ cell.T
         gap_factor = np.exp(-gap_powers.clip(-20, 20))
         gap = 1 - a.clip(0, 1)

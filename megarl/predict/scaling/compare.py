@@ -201,7 +201,7 @@ def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.n
     """Return points (log10 C, log10 F) with F(R) = C_mid^B / ((A − R_0)/(R − R_0) − 1),
     which lie on a line of slope B. Scores outside R_0 … A give no point.
     """
-    gain = max(fit.A - fit.R_0, 1e-300)  # of a constant fit, too, nothing is divided by 0
+    gain = max(fit.A - fit.R_0, 1e-300)  # of a constant fit not 0
     share = (pass_rate - fit.R_0) / gain
     inside = (share > 0) & (share < 1)
     log_odds_against = np.log10(1 / share[inside] - 1)

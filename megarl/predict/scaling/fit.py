@@ -272,7 +272,7 @@ def _described(
     residuals = scores - fitted
     deviations = scores - scores.mean()
     sse = float((residuals**2).sum())
-    spread = float((deviations**2).sum())
+    total = float((deviations**2).sum())
     return Fit(
         form=form.name,
         A=a,
@@ -281,7 +281,7 @@ def _described(
         R_0=r0,
         sse=sse,
         rmse=math.sqrt(sse / len(scores)),
-        r2=1 - sse / spread,
+        r2=1 - sse / total,
         n=len(scores),
         window=(float(points.hours[0]), scale),
         A_interval=(low[0], high[0]),

@@ -147,7 +147,9 @@ def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
 
 
 def _judged(task: str, folders: Mapping[int, Path]) -> PassedPeak | None:
-    """Judge a task from the results of its evaluations. folders: by step."""
+    """Judge a task from the results of its evaluations, as `judge` does. folders: of
+    all evaluations, by ascending step; at least one must have scores.
+    """
     by_step = {}
     for step, folder in folders.items():
         if scores := _scores(SuiteDir(folder, task)):
@@ -155,8 +157,8 @@ def _judged(task: str, folders: Mapping[int, Path]) -> PassedPeak | None:
     common = set.intersection(*(set(scores) for scores in by_step.values()))
     prompts = sorted(common)  # in every evaluation
     pairs = [scores[prompt] for scores in by_step.values() for prompt in prompts]
-    both = np.array(pairs).reshape(len(by_step), len(prompts), 2)
-    proxy, trusted = both.transpose(2, 0, 1)
+    both = np.array(pairs).reshape(len(by_step), len(prompts), 2)  # (proxy, trusted)
+    proxy, trusted = both.transpose(2, 0, 1)  # [evaluations, prompts] each
     return judge(np.array(list(by_step)), proxy, trusted)
 
 

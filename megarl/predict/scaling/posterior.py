@@ -173,7 +173,7 @@ class Posterior:
         self.prior = prior
         x = self.points.x
         low, high = form.w_bounds
-        if prior.w is not None:
+        if prior.w is not None:  # beyond three deviations there is next to no mass
             low = max(low, prior.w.mean - 3 * prior.w.deviation)
             high = min(high, prior.w.mean + 3 * prior.w.deviation)
         below, above = prior.beyond or (form.below, form.above)
@@ -182,7 +182,7 @@ class Posterior:
         self._sizes = list(self._decompositions())
         self._limits = np.array([[lowest_u, highest_u], [low, high]])
         box = self._limits
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS):  # each time with finer cells
             self._integrate(box)
             box = self._around()
 
@@ -190,10 +190,10 @@ class Posterior:
     def gain(self) -> float:
         """The gain that the points show. Misfits and seeds are proportional to it."""
         y = self.points.y
-        three_highest = np.sort(y)[-3:]
+        three_highest = np.sort(y)[-3:]  # a single one may be high by noise
         highest = float(three_highest.mean())
         lowest = min(self.prior.r0.mean, float(y.min()))
-        return max(highest - lowest, 0.02)
+        return max(highest - lowest, 0.02)  # never 0, or nothing could stray
 
     def _integrate(self, box: Array) -> None:
         """Set the cells of a box [u and w; low and high], and the share of all mass in
@@ -401,7 +401,7 @@ class Posterior:
 
     def _law(self, x: Array) -> Array:
         """Return the law's scores [draws, x] at x for each draw."""
-        a, u, w, r0 = self.theta.T[:, :, None]
+        a, u, w, r0 = self.theta.T[:, :, None]  # [draws, 1] each
         share = self.form.share(np.exp(w) * (x - u))
         value: Array = r0 + (a - r0) * share
         return value
@@ -468,6 +468,7 @@ def _peak(cells: _Cells) -> _Peak:
     rising_r0 = cells.r0 - slope * (rising_a - cells.a)
     r0 = np.where(falls, level, rising_r0)
     a = np.where(falls, level.clip(0, 1), rising_a)
+    # That of A − R_0, which a constant holds at 0; else that of A, for the best R_0.
     precision = np.where(falls, determinant / both, determinant / cells.p00)
     distance = np.where(falls, cells.r0, rising_a) - cells.a
     return _Peak(r0, a, 0.5 * distance**2 * precision)

@@ -293,6 +293,7 @@ def _bins_of_column(difficulties: np.ndarray) -> np.ndarray:
 
 
 def _bin_name(difficulties: np.ndarray) -> str:
+    """Return the name of the bin that has these difficulties, such as 2 to 4."""
     low = difficulties.min()
     high = difficulties.max()
     return f"difficulty {low:g} to {high:g}" if low < high else f"difficulty {low:g}"

@@ -215,7 +215,7 @@ def _with_plain_numbers(rows: Sequence[Placed]) -> list[Placed]:
     certain_marks: dict[str, set[str]] = {}
     for _, row in rows:
         for name, text in row.items():
-            certain_marks.setdefault(name, set()).update(_certain_mark(text))
+            certain_marks.setdefault(name, set()).update(_certain_mark(text))  # "" adds none
     mark_of_file = _single(set().union(*certain_marks.values()))
     marks = {}
     for name, marks_of_column in certain_marks.items():
@@ -299,7 +299,7 @@ def _json_lines(path: Path, text: str) -> Iterator[Placed]:
         try:
             row = _parsed(line)
         except (ValueError, RecursionError) as error:
-            if number == len(lines) > 1:
+            if number == len(lines) > 1:  # no line break ends it
                 log.warning("%s: cut off, and left out", place)
                 return
             raise MegarlError(f"{place}: cannot be read as JSON ({error})") from None

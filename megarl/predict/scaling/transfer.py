@@ -46,9 +46,10 @@ class Transferred(NamedTuple):
 
     def scores(self, hours: Array) -> Array:
         """Return the median and both ends of the 95 % interval of a run's score at
-        `hours` above 0, [3, hours].
+        `hours` above 0, [3, hours]. A run strays from its law by a share of the gain,
+        as large as those of seeds and misfits in `PRIOR`.
         """
-        a, b, middle, r0 = self.draws.T[:, :, None]
+        a, b, middle, r0 = self.draws.T[:, :, None]  # [draws, 1] each
         z = b * np.log(hours / middle)
         share = SIGMOID.share(z)
         random = np.random.default_rng(1).standard_normal(share.shape)
