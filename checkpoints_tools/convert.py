@@ -115,6 +115,7 @@ def reshard(
     states = _optimizer_states(shards, stored_parts)
 
     def read(part: StoredPart) -> Iterator[Shard]:
+        """Yield a part's shards from the source, with what the optimiser keeps."""
         for shard in part.shards():
             optimizer_keys = [f"{OPTIMIZER}state.{state}.{shard.key}" for state in states]
             for key in (shard.key, *optimizer_keys):
@@ -174,6 +175,7 @@ def megatron_to_hf(
         groups.append(TensorGroup((), {name: region}))
 
     def values(group: TensorGroup) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield a group's values, as `write_tensors` asks for them."""
         for view, value in trained.views_of(group):
             check_finite(value, [view.name], model.path)
             yield view.name, view.expert or 0, value

@@ -171,10 +171,10 @@ def _tokenizer_repair(file: Path, reader: gguf.GGUFReader) -> Callable[[Backend]
     if _value(reader, "split.count", 1) > 1:
         advice = "join them: llama-gguf-split --merge FIRST WHOLE"
         raise MegarlError(f"{file}: one of {_value(reader, 'split.count')} parts; {advice}")
-    factors = [tensor for tensor in reader.tensors if tensor.name.startswith("rope_factors")]
-    scaled = [tensor for tensor in reader.tensors if tensor.name.startswith("rope_freqs")]
+    starts = ("rope_factors", "rope_freqs")
+    has_factors = any(tensor.name.startswith(starts) for tensor in reader.tensors)
     scaling = _value_of_model(reader, "rope.scaling.type")
-    if factors or scaled or scaling not in (None, "none"):
+    if has_factors or scaling not in (None, "none"):
         advice = "import the original Hugging Face directory"
         raise MegarlError(f"{file}: it has rope scaling, which GGUF readers lose; {advice}")
     kind = _value(reader, "tokenizer.ggml.model")
@@ -275,7 +275,7 @@ def _check_sizes(file: Path, reader: gguf.GGUFReader, partial: Path) -> None:
     wrong = [
         f"{key} is {config.get(key)}, and {value} in the file"
         for key, value in expected.items()
-        if value is not None and config.get(key) != value
+        if value is not None and config.get(key) != value  # a file need not have every key
     ]
     if wrong:
         raise MegarlError(f"{file}: transformers has read it wrongly: {few(wrong)}")
@@ -342,7 +342,7 @@ def _in_order(name: str, value: torch.Tensor, architecture: Architecture) -> tor
     projection = name.split(".")[-2]
     if architecture.name != "LlamaForCausalLM" or projection not in heads:
         return value
-    pairs = value.view(heads[projection], -1, 2, *value.shape[1:])
+    pairs = value.view(heads[projection], -1, 2, *value.shape[1:])  # [heads, pairs, 2, …]
     return pairs.transpose(1, 2).reshape(value.shape)
 
 

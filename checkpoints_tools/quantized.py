@@ -68,6 +68,7 @@ def dequantize(source: Path, destination: Path, file_bytes: int = FILE_BYTES) ->
     tensors = planned(source, Directory(source).regions, quantization)
 
     def values(group: TensorGroup) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield a group's values, as `write_tensors` asks for them."""
         for name in group.tensors:
             for entry, value in enumerate(tensors[name].values()):
                 if not value.isfinite().all():

@@ -809,6 +809,7 @@ def compare_recipes(
     from megarl.predict.study.main import compare
     from megarl.predict.study.running import StudyOptions
 
+    # As many recipes as the user likes come first, so one argument takes both.
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     return compare(recipes, StudyOptions(seeds, directory, task, dry_run, overrides))

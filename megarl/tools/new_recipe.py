@@ -215,9 +215,13 @@ def this_machine() -> Machine:
     """Return what this machine has."""
     import psutil
 
-    cores = len(os.sched_getaffinity(0))
-    memory = psutil.virtual_memory().total
-    return Machine(cores, len(devices.gpus()), devices.memory(), memory, devices.bf16_on_cpu())
+    return Machine(
+        cores=len(os.sched_getaffinity(0)),
+        gpus=len(devices.gpus()),
+        gpu_bytes=devices.memory(),
+        memory=psutil.virtual_memory().total,
+        bf16=devices.bf16_on_cpu(),
+    )
 
 
 def another_machine(gpus: int) -> Machine:
@@ -495,6 +499,7 @@ def _check_state(model: KnownModel, machine: Machine, parallel: int) -> None:
 
 
 def _batch_keys(prompts: int, generations: int, k: int) -> Iterator[RecipeKey]:
+    """Yield the size of a batch, and the most steps that a token may lag behind."""
     yield RecipeKey(
         "batch.prompts", prompts, f"x {generations} = {prompts * generations} rollouts a step"
     )

@@ -403,6 +403,7 @@ def _scores(results: Sequence[Result]) -> dict[str, str]:
     for kind in ("pass", "maj", "best"):
         matches = [re.fullmatch(rf"{kind}@(\d+)", name) for name in existing]
         numbers = sorted(int(match[1]) for match in matches if match)
+        # Of one answer each of them is mean@k.
         metrics |= {f"{kind}@{k}": f"{kind}@{k}" for k in numbers if k > 1}
     return {label: metric for label, metric in metrics.items() if metric in existing}
 
@@ -416,6 +417,7 @@ def _harness_metrics(results: Sequence[Result]) -> list[str]:
 
 
 def _with_interval(result: Result, metric: str) -> str:
+    """Return the text of a metric with its interval; a dash if the suite has none."""
     if metric not in result.metrics:
         return "–"
     low = result.metrics[f"{metric}_low"]
@@ -424,6 +426,7 @@ def _with_interval(result: Result, metric: str) -> str:
 
 
 def _mean(result: Result, metric: str) -> str:
+    """Return the text of a metric without an interval; a dash if the suite has none."""
     if metric not in result.metrics:
         return "–"
     return f"{result.metrics[metric]:.3f}"

@@ -80,7 +80,7 @@ class OwnServers:
         agents = TaskAgents(recipe, tokenizer)
         sampler = Sampler(recipe, tokenizer, self, environments, agents, positions(recipe))
         at_once = self.places.limit * len(ids)
-        salt = secrets.token_hex(8)
+        salt = secrets.token_hex(8)  # of cached prefixes, which no other client shares then
         try:
             yield Asker(recipe, tokenizer, sampler, graders, ids, salt, at_once)
         finally:

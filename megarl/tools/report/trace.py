@@ -491,7 +491,7 @@ def _role(rows: Iterable[TraceRow]) -> _TracedRole:
     life = None
     for row in rows:
         match row:
-            case Life():
+            case Life():  # the first row of each part; parts of one life have the same
                 if row != life:
                     role.spans += _cut(role.open.values(), role.last_time)
                     role.open.clear()
