@@ -515,7 +515,7 @@ def test_tasks_are_drawn_before_their_first_evaluation(rows: int, curves: int) -
     axes = Figure().subplots()
     training = [{"step": n, "pass_rate_train/math": 0.5} for n in range(rows)]
     assert charts.by_task(axes, training, [], ["math"]) == bool(curves)
-    assert sum(len(line.get_xdata()) > 0 for line in axes.lines) == curves
+    assert sum(np.size(line.get_xdata()) > 0 for line in axes.lines) == curves
 
 
 def test_report_with_a_fit(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
