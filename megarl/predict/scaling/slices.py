@@ -122,7 +122,7 @@ class Slice:
         }
 
 
-class _Evaluation(NamedTuple):
+class _EvaluatedStep(NamedTuple):
     """A row of eval.jsonl and the folder with its answers."""
 
     row: Row
@@ -147,14 +147,14 @@ def slices(run: Path, hours: str | None = None, **options: Unpack[FitOptions]) -
     return fitted
 
 
-def _evaluations(rundir: RunDir) -> list[_Evaluation]:
+def _evaluations(rundir: RunDir) -> list[_EvaluatedStep]:
     """Return the evaluations whose answers still exist. MegarlError if none do."""
     evaluations = []
     missing = []
     for row in latest_scores(rundir.eval):
         folder = step_folder(rundir.evaluations, row["step"])
         if suites_in(folder):
-            evaluations.append(_Evaluation(row, folder))
+            evaluations.append(_EvaluatedStep(row, folder))
         else:
             missing.append(str(row["step"]))
     if missing:
@@ -171,7 +171,7 @@ def _evaluations(rundir: RunDir) -> list[_Evaluation]:
 
 
 def _answers_of(
-    name: str, evaluations: Sequence[_Evaluation]
+    name: str, evaluations: Sequence[_EvaluatedStep]
 ) -> tuple[list[Row], list[dict[str, AnswersTo]]]:
     """Return the evaluations of a task or suite: their rows, and for each the answers
     by prompt. Those that did not ask it, or have no answer to it, are left out.
