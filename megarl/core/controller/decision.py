@@ -59,6 +59,7 @@ class ControllerView:
         that comes first.
         """
         phase_start = step - step % self.phase_steps
+        # after `step` itself, even if that is not trained any more
         end_of_run = max(self.final_step, step + 1)
         return min(phase_start + self.phase_steps, end_of_run)
 
@@ -156,6 +157,7 @@ def _impossible(request: Next, view: ControllerView) -> str:
 
 
 def _servers(members: Membership) -> str:
+    """Return the servers' states as text: `servers 0-2 clean(7), server 3 lost`."""
     states: dict[str, list[int]] = {}
     for server in members.members:
         states.setdefault(members.describe(server), []).append(server)
