@@ -73,6 +73,7 @@ class Fan[T]:
                 self._tasks.create_task(self._call(i, call))
 
     async def _call(self, i: int, call: Call[T]) -> None:
+        """Make the call to server i, and keep its result or error."""
         client = self._clients[i].asking(partial(self._ask, i))
         try:
             self.results[i] = await call(client)
@@ -200,6 +201,8 @@ class Fleet:
         self._thread.join(CLOSE_LIMIT_S)
 
     def _run(self) -> None:
+        """Run the event loop until `close`: the body of the thread."""
+
         async def until_closed() -> None:
             await self._closing.wait()
             for server in self.servers.values():
