@@ -227,6 +227,7 @@ class Network:
     def _assembled(
         self, sequences: Sequence[TrainSequence], indices: Sequence[int], length: int
     ) -> MicroBatch:
+        """Make the micro-batch of the sequences with these indices."""
         return assemble([sequences[i] for i in indices], length, self.layout, self.device)
 
     def _replay_of_pass(self, forward_only: bool) -> Replay | None:
@@ -241,6 +242,9 @@ class Network:
 def _replaying(
     replay: Replay | None, chunk: int, micro: MicroBatch
 ) -> AbstractContextManager[None]:
+    """Return a context for a chunk's forward pass, in which the micro-batch's recorded
+    choices of experts are replayed, if there is a replay.
+    """
     if replay is None:
         return nullcontext()
     return replay.replaying(chunk, micro.experts, micro.tokens.numel())

@@ -292,6 +292,7 @@ class Trainer:
 
 
 def _log_overflow(step: int, epoch: Epoch) -> None:
+    """Log which networks' gradients overflowed, and at which loss scales."""
     scales = []
     for network in epoch.overflowed:
         scales.append(f"{network.names.norm} at {epoch.metrics[network.names.loss_scale]:g}")
@@ -300,6 +301,7 @@ def _log_overflow(step: int, epoch: Epoch) -> None:
 
 
 def _log_skipped(step: int, epoch: Epoch) -> None:
+    """Log the losses and gradient norms for which a step is skipped."""
     values = []
     for network in epoch.broken:
         for name in (network.names.loss, network.names.norm):
