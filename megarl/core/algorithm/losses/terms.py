@@ -120,7 +120,9 @@ times 0 is NaN; e^80 is finite.
 
 
 def with_finite_ratios(tokens: Tokens, mask: Tensor | bool) -> Tokens:
-    """Return the tokens with log rho of at most LARGEST where `mask` [n] is true."""
+    """Return the tokens with log rho of at most LARGEST where `mask` [n] is true: their
+    `behaviour` is raised, so that the gradient through `logp` stays.
+    """
     bounded = torch.maximum(tokens.behaviour, tokens.logp.detach() - LARGEST)
     mask = torch.as_tensor(mask, device=bounded.device)
     return replace(tokens, behaviour=torch.where(mask, bounded, tokens.behaviour))
