@@ -141,6 +141,7 @@ def _scores_of_same_prompts(evaluations: Sequence[Mapping[str, float]]) -> np.nd
 
 
 def _columns(fall: ScoreFall | None, suffix: str) -> Row:
+    """Return a judgement as columns whose names end in `suffix`."""
     if fall is None:
         return {f"{WARNING_COLUMN}{suffix}": 0.0}
     return {
