@@ -254,6 +254,7 @@ class Sampler:
         waits = Waits()
 
         async def policy(tokens: np.ndarray, limit: int, cacheable: int) -> PolicyTurn:
+            """Sample one turn of the session (contracts.Policy)."""
             nonlocal retries
             turn = Completion(cacheable=cacheable)
             prompt = structs.replace(job.prompt, tokens=tokens)
@@ -283,8 +284,9 @@ class Sampler:
     async def _turns(
         self, job: Job, completion: Completion, environment: PlayedEnvironment
     ) -> bool:
-        """Sample turns and add the environment's replies; return whether that completes
-        the rollout.
+        """Sample turns and add the environment's replies. Return whether no answer leg
+        can follow: the episode is done, or a limit was reached where the policy had
+        ended its message. The environment's stop tokens end a turn, but no message.
         """
         budget = self._before_answer(job)
         stop_tokens = (*self._ends, *environment.stop_tokens)
@@ -416,7 +418,8 @@ class Sampler:
             return
         reusable = completion.cacheable
         if reusable == 0 and sample > 0:
-            # The last token is always computed, to sample the next.
+            # The first request of a further rollout: the group's first one has cached
+            # the prompt. Its last token is always computed, to sample the next.
             reusable = len(job.prompt.tokens) - 1
         use = self.servers.places.use[server]
         use.reusable += reusable
