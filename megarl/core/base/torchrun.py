@@ -21,6 +21,7 @@ import psutil
 from megarl.core.base.process import ENDING, NODE_RANK, SUPERVISOR, ignore_late_signals, importing
 
 OURS = "SIGQUIT"
+"""The one signal that is left to torchrun, which ends the ranks at those it handles."""
 
 
 def run(arguments: list[str]) -> int:
@@ -38,6 +39,7 @@ def run(arguments: list[str]) -> int:
     close = SubprocessContext._close
 
     def kill(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
+        """Kill the ranks, in place of the signal that torchrun asks for."""
         close(self, signal.SIGKILL, timeout)
 
     # By default, torchrun would send SIGTERM, and SIGKILL 30 s later.
@@ -58,6 +60,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _pass_on(number: int, _frame: object) -> None:
+    """Send a signal to the ranks: a handler."""
     for rank in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             rank.send_signal(number)
