@@ -67,7 +67,7 @@ def run_on_cpu() -> None:
     # Without these two nothing fails: states and seeds are queued for the start of a
     # GPU, never set, and the queue grows.
     torch.cuda._lazy_call = lambda callback, **_: callback()
-    torch.cuda.manual_seed = lambda seed: torch.manual_seed(int(seed)) and None
+    torch.cuda.manual_seed = _seed
     # For the constructors of all layers; without: "no NVIDIA driver", or TypeError.
     torch.cuda.current_device = lambda: CPU
     # For the pipeline schedules' barriers and the checkpoint writer.
@@ -378,6 +378,8 @@ class _Overlay:
 
 
 class _Stream:
+    """Stands in for a stream of a GPU: on a CPU there is nothing to wait for."""
+
     def __init__(self, *_: object, **__: object) -> None: ...
     def record_event(self, *_: object) -> "_Stream":
         return self
@@ -387,6 +389,8 @@ class _Stream:
 
 
 class _Generators:
+    """Stands in for the list of GPUs' generators: each is the CPU's."""
+
     def __getitem__(self, _: int) -> torch.Generator:
         return torch.default_generator
 
@@ -415,13 +419,23 @@ def _naming_both_types(name_or_cast: Callable[..., object]) -> Callable[..., obj
     return type_of
 
 
+def _seed(seed: int) -> None:
+    """Seed the CPU's generator in place of a GPU's."""
+    torch.manual_seed(int(seed))
+
+
 def _not_compiled(
     function: Callable[..., object] | None = None, **_: object
 ) -> Callable[..., object]:
+    """Act as torch.compile, which is called with a function or as `@compile(...)`, and
+    return the function as it is.
+    """
     return _not_compiled if function is None else function
 
 
 def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a factory of tensors that makes on the CPU what is asked for on a GPU."""
+
     @functools.wraps(factory)
     def make(*args: object, **kwargs: object) -> torch.Tensor:
         device = kwargs.get("device")
