@@ -82,7 +82,9 @@ def _lengths(recipe: Recipe, tasks: dict[str, TaskPrompts]) -> str:
 
 
 def _work(recipe: Recipe) -> str:
-    """Return the threads and what a step is."""
+    """Return how many steps of how many rollouts a run has and, without a GPU, the
+    threads of each process.
+    """
     rollouts = f"{recipe.batch.prompts} x {recipe.sampling.generations} rollouts"
     steps = f"{recipe.run.steps} steps of {rollouts}; `megarl plan --measured RUN` says how long"
     if devices.gpus():

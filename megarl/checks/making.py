@@ -84,8 +84,8 @@ def call(function: str, facts: Facts) -> Any:
 def make_and_show(
     console: Console, command: Command, needs: Collection[Need], facts: Facts
 ) -> list[Finding]:
-    """Make checks and print what they find, with the one that failed last. MegarlError
-    of that one.
+    """Make checks and print what they find. If one fails, it is the last that is
+    printed, and its MegarlError is raised.
     """
     return show_all(console, findings(command, needs, facts))
 

@@ -168,6 +168,7 @@ def _link(source: Path, target: Path) -> None:
     """Make `target` a copy of a folder, by hard links if the file system has them."""
 
     def link(source_file: str, target_file: str) -> None:
+        """Link one file or, where that is impossible, copy it."""
         try:
             os.link(source_file, target_file)
         except OSError:

@@ -251,8 +251,8 @@ class Guest:
 
     def _beat(self) -> str:
         """Announce the server to the controller, and start it at its first `Joined`.
-        Return a reason to end, or "" to go on. It answers `Wait` as long as another
-        server has this address, such as an earlier one that is still leaving.
+        Return a reason to end, or "" to go on. The controller answers `Wait` as long as
+        another server has this address, such as an earlier one that is still leaving.
         """
         try:
             reply = self._say(self._join)
@@ -297,6 +297,7 @@ class Guest:
         until = time.monotonic() + LEAVE_LIMIT_S
 
         def reason_to_give_up() -> str:
+            """Return a text that is not empty once nobody should wait any longer."""
             is_late = time.monotonic() > until
             was_asked_twice = self._request.count > 1
             return "late, or asked twice" if is_late or was_asked_twice else ""

@@ -280,7 +280,8 @@ def _variables_on(task: RoleCommand, n: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": node.interface,
         "NCCL_SOCKET_IFNAME": f"={node.interface}",
     }
-    if task.role.kind != "controller":  # its prompts take a large disk
+    # not the controller: it compiles nothing, and its prompts need a large TMPDIR
+    if task.role.kind != "controller":
         variables |= devices.kernel_caches()
         variables |= devices.search_path()
         variables |= devices.toolkit()

@@ -99,6 +99,7 @@ def log_of(
     """
 
     def telling(log: Path) -> tuple[bool, bool, float]:
+        """Return a key by which logs are sorted, the most telling one last."""
         problem = last_problem(log, log_offsets.get(log, 0))
         is_cause = bool(problem) and not PEER_LOST.search(problem)
         return is_cause, bool(problem), log.stat().st_mtime

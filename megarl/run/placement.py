@@ -109,6 +109,7 @@ def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
     allocation = Allocation(nodes, _slots(recipe, nodes))
     if allocation.free_slots < needed(recipe):
         raise MegarlError(_too_few(recipe, allocation))
+    # before the servers: the learner may take only whole nodes, all alike
     learner = _learner(recipe.resources.learner_ranks, allocation)
     placed = {Role("learner"): learner}
     if recipe.resources.colocate:

@@ -101,6 +101,7 @@ def main(argument: str) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         # Ignore Slurm's signals, but not by SIG_IGN, which the role would inherit.
         signal.signal(number, lambda *_: None)
+    # a RunDir is encoded as its path
     task = msgspec.json.decode(
         argument, type=RoleCommand, dec_hook=lambda _, path: RunDir(Path(path))
     )

@@ -162,6 +162,7 @@ def _unless_alone(collective: Callable[..., object]) -> Callable[..., object]:
     def among_several(
         output: torch.Tensor, part: torch.Tensor, *args: object, **kwargs: object
     ) -> object:
+        """Communicate, unless `part` is the whole `output`."""
         is_same_memory = output.data_ptr() == part.data_ptr() and output.numel() == part.numel()
         if is_same_memory and not kwargs.get("async_op"):
             return None
@@ -281,6 +282,7 @@ def _copies_of_shards_only(optimizer_class: "type[HybridDeviceOptimizer]") -> No
     original = optimizer_class._init_sub_optimizers
 
     def make_parts(self: "HybridDeviceOptimizer") -> None:
+        """Make the optimisers of its parts, but none for whole parameters."""
         for group in self.param_groups:
             if any(isinstance(p, torch.nn.Parameter) for p in group["params"]):
                 return
@@ -292,13 +294,14 @@ def _copies_of_shards_only(optimizer_class: "type[HybridDeviceOptimizer]") -> No
 def _recomputed_without_transformer_engine(
     checkpoint_class: "type[CheckpointWithoutOutput]",
 ) -> None:
-    """Make megatron's recomputation of a single output (learner.recompute=light) ask
-    for FP8 only where there is Transformer Engine. It takes `fp8=False` for yes.
-    Without: NameError.
+    """Make megatron's recomputation of a single output (learner.recompute=light) do
+    without Transformer Engine, which is not installed. megatron takes its own default,
+    `fp8=False`, for a wish for FP8. Without this change: NameError.
     """
     original = checkpoint_class.__init__
 
     def make(self: "CheckpointWithoutOutput", fp8: object = False) -> None:
+        """Make the checkpoint as megatron does, but without FP8."""
         original(self, fp8)
         self.fp8 = False
 
@@ -412,6 +415,7 @@ def _naming_both_types(name_or_cast: Callable[..., object]) -> Callable[..., obj
     """Return Tensor.type with `_TypeName` as the name that it returns."""
 
     def type_of(self: torch.Tensor, *args: object, **kwargs: object) -> object:
+        """Cast the tensor or, without arguments, return the name of its type."""
         if args or kwargs:
             return name_or_cast(self, *args, **kwargs)
         return _TypeName(name_or_cast(self))
@@ -438,6 +442,7 @@ def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
     @functools.wraps(factory)
     def make(*args: object, **kwargs: object) -> torch.Tensor:
+        """Make the tensor, with the CPU as the device if that would be a GPU."""
         device = kwargs.get("device")
         if isinstance(device, str | torch.device) and torch.device(device).type == "cuda":
             kwargs["device"] = CPU

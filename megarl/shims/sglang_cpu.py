@@ -192,7 +192,10 @@ def _skip_experts_of_other_ranks() -> None:
 
     @wraps(experts)
     def own_experts(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:
-        """x [tokens, hidden]; chosen experts and their weights [tokens, choices]."""
+        """Compute the chosen experts that this rank has: each choice as a row of its
+        own, of one expert with weight 1. x [tokens, hidden]; topk_output: chosen
+        experts and their weights [tokens, choices].
+        """
         chosen = topk_output.topk_ids
         if layer.moe_ep_size == 1:
             return experts(layer, x, topk_output, config)
@@ -225,6 +228,7 @@ class _StandIn(types.ModuleType):
     """
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        """Return the function of this name. AttributeError for Python's own names."""
         if name.startswith("__"):
             raise AttributeError(name)
 

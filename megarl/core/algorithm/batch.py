@@ -93,6 +93,7 @@ def groups_in_loss(groups: Sequence[Group], settings: BatchSection) -> list[Grou
     """
 
     def is_in_loss(group: Group) -> bool:
+        """Return whether the group has something to train."""
         if group.void:
             return False
         if settings.zero_variance != "keep" and not group.has_variance:

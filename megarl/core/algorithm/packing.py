@@ -89,10 +89,10 @@ def pack(
     one_size: bool = False,
 ) -> Packed:
     """Pack sequences into micro-batches of at most `max_tokens` tokens, the same number
-    for every rank. A longer sequence gets its own. Micro-batches, fewer than
-    `data_parallel`, are empty only if sequences run out. one_size: all are padded to
-    the fullest, because pipeline stages exchange tensors of one size; so a longer
-    sequence makes room in all of them.
+    for every rank. A longer sequence gets its own. If sequences run out, fewer than
+    `data_parallel` micro-batches are empty. one_size: all are padded to the fullest,
+    because pipeline stages exchange tensors of one size; so a longer sequence makes
+    room in all of them.
     """
     if one_size:
         max_tokens = max(max_tokens, max(lengths, default=0))
@@ -154,6 +154,7 @@ def step_cost(packed: Packed, lengths: Sequence[int], cost: Cost, one_size: bool
             fullest = max(fullest, sum(lengths[i] for i in members))
 
     def load(members: list[int]) -> float:
+        """Return the cost of a micro-batch, with its padding to the fullest."""
         if one_size:
             attention = sum(cost.attention(lengths[i]) for i in members)
             return cost.token * fullest + attention

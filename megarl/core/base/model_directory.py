@@ -76,7 +76,7 @@ def open_model(hf_dir: Path) -> ModelDirectory:
     """
     model = architecture.in_directory(hf_dir)
     _check_model_type(hf_dir, model)
-    description_files(hf_dir)
+    description_files(hf_dir)  # raises for a link that leads out
     stored = tensors_in_files(hf_dir)
     problem = misfit(model, stored)
     if problem:

@@ -347,7 +347,7 @@ def _after_last_line_end(file: BinaryIO, size: int) -> int:
 
 
 def line_of(row: Row) -> bytes:
-    """Return the row's line, as in `append_jsonl`."""
+    """Return the row as a line of JSON, with null for a non-finite number."""
     finite = dict(row)
     for name, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):

@@ -20,8 +20,8 @@ import psutil
 
 from megarl.core.base.process import ENDING, NODE_RANK, SUPERVISOR, ignore_late_signals, importing
 
-OURS = "SIGQUIT"
-"""The one signal that is left to torchrun, which ends the ranks at those it handles."""
+TORCHRUNS_OWN = "SIGQUIT"
+"""The one signal that torchrun may handle: at those that it does, it ends the ranks."""
 
 
 def run(arguments: list[str]) -> int:
@@ -50,9 +50,9 @@ def run(arguments: list[str]) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _pass_on)
     try:
-        main([f"--signals-to-handle={OURS}", *arguments])
+        main([f"--signals-to-handle={TORCHRUNS_OWN}", *arguments])
     except ChildFailedError as error:
-        status = error.get_first_failure()[1].exitcode
+        status = error.get_first_failure()[1].exitcode  # of a killed rank minus the signal
         return status if status > 0 else 128 - status
     finally:
         ignore_late_signals()

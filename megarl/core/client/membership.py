@@ -166,7 +166,7 @@ class Membership:
                     f"server {server} holds version {member.version}: {version} would be a step"
                     " back"
                 )
-            if member.state != "publishing":
+            if member.state != "publishing":  # else it still serves what it kept
                 member.keeps = None
                 if self._staged and member.state == "clean":
                     member.keeps = member.version
@@ -340,6 +340,7 @@ class Membership:
         others = bool(self.clean())
 
         def wants(member: Member) -> bool:
+            """Return whether the learner should publish to this server."""
             if member.pinned:
                 return False
             if member.state == "unknown":

@@ -100,7 +100,7 @@ def _open_journal(rundir: RunDir, recipe: Recipe) -> Journal:
         recipe.pipeline.max_lag,
         recipe.pipeline.phase_steps,
     )
-    clock.start(rundir.rollouts / "lock")
+    clock.start(rundir.rollouts / "lock")  # written as the journal was opened
     journal.append(session_of(rundir))
     return journal
 
@@ -261,7 +261,9 @@ class Controller:
         self._on_change()
 
     def _note_results(self, result: Published) -> list[str]:
-        """Return the URLs of the servers that have the version now."""
+        """Note each server's result; return the URLs of those that have the version
+        now.
+        """
         urls = []
         for server in result.results:
             has_version = self.servers.membership.published(
@@ -512,8 +514,8 @@ class Controller:
         self._stop(reason)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Ask the run to stop, unless it is ending. Slurm may signal all processes of a
-        job, the supervisor last.
+        """Have the whole run stop, unless it is ending. The controller asks for that
+        itself, as Slurm may signal all processes of a job, and the supervisor last.
         """
         if not self.stop_reason:
             self.rundir.stop(number)

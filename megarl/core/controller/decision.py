@@ -68,7 +68,9 @@ Decision = TrainStep | Publish | Score | Wait | Stop | Refused
 
 
 def decide(request: Next, view: ControllerView) -> Decision:
-    """Return what the learner does next. The order of the lines is the law above."""
+    """Return what the learner does next. The order of the lines is that of the table at
+    the top of this file.
+    """
     step = request.step
     members = view.membership
     if view.failure:

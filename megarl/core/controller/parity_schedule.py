@@ -182,6 +182,7 @@ class Parity:
         limit_s = self._recipe.weights.timeout_s
 
         async def serve(candidate: Candidate) -> None:
+            """Have the candidate scored by its own server, or else by any other."""
             candidate.scorer = servers[candidate.ticket % len(servers)]
             if candidate.server in servers:
                 candidate.scorer = candidate.server

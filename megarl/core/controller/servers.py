@@ -199,8 +199,8 @@ class Servers:
         """Use a server that has come back, once its old requests are aborted."""
         aborted = await self.abort(server)
         member = self.membership.members.get(server)
-        has_left = member is None or not member.away
-        if not aborted or has_left:
+        is_settled = member is None or not member.away  # it has left meanwhile, or was greeted
+        if not aborted or is_settled:
             return
         self.membership.answered(server)
         spans.event(f"server {server}/busy", "up")

@@ -79,7 +79,7 @@ def comparisons(evaluations: int) -> int:
     count = 0
     for end in range(2, evaluations + 1):
         for width in _widths(end):
-            count += end - 2 * width + 1
+            count += end - 2 * width + 1  # where the earlier stretch may start
     return count
 
 

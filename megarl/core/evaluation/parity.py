@@ -553,8 +553,9 @@ def _signs(scores: RolloutScores, quantity: str) -> dict[str, float]:
 
 
 def named_cause(signs: Mapping[str, float], routing: bool, decoding: bool = False) -> str:
-    """Return the likeliest cause of a difference. signs: metrics of a row; routing: too
-    many choices of experts differ.
+    """Return the likeliest cause of a difference. signs: metrics of a row. routing: too
+    many choices of experts differ. decoding: the difference is between a server's
+    sampling and its own scores.
     """
     for side in ("server", "learner"):
         if signs.get(f"parity_grid/{side}", 0.0) > GRID_LIMIT:

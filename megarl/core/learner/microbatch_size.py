@@ -159,6 +159,7 @@ def _try_sizes(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory
     # With few micro-batches, a pipeline's idle time costs more than large micro-batches
     # save.
     sizes = sizes_to_try(longest, batch_tokens // _microbatches(trainer, per_stage=4))
+    # held until the trials are over
     moments = [network.moments_to_come() for network in trainer.trained]
     size = largest(sizes, lambda tokens: _share_of_memory(trainer, tokens, longest, memory))
     del moments

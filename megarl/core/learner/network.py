@@ -114,6 +114,7 @@ class Network:
         head = self.lm_head(1.0)
 
         def both(*, context: MicroBatch, **arguments: object) -> Tensor:
+            """Compute both log-probs of each trained token (a Head)."""
             logprobs, _ = head(context=context, **arguments)
             alternative = replace(context, labels=torch.full_like(context.labels, against))
             logprobs_against, _ = head(context=alternative, **arguments)
@@ -150,6 +151,7 @@ class Network:
         outputs = torch.zeros(int(starts[-1]), *shape, device=self.device)
 
         def collect(members: Sequence[int], micro: MicroBatch, values: Tensor) -> Tensor:
+            """Put a micro-batch's values into `outputs` (a Consume)."""
             if len(micro.source):
                 # Of each token, its index among the tokens of all sequences.
                 ranges = [np.arange(starts[i], starts[i + 1]) for i in members]
@@ -186,6 +188,7 @@ class Network:
         def loss(
             indices: Sequence[int], micro: MicroBatch, output: Output
         ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            """Return the scalar as megatron takes it: with no tokens and no metrics."""
             return consume(indices, micro, output), torch.tensor(0, dtype=torch.int), {}
 
         def forward(

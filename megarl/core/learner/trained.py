@@ -161,6 +161,9 @@ class TrainedNetwork(Network):
         self._nonfinite = []
 
         def weighted_loss(members: Sequence[int], micro: MicroBatch, output: Any) -> Tensor:
+            """Return a micro-batch's part of the loss (a Consume); keep its metrics,
+            and which of its tokens have a loss that is not finite.
+            """
             losses, metrics = self.loss(micro, output)
             loss = (losses * micro.weight).sum()
             totals.add(loss, micro.counted, metrics)

@@ -167,7 +167,7 @@ class Trainer:
 
     def sequences(self, batch: Batch) -> list[TrainSequence]:
         """Return the batch's sequences in the loss, with advantages unless a critic
-        estimates them. Call it once per step.
+        estimates them. Call it once per step, as the batch then counts in `moments`.
         """
         sequences = sequences_in_loss(batch, self.recipe)
         if self.reference and sequences:

@@ -158,6 +158,9 @@ def start_save(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> Asy
     own_checksums: Future[dict[str, int]] = Future()
 
     def complete_on_rank_0(written: list[dict[str, int]]) -> None:
+        """Add the rest of the files and move all to `path`. written: each rank's
+        checksums.
+        """
         if dist.get_rank() == 0:
             copy_description(source, partial / "hf")
             seal(partial, meta, checksums(partial, ChainMap(*written)))
@@ -254,6 +257,7 @@ class _Reading(TorchDistLoadShardedStrategy):
         loaded: StateDict = {}
 
         def read() -> None:
+            """Read this rank's part; any error becomes a MegarlError."""
             try:
                 loaded.update(super(_Reading, self).load(*args, **named))
             except (Exception, CheckpointException) as error:  # the latter is no Exception
@@ -270,6 +274,7 @@ def intact_everywhere[T](work: Callable[[], T]) -> list[T]:
     """
 
     def result_or_damage() -> tuple[list[T], str]:
+        """Return the result in a list, or no result and the damage as text."""
         try:
             return [work()], ""
         except CorruptCheckpoint as error:
@@ -370,6 +375,7 @@ def _with_checksums(request: AsyncRequest, own_checksums: "Future[dict[str, int]
         return request
 
     def write_and_sum(rank: int, buckets: list[tuple[str, str, object]], results: object) -> None:
+        """Write, then read back. buckets: of each file path, name and tensors."""
         write(rank, buckets, results)
         try:
             own_checksums.set_result({name: checksum(Path(file)) for file, name, _ in buckets})
@@ -492,7 +498,7 @@ def safely(path: Path) -> Iterator[None]:
         raise
     except Exception as error:  # a truncated or foreign pickle can fail in any way
         raise CorruptCheckpoint(f"{path / METADATA}: unreadable: {error}") from None
-    # torch checks it in every load, even one that allows any class
+    # With this, torch unpickles only plain objects, even where a caller allows all.
     with environment({FORCE: "1"}):
         yield
 

@@ -76,6 +76,7 @@ def _fault(error: ErrorDetails, origin: Origin) -> KeyFault:
     """Return the key and a message in this project's words for a fault that pydantic
     found.
     """
+    # pydantic puts "[key]" where the name in a mapping is wrong, not its value
     key = tuple(str(part) for part in error["loc"] if part != "[key]")
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
@@ -137,13 +138,13 @@ def _nearest(name: str, siblings: Sequence[str]) -> str:
     """Return the same key of another section, or the nearest one of this or any
     section; empty if none is near.
     """
-    elsewhere = dict(_keys(Recipe))
-    if name in elsewhere:
-        return elsewhere[name]
+    dotted_names = dict(_keys(Recipe))  # of the keys of all sections
+    if name in dotted_names:
+        return dotted_names[name]
     if close := difflib.get_close_matches(name, siblings, 1, cutoff=0.5):
         return close[0]
-    if close := difflib.get_close_matches(name, elsewhere, 1, cutoff=0.8):
-        return elsewhere[close[0]]
+    if close := difflib.get_close_matches(name, dotted_names, 1, cutoff=0.8):
+        return dotted_names[close[0]]
     return ""
 
 
@@ -449,8 +450,9 @@ def _with_suites(tree: RecipeTree) -> RecipeTree:
 
 
 def _filled_suite(name: str, keys: Any, chat: RecipeTree) -> Any:
-    """Return a suite's keys with the shipped ones of its name and, unless it has a
-    template or an agent, whose requests get the template, those of `chat`.
+    """Return a suite's keys and, from the shipped suite of its name, those that it
+    lacks. One without a template also gets the tasks' keys of theirs (`chat`), but not
+    with an agent: an agent's requests get the template anyway.
     """
     if not isinstance(keys, dict):
         return keys

@@ -181,8 +181,9 @@ class Places:
         if not self.use[server].free or self.membership.serving_version(server) is None:
             return
         for claim in self.claims:
-            may_wait_here = claim.home is None or claim.waits_at == server
-            if not may_wait_here or claim.granted.cancelled():
+            # one that may use any server, or waits at this one
+            may_take = claim.home is None or claim.waits_at == server
+            if not may_take or claim.granted.cancelled():
                 continue
             if self._grant(claim, (server,)):
                 self.claims.remove(claim)

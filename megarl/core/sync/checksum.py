@@ -171,7 +171,7 @@ def by_product(rows: Tensor) -> Tensor:
     """
     height = len(rows)
     if rows.is_cuda and (height < FEWEST_ROWS or rows.data_ptr() % ALIGNED):
-        rows = pad(rows, (0, 0, 0, FEWEST_ROWS))
+        rows = pad(rows, (0, 0, 0, FEWEST_ROWS))  # a copy, which is aligned
     digits, place_values = _digits(rows.device)
     sums_of_digits = torch._int_mm(rows, digits)[:height, :DIGITS]
     return (sums_of_digits * place_values).sum(1)
