@@ -112,8 +112,8 @@ def token_weights(
     trained_tokens[g][j]: |y| of rollout j of group g; longest: the longest possible
     |y|. The loss is the mean over prompts of the mean over the group's tokens (prompt),
     over rollouts of the mean over tokens (sample), over all tokens (token), or over
-    rollouts of the sum over tokens / longest (constant), without rollouts and groups
-    that have no trained token.
+    rollouts of the sum over tokens / longest (constant). Rollouts and groups without a
+    trained token count in none of these means.
     """
     counts = [np.asarray(group, dtype=np.float64) for group in trained_tokens]
     prompts = sum(bool(group.any()) for group in counts)

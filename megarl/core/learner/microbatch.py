@@ -211,7 +211,7 @@ def _row(lengths: np.ndarray, length: int, layout: RowLayout) -> _PackedRow:
     The rest is filler: sequences of FILLER tokens, or of as many as the longest has.
     """
     multiple = layout.sequence_multiple
-    padded = -(-lengths // multiple) * multiple
+    padded = -(-lengths // multiple) * multiple  # rounded up
     starts = np.concatenate([[0], np.cumsum(padded)])
     filler_start = int(starts[-1])
     size = max(length, _up(filler_start, layout.row_multiple))

@@ -208,7 +208,8 @@ class ExpertLoad:
 
     def padding_mask(self, chunk: GPTModel, micro: MicroBatch) -> Tensor:
         """Return the `padding_mask` for this micro-batch's forward pass through the
-        chunk, which must be the next one.
+        chunk, which must be the next one, and queue the weight of its balancing loss
+        for the chunk's routers (`_weigh`).
         """
         coefficient = self._coefficient * micro.sequence_tokens / max(self._step_tokens, 1)
         for waiting in self._waiting[chunk]:

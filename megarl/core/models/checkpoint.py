@@ -470,8 +470,9 @@ dtypes.
 
 
 def _stand_in(named: Any) -> object:
-    """Return what can be called in place of a class or function, and shares no
-    attribute with it.
+    """Return what can be called in place of a class or function. It shares no attribute
+    with that, so that a pickle which sets one changes nothing of ours. Classes become
+    subclasses; an Enum and torch.Size, of which none can be made, become functions.
     """
     if isinstance(named, type) and not issubclass(named, Enum | torch.Size):
         return type(named.__name__, (named,), {"__module__": named.__module__})

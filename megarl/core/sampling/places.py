@@ -215,6 +215,7 @@ class Places:
         peak_running = use.peak
         use.queued = load.waiting > 0
         use.peak = use.running
+        # not until enough requests have ended for the fewer places
         last_decrease_took_effect = use.running <= use.limit
         overloaded = retracted or (queued_before and use.queued)
         if overloaded:

@@ -222,7 +222,9 @@ VALUE_METRICS = ("value_clipped_share",)
 def value_loss(
     values: Tensor, old: Tensor, returns: Tensor, clip: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss [n] and metrics [n] for `values` [n] with gradient; clip: eps."""
+    """Return the critic's loss [n] and metrics [n]. values: [n] with gradient; old:
+    those before the step; clip: how far a value may move from its old one.
+    """
     free = (values - returns).square()
     near_old = torch.clamp(values, old - clip, old + clip)
     bounded = (near_old - returns).square()
