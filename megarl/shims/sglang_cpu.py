@@ -47,7 +47,7 @@ BLOCK = 256
 
 
 def install() -> None:
-    """Apply 1 and 9 to this process. Idempotent."""
+    """Apply 1 and 9 of the list at the top to this process. Idempotent."""
     if torch.cuda.is_available():
         return
     torch.compile = _not_compiled
@@ -58,7 +58,7 @@ def install() -> None:
 
 
 def patch() -> None:
-    """Apply 2 to 8 to this process."""
+    """Apply 2 to 8 of the list at the top of this file to this process."""
     if torch.cuda.is_available():
         return
     from sglang.srt.entrypoints import engine

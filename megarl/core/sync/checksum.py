@@ -241,6 +241,7 @@ def _digits(device: torch.device) -> tuple[Tensor, Tensor]:
     quotients = np.random.PCG64(_COLUMNS).random_raw(COLUMNS) | np.uint64(1)
     digits = np.zeros((WIDTH, COLUMNS), np.int8)
     for n in range(DIGITS):
+        # the lowest byte as a signed number; what is left is a multiple of 256
         digits[n] = quotients.astype(np.uint8).view(np.int8)
         quotients = (quotients - digits[n].astype(np.int64).view(np.uint64)) >> np.uint64(8)
     place_values = torch.tensor([256**n for n in range(DIGITS)], device=device)
