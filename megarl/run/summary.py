@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.core.base.retention import best_checkpoint
-from megarl.core.base.rundir import Row, RunDir, SupervisorEvent
+from megarl.core.base.rundir import Row, RunDir, SupervisorEvent, complete
 from megarl.core.evaluation.forecast import forecast_text
 from megarl.core.recipe import Recipe
 from megarl.run.health import MEMORY, Health
@@ -298,12 +298,11 @@ def _places(values: Row, rundir: RunDir) -> Iterable[tuple[str, str]]:
     yield "TensorBoard", f"tensorboard --logdir {quote(str(rundir.tensorboard))}"
     yield "metrics", f"{rundir.metrics}, {rundir.eval.name}, {rundir.summary.name}"
     yield "rollouts", f"megarl rollouts show {run}"
-    # the last by name is the newest: step numbers are padded with zeros
-    newest = max(rundir.checkpoints.glob("step-*"), default=None)
-    if newest is not None:
+    checkpoints = complete(rundir.checkpoints)
+    if checkpoints:
         yield "checkpoints", str(rundir.checkpoints)
         best = best_checkpoint(rundir.checkpoints)
-        if best is not None and best != newest:
+        if best is not None and best != checkpoints[-1]:
             yield "best", f"{best}  ({run}@best names it)"
         yield "export", f"megarl export {run} {quote(str(rundir.path / 'hf'))}"
     yield "continue", _continuing(values, rundir)
