@@ -641,7 +641,7 @@ class _Course:
         return Norm(median, max(of_all, of_bad_side, signal.noise))
 
 
-_Judge = _Always | _Limited | _Course
+_SignalJudge = _Always | _Limited | _Course
 
 OF_PARITY = ("parity", "kernels", "kernels_median")
 """Signals whose likely cause the comparison of servers and learner names."""
@@ -656,7 +656,7 @@ class Health:
         self.step = -1
         self.history: list[Alarm] = []
         self._open: dict[str, int] = {}  # alarms that last: by name, their index in the history
-        self._judges: dict[tuple[str, str], _Judge] = {}  # by signal and "/TASK"
+        self._judges: dict[tuple[str, str], _SignalJudge] = {}  # by signal and "/TASK"
         self._newest: deque[Row] = deque(maxlen=WINDOW + GAP)  # by these `_learns` judges
         self._last: Row = {}
         self._epoch_began = 0
@@ -785,7 +785,7 @@ class Health:
         return signal.remedy or _LOG
 
 
-def _judge_of(signal: Signal) -> _Judge:
+def _judge_of(signal: Signal) -> _SignalJudge:
     """Return what judges a signal's values, which are then given to it in order."""
     if signal.from_the_start:
         return _Always(signal)
