@@ -311,7 +311,8 @@ def shared_memory() -> Finding:
     needed = 8 if gpus() else 1
     text = f"{size:.1f} GiB" if size >= 1 else f"{size * 1024:.0f} MiB"
     advice = f"in a container: --shm-size={needed}g or --ipc=host"
-    return noted("/dev/shm", text, advice if size < needed * 0.95 else "")
+    is_small = size < 0.95 * needed  # a mount may have a little less than it was given
+    return noted("/dev/shm", text, advice if is_small else "")
 
 
 def disk() -> Finding:

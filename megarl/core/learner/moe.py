@@ -265,9 +265,10 @@ class ExpertLoad:
 
 
 def _weigh(waiting: deque[float], router: Module, _: object) -> None:
-    """Weight the balancing loss of a router before it runs. With recomputation it adds
-    the loss in the backward pass, when other micro-batches may have gone forward; but
-    they go backward in the same order.
+    """Set the weight of a router's balancing loss just before it runs with gradients.
+    waiting: the weights of the micro-batches whose run with gradients is still to come.
+    With recomputation that is in the backward pass, when other micro-batches may have
+    gone forward; but they go backward in the same order.
     """
     if torch.is_grad_enabled():
         router.config.moe_aux_loss_coeff = waiting.popleft()
