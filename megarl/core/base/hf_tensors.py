@@ -77,6 +77,7 @@ def _attention(model: Architecture) -> Shapes:
 
 
 def _projections(model: Architecture) -> Shapes:
+    """Return the shapes of a layer's projections to q, k and v."""
     widths = {"q": model.query, "k": model.key, "v": model.value}
     shapes: Shapes = {}
     for name, width in widths.items():
@@ -131,6 +132,7 @@ def _feed_forward(model: Architecture, with_experts: bool) -> Shapes:
 
 
 def _gated_mlp(start: str, inner: int, hidden: int) -> Shapes:
+    """Return the shapes of an MLP. start: how its tensors' names begin."""
     return {
         f"{start}gate_proj.weight": (inner, hidden),
         f"{start}up_proj.weight": (inner, hidden),
@@ -139,6 +141,7 @@ def _gated_mlp(start: str, inner: int, hidden: int) -> Shapes:
 
 
 def _separate_experts(model: Architecture, start: str) -> Shapes:
+    """Return the shapes of a layer's experts, each an MLP with tensors of its own."""
     shapes: Shapes = {}
     for expert in range(model.experts):
         shapes |= _gated_mlp(f"{start}experts.{expert}.", model.expert_feed_forward, model.hidden)
@@ -146,6 +149,9 @@ def _separate_experts(model: Architecture, start: str) -> Shapes:
 
 
 def _llama4_stacks(model: Architecture, start: str) -> Shapes:
+    """Return the shapes of a layer's experts as stacks, transposed: [experts, input,
+    output].
+    """
     experts = model.experts
     hidden = model.hidden
     inner = model.expert_feed_forward
@@ -191,7 +197,7 @@ def with_experts_apart(
     for start, name in _divisible_stacks(model):
         stack = tensors.get(name)
         is_down = name.endswith("down_proj")
-        rows, columns = (hidden, inner) if is_down else (2 * inner, hidden)
+        rows, columns = (hidden, inner) if is_down else (2 * inner, hidden)  # of one expert
         if stack is None or stack.shape != (model.experts, rows, columns):
             continue
         del divided[name]
